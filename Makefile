@@ -1,0 +1,61 @@
+# Everything happens in .venv, which the targets make and fill on their own; nothing else is touched.
+# The stamps under .venv let a second `make` start at once.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+DEMO   ?= fedclip-demo
+JOBS   ?= 2
+
+BIN := $(VENV)/bin
+PY  := $(BIN)/python
+PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench build clean
+
+help:  ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: $(VENV)/.demo  ## train over three hospitals, with and without clipping; write a table and a plot
+	$(BIN)/fedclip demo $(DEMO)
+
+test: $(VENV)/.dev  ## run the whole test suite
+	$(PY) -m pytest -n $(JOBS) --dist worksteal
+
+lint: $(VENV)/.dev  ## check format, style and types
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: $(VENV)/.dev  ## rewrite the files in the format that lint asks for
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+bench: $(VENV)/.dev  ## measure the clippers against declearn's own
+	$(PY) -m benchmarks
+
+build: $(VENV)/.dev  ## build the wheel into dist/
+	$(PY) -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir dist .
+
+clean:  ## remove .venv and everything the targets wrote
+	rm -rf $(VENV) $(DEMO) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "fedclip needs Python 3.11 or later; name one with: make PYTHON=python3.x" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# What the demo needs: declearn (which brings scikit-learn and its data) and matplotlib.
+$(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing fedclip into $(VENV)"
+	$(PIP) -e '.[plot]'
+	@touch $@
+
+# torch goes first, alone and pinned: left to the resolver as somebody's dependency,
+# it may come in a build for GPUs, which is several gigabytes larger.
+$(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing fedclip, the frameworks and the test tools into $(VENV)"
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.demo
