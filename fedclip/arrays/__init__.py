@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only folder that knows frameworks: one small file each, chosen from the value's own type.
+
+No framework is imported before a value of it is met; to add one, write its file and add a row
+to `_FILES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from fedclip.arrays.base import Array, Backend, HostView
+from fedclip.arrays.numpy import NumpyBackend
+
+__all__ = ["NUMPY", "Array", "Backend", "HostView", "backend_named", "backend_of"]
+
+NUMPY = NumpyBackend()
+
+# Top-level package of a value's class -> file and class of the backend.
+_FILES = {
+    "numpy": ("numpy", "NumpyBackend"),
+    "torch": ("torch", "TorchBackend"),
+    "tensorflow": ("tensorflow", "TensorflowBackend"),
+    "jax": ("jax", "JaxBackend"),
+    "jaxlib": ("jax", "JaxBackend"),
+}
+_loaded: dict[str, Backend] = {"numpy": NUMPY}
+_by_type: dict[type, Backend] = {}
+
+
+def backend_named(name: str) -> Backend:
+    """Return the backend of the framework called `name`, importing it at the first call."""
+    file, cls = _FILES[name]
+    if file not in _loaded:
+        module = importlib.import_module(f"fedclip.arrays.{file}")
+        _loaded[file] = getattr(module, cls)()
+    return _loaded[file]
+
+
+def backend_of(value: Any) -> Backend:
+    """Return the backend for `value`, found from its type.
+
+    Raises
+    ------
+    TypeError
+        If the value is of no supported framework, or a torch `DTensor`, of which this
+        process holds a part only.
+    """
+    cls = type(value)
+    backend = _by_type.get(cls)
+    if backend is None:
+        backend = _by_type[cls] = _find(cls)
+    return backend
+
+
+def _find(cls: type) -> Backend:
+    if cls.__name__ == "DTensor":
+        raise TypeError(
+            "fedclip can not clip a DTensor: each process holds a shard, and the norm of a shard "
+            "is not the norm; call .full_tensor() first"
+        )
+    for base in cls.__mro__:
+        root = base.__module__.partition(".")[0]
+        if root in _FILES:
+            return backend_named(root)
+    raise TypeError(
+        f"fedclip clips arrays of NumPy, PyTorch, TensorFlow and JAX, "
+        f"got {cls.__module__}.{cls.__name__}"
+    )

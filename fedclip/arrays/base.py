@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fedclip asks of a framework, and nothing more.
+
+A `Backend` has three faces:
+
+- *host*: zero-copy NumPy views of what lies in this machine's memory (decision 1 of the
+  design: on CPU everything is measured through NumPy, whatever the framework);
+- *gradients*: the few operations that make a new gradient, out of place, dtype and shape kept;
+- *arithmetic*: the operations that rules are written against, which are the backend's own
+  methods, so that one rule text runs on host arrays, on a device, and under a compiler.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+__all__ = ["Array", "Backend", "HostView"]
+
+Array: TypeAlias = Any
+"""An array of any of the supported frameworks."""
+
+HostView: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+"""A NumPy view; of bfloat16 data it shows the bits, as uint16 (see `fedclip.norms.decode`)."""
+
+
+class Backend(ABC):
+    """One framework, as fedclip sees it."""
+
+    name: str
+
+    # -- host ---------------------------------------------------------------------------------
+    @abstractmethod
+    def host(self, arrays: Sequence[Array]) -> list[HostView | None]:
+        """Return a NumPy view of each array, or None for one that is not in host memory.
+
+        Sparse arrays answer with their merged values: rows that repeat are added up first,
+        because the norm of a sum is not the norm of its parts.
+        """
+
+    @abstractmethod
+    def dtype(self, array: Array) -> str:
+        """Return the dtype as "float32", "bfloat16", ..."""
+
+    # -- gradients ----------------------------------------------------------------------------
+    @abstractmethod
+    def scale(self, arrays: Sequence[Array], factors: Sequence[float]) -> list[Array]:
+        """Return ``array * factor`` for each pair: new arrays, same dtype and shape.
+
+        Half precision is multiplied in float32 and rounded once.
+        """
+
+    @abstractmethod
+    def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
+        """Return ``array * factors``, a NumPy array of factors that broadcasts against it."""
+
+    @abstractmethod
+    def clip(self, array: Array, low: float, high: float) -> Array:
+        """Return the array with each element moved into [low, high]; sparse rows are merged."""
+
+    @abstractmethod
+    def zeros_like(self, array: Array) -> Array:
+        """Return zeros of the same dtype, shape and device."""
+
+    @abstractmethod
+    def square_sums(self, arrays: Sequence[Array]) -> list[float]:
+        """Return float64 sums of squares of arrays that have no host view, in one transfer."""
+
+    @abstractmethod
+    def to_host(self, array: Array) -> HostView:
+        """Return the (merged) values as NumPy, copied from a device if need be."""
+
+    # -- arithmetic of the rules --------------------------------------------------------------
+    @abstractmethod
+    def asarray(self, values: Any, like: Array | None = None) -> Array:
+        """Return `values` as an array of this framework, in the best float it has for rules."""
+
+    @abstractmethod
+    def where(self, condition: Array, x: Any, y: Any) -> Array:
+        """Elementwise choice; numbers broadcast."""
+
+    @abstractmethod
+    def isfinite(self, x: Array) -> Array:
+        """Elementwise test for neither NaN nor infinity."""
+
+    @abstractmethod
+    def sqrt(self, x: Array) -> Array:
+        """Elementwise square root."""
+
+    @abstractmethod
+    def exp(self, x: Array) -> Array:
+        """Elementwise exponential."""
+
+    @abstractmethod
+    def minimum(self, x: Array, y: Any) -> Array:
+        """Elementwise smaller one; `y` may be a number."""
+
+    @abstractmethod
+    def maximum(self, x: Array, y: Any) -> Array:
+        """Elementwise larger one; `y` may be a number."""

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JAX: arrays on any device, and traced values under jit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedclip.arrays.base import Array, Backend, HostView
+from fedclip.arrays.numpy import bits
+
+__all__ = ["JaxBackend"]
+
+
+@jax.jit
+def _multiply_all(arrays: list[Array], factors: list[Array]) -> list[Array]:
+    # Compiled once for a model's shapes: one dispatch instead of one for each array.
+    return [_multiply(a, k) for a, k in zip(arrays, factors, strict=True)]
+
+
+def _multiply(array: Array, factor: Array) -> Array:
+    if array.dtype.itemsize == 2:
+        return (array.astype(jnp.float32) * factor).astype(array.dtype)
+    return array * jnp.asarray(factor, array.dtype)
+
+
+class JaxBackend(Backend):
+    """Arrays of JAX."""
+
+    name = "jax"
+
+    def __init__(self) -> None:
+        self._on_cpu: dict[Any, bool] = {}
+
+    def host(self, arrays: Sequence[Array]) -> list[HostView | None]:
+        known = self._on_cpu
+        views: list[HostView | None] = []
+        for array in arrays:
+            if isinstance(array, jax.core.Tracer):
+                views.append(None)
+                continue
+            sharding = array.sharding
+            on_cpu = known.get(sharding)
+            if on_cpu is None:
+                on_cpu = all(d.platform == "cpu" for d in sharding.device_set)
+                known[sharding] = on_cpu
+            views.append(bits(np.asarray(array)) if on_cpu else None)
+        return views
+
+    def dtype(self, array: Array) -> str:
+        return str(array.dtype.name)
+
+    def scale(self, arrays: Sequence[Array], factors: Sequence[float]) -> list[Array]:
+        if len({a.sharding for a in arrays}) == 1:
+            result: list[Array] = _multiply_all(list(arrays), list(factors))
+            return result
+        # One compiled call can not span devices.
+        return [_multiply(a, k) for a, k in zip(arrays, factors, strict=True)]
+
+    def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
+        return _multiply(array, jnp.asarray(factors, jnp.promote_types(array.dtype, jnp.float32)))
+
+    def clip(self, array: Array, low: float, high: float) -> Array:
+        return jnp.clip(array, low, high)
+
+    def zeros_like(self, array: Array) -> Array:
+        return jnp.zeros_like(array)
+
+    def square_sums(self, arrays: Sequence[Array]) -> list[float]:
+        # Without x64 there is no float64: the sum is taken relative to the maximum, and the
+        # scale is put back on the host, in float64.
+        pairs = [self._scaled_square_sum(a) for a in arrays]
+        return [float(s) * float(p) ** 2 for s, p in jax.device_get(pairs)]
+
+    @staticmethod
+    def _scaled_square_sum(array: Array) -> tuple[Array, Array]:
+        wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+        peak = jnp.max(jnp.abs(wide), initial=0.0)
+        scale = jnp.where(peak > 0, peak, 1.0)
+        return jnp.sum(jnp.square(wide / scale)), scale
+
+    def to_host(self, array: Array) -> HostView:
+        return np.asarray(array)
+
+    def asarray(self, values: Any, like: Array | None = None) -> Array:
+        return jnp.asarray(values, dtype=float)
+
+    where = staticmethod(jnp.where)
+    isfinite = staticmethod(jnp.isfinite)
+    sqrt = staticmethod(jnp.sqrt)
+    exp = staticmethod(jnp.exp)
+    minimum = staticmethod(jnp.minimum)
+    maximum = staticmethod(jnp.maximum)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorFlow: tensors, variables and IndexedSlices, eager and in a tf.function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from fedclip.arrays.base import Array, Backend, HostView
+from fedclip.arrays.numpy import bits
+
+__all__ = ["TensorflowBackend"]
+
+
+class TensorflowBackend(Backend):
+    """Tensors of TensorFlow."""
+
+    name = "tensorflow"
+
+    def host(self, arrays: Sequence[Array]) -> list[HostView | None]:
+        return [self._view(t) for t in arrays]
+
+    def _view(self, tensor: Array) -> HostView | None:
+        tensor = self._values(tensor)
+        # A symbolic tensor has no device and no data; one on an accelerator stays there.
+        if not hasattr(tensor, "numpy") or "CPU" not in tensor.device:
+            return None
+        return bits(np.asarray(tensor))
+
+    def _values(self, tensor: Array) -> Array:
+        return self._merge(tensor).values if isinstance(tensor, tf.IndexedSlices) else tensor
+
+    @staticmethod
+    def _merge(slices: Any) -> Any:
+        """Return IndexedSlices whose rows are all different, with the same dense meaning."""
+        rows, place = tf.unique(slices.indices)
+        values = tf.math.unsorted_segment_sum(slices.values, place, tf.size(rows))
+        return tf.IndexedSlices(values, rows, slices.dense_shape)
+
+    def dtype(self, array: Array) -> str:
+        return str(array.dtype.name)
+
+    def scale(self, arrays: Sequence[Array], factors: Sequence[float]) -> list[Array]:
+        constants: dict[tuple[float, Any], Any] = {}
+        scaled = []
+        for tensor, factor in zip(arrays, factors, strict=True):
+            wide = tf.float64 if tensor.dtype == tf.float64 else tf.float32
+            if (factor, wide) not in constants:
+                constants[factor, wide] = tf.constant(factor, wide)
+            scaled.append(self._multiply(tensor, constants[factor, wide]))
+        return scaled
+
+    def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
+        wide = tf.float64 if array.dtype == tf.float64 else tf.float32
+        if isinstance(array, tf.IndexedSlices):
+            array = self._merge(array)
+        return self._multiply(array, tf.constant(factors, wide))
+
+    @staticmethod
+    def _multiply(tensor: Array, factor: Array) -> Array:
+        if isinstance(tensor, tf.IndexedSlices):
+            # Scaling is linear, so rows that repeat need not be merged to be scaled.
+            values = TensorflowBackend._multiply(tensor.values, factor)
+            return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
+        if tensor.dtype == factor.dtype:
+            return tf.raw_ops.Mul(x=tensor, y=factor)
+        return tf.cast(tf.cast(tensor, factor.dtype) * factor, tensor.dtype)
+
+    def clip(self, array: Array, low: float, high: float) -> Array:
+        if isinstance(array, tf.IndexedSlices):
+            merged = self._merge(array)
+            values = self.clip(merged.values, low, high)
+            return tf.IndexedSlices(values, merged.indices, merged.dense_shape)
+        low, high = tf.constant(low, array.dtype), tf.constant(high, array.dtype)
+        return tf.minimum(tf.maximum(array, low), high)
+
+    def zeros_like(self, array: Array) -> Array:
+        if isinstance(array, tf.IndexedSlices):
+            return tf.IndexedSlices(tf.zeros_like(array.values), array.indices, array.dense_shape)
+        return tf.zeros_like(array)
+
+    def square_sums(self, arrays: Sequence[Array]) -> list[float]:
+        sums = [
+            tf.reduce_sum(tf.square(tf.cast(self._values(t), tf.float64))) for t in arrays
+        ]
+        values: list[float] = tf.stack(sums).numpy().tolist()
+        return values
+
+    def to_host(self, array: Array) -> HostView:
+        return np.asarray(self._values(array))
+
+    def asarray(self, values: Any, like: Array | None = None) -> Array:
+        return tf.convert_to_tensor(values, dtype=tf.float64)
+
+    def where(self, condition: Array, x: Any, y: Any) -> Array:
+        # Numbers take the dtype of the other branch; two numbers are float64, as states are.
+        dtype = next((v.dtype for v in (x, y) if tf.is_tensor(v)), tf.float64)
+        return tf.where(condition, tf.cast(x, dtype), tf.cast(y, dtype))
+
+    def isfinite(self, x: Array) -> Array:
+        return tf.math.is_finite(x)
+
+    def sqrt(self, x: Array) -> Array:
+        return tf.sqrt(x)
+
+    def exp(self, x: Array) -> Array:
+        return tf.exp(x)
+
+    def minimum(self, x: Array, y: Any) -> Array:
+        return tf.minimum(x, tf.cast(y, x.dtype))
+
+    def maximum(self, x: Array, y: Any) -> Array:
+        return tf.maximum(x, tf.cast(y, x.dtype))

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch: dense and sparse COO tensors, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedclip.arrays.base import Array, Backend, HostView
+
+__all__ = ["TorchBackend"]
+
+
+class TorchBackend(Backend):
+    """Tensors of PyTorch."""
+
+    name = "torch"
+
+    def host(self, arrays: Sequence[Array]) -> list[HostView | None]:
+        try:
+            # Dense CPU tensors of a dtype that NumPy has: by far the most usual case.
+            return [t.numpy() for t in arrays]
+        except (TypeError, RuntimeError):
+            return [self._view(t) for t in arrays]
+
+    def _view(self, tensor: torch.Tensor) -> HostView | None:
+        tensor = self._values(tensor)
+        if not tensor.is_cpu or torch.compiler.is_compiling():
+            return None
+        if tensor.dtype == torch.bfloat16:
+            tensor = tensor.view(torch.uint16)
+        view: HostView = tensor.numpy()
+        return view
+
+    @staticmethod
+    def _values(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        if tensor.layout == torch.strided:
+            return tensor
+        if tensor.layout == torch.sparse_coo:
+            return tensor.coalesce().values()
+        raise TypeError(
+            f"fedclip reads dense and sparse COO tensors, got one of layout {tensor.layout}; "
+            "convert it with .to_dense() or .to_sparse_coo() first"
+        )
+
+    def dtype(self, array: Array) -> str:
+        return str(array.dtype).removeprefix("torch.")
+
+    def scale(self, arrays: Sequence[Array], factors: Sequence[float]) -> list[Array]:
+        # torch multiplies half precision by a Python float in float32 and rounds once.
+        return [torch.mul(t, k) for t, k in zip(arrays, factors, strict=True)]
+
+    def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
+        k = torch.from_numpy(np.ascontiguousarray(factors)).to(array.device)
+        if array.dtype == torch.float64:
+            return torch.mul(array, k)
+        return torch.mul(array.float(), k.float()).to(array.dtype)
+
+    def clip(self, array: Array, low: float, high: float) -> Array:
+        if array.layout == torch.sparse_coo:
+            merged = array.coalesce()
+            values = torch.clamp(merged.values(), low, high)
+            return torch.sparse_coo_tensor(
+                merged.indices(), values, merged.shape, is_coalesced=True
+            )
+        return torch.clamp(array, low, high)
+
+    def zeros_like(self, array: Array) -> Array:
+        return torch.zeros_like(array)
+
+    def square_sums(self, arrays: Sequence[Array]) -> list[float]:
+        sums = [self._square_sum(self._values(t)) for t in arrays]
+        # One transfer for each device, whatever the number of tensors.
+        result = [0.0] * len(sums)
+        for device in {s.device for s in sums}:
+            rows = [i for i, s in enumerate(sums) if s.device == device]
+            values = torch.stack([sums[i] for i in rows]).cpu().tolist()
+            for i, value in zip(rows, values, strict=True):
+                result[i] = value
+        return result
+
+    @staticmethod
+    def _square_sum(tensor: torch.Tensor) -> torch.Tensor:
+        # MPS has no float64; the sum of squares is then taken relative to the maximum.
+        if tensor.device.type == "mps":
+            peak = tensor.abs().amax().float() if tensor.numel() else tensor.new_zeros(())
+            scale = torch.where(peak > 0, peak, torch.ones_like(peak))
+            return (tensor.float() / scale).square().sum().cpu().double() * scale.cpu().double() ** 2
+        return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+
+    def to_host(self, array: Array) -> HostView:
+        tensor = self._values(array).cpu()
+        if tensor.dtype == torch.bfloat16:
+            tensor = tensor.float()
+        view: HostView = tensor.numpy()
+        return view
+
+    def asarray(self, values: Any, like: Array | None = None) -> Array:
+        device = like.device if like is not None else None
+        dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
+        return torch.as_tensor(values, dtype=dtype, device=device)
+
+    def where(self, condition: Array, x: Any, y: Any) -> Array:
+        return torch.where(condition, x, y)
+
+    def isfinite(self, x: Array) -> Array:
+        return torch.isfinite(x)
+
+    def sqrt(self, x: Array) -> Array:
+        return torch.sqrt(x)
+
+    def exp(self, x: Array) -> Array:
+        return torch.exp(x)
+
+    def minimum(self, x: Array, y: Any) -> Array:
+        return torch.clamp(x, max=y)
+
+    def maximum(self, x: Array, y: Any) -> Array:
+        return torch.clamp(x, min=y)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of constructor parameters.
+
+Every check takes the value by keyword, so that its message carries the user's own word:
+``positive(max_norm=-1)`` says ``max_norm must be a finite number > 0, got -1``.
+Comparisons are written as "not inside", so that NaN always fails.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+from fedclip.errors import nearest
+
+__all__ = ["boolean", "choice", "integer", "number", "positive", "unit_interval"]
+
+
+def _one(values: dict[str, Any]) -> tuple[str, Any]:
+    ((name, value),) = values.items()
+    return name, value
+
+
+def number(
+    allowed: str,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
+    **values: Any,
+) -> float:
+    """Return the one keyword value as a finite float inside [low, high] (or open ends)."""
+    name, value = _one(values)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        hint = (
+            " (declearn's TOML reads nan as None)"
+            if value is None
+            else f" ({type(value).__name__})"
+        )
+        raise TypeError(f"{name} must be {allowed}, got {value!r}{hint}")
+    result = float(value)
+    inside = (low < result if open_low else low <= result) and (
+        result < high if open_high else result <= high
+    )
+    if not (inside and math.isfinite(result)):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    return result
+
+
+def positive(**values: Any) -> float:
+    """Return the one keyword value as a finite float > 0."""
+    return number("a finite number > 0", 0.0, open_low=True, **values)
+
+
+def non_negative(**values: Any) -> float:
+    """Return the one keyword value as a finite float >= 0."""
+    return number("a finite number >= 0", 0.0, **values)
+
+
+def unit_interval(**values: Any) -> float:
+    """Return the one keyword value as a float strictly between 0 and 1."""
+    return number("a number strictly between 0 and 1", 0, 1, open_low=True, open_high=True, **values)
+
+
+def integer(low: int, **values: Any) -> int:
+    """Return the one keyword value as an int >= low; 25.0 is not an int."""
+    name, value = _one(values)
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an int >= {low}, got {value!r} ({type(value).__name__})")
+    if value < low:
+        raise ValueError(f"{name} must be an int >= {low}, got {value!r}")
+    return int(value)
+
+
+def boolean(**values: Any) -> bool:
+    """Return the one keyword value if it is True or False; 1 and "true" are not."""
+    name, value = _one(values)
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
+    return value
+
+
+def choice(allowed: Sequence[str], **values: Any) -> str:
+    """Return the one keyword value if it is one of the `allowed` words."""
+    name, value = _one(values)
+    words = ", ".join(repr(word) for word in allowed)
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be one of {words}, got {value!r} ({type(value).__name__})")
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {words}, got {value!r}{nearest(value, allowed)}")
+    return value

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The way of a gradient: groups, norms, limits, and a new gradient only where it is clipped.
+
+::
+
+    n      = measure of each group                                    (fedclip.norms)
+    limit  = rule(n, state)                                           (fedclip.rules)
+    k      = limit / (n + eps)  where n + eps > limit, else 1
+    output = the array itself where k = 1, else  k (1 - margin) * array
+
+Guarantees, for the L2 norm with ``eps = 0``
+--------------------------------------------
+- A group whose norm, in float64 arithmetic, is at most the limit comes back as the very same
+  objects. Close to the limit, where the fast measurement could decide wrongly, the norm is
+  measured again in float64.
+- What is clipped has a norm of at most the limit, and not more than ``2 * margin`` below it:
+  the margin covers the uncertainty of the norm, and the rounding of factor and products.
+- The inputs are never changed; dtype and shape are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedclip.arrays import NUMPY, Array, Backend, HostView
+from fedclip.measures import Order, degree, measure
+from fedclip.norms import UNCERTAINTY, Float64, exact_norm, l2_norms
+from fedclip.rules import Rule, State
+from fedclip.scopes import Groups
+
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+
+__all__ = ["MARGIN", "NormClipping", "Outcome", "scaled", "split"]
+
+MARGIN = {
+    # Uncertainty of the norm + rounding of the products (one unit roundoff) + of the factor.
+    "float16": 2.0**-20 + 2.0**-11,
+    "bfloat16": 2.0**-20 + 2.0**-8,
+    "float32": 2.0**-20 + 2.0**-23,
+    "float64": 2.0**-45,
+}
+"""By how much, relatively, a clipped array is scaled below the limit."""
+
+_CLOSE = 2 * UNCERTAINTY["float32"]
+
+
+class Outcome(NamedTuple):
+    """What one step did: new arrays (None: unchanged), state, and one number a group."""
+
+    outputs: list[Array] | None
+    state: State
+    norms: Float64
+    limits: Float64
+    clipped: Bools
+
+
+def split(numerator: float, denominator: float, power: float = 1.0) -> tuple[float, ...]:
+    """Return factors, one or two, whose product is ``(numerator / denominator) ** power``.
+
+    Two where one would leave the normal range of float32, which the product with an array in
+    two steps does not: a norm of 1e42 in float32 can be clipped to 1.
+    """
+    m, e = math.frexp(numerator)
+    n, f = math.frexp(denominator)
+    exponent = e - f
+    ratio = m / n
+    if power != 1.0:
+        # An even exponent, so that its root is a power of two.
+        if exponent % 2:
+            ratio, exponent = 2 * ratio, exponent - 1
+        ratio, exponent = math.sqrt(ratio), exponent // 2
+    if abs(exponent) < 120:
+        return (math.ldexp(ratio, exponent),)
+    half = exponent // 2
+    return math.ldexp(ratio, half), math.ldexp(1.0, exponent - half)
+
+
+def scaled(
+    arrays: Sequence[Array],
+    factors: Sequence[tuple[float, ...] | None],
+    backend: Backend,
+) -> list[Array]:
+    """Return each array times its factors, shrunk by the margin of its dtype; None keeps it."""
+    outputs = list(arrays)
+    chosen = [i for i, f in enumerate(factors) if f is not None]
+    margins = {i: 1.0 - MARGIN[backend.dtype(arrays[i])] for i in chosen}
+    first = [factors[i][0] * margins[i] for i in chosen]  # type: ignore[index]
+    for i, output in zip(chosen, backend.scale([arrays[i] for i in chosen], first), strict=True):
+        outputs[i] = output
+    second = [i for i in chosen if len(factors[i]) == 2]  # type: ignore[arg-type]
+    if second:
+        rest = [factors[i][1] for i in second]  # type: ignore[index]
+        again = backend.scale([outputs[i] for i in second], rest)
+        for i, output in zip(second, again, strict=True):
+            outputs[i] = output
+    return outputs
+
+
+@dataclass(frozen=True)
+class NormClipping:
+    """Rule × measure × action; the scope comes with the groups of each call.
+
+    Attributes
+    ----------
+    rule
+        Gives each group its limit.
+    ord
+        What is measured.
+    eps
+        Added to the norm in the factor; 1e-6 does what torch does, 0 is exact.
+    min_norm
+        Groups below this norm are scaled up to it, unless they are zero.
+    rescale
+        Bring every group to its limit, those below it too (normalisation).
+    skip
+        Zero a group that is over its limit instead of scaling it.
+    """
+
+    rule: Rule
+    ord: Order = 2
+    eps: float = 0.0
+    min_norm: float | None = None
+    rescale: bool = False
+    skip: bool = False
+
+    def init(self, groups: Groups) -> State:
+        """Return the state before the first step."""
+        return self.rule.init(len(groups), NUMPY)
+
+    def measure(
+        self,
+        arrays: Sequence[Array],
+        views: Sequence[HostView | None],
+        groups: Groups,
+        backend: Backend,
+    ) -> Float64:
+        """Return the norm of each group."""
+        if self.ord == 2:
+            return l2_norms(arrays, views, groups, backend)
+        local = [
+            backend.to_host(a) if v is None else v for a, v in zip(arrays, views, strict=True)
+        ]
+        return np.array([measure([local[i] for i in m], self.ord) for m in groups.members])
+
+    def step(
+        self,
+        arrays: Sequence[Array],
+        groups: Groups,
+        backend: Backend,
+        measured: Float64,
+        state: State,
+        views: Sequence[HostView | None],
+    ) -> Outcome:
+        """Clip one gradient whose norms, all finite, have been measured."""
+        norms, limits, over, after = self.decide(groups, measured, state, views)
+        moved = over
+        if self.rescale:
+            moved = norms > 0
+        elif self.min_norm is not None:
+            moved = over | ((norms < self.min_norm) & (norms > 0))
+        outputs = None
+        if moved.any():
+            outputs = self._apply(arrays, groups, backend, norms, limits, moved)
+        return Outcome(outputs, after, norms, limits, over)
+
+    def decide(
+        self,
+        groups: Groups,
+        norms: Float64,
+        state: State,
+        views: Sequence[HostView | None],
+    ) -> tuple[Float64, Float64, Bools, State]:
+        """Return norms, limits, which groups are over theirs, and the state after."""
+        limits, after = self.rule(norms, state, NUMPY)
+        if self.ord == 2 and not self.rescale:
+            close = np.abs(norms - limits) <= _CLOSE * limits
+            if close.any():
+                norms, again = self._measure_again(close, views, groups, norms)
+                if again:
+                    limits, after = self.rule(norms, state, NUMPY)
+        return norms, limits, norms + self.eps > limits, after
+
+    @staticmethod
+    def _measure_again(
+        close: Bools, views: Sequence[HostView | None], groups: Groups, norms: Float64
+    ) -> tuple[Float64, bool]:
+        """Measure in float64 the groups that are close to their limit."""
+        refined = norms.copy()
+        changed = False
+        for group in np.flatnonzero(close):
+            local = [views[i] for i in groups.members[group]]
+            narrow = any(view is not None and view.itemsize < 8 for view in local)
+            # float64 data has been measured in float64; a device measures in float64 too.
+            if narrow and all(view is not None for view in local):
+                refined[group] = exact_norm(local)  # type: ignore[arg-type]
+                changed = True
+        return refined, changed
+
+    def _apply(
+        self,
+        arrays: Sequence[Array],
+        groups: Groups,
+        backend: Backend,
+        norms: Float64,
+        limits: Float64,
+        moved: Bools,
+    ) -> list[Array]:
+        power = 1.0 / degree(self.ord)
+        factors: list[tuple[float, ...] | None] = [None] * len(arrays)
+        for group in np.flatnonzero(moved):
+            norm, target = float(norms[group]), float(limits[group])
+            if self.min_norm is not None and norm < self.min_norm:
+                target = min(self.min_norm, target)
+            factor = (0.0,) if self.skip else split(target, norm + self.eps, power)
+            for i in groups.members[group]:
+                factors[i] = factor
+        return scaled(arrays, factors, backend)

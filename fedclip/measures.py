@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The size of a group of arrays, in any order; and of slices along dimensions.
+
+==============  ==============================================  ======
+``ord``         measure                                         degree
+==============  ==============================================  ======
+``p`` > 0       (sum of abs(x)^p)^(1/p); 2 is the L2 norm           1
+``"inf"``       max abs(x)                                          1
+``"rms"``       square root of the mean of x^2                      1
+``"mad"``       mean of abs(x), not centred                         1
+``"std"``       standard deviation, n - 1 in the denominator        1
+``"var"``       variance, n - 1 in the denominator                  2
+==============  ==============================================  ======
+
+The degree says how a measure answers to scaling, ``m(k x) = k^degree m(x)``: to bring it to a
+limit, the array is multiplied by ``(limit / m)^(1 / degree)``.
+``"sum"`` and ``0`` (number of non-zeros), which some packages accept, are not offered: the
+first may be negative and would flip a gradient, the second does not change under scaling.
+The standard deviation of fewer than two elements counts as 0, so such arrays are left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fedclip.arrays import HostView
+from fedclip.errors import nearest
+from fedclip.norms import Float64, blocks, decode, exact_norm, extremes
+
+__all__ = ["Order", "check_order", "degree", "measure", "slice_measures"]
+
+Order = float | str
+"""What users write for `ord`."""
+
+_WORDS = ("inf", "rms", "mad", "std", "var")
+
+
+def check_order(ord: Any) -> Order:
+    """Return `ord` if it names a measure; infinity becomes "inf"."""
+    allowed = "a number > 0 or one of " + ", ".join(repr(w) for w in _WORDS)
+    if isinstance(ord, str):
+        if ord not in _WORDS:
+            raise ValueError(f"ord must be {allowed}, got {ord!r}{nearest(ord, _WORDS)}")
+        return ord
+    if isinstance(ord, bool) or not isinstance(ord, (int, float)):
+        raise TypeError(f"ord must be {allowed}, got {ord!r} ({type(ord).__name__})")
+    if not ord > 0:
+        raise ValueError(f"ord must be {allowed}, got {ord!r}")
+    return "inf" if math.isinf(ord) else ord
+
+
+def degree(ord: Order) -> int:
+    """Return the power with which the measure answers to scaling."""
+    return 2 if ord == "var" else 1
+
+
+def measure(views: Sequence[HostView], ord: Order) -> float:
+    """Return the measure of all elements of the views together, in float64.
+
+    Non-finite elements, or a measure beyond float64, give NaN or infinity.
+    """
+    views = [view for view in views if view.size]
+    size = sum(view.size for view in views)
+    if not size:
+        return 0.0
+    if ord == 2:
+        return exact_norm(views)
+    if ord == "rms":
+        return exact_norm(views) / math.sqrt(size)
+    pairs = [extremes(view) for view in views]
+    peak = float(np.max([max(-low, high) for low, high in pairs]))
+    low, high = (float(f([p[i] for p in pairs])) for i, f in enumerate((np.min, np.max)))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return math.nan if math.isnan(low + high) else math.inf
+    if ord == "inf" or peak == 0.0:
+        return peak
+    # All that follows is relative to a power of two near the maximum, and can not overflow.
+    exponent = math.frexp(peak)[1]
+    if ord in ("std", "var"):
+        if size < 2:
+            return 0.0
+        mean = math.fsum(float(b.sum()) for b in _scaled(views, exponent)) / size
+        squares = math.fsum(float(np.vdot(b - mean, b - mean)) for b in _scaled(views, exponent))
+        result = squares / (size - 1)
+        if ord == "var":
+            return _ldexp(result, 2 * exponent)
+        return _ldexp(math.sqrt(result), exponent)
+    if ord == "mad":
+        return _ldexp(math.fsum(float(np.abs(b).sum()) for b in _scaled(views, exponent)) / size, exponent)
+    power = float(ord)
+    total = math.fsum(float((np.abs(b) ** power).sum()) for b in _scaled(views, exponent))
+    return _ldexp(total ** (1 / power), exponent)
+
+
+def _scaled(views: Sequence[HostView], exponent: int) -> Any:
+    return (np.ldexp(b, -exponent) for view in views for b in blocks(view))
+
+
+def _ldexp(value: float, exponent: int) -> float:
+    try:
+        return math.ldexp(value, exponent)
+    except OverflowError:
+        return math.inf
+
+
+def slice_measures(view: HostView, axes: tuple[int, ...], ord: Order) -> Float64:
+    """Return the measure of each slice that spans `axes`, with those axes kept as 1."""
+    wide = decode(view).astype(np.float64)
+    size = math.prod(view.shape[a] for a in axes)
+    absolute = np.abs(wide)
+    peak = absolute.max(axis=axes, keepdims=True)
+    if ord == "inf":
+        return np.asarray(peak)
+    with np.errstate(invalid="ignore", over="ignore"):
+        exponent = np.frexp(np.where(np.isfinite(peak) & (peak > 0), peak, 1.0))[1]
+        scaled = np.ldexp(wide, -exponent)
+        if ord in ("std", "var"):
+            spread = scaled.var(axis=axes, keepdims=True, ddof=1) if size > 1 else 0.0 * peak
+            if ord == "var":
+                return np.asarray(np.ldexp(spread, 2 * exponent))
+            return np.asarray(np.ldexp(np.sqrt(spread), exponent))
+        if ord == "mad":
+            result = np.abs(scaled).mean(axis=axes, keepdims=True)
+        elif ord in (2, "rms"):
+            result = np.sqrt(np.square(scaled).sum(axis=axes, keepdims=True))
+            if ord == "rms":
+                result = result / math.sqrt(size)
+        else:
+            power = float(ord)
+            result = (np.abs(scaled) ** power).sum(axis=axes, keepdims=True) ** (1 / power)
+        return np.asarray(np.ldexp(result, exponent))

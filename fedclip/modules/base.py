@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shell that declearn sees: configuration, state, non-finite policy, records.
+
+A concrete clipper says in its constructor what it is made of (see `norm_clip.py`); everything
+else is here, once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol, Self
+
+import numpy as np
+from declearn.model.api import Vector
+from declearn.optimizer.modules import OptiModule
+
+from fedclip import checks
+from fedclip.arrays import Array, Backend, HostView, backend_of
+from fedclip.clipping import Outcome
+from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
+from fedclip.norms import Float64
+from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
+from fedclip.scopes import Groups, Scope, check_exclude, check_scope, resolve
+
+__all__ = ["Clipper", "Transform"]
+
+_POLICIES = ("skip", "raise", "propagate")
+
+
+class Transform(Protocol):
+    """What a clipper is made of, such as `fedclip.clipping.NormClipping`."""
+
+    def init(self, groups: Groups) -> Any:
+        """Return the state before the first step: a NamedTuple of arrays over groups."""
+
+    def measure(
+        self,
+        arrays: Sequence[Array],
+        views: Sequence[HostView | None],
+        groups: Groups,
+        backend: Backend,
+    ) -> Float64:
+        """Return all that is read off the arrays; finite if, and only if, they are."""
+
+    def step(
+        self,
+        arrays: Sequence[Array],
+        groups: Groups,
+        backend: Backend,
+        measured: Float64,
+        state: Any,
+        views: Sequence[HostView | None],
+    ) -> Outcome:
+        """Clip one gradient; what was measured is finite."""
+
+
+class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
+    """Base of fedclip's clippers.
+
+    Parameters
+    ----------
+    transform
+        What the clipper is made of.
+    scope, exclude
+        Which arrays share a norm, and which are left alone (see `fedclip.scopes`).
+    on_nonfinite
+        What to do with a gradient that holds NaN or infinity. "skip": the output is zero, the
+        step is counted, one warning a round. "raise": a `NonFiniteError` that names the tensors.
+        "propagate": each group that holds one becomes NaN. No statistic ever sees such a step.
+    """
+
+    def __new__(cls, *args: Any, **config: Any) -> Self:
+        # Here and not in __init__, so that a typo is answered with the nearest name whether the
+        # clipper is built in Python, from declearn's specs or from TOML.
+        known = [p for p in inspect.signature(cls.__init__).parameters if p != "self"]
+        for key in config:
+            if key not in known:
+                raise TypeError(
+                    f"{cls.name} has no parameter {key!r}{nearest(key, known)}; "
+                    f"its parameters are {', '.join(known)}"
+                )
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        transform: Transform,
+        *,
+        scope: Scope = "global",
+        exclude: str | Sequence[str] | None = None,
+        on_nonfinite: str = "skip",
+        limits_in_scope: bool = False,
+    ) -> None:
+        self.scope = check_scope(scope, limits=limits_in_scope)
+        self.exclude = check_exclude(exclude)
+        self.on_nonfinite = checks.choice(_POLICIES, on_nonfinite=on_nonfinite)
+        self._transform = transform
+        self._recorder = Recorder()
+        # Known from the first gradient on: names, groups, and the statistics of each group.
+        self._names: tuple[str, ...] = ()
+        self._groups: Groups | None = None
+        self._state: Any = None
+        # Statistics of groups that the present gradient does not have, by label.
+        self._absent: dict[str, dict[str, Any]] = {}
+        self._loaded = False
+        self._outcome: Outcome | None = None
+        self._bad: tuple[str, ...] = ()
+        self._on_client = False
+        self._warned = -1
+
+    # -- declearn's interface -----------------------------------------------------------------
+    def run(self, gradients: Vector[Any]) -> Vector[Any]:
+        """Return the clipped gradients; the very same object if nothing is clipped."""
+        coefs = gradients.coefs
+        outputs = self.clip(coefs)
+        return gradients if outputs is coefs else type(gradients)(outputs)
+
+    def on_round_start(self) -> None:
+        """Begin the records of a new round; statistics go on."""
+        self._on_client = True
+        self._recorder.start_round()
+
+    def collect_aux_var(self) -> None:
+        """Share nothing; on a server, which is told of no round's start, begin a round."""
+        # declearn calls `on_round_start` on clients only, and this before a server's step.
+        if not self._on_client:
+            self._recorder.start_round()
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the parameters, as they would be written in a TOML file."""
+        names = [p for p in inspect.signature(type(self).__init__).parameters if p != "self"]
+        return {name: getattr(self, name) for name in names}
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the statistics by group, and the records, as plain numbers, strings and lists."""
+        return {"clipper": self.name, "groups": self._statistics(), **self._recorder.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take over a state that `get_state` of the same clipper returned, on any framework.
+
+        Raises
+        ------
+        StateError
+            (a `KeyError` and a `ValueError`) If anything is missing, of a wrong type, not finite,
+            negative, or another clipper's. The state is then what it was before.
+        """
+        statistics, round_, rounds = self._check_state(state)
+        # They are matched with the names of the gradient when the next one comes.
+        self._groups, self._names = None, ()
+        self._absent, self._loaded = statistics, bool(statistics)
+        self._recorder.set_state(round_, rounds)
+        self._warned = -1
+
+    # -- the way of a gradient ----------------------------------------------------------------
+    def clip(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Return the arrays, clipped, by name; the very same mapping if nothing is clipped.
+
+        Arrays are of one framework, on any device. They are never changed in place.
+        """
+        groups = self._resolve(arrays)
+        values = [arrays[name] for name in groups.names]
+        if not values:
+            return arrays
+        backend = self._backend(groups.names, values)
+        views = backend.host(values)
+        transform = self._transform_for(groups)
+        with np.errstate(all="ignore"):
+            measured = transform.measure(values, views, groups, backend)
+            if not np.isfinite(measured).all():
+                bad = self._report_nonfinite(values, groups, backend)
+                outputs = self._replace_nonfinite(values, groups, backend, bad)
+            elif not any(view is None or view.size for view in views):
+                # Nothing to measure, and nothing that statistics should learn from.
+                return arrays
+            else:
+                outcome = transform.step(values, groups, backend, measured, self._state, views)
+                self._state, self._outcome, self._bad = outcome.state, outcome, ()
+                self._recorder.add(groups.labels, outcome.norms, outcome.limits, outcome.clipped)
+                outputs = outcome.outputs
+        if outputs is None:
+            return arrays
+        clipped = dict(zip(groups.names, outputs, strict=True))
+        return {name: clipped.get(name, array) for name, array in arrays.items()}
+
+    @property
+    def rounds(self) -> list[RoundRecord]:
+        """What happened in the last rounds, one record a round, and one for each group."""
+        return self._recorder.rounds()
+
+    @property
+    def last(self) -> StepRecord | None:
+        """What the last step did; None before the first."""
+        if self._groups is None:
+            return None
+        labels, outcome = self._groups.labels, self._outcome
+        if self._bad or outcome is None:
+            return StepRecord(labels, (), (), (), self._bad)
+        return StepRecord(
+            labels,
+            tuple(outcome.norms.tolist()),
+            tuple(outcome.limits.tolist()),
+            tuple(outcome.clipped.tolist()),
+        )
+
+    def _transform_for(self, groups: Groups) -> Transform:
+        """Return the transform for these groups; one with a limit for each may differ."""
+        return self._transform
+
+    def _resolve(self, arrays: Mapping[str, Array]) -> Groups:
+        names = tuple(arrays)
+        if self._groups is not None and self._names == names:
+            return self._groups
+        found = resolve(self.scope, self.exclude, names)
+        statistics = self._statistics()
+        fresh = self._transform.init(found)
+        fields = fresh._fields
+        missing = [label for label in found.labels if label not in statistics]
+        if self._loaded and fields and missing:
+            raise ValueError(
+                f"the state loaded into {self.name} is of the groups {sorted(statistics)}, and the "
+                f"gradient has {missing} besides: load the state of this model, or none"
+            )
+        # A tensor that is missing for some steps (no gradient) finds its statistics again.
+        columns = {field: np.array(getattr(fresh, field)) for field in fields}
+        for group, label in enumerate(found.labels):
+            for field, value in statistics.pop(label, {}).items():
+                columns[field][..., group] = value
+        self._state = type(fresh)(**columns)
+        self._groups, self._names = found, names
+        self._absent, self._loaded = statistics, False
+        return found
+
+    def _statistics(self) -> dict[str, dict[str, Any]]:
+        """Return the fields of the state of each group, as plain numbers and lists."""
+        result = {label: dict(values) for label, values in self._absent.items()}
+        if self._groups is None or not self._state:
+            return result
+        for field, column in zip(self._state._fields, self._state, strict=True):
+            for group, label in enumerate(self._groups.labels):
+                value = column[..., group].tolist()
+                result.setdefault(label, {})[field] = int(value) if field == "count" else value
+        return result
+
+    def _check_state(
+        self, state: Any
+    ) -> tuple[dict[str, dict[str, Any]], int, list[RoundRecord]]:
+        if not isinstance(state, Mapping):
+            raise StateError(f"a state must be a dict, got {type(state).__name__}")
+        for key in ("clipper", "groups", "round", "rounds"):
+            if key not in state:
+                raise StateError(f"the state lacks {key!r}; it has {sorted(map(str, state))}")
+        if state["clipper"] != self.name:
+            raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
+        round_ = state["round"]
+        if isinstance(round_, bool) or not isinstance(round_, int) or round_ < 0:
+            raise StateError(f"'round' must be an int >= 0, got {round_!r}")
+        groups = state["groups"]
+        if not isinstance(groups, Mapping):
+            raise StateError(f"'groups' must be a dict, got {type(groups).__name__}")
+        one = self._transform.init(Groups(("x",), ("x",), ((0,),)))
+        for label, values in groups.items():
+            if not isinstance(values, Mapping) or set(values) != set(one._fields):
+                raise StateError(
+                    f"the state of group {label!r} must have {sorted(one._fields)}, got {values!r:.200}"
+                )
+            for field, value in values.items():
+                shape = np.shape(getattr(one, field))[:-1]
+                _check_field(str(label), field, value, shape)
+        statistics = {str(label): dict(values) for label, values in groups.items()}
+        return statistics, round_, read_rounds(state)
+
+    @staticmethod
+    def _backend(names: Sequence[str], values: Sequence[Array]) -> Backend:
+        backend = backend_of(values[0])
+        if len({type(v) for v in values}) > 1:
+            others = [n for n, v in zip(names, values, strict=True) if backend_of(v) is not backend]
+            if others:
+                raise TypeError(
+                    f"tensors of one gradient must be of one framework: {names[0]!r} is of "
+                    f"{backend.name}, {others[0]!r} is not"
+                )
+        return backend
+
+    def _report_nonfinite(
+        self, values: Sequence[Array], groups: Groups, backend: Backend
+    ) -> tuple[int, ...]:
+        """Count the step, warn or raise; return the positions of the arrays to blame."""
+        bad = tuple(
+            i
+            for i, value in enumerate(values)
+            if not np.isfinite(np.asarray(backend.to_host(value), dtype=np.float64)).all()
+        )
+        self._bad = tuple(groups.names[i] for i in bad) or ("a norm beyond float64",)
+        names = ", ".join(repr(name) for name in self._bad)
+        if self.on_nonfinite == "raise":
+            raise NonFiniteError(f"{self.name}: NaN or infinity in {names}")
+        self._recorder.add_nonfinite()
+        if self._warned != self._recorder.round:
+            self._warned = self._recorder.round
+            done = "skipped" if self.on_nonfinite == "skip" else "passed on"
+            warnings.warn(
+                f"{self.name}: NaN or infinity in {names}; the step is {done} "
+                f"(round {self._recorder.round}; more of them are counted without a warning)",
+                FedclipWarning,
+                stacklevel=4,
+            )
+        return bad
+
+    def _replace_nonfinite(
+        self, values: Sequence[Array], groups: Groups, backend: Backend, bad: tuple[int, ...]
+    ) -> list[Array] | None:
+        if self.on_nonfinite == "skip":
+            return [backend.zeros_like(value) for value in values]
+        # Without a single array to blame, a norm beyond float64 is everybody's.
+        hit = {i for m in groups.members if not bad or set(m) & set(bad) for i in m}
+        poisoned = backend.scale([values[i] for i in sorted(hit)], [math.nan] * len(hit))
+        outputs = list(values)
+        for i, output in zip(sorted(hit), poisoned, strict=True):
+            outputs[i] = output
+        return outputs
+
+
+def _check_field(label: str, field: str, value: Any, shape: tuple[int, ...]) -> None:
+    """Raise a StateError unless the value is finite, >= 0, and of the shape."""
+    values = np.asarray(value) if isinstance(value, (int, float, list, tuple)) else None
+    kind = "ui" if field == "count" else "uif"
+    if (
+        values is None
+        or isinstance(value, bool)
+        or values.dtype.kind not in kind
+        or values.shape != shape
+        or not (np.isfinite(values) & (values >= 0)).all()
+    ):
+        what = "an int" if field == "count" else "a finite number" if not shape else "finite numbers"
+        raise StateError(f"{field!r} of group {label!r} must be {what} >= 0, got {value!r:.200}")

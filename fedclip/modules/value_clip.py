@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`value-clip`: a fixed limit on every element."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from fedclip import checks
+from fedclip.elements import ValueClipping
+from fedclip.modules.base import Clipper, Transform
+from fedclip.scopes import Groups, Scope
+
+__all__ = ["ValueClip"]
+
+
+class ValueClip(Clipper):
+    """Fixed limit on every element: [-max_value, max_value], or [min_value, max_value].
+
+    ::
+
+        Init(max_value, min_value = -max_value):
+            assign max_value, min_value
+        Step(grads):
+            for each element x:
+                x = min(max_value, max(min_value, x))
+
+    Parameters
+    ----------
+    max_value : float, default=1.0
+        Largest element, in the units of the gradient; > 0 unless `min_value` is given.
+    min_value : float or None, default=None
+        Smallest element, <= `max_value`; None means ``-max_value``.
+    scope : {"global", "tensor", "layer"}, list of patterns or table, default="global"
+        Which tensors are reported on together. A table ``{"head.*" = 0.1}`` gives groups their
+        own symmetric limit; the rest keeps `max_value` and `min_value`.
+    exclude : pattern, list of patterns or None, default=None
+        Tensors left alone.
+    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
+        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above; at the first gradient, if a pattern
+        matches no tensor.
+
+    Notes
+    -----
+    Guarantees: no element of the output lies outside the limits; the same Vector comes back if
+    none did before; it is the Euclidean projection on a box, hence idempotent and
+    non-expansive. For d elements the L2 norm of the output is at most ``max_value * sqrt(d)``.
+    Rows of an IndexedSlices that repeat are added up before they are clipped.
+    There is no state but the records of past rounds, whose "norm" is the largest absolute
+    element.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> clip = ValueClip(max_value=1.0)
+    >>> clip.run(NumpyVector({"w": np.array([-3.0, 0.5])})).coefs["w"]
+    array([-1. ,  0.5])
+    """
+
+    name: ClassVar[str] = "value-clip"
+
+    def __init__(
+        self,
+        max_value: float = 1.0,
+        *,
+        min_value: float | None = None,
+        scope: Scope = "global",
+        exclude: str | Sequence[str] | None = None,
+        on_nonfinite: str = "skip",
+    ) -> None:
+        if min_value is None:
+            self.min_value = None
+            self.max_value = checks.positive(max_value=max_value)
+        else:
+            self.min_value = checks.number("a finite number", min_value=min_value)
+            self.max_value = checks.number("a finite number", max_value=max_value)
+            if self.min_value > self.max_value:
+                raise ValueError(
+                    f"min_value must be <= max_value, got {min_value!r} > {max_value!r}"
+                )
+        super().__init__(
+            self._box(1, {}),
+            scope=scope,
+            exclude=exclude,
+            on_nonfinite=on_nonfinite,
+            limits_in_scope=True,
+        )
+
+    def _box(self, groups: int, own: Mapping[int, float]) -> ValueClipping:
+        low = -self.max_value if self.min_value is None else self.min_value
+        return ValueClipping(
+            tuple(-own[g] if g in own else low for g in range(groups)),
+            tuple(own.get(g, self.max_value) for g in range(groups)),
+        )
+
+    def _transform_for(self, groups: Groups) -> Transform:
+        table = self.scope if isinstance(self.scope, Mapping) else {}
+        own = {g: table[label] for g, label in enumerate(groups.labels) if label in table}
+        return self._box(len(groups), own)

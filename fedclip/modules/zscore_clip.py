@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zscore-clip`: a limit from mean and standard deviation of past norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from fedclip import checks
+from fedclip.clipping import NormClipping
+from fedclip.measures import Order, check_order
+from fedclip.modules.base import Clipper
+from fedclip.rules.zscore import ZScore
+from fedclip.scopes import Scope
+
+__all__ = ["ZScoreClip"]
+
+
+class ZScoreClip(Clipper):
+    """Limit at so many standard deviations above the running mean of past norms (ZClip).
+
+    ::
+
+        Init(z_max, decay, warmup, max_norm):
+            mean, variance of the norms of the first `warmup` steps
+        Step(grads):
+            for each group of tensors:
+                n = norm(group)
+                z = (n - mean) / (sqrt(variance) + std_eps)
+                if z > z_max:
+                    limit = mean + z_max^2 / z * sqrt(variance)
+                u = min(n, limit)
+                mean = decay * mean + (1 - decay) * u
+                variance = decay * variance + (1 - decay) * (u - mean)^2
+                group *= min(1, min(limit, max_norm) / n)
+
+    Parameters
+    ----------
+    z_max : float, default=2.5
+        Number of standard deviations above which a norm is a spike, > 0.
+    decay : float, default=0.97
+        Weight of the past in the moving averages, in (0, 1); 0.97 remembers some 33 steps.
+    action : {"reciprocal", "max", "mean"}, default="reciprocal"
+        What a spike is clipped to: ``mean + z_max^2 / z * std`` (the larger the spike, the
+        lower), ``mean + z_max * std``, or ``mean``.
+    feedback : {"clipped", "raw", "none"}, default="clipped"
+        What the statistics learn from a spike: its limit, its norm, or nothing. With "raw" a
+        burst of spikes pulls the limit up within a few steps.
+    include_current : bool, default=False
+        Let the statistics see a norm before it is judged by them; needs ``feedback="raw"``.
+    warmup : int, default=25
+        Number of steps that only fill the statistics, >= 0. The first step always does.
+    warmup_norm : float or None, default=None
+        Fixed limit during these steps, besides `max_norm`.
+    max_norm : float or None, default=1.0
+        Fixed limit at every step, above which no adaptive limit goes; None for none. The
+        default protects from the first step on.
+    factor : float, default=1.0
+        Multiplies the limit of the action "reciprocal", > 0.
+    on_spike : {"clip", "skip"}, default="clip"
+        "skip" zeroes a group that is over its limit instead of clipping it.
+    estimator : {"zclip", "drytorch", "smartclip"}, default="zclip"
+        How mean and variance are updated (see `fedclip.rules.zscore`): that of the paper's
+        code, or of the two packages.
+    std_eps : float, default=1e-6
+        Added to the standard deviation in the z-score, >= 0.
+    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
+        Which tensors share a norm, and statistics.
+    ord : float or {"inf", "rms", "mad", "std"}, default=2
+        What is measured (see `fedclip.measures`).
+    eps : float, default=0.0
+        Added to the norm in the factor ``limit / (n + eps)``; 0 is exact.
+    exclude : pattern, list of patterns or None, default=None
+        Tensors left alone.
+    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
+        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at the first
+        gradient, if a pattern matches no tensor.
+
+    Notes
+    -----
+    State: mean, variance and count of each group; a client's rounds continue each other, and a
+    run that is saved and resumed gives the same outputs, bit for bit.
+
+    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
+    same Vector comes back; NaN and infinity never reach the statistics; clippers never share
+    statistics by accident. Without `max_norm` there is no bound known in advance, and with it
+    the limit still depends on the data: only `max_norm` bounds a sensitivity.
+
+    A constant warm-up gives a variance of 0, and the first norm above the mean by more than
+    ``z_max * std_eps`` is clipped to it.
+
+    References
+    ----------
+    Kumar, Owen, Chowdhury & Güra, 2025, "ZClip: adaptive spike mitigation for LLM
+    pre-training", arXiv:2504.02507.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> clip = ZScoreClip(warmup=4, max_norm=None)
+    >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 20.0):
+    ...     out = clip.run(NumpyVector({"w": np.array([norm])}))
+    >>> round(float(out.coefs["w"][0]), 3)
+    1.003
+    >>> clip.last.clipped
+    (True,)
+    """
+
+    name: ClassVar[str] = "zscore-clip"
+
+    def __init__(
+        self,
+        z_max: float = 2.5,
+        *,
+        decay: float = 0.97,
+        action: str = "reciprocal",
+        feedback: str = "clipped",
+        include_current: bool = False,
+        warmup: int = 25,
+        warmup_norm: float | None = None,
+        max_norm: float | None = 1.0,
+        factor: float = 1.0,
+        on_spike: str = "clip",
+        estimator: str = "zclip",
+        std_eps: float = 1e-6,
+        scope: Scope = "global",
+        ord: Order = 2,
+        eps: float = 0.0,
+        exclude: str | Sequence[str] | None = None,
+        on_nonfinite: str = "skip",
+    ) -> None:
+        self.z_max = checks.positive(z_max=z_max)
+        self.decay = checks.unit_interval(decay=decay)
+        self.action = checks.choice(("reciprocal", "max", "mean"), action=action)
+        self.feedback = checks.choice(("clipped", "raw", "none"), feedback=feedback)
+        self.include_current = checks.boolean(include_current=include_current)
+        self.warmup = checks.integer(0, warmup=warmup)
+        self.warmup_norm = None if warmup_norm is None else checks.positive(warmup_norm=warmup_norm)
+        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.factor = checks.positive(factor=factor)
+        self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
+        self.estimator = checks.choice(("zclip", "drytorch", "smartclip"), estimator=estimator)
+        self.std_eps = checks.non_negative(std_eps=std_eps)
+        self.ord = check_order(ord)
+        self.eps = checks.non_negative(eps=eps)
+        if self.include_current and self.feedback != "raw":
+            raise ValueError(
+                "include_current=True needs feedback='raw': a norm that the statistics have "
+                f"already seen can not be fed back clipped; got feedback={feedback!r}"
+            )
+        if self.factor != 1.0 and self.action != "reciprocal":
+            raise ValueError(
+                f"factor goes with action='reciprocal' only, got factor={factor!r} "
+                f"with action={action!r}"
+            )
+        rule = ZScore(
+            z_max=self.z_max,
+            decay=self.decay,
+            action=self.action,
+            feedback=self.feedback,
+            estimator=self.estimator,
+            include_current=self.include_current,
+            warmup=self.warmup,
+            warmup_norm=self.warmup_norm,
+            max_norm=self.max_norm,
+            factor=self.factor,
+            std_eps=self.std_eps,
+        )
+        super().__init__(
+            NormClipping(rule, self.ord, self.eps, skip=self.on_spike == "skip"),
+            scope=scope,
+            exclude=exclude,
+            on_nonfinite=on_nonfinite,
+        )

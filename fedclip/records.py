@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one step, and one round, reports.
+
+Steps are only noted down while training runs; they are added up when a round ends or somebody
+looks. A round keeps counts, extremes, and a histogram of the norms whose buckets grow by the
+factor ``gamma = 1.01 / 0.99`` (Masson, Rim & Lee, 2019, "DDSketch", arXiv:1908.10693), so that
+every quantile of the norms is known within 1 %, and nothing grows with the number of steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedclip.errors import StateError
+
+__all__ = ["Recorder", "RoundRecord", "StepRecord", "read_rounds"]
+
+ALL = "all"
+_GAMMA = 1.01 / 0.99
+_ROUNDS = 100
+# Of the groups of a scope, the last rounds only: hundreds of tensors × hundreds of rounds are
+# more than a checkpoint should carry.
+_GROUP_ROUNDS = 2
+_BUFFER = 64
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class StepRecord(NamedTuple):
+    """What one step did, group by group."""
+
+    groups: tuple[str, ...]
+    norm_before: tuple[float, ...]
+    limit: tuple[float, ...]
+    clipped: tuple[bool, ...]
+    nonfinite: tuple[str, ...] = ()
+    """Names of the tensors that held NaN or infinity; the step was then not measured."""
+
+
+@dataclass
+class RoundRecord:
+    """What one group ("all": the whole gradient) did in one round.
+
+    Attributes
+    ----------
+    round
+        Number of the round, from 1; 0 for steps outside any round.
+    group
+        "all", or the label of a group of the scope.
+    steps, clipped, nonfinite
+        Number of steps, of those that were clipped, of those that held NaN or infinity
+        (which are among the steps, and are never clipped).
+    norm_min, norm_max
+        Extremes of the norm before clipping; None before the first finite step.
+    limit, limit_min, limit_max
+        The last finite limit of the round, and the extremes; None if there was none.
+    """
+
+    round: int
+    group: str = ALL
+    steps: int = 0
+    clipped: int = 0
+    nonfinite: int = 0
+    norm_min: float | None = None
+    norm_max: float | None = None
+    limit: float | None = None
+    limit_min: float | None = None
+    limit_max: float | None = None
+    buckets: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    @property
+    def clipped_share(self) -> float:
+        """Share of the steps that were clipped."""
+        return self.clipped / self.steps if self.steps else 0.0
+
+    def norm_quantile(self, q: float) -> float | None:
+        """Return the q-quantile of the norms before clipping, within 1 %."""
+        total = sum(self.counts)
+        if not total or self.norm_min is None or self.norm_max is None:
+            return None
+        rank, seen = q * (total - 1), 0
+        for bucket, count in zip(self.buckets, self.counts, strict=True):
+            seen += count
+            if seen > rank:
+                value = 0.0 if bucket == _ZERO else 2 * _GAMMA**bucket / (_GAMMA + 1)
+                return min(max(value, self.norm_min), self.norm_max)
+        return self.norm_max
+
+    @property
+    def norm_median(self) -> float | None:
+        """Median of the norms before clipping, within 1 %."""
+        return self.norm_quantile(0.5)
+
+    def add(self, norms: Floats, limits: Floats, clipped: Bools) -> None:
+        """Add finite steps."""
+        self.steps += len(norms)
+        self.clipped += int(clipped.sum())
+        self.norm_min = _least(self.norm_min, float(norms.min()))
+        self.norm_max = _most(self.norm_max, float(norms.max()))
+        finite = limits[np.isfinite(limits)]
+        if finite.size:
+            self.limit = float(finite[-1])
+            self.limit_min = _least(self.limit_min, float(finite.min()))
+            self.limit_max = _most(self.limit_max, float(finite.max()))
+        self._count(norms)
+
+    def _count(self, norms: Floats) -> None:
+        positive = norms > 0
+        where = np.full(len(norms), _ZERO)
+        where[positive] = np.ceil(np.log(norms[positive]) / math.log(_GAMMA)).astype(np.int64)
+        merged = dict(zip(self.buckets, self.counts, strict=True))
+        for bucket, count in zip(*np.unique(where, return_counts=True), strict=True):
+            merged[int(bucket)] = merged.get(int(bucket), 0) + int(count)
+        self.buckets, self.counts = map(list, zip(*sorted(merged.items()), strict=True))
+
+
+# The bucket of a norm of exactly 0, below that of the smallest float.
+_ZERO = -100_000
+
+
+def _least(a: float | None, b: float) -> float:
+    return b if a is None else min(a, b)
+
+
+def _most(a: float | None, b: float) -> float:
+    return b if a is None else max(a, b)
+
+
+class Recorder:
+    """Notes down steps, and adds them up when asked."""
+
+    def __init__(self) -> None:
+        self.round = 0
+        self._labels: tuple[str, ...] = ()
+        self._buffer: list[tuple[Floats, Floats, Bools]] = []
+        self._done: list[RoundRecord] = []
+
+    def start_round(self) -> None:
+        """Begin the next round."""
+        self._flush()
+        self.round += 1
+        self._trim()
+
+    def add(self, labels: tuple[str, ...], norms: Floats, limits: Floats, clipped: Bools) -> None:
+        """Note down one finite step; arrays of one number for each label."""
+        if labels != self._labels:
+            self._flush()
+            self._labels = labels
+        self._buffer.append((norms, limits, clipped))
+        if len(self._buffer) >= _BUFFER:
+            self._flush()
+
+    def add_nonfinite(self) -> None:
+        """Count one step that held NaN or infinity."""
+        record = self._record(ALL)
+        record.steps += 1
+        record.nonfinite += 1
+
+    @property
+    def nonfinite(self) -> int:
+        """Non-finite steps in this round."""
+        return sum(r.nonfinite for r in self._done if r.round == self.round and r.group == ALL)
+
+    def rounds(self) -> list[RoundRecord]:
+        """Return the records of the last rounds, oldest first, "all" before the groups."""
+        self._flush()
+        return sorted(self._done, key=lambda r: (r.round, r.group != ALL))
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the records as plain numbers, strings and lists."""
+        return {"round": self.round, "rounds": [asdict(r) for r in self.rounds()]}
+
+    def set_state(self, round_: int, rounds: list[RoundRecord]) -> None:
+        """Take over records that `read_rounds` has checked."""
+        self._buffer.clear()
+        self.round, self._done = round_, rounds
+
+    def _record(self, group: str) -> RoundRecord:
+        for record in reversed(self._done):
+            if record.round == self.round and record.group == group:
+                return record
+        self._done.append(RoundRecord(self.round, group))
+        return self._done[-1]
+
+    def _flush(self) -> None:
+        if not self._buffer:
+            return
+        norms, limits, clipped = (np.stack(column) for column in zip(*self._buffer, strict=True))
+        self._buffer.clear()
+        if len(self._labels) == 1:
+            self._record(ALL).add(norms[:, 0], limits[:, 0], clipped[:, 0])
+            return
+        for group, label in enumerate(self._labels):
+            self._record(label).add(norms[:, group], limits[:, group], clipped[:, group])
+        # The whole gradient has no single limit; its norm is that of the groups' norms.
+        peak = np.maximum(norms.max(axis=1, keepdims=True), np.finfo(np.float64).tiny)
+        total = peak[:, 0] * np.sqrt(np.square(norms / peak).sum(axis=1))
+        unlimited = np.full(len(total), np.inf)
+        self._record(ALL).add(total, unlimited, clipped.any(axis=1))
+
+    def _trim(self) -> None:
+        self._done = [
+            r
+            for r in self._done
+            if r.round > self.round - (_ROUNDS if r.group == ALL else _GROUP_ROUNDS)
+        ]
+
+
+_INTS = ("round", "steps", "clipped", "nonfinite")
+_FLOATS = ("norm_min", "norm_max", "limit", "limit_min", "limit_max")
+
+
+def read_rounds(state: Mapping[str, Any]) -> list[RoundRecord]:
+    """Return the round records in the state of any fedclip clipper; none in other states.
+
+    Raises
+    ------
+    StateError
+        If there are records that are not what a clipper writes.
+    """
+    rows = state.get("rounds", [])
+    if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)):
+        raise StateError(f"'rounds' must be a list of records, got {type(rows).__name__}")
+    return [_read(row) for row in rows]
+
+
+def _read(row: Any) -> RoundRecord:
+    if not isinstance(row, Mapping) or set(row) != set(RoundRecord.__dataclass_fields__):
+        raise StateError(f"a record must have the fields of RoundRecord, got {row!r:.200}")
+    for key in _INTS:
+        if not _is_count(row[key]):
+            raise StateError(f"record field {key!r} must be an int >= 0, got {row[key]!r}")
+    for key in _FLOATS:
+        value = row[key]
+        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            raise StateError(f"record field {key!r} must be None or finite, got {value!r}")
+    buckets, counts = list(row["buckets"]), list(row["counts"])
+    if (
+        len(buckets) != len(counts)
+        or not all(isinstance(b, int) for b in buckets)
+        or not all(_is_count(c) for c in counts)
+    ):
+        raise StateError("record fields 'buckets' and 'counts' must be lists of ints, as long")
+    if not isinstance(row["group"], str):
+        raise StateError(f"record field 'group' must be a string, got {row['group']!r}")
+    return RoundRecord(**{**row, "buckets": buckets, "counts": counts})
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One file per algorithm: how a limit follows from the norms seen so far.
+
+A rule is pure arithmetic, vectorised over groups, with no Python branch on a value::
+
+    limits, state = rule(norms, state, xp)
+
+`norms` holds one number for each group, `state` is a NamedTuple of such arrays, and `xp` offers
+the operations of `fedclip.arrays.Backend` (``where, sqrt, minimum, ...``). The same text thus
+runs on host arrays, on a device without a synchronisation, under ``jax.jit`` and in a
+``tf.function``. Its hyper-parameters are the fields of a frozen dataclass.
+
+A rule never sees NaN or infinity: who calls it keeps such steps away from the statistics.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from fedclip.arrays import Array, Backend
+
+__all__ = ["NoState", "Rule", "State"]
+
+
+class NoState(NamedTuple):
+    """State of a rule that has none."""
+
+
+State = Any
+"""A NamedTuple of arrays over groups, the last axis being that of the groups."""
+
+
+class Rule(Protocol):
+    """What `fedclip.clipping` asks of a rule."""
+
+    def init(self, groups: int, xp: Backend) -> State:
+        """Return the state before the first step."""
+
+    def __call__(self, norms: Array, state: State, xp: Backend) -> tuple[Array, State]:
+        """Return the limit of each group for this step, and the state after it."""

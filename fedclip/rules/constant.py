@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A limit that never moves (Pascanu, Mikolov & Bengio, 2013, arXiv:1211.5063).
+
+::
+
+    limit = max_norm
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedclip.arrays import Array, Backend
+from fedclip.rules import NoState
+
+__all__ = ["Constant"]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same limits at every step: one for all groups, or one for each."""
+
+    limits: tuple[float, ...]
+
+    def init(self, groups: int, xp: Backend) -> NoState:
+        return NoState()
+
+    def __call__(self, norms: Array, state: NoState, xp: Backend) -> tuple[Array, NoState]:
+        return xp.asarray(self.limits, like=norms) + 0.0 * norms, state

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A limit from the mean and the standard deviation of the norms seen so far.
+
+Kumar et al., 2025, "ZClip: adaptive spike mitigation for LLM pre-training", arXiv:2504.02507.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fedclip.arrays import Array, Backend
+
+__all__ = ["ZScore", "ZScoreState"]
+
+
+class ZScoreState(NamedTuple):
+    """Mean and variance of the norms, and how many have been seen."""
+
+    mean: Array
+    variance: Array
+    count: Array
+
+
+@dataclass(frozen=True)
+class ZScore:
+    """Limits at so many standard deviations above the running mean.
+
+    ::
+
+        z         = (x - mean) / (sqrt(variance) + std_eps)
+        threshold = mean + z_max * (sqrt(variance) + std_eps)
+        limit     = threshold                                 where z <= z_max
+                    mean + z_max * sqrt(variance)             action "max"
+                    mean                                      action "mean"
+                    factor * (mean + z_max^2/z * sqrt(variance))   action "reciprocal"
+        limit     = min(limit, max_norm)
+        u         = min(x, limit before max_norm) | x | no update on a spike     (feedback)
+
+    Estimators, for the first `warmup` norms and then for each u:
+
+    - "zclip": mean and population variance of the warm-up;
+      mean <- d mean + (1-d) u;  variance <- d variance + (1-d) (u - new mean)^2
+    - "drytorch": mean and sample variance of the warm-up, 1 where that is 0 or unknown;
+      variance <- d variance + (1-d) (u - old mean)^2, then the mean
+    - "smartclip": no separate start, mean = x at first;
+      variance <- d (variance + (1-d) (u - old mean)^2), then the mean
+    """
+
+    z_max: float
+    decay: float
+    action: str
+    feedback: str
+    estimator: str
+    include_current: bool
+    warmup: int
+    warmup_norm: float | None
+    max_norm: float | None
+    factor: float
+    std_eps: float
+
+    def init(self, groups: int, xp: Backend) -> ZScoreState:
+        zeros = xp.asarray([0.0] * groups)
+        return ZScoreState(zeros, zeros + (1.0 if self._starts_at_one else 0.0), zeros)
+
+    @property
+    def _starts_at_one(self) -> bool:
+        # drytorch without a warm-up starts its moving averages at mean 0 and variance 1.
+        return self.estimator == "drytorch" and self.warmup == 0
+
+    def __call__(
+        self, norms: Array, state: ZScoreState, xp: Backend
+    ) -> tuple[Array, ZScoreState]:
+        if self.include_current:
+            state = self._observe(norms, state, xp)
+        # The first norm has nothing to be judged by, except itself if it is included.
+        ready = state.count >= max(self.warmup, 1)
+        std = xp.sqrt(state.variance)
+        threshold = state.mean + self.z_max * (std + self.std_eps)
+        spike = ready & (norms > threshold)
+        target = self._target(norms, state.mean, std, xp)
+        judged = xp.where(spike, target, xp.maximum(threshold, norms))
+        before = math.inf if self.warmup_norm is None else self.warmup_norm
+        limits = xp.where(ready, judged, before)
+        if self.max_norm is not None:
+            limits = xp.minimum(limits, self.max_norm)
+        if not self.include_current:
+            seen = xp.where(spike, target, norms) if self.feedback == "clipped" else norms
+            after = self._observe(seen, state, xp)
+            if self.feedback == "none":
+                after = ZScoreState(
+                    *(xp.where(spike, old, new) for old, new in zip(state, after, strict=True))
+                )
+            state = after
+        return limits, state
+
+    def _target(self, norms: Array, mean: Array, std: Array, xp: Backend) -> Array:
+        if self.action == "mean":
+            return mean + 0.0 * norms
+        if self.action == "max":
+            return mean + self.z_max * std
+        # Where there is no spike the z-score may be 0 or negative; the value is not used there.
+        excess = xp.maximum(norms - mean, 1.2e-38)
+        return self.factor * (mean + self.z_max**2 * (std + self.std_eps) / excess * std)
+
+    def _observe(self, seen: Array, state: ZScoreState, xp: Backend) -> ZScoreState:
+        d = self.decay
+        count = state.count + 1.0
+        delta = seen - state.mean
+        mean = d * state.mean + (1 - d) * seen
+        if self.estimator == "smartclip":
+            first = state.count == 0
+            variance = d * (state.variance + (1 - d) * delta * delta)
+            return ZScoreState(
+                xp.where(first, seen, mean), xp.where(first, 0.0 * seen, variance), count
+            )
+        if self.estimator == "drytorch":
+            variance = d * state.variance + (1 - d) * delta * delta
+        else:
+            variance = d * state.variance + (1 - d) * (seen - mean) * (seen - mean)
+        if self._starts_at_one:
+            return ZScoreState(mean, variance, count)
+        # Warm-up: Welford's update; `variance` is that of the norms so far.
+        warming = state.count < max(self.warmup, 1)
+        first_mean = state.mean + delta / count
+        squares = state.variance * state.count + delta * (seen - first_mean)
+        if self.estimator == "drytorch":
+            # Kept as a population variance until the last norm of the warm-up, like above.
+            last = count == self.warmup
+            sample = squares / xp.maximum(count - 1.0, 1.0)
+            sample = xp.where(sample > 0, sample, 1.0 + 0.0 * sample)
+            first_variance = xp.where(last, sample, squares / count)
+        else:
+            first_variance = squares / count
+        return ZScoreState(
+            xp.where(warming, first_mean, mean),
+            xp.where(warming, first_variance, variance),
+            count,
+        )

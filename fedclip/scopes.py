@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which arrays share a norm.
+
+======================  ===================================================================
+scope                   groups
+======================  ===================================================================
+``"global"``            one: all arrays together
+``"tensor"``            each array by itself
+``"layer"``             arrays whose names agree up to the last ``.`` or ``/``
+``["enc.*", "head"]``   one for each pattern (`fnmatch`, first match wins), one for the rest
+``{"enc.*" = 0.5}``     the same, each with its own limit; the rest keeps the common limit
+======================  ===================================================================
+
+Arrays whose name matches `exclude` are not touched and not measured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from fedclip import checks
+from fedclip.errors import nearest
+
+__all__ = ["Groups", "Scope", "check_exclude", "check_scope", "resolve"]
+
+Scope: TypeAlias = str | Sequence[str] | Mapping[str, float]
+"""What users write for `scope`."""
+
+_WORDS = ("global", "tensor", "layer")
+_REST = "*"
+_LAYER = re.compile(r"^(.+)[./][^./]+$")
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one list of names.
+
+    Attributes
+    ----------
+    names
+        Names of the measured arrays, in order.
+    labels
+        Name of each group.
+    members
+        For each group, the positions of its arrays in `names`.
+    excluded
+        Names left alone.
+    """
+
+    names: tuple[str, ...]
+    labels: tuple[str, ...]
+    members: tuple[tuple[int, ...], ...]
+    excluded: frozenset[str] = frozenset()
+    index: np.ndarray[Any, np.dtype[np.intp]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        index = np.zeros(len(self.names), dtype=np.intp)
+        for group, members in enumerate(self.members):
+            index[list(members)] = group
+        object.__setattr__(self, "index", index)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def sums(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return, for each group, the sum of the values of its arrays."""
+        if len(self.labels) == 1:
+            return np.array([sum(values)])
+        if len(self.labels) == len(values):
+            return np.array(values, dtype=np.float64)
+        return np.bincount(self.index, weights=values, minlength=len(self.labels))
+
+
+def check_scope(scope: Any, *, limits: bool = False) -> Scope:
+    """Return `scope` if it is well formed; `limits` says whether a table may give them."""
+    allowed = "'global', 'tensor', 'layer' or a list of name patterns"
+    if limits:
+        allowed += " or a table {pattern = limit}"
+    if isinstance(scope, str):
+        if scope not in _WORDS:
+            raise ValueError(f"scope must be {allowed}, got {scope!r}{nearest(scope, _WORDS)}")
+        return scope
+    if isinstance(scope, Mapping) and limits:
+        _check_patterns("scope", list(scope), allowed)
+        return {key: checks.positive(**{f"scope[{key!r}]": v}) for key, v in scope.items()}
+    if isinstance(scope, (list, tuple)):
+        _check_patterns("scope", scope, allowed)
+        return list(scope)
+    raise TypeError(f"scope must be {allowed}, got {scope!r} ({type(scope).__name__})")
+
+
+def check_exclude(exclude: Any) -> list[str] | None:
+    """Return `exclude` as a list of patterns, or None."""
+    if exclude is None:
+        return None
+    allowed = "a name pattern or a list of name patterns"
+    patterns = [exclude] if isinstance(exclude, str) else exclude
+    if not isinstance(patterns, (list, tuple)):
+        raise TypeError(f"exclude must be {allowed}, got {exclude!r} ({type(exclude).__name__})")
+    if not patterns:
+        return None
+    _check_patterns("exclude", patterns, allowed)
+    return list(patterns)
+
+
+def _check_patterns(parameter: str, patterns: Sequence[Any], allowed: str) -> None:
+    if not patterns:
+        raise ValueError(f"{parameter} must be {allowed}, got an empty one")
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"{parameter} must be {allowed}, got {pattern!r} ({type(pattern).__name__}) in it"
+            )
+        if not pattern:
+            raise ValueError(f"{parameter} must be {allowed}, got an empty pattern in it")
+    if len(set(patterns)) != len(patterns):
+        raise ValueError(f"{parameter} must not repeat a pattern, got {list(patterns)!r}")
+
+
+def resolve(scope: Scope, exclude: Sequence[str] | None, names: Sequence[str]) -> Groups:
+    """Sort `names` into groups.
+
+    Raises
+    ------
+    ValueError
+        If a pattern of `scope` or `exclude` matches no name; the message lists the names.
+    """
+    excluded = {n for n in names if any(fnmatchcase(n, p) for p in exclude or ())}
+    for pattern in exclude or ():
+        if not any(fnmatchcase(n, pattern) for n in names):
+            raise _no_match("exclude", pattern, names)
+    measured = tuple(n for n in names if n not in excluded)
+    by_label: dict[str, list[int]] = {}
+    if not isinstance(scope, str):
+        patterns = list(scope)
+        for pattern in patterns:
+            if not any(fnmatchcase(n, pattern) for n in measured):
+                raise _no_match("scope", pattern, measured)
+        # The order of the groups is that of the patterns, the rest comes last.
+        by_label = {pattern: [] for pattern in patterns}
+    for position, name in enumerate(measured):
+        if scope == "global":
+            label = "all"
+        elif scope == "tensor":
+            label = name
+        elif scope == "layer":
+            match = _LAYER.match(name)
+            label = match.group(1) if match else name
+        else:
+            label = next((p for p in scope if fnmatchcase(name, p)), _REST)
+        by_label.setdefault(label, []).append(position)
+    # A pattern whose names an earlier one took all is left without a group.
+    members = {label: tuple(group) for label, group in by_label.items() if group}
+    return Groups(measured, tuple(members), tuple(members.values()), frozenset(excluded))
+
+
+def _no_match(parameter: str, pattern: str, names: Sequence[str]) -> ValueError:
+    shown = ", ".join(repr(n) for n in list(names)[:20])
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return ValueError(
+        f"{parameter} pattern {pattern!r} matches no tensor{nearest(pattern, names)}; "
+        f"the names are {shown}{more}"
+    )
