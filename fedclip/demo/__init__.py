@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three hospitals train one model, and one of them has trouble with its units.
+
+``data.py`` makes the hospitals, ``node.py`` is one process of the federation, ``run.py`` starts
+them, watches them and shows what came out. Nothing in the numbers is prepared: they are those of
+the run.
+"""
+
+from fedclip.demo.run import WAYS, DemoError, Way, run_demo
+
+__all__ = ["WAYS", "DemoError", "Way", "run_demo"]

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start the demo's federations one after the other, watch them, show what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fedclip.demo.data import FACTOR, SITES, write_data
+from fedclip.report import Report, draw_norms, read_report
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+__all__ = ["WAYS", "DemoError", "Result", "Way", "run_demo"]
+
+MARKER = ".fedclip-demo"
+
+MODEL = '''\
+"""The model that the hospitals train: logistic regression."""
+
+from declearn.model.sklearn import SklearnSGDModel
+
+model = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss", penalty="l2")
+'''
+
+CONFIG = """\
+# {title}
+# In one process:  fedclip quickrun {file}
+
+[network]
+protocol = "websockets"
+host = "127.0.0.1"
+port = {port}
+heartbeat = 0.02  # seconds between two looks for a message; declearn's default is 1.0
+
+[data]
+data_folder = {data}
+
+[model]
+model_file = {model}
+
+[optim]
+aggregator = "averaging"
+
+[optim.client_opt]
+lrate = 0.1
+modules = {modules}
+
+[run]
+rounds = {rounds}
+
+[run.register]
+min_clients = {clients}
+max_clients = {clients}  # without it, registration lasts its whole timeout
+timeout = 60
+
+[run.training]
+batch_size = 8
+n_epoch = 1
+shuffle = true
+
+[experiment]
+metrics = [["binary-classif", {{thresh = 0.0}}]]
+checkpoint = {checkpoint}
+"""
+
+
+class DemoError(RuntimeError):
+    """The demo can not start or did not finish; says why in a sentence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to train: a folder name, what it is, and the clients' modules as TOML."""
+
+    name: str
+    title: str
+    modules: str
+
+
+WAYS = (
+    Way("no-clipping", "no clipping (the module no-op only measures)", '["no-op"]'),
+    Way(
+        "l2-global-clipping",
+        "declearn's own clipper, with its usual limit (the module no-op only measures)",
+        '[["no-op", {max_norm = 1.0}], ["l2-global-clipping", {max_norm = 1.0}]]',
+    ),
+    Way("zscore-clip", "fedclip's zscore-clip, with its defaults", '["zscore-clip"]'),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one way came to, from what its processes wrote."""
+
+    way: Way
+    loss: float
+    accuracy: float
+    clipped_share: float
+    norm_max: float
+
+
+def run_demo(
+    folder: Path,
+    *,
+    rounds: int = 15,
+    port: int = 0,
+    timeout: float = 120.0,
+    console: Console | None = None,
+) -> list[Result]:
+    """Train in all three ways, print the table, write the plot.
+
+    Parameters
+    ----------
+    folder
+        Where to write; it is made, or was made by an earlier demo.
+    rounds
+        Rounds of training, each of one pass over every site's records.
+    port
+        Port of the server on 127.0.0.1; 0 takes any free one.
+    timeout
+        Seconds after which one training is given up.
+    console
+        Where to print; standard output by default.
+
+    Raises
+    ------
+    DemoError
+        If the folder can not be used, or a process failed, or the time was up. All processes
+        have ended by then.
+    """
+    console = console or Console(highlight=False)
+    folder = folder.resolve()
+    wrong = _prepare(folder)
+    console.print(
+        f"{len(SITES)} hospitals train one model on {folder.name}/data; {wrong} records of "
+        f"{SITES[-1]} have their areas in a unit {FACTOR:,.0f} times smaller.",
+        soft_wrap=True,
+    )
+    results = []
+    with _terminable(), _progress(console, rounds) as advance:
+        for way in WAYS:
+            config = _write_config(folder, way, rounds, port or _free_port())
+            _run_federation(folder / way.name, config, timeout, lambda *a, w=way: advance(w, *a))
+            results.append(_read_result(folder, way))
+    console.print()
+    console.print(_table(results, rounds))
+    console.print(f"{_plot(folder)}; more: fedclip report {_shown(folder)}", soft_wrap=True)
+    return results
+
+
+def _prepare(folder: Path) -> int:
+    """Make the folder and what all ways share; return the number of wrong records."""
+    marker = folder / MARKER
+    if folder.exists() and not folder.is_dir():
+        raise DemoError(f"{folder} is a file; give a folder to write the demo to")
+    if folder.is_dir() and any(folder.iterdir()) and not marker.exists():
+        raise DemoError(f"{folder} holds something else; give an empty or new folder")
+    try:
+        for old in ("data", *(way.name for way in WAYS)):
+            shutil.rmtree(folder / old, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+        (folder / "model.py").write_text(MODEL, encoding="utf-8")
+        return write_data(folder / "data")
+    except OSError as exc:
+        raise DemoError(f"can not write to {folder}: {exc.strerror}") from exc
+
+
+def _write_config(folder: Path, way: Way, rounds: int, port: int) -> Path:
+    file = folder / way.name / "config.toml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = CONFIG.format(
+        title=way.title,
+        file=f"{folder.name}/{way.name}/config.toml",
+        port=port,
+        # A TOML literal string takes any path but one with a quote in it.
+        data=f"'{folder / 'data'}'",
+        model=f"'{folder / 'model.py'}'",
+        checkpoint=f"'{folder / way.name}'",
+        modules=way.modules,
+        rounds=rounds,
+        clients=len(SITES),
+    )
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _run_federation(
+    folder: Path, config: Path, timeout: float, advance: Callable[[int, str], None]
+) -> None:
+    """Run one server and its clients as processes until the server is done."""
+    deadline = time.monotonic() + timeout
+    # One thread each: four processes that all take every core are slower than one.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for node in ("server", *SITES):
+            (folder / node).mkdir()
+            with (folder / node / "log.txt").open("wb") as log:
+                processes[node] = subprocess.Popen(
+                    [sys.executable, "-m", "fedclip.demo.node", node, str(config)],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
+        while any(process.poll() is None for process in processes.values()):
+            advance(*_progress_of(folder))
+            for node, process in processes.items():
+                if process.poll():
+                    raise DemoError(_why(folder, node))
+            if time.monotonic() > deadline:
+                raise DemoError(
+                    f"{folder.name} did not finish within {timeout:.0f} s and was ended; the "
+                    f"logs are {_shown(folder)}/*/log.txt"
+                )
+            time.sleep(0.1)
+        for node, process in processes.items():
+            if process.returncode:
+                raise DemoError(_why(folder, node))
+        advance(*_progress_of(folder))
+    finally:
+        _end(list(processes.values()))
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def _why(folder: Path, node: str) -> str:
+    """Say why a node ended, from the last line that it wrote."""
+    log = folder / node / "log.txt"
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    last = next((line for line in reversed(lines) if line), "it said nothing")
+    if "address already in use" in last.lower():
+        last = "its port is in use by another program"
+    return f"{node} of {folder.name} failed: {last} (log: {_shown(log)})"
+
+
+def _metrics(folder: Path) -> list[dict[str, str]]:
+    """Return what the server has measured so far, one row a round."""
+    try:
+        with (folder / "server" / "metrics.csv").open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+    except FileNotFoundError:
+        return []
+
+
+def _progress_of(folder: Path) -> tuple[int, str]:
+    rows = _metrics(folder)
+    # The last row may be half written.
+    if not rows or not all(rows[-1].get(key) for key in ("loss", "accuracy")):
+        return max(0, len(rows) - 1), ""
+    return len(rows), f"loss {float(rows[-1]['loss']):.3g}"
+
+
+@contextlib.contextmanager
+def _progress(console: Console, rounds: int) -> Iterator[Callable[[Way, int, str], None]]:
+    """Show progress: bars on a terminal, a line every few rounds anywhere else."""
+    if not console.is_terminal:
+        said: dict[str, int] = {}
+
+        def say(way: Way, done: int, text: str) -> None:
+            if way.name not in said:
+                console.print(f"{way.name}: starting a server and {len(SITES)} clients")
+                said[way.name] = 0
+            if done >= min(rounds, said[way.name] + 5):
+                if done > said[way.name]:
+                    console.print(f"{way.name}: round {done} of {rounds}, {text}")
+                said[way.name] = done
+
+        yield say
+        return
+    columns = (
+        TextColumn("{task.description:20}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[text]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        tasks: dict[str, Any] = {}
+
+        def show(way: Way, done: int, text: str) -> None:
+            if way.name not in tasks:
+                tasks[way.name] = progress.add_task(way.name, total=rounds, text="starting")
+            if text:
+                progress.update(tasks[way.name], completed=done, text=text)
+
+        yield show
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let a polite kill take the same way out as Ctrl-C, by which the processes are ended."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        previous = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not in the main thread, which alone may ask
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _read_result(folder: Path, way: Way) -> Result:
+    rows = _metrics(folder / way.name)
+    if not rows:
+        raise DemoError(f"{way.name} ended without a result; see {_shown(folder / way.name)}")
+    records = [row.record for row in read_report(folder / way.name).rows]
+    steps = sum(record.steps for record in records)
+    return Result(
+        way=way,
+        loss=float(rows[-1]["loss"]),
+        accuracy=float(rows[-1]["accuracy"]),
+        clipped_share=sum(record.clipped for record in records) / steps,
+        norm_max=max(record.norm_max or 0.0 for record in records),
+    )
+
+
+def _table(results: list[Result], rounds: int) -> Table:
+    table = Table(
+        title=f"After {rounds} rounds, on records that nobody trained on", title_justify="left"
+    )
+    table.add_column("training", no_wrap=True)
+    for head in ("loss", "accuracy", "clipped steps", "largest norm"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for result in results:
+        table.add_row(
+            result.way.name,
+            f"{result.loss:.3g}",
+            f"{result.accuracy:.1%}",
+            f"{result.clipped_share:.1%}",
+            f"{result.norm_max:.3g}",
+        )
+    return table
+
+
+def _plot(folder: Path) -> str:
+    """Draw norms and limits, one line of panels a way, one column a site."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return "no plot without matplotlib: pip install 'fedclip[plot]'"
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    axes = figure.subplots(len(WAYS), len(SITES), sharex=True, sharey="row")
+    for line, way in zip(axes, WAYS, strict=True):
+        report: Report = read_report(folder / way.name)
+        for ax, site in zip(line, SITES, strict=True):
+            draw_norms(ax, report.select(node=site))
+            ax.set_title(f"{way.name}, {site}", fontsize="medium")
+        line[0].set_ylabel("norm before clipping")
+    for ax in axes[-1]:
+        ax.set_xlabel("round")
+    handles, labels = axes[-1][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    file = folder / "norms.png"
+    figure.savefig(file, dpi=120)
+    return f"norms and limits of every site: {_shown(file)}"
+
+
+def _shown(path: Path) -> str:
+    """Return a path as short as one can type it from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the clippers of an experiment did: read from declearn's checkpoints, while it runs or after.
+
+A clipper's state holds its record of each round, and declearn's `Checkpointer` saves the state
+of every node's optimizer, so nothing has to be switched on, sent or logged:
+
+1. every folder below the given one that holds ``optimizer_state_*.mpk`` is a node,
+2. of each node, all state files are read in the order they were written, and a later file
+   replaces what an earlier one said of the same round (it may have been cut short),
+3. the rest is presentation: a table, a CSV file, a plot, a sentence.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from declearn.utils.serialize import msgpack_load
+
+from fedclip.records import RoundRecord, read_rounds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+__all__ = ["Report", "ReportError", "Row", "read_report"]
+
+ALL = "all"
+"""The group that stands for the whole gradient."""
+
+STATES = "optimizer_state_*.mpk"
+
+COLUMNS = (
+    "node",
+    "module",
+    "group",
+    "round",
+    "steps",
+    "clipped",
+    "clipped_share",
+    "norm_min",
+    "norm_median",
+    "norm_max",
+    "limit",
+    "limit_min",
+    "limit_max",
+    "nonfinite",
+)
+
+
+class ReportError(ValueError):
+    """There is nothing to report on; says what was looked for and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One round of one clipper on one node."""
+
+    node: str
+    position: int
+    """Place of the clipper among the optimizer's modules, from 0."""
+    name: str
+    """Registered name of the clipper."""
+    record: RoundRecord
+
+    @property
+    def module(self) -> str:
+        """Name of the clipper that tells two of a kind apart, as in ``norm-clip#2``."""
+        return self.name if self.position == 0 else f"{self.name}#{self.position + 1}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row by column name, as in the CSV file."""
+        own = {"node": self.node, "module": self.module}
+        return {c: own[c] if c in own else getattr(self.record, c) for c in COLUMNS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The rows of an experiment, sorted by node, clipper, group and round.
+
+    Attributes
+    ----------
+    folder
+        What was read.
+    rows
+        What was found; never empty.
+    skipped
+        State files that could not be read, normally because they are being written.
+    """
+
+    folder: Path
+    rows: tuple[Row, ...]
+    skipped: tuple[Path, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the nodes: their folders, relative to the report's."""
+        return tuple(dict.fromkeys(row.node for row in self.rows))
+
+    def select(self, node: str | None = None, module: str | None = None) -> tuple[Row, ...]:
+        """Return the rows of one node, of one clipper, or of both."""
+        return tuple(
+            row
+            for row in self.rows
+            if node in (None, row.node) and module in (None, row.module, row.name)
+        )
+
+    def table(self, groups: bool = False) -> Table:
+        """Return the report as a table for a terminal, without the columns that say nothing.
+
+        Parameters
+        ----------
+        groups
+            Show each group of a scope, not only the whole gradient.
+        """
+        from rich.table import Table
+
+        rows = [row for row in self.rows if groups or row.record.group == ALL]
+        pairs = {(row.node, row.module) for row in rows}
+        modules = len(pairs) > len({node for node, _ in pairs})
+        table = Table(title=f"Clipping in {self.folder.name or self.folder}", title_justify="left")
+        widest = max(len(row.node) for row in rows)
+        table.add_column("node", overflow="fold", min_width=min(widest, 24))
+        if modules:
+            table.add_column("clipper", overflow="fold")
+        if groups:
+            table.add_column("group", overflow="fold")
+        bad = any(row.record.nonfinite for row in rows)
+        heads = ["round", "steps", "clipped", "median norm", "max norm", "limit"]
+        for head in heads + ["non-finite"] * bad:
+            table.add_column(head, justify="right")
+        previous = ""
+        for row in rows:
+            if previous and row.node != previous:
+                table.add_section()
+            record = row.record
+            cells = [row.node if row.node != previous else ""]
+            cells += [row.module] if modules else []
+            cells += [record.group] if groups else []
+            limit = record.limit if groups else self._limit(row)
+            table.add_row(
+                *cells,
+                str(record.round) if record.round else "all",
+                str(record.steps),
+                f"{record.clipped_share:.0%}" if record.steps else "-",
+                _number(record.norm_median),
+                _number(record.norm_max),
+                _number(limit),
+                *([str(record.nonfinite)] if bad else []),
+            )
+            previous = row.node
+        return table
+
+    def _limit(self, row: Row) -> float | None:
+        """Return the limit to show for a whole gradient: of its groups', the smallest."""
+        if row.record.limit is not None or row.record.group != ALL:
+            return row.record.limit
+        limits = [
+            other.record.limit
+            for other in self.rows
+            if (other.node, other.module, other.record.round)
+            == (row.node, row.module, row.record.round)
+            and other.record.limit is not None
+        ]
+        return min(limits, default=None)
+
+    def write_csv(self, file: TextIO) -> None:
+        """Write every row and every column as CSV; a missing number is an empty cell."""
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row.as_dict() for row in self.rows)
+
+    def figure(self) -> Figure:
+        """Return one panel per node: norms as a band, limits as a line, clipped share as bars.
+
+        Needs matplotlib, the extra ``fedclip[plot]``.
+        """
+        from matplotlib.figure import Figure
+
+        panels = [(node, self.select(node)) for node in self.nodes]
+        columns = min(3, len(panels))
+        lines = -(-len(panels) // columns)
+        figure = Figure(figsize=(4.6 * columns, 3.2 * lines), layout="constrained")
+        axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+        for ax, (node, rows) in zip(axes.flat, panels, strict=False):
+            draw_norms(ax, rows)
+            ax.set_title(node, fontsize="medium")
+        for ax in axes.flat[len(panels) :]:
+            ax.set_axis_off()
+        for ax in axes[-1]:
+            ax.set_xlabel("round")
+        for ax in axes[:, 0]:
+            ax.set_ylabel("norm before clipping")
+        handles, labels = axes.flat[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        return figure
+
+    def in_words(self) -> list[str]:
+        """Return the sentences that a reader should leave with, one or two per clipper."""
+        runs: dict[tuple[str, str], list[Row]] = {}
+        for row in self.rows:
+            if row.record.group == ALL:
+                # One folder of nodes is one experiment, with one configuration.
+                runs.setdefault((row.node.rpartition("/")[0], row.module), []).append(row)
+        sentences: list[str] = []
+        for (folder, module), rows in runs.items():
+            names = [folder] if len({key[0] for key in runs}) > 1 else []
+            names += [module] if len({key[1] for key in runs}) > 1 else []
+            limits = [limit for row in rows if (limit := self._limit(row)) is not None]
+            prefix = f"{', '.join(names)}: " if names else ""
+            sentences.extend(prefix + sentence for sentence in _sentences(rows, limits))
+        return sentences
+
+
+def read_report(folder: str | Path) -> Report:
+    """Read what the clippers recorded in an experiment's checkpoints.
+
+    Parameters
+    ----------
+    folder
+        The ``checkpoint`` folder of an experiment, of one of its nodes, or one that holds
+        several experiments: any folder with declearn checkpoints somewhere below.
+
+    Raises
+    ------
+    ReportError
+        If there is no such folder, no checkpoint in it, or no fedclip clipper in those.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ReportError(f"{folder} {what}; give the folder with the experiment's checkpoints")
+    found: dict[tuple[str, int, str, str, int], Row] = {}
+    skipped: list[Path] = []
+    others: set[str] = set()
+    nodes = sorted({path.parent for path in folder.rglob(STATES)}, key=str)
+    if not nodes:
+        raise ReportError(
+            f"{folder} holds no {STATES}: declearn writes them where a checkpoint folder is set "
+            "(checkpoint = … in [experiment], or checkpoint=… for FederatedClient and "
+            "FederatedServer)"
+        )
+    for node in nodes:
+        label = node.relative_to(folder).as_posix() if node != folder else node.resolve().name
+        for path in sorted(node.glob(STATES)):
+            try:
+                modules = list(_modules(path))
+            except Exception:  # msgpack's own errors, and any type in a file cut short
+                skipped.append(path)
+                continue
+            for position, name, state in modules:
+                if not (isinstance(state, dict) and "rounds" in state):
+                    others.add(name)
+                    continue
+                for record in read_rounds(state):
+                    key = (label, position, name, record.group, record.round)
+                    found[key] = Row(label, position, name, record)
+    if not found:
+        if skipped:
+            raise ReportError(f"none of the {len(skipped)} state files in {folder} can be read")
+        names = ", ".join(sorted(others)) or "no module at all"
+        raise ReportError(
+            f"no optimizer in {folder} uses a fedclip clipper (they use: {names}), or none has "
+            "taken a step yet; the module 'no-op' measures without changing anything"
+        )
+    rows = sorted(found.values(), key=lambda r: (r.node, r.position, r.record.round))
+    return Report(folder, tuple(rows), tuple(skipped))
+
+
+def draw_norms(ax: Any, rows: Iterable[Row]) -> None:
+    """Draw one node's rounds on matplotlib axes, always in the same colours.
+
+    With several groups, the one with the largest norm of each round is drawn: it is the one
+    that the limit has to hold.
+    """
+    worst: dict[int, RoundRecord] = {}
+    for row in rows:
+        record = row.record
+        if record.norm_max is None:
+            continue
+        seen = worst.get(record.round)
+        if seen is None or record.norm_max > (seen.norm_max or 0.0):
+            worst[record.round] = record
+    records = [worst[key] for key in sorted(worst)]
+    rounds = [record.round for record in records]
+    share = ax.twinx()
+    share.bar(rounds, [r.clipped_share for r in records], color="tab:orange", alpha=0.25)
+    share.set_ylim(0, 1)
+    share.set_yticks([])
+    ax.bar([], [], color="tab:orange", alpha=0.25, label="clipped share (full height = all)")
+    ax.fill_between(
+        rounds,
+        [_drawn(r.norm_min) for r in records],
+        [_drawn(r.norm_max) for r in records],
+        color="tab:blue",
+        alpha=0.2,
+        label="norms, smallest to largest",
+    )
+    medians = [_drawn(r.norm_median) for r in records]
+    ax.plot(rounds, medians, color="tab:blue", marker=".", label="median norm")
+    limits = [float("nan") if r.limit is None else r.limit for r in records]
+    ax.plot(rounds, limits, color="tab:red", linestyle="--", label="limit")
+    ax.set_yscale("log")
+    ax.grid(alpha=0.3)
+    # The bars must not hide the lines, although their axes were made later.
+    ax.set_zorder(share.get_zorder() + 1)
+    ax.patch.set_visible(False)
+
+
+def _modules(path: Path) -> Iterator[tuple[int, str, Any]]:
+    """Yield place, name and state of the modules in one optimizer state file.
+
+    The place counts modules of the same name only: a clipper keeps its label when another
+    kind of module is put in front of it.
+    """
+    seen: dict[str, int] = {}
+    for name, state in msgpack_load(str(path))["modules"]:
+        yield seen.setdefault(name, 0), name, state
+        seen[name] += 1
+
+
+def _drawn(value: float | None) -> float:
+    """Return a value that a logarithmic axis can show."""
+    return value if value is not None and value > 0 else float("nan")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if abs(value) < 1e5 else f"{value:.2e}"
+
+
+def _sentences(rows: Sequence[Row], limits: Sequence[float]) -> list[str]:
+    """Say in words what the rows of one clipper show."""
+    records = [row.record for row in rows]
+    steps, clipped = sum(r.steps for r in records), sum(r.clipped for r in records)
+    largest = _number(max((r.norm_max for r in records if r.norm_max is not None), default=None))
+    # The module no-op counts what its limit would have clipped.
+    was, were = ("would have been",) * 2 if rows[0].name == "no-op" else ("was", "were")
+    if not limits:
+        said = [f"No limit was set; of {steps} steps, the largest norm is {largest}."]
+    elif not clipped:
+        limit = _number(max(limits))
+        said = [f"No step {was} clipped: the largest norm, {largest}, is below the limit, {limit}."]
+    elif clipped >= 0.95 * steps:
+        said = [
+            f"{clipped / steps:.0%} of {steps} steps {were} clipped: the limit, not the gradient, "
+            "sets the length of nearly every step."
+        ]
+    else:
+        last_clipped = max(r.round for r in records if r.clipped)
+        after = [r for r in records if r.round > last_clipped]
+        said = [_inert(last_clipped, after, was) if after else _share(rows, were)]
+    bad = [row for row in rows if row.record.nonfinite]
+    if bad:
+        count = sum(row.record.nonfinite for row in bad)
+        where = ", ".join(dict.fromkeys(row.node for row in bad))
+        plural = "step had a gradient" if count == 1 else "steps had gradients"
+        said.append(f"{count} {plural} with NaN or infinity ({where}).")
+    return said
+
+
+def _inert(last_clipped: int, after: Sequence[RoundRecord], was: str) -> str:
+    limits = [r.limit for r in after if r.limit is not None]
+    medians = sorted(r.norm_median for r in after if r.norm_median is not None)
+    inert = f"the limit {_number(limits[-1])} is inert from there" if limits else "it is inert"
+    middle = f"; the median norm is {_number(medians[len(medians) // 2])}" if medians else ""
+    return f"No step {was} clipped after round {last_clipped}: {inert}{middle}."
+
+
+def _share(rows: Sequence[Row], were: str) -> str:
+    nodes: dict[str, tuple[int, int]] = {}
+    for row in rows:
+        steps, clipped = nodes.get(row.node, (0, 0))
+        nodes[row.node] = steps + row.record.steps, clipped + row.record.clipped
+    shares = {node: clipped / steps for node, (steps, clipped) in nodes.items() if steps}
+    steps = sum(pair[0] for pair in nodes.values())
+    clipped = sum(pair[1] for pair in nodes.values())
+    sentence = f"{clipped / steps:.1%} of {steps} steps {were} clipped"
+    if len(shares) > 1:
+        most = max(shares, key=shares.__getitem__)
+        sentence += f", most often on {most} ({shares[most]:.1%})"
+    return sentence + "."
