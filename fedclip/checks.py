@@ -62,7 +62,9 @@ def non_negative(**values: Any) -> float:
 
 def unit_interval(**values: Any) -> float:
     """Return the one keyword value as a float strictly between 0 and 1."""
-    return number("a number strictly between 0 and 1", 0, 1, open_low=True, open_high=True, **values)
+    return number(
+        "a number strictly between 0 and 1", 0, 1, open_low=True, open_high=True, **values
+    )
 
 
 def integer(low: int, **values: Any) -> int:

@@ -21,17 +21,18 @@ Guarantees, for the L2 norm with ``eps = 0``
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import NUMPY, Array, Backend, HostView
+from fedclip.arrays import NUMBER, NUMPY, Arithmetic, Array, Backend, HostView
 from fedclip.measures import Order, degree, measure
-from fedclip.norms import UNCERTAINTY, Float64, exact_norm, l2_norms
+from fedclip.norms import UNCERTAINTY, Numbers, exact_norm, l2_norms
 from fedclip.rules import Rule, State
 from fedclip.scopes import Groups
+from fedclip.states import Statistics
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -54,21 +55,22 @@ class Outcome(NamedTuple):
 
     outputs: list[Array] | None
     state: State
-    norms: Float64
-    limits: Float64
-    clipped: Bools
+    norms: Numbers
+    limits: Numbers
+    clipped: bool | Bools
 
 
 def split(numerator: float, denominator: float, power: float = 1.0) -> tuple[float, ...]:
     """Return factors, one or two, whose product is ``(numerator / denominator) ** power``.
 
-    Two where one would leave the normal range of float32, which the product with an array in
+    Two where one would leave the normal range of float32, which a product with an array in
     two steps does not: a norm of 1e42 in float32 can be clipped to 1.
     """
+    if power == 1.0 and 1e-30 < numerator < 1e30 and 1e-5 < denominator < 1e5:
+        return (numerator / denominator,)
     m, e = math.frexp(numerator)
     n, f = math.frexp(denominator)
-    exponent = e - f
-    ratio = m / n
+    ratio, exponent = m / n, e - f
     if power != 1.0:
         # An even exponent, so that its root is a power of two.
         if exponent % 2:
@@ -81,23 +83,22 @@ def split(numerator: float, denominator: float, power: float = 1.0) -> tuple[flo
 
 
 def scaled(
-    arrays: Sequence[Array],
-    factors: Sequence[tuple[float, ...] | None],
-    backend: Backend,
+    arrays: Sequence[Array], factors: Mapping[int, tuple[float, ...]], backend: Backend
 ) -> list[Array]:
-    """Return each array times its factors, shrunk by the margin of its dtype; None keeps it."""
+    """Return the arrays, those with factors times them and shrunk by the margin of the dtype."""
     outputs = list(arrays)
-    chosen = [i for i, f in enumerate(factors) if f is not None]
-    margins = {i: 1.0 - MARGIN[backend.dtype(arrays[i])] for i in chosen}
-    first = [factors[i][0] * margins[i] for i in chosen]  # type: ignore[index]
-    for i, output in zip(chosen, backend.scale([arrays[i] for i in chosen], first), strict=True):
-        outputs[i] = output
-    second = [i for i in chosen if len(factors[i]) == 2]  # type: ignore[arg-type]
-    if second:
-        rest = [factors[i][1] for i in second]  # type: ignore[index]
-        again = backend.scale([outputs[i] for i in second], rest)
-        for i, output in zip(second, again, strict=True):
-            outputs[i] = output
+    # One call for all arrays of a dtype that have the same factor.
+    calls: dict[tuple[Any, tuple[float, ...]], list[int]] = {}
+    for i, factor in factors.items():
+        calls.setdefault((arrays[i].dtype, factor), []).append(i)
+    for (_, factor), chosen in calls.items():
+        first, *rest = factor
+        first *= 1.0 - MARGIN[backend.dtype(arrays[chosen[0]])]
+        results = backend.scale([arrays[i] for i in chosen], first)
+        for k in rest:
+            results = backend.scale(results, k)
+        for i, result in zip(chosen, results, strict=True):
+            outputs[i] = result
     return outputs
 
 
@@ -121,6 +122,8 @@ class NormClipping:
         Zero a group that is over its limit instead of scaling it.
     """
 
+    array_fields: ClassVar[tuple[str, ...]] = ()
+
     rule: Rule
     ord: Order = 2
     eps: float = 0.0
@@ -130,7 +133,7 @@ class NormClipping:
 
     def init(self, groups: Groups) -> State:
         """Return the state before the first step."""
-        return self.rule.init(len(groups), NUMPY)
+        return self.rule.init(len(groups), _arithmetic(groups))
 
     def measure(
         self,
@@ -138,23 +141,23 @@ class NormClipping:
         views: Sequence[HostView | None],
         groups: Groups,
         backend: Backend,
-    ) -> Float64:
+    ) -> Numbers:
         """Return the norm of each group."""
         if self.ord == 2:
             return l2_norms(arrays, views, groups, backend)
-        local = [
-            backend.to_host(a) if v is None else v for a, v in zip(arrays, views, strict=True)
-        ]
-        return np.array([measure([local[i] for i in m], self.ord) for m in groups.members])
+        local = [backend.to_host(a) if v is None else v for a, v in zip(arrays, views, strict=True)]
+        norms = [measure([local[i] for i in m], self.ord) for m in groups.members]
+        return norms[0] if len(norms) == 1 else np.array(norms)
 
     def step(
         self,
         arrays: Sequence[Array],
         groups: Groups,
         backend: Backend,
-        measured: Float64,
+        measured: Numbers,
         state: State,
         views: Sequence[HostView | None],
+        kept: Statistics,
     ) -> Outcome:
         """Clip one gradient whose norms, all finite, have been measured."""
         norms, limits, over, after = self.decide(groups, measured, state, views)
@@ -164,33 +167,35 @@ class NormClipping:
         elif self.min_norm is not None:
             moved = over | ((norms < self.min_norm) & (norms > 0))
         outputs = None
-        if moved.any():
+        if moved is not False and np.any(moved):
             outputs = self._apply(arrays, groups, backend, norms, limits, moved)
         return Outcome(outputs, after, norms, limits, over)
 
     def decide(
         self,
         groups: Groups,
-        norms: Float64,
+        norms: Numbers,
         state: State,
         views: Sequence[HostView | None],
-    ) -> tuple[Float64, Float64, Bools, State]:
+    ) -> tuple[Numbers, Numbers, bool | Bools, State]:
         """Return norms, limits, which groups are over theirs, and the state after."""
-        limits, after = self.rule(norms, state, NUMPY)
+        xp = _arithmetic(groups)
+        limits, after = self.rule(norms, state, xp)
         if self.ord == 2 and not self.rescale:
-            close = np.abs(norms - limits) <= _CLOSE * limits
-            if close.any():
-                norms, again = self._measure_again(close, views, groups, norms)
-                if again:
-                    limits, after = self.rule(norms, state, NUMPY)
+            close = abs(norms - limits) <= _CLOSE * limits
+            if close is not False and np.any(close):
+                refined = self._measure_again(np.atleast_1d(close), views, groups, norms)
+                if refined is not None:
+                    norms = refined
+                    limits, after = self.rule(norms, state, xp)
         return norms, limits, norms + self.eps > limits, after
 
     @staticmethod
     def _measure_again(
-        close: Bools, views: Sequence[HostView | None], groups: Groups, norms: Float64
-    ) -> tuple[Float64, bool]:
-        """Measure in float64 the groups that are close to their limit."""
-        refined = norms.copy()
+        close: Bools, views: Sequence[HostView | None], groups: Groups, norms: Numbers
+    ) -> Numbers | None:
+        """Return the norms with those close to their limit measured in float64; None if none."""
+        refined = np.array(norms, ndmin=1)
         changed = False
         for group in np.flatnonzero(close):
             local = [views[i] for i in groups.members[group]]
@@ -199,24 +204,32 @@ class NormClipping:
             if narrow and all(view is not None for view in local):
                 refined[group] = exact_norm(local)  # type: ignore[arg-type]
                 changed = True
-        return refined, changed
+        if not changed:
+            return None
+        return float(refined[0]) if len(groups) == 1 else refined
 
     def _apply(
         self,
         arrays: Sequence[Array],
         groups: Groups,
         backend: Backend,
-        norms: Float64,
-        limits: Float64,
-        moved: Bools,
+        norms: Numbers,
+        limits: Numbers,
+        moved: bool | Bools,
     ) -> list[Array]:
         power = 1.0 / degree(self.ord)
-        factors: list[tuple[float, ...] | None] = [None] * len(arrays)
-        for group in np.flatnonzero(moved):
-            norm, target = float(norms[group]), float(limits[group])
+        factors: dict[int, tuple[float, ...]] = {}
+        columns = (np.atleast_1d(column).tolist() for column in (norms, limits, moved))
+        for members, norm, limit, chosen in zip(groups.members, *columns, strict=True):
+            if not chosen:
+                continue
+            target = limit
             if self.min_norm is not None and norm < self.min_norm:
-                target = min(self.min_norm, target)
+                target = min(self.min_norm, limit)
             factor = (0.0,) if self.skip else split(target, norm + self.eps, power)
-            for i in groups.members[group]:
-                factors[i] = factor
+            factors.update(dict.fromkeys(members, factor))
         return scaled(arrays, factors, backend)
+
+
+def _arithmetic(groups: Groups) -> Arithmetic:
+    return NUMBER if len(groups) == 1 else NUMPY

@@ -90,7 +90,9 @@ def measure(views: Sequence[HostView], ord: Order) -> float:
             return _ldexp(result, 2 * exponent)
         return _ldexp(math.sqrt(result), exponent)
     if ord == "mad":
-        return _ldexp(math.fsum(float(np.abs(b).sum()) for b in _scaled(views, exponent)) / size, exponent)
+        return _ldexp(
+            math.fsum(float(np.abs(b).sum()) for b in _scaled(views, exponent)) / size, exponent
+        )
     power = float(ord)
     total = math.fsum(float((np.abs(b) ** power).sum()) for b in _scaled(views, exponent))
     return _ldexp(total ** (1 / power), exponent)

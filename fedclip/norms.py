@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,12 @@ import numpy as np
 from fedclip.arrays import Array, Backend, HostView
 from fedclip.scopes import Groups
 
-__all__ = ["UNCERTAINTY", "blocks", "decode", "exact_norm", "extremes", "l2_norms"]
+__all__ = ["UNCERTAINTY", "blocks", "decode", "exact_norm", "extremes", "l2_norms", "square_sums"]
 
 Float64 = np.ndarray[Any, np.dtype[np.float64]]
+
+Numbers = float | Float64
+"""One number for each group; a plain float where there is one group."""
 
 UNCERTAINTY = {
     "float16": 2.0**-20,
@@ -48,7 +52,7 @@ _CHUNK = 1 << 16
 # to 2^35 elements without being missed; the group is measured again.
 _UNDERFLOW = 2.0**-70
 
-_vdot = np.vdot
+_vecdot = np.vecdot
 
 
 def decode(view: HostView) -> HostView:
@@ -80,20 +84,55 @@ def extremes(view: HostView) -> tuple[float, float]:
     return float(np.min(lows)), float(np.max(highs))
 
 
-def _square_sum(view: HostView) -> float:
-    """Return the sum of squares on the fast path; it may overflow or underflow."""
-    if view.size <= _BLOCK:
-        small = decode(view)
-        return float(_vdot(small, small))
+def square_sums(views: Sequence[HostView]) -> list[float]:
+    """Return the sum of squares of each view on the fast path; it may over- or underflow."""
+    # Rows of up to 1024 elements, by BLAS; and what is left over, as it is.
+    dots: list[HostView] = []
+    rows: list[int] = []
+    tails: list[HostView] = []
+    rest: list[int] = []
+    sums = [0.0] * len(views)
+    for place, view in enumerate(views):
+        size = view.size
+        if view.itemsize == 2:
+            sums[place] = _half_square_sum(view)
+        elif size < _BLOCK:
+            if size:
+                tails.append(view.ravel("K"))
+                rest.append(place)
+        elif view.ndim > 1 and 128 <= view.shape[-1] <= _BLOCK:
+            dots.append(_vecdot(view, view).ravel())
+            rows.append(place)
+        else:
+            flat = view if view.ndim == 1 else _flat(view)
+            whole = size & -_BLOCK
+            table = flat[:whole].reshape(-1, _BLOCK)
+            dots.append(_vecdot(table, table))
+            rows.append(place)
+            if whole < size:
+                tails.append(flat[whole:])
+                rest.append(place)
+    if dots:
+        _add_up(np.concatenate(dots).astype(np.float64), dots, rows, sums)
+    if tails:
+        values = np.concatenate(tails).astype(np.float64)
+        _add_up(values * values, tails, rest, sums)
+    return sums
+
+
+def _add_up(
+    values: Float64, pieces: Sequence[HostView], places: Sequence[int], sums: list[float]
+) -> None:
+    """Add to each place of `sums` the values of its piece; `values` joins the pieces."""
+    starts = list(accumulate(map(len, pieces[:-1]), initial=0))
+    for place, total in zip(places, np.add.reduceat(values, starts).tolist(), strict=True):
+        sums[place] += total
+
+
+def _half_square_sum(view: HostView) -> float:
     flat = _flat(view)
-    if view.itemsize == 2:
-        chunks = (decode(flat[i : i + _CHUNK]) for i in range(0, flat.size, _CHUNK))
-        return sum(_square_sum(chunk) for chunk in chunks)
-    rows = flat.size // _BLOCK
-    table = flat[: rows * _BLOCK].reshape(rows, _BLOCK)
-    total = float(np.add.reduce(np.vecdot(table, table), dtype=np.float64))
-    tail = flat[rows * _BLOCK :]
-    return total + float(_vdot(tail, tail))
+    chunks = (decode(flat[i : i + _CHUNK]) for i in range(0, flat.size, _CHUNK))
+    return sum(sum(square_sums([chunk])) for chunk in chunks)
 
 
 def exact_norm(views: Sequence[HostView]) -> float:
@@ -110,7 +149,7 @@ def exact_norm(views: Sequence[HostView]) -> float:
         return 0.0
     exponent = math.frexp(peak)[1]
     scaled = (np.ldexp(b, -exponent) for view in views for b in blocks(view))
-    total = math.fsum(_square_sum(b) for b in scaled)
+    total = math.fsum(square_sums([b])[0] for b in scaled)
     try:
         return math.ldexp(math.sqrt(total), exponent)
     except OverflowError:
@@ -119,8 +158,8 @@ def exact_norm(views: Sequence[HostView]) -> float:
 
 def l2_norms(
     arrays: Sequence[Array], views: Sequence[HostView | None], groups: Groups, backend: Backend
-) -> Float64:
-    """Return the L2 norm of each group.
+) -> Numbers:
+    """Return the L2 norm of each group: a float if there is one group, else an array.
 
     Parameters
     ----------
@@ -134,21 +173,29 @@ def l2_norms(
         The framework; measures the arrays without a view.
     """
     remote = [i for i, view in enumerate(views) if view is None]
-    squares: list[float]
     if remote:
-        squares = [0.0 if view is None else _square_sum(view) for view in views]
+        squares = square_sums([np.zeros(0) if view is None else view for view in views])
         found = backend.square_sums([arrays[i] for i in remote])
         for i, value in zip(remote, found, strict=True):
             squares[i] = value
     else:
-        squares = [_square_sum(view) for view in views]  # type: ignore[arg-type]
+        squares = square_sums(views)  # type: ignore[arg-type]
+    if len(groups) == 1:
+        total = sum(squares)
+        if _UNDERFLOW <= total < math.inf:
+            return math.sqrt(total)
+        return _scaled_norm(views, math.sqrt(total))
     totals = groups.sums(squares)
     norms: Float64 = np.sqrt(totals)
     sound = (totals >= _UNDERFLOW) & (totals < math.inf)
     if not sound.all():
         for group in np.flatnonzero(~sound):
-            members = groups.members[group]
-            local = [views[i] for i in members]
-            if all(view is not None for view in local):
-                norms[group] = exact_norm(local)  # type: ignore[arg-type]
+            members = [views[i] for i in groups.members[group]]
+            norms[group] = _scaled_norm(members, float(norms[group]))
     return norms
+
+
+def _scaled_norm(views: Sequence[HostView | None], otherwise: float) -> float:
+    local = [view for view in views if view is not None]
+    # What lies on a device has been measured there, scaled.
+    return exact_norm(local) if len(local) == len(views) else otherwise

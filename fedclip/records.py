@@ -139,7 +139,7 @@ class Recorder:
     def __init__(self) -> None:
         self.round = 0
         self._labels: tuple[str, ...] = ()
-        self._buffer: list[tuple[Floats, Floats, Bools]] = []
+        self._buffer: list[tuple[Any, Any, Any]] = []
         self._done: list[RoundRecord] = []
 
     def start_round(self) -> None:
@@ -148,8 +148,14 @@ class Recorder:
         self.round += 1
         self._trim()
 
-    def add(self, labels: tuple[str, ...], norms: Floats, limits: Floats, clipped: Bools) -> None:
-        """Note down one finite step; arrays of one number for each label."""
+    def add(
+        self,
+        labels: tuple[str, ...],
+        norms: float | Floats,
+        limits: float | Floats,
+        clipped: bool | Bools,
+    ) -> None:
+        """Note down one finite step: one number for each label."""
         if labels != self._labels:
             self._flush()
             self._labels = labels
@@ -192,7 +198,11 @@ class Recorder:
     def _flush(self) -> None:
         if not self._buffer:
             return
-        norms, limits, clipped = (np.stack(column) for column in zip(*self._buffer, strict=True))
+        # A gradient of one group notes plain numbers, others an array each.
+        rows = len(self._buffer)
+        norms, limits, clipped = (
+            np.array(column).reshape(rows, -1) for column in zip(*self._buffer, strict=True)
+        )
         self._buffer.clear()
         if len(self._labels) == 1:
             self._record(ALL).add(norms[:, 0], limits[:, 0], clipped[:, 0])
@@ -203,7 +213,7 @@ class Recorder:
         peak = np.maximum(norms.max(axis=1, keepdims=True), np.finfo(np.float64).tiny)
         total = peak[:, 0] * np.sqrt(np.square(norms / peak).sum(axis=1))
         unlimited = np.full(len(total), np.inf)
-        self._record(ALL).add(total, unlimited, clipped.any(axis=1))
+        self._record(ALL).add(total, unlimited, np.asarray(clipped.any(axis=1)))
 
     def _trim(self) -> None:
         self._done = [

@@ -74,7 +74,10 @@ class Groups:
             return np.array([sum(values)])
         if len(self.labels) == len(values):
             return np.array(values, dtype=np.float64)
-        return np.bincount(self.index, weights=values, minlength=len(self.labels))
+        weights = np.array(values, dtype=np.float64)
+        result: np.ndarray[Any, np.dtype[np.float64]]
+        result = np.bincount(self.index, weights=weights, minlength=len(self.labels))  # type: ignore[assignment]
+        return result
 
 
 def check_scope(scope: Any, *, limits: bool = False) -> Scope:

@@ -17,23 +17,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from fedclip.arrays import Array, Backend, HostView
 from fedclip.clipping import MARGIN, Outcome
 from fedclip.measures import Order, degree, slice_measures
-from fedclip.norms import Float64
+from fedclip.norms import Float64, Numbers
 from fedclip.rules import NoState
 from fedclip.scopes import Groups
+from fedclip.states import Statistics
 
 __all__ = ["SliceClipping", "check_dims", "spanned"]
 
 
-def check_dims(
-    dims: Any, scope: Any, inverse_dims: bool, min_size: int
-) -> list[int] | None:
+def check_dims(dims: Any, scope: Any, inverse_dims: bool, min_size: int) -> list[int] | None:
     """Return `dims` as a list, or None for whole tensors, if it goes with the rest."""
     if dims is None:
         if inverse_dims:
@@ -54,9 +53,7 @@ def check_dims(
     return list(values)
 
 
-def spanned(
-    ndim: int, dims: tuple[int, ...] | None, inverse: bool
-) -> tuple[int, ...]:
+def spanned(ndim: int, dims: tuple[int, ...] | None, inverse: bool) -> tuple[int, ...]:
     """Return the dimensions, of `ndim`, that each slice spans; None means all."""
     if dims is None:
         return tuple(range(ndim))
@@ -67,6 +64,8 @@ def spanned(
 @dataclass(frozen=True)
 class SliceClipping:
     """A fixed limit on the measure of every slice; see `fedclip.clipping.NormClipping`."""
+
+    array_fields: ClassVar[tuple[str, ...]] = ()
 
     limit: float
     dims: tuple[int, ...] | None
@@ -102,11 +101,13 @@ class SliceClipping:
         arrays: Sequence[Array],
         groups: Groups,
         backend: Backend,
-        measured: Float64,
+        measured: Numbers,
         state: NoState,
         views: Sequence[HostView | None],
+        kept: Statistics,
     ) -> Outcome:
         """Clip one gradient; for the record, the norm of an array is that of its worst slice."""
+        measures = np.asarray(measured)
         outputs = list(arrays)
         worst = np.zeros(len(groups))
         start = 0
@@ -115,7 +116,7 @@ class SliceClipping:
             if axes is None:
                 continue
             shape = tuple(1 if a in axes else n for a, n in enumerate(tuple(array.shape) or (1,)))
-            norms = measured[start : start + math.prod(shape)].reshape(shape)
+            norms = measures[start : start + math.prod(shape)].reshape(shape)
             start += math.prod(shape)
             group = groups.index[i]
             worst[group] = max(worst[group], norms.max())

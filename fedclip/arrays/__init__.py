@@ -10,11 +10,22 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from fedclip.arrays.base import Array, Backend, HostView
+from fedclip.arrays.base import Arithmetic, Array, Backend, HostView
+from fedclip.arrays.number import NumberArithmetic
 from fedclip.arrays.numpy import NumpyBackend
 
-__all__ = ["NUMPY", "Array", "Backend", "HostView", "backend_named", "backend_of"]
+__all__ = [
+    "NUMBER",
+    "NUMPY",
+    "Arithmetic",
+    "Array",
+    "Backend",
+    "HostView",
+    "backend_named",
+    "backend_of",
+]
 
+NUMBER = NumberArithmetic()
 NUMPY = NumpyBackend()
 
 # Top-level package of a value's class -> file and class of the backend.

@@ -13,12 +13,12 @@ A `Backend` has three faces:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["Array", "Backend", "HostView"]
+__all__ = ["Arithmetic", "Array", "Backend", "HostView"]
 
 Array: TypeAlias = Any
 """An array of any of the supported frameworks."""
@@ -27,7 +27,24 @@ HostView: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 """A NumPy view; of bfloat16 data it shows the bits, as uint16 (see `fedclip.norms.decode`)."""
 
 
-class Backend(ABC):
+class Arithmetic:
+    """The operations that rules are written against; all work elementwise."""
+
+    asarray: Callable[..., Array]
+    """``asarray(values, like=None)``: in the best float the framework has, on like's device."""
+    where: Callable[..., Array]
+    """``where(condition, x, y)``; numbers broadcast."""
+    isfinite: Callable[..., Array]
+    """``isfinite(x)``: neither NaN nor infinity."""
+    sqrt: Callable[..., Array]
+    exp: Callable[..., Array]
+    minimum: Callable[..., Array]
+    """``minimum(x, y)``; `y` may be a number."""
+    maximum: Callable[..., Array]
+    """``maximum(x, y)``; `y` may be a number."""
+
+
+class Backend(Arithmetic, ABC):
     """One framework, as fedclip sees it."""
 
     name: str
@@ -47,8 +64,8 @@ class Backend(ABC):
 
     # -- gradients ----------------------------------------------------------------------------
     @abstractmethod
-    def scale(self, arrays: Sequence[Array], factors: Sequence[float]) -> list[Array]:
-        """Return ``array * factor`` for each pair: new arrays, same dtype and shape.
+    def scale(self, arrays: Sequence[Array], factor: float) -> list[Array]:
+        """Return ``array * factor`` for arrays of one dtype: new arrays, same dtype and shape.
 
         Half precision is multiplied in float32 and rounded once.
         """
@@ -72,32 +89,3 @@ class Backend(ABC):
     @abstractmethod
     def to_host(self, array: Array) -> HostView:
         """Return the (merged) values as NumPy, copied from a device if need be."""
-
-    # -- arithmetic of the rules --------------------------------------------------------------
-    @abstractmethod
-    def asarray(self, values: Any, like: Array | None = None) -> Array:
-        """Return `values` as an array of this framework, in the best float it has for rules."""
-
-    @abstractmethod
-    def where(self, condition: Array, x: Any, y: Any) -> Array:
-        """Elementwise choice; numbers broadcast."""
-
-    @abstractmethod
-    def isfinite(self, x: Array) -> Array:
-        """Elementwise test for neither NaN nor infinity."""
-
-    @abstractmethod
-    def sqrt(self, x: Array) -> Array:
-        """Elementwise square root."""
-
-    @abstractmethod
-    def exp(self, x: Array) -> Array:
-        """Elementwise exponential."""
-
-    @abstractmethod
-    def minimum(self, x: Array, y: Any) -> Array:
-        """Elementwise smaller one; `y` may be a number."""
-
-    @abstractmethod
-    def maximum(self, x: Array, y: Any) -> Array:
-        """Elementwise larger one; `y` may be a number."""

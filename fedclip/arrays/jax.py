@@ -17,9 +17,9 @@ __all__ = ["JaxBackend"]
 
 
 @jax.jit
-def _multiply_all(arrays: list[Array], factors: list[Array]) -> list[Array]:
+def _multiply_all(arrays: list[Array], factor: Array) -> list[Array]:
     # Compiled once for a model's shapes: one dispatch instead of one for each array.
-    return [_multiply(a, k) for a, k in zip(arrays, factors, strict=True)]
+    return [_multiply(a, factor) for a in arrays]
 
 
 def _multiply(array: Array, factor: Array) -> Array:
@@ -54,12 +54,12 @@ class JaxBackend(Backend):
     def dtype(self, array: Array) -> str:
         return str(array.dtype.name)
 
-    def scale(self, arrays: Sequence[Array], factors: Sequence[float]) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float) -> list[Array]:
         if len({a.sharding for a in arrays}) == 1:
-            result: list[Array] = _multiply_all(list(arrays), list(factors))
+            result: list[Array] = _multiply_all(list(arrays), factor)
             return result
         # One compiled call can not span devices.
-        return [_multiply(a, k) for a, k in zip(arrays, factors, strict=True)]
+        return [_multiply(a, factor) for a in arrays]
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         return _multiply(array, jnp.asarray(factors, jnp.promote_types(array.dtype, jnp.float32)))

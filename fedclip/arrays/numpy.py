@@ -15,7 +15,8 @@ __all__ = ["NumpyBackend", "bits"]
 
 def bits(array: HostView) -> HostView:
     """Return the view that norms are taken of: bfloat16 as its bits, all else as it is."""
-    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+    # NumPy knows no bfloat16: where a package adds it, it is of the kind "V" (void).
+    return array.view(np.uint16) if array.dtype.kind == "V" else array
 
 
 class NumpyBackend(Backend):
@@ -29,21 +30,22 @@ class NumpyBackend(Backend):
     def dtype(self, array: Array) -> str:
         return str(array.dtype.name)
 
-    def scale(self, arrays: Sequence[Array], factors: Sequence[float]) -> list[Array]:
-        return [self._multiply(np.asarray(a), k) for a, k in zip(arrays, factors, strict=True)]
+    def scale(self, arrays: Sequence[Array], factor: float) -> list[Array]:
+        dtype = arrays[0].dtype
+        if dtype.itemsize == 2:
+            return [self._multiply_half(np.asarray(a), np.float32(factor)) for a in arrays]
+        k = dtype.type(factor)
+        # The product of a 0-d array is a scalar, and is made an array again.
+        return [a * k if a.ndim else np.asarray(a * k) for a in arrays]
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
-        return self._multiply(np.asarray(array), factors)
+        if array.dtype.itemsize == 2:
+            return self._multiply_half(np.asarray(array), factors.astype(np.float32))
+        return np.asarray(array * factors.astype(array.dtype))
 
     @staticmethod
-    def _multiply(array: HostView, factor: Any) -> HostView:
-        if array.dtype.itemsize == 2:
-            product = np.multiply(array.astype(np.float32), np.asarray(factor, np.float32))
-            return np.asarray(product).astype(array.dtype)
-        # `out` keeps a 0-d array an array, and the memory layout what it was.
-        return np.multiply(
-            array, np.asarray(factor, array.dtype), out=np.empty_like(array, subok=False)
-        )
+    def _multiply_half(array: HostView, factor: Any) -> HostView:
+        return np.asarray(array.astype(np.float32) * factor).astype(array.dtype)
 
     def clip(self, array: Array, low: float, high: float) -> Array:
         array = np.asarray(array)

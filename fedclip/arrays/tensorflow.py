@@ -43,15 +43,9 @@ class TensorflowBackend(Backend):
     def dtype(self, array: Array) -> str:
         return str(array.dtype.name)
 
-    def scale(self, arrays: Sequence[Array], factors: Sequence[float]) -> list[Array]:
-        constants: dict[tuple[float, Any], Any] = {}
-        scaled = []
-        for tensor, factor in zip(arrays, factors, strict=True):
-            wide = tf.float64 if tensor.dtype == tf.float64 else tf.float32
-            if (factor, wide) not in constants:
-                constants[factor, wide] = tf.constant(factor, wide)
-            scaled.append(self._multiply(tensor, constants[factor, wide]))
-        return scaled
+    def scale(self, arrays: Sequence[Array], factor: float) -> list[Array]:
+        k = tf.constant(factor, tf.float64 if arrays[0].dtype == tf.float64 else tf.float32)
+        return [self._multiply(t, k) for t in arrays]
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         wide = tf.float64 if array.dtype == tf.float64 else tf.float32
@@ -83,9 +77,7 @@ class TensorflowBackend(Backend):
         return tf.zeros_like(array)
 
     def square_sums(self, arrays: Sequence[Array]) -> list[float]:
-        sums = [
-            tf.reduce_sum(tf.square(tf.cast(self._values(t), tf.float64))) for t in arrays
-        ]
+        sums = [tf.reduce_sum(tf.square(tf.cast(self._values(t), tf.float64))) for t in arrays]
         values: list[float] = tf.stack(sums).numpy().tolist()
         return values
 

@@ -50,9 +50,9 @@ class TorchBackend(Backend):
     def dtype(self, array: Array) -> str:
         return str(array.dtype).removeprefix("torch.")
 
-    def scale(self, arrays: Sequence[Array], factors: Sequence[float]) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float) -> list[Array]:
         # torch multiplies half precision by a Python float in float32 and rounds once.
-        return [torch.mul(t, k) for t, k in zip(arrays, factors, strict=True)]
+        return [torch.mul(t, factor) for t in arrays]
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         k = torch.from_numpy(np.ascontiguousarray(factors)).to(array.device)
@@ -89,8 +89,11 @@ class TorchBackend(Backend):
         if tensor.device.type == "mps":
             peak = tensor.abs().amax().float() if tensor.numel() else tensor.new_zeros(())
             scale = torch.where(peak > 0, peak, torch.ones_like(peak))
-            return (tensor.float() / scale).square().sum().cpu().double() * scale.cpu().double() ** 2
-        return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+            return (
+                tensor.float() / scale
+            ).square().sum().cpu().double() * scale.cpu().double() ** 2
+        norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+        return norm.square()
 
     def to_host(self, array: Array) -> HostView:
         tensor = self._values(array).cpu()

@@ -17,13 +17,14 @@ import numpy as np
 from declearn.model.api import Vector
 from declearn.optimizer.modules import OptiModule
 
-from fedclip import checks
+from fedclip import checks, states
 from fedclip.arrays import Array, Backend, HostView, backend_of
-from fedclip.clipping import Outcome
+from fedclip.clipping import MARGIN, Outcome
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
-from fedclip.norms import Float64
+from fedclip.norms import Numbers
 from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
 from fedclip.scopes import Groups, Scope, check_exclude, check_scope, resolve
+from fedclip.states import Statistics
 
 __all__ = ["Clipper", "Transform"]
 
@@ -32,6 +33,9 @@ _POLICIES = ("skip", "raise", "propagate")
 
 class Transform(Protocol):
     """What a clipper is made of, such as `fedclip.clipping.NormClipping`."""
+
+    array_fields: ClassVar[tuple[str, ...]]
+    """Names of the arrays that are kept for each tensor, if any."""
 
     def init(self, groups: Groups) -> Any:
         """Return the state before the first step: a NamedTuple of arrays over groups."""
@@ -42,7 +46,7 @@ class Transform(Protocol):
         views: Sequence[HostView | None],
         groups: Groups,
         backend: Backend,
-    ) -> Float64:
+    ) -> Numbers:
         """Return all that is read off the arrays; finite if, and only if, they are."""
 
     def step(
@@ -50,11 +54,15 @@ class Transform(Protocol):
         arrays: Sequence[Array],
         groups: Groups,
         backend: Backend,
-        measured: Float64,
+        measured: Numbers,
         state: Any,
         views: Sequence[HostView | None],
+        kept: Statistics,
     ) -> Outcome:
-        """Clip one gradient; what was measured is finite."""
+        """Clip one gradient; what was measured is finite.
+
+        `kept` holds the arrays of `array_fields` by tensor, and is updated in place.
+        """
 
 
 class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
@@ -73,6 +81,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
     """
 
     def __new__(cls, *args: Any, **config: Any) -> Self:
+        """Refuse unknown parameters, with the nearest name."""
         # Here and not in __init__, so that a typo is answered with the nearest name whether the
         # clipper is built in Python, from declearn's specs or from TOML.
         known = [p for p in inspect.signature(cls.__init__).parameters if p != "self"]
@@ -103,7 +112,9 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._groups: Groups | None = None
         self._state: Any = None
         # Statistics of groups that the present gradient does not have, by label.
-        self._absent: dict[str, dict[str, Any]] = {}
+        self._absent: Statistics = {}
+        # Arrays that the transform keeps, by tensor and field, in host memory.
+        self._arrays: Statistics = {}
         self._loaded = False
         self._outcome: Outcome | None = None
         self._bad: tuple[str, ...] = ()
@@ -115,7 +126,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         """Return the clipped gradients; the very same object if nothing is clipped."""
         coefs = gradients.coefs
         outputs = self.clip(coefs)
-        return gradients if outputs is coefs else type(gradients)(outputs)
+        return gradients if outputs is coefs else type(gradients)(dict(outputs))
 
     def on_round_start(self) -> None:
         """Begin the records of a new round; statistics go on."""
@@ -135,7 +146,16 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
 
     def get_state(self) -> dict[str, Any]:
         """Return the statistics by group, and the records, as plain numbers, strings and lists."""
-        return {"clipper": self.name, "groups": self._statistics(), **self._recorder.get_state()}
+        arrays = {
+            name: {field: value.copy() for field, value in fields.items()}
+            for name, fields in self._arrays.items()
+        }
+        return {
+            "clipper": self.name,
+            "groups": self._statistics(),
+            "arrays": arrays,
+            **self._recorder.get_state(),
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take over a state that `get_state` of the same clipper returned, on any framework.
@@ -146,10 +166,10 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             (a `KeyError` and a `ValueError`) If anything is missing, of a wrong type, not finite,
             negative, or another clipper's. The state is then what it was before.
         """
-        statistics, round_, rounds = self._check_state(state)
+        statistics, arrays, round_, rounds = self._check_state(state)
         # They are matched with the names of the gradient when the next one comes.
-        self._groups, self._names = None, ()
-        self._absent, self._loaded = statistics, bool(statistics)
+        self._groups, self._names, self._state = None, (), None
+        self._absent, self._arrays, self._loaded = statistics, arrays, bool(statistics)
         self._recorder.set_state(round_, rounds)
         self._warned = -1
 
@@ -168,15 +188,21 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         transform = self._transform_for(groups)
         with np.errstate(all="ignore"):
             measured = transform.measure(values, views, groups, backend)
-            if not np.isfinite(measured).all():
+            if not (
+                math.isfinite(measured) if type(measured) is float else np.isfinite(measured).all()
+            ):
                 bad = self._report_nonfinite(values, groups, backend)
                 outputs = self._replace_nonfinite(values, groups, backend, bad)
             elif not any(view is None or view.size for view in views):
-                # Nothing to measure, and nothing that statistics should learn from.
+                # Nothing was measured, and there is nothing that statistics should learn from.
                 return arrays
             else:
-                outcome = transform.step(values, groups, backend, measured, self._state, views)
-                self._state, self._outcome, self._bad = outcome.state, outcome, ()
+                outcome = transform.step(
+                    values, groups, backend, measured, self._state, views, self._arrays
+                )
+                # The record of a step must not keep its gradient alive.
+                self._outcome = outcome._replace(outputs=None)
+                self._state, self._bad = outcome.state, ()
                 self._recorder.add(groups.labels, outcome.norms, outcome.limits, outcome.clipped)
                 outputs = outcome.outputs
         if outputs is None:
@@ -199,9 +225,9 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             return StepRecord(labels, (), (), (), self._bad)
         return StepRecord(
             labels,
-            tuple(outcome.norms.tolist()),
-            tuple(outcome.limits.tolist()),
-            tuple(outcome.clipped.tolist()),
+            tuple(np.atleast_1d(outcome.norms).tolist()),
+            tuple(np.atleast_1d(outcome.limits).tolist()),
+            tuple(np.atleast_1d(outcome.clipped).tolist()),
         )
 
     def _transform_for(self, groups: Groups) -> Transform:
@@ -213,42 +239,39 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         if self._groups is not None and self._names == names:
             return self._groups
         found = resolve(self.scope, self.exclude, names)
-        statistics = self._statistics()
         fresh = self._transform.init(found)
-        fields = fresh._fields
+        statistics = self._statistics()
         missing = [label for label in found.labels if label not in statistics]
-        if self._loaded and fields and missing:
+        if self._loaded and fresh._fields and missing:
             raise ValueError(
                 f"the state loaded into {self.name} is of the groups {sorted(statistics)}, and the "
                 f"gradient has {missing} besides: load the state of this model, or none"
             )
+        self._state = states.load(fresh, statistics, found.labels)
         # A tensor that is missing for some steps (no gradient) finds its statistics again.
-        columns = {field: np.array(getattr(fresh, field)) for field in fields}
-        for group, label in enumerate(found.labels):
-            for field, value in statistics.pop(label, {}).items():
-                columns[field][..., group] = value
-        self._state = type(fresh)(**columns)
-        self._groups, self._names = found, names
-        self._absent, self._loaded = statistics, False
+        self._absent = {k: v for k, v in statistics.items() if k not in found.labels}
+        self._groups, self._names, self._loaded = found, names, False
+        self._check_dtypes(arrays, found)
         return found
 
-    def _statistics(self) -> dict[str, dict[str, Any]]:
-        """Return the fields of the state of each group, as plain numbers and lists."""
-        result = {label: dict(values) for label, values in self._absent.items()}
-        if self._groups is None or not self._state:
-            return result
-        for field, column in zip(self._state._fields, self._state, strict=True):
-            for group, label in enumerate(self._groups.labels):
-                value = column[..., group].tolist()
-                result.setdefault(label, {})[field] = int(value) if field == "count" else value
-        return result
+    def _check_dtypes(self, arrays: Mapping[str, Array], groups: Groups) -> None:
+        for name in groups.names:
+            dtype = backend_of(arrays[name]).dtype(arrays[name])
+            if dtype not in MARGIN:
+                raise TypeError(
+                    f"{self.name} clips {', '.join(MARGIN)}; {name!r} is {dtype}: "
+                    "convert it, or put its name in exclude"
+                )
 
-    def _check_state(
-        self, state: Any
-    ) -> tuple[dict[str, dict[str, Any]], int, list[RoundRecord]]:
+    def _statistics(self) -> Statistics:
+        """Return the statistics of all groups known, those absent now too."""
+        present = {} if self._groups is None else states.dump(self._state, self._groups.labels)
+        return {**self._absent, **present}
+
+    def _check_state(self, state: Any) -> tuple[Statistics, Statistics, int, list[RoundRecord]]:
         if not isinstance(state, Mapping):
             raise StateError(f"a state must be a dict, got {type(state).__name__}")
-        for key in ("clipper", "groups", "round", "rounds"):
+        for key in ("clipper", "groups", "arrays", "round", "rounds"):
             if key not in state:
                 raise StateError(f"the state lacks {key!r}; it has {sorted(map(str, state))}")
         if state["clipper"] != self.name:
@@ -256,20 +279,10 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         round_ = state["round"]
         if isinstance(round_, bool) or not isinstance(round_, int) or round_ < 0:
             raise StateError(f"'round' must be an int >= 0, got {round_!r}")
-        groups = state["groups"]
-        if not isinstance(groups, Mapping):
-            raise StateError(f"'groups' must be a dict, got {type(groups).__name__}")
         one = self._transform.init(Groups(("x",), ("x",), ((0,),)))
-        for label, values in groups.items():
-            if not isinstance(values, Mapping) or set(values) != set(one._fields):
-                raise StateError(
-                    f"the state of group {label!r} must have {sorted(one._fields)}, got {values!r:.200}"
-                )
-            for field, value in values.items():
-                shape = np.shape(getattr(one, field))[:-1]
-                _check_field(str(label), field, value, shape)
-        statistics = {str(label): dict(values) for label, values in groups.items()}
-        return statistics, round_, read_rounds(state)
+        groups = states.check_groups(state["groups"], one)
+        arrays = states.check_arrays(state["arrays"], self._transform.array_fields)
+        return groups, arrays, round_, read_rounds(state)
 
     @staticmethod
     def _backend(names: Sequence[str], values: Sequence[Array]) -> Backend:
@@ -315,23 +328,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             return [backend.zeros_like(value) for value in values]
         # Without a single array to blame, a norm beyond float64 is everybody's.
         hit = {i for m in groups.members if not bad or set(m) & set(bad) for i in m}
-        poisoned = backend.scale([values[i] for i in sorted(hit)], [math.nan] * len(hit))
         outputs = list(values)
-        for i, output in zip(sorted(hit), poisoned, strict=True):
-            outputs[i] = output
+        for i in hit:
+            (outputs[i],) = backend.scale([values[i]], math.nan)
         return outputs
-
-
-def _check_field(label: str, field: str, value: Any, shape: tuple[int, ...]) -> None:
-    """Raise a StateError unless the value is finite, >= 0, and of the shape."""
-    values = np.asarray(value) if isinstance(value, (int, float, list, tuple)) else None
-    kind = "ui" if field == "count" else "uif"
-    if (
-        values is None
-        or isinstance(value, bool)
-        or values.dtype.kind not in kind
-        or values.shape != shape
-        or not (np.isfinite(values) & (values >= 0)).all()
-    ):
-        what = "an int" if field == "count" else "a finite number" if not shape else "finite numbers"
-        raise StateError(f"{field!r} of group {label!r} must be {what} >= 0, got {value!r:.200}")

@@ -13,10 +13,11 @@ from fedclip.arrays import Array, Backend, HostView
 from fedclip.clipping import NormClipping, Outcome
 from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
-from fedclip.norms import Float64
+from fedclip.norms import Numbers
 from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope
+from fedclip.states import Statistics
 
 __all__ = ["NoOp"]
 
@@ -98,6 +99,8 @@ class NoOp(Clipper):
 class _Measuring:
     """What a clipping would measure and decide, without doing it."""
 
+    array_fields: ClassVar[tuple[str, ...]] = ()
+
     clipping: NormClipping
 
     def init(self, groups: Groups) -> NoState:
@@ -109,7 +112,7 @@ class _Measuring:
         views: Sequence[HostView | None],
         groups: Groups,
         backend: Backend,
-    ) -> Float64:
+    ) -> Numbers:
         return self.clipping.measure(arrays, views, groups, backend)
 
     def step(
@@ -117,9 +120,10 @@ class _Measuring:
         arrays: Sequence[Array],
         groups: Groups,
         backend: Backend,
-        measured: Float64,
+        measured: Numbers,
         state: NoState,
         views: Sequence[HostView | None],
+        kept: Statistics,
     ) -> Outcome:
         norms, limits, over, state = self.clipping.decide(groups, measured, state, views)
         return Outcome(None, state, norms, limits, over)

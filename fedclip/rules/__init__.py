@@ -6,7 +6,7 @@ A rule is pure arithmetic, vectorised over groups, with no Python branch on a va
     limits, state = rule(norms, state, xp)
 
 `norms` holds one number for each group, `state` is a NamedTuple of such arrays, and `xp` offers
-the operations of `fedclip.arrays.Backend` (``where, sqrt, minimum, ...``). The same text thus
+the operations of `fedclip.arrays.Arithmetic` (``where, sqrt, minimum, ...``). The same text thus
 runs on host arrays, on a device without a synchronisation, under ``jax.jit`` and in a
 ``tf.function``. Its hyper-parameters are the fields of a frozen dataclass.
 
@@ -17,9 +17,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from fedclip.arrays import Array, Backend
+from fedclip.arrays import Arithmetic, Array
 
-__all__ = ["NoState", "Rule", "State"]
+__all__ = ["CLEAR", "NoState", "Rule", "State"]
+
+
+CLEAR = 1.0 + 4e-6
+"""Times a norm: a limit that the norm is below, whatever its uncertainty (`fedclip.norms`)."""
 
 
 class NoState(NamedTuple):
@@ -33,8 +37,8 @@ State = Any
 class Rule(Protocol):
     """What `fedclip.clipping` asks of a rule."""
 
-    def init(self, groups: int, xp: Backend) -> State:
+    def init(self, groups: int, xp: Arithmetic) -> State:
         """Return the state before the first step."""
 
-    def __call__(self, norms: Array, state: State, xp: Backend) -> tuple[Array, State]:
+    def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         """Return the limit of each group for this step, and the state after it."""

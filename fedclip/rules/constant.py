@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedclip.arrays import Array, Backend
+from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import NoState
 
 __all__ = ["Constant"]
@@ -22,8 +22,8 @@ class Constant:
 
     limits: tuple[float, ...]
 
-    def init(self, groups: int, xp: Backend) -> NoState:
+    def init(self, groups: int, xp: Arithmetic) -> NoState:
         return NoState()
 
-    def __call__(self, norms: Array, state: NoState, xp: Backend) -> tuple[Array, NoState]:
+    def __call__(self, norms: Array, state: NoState, xp: Arithmetic) -> tuple[Array, NoState]:
         return xp.asarray(self.limits, like=norms) + 0.0 * norms, state

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fedclip.arrays import Array, Backend
+from fedclip.arrays import Arithmetic, Array
+from fedclip.rules import CLEAR
 
 __all__ = ["ZScore", "ZScoreState"]
 
@@ -31,7 +32,7 @@ class ZScore:
 
         z         = (x - mean) / (sqrt(variance) + std_eps)
         threshold = mean + z_max * (sqrt(variance) + std_eps)
-        limit     = threshold                                 where z <= z_max
+        limit     = threshold, or x if that is larger         where z <= z_max
                     mean + z_max * sqrt(variance)             action "max"
                     mean                                      action "mean"
                     factor * (mean + z_max^2/z * sqrt(variance))   action "reciprocal"
@@ -60,7 +61,7 @@ class ZScore:
     factor: float
     std_eps: float
 
-    def init(self, groups: int, xp: Backend) -> ZScoreState:
+    def init(self, groups: int, xp: Arithmetic) -> ZScoreState:
         zeros = xp.asarray([0.0] * groups)
         return ZScoreState(zeros, zeros + (1.0 if self._starts_at_one else 0.0), zeros)
 
@@ -70,7 +71,7 @@ class ZScore:
         return self.estimator == "drytorch" and self.warmup == 0
 
     def __call__(
-        self, norms: Array, state: ZScoreState, xp: Backend
+        self, norms: Array, state: ZScoreState, xp: Arithmetic
     ) -> tuple[Array, ZScoreState]:
         if self.include_current:
             state = self._observe(norms, state, xp)
@@ -80,7 +81,8 @@ class ZScore:
         threshold = state.mean + self.z_max * (std + self.std_eps)
         spike = ready & (norms > threshold)
         target = self._target(norms, state.mean, std, xp)
-        judged = xp.where(spike, target, xp.maximum(threshold, norms))
+        # What is no spike is clear of its limit, and need not be measured again to be sure.
+        judged = xp.where(spike, target, xp.maximum(threshold, CLEAR * norms))
         before = math.inf if self.warmup_norm is None else self.warmup_norm
         limits = xp.where(ready, judged, before)
         if self.max_norm is not None:
@@ -95,7 +97,7 @@ class ZScore:
             state = after
         return limits, state
 
-    def _target(self, norms: Array, mean: Array, std: Array, xp: Backend) -> Array:
+    def _target(self, norms: Array, mean: Array, std: Array, xp: Arithmetic) -> Array:
         if self.action == "mean":
             return mean + 0.0 * norms
         if self.action == "max":
@@ -104,7 +106,15 @@ class ZScore:
         excess = xp.maximum(norms - mean, 1.2e-38)
         return self.factor * (mean + self.z_max**2 * (std + self.std_eps) / excess * std)
 
-    def _observe(self, seen: Array, state: ZScoreState, xp: Backend) -> ZScoreState:
+    def _observe(self, seen: Array, state: ZScoreState, xp: Arithmetic) -> ZScoreState:
+        after = self._update(seen, state, xp)
+        # The square of a norm may be beyond the floats; nothing is learnt from such a norm.
+        sound = xp.isfinite(after.variance)
+        return ZScoreState(
+            *(xp.where(sound, new, old) for old, new in zip(state, after, strict=True))
+        )
+
+    def _update(self, seen: Array, state: ZScoreState, xp: Arithmetic) -> ZScoreState:
         d = self.decay
         count = state.count + 1.0
         delta = seen - state.mean

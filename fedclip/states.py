@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics as plain values, and back.
+
+A transform's state is a NamedTuple of numbers over groups, the last axis being that of the
+groups; some keep arrays by tensor besides. As plain values they are::
+
+    {"groups": {label: {field: number or list}}, "arrays": {tensor: {field: ndarray}}}
+
+keyed by name, so that they do not depend on order or framework. All statistics are finite; a
+field called ``count`` is an int, and numbers are >= 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from fedclip.errors import StateError
+
+__all__ = ["Statistics", "check_arrays", "check_groups", "dump", "load"]
+
+Statistics: TypeAlias = dict[str, dict[str, Any]]
+
+
+def dump(state: Any, labels: Sequence[str]) -> Statistics:
+    """Return the numbers of each group; nothing if the state has no fields."""
+    result: Statistics = {}
+    for field, column in zip(state._fields, state, strict=True):
+        for group, label in enumerate(labels):
+            value = np.atleast_1d(column)[..., group].tolist()
+            result.setdefault(label, {})[field] = int(value) if field == "count" else value
+    return result
+
+
+def load(fresh: Any, statistics: Statistics, labels: Sequence[str]) -> Any:
+    """Return the fresh state with the numbers of the groups that have statistics put in."""
+    columns = {f: np.array(getattr(fresh, f), dtype=np.float64, ndmin=1) for f in fresh._fields}
+    for group, label in enumerate(labels):
+        for field, value in statistics.get(label, {}).items():
+            columns[field][..., group] = value
+    # A single group whose fields are one number each is computed with in plain floats.
+    plain = len(labels) == 1 and all(column.shape == (1,) for column in columns.values())
+    return type(fresh)(**{f: float(c[0]) if plain else c for f, c in columns.items()})
+
+
+def check_groups(groups: Any, one: Any) -> Statistics:
+    """Return statistics by group if they fit `one`, the fresh state of one group."""
+    if not isinstance(groups, Mapping):
+        raise StateError(f"'groups' must be a dict, got {type(groups).__name__}")
+    for label, values in groups.items():
+        if not isinstance(values, Mapping) or set(values) != set(one._fields):
+            raise StateError(
+                f"the state of group {label!r} must have {sorted(one._fields)}, got {values!r:.200}"
+            )
+        for field, value in values.items():
+            _check_number(label, field, value, np.atleast_1d(getattr(one, field)).shape[:-1])
+    return {str(label): dict(values) for label, values in groups.items()}
+
+
+def _check_number(label: Any, field: str, value: Any, shape: tuple[int, ...]) -> None:
+    count = field == "count"
+    try:
+        values = np.asarray(value) if isinstance(value, (int, float, list, tuple)) else None
+    except ValueError:
+        values = None
+    if (
+        values is None
+        or isinstance(value, bool)
+        or values.dtype.kind not in ("ui" if count else "uif")
+        or values.shape != shape
+        or not (np.isfinite(values) & (values >= 0)).all()
+    ):
+        what = "an int" if count else f"{shape[0]} finite numbers" if shape else "a finite number"
+        raise StateError(f"{field!r} of group {label!r} must be {what} >= 0, got {value!r:.200}")
+
+
+def check_arrays(arrays: Any, fields: Sequence[str]) -> Statistics:
+    """Return copies of arrays by tensor if each tensor has all the fields, finite."""
+    if not isinstance(arrays, Mapping):
+        raise StateError(f"'arrays' must be a dict, got {type(arrays).__name__}")
+    result: Statistics = {}
+    for name, values in arrays.items():
+        if not isinstance(values, Mapping) or set(values) != set(fields):
+            raise StateError(
+                f"the state of tensor {name!r} must have {sorted(fields)}, got {values!r:.200}"
+            )
+        for field, value in values.items():
+            if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+                raise StateError(
+                    f"{field!r} of tensor {name!r} must be an ndarray of floats, got {value!r:.100}"
+                )
+            if not np.isfinite(value).all():
+                raise StateError(f"{field!r} of tensor {name!r} must be finite")
+        result[str(name)] = {field: value.copy() for field, value in values.items()}
+    return result
