@@ -239,6 +239,12 @@ def _check_optimizer(check: Check, value: Any, key: str, where: str) -> list[Any
         loaded = _load(check, path, where)
         if loaded is None:
             return []
+        try:
+            FLOptimConfig.from_params(**{"client_opt": 0.1, key: value})
+        except RuntimeError as exc:
+            if "Unsupported inputs" in str(exc):
+                text = f"this declearn takes no path here: write the section of {value!r} itself"
+                check.add("problem", where, text)
         value = loaded.get(key, loaded)
         where = f"{path} {where}"
     if not isinstance(value, dict):

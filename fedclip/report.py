@@ -233,7 +233,7 @@ def read_report(folder: str | Path) -> Report:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ReportError(f"{folder} {what}; give the folder with the experiment's checkpoints")
-    found: dict[tuple[str, int, str, str, int], Row] = {}
+    found: list[Row] = []
     skipped: list[Path] = []
     others: set[str] = set()
     nodes = sorted({path.parent for path in folder.rglob(STATES)}, key=str)
@@ -245,19 +245,28 @@ def read_report(folder: str | Path) -> Report:
         )
     for node in nodes:
         label = node.relative_to(folder).as_posix() if node != folder else node.resolve().name
+        rows: dict[tuple[int, str, str, int], Row] = {}
+        last = 0
         for path in sorted(node.glob(STATES)):
             try:
                 modules = list(_modules(path))
             except Exception:  # msgpack's own errors, and any type in a file cut short
                 skipped.append(path)
                 continue
+            read = []
             for position, name, state in modules:
-                if not (isinstance(state, dict) and "rounds" in state):
+                if isinstance(state, dict) and "rounds" in state:
+                    read += [Row(label, position, name, record) for record in read_rounds(state)]
+                else:
                     others.add(name)
-                    continue
-                for record in read_rounds(state):
-                    key = (label, position, name, record.group, record.round)
-                    found[key] = Row(label, position, name, record)
+            # Rounds only ever go up within a run: this is another run, in the same folder.
+            reached = max((row.record.round for row in read), default=0)
+            if reached < last:
+                rows.clear()
+            last = reached
+            for row in read:
+                rows[row.position, row.name, row.record.group, row.record.round] = row
+        found.extend(rows.values())
     if not found:
         if skipped:
             raise ReportError(f"none of the {len(skipped)} state files in {folder} can be read")
@@ -266,8 +275,8 @@ def read_report(folder: str | Path) -> Report:
             f"no optimizer in {folder} uses a fedclip clipper (they use: {names}), or none has "
             "taken a step yet; the module 'no-op' measures without changing anything"
         )
-    rows = sorted(found.values(), key=lambda r: (r.node, r.position, r.record.round))
-    return Report(folder, tuple(rows), tuple(skipped))
+    found.sort(key=lambda row: (row.node, row.position, row.name, row.record.round))
+    return Report(folder, tuple(found), tuple(skipped))
 
 
 def draw_norms(ax: Any, rows: Iterable[Row]) -> None:
@@ -290,7 +299,10 @@ def draw_norms(ax: Any, rows: Iterable[Row]) -> None:
     share.bar(rounds, [r.clipped_share for r in records], color="tab:orange", alpha=0.25)
     share.set_ylim(0, 1)
     share.set_yticks([])
-    ax.bar([], [], color="tab:orange", alpha=0.25, label="clipped share (full height = all)")
+    # The legend is made from `ax`, which the bars are not on.
+    ax.fill_between(
+        [], [], color="tab:orange", alpha=0.25, label="clipped share (full height: all)"
+    )
     ax.fill_between(
         rounds,
         [_drawn(r.norm_min) for r in records],
@@ -304,6 +316,7 @@ def draw_norms(ax: Any, rows: Iterable[Row]) -> None:
     limits = [float("nan") if r.limit is None else r.limit for r in records]
     ax.plot(rounds, limits, color="tab:red", linestyle="--", label="limit")
     ax.set_yscale("log")
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.grid(alpha=0.3)
     # The bars must not hide the lines, although their axes were made later.
     ax.set_zorder(share.get_zorder() + 1)

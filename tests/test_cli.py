@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what it prints, where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from declearn.optimizer import list_optim_modules
+from typer.testing import CliRunner, Result
+
+import fedclip
+import fedclip.cli
+from fedclip.check import check_config
+
+Write = Callable[..., Path]
+
+QUICKRUN = """
+[network]
+protocol = "websockets"
+host = "127.0.0.1"
+port = {port}
+[data]
+[optim]
+aggregator = "averaging"
+[optim.client_opt]
+lrate = 0.1
+modules = {modules}
+[run]
+rounds = 1
+[run.register]
+min_clients = 1
+max_clients = 1
+[run.training]
+batch_size = 8
+"""
+
+
+def call(*args: object) -> Result:
+    return CliRunner().invoke(fedclip.cli.app, [str(arg) for arg in args])
+
+
+def one_sentence(result: Result) -> str:
+    assert "Traceback" not in result.stderr
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("fedclip: ")
+    return line
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(text: str, name: str = "config.toml") -> Path:
+        file = tmp_path / name
+        file.write_text(textwrap.dedent(text))
+        return file
+
+    return write
+
+
+def config(modules: str = "[]", port: int = 1) -> str:
+    return QUICKRUN.format(modules=modules, port=port)
+
+
+# ---------------------------------------------------------------------------- list, doctor
+
+
+def test_version() -> None:
+    assert call("--version").stdout == f"fedclip {fedclip.__version__}\n"
+
+
+def test_list_has_every_clipper_and_none_of_declearns() -> None:
+    entries = json.loads(call("list", "--json").stdout)
+    names = [entry["name"] for entry in entries if entry["kind"] == "module"]
+    ours = [k for k, v in list_optim_modules().items() if v.__module__.startswith("fedclip")]
+    assert sorted(names) == sorted(ours)
+    assert {"norm-clip", "value-clip", "zscore-clip", "no-op"} <= set(names)
+    assert all(entry["summary"].endswith(".") for entry in entries)
+
+
+def test_list_shows_defaults_as_toml() -> None:
+    shown = call("list").stdout
+    assert re.search(r'^norm-clip .*\n +max_norm = 1\.0.*scope = "global"', shown, re.MULTILINE)
+
+
+def test_doctor_names_versions_and_clippers() -> None:
+    result = call("doctor")
+    assert result.exit_code == 0
+    for word in (fedclip.__version__, "declearn", "torch", "zscore-clip"):
+        assert word in result.stdout
+    assert json.loads(call("doctor", "--json").stdout)["ok"]
+
+
+def test_doctor_refuses_an_old_declearn(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fedclip.cli.importlib.metadata.version
+    monkeypatch.setattr(
+        "importlib.metadata.version", lambda name: "2.4.0" if name == "declearn" else real(name)
+    )
+    result = call("doctor")
+    assert result.exit_code == 1
+    assert "declearn>=2.9.1" in one_sentence(result)
+
+
+# ----------------------------------------------------------------------------------- check
+
+
+def test_check_of_a_good_file(write: Write) -> None:
+    result = call("check", write(config('["zscore-clip", ["norm-clip", {max_norm = 2}]]')))
+    assert result.exit_code == 0
+    assert "ok      [optim.client_opt] norm-clip {max_norm = 2}" in result.stdout
+    assert f"clients need fedclip>={fedclip.__version__} for zscore-clip, norm-clip" in (
+        result.stdout
+    )
+    assert result.stdout.endswith("No problem.\n")
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ('["zscor-clip"]', "unknown module 'zscor-clip'; did you mean 'zscore-clip'?"),
+        ('["xyzzy"]', "unknown module 'xyzzy'; `fedclip list` shows the names"),
+        (
+            '[["norm-clip", {maxnorm = 1.0}]]',
+            "unknown parameter 'maxnorm'; did you mean 'max_norm'",
+        ),
+        ('[["norm-clip", {max_norm = -1.0}]]', "norm-clip: max_norm must be"),
+        ('[["norm-clip", {max_norm = nan}]]', "nan as None"),
+        ('[["norm-clip"]]', "must be a name, or [name, {parameter = value}]"),
+        ('"norm-clip"', "modules must be a list, got 'norm-clip'"),
+        ('["lasso"]', "'lasso' is not one of the modules: put it in regularizers"),
+        ('["scaffold-client"]', "('scaffold-server'), and server_opt has none"),
+    ],
+)
+def test_check_of_a_bad_module(write: Write, modules: str, message: str) -> None:
+    result = call("check", write(config(modules)))
+    assert result.exit_code == 1
+    assert message in result.stdout
+    assert "1 problem." in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = [", "config.toml is not valid TOML"),
+        (config().replace("[data]\n", ""), "[data] this section is missing"),
+        (config().replace("[optim.client_opt]", "[optim.client_op]"), "did you mean 'client_op'?"),
+        (config().replace("lrate = 0.1", "lrate = 1"), "lrate = 1 must be a float: write 1.0"),
+        (config().replace("lrate = 0.1", ""), "lrate is missing"),
+        (config().replace("modules =", "module ="), "unknown field 'module'; did you mean"),
+        (config().replace('"averaging"', '"avraging"'), "did you mean 'averaging'?"),
+        (config().replace("batch_size = 8", ""), "[run] Failed to parse 'training' field"),
+        (config().replace('"websockets"', "1"), "[network]"),
+        ("client_opt = 1", "1 is an int, declearn wants a float: write 1.0"),
+        ("client_opt = true", "must be a learning rate or a section, got True"),
+        ("client_opt = 'nowhere.toml'", "there is no file 'nowhere.toml'"),
+        ("data = 1\noptim = 1", "[optim] must be a section, got 1"),
+    ],
+)
+def test_check_of_a_bad_file(write: Write, text: str, message: str) -> None:
+    result = call("check", write(text))
+    assert result.exit_code == 1
+    assert message in result.stdout
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "client_opt = 0.1",
+        "server_opt = 0.5\n[client_opt]\nlrate = 0.1\nmodules = ['no-op']",
+        "[client_opt]\nlrate = ['linear-decay', {base = 0.1, rate = 0.01}]",
+        '[client_opt]\nlrate = 0.1\nregularizers = [["lasso", {alpha = 0.1}]]\n'
+        '[aggregator]\nname = "averaging"\nsteps_weighted = false',
+    ],
+)
+def test_check_reads_every_form_of_an_optimizer_file(write: Write, text: str) -> None:
+    result = call("check", write(text))
+    assert (result.exit_code, result.stdout.count("problem ")) == (0, 0), result.stdout
+
+
+def test_check_follows_a_path_to_another_file(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write("lrate = 0.1\nmodules = ['zscor-clip']", "client.toml")
+    check = check_config(write("client_opt = 'client.toml'"))
+    assert any("did you mean 'zscore-clip'" in f.message for f in check.problems)
+
+
+def test_check_of_a_folder_and_of_nothing(write: Write, tmp_path: Path) -> None:
+    write(config())
+    assert call("check", tmp_path).exit_code == 0
+    result = call("check", tmp_path / "no.toml")
+    assert result.exit_code == 2
+    assert "no.toml does not exist" in one_sentence(result)
+
+
+def test_check_as_json(write: Write) -> None:
+    result = call("check", write(config('["zscor-clip"]')), "--json")
+    found = json.loads(result.stdout)
+    assert not found["ok"]
+    assert {"level", "where", "message"} == set(found["findings"][0])
+
+
+def test_check_notes_what_costs_time_or_means_something_else(write: Write) -> None:
+    text = config('["no-op"]').replace("max_clients = 1", "timeout = 30")
+    text += "[run.privacy]\nbudget = [1.0, 1e-5]\nsclip_norm = 1.0\n"
+    result = call("check", write(text))
+    assert "without max_clients" in result.stdout
+    assert "declearn adds its noise before" in result.stdout
+    assert result.exit_code == 0
+
+
+def test_usage_errors_are_2() -> None:
+    assert call("frobnicate").exit_code == 2
+    assert call("check").exit_code == 2
+
+
+# -------------------------------------------------------------------------------- quickrun
+
+
+def test_quickrun_does_not_start_what_would_fail(write: Write) -> None:
+    result = call("quickrun", write(config('["zscor-clip"]')))
+    assert result.exit_code == 1
+    assert "did you mean 'zscore-clip'" in result.stderr
+    assert "nothing was started" in result.stderr
+
+
+def test_quickrun_says_that_its_port_is_taken(write: Write) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = call("quickrun", write(config(port=port)))
+    assert result.exit_code == 1
+    assert f"port {port} on 127.0.0.1 is in use" in one_sentence(result)
+
+
+def test_quickrun_says_what_is_not_there(write: Write, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    file = write(config(port=port))
+    assert "[data] No folder starting with 'data'" in one_sentence(call("quickrun", file))
+    client = tmp_path / "data" / "c0"
+    client.mkdir(parents=True)
+    for part in ("train_data", "train_target", "valid_data", "valid_target"):
+        (client / f"{part}.npy").touch()
+    assert "there is no model file" in one_sentence(call("quickrun", file))
+
+
+# ------------------------------------------------------------------------------------- run
+
+
+def script(tmp_path: Path, text: str, *args: str) -> subprocess.CompletedProcess[str]:
+    file = tmp_path / "script.py"
+    file.write_text(textwrap.dedent(text))
+    return subprocess.run(
+        [sys.executable, "-m", "fedclip", "run", str(file), *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        check=False,
+    )
+
+
+def test_run_gives_a_script_its_arguments_its_folder_and_the_clippers(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 42")
+    done = script(
+        tmp_path,
+        """
+        import sys
+        import beside
+        from declearn.optimizer import Optimizer
+        if __name__ == "__main__":
+            print(sys.argv[1:], beside.VALUE, Optimizer(0.1, modules=["zscore-clip"]).modules)
+            sys.exit(7)
+        """,
+        "--port",
+        "80",
+        "--help",
+    )
+    assert done.returncode == 7
+    assert "['--port', '80', '--help'] 42 [<fedclip" in done.stdout
+
+
+def test_run_shows_the_traceback_of_the_script(tmp_path: Path) -> None:
+    done = script(tmp_path, "raise RuntimeError('mine')")
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("RuntimeError: mine")
+
+
+def test_run_of_nothing() -> None:
+    result = call("run", "nowhere.py")
+    assert result.exit_code == 2
+    assert "no script 'nowhere.py'" in one_sentence(result)
+
+
+# ---------------------------------------------------------------------------------- report
+
+
+def test_report_of_a_wrong_folder(tmp_path: Path) -> None:
+    assert call("report", tmp_path / "no").exit_code == 2
+    result = call("report", tmp_path)
+    assert result.exit_code == 1
+    assert "holds no optimizer_state" in one_sentence(result)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    import numpy as np
+    from declearn.main.utils import Checkpointer
+    from declearn.model.sklearn import NumpyVector
+    from declearn.optimizer import Optimizer
+
+    optimizer = Optimizer(0.1, modules=["norm-clip"])
+    optimizer.start_round()
+    optimizer.modules[0].run(NumpyVector({"w": np.full(4, 3.0)}))
+    Checkpointer(str(tmp_path / "client")).checkpoint(optimizer=optimizer, first_call=True)
+    return tmp_path
+
+
+def test_report_prints_a_table_and_a_sentence(checkpoints: Path) -> None:
+    result = call("report", checkpoints)
+    assert result.exit_code == 0
+    assert "100%" in result.stdout
+    assert result.stdout.rstrip().endswith("sets the length of nearly every step.")
+
+
+def test_report_writes_csv(checkpoints: Path, tmp_path: Path) -> None:
+    to_stdout = call("report", checkpoints, "--csv", "-").stdout
+    assert to_stdout.startswith("node,module,group,round,")
+    file = tmp_path / "r.csv"
+    assert call("report", checkpoints, "--csv", file).exit_code == 0
+    assert file.read_text() == to_stdout
+    result = call("report", checkpoints, "--csv", tmp_path / "no" / "r.csv")
+    assert result.exit_code == 1
+    assert "can not write" in one_sentence(result)
+
+
+def test_report_writes_a_plot(checkpoints: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "r.png"
+    assert call("report", checkpoints, "--plot", file).exit_code == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert "can not write" in one_sentence(call("report", checkpoints, "--plot", "r.xyz"))
+
+
+def test_report_says_how_to_get_matplotlib(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = call("report", checkpoints, "--plot", "r.png")
+    assert result.exit_code == 1
+    assert "pip install 'fedclip[plot]'" in one_sentence(result)

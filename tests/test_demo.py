@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo: a real federation, started, watched, and ended in every case."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fedclip.check import check_config
+from fedclip.demo import WAYS, DemoError, run, run_demo
+from fedclip.demo.data import FACTOR, SITES, write_data
+from fedclip.report import read_report
+
+pytestmark = [pytest.mark.timeout(240)]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the nodes, other processes, import what the tests import."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=100)
+
+
+def children(pid: int) -> set[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {int(child) for child in found}
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_for(condition: object, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_it_trains_in_three_ways_and_shows_what_came_out(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    console, folder = quiet(), tmp_path / "demo"
+    results = {r.way.name: r for r in run_demo(folder, rounds=3, console=console)}
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+
+    # The table is of this run: its numbers are those of the checkpoints.
+    for way in WAYS:
+        rows = read_report(folder / way.name).rows
+        assert {row.node for row in rows} == set(SITES)
+        assert {row.record.round for row in rows} == {1, 2, 3}
+        steps = sum(row.record.steps for row in rows)
+        share = sum(row.record.clipped for row in rows) / steps
+        assert results[way.name].clipped_share == pytest.approx(share)
+        assert f"{share:.1%}" in shown
+        assert f"{results[way.name].loss:.3g}" in shown
+    assert shown.count("┏") == 1
+    assert "round 3 of 3" in shown
+
+    # Clipping matters in it.
+    assert results["no-clipping"].clipped_share == 0
+    assert results["no-clipping"].norm_max > 1e4
+    for name in ("l2-global-clipping", "zscore-clip"):
+        assert results[name].clipped_share > 0
+        assert results[name].loss < 1 < results["no-clipping"].loss
+
+    assert (folder / "norms.png").read_bytes().startswith(b"\x89PNG")
+    # The folder is an experiment that one can go on with, and the demo may be run again.
+    assert all(check_config(folder / way.name).ok for way in WAYS)
+    run._prepare(folder)
+
+
+def test_data_is_all_of_it_and_one_site_has_another_unit(tmp_path: Path) -> None:
+    wrong = write_data(tmp_path)
+    assert wrong > 0
+    load = {
+        (site, part): np.load(tmp_path / site / f"{part}.npy")
+        for site in SITES
+        for part in ("train_data", "valid_data", "train_target", "valid_target")
+    }
+    assert sum(len(a) for (_, part), a in load.items() if part.endswith("target")) == 569
+    far = {
+        key: (np.abs(a) > FACTOR / 100).any(axis=1).sum() for key, a in load.items() if a.ndim > 1
+    }
+    assert far.pop(("site-c", "train_data")) == wrong
+    assert not any(far.values())
+
+
+def test_it_does_not_write_into_a_folder_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(DemoError, match="holds something else"):
+        run_demo(tmp_path, console=quiet())
+    with pytest.raises(DemoError, match="is a file"):
+        run_demo(tmp_path / "thesis.tex", console=quiet())
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.slow
+def test_a_client_that_fails_ends_all_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_site_b(folder: Path) -> int:
+        wrong = write_data(folder)
+        (folder / "site-b" / "train_data.npy").unlink()
+        return wrong
+
+    monkeypatch.setattr(run, "write_data", without_site_b)
+    before = children(os.getpid())
+    with pytest.raises(DemoError, match="^site-b of no-clipping failed: ValueError"):
+        run_demo(tmp_path / "demo", console=quiet())
+    assert children(os.getpid()) <= before
+
+
+@pytest.mark.slow
+def test_a_taken_port_is_a_sentence(tmp_path: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.raises(DemoError, match="server of no-clipping failed: its port is in use"),
+    ):
+        run_demo(tmp_path / "demo", port=server.getsockname()[1], console=quiet())
+
+
+@pytest.mark.slow
+def test_the_time_is_bounded(tmp_path: Path) -> None:
+    before = children(os.getpid())
+    with pytest.raises(DemoError, match="did not finish within 1 s"):
+        run_demo(tmp_path / "demo", timeout=1, console=quiet())
+    assert children(os.getpid()) <= before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_the_demo(tmp_path: Path, kill: signal.Signals) -> None:
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "fedclip", "demo", str(tmp_path / "demo")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for(lambda: len(children(demo.pid)) == 1 + len(SITES))
+        nodes = children(demo.pid)
+        # A node listens to its parent from when it has imported what it needs.
+        wait_for(lambda: any((tmp_path / "demo").rglob("server/metrics.csv")))
+        demo.send_signal(kill)
+        _, said = demo.communicate(timeout=30)
+        wait_for(lambda: not any(alive(pid) for pid in nodes), 10)
+    finally:
+        demo.kill()
+        demo.wait()
+    assert demo.returncode == (-kill if kill == signal.SIGKILL else 130)
+    if kill != signal.SIGKILL:
+        assert said == "fedclip: interrupted; all processes of the demo were ended\n"

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fedclip.report: what the checkpoints say, as rows, table, CSV, plot and sentences."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.main.utils import Checkpointer
+from declearn.model.sklearn import NumpyVector
+from declearn.optimizer import Optimizer
+from rich.console import Console
+
+import fedclip  # noqa: F401
+from fedclip.report import COLUMNS, Report, ReportError, read_report
+
+
+class Node:
+    """One node's optimizer and checkpointer, without a federation round them."""
+
+    def __init__(self, folder: Path, modules: list[Any]) -> None:
+        self.optimizer = Optimizer(lrate=1.0, modules=modules)
+        self.checkpointer = Checkpointer(str(folder))
+        self.saved = 0
+
+    def round(self, norms: Sequence[float], save: bool = True) -> None:
+        self.optimizer.start_round()
+        for norm in norms:
+            gradient = NumpyVector({"a": np.array([0.6, 0.0]), "b": np.array([0.8])}) * norm
+            for module in self.optimizer.modules:
+                gradient = module.run(gradient)
+        if save:
+            # declearn's own labels have a resolution of a second.
+            self.saved += 1
+            self.checkpointer.save_optimizer(self.optimizer, timestamp=f"{self.saved:02}")
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    """Two clients with a limit of 1, the first of which is clipped in round 1 only."""
+    for name, rounds in {"c0": ([0.5, 2.0], [0.5, 0.5]), "c1": ([0.1, 0.2], [0.3, 0.4])}.items():
+        node = Node(tmp_path / name, [["norm-clip", {"max_norm": 1.0}]])
+        for norms in rounds:
+            node.round(norms)
+    return tmp_path
+
+
+def text(report: Report, **options: bool) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(report.table(**options))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_rows_are_the_rounds_of_each_node(experiment: Path) -> None:
+    report = read_report(experiment)
+    assert report.nodes == ("c0", "c1")
+    assert [(r.node, r.record.round, r.record.steps, r.record.clipped) for r in report.rows] == [
+        ("c0", 1, 2, 1),
+        ("c0", 2, 2, 0),
+        ("c1", 1, 2, 0),
+        ("c1", 2, 2, 0),
+    ]
+    first = report.rows[0].record
+    assert first.norm_max == pytest.approx(2.0)
+    assert first.limit == pytest.approx(1.0)
+
+
+def test_rounds_between_two_checkpoints_are_there(tmp_path: Path) -> None:
+    node = Node(tmp_path / "c0", ["no-op"])
+    for i in range(4):
+        node.round([1.0], save=i == 3)
+    assert [row.record.round for row in read_report(tmp_path).rows] == [1, 2, 3, 4]
+
+
+def test_a_second_run_in_the_same_folder_replaces_the_first(tmp_path: Path) -> None:
+    old = Node(tmp_path / "c0", ["no-op"])
+    for _ in range(3):
+        old.round([9.0])
+    new = Node(tmp_path / "c0", ["no-op"])
+    new.saved = old.saved
+    new.round([1.0])
+    rows = read_report(tmp_path).rows
+    assert [(row.record.round, row.record.norm_max) for row in rows] == [(1, pytest.approx(1.0))]
+
+
+def test_one_node_alone_and_several_experiments(experiment: Path) -> None:
+    assert read_report(experiment / "c0").nodes == ("c0",)
+    above = experiment / "above"
+    above.mkdir()
+    for node in ("c0", "c1"):
+        (experiment / node).rename(above / node)
+    assert read_report(experiment).nodes == ("above/c0", "above/c1")
+
+
+def test_a_file_cut_short_is_skipped_and_named(experiment: Path) -> None:
+    whole = (experiment / "c1" / "optimizer_state_02.mpk").read_bytes()
+    broken = experiment / "c1" / "optimizer_state_03.mpk"
+    broken.write_bytes(whole[: len(whole) // 2])
+    report = read_report(experiment)
+    assert report.skipped == (broken,)
+    assert len(report.rows) == 4
+
+
+def test_only_broken_files_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "optimizer_state_01.mpk").write_bytes(b"\xc1")
+    with pytest.raises(ReportError, match="none of the 1 state files"):
+        read_report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path / "no", "does not exist"),
+        (lambda path: path, "holds no optimizer_state"),
+    ],
+)
+def test_a_wrong_folder_is_an_error(tmp_path: Path, make: Any, message: str) -> None:
+    with pytest.raises(ReportError, match=message):
+        read_report(make(tmp_path))
+
+
+def test_without_a_fedclip_module_the_error_names_the_others(tmp_path: Path) -> None:
+    Node(tmp_path, ["momentum"]).round([1.0])
+    with pytest.raises(ReportError, match=r"momentum.*no-op"):
+        read_report(tmp_path)
+
+
+def test_table_shows_share_and_limit(experiment: Path) -> None:
+    shown = text(read_report(experiment))
+    assert "50%" in shown
+    assert "non-finite" not in shown
+
+
+def test_two_clippers_are_told_apart(tmp_path: Path) -> None:
+    Node(tmp_path, ["no-op", ["norm-clip", {"max_norm": 1.0}], "norm-clip"]).round([2.0])
+    assert [row.module for row in read_report(tmp_path).rows] == [
+        "no-op",
+        "norm-clip",
+        "norm-clip#2",
+    ]
+
+
+def test_groups_are_shown_when_asked_for(tmp_path: Path) -> None:
+    Node(tmp_path, [["norm-clip", {"max_norm": 1.0, "scope": "tensor"}]]).round([2.0])
+    report = read_report(tmp_path)
+    assert {row.record.group for row in report.rows} == {"all", "a", "b"}
+    assert " group " not in text(report)
+    assert " group " in text(report, groups=True)
+    assert report.in_words() == [
+        "100% of 1 steps were clipped: the limit, not the gradient, sets the length of nearly "
+        "every step."
+    ]
+
+
+def test_csv_has_every_column(experiment: Path) -> None:
+    file = io.StringIO()
+    read_report(experiment).write_csv(file)
+    rows = list(csv.DictReader(io.StringIO(file.getvalue())))
+    assert tuple(rows[0]) == COLUMNS
+    assert rows[0]["node"] == "c0"
+    assert float(rows[0]["clipped_share"]) == 0.5
+
+
+def test_sentence_on_a_limit_that_stopped_to_bind(experiment: Path) -> None:
+    (sentence,) = read_report(experiment).in_words()
+    assert sentence.startswith("No step was clipped after round 1: the limit 1 is inert from there")
+
+
+@pytest.mark.parametrize(
+    ("modules", "norms", "expected"),
+    [
+        (["no-op"], [0.5, 1.0], "No limit was set; of 2 steps, the largest norm is 1."),
+        ([["no-op", {"max_norm": 1.0}]], [0.5, 2.0], "50.0% of 2 steps would have been clipped."),
+        (["norm-clip"], [0.5], "No step was clipped: the largest norm, 0.5, is below the limit, 1"),
+        (["norm-clip"], [2.0, 0.5], "50.0% of 2 steps were clipped."),
+        (["norm-clip"], [3.0, 2.0], "100% of 2 steps were clipped: the limit"),
+    ],
+)
+def test_sentences(tmp_path: Path, modules: list[Any], norms: list[float], expected: str) -> None:
+    Node(tmp_path, modules).round(norms)
+    assert read_report(tmp_path).in_words()[0].startswith(expected)
+
+
+@pytest.mark.filterwarnings("ignore::fedclip.errors.FedclipWarning")
+def test_nonfinite_steps_are_said_and_shown(tmp_path: Path) -> None:
+    Node(tmp_path, ["norm-clip"]).round([0.5, float("nan")])
+    report = read_report(tmp_path)
+    assert "non-finite" in text(report)
+    assert report.in_words()[-1].startswith("1 step had a gradient with NaN or infinity")
+
+
+def test_plot_has_a_panel_for_each_node(experiment: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figure = read_report(experiment).figure()
+    assert {"c0", "c1"} <= {axes.get_title() for axes in figure.axes}
+    file = tmp_path / "norms.png"
+    figure.savefig(file)
+    assert file.stat().st_size > 5_000
