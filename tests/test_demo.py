@@ -123,7 +123,7 @@ def test_a_client_that_fails_ends_all_with_a_sentence(
 
     monkeypatch.setattr(run, "write_data", without_site_b)
     before = children(os.getpid())
-    with pytest.raises(DemoError, match="^site-b of no-clipping failed: ValueError"):
+    with pytest.raises(DemoError, match=r"^site-b of no-clipping failed: ValueError"):
         run_demo(tmp_path / "demo", console=quiet())
     assert children(os.getpid()) <= before
 

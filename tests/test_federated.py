@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real federations: a declearn server and clients, processes of their own, over websockets.
+
+The scripts are what a user of declearn writes; none of them imports fedclip. Whoever is to
+know the clippers is started with ``fedclip run``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedclip.check import check_config
+from fedclip.report import read_report
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+SERVER = """
+import sys
+from declearn.main import FederatedServer
+from declearn.model.sklearn import SklearnSGDModel
+
+port, config, folder = sys.argv[1:]
+FederatedServer(
+    model=SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss"),
+    netwk={"protocol": "websockets", "host": "127.0.0.1", "port": int(port), "heartbeat": 0.02},
+    optim=config,
+    checkpoint=folder + "/server",
+).run({
+    "rounds": 3,
+    "register": {"min_clients": 2, "max_clients": 2, "timeout": 60},
+    "training": {"batch_size": 10},
+})
+"""
+
+CLIENT = """
+import sys
+import numpy as np
+from declearn.dataset import InMemoryDataset
+from declearn.main import FederatedClient
+
+port, name, folder = sys.argv[1:]
+rng = np.random.default_rng(int(name[-1]))
+data = rng.normal(size=(60, 4))
+client = FederatedClient(
+    netwk={"protocol": "websockets", "server_uri": "ws://127.0.0.1:" + port, "name": name},
+    train_data=InMemoryDataset(data, target=(data[:, 0] > 0).astype(int), expose_classes=True),
+    checkpoint=folder + "/" + name,
+    verbose=False,
+)
+client.run()
+"""
+
+PYTHON = [sys.executable]
+FEDCLIP_RUN = [sys.executable, "-m", "fedclip", "run"]
+CLIENTS = ("client_0", "client_1")
+
+
+class Federation:
+    """The processes of one federation, each with its output in a file."""
+
+    def __init__(self, folder: Path, optim: str) -> None:
+        self.folder = folder
+        self.config = folder / "optim.toml"
+        self.config.write_text(optim)
+        (folder / "server.py").write_text(SERVER)
+        (folder / "client.py").write_text(CLIENT)
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            self.port = str(sock.getsockname()[1])
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, command: list[str]) -> None:
+        script, third = ("server.py", str(self.config)) if name == "server" else ("client.py", name)
+        with (self.folder / f"{name}.txt").open("wb") as log:
+            self.processes[name] = subprocess.Popen(
+                [*command, script, self.port, third, "result"],
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                    "OMP_NUM_THREADS": "1",
+                },
+            )
+
+    def wait(self, name: str, seconds: float = 90) -> int:
+        return self.processes[name].wait(seconds)
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.txt").read_text(errors="replace")
+
+    def run(self, server: list[str], clients: list[str]) -> None:
+        self.start("server", server)
+        for name in CLIENTS:
+            self.start(name, clients)
+        codes = {name: self.wait(name) for name in self.processes}
+        assert set(codes.values()) == {0}, {name: self.said(name)[-2000:] for name in codes}
+
+
+@contextlib.contextmanager
+def federation(folder: Path, optim: str) -> Iterator[Federation]:
+    """Set up a federation, and end what still runs of it."""
+    made = Federation(folder, optim)
+    try:
+        yield made
+    finally:
+        for process in made.processes.values():
+            process.kill()
+            process.wait()
+
+
+def test_clippers_on_every_client_and_on_the_server(tmp_path: Path) -> None:
+    optim = """
+    [client_opt]
+    lrate = 0.5
+    modules = [["norm-clip", {max_norm = 0.2}], "zscore-clip", ["value-clip", {max_value = 0.1}]]
+    [server_opt]
+    lrate = 1.0
+    modules = ["no-op"]
+    """
+    with federation(tmp_path, optim) as fed:
+        assert check_config(fed.config).ok
+        fed.run(FEDCLIP_RUN, FEDCLIP_RUN)
+    report = read_report(tmp_path / "result")
+    assert report.nodes == (*CLIENTS, "server")
+    for client in CLIENTS:
+        rows = report.select(client, "norm-clip")
+        assert [row.record.round for row in rows] == [1, 2, 3]
+        assert [row.record.steps for row in rows] == [6, 6, 6]
+        assert rows[0].record.clipped > 0
+        assert {row.record.limit for row in rows} == {0.2}
+        # What the next module sees is within the limit of the one before.
+        for row in report.select(client, "zscore-clip"):
+            assert row.record.norm_max is not None
+            assert row.record.norm_max <= 0.2
+    assert sum(row.record.steps for row in report.select("server")) == 3
+
+
+def test_clients_need_nothing_where_only_the_server_clips(tmp_path: Path) -> None:
+    optim = """
+    client_opt = 0.5
+    [server_opt]
+    lrate = 1.0
+    modules = [["norm-clip", {max_norm = 0.1}]]
+    """
+    with federation(tmp_path, optim) as fed:
+        check = check_config(fed.config)
+        assert check.ok
+        assert not any("clients need" in finding.message for finding in check.findings)
+        fed.run(FEDCLIP_RUN, PYTHON)
+    (*_, last) = read_report(tmp_path / "result").select("server")
+    assert last.record.limit == 0.1
+
+
+def test_a_client_without_fedclip(tmp_path: Path) -> None:
+    """What happens, word for word, and that the check says so beforehand."""
+    optim = "[client_opt]\nlrate = 0.5\nmodules = ['zscore-clip']"
+    with federation(tmp_path, optim) as fed:
+        notes = [f.message for f in check_config(fed.config).findings if f.level == "note"]
+        assert any(re.match(r"clients need fedclip>=.* for zscore-clip", note) for note in notes)
+
+        fed.start("server", FEDCLIP_RUN)
+        fed.start("client_0", FEDCLIP_RUN)
+        fed.start("client_1", PYTHON)
+        assert fed.wait("client_1") == 1
+        last_line = fed.said("client_1").strip().splitlines()[-1]
+        assert "No 'zscore-clip' entry under 'OptiModule' registry." in last_line
+        # The server was not told, and waits for ever: this is what the check saves one from.
+        time.sleep(3)
+        assert fed.processes["server"].poll() is None
+
+
+def test_a_server_without_fedclip(tmp_path: Path) -> None:
+    with federation(tmp_path, "[client_opt]\nlrate = 0.5\nmodules = ['zscore-clip']") as fed:
+        fed.start("server", PYTHON)
+        assert fed.wait("server") == 1
+        assert "No 'zscore-clip' entry under 'OptiModule' registry." in fed.said("server")
+
+
+def test_the_quickrun_example(tmp_path: Path) -> None:
+    folder = tmp_path / "quickrun"
+    shutil.copytree(EXAMPLES / "quickrun", folder, ignore=shutil.ignore_patterns("data", "result"))
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    config = folder / "config.toml"
+    text = config.read_text().replace("port = 8765", f"port = {port}")
+    config.write_text(text.replace("rounds = 5", "rounds = 2"))
+
+    def call(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=120,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                "OMP_NUM_THREADS": "1",
+            },
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    call("prepare.py")
+    assert "No problem." in call("-m", "fedclip", "check", "config.toml")
+    said = call("-m", "fedclip", "quickrun", "config.toml")
+    assert said.endswith("fedclip: 3 clients; see  fedclip report result\n")
+    shown = call("-m", "fedclip", "report", "result")
+    for node in ("client_0", "client_1", "client_2", "server"):
+        assert node in shown
