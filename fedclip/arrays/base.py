@@ -89,3 +89,20 @@ class Backend(Arithmetic, ABC):
     @abstractmethod
     def to_host(self, array: Array) -> HostView:
         """Return the (merged) values as NumPy, copied from a device if need be."""
+
+    # -- gradients that stay on their device, or are only traced (fedclip.native) ---------------
+    @abstractmethod
+    def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+        """Return the L2 norm of each group of arrays, as one array in the best float there is."""
+
+    @abstractmethod
+    def all(self, x: Array) -> Array:
+        """Return whether all elements are true, as an array of shape ()."""
+
+    @abstractmethod
+    def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
+        """Return ``array * factor`` for arrays of one dtype; the factor is an array of shape ()."""
+
+    @abstractmethod
+    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
+        """Return the arrays, or zeros if the condition, of shape (), does not hold."""

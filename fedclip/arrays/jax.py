@@ -15,6 +15,8 @@ from fedclip.arrays.numpy import bits
 
 __all__ = ["JaxBackend"]
 
+_BLOCK = 1024
+
 
 @jax.jit
 def _multiply_all(arrays: list[Array], factor: Array) -> list[Array]:
@@ -78,10 +80,15 @@ class JaxBackend(Backend):
 
     @staticmethod
     def _scaled_square_sum(array: Array) -> tuple[Array, Array]:
+        """Return the sum of the squares of ``array / peak``, and the largest absolute value."""
         wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
         peak = jnp.max(jnp.abs(wide), initial=0.0)
-        scale = jnp.where(peak > 0, peak, 1.0)
-        return jnp.sum(jnp.square(wide / scale)), scale
+        squares = jnp.square(wide / jnp.where(peak > 0, peak, 1.0)).ravel()
+        # In two stages, as float32 sums over millions of elements lose digits.
+        whole = squares.size - squares.size % _BLOCK
+        rows = jnp.sum(squares[:whole].reshape(-1, _BLOCK), axis=1)
+        total = jnp.sum(rows) + jnp.sum(squares[whole:])
+        return total, peak
 
     def to_host(self, array: Array) -> HostView:
         return np.asarray(array)
@@ -95,3 +102,23 @@ class JaxBackend(Backend):
     exp = staticmethod(jnp.exp)
     minimum = staticmethod(jnp.minimum)
     maximum = staticmethod(jnp.maximum)
+
+    def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+        pairs = [self._scaled_square_sum(a) for a in arrays]
+        norms = []
+        for group in members:
+            peak = jnp.stack([pairs[i][1] for i in group]).astype(float)
+            sums = jnp.stack([pairs[i][0] for i in group]).astype(float)
+            top = jnp.max(peak)
+            top = jnp.where(top > 0, top, 1.0)
+            norms.append(top * jnp.sqrt(jnp.sum(sums * jnp.square(peak / top))))
+        return jnp.stack(norms)
+
+    def all(self, x: Array) -> Array:
+        return jnp.all(x)
+
+    def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
+        return [_multiply(a, factor) for a in arrays]
+
+    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
+        return [jnp.where(condition, a, jnp.zeros_like(a)) for a in arrays]

@@ -69,3 +69,16 @@ class NumpyBackend(Backend):
     exp = staticmethod(np.exp)
     minimum = staticmethod(np.minimum)
     maximum = staticmethod(np.maximum)
+
+    def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+        per = [np.linalg.norm(np.asarray(a, np.float64).ravel()) for a in arrays]
+        return np.array([np.linalg.norm([per[i] for i in m]) for m in members])
+
+    def all(self, x: Array) -> Array:
+        return np.all(x)
+
+    def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
+        return self.scale(arrays, float(factor)) if arrays else []
+
+    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
+        return list(arrays) if condition else [self.zeros_like(a) for a in arrays]

@@ -106,3 +106,37 @@ class TensorflowBackend(Backend):
 
     def maximum(self, x: Array, y: Any) -> Array:
         return tf.maximum(x, tf.cast(y, x.dtype))
+
+    def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+        per = tf.stack([self._norm(self._values(t)) for t in arrays])
+        if all(len(m) == 1 for m in members):
+            return per
+        return tf.stack([tf.norm(tf.gather(per, list(m))) for m in members])
+
+    @staticmethod
+    def _norm(tensor: Array) -> Array:
+        wide = tf.cast(tensor, tf.float64)
+        if tensor.dtype != tf.float64:
+            return tf.sqrt(tf.reduce_sum(tf.square(wide)))
+        # As wide as it gets already: relative to the maximum, squares do not overflow.
+        peak = (
+            tf.reduce_max(tf.abs(wide)) if tensor.shape.num_elements() else tf.zeros((), wide.dtype)
+        )
+        peak = tf.where(peak > 0, peak, tf.ones_like(peak))
+        return peak * tf.sqrt(tf.reduce_sum(tf.square(wide / peak)))
+
+    def all(self, x: Array) -> Array:
+        return tf.reduce_all(x)
+
+    def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
+        wide = tf.float64 if arrays[0].dtype == tf.float64 else tf.float32
+        return [self._multiply(t, tf.cast(factor, wide)) for t in arrays]
+
+    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
+        return [self._keep(condition, t) for t in arrays]
+
+    def _keep(self, condition: Array, tensor: Array) -> Array:
+        if isinstance(tensor, tf.IndexedSlices):
+            values = self._keep(condition, tensor.values)
+            return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
+        return tf.where(condition, tensor, tf.zeros_like(tensor))

@@ -124,3 +124,40 @@ class TorchBackend(Backend):
 
     def maximum(self, x: Array, y: Any) -> Array:
         return torch.clamp(x, min=y)
+
+    def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+        values = [self._values(t) for t in arrays]
+        wide = torch.float32 if values[0].device.type == "mps" else torch.float64
+        first = values[0].device
+        per = torch.stack([n.to(first) for n in self._norms(values, wide)])
+        if len(members) == 1:
+            return torch.linalg.vector_norm(per).reshape(1)
+        if all(len(m) == 1 for m in members):
+            return per
+        return torch.stack([torch.linalg.vector_norm(per[list(m)]) for m in members])
+
+    @staticmethod
+    def _norms(values: Sequence[torch.Tensor], wide: torch.dtype) -> Sequence[torch.Tensor]:
+        if any(v.dtype == wide or not v.numel() for v in values):
+            # As wide as it gets already: relative to the maximum, squares do not overflow.
+            peaks = [v.abs().amax() if v.numel() else v.new_zeros(()) for v in values]
+            peaks = [torch.where(p > 0, p, torch.ones_like(p)).to(wide) for p in peaks]
+            return [p * torch.linalg.vector_norm(v / p) for v, p in zip(values, peaks, strict=True)]
+        norms: Sequence[torch.Tensor] = torch._foreach_norm(list(values), 2, dtype=wide)
+        return norms
+
+    def all(self, x: Array) -> Array:
+        return torch.all(x)
+
+    def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
+        return [torch.mul(t, self._factor(factor, t)) for t in arrays]
+
+    @staticmethod
+    def _factor(factor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        # A 0-d tensor does not widen the product; half precision is multiplied in float32.
+        return factor.to(
+            like.device, torch.float64 if like.dtype == torch.float64 else torch.float32
+        )
+
+    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
+        return [torch.where(condition.to(t.device), t, torch.zeros_like(t)) for t in arrays]

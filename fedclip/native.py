@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of a gradient that stays on its device, or is only traced: no Python branch on a value.
+
+The same rules, on the framework's own arrays. Nothing here waits for a device, so it runs on
+CUDA without a synchronisation, under ``jax.jit``, in a ``tf.function`` and under
+``torch.compile``; the price is that every array is multiplied, by 1 where it is not clipped.
+
+::
+
+    n      = norm of each group, in the best float the framework has
+    finite = all n are finite
+    limit, state' = rule(n, state);     state' only where finite
+    k      = limit / (n + eps) (1 - margin)  where n + eps > limit, else 1
+    output = k * array                       (0 or NaN where not finite, as the policy says)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fedclip.arrays import Array, Backend
+from fedclip.clipping import MARGIN, NormClipping
+from fedclip.scopes import Groups
+
+__all__ = ["NativeStep", "norm_step"]
+
+
+class NativeStep(NamedTuple):
+    """What one step did; arrays of the framework, one number for each group."""
+
+    outputs: list[Array]
+    state: Any
+    norms: Array
+    limits: Array
+    clipped: Array
+    finite: Array
+
+
+def norm_step(
+    clipping: NormClipping,
+    arrays: Sequence[Array],
+    groups: Groups,
+    backend: Backend,
+    state: Any,
+    on_nonfinite: str,
+) -> NativeStep:
+    """Clip one gradient by norms, in the framework's own operations.
+
+    Parameters
+    ----------
+    clipping
+        Rule, measure (L2 only) and action.
+    arrays, groups, backend
+        The arrays, which of them share a norm, and their framework.
+    state
+        The rule's state, as arrays of the framework.
+    on_nonfinite
+        "skip" or "propagate"; "raise" would have to wait for the device.
+
+    Raises
+    ------
+    NotImplementedError
+        If the clipper measures anything but the L2 norm.
+    """
+    if clipping.ord != 2:
+        raise NotImplementedError(
+            f"ord={clipping.ord!r} is measured on the host only; on a device and in compiled code "
+            "the order is 2"
+        )
+    xp = backend
+    norms = xp.group_norms(arrays, groups.members)
+    fine = xp.isfinite(norms)
+    finite = xp.all(fine)
+    safe = xp.where(fine, norms, 0.0 * xp.where(fine, norms, 1.0))
+    limits, after = clipping.rule(safe, state, xp)
+    after = type(state)(*(xp.where(finite, n, o) for o, n in zip(state, after, strict=True)))
+    over = safe + clipping.eps > limits
+    moved, target = over, limits
+    if clipping.rescale:
+        moved = safe > 0
+    elif clipping.min_norm is not None:
+        low = (safe < clipping.min_norm) & (safe > 0)
+        moved, target = over | low, xp.where(low, xp.minimum(limits, clipping.min_norm), limits)
+    ratio = target / xp.where(moved, safe + clipping.eps, 1.0 + 0.0 * safe)
+    if clipping.skip:
+        ratio = 0.0 * safe
+    if on_nonfinite == "propagate":
+        moved, ratio = moved | ~fine, xp.where(fine, ratio, norms * float("nan"))
+    outputs = list(arrays)
+    for group, members in enumerate(groups.members):
+        for dtype in {backend.dtype(arrays[i]) for i in members}:
+            chosen = [i for i in members if backend.dtype(arrays[i]) == dtype]
+            k = xp.where(moved, ratio * (1.0 - MARGIN[dtype]), 1.0 + 0.0 * safe)[group]
+            scaled = backend.multiply([arrays[i] for i in chosen], k)
+            if on_nonfinite == "skip":
+                scaled = backend.keep_if(finite, scaled)
+            for i, output in zip(chosen, scaled, strict=True):
+                outputs[i] = output
+    return NativeStep(outputs, after, norms, limits, over & finite, finite)
