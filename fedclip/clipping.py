@@ -120,6 +120,8 @@ class NormClipping:
         Bring every group to its limit, those below it too (normalisation).
     skip
         Zero a group that is over its limit instead of scaling it.
+    dry
+        Measure and decide, and change nothing.
     """
 
     array_fields: ClassVar[tuple[str, ...]] = ()
@@ -130,6 +132,7 @@ class NormClipping:
     min_norm: float | None = None
     rescale: bool = False
     skip: bool = False
+    dry: bool = False
 
     def init(self, groups: Groups) -> State:
         """Return the state before the first step."""
@@ -167,7 +170,7 @@ class NormClipping:
         elif self.min_norm is not None:
             moved = over | ((norms < self.min_norm) & (norms > 0))
         outputs = None
-        if moved is not False and np.any(moved):
+        if moved is not False and np.any(moved) and not self.dry:
             outputs = self._apply(arrays, groups, backend, norms, limits, moved)
         return Outcome(outputs, after, norms, limits, over)
 

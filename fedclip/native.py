@@ -88,6 +88,8 @@ def norm_step(
     if on_nonfinite == "propagate":
         moved, ratio = moved | ~fine, xp.where(fine, ratio, norms * float("nan"))
     outputs = list(arrays)
+    if clipping.dry:
+        return NativeStep(outputs, after, norms, limits, over & finite, finite)
     for group, members in enumerate(groups.members):
         for dtype in {backend.dtype(arrays[i]) for i in members}:
             chosen = [i for i in members if backend.dtype(arrays[i]) == dtype]

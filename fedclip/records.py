@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedclip.arrays import on_host
 from fedclip.errors import StateError
 
 __all__ = ["Recorder", "RoundRecord", "StepRecord", "read_rounds"]
@@ -27,6 +28,7 @@ _ROUNDS = 100
 # more than a checkpoint should carry.
 _GROUP_ROUNDS = 2
 _BUFFER = 64
+_LAZY_BUFFER = 4096
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -154,13 +156,19 @@ class Recorder:
         norms: float | Floats,
         limits: float | Floats,
         clipped: bool | Bools,
+        *,
+        lazy: bool = False,
     ) -> None:
-        """Note down one finite step: one number for each label."""
+        """Note down one step: one number for each label.
+
+        Numbers on a device are `lazy`: they are left there for as long as nobody looks (or
+        thousands of steps), and may turn out to be of a step that was not finite.
+        """
         if labels != self._labels:
             self._flush()
             self._labels = labels
         self._buffer.append((norms, limits, clipped))
-        if len(self._buffer) >= _BUFFER:
+        if len(self._buffer) >= (_LAZY_BUFFER if lazy else _BUFFER):
             self._flush()
 
     def add_nonfinite(self) -> None:
@@ -172,6 +180,7 @@ class Recorder:
     @property
     def nonfinite(self) -> int:
         """Non-finite steps in this round."""
+        self._flush()
         return sum(r.nonfinite for r in self._done if r.round == self.round and r.group == ALL)
 
     def rounds(self) -> list[RoundRecord]:
@@ -198,12 +207,15 @@ class Recorder:
     def _flush(self) -> None:
         if not self._buffer:
             return
-        # A gradient of one group notes plain numbers, others an array each.
-        rows = len(self._buffer)
-        norms, limits, clipped = (
-            np.array(column).reshape(rows, -1) for column in zip(*self._buffer, strict=True)
-        )
+        columns = zip(*self._buffer, strict=True)
+        norms, limits, clipped = (np.stack([on_host(x) for x in column]) for column in columns)
         self._buffer.clear()
+        finite = np.isfinite(norms).all(axis=1)
+        for _ in range(int((~finite).sum())):
+            self.add_nonfinite()
+        norms, limits, clipped = norms[finite], limits[finite], clipped[finite]
+        if not len(norms):
+            return
         if len(self._labels) == 1:
             self._record(ALL).add(norms[:, 0], limits[:, 0], clipped[:, 0])
             return

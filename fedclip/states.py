@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from fedclip.arrays import on_host
 from fedclip.errors import StateError
 
 __all__ = ["Statistics", "check_arrays", "check_groups", "dump", "load"]
@@ -29,7 +30,7 @@ def dump(state: Any, labels: Sequence[str]) -> Statistics:
     result: Statistics = {}
     for field, column in zip(state._fields, state, strict=True):
         for group, label in enumerate(labels):
-            value = np.atleast_1d(column)[..., group].tolist()
+            value = on_host(column)[..., group].tolist()
             result.setdefault(label, {})[field] = int(value) if field == "count" else value
     return result
 

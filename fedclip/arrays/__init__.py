@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import numpy as np
+
 from fedclip.arrays.base import Arithmetic, Array, Backend, HostView
 from fedclip.arrays.number import NumberArithmetic
 from fedclip.arrays.numpy import NumpyBackend
@@ -63,6 +65,13 @@ def backend_of(value: Any) -> Backend:
     if backend is None:
         backend = _by_type[cls] = _find(cls)
     return backend
+
+
+def on_host(numbers: Any) -> HostView:
+    """Return a number, or an array of numbers of any framework, as a NumPy array."""
+    if isinstance(numbers, (bool, int, float, np.ndarray)):
+        return np.atleast_1d(numbers)
+    return np.atleast_1d(backend_of(numbers).to_host(numbers))
 
 
 def _find(cls: type) -> Backend:

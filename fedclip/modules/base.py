@@ -18,9 +18,10 @@ from declearn.model.api import Vector
 from declearn.optimizer.modules import OptiModule
 
 from fedclip import checks, states
-from fedclip.arrays import Array, Backend, HostView, backend_of
-from fedclip.clipping import MARGIN, Outcome
+from fedclip.arrays import Array, Backend, HostView, backend_of, on_host
+from fedclip.clipping import MARGIN, NormClipping, Outcome
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
+from fedclip.native import norm_step
 from fedclip.norms import Numbers
 from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
 from fedclip.scopes import Groups, Scope, check_exclude, check_scope, resolve
@@ -111,6 +112,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._names: tuple[str, ...] = ()
         self._groups: Groups | None = None
         self._state: Any = None
+        self._on_device = False
         # Statistics of groups that the present gradient does not have, by label.
         self._absent: Statistics = {}
         # Arrays that the transform keeps, by tensor and field, in host memory.
@@ -174,41 +176,88 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._warned = -1
 
     # -- the way of a gradient ----------------------------------------------------------------
-    def clip(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+    def clip(
+        self, arrays: Mapping[str, Array], *, backend: Backend | None = None
+    ) -> Mapping[str, Array]:
         """Return the arrays, clipped, by name; the very same mapping if nothing is clipped.
 
-        Arrays are of one framework, on any device. They are never changed in place.
+        Parameters
+        ----------
+        arrays
+            Arrays of one framework, on any device. They are not changed in place, unless by a
+            `backend` that is made for that (as the adapter for torch's is).
+        backend
+            How to treat the arrays; found from their type if None.
         """
         groups = self._resolve(arrays)
         values = [arrays[name] for name in groups.names]
         if not values:
             return arrays
-        backend = self._backend(groups.names, values)
+        backend = backend or self._backend(groups.names, values)
         views = backend.host(values)
         transform = self._transform_for(groups)
-        with np.errstate(all="ignore"):
-            measured = transform.measure(values, views, groups, backend)
-            if not (
-                math.isfinite(measured) if type(measured) is float else np.isfinite(measured).all()
-            ):
-                bad = self._report_nonfinite(values, groups, backend)
-                outputs = self._replace_nonfinite(values, groups, backend, bad)
-            elif not any(view is None or view.size for view in views):
-                # Nothing was measured, and there is nothing that statistics should learn from.
-                return arrays
-            else:
-                outcome = transform.step(
-                    values, groups, backend, measured, self._state, views, self._arrays
-                )
-                # The record of a step must not keep its gradient alive.
-                self._outcome = outcome._replace(outputs=None)
-                self._state, self._bad = outcome.state, ()
-                self._recorder.add(groups.labels, outcome.norms, outcome.limits, outcome.clipped)
-                outputs = outcome.outputs
+        if not any(view is None or view.size for view in views):
+            # There is nothing to measure, and nothing that statistics should learn from.
+            return arrays
+        outputs: Sequence[Array] | None
+        if isinstance(transform, NormClipping) and self._stays_on_device(transform, views):
+            outputs = self._clip_on_device(transform, values, groups, backend)
+        else:
+            outputs = self._clip_on_host(transform, values, groups, backend, views)
         if outputs is None:
             return arrays
         clipped = dict(zip(groups.names, outputs, strict=True))
         return {name: clipped.get(name, array) for name, array in arrays.items()}
+
+    def _clip_on_host(
+        self,
+        transform: Transform,
+        values: Sequence[Array],
+        groups: Groups,
+        backend: Backend,
+        views: Sequence[HostView | None],
+    ) -> Sequence[Array] | None:
+        if self._on_device:
+            fresh, labels = transform.init(groups), groups.labels
+            self._state = states.load(fresh, states.dump(self._state, labels), labels)
+            self._on_device = False
+        with np.errstate(all="ignore"):
+            measured = transform.measure(values, views, groups, backend)
+            finite = (
+                math.isfinite(measured) if type(measured) is float else np.isfinite(measured).all()
+            )
+            if not finite:
+                bad = self._report_nonfinite(values, groups, backend)
+                return self._replace_nonfinite(values, groups, backend, bad)
+            outcome = transform.step(
+                values, groups, backend, measured, self._state, views, self._arrays
+            )
+        # The record of a step must not keep its gradient alive.
+        self._outcome = outcome._replace(outputs=None)
+        self._state, self._bad = outcome.state, ()
+        self._recorder.add(groups.labels, outcome.norms, outcome.limits, outcome.clipped)
+        return outcome.outputs
+
+    def _stays_on_device(self, transform: NormClipping, views: Sequence[HostView | None]) -> bool:
+        # To raise, or to measure anything but L2 norms, the host has to wait for the device.
+        return (
+            transform.ord == 2
+            and self.on_nonfinite != "raise"
+            and all(view is None for view in views)
+        )
+
+    def _clip_on_device(
+        self, transform: NormClipping, values: Sequence[Array], groups: Groups, backend: Backend
+    ) -> Sequence[Array]:
+        state = self._state
+        if not self._on_device:
+            columns = (backend.asarray(np.atleast_1d(c), like=values[0]) for c in state)
+            state, self._on_device = type(state)(*columns), True
+        step = norm_step(transform, values, groups, backend, state, self.on_nonfinite)
+        self._outcome = Outcome(None, step.state, step.norms, step.limits, step.clipped)
+        self._state, self._bad = step.state, ()
+        self._recorder.add(groups.labels, step.norms, step.limits, step.clipped, lazy=True)
+        return step.outputs
 
     @property
     def rounds(self) -> list[RoundRecord]:
@@ -225,9 +274,9 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             return StepRecord(labels, (), (), (), self._bad)
         return StepRecord(
             labels,
-            tuple(np.atleast_1d(outcome.norms).tolist()),
-            tuple(np.atleast_1d(outcome.limits).tolist()),
-            tuple(np.atleast_1d(outcome.clipped).tolist()),
+            tuple(on_host(outcome.norms).tolist()),
+            tuple(on_host(outcome.limits).tolist()),
+            tuple(on_host(outcome.clipped).tolist()),
         )
 
     def _transform_for(self, groups: Groups) -> Transform:
@@ -247,7 +296,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
                 f"the state loaded into {self.name} is of the groups {sorted(statistics)}, and the "
                 f"gradient has {missing} besides: load the state of this model, or none"
             )
-        self._state = states.load(fresh, statistics, found.labels)
+        self._state, self._on_device = states.load(fresh, statistics, found.labels), False
         # A tensor that is missing for some steps (no gradient) finds its statistics again.
         self._absent = {k: v for k, v in statistics.items() if k not in found.labels}
         self._groups, self._names, self._loaded = found, names, False

@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from fedclip import checks
-from fedclip.arrays import Array, Backend, HostView
-from fedclip.clipping import NormClipping, Outcome
+from fedclip.arrays import Array, Backend
+from fedclip.clipping import NormClipping
 from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
-from fedclip.norms import Numbers
-from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope
-from fedclip.states import Statistics
 
 __all__ = ["NoOp"]
 
@@ -83,7 +79,7 @@ class NoOp(Clipper):
         self.ord = check_order(ord)
         limit = math.inf if self.max_norm is None else self.max_norm
         super().__init__(
-            _Measuring(NormClipping(Constant((limit,)), self.ord)),
+            NormClipping(Constant((limit,)), self.ord, dry=True),
             scope=scope,
             exclude=exclude,
             on_nonfinite=on_nonfinite,
@@ -93,37 +89,3 @@ class NoOp(Clipper):
         self, values: Sequence[Array], groups: Groups, backend: Backend, bad: tuple[int, ...]
     ) -> None:
         return None
-
-
-@dataclass(frozen=True)
-class _Measuring:
-    """What a clipping would measure and decide, without doing it."""
-
-    array_fields: ClassVar[tuple[str, ...]] = ()
-
-    clipping: NormClipping
-
-    def init(self, groups: Groups) -> NoState:
-        return NoState()
-
-    def measure(
-        self,
-        arrays: Sequence[Array],
-        views: Sequence[HostView | None],
-        groups: Groups,
-        backend: Backend,
-    ) -> Numbers:
-        return self.clipping.measure(arrays, views, groups, backend)
-
-    def step(
-        self,
-        arrays: Sequence[Array],
-        groups: Groups,
-        backend: Backend,
-        measured: Numbers,
-        state: NoState,
-        views: Sequence[HostView | None],
-        kept: Statistics,
-    ) -> Outcome:
-        norms, limits, over, state = self.clipping.decide(groups, measured, state, views)
-        return Outcome(None, state, norms, limits, over)
