@@ -1,0 +1,683 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other packages' clippers, translated into ours.
+
+One short function for each class of a peer says which clipper, with which parameters, gives the
+peer's numbers, and what differs. Configurations that meet a defect of the peer are translated to
+the corrected clipper; `notes` says so. Whatever the peer does with NaN and infinity, the
+translation treats them as `on_nonfinite` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from fedclip.errors import nearest
+
+__all__ = ["known", "notes", "translate"]
+
+
+class _Translation(NamedTuple):
+    kind: str
+    name: str
+    config: dict[str, Any]
+    notes: list[str]
+
+
+class _Entry(NamedTuple):
+    parameters: dict[str, Any]
+    build: Callable[[dict[str, Any]], _Translation]
+
+
+# Stands for a parameter that the peer has no default for.
+_REQUIRED: Any = object()
+_PEERS: dict[str, dict[str, _Entry]] = {}
+
+_Build = Callable[[dict[str, Any]], _Translation]
+
+
+def _peer(peer: str, *classes: str, **parameters: Any) -> Callable[[_Build], _Build]:
+    """Enter a function for classes of a peer, whose parameters and defaults these are."""
+
+    def enter(build: _Build) -> _Build:
+        for cls in classes:
+            _PEERS.setdefault(peer, {})[cls] = _Entry(parameters, build)
+        return build
+
+    return enter
+
+
+def _to(name: str, *notes: str | None, **config: Any) -> _Translation:
+    kind = "regularizer" if name == "agc" else "module"
+    return _Translation(kind, name, config, [note for note in notes if note])
+
+
+def translate(peer: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """Return which of our clippers does what a peer's does.
+
+    Parameters
+    ----------
+    peer : str
+        Name of the package, e.g. "torchzero".
+    cls : str
+        Name of its class or function, e.g. "ClipNorm".
+    config : mapping
+        The parameters it was given; those left out have the peer's own defaults.
+
+    Returns
+    -------
+    kind : str
+        "module" or "regularizer": where declearn's `Optimizer` takes it.
+    name : str
+        Registered name of our clipper.
+    config : dict
+        Its parameters.
+
+    Raises
+    ------
+    ValueError
+        If peer, class, parameter, or the word given for a parameter is not known, or a
+        parameter without a default is missing.
+
+    Examples
+    --------
+    >>> translate("optax", "clip_by_global_norm", {"max_norm": 0.5})
+    ('module', 'norm-clip', {'max_norm': 0.5})
+    >>> translate("torchzero", "ClipNrm", {})
+    Traceback (most recent call last):
+    ...
+    ValueError: torchzero has no clipper 'ClipNrm'; did you mean 'ClipNorm'?
+    """
+    found = _translation(peer, cls, config)
+    return found.kind, found.name, found.config
+
+
+def notes(peer: str, cls: str, config: Mapping[str, Any]) -> list[str]:
+    """Return what the translation does otherwise than the peer, a sentence each.
+
+    Takes the same arguments, and raises the same errors, as `translate`.
+
+    Examples
+    --------
+    >>> notes("optax", "clip_by_global_norm", {"max_norm": 0.5})
+    []
+    >>> for note in notes("torchzero", "ClipNorm", {"max_norm": 1, "ord": "var"}):
+    ...     print(note.partition(":")[0])
+    dim=None
+    ord='var'
+    """
+    return list(_translation(peer, cls, config).notes)
+
+
+def known() -> dict[str, list[str]]:
+    """Return the classes that can be translated, by peer.
+
+    Examples
+    --------
+    >>> known()["timm"]
+    ['adaptive_clip_grad']
+    """
+    return {peer: list(classes) for peer, classes in _PEERS.items()}
+
+
+def _translation(peer: str, cls: str, config: Mapping[str, Any]) -> _Translation:
+    if peer not in _PEERS:
+        raise ValueError(_unknown("fedclip translates from no peer", peer, _PEERS))
+    if cls not in _PEERS[peer]:
+        raise ValueError(_unknown(f"{peer} has no clipper", cls, _PEERS[peer]))
+    entry = _PEERS[peer][cls]
+    for key in config:
+        if key not in entry.parameters:
+            raise ValueError(_unknown(f"{cls} of {peer} has no parameter", key, entry.parameters))
+    values = {**entry.parameters, **config}
+    missing = [key for key, value in values.items() if value is _REQUIRED]
+    if missing:
+        raise ValueError(f"{cls} of {peer} needs {', '.join(map(repr, missing))}")
+    return entry.build(values)
+
+
+def _unknown(what: str, given: object, allowed: Mapping[str, Any]) -> str:
+    hint = nearest(str(given), allowed) or f"; it must be one of {', '.join(allowed) or 'none'}"
+    return f"{what} {given!r}{hint}"
+
+
+def _word(parameter: str, given: Any, words: Mapping[str, Any]) -> Any:
+    """Return what a word of the peer means."""
+    if not isinstance(given, str) or given not in words:
+        raise ValueError(_unknown(f"{parameter} can not be", given, words))
+    return words[given]
+
+
+def _order(value: float | str) -> float | str:
+    """Return our `ord` for 2, 2.0, "2", "2.0", "l2", "inf", "linf", "mad", ..."""
+    if not isinstance(value, str):
+        return "inf" if value == float("inf") else value
+    try:
+        number = float(value.removeprefix("l"))
+    except ValueError:
+        words = {w: w for w in ("mad", "std", "var", "sum", "l1", "l2", "linf", "inf")}
+        return str(_word("ord", value, words))
+    if number == float("inf"):
+        return "inf"
+    return int(number) if number.is_integer() else number
+
+
+# -- drytorch ---------------------------------------------------------------------------------
+@_peer("drytorch", "NoOp")
+def _no_op(c: dict[str, Any]) -> _Translation:
+    return _to("no-op")
+
+
+@_peer("drytorch", "GradNormClipper", threshold=1)
+def _grad_norm_clipper(c: dict[str, Any]) -> _Translation:
+    return _to("norm-clip", max_norm=c["threshold"], eps=1e-6)
+
+
+@_peer("drytorch", "GradValueClipper", threshold=1)
+def _grad_value_clipper(c: dict[str, Any]) -> _Translation:
+    return _to("value-clip", max_value=c["threshold"])
+
+
+@_peer("drytorch", "GradParamNormalizer", eps=1e-8)
+def _grad_param_normalizer(c: dict[str, Any]) -> _Translation:
+    return _to("normalize", norm=1.0, scope="tensor", eps=c["eps"])
+
+
+@_peer("drytorch", "GradZScoreNormalizer", eps=1e-8)
+def _grad_zscore_normalizer(c: dict[str, Any]) -> _Translation:
+    note = "tensors of one element are left alone; drytorch makes them NaN"
+    return _to("standardize", note, eps=c["eps"], scope="tensor")
+
+
+_HISTORY: dict[str, Any] = {
+    "criterion": "zstat",
+    "clipping_function": None,
+    "n_warmup_steps": 20,
+    "warmup_clip_strategy": "norm1",
+    "alpha": None,
+    "thresh": None,
+}
+
+
+@_peer("drytorch", "HistClipper", **_HISTORY)
+def _hist_clipper(c: dict[str, Any]) -> _Translation:
+    return _history_clipper(c, "global")
+
+
+@_peer("drytorch", "ParamHistClipper", **_HISTORY)
+def _param_hist_clipper(c: dict[str, Any]) -> _Translation:
+    return _history_clipper(c, "tensor")
+
+
+def _history_clipper(c: dict[str, Any], scope: str) -> _Translation:
+    criteria = {"zstat": "zstat", "ema": "ema", "ZStatCriterion": "zstat", "EMACriterion": "ema"}
+    zstat = _word("criterion", c["criterion"], criteria) == "zstat"
+    given = {
+        key: default if c[key] is None else c[key]
+        for key, default in (
+            ("clipping_function", "reciprocal" if zstat else "max"),
+            ("alpha", 0.97 if zstat else 0.98),
+            ("thresh", 2.5 if zstat else 1.05),
+        )
+    }
+    functions = {"max": "max", "mean": "mean", "reciprocal": "reciprocal"}
+    functions |= {f"{word}_clipping": word for word in functions}
+    action = _word("clipping_function", given["clipping_function"], functions)
+    common = {
+        "decay": given["alpha"],
+        "action": action,
+        "feedback": "raw",
+        "warmup": c["n_warmup_steps"],
+        "warmup_norm": _word(
+            "warmup_clip_strategy", c["warmup_clip_strategy"], {"norm1": 1.0, "noop": None}
+        ),
+        "max_norm": None,
+        "estimator": "drytorch",
+        "eps": 1e-6,
+        "scope": scope,
+    }
+    if zstat:
+        return _to("zscore-clip", z_max=given["thresh"], std_eps=1e-8, **common)
+    note = None
+    if action == "mean":
+        note = "clips to the running mean, as documented; drytorch zeroes the gradient"
+    return _to("ema-clip", note, ratio=given["thresh"], **common)
+
+
+# -- smartclip --------------------------------------------------------------------------------
+_GATE: dict[str, Any] = {"scope": "global", "warmup_steps": 100, "min_history": 50, "eps": 1e-8}
+_SCOPES = {"global": "global", "per_layer": "layer", "per_param": "tensor"}
+
+
+def _gated(c: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "include_current": True,
+        "warmup": max(c["warmup_steps"], c["min_history"]),
+        "max_norm": None,
+        "eps": c["eps"],
+        "scope": _word("scope", c["scope"], _SCOPES),
+    }
+
+
+def _gate_note(c: dict[str, Any]) -> str | None:
+    if c["scope"] == "global":
+        return None
+    return (
+        "warmup counts calls; smartclip counts observations over all groups, so that its warm-up "
+        "is shorter by the number of groups"
+    )
+
+
+def _guard_note(c: dict[str, Any]) -> str | None:
+    return None if c["guard_nans"] else "NaN is never observed; smartclip would note it as eps"
+
+
+@_peer("smartclip", "ZScoreClip", zmax=3.0, ema_decay=0.99, guard_nans=True, **_GATE)
+def _smart_zscore(c: dict[str, Any]) -> _Translation:
+    return _to(
+        "zscore-clip",
+        _gate_note(c),
+        _guard_note(c),
+        z_max=c["zmax"],
+        decay=c["ema_decay"],
+        action="max",
+        feedback="raw",
+        estimator="smartclip",
+        std_eps=0.0,
+        **_gated(c),
+    )
+
+
+@_peer(
+    "smartclip",
+    "AutoClip",
+    mode="auto",
+    percentile=95.0,
+    history="ema",
+    ema_decay=0.99,
+    window_size=1024,
+    guard_nans=True,
+    **_GATE,
+)
+def _smart_auto(c: dict[str, Any]) -> _Translation:
+    if _word("mode", c["mode"], {"auto": "auto", "percentile": "percentile"}) == "auto":
+        note = "the median is the published P2 estimate; smartclip's lacks a division"
+        late = "a group is not clipped before its 5th norm; smartclip may erase it"
+        return _to("auto-clip", note, late, _gate_note(c), _guard_note(c), **_gated(c))
+    if _word("history", c["history"], {"ema": "stream", "window": "window"}) == "window":
+        return _to(
+            "percentile-norm-clip",
+            _gate_note(c),
+            _guard_note(c),
+            percentile=c["percentile"],
+            history="window",
+            window=c["window_size"],
+            **_gated(c),
+        )
+    return _to(
+        "percentile-norm-clip",
+        "the streaming percentile goes down as well as up; smartclip's never falls",
+        _gate_note(c),
+        _guard_note(c),
+        percentile=c["percentile"],
+        history="stream",
+        decay=c["ema_decay"],
+        **_gated(c),
+    )
+
+
+_AGC: dict[str, Any] = {"clipping": 0.01, "exclude_bias_bn": True, "eps": 1e-8, "guard_nans": True}
+
+
+@_peer("smartclip", "AGC", scope="per_layer", warmup_steps=0, min_history=0, **_AGC)
+def _smart_agc(c: dict[str, Any]) -> _Translation:
+    _word("scope", c["scope"], _SCOPES)
+    scope = "each tensor is a unit whatever the scope, as smartclip does on torch"
+    gate = None
+    if c["warmup_steps"] or c["min_history"]:
+        gate = "clips from the first step: a limit from the weights needs no warm-up"
+    return _to(
+        "agc",
+        None if c["scope"] == "per_param" else scope,
+        gate,
+        _zero_weights(c),
+        ratio=c["clipping"],
+        unit="tensor",
+        eps=c["eps"],
+        skip_vectors=c["exclude_bias_bn"],
+    )
+
+
+@_peer("smartclip-tf", "AGC", scope="per_layer", warmup_steps=0, min_history=0, **_AGC)
+def _smart_tf_agc(c: dict[str, Any]) -> _Translation:
+    whole = _word("scope", c["scope"], _SCOPES) == "global"
+    return _to(
+        "agc",
+        None if whole else _zero_weights(c),
+        ratio=c["clipping"],
+        unit="global" if whole else "tensor",
+        eps=c["eps"],
+        # On TensorFlow, smartclip excludes nothing whatever the parameter says.
+        skip_vectors=False,
+    )
+
+
+def _zero_weights(c: dict[str, Any]) -> str | None:
+    if c["exclude_bias_bn"]:
+        return None
+    return (
+        "tensors whose weights are all zero are left a limit that they can grow from; "
+        "smartclip's freezes them"
+    )
+
+
+# -- torchzero --------------------------------------------------------------------------------
+_DIMS: dict[str, Any] = {"ord": 2, "dim": None, "inverse_dims": False, "min_size": 1}
+
+
+def _spanned(c: dict[str, Any]) -> dict[str, Any] | None:
+    """Return our parameters for torchzero's dims; None if they leave every tensor untouched."""
+    dim = c["dim"]
+    if isinstance(dim, str):
+        return _word("dim", dim, {"global": {"scope": "global"}})  # type: ignore[no-any-return]
+    dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    inverse, min_size = c["inverse_dims"], c["min_size"]
+    if (dims is None and inverse) or (dims == [] and not inverse):
+        return None
+    if not dims:
+        return {"scope": "tensor", "min_size": min_size}
+    return {"scope": "tensor", "dims": dims, "inverse_dims": inverse, "min_size": min_size}
+
+
+def _dims_notes(c: dict[str, Any]) -> list[str]:
+    dim = c["dim"]
+    if dim is None:
+        return ["dim=None: all dims of each tensor; torchzero takes those of the first"]
+    values = [dim] if isinstance(dim, int) else [] if isinstance(dim, str) else list(dim)
+    if any(d < 0 for d in values):
+        return ["negative dims count from the end of each tensor; torchzero's may not"]
+    return []
+
+
+_MEASURES = {
+    "std": "ord='std': fewer than two elements are left alone; torchzero makes them NaN",
+    "var": "ord='var': the variance is brought to the limit; torchzero overshoots",
+    "sum": "ord='sum': taken as the sum of absolute values; a signed sum may flip the sign",
+    0: "ord=0: the number of non-zeros does not change under scaling, nothing is clipped",
+}
+
+
+def _measured(name: str, c: dict[str, Any], **config: Any) -> _Translation:
+    """Translate what measures along dims; `config` holds the limits."""
+    ord, spanned = _order(c["ord"]), _spanned(c)
+    notes = [*_dims_notes(c), _MEASURES.get(ord)]
+    if spanned is None or ord == 0:
+        empty = None if spanned else "no dims are left to measure along: nothing is clipped"
+        return _to("no-op", *notes, empty)
+    return _to(name, *notes, **config, ord=1 if ord == "sum" else ord, **spanned)
+
+
+@_peer("torchzero", "ClipNorm", max_norm=_REQUIRED, **_DIMS)
+def _tz_clip_norm(c: dict[str, Any]) -> _Translation:
+    return _measured("norm-clip", c, max_norm=c["max_norm"])
+
+
+@_peer(
+    "torchzero", "clip_grad_norm_", max_norm=_REQUIRED, min_norm=None, **{**_DIMS, "min_size": 2}
+)
+def _tz_clip_grad_norm(c: dict[str, Any]) -> _Translation:
+    return _measured("norm-clip", c, max_norm=c["max_norm"], min_norm=c["min_norm"])
+
+
+@_peer("torchzero", "Normalize", "normalize_grads_", norm_value=1.0, **_DIMS)
+def _tz_normalize(c: dict[str, Any]) -> _Translation:
+    return _measured("normalize", c, norm=c["norm_value"])
+
+
+@_peer("torchzero", "ClipValue", "clip_grad_value_", value=_REQUIRED)
+def _tz_clip_value(c: dict[str, Any]) -> _Translation:
+    return _to("value-clip", max_value=c["value"])
+
+
+@_peer("torchzero", "Centralize", dim=None, inverse_dims=False, min_size=2)
+def _tz_centralize(c: dict[str, Any]) -> _Translation:
+    spanned = _spanned(c)
+    if spanned is None:
+        return _to("no-op", "no dims are left to average along: nothing is changed")
+    return _to("centralize", *_dims_notes(c), **spanned)
+
+
+_BY_EMA: dict[str, Any] = {
+    "beta": 0.99,
+    "ord": 2,
+    "tensorwise": True,
+    "max_ema_growth": 1.5,
+    "init": 0.0,
+    "min_norm": 1e-6,
+}
+
+
+def _by_ema(name: str, c: dict[str, Any]) -> _Translation:
+    return _to(
+        name,
+        decay=c["beta"],
+        ord=_order(c["ord"]),
+        scope="tensor" if c["tensorwise"] else "global",
+        max_growth=c["max_ema_growth"],
+        init=c["init"],
+        min_norm=c["min_norm"],
+    )
+
+
+@_peer("torchzero", "ClipNormByEMA", **_BY_EMA)
+def _tz_clip_by_ema(c: dict[str, Any]) -> _Translation:
+    return _by_ema("ema-norm-clip", c)
+
+
+@_peer("torchzero", "NormalizeByEMA", **_BY_EMA)
+def _tz_normalize_by_ema(c: dict[str, Any]) -> _Translation:
+    return _by_ema("ema-normalize", c)
+
+
+@_peer("torchzero", "ClipValueByEMA", beta=0.99, init=0)
+def _tz_value_by_ema(c: dict[str, Any]) -> _Translation:
+    return _to("ema-value-clip", decay=c["beta"], init=c["init"])
+
+
+@_peer(
+    "torchzero",
+    "ClipNormGrowth",
+    add=None,
+    mul=1.5,
+    min_value=1e-4,
+    max_decay=2,
+    ord=2,
+    tensorwise=True,
+)
+def _tz_norm_growth(c: dict[str, Any]) -> _Translation:
+    floor = c["min_value"]
+    note = None
+    if floor is not None and floor > 1:
+        note = "min_value floors the past norm; torchzero divides every update by it"
+    return _to(
+        "growth-clip",
+        note,
+        mul=c["mul"],
+        add=c["add"],
+        min_norm=floor,
+        max_decay=c["max_decay"],
+        ord=_order(c["ord"]),
+        scope="tensor" if c["tensorwise"] else "global",
+    )
+
+
+@_peer("torchzero", "ClipValueGrowth", add=None, mul=1.5, min_value=1e-4, max_decay=2)
+def _tz_value_growth(c: dict[str, Any]) -> _Translation:
+    return _to("growth-value-clip", **c)
+
+
+# -- fixed limits of the frameworks -----------------------------------------------------------
+@_peer("declearn", "L2Clipping", max_norm=1.0)
+def _l2_clipping(c: dict[str, Any]) -> _Translation:
+    return _to("norm-clip", max_norm=c["max_norm"], scope="tensor")
+
+
+@_peer("declearn", "L2GlobalClipping", max_norm=1.0)
+@_peer("optax", "clip_by_global_norm", max_norm=_REQUIRED)
+def _global_clip(c: dict[str, Any]) -> _Translation:
+    return _to("norm-clip", max_norm=c["max_norm"])
+
+
+@_peer("optax", "clip", max_delta=_REQUIRED)
+def _optax_clip(c: dict[str, Any]) -> _Translation:
+    return _to("value-clip", max_value=c["max_delta"])
+
+
+@_peer("optax", "clip_by_block_rms", threshold=_REQUIRED)
+def _optax_block_rms(c: dict[str, Any]) -> _Translation:
+    return _to("norm-clip", max_norm=c["threshold"], ord="rms", scope="tensor")
+
+
+@_peer("optax", "adaptive_grad_clip", clipping=_REQUIRED, eps=1e-3, axis=None)
+def _optax_agc(c: dict[str, Any]) -> _Translation:
+    note = None if c["axis"] is None else "0-d tensors are whole units; optax raises on them"
+    return _to("agc", note, ratio=c["clipping"], eps=c["eps"], axis=c["axis"])
+
+
+@_peer("torch", "clip_grad_norm_", max_norm=_REQUIRED, norm_type=2.0, error_if_nonfinite=False)
+def _torch_clip_grad_norm(c: dict[str, Any]) -> _Translation:
+    ord = _order(c["norm_type"])
+    if ord == 0:
+        return _to("no-op", "norm_type=0 counts tensors in torch, which no scaling changes")
+    config = {"on_nonfinite": "raise"} if c["error_if_nonfinite"] else {}
+    return _to("norm-clip", max_norm=c["max_norm"], ord=ord, eps=1e-6, **config)
+
+
+@_peer("torch", "clip_grad_value_", clip_value=_REQUIRED)
+def _torch_clip_grad_value(c: dict[str, Any]) -> _Translation:
+    return _to("value-clip", max_value=c["clip_value"])
+
+
+@_peer("tensorflow", "clip_by_global_norm", clip_norm=_REQUIRED)
+def _tf_global(c: dict[str, Any]) -> _Translation:
+    return _to("norm-clip", max_norm=c["clip_norm"])
+
+
+@_peer("tensorflow", "clip_by_norm", clip_norm=_REQUIRED, axes=None)
+def _tf_by_norm(c: dict[str, Any]) -> _Translation:
+    axes = c["axes"]
+    dims = {} if axes is None else {"dims": [axes] if isinstance(axes, int) else list(axes)}
+    note = "tensors without these axes are left alone; TensorFlow raises" if dims else None
+    return _to("norm-clip", note, max_norm=c["clip_norm"], scope="tensor", **dims)
+
+
+@_peer("tensorflow", "clip_by_value", clip_value_min=_REQUIRED, clip_value_max=_REQUIRED)
+def _tf_by_value(c: dict[str, Any]) -> _Translation:
+    return _to("value-clip", max_value=c["clip_value_max"], min_value=c["clip_value_min"])
+
+
+# -- papers -----------------------------------------------------------------------------------
+@_peer("torchlean", "clipGradientsSpec", max_norm=_REQUIRED)
+def _lean_norm(c: dict[str, Any]) -> _Translation:
+    return _to("norm-clip", max_norm=c["max_norm"], scope="tensor")
+
+
+@_peer("torchlean", "clipByValueSpec", min_val=_REQUIRED, max_val=_REQUIRED)
+def _lean_value(c: dict[str, Any]) -> _Translation:
+    return _to("value-clip", max_value=c["max_val"], min_value=c["min_val"])
+
+
+@_peer("torchlean", "clipByPercentileSpec", pct=_REQUIRED)
+def _lean_percentile(c: dict[str, Any]) -> _Translation:
+    # The specification caps the percentile itself.
+    return _to("percentile-clip", percentile=min(c["pct"], 100), method="lower", scope="tensor")
+
+
+@_peer(
+    "zclip",
+    "ZClip",
+    alpha=0.97,
+    z_thresh=2.5,
+    max_grad_norm=1.0,
+    eps=1e-6,
+    warmup_steps=25,
+    mode="zscore",
+    clip_option="adaptive_scaling",
+    clip_factor=1.0,
+    skip_update_on_spike=False,
+)
+def _zclip(c: dict[str, Any]) -> _Translation:
+    percentile = _word("mode", c["mode"], {"zscore": False, "percentile": True})
+    options = {"adaptive_scaling": "reciprocal", "mean": "mean"}
+    action = "max" if percentile else _word("clip_option", c["clip_option"], options)
+    factor = {"factor": c["clip_factor"]} if action == "reciprocal" else {}
+    return _to(
+        "zscore-clip",
+        "mode='percentile' is a limit of mean + z_thresh * std" if percentile else None,
+        z_max=c["z_thresh"],
+        decay=c["alpha"],
+        action=action,
+        feedback="none" if c["skip_update_on_spike"] else "clipped",
+        warmup=c["warmup_steps"],
+        max_norm=c["max_grad_norm"],
+        # The percentile mode compares norms, and no z-scores.
+        std_eps=0.0 if percentile else c["eps"],
+        eps=1e-6,
+        **factor,
+    )
+
+
+@_peer("autoclip", "autoclip_gradient", clip_percentile=_REQUIRED)
+def _autoclip(c: dict[str, Any]) -> _Translation:
+    return _to(
+        "percentile-norm-clip",
+        percentile=c["clip_percentile"],
+        history="window",
+        window=None,
+        include_current=True,
+        warmup=0,
+        max_norm=None,
+        eps=1e-6,
+    )
+
+
+@_peer("timm", "adaptive_clip_grad", clip_factor=0.01, eps=1e-3, norm_type=2.0)
+def _timm_agc(c: dict[str, Any]) -> _Translation:
+    if _order(c["norm_type"]) != 2:
+        raise ValueError(f"norm_type must be 2, the only norm of agc; got {c['norm_type']!r}")
+    return _to("agc", ratio=c["clip_factor"], eps=c["eps"], unit="output", axis=0)
+
+
+_ADAGC: dict[str, Any] = {
+    "clip_ratio": 1.04,
+    "beta": 0.99,
+    "eps": 1e-6,
+    "start_clip_steps": 100,
+    "max_norm": 1.0,
+}
+
+
+@_peer("adagc", "AdaGC", **_ADAGC)
+def _adagc_tensor(c: dict[str, Any]) -> _Translation:
+    return _adagc(c, "tensor")
+
+
+@_peer("adagc", "GlobalAdaGC", **_ADAGC)
+def _adagc_global(c: dict[str, Any]) -> _Translation:
+    return _adagc(c, "global")
+
+
+def _adagc(c: dict[str, Any], scope: str) -> _Translation:
+    return _to(
+        "ema-clip",
+        ratio=c["clip_ratio"],
+        decay=c["beta"],
+        action="max",
+        feedback="clipped",
+        warmup=c["start_clip_steps"],
+        warmup_norm=c["max_norm"],
+        max_norm=None,
+        estimator="adagc",
+        eps=c["eps"],
+        scope=scope,
+    )
