@@ -27,7 +27,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import NUMBER, NUMPY, Arithmetic, Array, Backend, HostView
+from fedclip.arrays import NUMBER, NUMPY, Array, Backend, HostView
 from fedclip.measures import Order, degree, measure
 from fedclip.norms import UNCERTAINTY, Numbers, exact_norm, l2_norms
 from fedclip.rules import Rule, State
@@ -136,7 +136,7 @@ class NormClipping:
 
     def init(self, groups: Groups) -> State:
         """Return the state before the first step."""
-        return self.rule.init(len(groups), _arithmetic(groups))
+        return self.rule.init(len(groups), NUMPY)
 
     def measure(
         self,
@@ -182,16 +182,25 @@ class NormClipping:
         views: Sequence[HostView | None],
     ) -> tuple[Numbers, Numbers, bool | Bools, State]:
         """Return norms, limits, which groups are over theirs, and the state after."""
-        xp = _arithmetic(groups)
-        limits, after = self.rule(norms, state, xp)
+        limits, after = self._ask(norms, state)
         if self.ord == 2 and not self.rescale:
             close = abs(norms - limits) <= _CLOSE * limits
             if close is not False and np.any(close):
                 refined = self._measure_again(np.atleast_1d(close), views, groups, norms)
                 if refined is not None:
                     norms = refined
-                    limits, after = self.rule(norms, state, xp)
+                    limits, after = self._ask(norms, state)
         return norms, limits, norms + self.eps > limits, after
+
+    def _ask(self, norms: Numbers, state: State) -> tuple[Array, State]:
+        """Return the rule's limits, and the state after."""
+        if isinstance(norms, np.ndarray):
+            return self.rule(norms, state, NUMPY)
+        if not state or not isinstance(state[0], np.ndarray):
+            return self.rule(norms, state, NUMBER)
+        # The state of the only group is of several numbers: a column of an array.
+        limits, after = self.rule(np.array([norms]), state, NUMPY)
+        return float(limits[0]), after
 
     @staticmethod
     def _measure_again(
@@ -232,7 +241,3 @@ class NormClipping:
             factor = (0.0,) if self.skip else split(target, norm + self.eps, power)
             factors.update(dict.fromkeys(members, factor))
         return scaled(arrays, factors, backend)
-
-
-def _arithmetic(groups: Groups) -> Arithmetic:
-    return NUMBER if len(groups) == 1 else NUMPY

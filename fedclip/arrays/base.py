@@ -28,7 +28,7 @@ HostView: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
 class Arithmetic:
-    """The operations that rules are written against; all work elementwise."""
+    """The operations that rules are written against, elementwise where not said otherwise."""
 
     asarray: Callable[..., Array]
     """``asarray(values, like=None)``: in the best float the framework has, on like's device."""
@@ -42,6 +42,14 @@ class Arithmetic:
     """``minimum(x, y)``; `y` may be a number."""
     maximum: Callable[..., Array]
     """``maximum(x, y)``; `y` may be a number."""
+    sum: Callable[..., Array]
+    """``sum(x)`` of all groups, of shape ()."""
+    max: Callable[..., Array]
+    """``max(x)`` of all groups, of shape ()."""
+    sort: Callable[..., Array]
+    """``sort(table)``: each column of (rows, groups) in ascending order."""
+    pick: Callable[..., Array]
+    """``pick(table, row)``: from each column of (rows, groups) the row that its group names."""
 
 
 class Backend(Arithmetic, ABC):

@@ -102,6 +102,14 @@ class JaxBackend(Backend):
     exp = staticmethod(jnp.exp)
     minimum = staticmethod(jnp.minimum)
     maximum = staticmethod(jnp.maximum)
+    sum = staticmethod(jnp.sum)
+    max = staticmethod(jnp.max)
+
+    def sort(self, table: Array) -> Array:
+        return jnp.sort(table, axis=0)
+
+    def pick(self, table: Array, row: Array) -> Array:
+        return table[row.astype(int), jnp.arange(table.shape[1])]
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         pairs = [self._scaled_square_sum(a) for a in arrays]

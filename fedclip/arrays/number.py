@@ -39,3 +39,9 @@ class NumberArithmetic(Arithmetic):
 
     def maximum(self, x: float, y: float) -> float:
         return x if x >= y else y
+
+    def sum(self, x: float) -> float:
+        return x
+
+    def max(self, x: float) -> float:
+        return x

@@ -69,6 +69,14 @@ class NumpyBackend(Backend):
     exp = staticmethod(np.exp)
     minimum = staticmethod(np.minimum)
     maximum = staticmethod(np.maximum)
+    sum = staticmethod(np.sum)
+    max = staticmethod(np.max)
+
+    def sort(self, table: Array) -> Array:
+        return np.sort(table, axis=0)
+
+    def pick(self, table: Array, row: Array) -> Array:
+        return table[row.astype(np.intp), np.arange(table.shape[1])]
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         per = [np.linalg.norm(np.asarray(a, np.float64).ravel()) for a in arrays]

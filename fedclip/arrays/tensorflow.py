@@ -107,6 +107,18 @@ class TensorflowBackend(Backend):
     def maximum(self, x: Array, y: Any) -> Array:
         return tf.maximum(x, tf.cast(y, x.dtype))
 
+    def sum(self, x: Array) -> Array:
+        return tf.reduce_sum(x)
+
+    def max(self, x: Array) -> Array:
+        return tf.reduce_max(x)
+
+    def sort(self, table: Array) -> Array:
+        return tf.sort(table, axis=0)
+
+    def pick(self, table: Array, row: Array) -> Array:
+        return tf.gather(tf.transpose(table), tf.cast(row, tf.int32), batch_dims=1)
+
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         per = tf.stack([self._norm(self._values(t)) for t in arrays])
         if all(len(m) == 1 for m in members):

@@ -11,7 +11,7 @@ import torch
 
 from fedclip.arrays.base import Array, Backend, HostView
 
-__all__ = ["TorchBackend"]
+__all__ = ["TorchBackend", "TorchInPlace"]
 
 
 class TorchBackend(Backend):
@@ -125,6 +125,18 @@ class TorchBackend(Backend):
     def maximum(self, x: Array, y: Any) -> Array:
         return torch.clamp(x, min=y)
 
+    def sum(self, x: Array) -> Array:
+        return torch.sum(x)
+
+    def max(self, x: Array) -> Array:
+        return torch.amax(x)
+
+    def sort(self, table: Array) -> Array:
+        return torch.sort(table, dim=0).values
+
+    def pick(self, table: Array, row: Array) -> Array:
+        return torch.gather(table, 0, row.long()[None])[0]
+
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         values = [self._values(t) for t in arrays]
         wide = torch.float32 if values[0].device.type == "mps" else torch.float64
@@ -161,3 +173,45 @@ class TorchBackend(Backend):
 
     def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
         return [torch.where(condition.to(t.device), t, torch.zeros_like(t)) for t in arrays]
+
+
+class TorchInPlace(TorchBackend):
+    """Tensors that are changed in place, as the gradients of a training loop are."""
+
+    def scale(self, arrays: Sequence[Array], factor: float) -> list[Array]:
+        dense = [t for t in arrays if t.layout == torch.strided]
+        if dense:
+            torch._foreach_mul_(dense, factor)
+        for tensor in arrays:
+            if tensor.layout != torch.strided:
+                tensor.mul_(factor)
+        return list(arrays)
+
+    def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
+        return array.copy_(super().scale_slices(array, factors))
+
+    def clip(self, array: Array, low: float, high: float) -> Array:
+        if array.layout == torch.sparse_coo:
+            return array.copy_(super().clip(array, low, high))
+        return array.clamp_(low, high)
+
+    def zeros_like(self, array: Array) -> Array:
+        return array.zero_()
+
+    def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in arrays:
+            if tensor.layout == torch.strided:
+                by_device.setdefault(tensor.device, []).append(tensor)
+            else:
+                tensor.mul_(self._factor(factor, tensor))
+        for tensors in by_device.values():
+            # One launch for many tensors.
+            torch._foreach_mul_(tensors, self._factor(factor, tensors[0]))
+        return list(arrays)
+
+    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
+        for tensor in arrays:
+            values = tensor if tensor.layout == torch.strided else tensor._values()
+            values.masked_fill_(~condition.to(tensor.device), 0.0)
+        return list(arrays)
