@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``fedclip list | check | quickrun | run | report | doctor | demo``.
+"""The command line: ``fedclip list | translate | check | quickrun | run | report | doctor | demo``.
 
 Exit codes: 0 all is well, 1 there is a problem (one sentence on standard error says which),
 2 the command was called wrongly. ``fedclip run`` returns the exit code of the script.
@@ -13,10 +13,12 @@ import importlib.metadata
 import inspect
 import json
 import platform
+import re
 import runpy
 import socket
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -28,6 +30,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import fedclip
+from fedclip import compat
 from fedclip.check import Check, check_config, is_ours, parameters
 from fedclip.report import Report, ReportError, read_report
 
@@ -130,12 +133,64 @@ def list_(as_json: JsonFlag = False) -> None:
 
 
 def toml(value: Any) -> str:
-    """Return a default value as one would write it in TOML; declearn reads nan as None."""
-    if value is None:
-        return "nan"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return json.dumps(value, default=str)
+    """Return a value as one would write it in TOML; declearn reads nan as None."""
+    match value:
+        case None:
+            return "nan"
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return f"[{', '.join(map(toml, value))}]"
+        case dict():
+            bare = re.compile(r"[A-Za-z0-9_-]+")
+            items = (
+                f"{key if bare.fullmatch(key) else json.dumps(key)} = {toml(v)}"
+                for key, v in value.items()
+            )
+            return f"{{{', '.join(items)}}}"
+        case _:
+            return json.dumps(str(value), ensure_ascii=False)
+
+
+# -------------------------------------------------------------------------------- translate
+
+
+@app.command()
+def translate(
+    peer: Annotated[str, typer.Argument(metavar="PACKAGE", help="As in torchzero, optax, …")],
+    cls: Annotated[str, typer.Argument(metavar="CLASS", help="Its class or function.")],
+    config: Annotated[
+        list[str] | None, typer.Argument(metavar="[PARAMETER=VALUE]...", help="As given there.")
+    ] = None,
+) -> None:
+    """Translate another package's clipper into the line of TOML that does the same here."""
+    given: dict[str, Any] = {}
+    for item in config or []:
+        key, equals, value = item.partition("=")
+        if not equals:
+            fail(f"{item!r} must be PARAMETER=VALUE", code=2)
+        given[key.strip()] = from_words(value.strip())
+    try:
+        kind, name, parameters_ = compat.translate(peer, cls, given)
+    except (TypeError, ValueError) as exc:
+        fail(str(exc))
+    field = "modules" if kind == "module" else "regularizers"
+    spec = f"[{toml(name)}, {toml(parameters_)}]" if parameters_ else toml(name)
+    out.print(f"{field} = [{spec}]", markup=False)
+    for note in compat.notes(peer, cls, given):
+        err.print(f"note: {note}", markup=False)
+
+
+def from_words(value: str) -> Any:
+    """Read a value as Python or TOML would: None, a number, a list; anything else is a word."""
+    if value in ("None", "True", "False"):
+        return {"None": None, "True": True, "False": False}[value]
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return value
 
 
 # ------------------------------------------------------------------------------------ check

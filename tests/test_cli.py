@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,6 +107,37 @@ def test_doctor_refuses_an_old_declearn(monkeypatch: pytest.MonkeyPatch) -> None
     result = call("doctor")
     assert result.exit_code == 1
     assert "declearn>=2.9.1" in one_sentence(result)
+
+
+# ------------------------------------------------------------------------------- translate
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("optax clip_by_global_norm max_norm=0.5", 'modules = [["norm-clip", {max_norm = 0.5}]]'),
+        ("torch clip_grad_norm_ max_norm=1 norm_type=inf", 'ord = "inf"'),
+    ],
+)
+def test_translate_prints_toml(words: str, line: str) -> None:
+    result = call("translate", *words.split())
+    assert result.exit_code == 0, result.stderr
+    assert line in result.stdout
+    assert tomllib.loads(result.stdout)
+
+
+def test_translate_of_nothing_known() -> None:
+    result = call("translate", "optax", "clip_by_globl_norm")
+    assert result.exit_code == 1
+    assert "did you mean 'clip_by_global_norm'?" in one_sentence(result)
+    result = call("translate", "optax", "clip_by_global_norm", "0.5")
+    assert result.exit_code == 2
+    assert "'0.5' must be PARAMETER=VALUE" in one_sentence(result)
+
+
+def test_toml_is_what_toml_reads_back() -> None:
+    value = {"a": [1, 2.5, True], "head.*": {"b": 'quote " and \\'}, "c": float("inf")}
+    assert tomllib.loads(f"v = {fedclip.cli.toml(value)}")["v"] == value
 
 
 # ----------------------------------------------------------------------------------- check

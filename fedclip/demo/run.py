@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -161,7 +162,11 @@ def run_demo(
             results.append(_read_result(folder, way))
     console.print()
     console.print(_table(results, rounds))
-    console.print(f"{_plot(folder)}; more: fedclip report {_shown(folder)}", soft_wrap=True)
+    console.print(_in_words(folder), soft_wrap=True)
+    console.print(_plot(folder), soft_wrap=True)
+    # `make demo` does not put the environment's scripts on the path.
+    command = "fedclip" if shutil.which("fedclip") else f"{_shown(Path(sys.executable))} -m fedclip"
+    console.print(f"Round by round: {command} report {_shown(folder)}", soft_wrap=True)
     return results
 
 
@@ -190,10 +195,10 @@ def _write_config(folder: Path, way: Way, rounds: int, port: int) -> Path:
         title=way.title,
         file=f"{folder.name}/{way.name}/config.toml",
         port=port,
-        # A TOML literal string takes any path but one with a quote in it.
-        data=f"'{folder / 'data'}'",
-        model=f"'{folder / 'model.py'}'",
-        checkpoint=f"'{folder / way.name}'",
+        # JSON escapes what TOML wants escaped, and as TOML reads it.
+        data=json.dumps(str(folder / "data")),
+        model=json.dumps(str(folder / "model.py")),
+        checkpoint=json.dumps(str(folder / way.name)),
         modules=way.modules,
         rounds=rounds,
         clients=len(SITES),
@@ -370,12 +375,24 @@ def _table(results: list[Result], rounds: int) -> Table:
     return table
 
 
+def _in_words(folder: Path) -> str:
+    """Say what the wrong records do to the gradients, in numbers of this run."""
+    site = SITES[-1]
+    records = [row.record for row in read_report(folder / WAYS[0].name).select(node=site)]
+    largest = max(record.norm_max or 0.0 for record in records)
+    medians = sorted(record.norm_median or 0.0 for record in records)
+    return (
+        f"Without clipping, the largest gradient of {site} has a norm of {largest:.3g}; the median "
+        f"of a round is about {medians[len(medians) // 2]:.2g}."
+    )
+
+
 def _plot(folder: Path) -> str:
     """Draw norms and limits, one line of panels a way, one column a site."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        return "no plot without matplotlib: pip install 'fedclip[plot]'"
+        return "No plot without matplotlib: pip install 'fedclip[plot]'"
     figure = Figure(figsize=(12, 9), layout="constrained")
     axes = figure.subplots(len(WAYS), len(SITES), sharex=True, sharey="row")
     for line, way in zip(axes, WAYS, strict=True):
@@ -390,7 +407,7 @@ def _plot(folder: Path) -> str:
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     file = folder / "norms.png"
     figure.savefig(file, dpi=120)
-    return f"norms and limits of every site: {_shown(file)}"
+    return f"Norms and limits of every site: {_shown(file)}"
 
 
 def _shown(path: Path) -> str:
