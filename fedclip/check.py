@@ -113,6 +113,14 @@ def check_config(path: str | Path) -> Check:
     check.config = config
     if "client_opt" in config and "optim" not in config:
         _check_optim(check, config, prefix="")
+    elif not {"optim", "run"} & set(config):
+        hint = nearest("client_opt", config)
+        check.add(
+            "problem",
+            "the file",
+            "holds neither [optim], as a quickrun file does, nor client_opt, as a file for "
+            f"FLOptimConfig does{hint}",
+        )
     else:
         _check_quickrun(check, config)
     return check
@@ -355,7 +363,7 @@ def _check_counterparts(check: Check, plugins: Mapping[str, Iterable[Any]], pref
     declearn's server does not survive a variable without a receiver: it hangs.
     """
     names = {
-        side: {aux for p in plugins.get(side, ()) if (aux := getattr(p, "aux_name", None))}
+        side: {plugin.aux_name for plugin in plugins.get(side, ()) if _exchanges(plugin)}
         for side in ("client_opt", "server_opt")
     }
     for side, other in (("client_opt", "server_opt"), ("server_opt", "client_opt")):
@@ -373,6 +381,16 @@ def _check_counterparts(check: Check, plugins: Mapping[str, Iterable[Any]], pref
                 f"{mine.name} exchanges {aux!r} with a counterpart{what}, and {other} has none: "
                 "the run would hang",
             )
+
+
+def _exchanges(plugin: Any) -> bool:
+    """Whether a module sends variables to the other side; having a name for them is not enough."""
+    if not getattr(plugin, "aux_name", None):
+        return False
+    try:
+        return plugin.collect_aux_var() is not None
+    except Exception:  # scaffold-client, for one, can not say before its first step
+        return True
 
 
 def _declearn(check: Check, where: str, parser: Any, values: Mapping[str, Any]) -> None:

@@ -192,6 +192,7 @@ def test_check_of_a_bad_module(write: Write, modules: str, message: str) -> None
         ("client_opt = 1", "1 is an int, declearn wants a float: write 1.0"),
         ("client_opt = true", "must be a learning rate or a section, got True"),
         ("client_opt = 'nowhere.toml'", "there is no file 'nowhere.toml'"),
+        ("rounds = 1", "holds neither [optim], as a quickrun file does, nor client_opt"),
         ("data = 1\noptim = 1", "[optim] must be a section, got 1"),
     ],
 )
@@ -390,3 +391,32 @@ def test_report_says_how_to_get_matplotlib(
     result = call("report", checkpoints, "--plot", "r.png")
     assert result.exit_code == 1
     assert "pip install 'fedclip[plot]'" in one_sentence(result)
+
+
+# --------------------------------------------------------------------------- without extras
+
+
+def test_it_works_without_torch_tensorflow_and_jax() -> None:
+    code = """
+    import sys
+    for name in ("torch", "tensorflow", "keras", "jax", "haiku", "opacus", "matplotlib"):
+        sys.modules[name] = None
+    import numpy as np
+    from declearn.model.sklearn import NumpyVector
+    from declearn.optimizer import Optimizer
+    from fedclip.cli import app
+    (clipper,) = Optimizer(0.1, modules=["norm-clip"]).modules
+    print(clipper.run(NumpyVector({"w": np.array([3.0, 4.0])})).coefs["w"].round(3))
+    app(["list"])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[0.6 0.8]\n")
+    assert "zscore-clip" in done.stdout
