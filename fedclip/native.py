@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 from fedclip.arrays import Array, Backend
 from fedclip.clipping import MARGIN, NormClipping
+from fedclip.elements import ValueClipping
 from fedclip.scopes import Groups
 
-__all__ = ["NativeStep", "norm_step"]
+__all__ = ["NativeStep", "native_step"]
 
 
 class NativeStep(NamedTuple):
@@ -35,6 +36,31 @@ class NativeStep(NamedTuple):
     limits: Array
     clipped: Array
     finite: Array
+
+
+def native_step(
+    transform: Any,
+    arrays: Sequence[Array],
+    groups: Groups,
+    backend: Backend,
+    state: Any,
+    on_nonfinite: str,
+) -> NativeStep:
+    """Clip one gradient in the framework's own operations, by norms or by values.
+
+    Raises
+    ------
+    NotImplementedError
+        If the transform works on the host only.
+    """
+    if isinstance(transform, NormClipping):
+        return norm_step(transform, arrays, groups, backend, state, on_nonfinite)
+    if isinstance(transform, ValueClipping):
+        return value_step(transform, arrays, groups, backend, state, on_nonfinite)
+    raise NotImplementedError(
+        f"{type(transform).__name__} works on the host only; on a device and in compiled code use "
+        "a clipper by L2 norms, without dims, or by values"
+    )
 
 
 def norm_step(
@@ -100,3 +126,28 @@ def norm_step(
             for i, output in zip(chosen, scaled, strict=True):
                 outputs[i] = output
     return NativeStep(outputs, after, norms, limits, over & finite, finite)
+
+
+def value_step(
+    clipping: ValueClipping,
+    arrays: Sequence[Array],
+    groups: Groups,
+    backend: Backend,
+    state: Any,
+    on_nonfinite: str,
+) -> NativeStep:
+    """Clip one gradient element by element, in the framework's own operations."""
+    lows, highs = backend.group_extremes(arrays, groups.members)
+    least = backend.asarray(clipping.lows, like=arrays[0])
+    most = backend.asarray(clipping.highs, like=arrays[0])
+    finite = backend.all(backend.isfinite(lows) & backend.isfinite(highs))
+    clipped = ((lows < least) | (highs > most)) & finite
+    outputs = list(arrays)
+    for group, members in enumerate(groups.members):
+        for i in members:
+            output = backend.clip(arrays[i], clipping.lows[group], clipping.highs[group])
+            if on_nonfinite == "skip":
+                (output,) = backend.keep_if(finite, [output])
+            outputs[i] = output
+    norms = backend.maximum(-lows, highs)
+    return NativeStep(outputs, state, norms, backend.maximum(-least, most), clipped, finite)

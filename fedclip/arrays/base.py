@@ -98,6 +98,17 @@ class Backend(Arithmetic, ABC):
     def to_host(self, array: Array) -> HostView:
         """Return the (merged) values as NumPy, copied from a device if need be."""
 
+    @abstractmethod
+    def dense(self, array: Array) -> Array:
+        """Return the array itself, or the dense one that a sparse one stands for."""
+
+    @abstractmethod
+    def from_host(self, values: HostView, like: Array) -> Array:
+        """Return values as an array of the dtype and device of `like`, which is dense.
+
+        The values are of its dtype already, bfloat16 as bits; they may be shared, not copied.
+        """
+
     # -- gradients that stay on their device, or are only traced (fedclip.native) ---------------
     @abstractmethod
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
@@ -114,3 +125,9 @@ class Backend(Arithmetic, ABC):
     @abstractmethod
     def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
         """Return the arrays, or zeros if the condition, of shape (), does not hold."""
+
+    @abstractmethod
+    def group_extremes(
+        self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
+    ) -> tuple[Array, Array]:
+        """Return the smallest and the largest element of each group; 0 counts as an element."""

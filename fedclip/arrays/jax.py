@@ -93,6 +93,12 @@ class JaxBackend(Backend):
     def to_host(self, array: Array) -> HostView:
         return np.asarray(array)
 
+    def dense(self, array: Array) -> Array:
+        return array
+
+    def from_host(self, values: HostView, like: Array) -> Array:
+        return jax.device_put(values.view(like.dtype), like.sharding)
+
     def asarray(self, values: Any, like: Array | None = None) -> Array:
         return jnp.asarray(values, dtype=float)
 
@@ -130,3 +136,13 @@ class JaxBackend(Backend):
 
     def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
         return [jnp.where(condition, a, jnp.zeros_like(a)) for a in arrays]
+
+    def group_extremes(
+        self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
+    ) -> tuple[Array, Array]:
+        lows = [jnp.min(a, initial=0.0).astype(float) for a in arrays]
+        highs = [jnp.max(a, initial=0.0).astype(float) for a in arrays]
+        return (
+            jnp.stack([jnp.min(jnp.stack([lows[i] for i in m])) for m in members]),
+            jnp.stack([jnp.max(jnp.stack([highs[i] for i in m])) for m in members]),
+        )

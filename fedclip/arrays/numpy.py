@@ -60,6 +60,12 @@ class NumpyBackend(Backend):
     def to_host(self, array: Array) -> HostView:
         return np.asarray(array)
 
+    def dense(self, array: Array) -> Array:
+        return array
+
+    def from_host(self, values: HostView, like: Array) -> Array:
+        return values.view(like.dtype)
+
     def asarray(self, values: Any, like: Array | None = None) -> Array:
         return np.asarray(values, dtype=np.float64)
 
@@ -90,3 +96,13 @@ class NumpyBackend(Backend):
 
     def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays) if condition else [self.zeros_like(a) for a in arrays]
+
+    def group_extremes(
+        self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
+    ) -> tuple[Array, Array]:
+        lows = [np.min(np.asarray(a, np.float64), initial=0.0) for a in arrays]
+        highs = [np.max(np.asarray(a, np.float64), initial=0.0) for a in arrays]
+        return (
+            np.array([np.min([lows[i] for i in m]) for m in members]),
+            np.array([np.max([highs[i] for i in m]) for m in members]),
+        )

@@ -84,6 +84,15 @@ class TensorflowBackend(Backend):
     def to_host(self, array: Array) -> HostView:
         return np.asarray(self._values(array))
 
+    def dense(self, array: Array) -> Array:
+        if not isinstance(array, tf.IndexedSlices):
+            return array
+        return tf.math.unsorted_segment_sum(array.values, array.indices, array.dense_shape[0])
+
+    def from_host(self, values: HostView, like: Array) -> Array:
+        with tf.device(like.device):
+            return tf.convert_to_tensor(values.view(like.dtype.as_numpy_dtype))
+
     def asarray(self, values: Any, like: Array | None = None) -> Array:
         return tf.convert_to_tensor(values, dtype=tf.float64)
 
@@ -152,3 +161,14 @@ class TensorflowBackend(Backend):
             values = self._keep(condition, tensor.values)
             return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
         return tf.where(condition, tensor, tf.zeros_like(tensor))
+
+    def group_extremes(
+        self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
+    ) -> tuple[Array, Array]:
+        zero = tf.zeros(1, tf.float64)
+        flat = [tf.reshape(tf.cast(self._values(t), tf.float64), [-1]) for t in arrays]
+        joined = [tf.concat([zero, *(flat[i] for i in m)], axis=0) for m in members]
+        return (
+            tf.stack([tf.reduce_min(values) for values in joined]),
+            tf.stack([tf.reduce_max(values) for values in joined]),
+        )

@@ -65,7 +65,7 @@ class TorchBackend(Backend):
             merged = array.coalesce()
             values = torch.clamp(merged.values(), low, high)
             return torch.sparse_coo_tensor(
-                merged.indices(), values, merged.shape, is_coalesced=True
+                merged.indices(), values, merged.shape, is_coalesced=True, check_invariants=False
             )
         return torch.clamp(array, low, high)
 
@@ -101,6 +101,15 @@ class TorchBackend(Backend):
             tensor = tensor.float()
         view: HostView = tensor.numpy()
         return view
+
+    def dense(self, array: Array) -> Array:
+        return array if array.layout == torch.strided else array.detach().to_dense()
+
+    def from_host(self, values: HostView, like: Array) -> Array:
+        tensor = torch.from_numpy(values)
+        if like.dtype == torch.bfloat16:
+            tensor = tensor.view(torch.bfloat16)
+        return tensor.to(like.device)
 
     def asarray(self, values: Any, like: Array | None = None) -> Array:
         device = like.device if like is not None else None
@@ -173,6 +182,22 @@ class TorchBackend(Backend):
 
     def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
         return [torch.where(condition.to(t.device), t, torch.zeros_like(t)) for t in arrays]
+
+    def group_extremes(
+        self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
+    ) -> tuple[Array, Array]:
+        pairs = []
+        for tensor in map(self._values, arrays):
+            zero = tensor.new_zeros(1)
+            low, high = torch.aminmax(torch.cat((tensor.reshape(-1), zero)))
+            first = arrays[0].device
+            pairs.append((self.asarray(low, like=arrays[0]), high.to(first).to(low.dtype)))
+        lows = torch.stack([p[0] for p in pairs])
+        highs = torch.stack([self.asarray(p[1], like=arrays[0]) for p in pairs])
+        return (
+            torch.stack([lows[list(m)].amin() for m in members]),
+            torch.stack([highs[list(m)].amax() for m in members]),
+        )
 
 
 class TorchInPlace(TorchBackend):

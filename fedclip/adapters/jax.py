@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers in JAX loops, as optax transformations."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+try:
+    import jax
+    import jax.numpy as jnp
+    import optax
+except ImportError as error:
+    raise ImportError(
+        "fedclip.adapters.jax needs JAX and optax: pip install 'fedclip[jax]'"
+    ) from error
+
+from fedclip import states
+from fedclip.arrays import Array, backend_named
+from fedclip.modules import Clipper
+from fedclip.native import native_step
+from fedclip.scopes import Groups, resolve
+
+__all__ = ["ClipState", "as_optax", "load_state"]
+
+
+class ClipState(NamedTuple):
+    """State of a clipper in a chain: a pytree of small arrays.
+
+    ``optax.tree.get(state, "norm")`` finds the fields inside a chain's state.
+    """
+
+    statistics: Any
+    """What the rule knows of past norms: arrays over groups."""
+    norm: Array
+    """Norm of each group at the last step, before clipping."""
+    limit: Array
+    """Limit of each group at the last step."""
+    steps: Array
+    """Number of steps."""
+    clipped: Array
+    """Number of steps at which some group was clipped."""
+    nonfinite: Array
+    """Number of steps that held NaN or infinity."""
+
+
+def as_optax(clipper: Clipper) -> optax.GradientTransformationExtraArgs:
+    """Return the clipper as a gradient transformation.
+
+    It works eagerly, under ``jit`` (compiled once), ``scan`` and ``vmap``; its state is a pytree
+    that any checkpoint library saves. The clipper is read and never changed: statistics that it
+    has are where the transformation starts, if they are of the same tensors.
+
+    Parameters
+    ----------
+    clipper
+        A clipper by L2 norms, with ``on_nonfinite`` "skip" or "propagate".
+
+    Raises
+    ------
+    NotImplementedError
+        If the clipper works on the host only: another order than 2, slices, or
+        ``on_nonfinite="raise"``.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp, optax
+    >>> from fedclip import NormClip
+    >>> chain = optax.chain(as_optax(NormClip(1.0)), optax.sgd(0.1))
+    >>> params = {"w": jnp.zeros(2)}
+    >>> state = chain.init(params)
+    >>> updates, state = chain.update({"w": jnp.array([3.0, 4.0])}, state, params)
+    >>> round(float(optax.tree.get(state, "norm")[0]), 6)
+    5.0
+    """
+    backend = backend_named("jax")
+    if clipper.on_nonfinite == "raise":
+        raise NotImplementedError(
+            "on_nonfinite='raise' would have to wait for the device: use 'skip' or 'propagate'"
+        )
+
+    def init(params: optax.Params) -> ClipState:
+        groups = _groups(clipper, params)
+        transform = clipper.transform(groups)
+        known = clipper.get_state()["groups"]
+        fits = set(groups.labels) <= set(known)
+        start = states.load(transform.init(groups), known if fits else {}, groups.labels)
+        statistics = jax.tree.map(lambda c: jnp.atleast_1d(backend.asarray(c)), start)
+        numbers = jnp.zeros(len(groups), float)
+        zero = jnp.zeros((), jnp.int32)
+        return ClipState(statistics, numbers, numbers, zero, zero, zero)
+
+    def update(
+        updates: optax.Updates,
+        state: ClipState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, ClipState]:
+        leaves, tree = jax.tree.flatten(updates)
+        groups = _groups(clipper, updates)
+        names = _names(updates)
+        chosen = [i for i, name in enumerate(names) if name not in groups.excluded]
+        if not chosen:
+            return updates, state
+        step = native_step(
+            clipper.transform(groups),
+            [leaves[i] for i in chosen],
+            groups,
+            backend,
+            state.statistics,
+            clipper.on_nonfinite,
+        )
+        for i, output in zip(chosen, step.outputs, strict=True):
+            leaves[i] = output
+        after = ClipState(
+            step.state,
+            step.norms,
+            step.limits,
+            state.steps + 1,
+            state.clipped + jnp.any(step.clipped).astype(jnp.int32),
+            state.nonfinite + (~step.finite).astype(jnp.int32),
+        )
+        return jax.tree.unflatten(tree, leaves), after
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def load_state(clipper: Clipper, state: ClipState, params: optax.Params) -> None:
+    """Put the statistics of a transformation's state into a clipper.
+
+    So that what was learnt in a notebook goes on in a federated client.
+    """
+    groups = _groups(clipper, params)
+    clipper.set_state(
+        {**clipper.get_state(), "groups": states.dump(state.statistics, groups.labels)}
+    )
+
+
+def _names(tree: Any) -> tuple[str, ...]:
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
+
+
+def _groups(clipper: Clipper, tree: Any) -> Groups:
+    return resolve(clipper.scope, clipper.exclude, _names(tree))
+

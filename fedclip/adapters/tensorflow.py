@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers in TensorFlow loops, eager or in a ``tf.function``, and in Keras 3's ``fit``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+try:
+    import keras
+    import tensorflow as tf
+except ImportError as error:
+    raise ImportError(
+        "fedclip.adapters.tensorflow needs TensorFlow: pip install 'fedclip[tensorflow]'"
+    ) from error
+
+import numpy as np
+from declearn.optimizer.modules import OptiModule
+
+from fedclip import states
+from fedclip.arrays import Array, backend_named
+from fedclip.modules import Clipper
+from fedclip.native import native_step
+from fedclip.scopes import Groups, resolve
+
+__all__ = ["ClippedOptimizer", "CompiledClipper", "clip"]
+
+_compiled: weakref.WeakKeyDictionary[Clipper, CompiledClipper] = weakref.WeakKeyDictionary()
+
+
+def clip(grads_and_vars: Iterable[tuple[Array, Any]], clipper: Clipper) -> list[tuple[Array, Any]]:
+    """Return (gradient, variable) pairs with the gradients clipped.
+
+    Eagerly it is the clipper itself that acts, and learns. In a ``tf.function`` the statistics
+    live in variables, which start from the clipper's: `CompiledClipper.of` finds them, to be
+    saved in a checkpoint or read back into the clipper.
+
+    Parameters
+    ----------
+    grads_and_vars
+        Pairs, such as ``zip(tape.gradient(loss, variables), variables)``. Gradients may be None
+        or IndexedSlices.
+    clipper
+        A clipper of fedclip; in a ``tf.function`` one by L2 norms or values, whose
+        ``on_nonfinite`` is "skip" or "propagate".
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> from fedclip import NormClip
+    >>> pairs = [(tf.constant([3.0, 4.0]), tf.Variable([0.0, 0.0]))]
+    >>> [(gradient, _)] = clip(pairs, NormClip(1.0))
+    >>> bool(tf.norm(gradient) <= 1.0)
+    True
+    """
+    pairs = list(grads_and_vars)
+    if tf.inside_function():
+        return CompiledClipper.of(clipper)(pairs)
+    names = _names([v for _, v in pairs])
+    present = {n: g for n, (g, _) in zip(names, pairs, strict=True) if g is not None}
+    if not present:
+        return pairs
+    clipped = clipper.clip(present)
+    return [(clipped.get(n), v) for n, (_, v) in zip(names, pairs, strict=True)]
+
+
+def _names(variables: Sequence[Any]) -> list[str]:
+    """Return a name for each variable, all different: Keras' path, or TensorFlow's name."""
+    names: list[str] = []
+    for variable in variables:
+        name = getattr(variable, "path", None) or variable.name.removesuffix(":0")
+        count = sum(n == name or n.startswith(f"{name}#") for n in names)
+        names.append(f"{name}#{count}" if count else name)
+    return names
+
+
+class CompiledClipper(tf.Module):  # type: ignore[misc]
+    """A clipper whose statistics are TensorFlow variables, for use in a ``tf.function``.
+
+    Being a `tf.Module` it is saved and restored by ``tf.train.Checkpoint``.
+
+    Attributes
+    ----------
+    steps, clipped, nonfinite
+        Counters of steps, of those clipped, of those with NaN or infinity.
+    norm, limit
+        Norms before clipping and limits of the last step, one for each group.
+    """
+
+    def __init__(self, clipper: Clipper) -> None:
+        super().__init__(name=clipper.name.replace("-", "_"))
+        self.clipper = clipper
+        self._backend = backend_named("tensorflow")
+        self._labels: tuple[str, ...] = ()
+        self.steps = self.clipped = self.nonfinite = self.norm = self.limit = None
+        self._statistics: list[Any] = []
+
+    @classmethod
+    def of(cls, clipper: Clipper) -> CompiledClipper:
+        """Return the one that belongs to the clipper, made at the first call."""
+        if clipper not in _compiled:
+            if clipper.on_nonfinite == "raise":
+                raise NotImplementedError(
+                    "on_nonfinite='raise' can not be done in compiled code: use 'skip' or "
+                    "'propagate'"
+                )
+            _compiled[clipper] = cls(clipper)
+        return _compiled[clipper]
+
+    def __call__(self, grads_and_vars: Iterable[tuple[Array, Any]]) -> list[tuple[Array, Any]]:
+        """Clip (gradient, variable) pairs; learn, in the variables."""
+        pairs = list(grads_and_vars)
+        names = _names([v for _, v in pairs])
+        present = [i for i, (g, _) in enumerate(pairs) if g is not None]
+        groups = resolve(self.clipper.scope, self.clipper.exclude, [names[i] for i in present])
+        chosen = [i for i in present if names[i] not in groups.excluded]
+        if not chosen:
+            return pairs
+        self.build(groups)
+        fresh = self.clipper.transform(groups).init(groups)
+        step = native_step(
+            self.clipper.transform(groups),
+            [pairs[i][0] for i in chosen],
+            groups,
+            self._backend,
+            type(fresh)(*(tf.convert_to_tensor(v) for v in self._statistics)),
+            self.clipper.on_nonfinite,
+        )
+        for variable, value in zip(self._statistics, step.state, strict=True):
+            variable.assign(value)
+        self.norm.assign(step.norms)
+        self.limit.assign(step.limits)
+        self.steps.assign_add(1)
+        self.clipped.assign_add(tf.cast(tf.reduce_any(step.clipped), tf.int64))
+        self.nonfinite.assign_add(tf.cast(~step.finite, tf.int64))
+        for i, output in zip(chosen, step.outputs, strict=True):
+            pairs[i] = (output, pairs[i][1])
+        return pairs
+
+    def build(self, groups: Groups) -> None:
+        """Make the variables, from the statistics that the clipper has."""
+        if self.steps is not None:
+            if groups.labels != self._labels:
+                raise ValueError(
+                    f"{self.clipper.name} was compiled for the groups {list(self._labels)}, and "
+                    f"the gradients have {list(groups.labels)}"
+                )
+            return
+        known = self.clipper.get_state()["groups"]
+        fits = set(groups.labels) <= set(known)
+        fresh = self.clipper.transform(groups).init(groups)
+        start = states.load(fresh, known if fits else {}, groups.labels)
+        self._labels = groups.labels
+        # Outside of the function that is being traced: variables are made once.
+        with tf.init_scope():
+            self._statistics = [
+                self._variable(np.atleast_1d(value), field)
+                for field, value in zip(start._fields, start, strict=True)
+            ]
+            self.norm = self._variable(np.zeros(len(groups)), "norm")
+            self.limit = self._variable(np.zeros(len(groups)), "limit")
+            counters = (tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(3))
+            self.steps, self.clipped, self.nonfinite = counters
+
+    @staticmethod
+    def _variable(values: Any, name: str) -> Any:
+        return tf.Variable(values, dtype=tf.float64, trainable=False, name=name)
+
+    def update_clipper(self) -> None:
+        """Put the statistics learnt in compiled code back into the clipper."""
+        state = self.clipper.get_state()
+        fields = [variable.numpy() for variable in self._statistics]
+        fresh = self.clipper.transform(_bare(self._labels)).init(_bare(self._labels))
+        state["groups"] = states.dump(type(fresh)(*fields), self._labels)
+        self.clipper.set_state(state)
+
+
+def _bare(labels: tuple[str, ...]) -> Groups:
+    return Groups(labels, labels, tuple((i,) for i in range(len(labels))))
+
+
+@keras.saving.register_keras_serializable(package="fedclip")
+class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """A Keras optimizer that clips before another one steps; for ``model.compile``.
+
+    It works compiled, and ``model.save`` keeps clipper and statistics.
+
+    Parameters
+    ----------
+    inner_optimizer
+        The optimizer that steps; its own clipnorm, global_clipnorm and clipvalue must not be set.
+    clipper
+        A clipper of fedclip by L2 norms or values, or its (name, config).
+
+    Examples
+    --------
+    >>> import keras
+    >>> from fedclip import ZScoreClip
+    >>> optimizer = ClippedOptimizer(keras.optimizers.SGD(0.1), ZScoreClip())
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        clipper: Clipper | Sequence[Any],
+        name: str = "clipped_optimizer",
+    ) -> None:
+        if keras.backend.backend() != "tensorflow":
+            raise RuntimeError(
+                f"ClippedOptimizer needs Keras on TensorFlow, and it runs on "
+                f"{keras.backend.backend()}: use that framework's adapter"
+            )
+        for option in ("clipnorm", "global_clipnorm", "clipvalue"):
+            if getattr(inner_optimizer, option, None) is not None:
+                raise ValueError(f"{option} of the inner optimizer would clip twice: leave it out")
+        super().__init__(learning_rate=0.0, name=name)
+        if not isinstance(clipper, Clipper):
+            module = OptiModule.from_specs(clipper[0], dict(clipper[1]))
+            if not isinstance(module, Clipper):
+                raise TypeError(f"{clipper[0]!r} is not a clipper of fedclip")
+            clipper = module
+        self.inner_optimizer = inner_optimizer
+        self.clipper = clipper
+        self.compiled_clipper = CompiledClipper(clipper)
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Make the variables of the inner optimizer and of the clipper."""
+        self.inner_optimizer.build(variables)
+        super().build(variables)
+        compiled = self.compiled_clipper
+        names = _names(variables)
+        compiled.build(resolve(self.clipper.scope, self.clipper.exclude, names))
+
+    @property
+    def variables(self) -> list[Any]:
+        """Those of the inner optimizer."""
+        return list(self._variables) + list(self.inner_optimizer.variables)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        """Clip, and let the inner optimizer step."""
+        if not self.built:
+            self.build(trainable_variables)
+        variables = trainable_variables or self._trainable_variables
+        pairs = self.compiled_clipper(list(zip(grads, variables, strict=True)))
+        self.inner_optimizer.apply([g for g, _ in pairs], trainable_variables)
+
+    @property
+    def learning_rate(self) -> Any:
+        """That of the inner optimizer."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def iterations(self) -> Any:
+        """That of the inner optimizer."""
+        return self.inner_optimizer.iterations
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save the statistics too."""
+        super().save_own_variables(store)
+        for key, variable in self._clip_variables().items():
+            store[key] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load the statistics too."""
+        rest = {key: store[key] for key in store.keys() if not key.startswith("fedclip_")}
+        super().load_own_variables(rest)
+        for key, variable in self._clip_variables().items():
+            variable.assign(store[key])
+
+    def _clip_variables(self) -> dict[str, Any]:
+        compiled = self.compiled_clipper
+        names = ("norm", "limit", "steps", "clipped", "nonfinite")
+        named = {f"fedclip_{name}": getattr(compiled, name) for name in names}
+        for i, variable in enumerate(compiled._statistics):
+            named[f"fedclip_statistics_{i}"] = variable
+        return named
+
+    def get_config(self) -> dict[str, Any]:
+        """Return inner optimizer and clipper, as Keras saves them."""
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "clipper": [self.clipper.name, self.clipper.get_config()],
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> ClippedOptimizer:
+        """Return the optimizer of a configuration."""
+        inner = keras.saving.deserialize_keras_object(
+            config["inner_optimizer"], custom_objects=custom_objects
+        )
+        return cls(inner, config["clipper"], name=config["name"])

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers in plain PyTorch loops, in Lightning and in Transformers.
+
+Clip once for each optimizer step: after ``backward()`` (after the last one, when gradients are
+accumulated), after ``scaler.unscale_(optimizer)`` under AMP, before ``optimizer.step()``.
+`attach` does it at the right moment by itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError(
+        "fedclip.adapters.torch needs PyTorch: pip install 'fedclip[torch]'"
+    ) from error
+
+from fedclip.arrays.torch import TorchInPlace
+from fedclip.errors import FedclipWarning
+from fedclip.modules import Clipper
+from fedclip.records import StepRecord
+
+__all__ = ["ClipHandle", "LightningClipping", "NamedParameters", "attach", "clip_"]
+
+NamedParameters: TypeAlias = "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
+"""What ``model.named_parameters()`` gives, or a dict."""
+
+_IN_PLACE = TorchInPlace()
+
+
+def clip_(named_parameters: NamedParameters, clipper: Clipper) -> StepRecord | None:
+    """Clip the gradients of named parameters, in place on ``.grad``.
+
+    Parameters
+    ----------
+    named_parameters
+        ``model.named_parameters()``, or a dict. Parameters without a gradient are left out; one
+        that has two names (tied weights) counts once, under its first.
+    clipper
+        Any clipper of fedclip; it keeps its statistics from call to call.
+
+    Returns
+    -------
+    StepRecord or None
+        What the step did: norms before clipping, limits, which groups were clipped. It is read
+        off the device when it is looked at, not before. None if there was no gradient.
+
+    Raises
+    ------
+    TypeError
+        If the parameters have no names, or a gradient is a DTensor or not of a floating type.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fedclip import NormClip
+    >>> layer = torch.nn.Linear(2, 1, bias=False)
+    >>> layer(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> clip_(layer.named_parameters(), NormClip(1.0)).norm_before
+    (5.0,)
+    >>> layer.weight.grad.norm() <= 1.0
+    tensor(True)
+    """
+    gradients = _gradients(named_parameters)
+    if not gradients:
+        return None
+    clipper.clip(gradients, backend=_IN_PLACE)
+    return clipper.last
+
+
+def _gradients(named_parameters: NamedParameters) -> dict[str, torch.Tensor]:
+    pairs = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
+    gradients: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(
+                "clip_ needs names, which statistics are kept by: give model.named_parameters(), "
+                f"not model.parameters(); got {type(pair).__name__}"
+            )
+        name, parameter = pair
+        gradient = parameter.grad
+        if gradient is not None and id(parameter) not in seen:
+            seen.add(id(parameter))
+            gradients[name] = gradient
+    return gradients
+
+
+class ClipHandle:
+    """A clipper that acts before every step of an optimizer; made by `attach`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clipper: Clipper,
+        named_parameters: NamedParameters,
+    ) -> None:
+        self.clipper = clipper
+        pairs = (
+            named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
+        )
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._parameters = {name: p for name, p in pairs if id(p) in held}
+        if not self._parameters:
+            raise ValueError("none of the named parameters is in the optimizer")
+        self._key = f"fedclip:{clipper.name}"
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_state_dict_post_hook(self._save),
+            optimizer.register_load_state_dict_pre_hook(self._load),
+        ]
+
+    def remove(self) -> None:
+        """Stop clipping, and leave the optimizer as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def last(self) -> StepRecord | None:
+        """What the last step did."""
+        return self.clipper.last
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # A GradScaler hands its scale to optimizers that unscale by themselves, in their step.
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "the gradients are still scaled by the GradScaler, and would be clipped at the "
+                "wrong size: call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+            )
+        clip_(self._parameters, self.clipper)
+
+    def _save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = self.clipper.get_state()
+        # Tensors, and not NumPy arrays: torch.load(weights_only=True) reads them.
+        state["arrays"] = {
+            name: {field: torch.from_numpy(value) for field, value in fields.items()}
+            for name, fields in state["arrays"].items()
+        }
+        return {**state_dict, self._key: state}
+
+    def _load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        rest = dict(state_dict)
+        state = rest.pop(self._key, None)
+        if state is None:
+            warnings.warn(
+                f"the optimizer state holds nothing for {self.clipper.name}, which starts anew",
+                FedclipWarning,
+                stacklevel=3,
+            )
+            return rest
+        arrays = {
+            name: {field: value.cpu().numpy() for field, value in fields.items()}
+            for name, fields in state["arrays"].items()
+        }
+        self.clipper.set_state({**state, "arrays": arrays})
+        return rest
+
+
+def attach(
+    optimizer: torch.optim.Optimizer, clipper: Clipper, named_parameters: NamedParameters
+) -> ClipHandle:
+    """Clip before every ``optimizer.step()``, until the handle's ``remove()`` is called.
+
+    It uses torch's own hooks, and patches nothing. The clipper's state is saved and loaded with
+    ``optimizer.state_dict()``. With gradient accumulation it acts once a step, and under AMP
+    after the GradScaler has unscaled the gradients.
+
+    Parameters
+    ----------
+    optimizer
+        Any torch optimizer.
+    clipper
+        Any clipper of fedclip.
+    named_parameters
+        ``model.named_parameters()``; those that the optimizer holds are clipped.
+
+    Raises
+    ------
+    ValueError
+        If the optimizer holds none of the parameters.
+    RuntimeError
+        At a step, if the gradients are still scaled by a GradScaler.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fedclip import ZScoreClip
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> handle = attach(optimizer, ZScoreClip(), model.named_parameters())
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    >>> handle.last.clipped
+    (True,)
+    >>> handle.remove()
+    """
+    return ClipHandle(optimizer, clipper, named_parameters)
+
+
+class LightningClipping:
+    """Mixin of a LightningModule that clips with ``self.clipper``, and saves its state.
+
+    ::
+
+        class Model(LightningClipping, LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.clipper = ZScoreClip()
+
+    Lightning calls it once for each optimizer step, after unscaling. The Trainer's own
+    ``gradient_clip_val`` must not be set: the gradients would be clipped twice.
+    """
+
+    clipper: Clipper
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the parameters of this optimizer."""
+        if gradient_clip_val:
+            raise ValueError(
+                f"gradient_clip_val={gradient_clip_val!r} and self.clipper would clip twice: "
+                "leave gradient_clip_val out of the Trainer"
+            )
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        named = self.named_parameters()  # type: ignore[attr-defined]
+        clip_({name: p for name, p in named if id(p) in held}, self.clipper)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put the clipper's state into the checkpoint."""
+        checkpoint["fedclip"] = self.clipper.get_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the clipper's state from the checkpoint."""
+        self.clipper.set_state(checkpoint["fedclip"])
