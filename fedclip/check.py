@@ -213,14 +213,19 @@ def _check_optim(check: Check, optim: dict[str, Any], prefix: str) -> None:
             check,
             f"[{prefix.rstrip('.')}]" if prefix else "the file",
             FLOptimConfig,
-            {key: value for key, value in optim.items() if not prefix or key in known},
+            {key: value for key, value in optim.items() if key in known},
         )
+    for key in optim:
+        hint = "" if key in known else nearest(key, known)
+        # A file for FLOptimConfig may hold sections for others; one nearly right is a slip.
+        if hint or (prefix and key not in known):
+            check.add("note", f"[{prefix}{key}]", f"declearn ignores this section{hint}")
     ours = [p.name for p in plugins.get("client_opt", []) if is_ours(type(p))]
     ours += [aggregator.name] if aggregator is not None and is_ours(aggregator) else []
     if ours:
         check.add(
             "note",
-            f"[{prefix}client_opt]" if prefix else "[client_opt]",
+            f"[{prefix}client_opt]",
             f"clients need fedclip>={fedclip.__version__} for {', '.join(dict.fromkeys(ours))}: "
             f"pip install 'fedclip>={fedclip.__version__}' on each, and `import fedclip` in the "
             "client's script, or start it with `fedclip run`",

@@ -250,6 +250,16 @@ def test_check_notes_what_costs_time_or_means_something_else(write: Write) -> No
     assert result.exit_code == 0
 
 
+def test_check_notes_a_section_that_would_be_ignored(write: Write) -> None:
+    result = call("check", write(config() + "[optim.sever_opt]\nlrate = 1.0\n"))
+    assert "[optim.sever_opt] declearn ignores this section; did you mean 'server_opt'?" in (
+        result.stdout
+    )
+    assert result.exit_code == 0
+    result = call("check", write("client_opt = 0.1\nserver_op = 1.0\nrounds = 3\n"))
+    assert result.stdout.count("declearn ignores") == 1
+
+
 def test_usage_errors_are_2() -> None:
     assert call("frobnicate").exit_code == 2
     assert call("check").exit_code == 2
