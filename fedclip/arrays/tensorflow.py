@@ -28,7 +28,12 @@ class TensorflowBackend(Backend):
         # A symbolic tensor has no device and no data; one on an accelerator stays there.
         if not hasattr(tensor, "numpy") or "CPU" not in tensor.device:
             return None
-        return bits(np.asarray(tensor))
+        return bits(self._numpy(tensor))
+
+    @staticmethod
+    def _numpy(tensor: Array) -> HostView:
+        # Of bfloat16 without dimensions, TensorFlow makes a scalar and no array.
+        return np.asarray(tensor if tensor.ndim else tensor.numpy())
 
     def _values(self, tensor: Array) -> Array:
         return self._merge(tensor).values if isinstance(tensor, tf.IndexedSlices) else tensor
@@ -82,7 +87,7 @@ class TensorflowBackend(Backend):
         return values
 
     def to_host(self, array: Array) -> HostView:
-        return np.asarray(self._values(array))
+        return self._numpy(self._values(array))
 
     def dense(self, array: Array) -> Array:
         if not isinstance(array, tf.IndexedSlices):

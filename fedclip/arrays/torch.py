@@ -55,7 +55,7 @@ class TorchBackend(Backend):
         return [torch.mul(t, factor) for t in arrays]
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
-        k = torch.from_numpy(np.ascontiguousarray(factors)).to(array.device)
+        k = torch.from_numpy(np.asarray(factors, order="C")).to(array.device)
         if array.dtype == torch.float64:
             return torch.mul(array, k)
         return torch.mul(array.float(), k.float()).to(array.dtype)
@@ -112,9 +112,17 @@ class TorchBackend(Backend):
         return tensor.to(like.device)
 
     def asarray(self, values: Any, like: Array | None = None) -> Array:
-        device = like.device if like is not None else None
-        dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
-        return torch.as_tensor(values, dtype=dtype, device=device)
+        device = like.device if like is not None else torch.device("cpu")
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        if isinstance(values, torch.Tensor) and values.device == device:
+            return values.to(dtype)
+        host = torch.as_tensor(values, dtype=dtype)
+        # From pinned memory a copy to CUDA does not make the host wait.
+        return (
+            host.pin_memory().to(device, non_blocking=True)
+            if device.type == "cuda"
+            else (host.to(device))
+        )
 
     def where(self, condition: Array, x: Any, y: Any) -> Array:
         return torch.where(condition, x, y)

@@ -26,4 +26,6 @@ class Constant:
         return NoState()
 
     def __call__(self, norms: Array, state: NoState, xp: Arithmetic) -> tuple[Array, NoState]:
-        return xp.asarray(self.limits, like=norms) + 0.0 * norms, state
+        # One number needs no copy to a device.
+        limits = self.limits[0] if len(self.limits) == 1 else xp.asarray(self.limits, like=norms)
+        return limits + 0.0 * norms, state
