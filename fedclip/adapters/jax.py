@@ -142,4 +142,3 @@ def _names(tree: Any) -> tuple[str, ...]:
 
 def _groups(clipper: Clipper, tree: Any) -> Groups:
     return resolve(clipper.scope, clipper.exclude, _names(tree))
-

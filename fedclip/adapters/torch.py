@@ -19,12 +19,17 @@ except ImportError as error:
         "fedclip.adapters.torch needs PyTorch: pip install 'fedclip[torch]'"
     ) from error
 
-from fedclip.arrays.torch import TorchInPlace
+import numpy as np
+
+from fedclip import states
+from fedclip.arrays.torch import TorchBackend, TorchInPlace
 from fedclip.errors import FedclipWarning
 from fedclip.modules import Clipper
+from fedclip.native import native_step
 from fedclip.records import StepRecord
+from fedclip.scopes import resolve
 
-__all__ = ["ClipHandle", "LightningClipping", "NamedParameters", "attach", "clip_"]
+__all__ = ["ClipHandle", "LightningClipping", "NamedParameters", "PureClipping", "attach", "clip_"]
 
 NamedParameters: TypeAlias = "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
 """What ``model.named_parameters()`` gives, or a dict."""
@@ -200,6 +205,59 @@ def attach(
     >>> handle.remove()
     """
     return ClipHandle(optimizer, clipper, named_parameters)
+
+
+class PureClipping:
+    """A clipper as two pure functions of tensors, for ``torch.compile`` and `torch.func`.
+
+    ::
+
+        pure = PureClipping(clipper)
+        state = pure.init(gradients)
+        gradients, state = torch.compile(pure.update, fullgraph=True)(gradients, state)
+
+    The state is a NamedTuple of small tensors, to be saved with the model. The clipper is read
+    and never changed: statistics that it has are where the state starts.
+
+    Parameters
+    ----------
+    clipper
+        A clipper by L2 norms or values, with ``on_nonfinite`` "skip" or "propagate".
+    """
+
+    def __init__(self, clipper: Clipper) -> None:
+        if clipper.on_nonfinite == "raise":
+            raise NotImplementedError(
+                "on_nonfinite='raise' can not be done in compiled code: use 'skip' or 'propagate'"
+            )
+        self.clipper = clipper
+        self._backend = TorchBackend()
+
+    def init(self, gradients: Mapping[str, torch.Tensor]) -> Any:
+        """Return the state before the first step, on the device of the gradients."""
+        groups = resolve(self.clipper.scope, self.clipper.exclude, list(gradients))
+        known = self.clipper.get_state()["groups"]
+        fits = set(groups.labels) <= set(known)
+        fresh = self.clipper.transform(groups).init(groups)
+        start = states.load(fresh, known if fits else {}, groups.labels)
+        like = next(iter(gradients.values()))
+        columns = (self._backend.asarray(np.atleast_1d(column), like=like) for column in start)
+        return type(start)(*columns)
+
+    def update(
+        self, gradients: Mapping[str, torch.Tensor], state: Any
+    ) -> tuple[dict[str, torch.Tensor], Any]:
+        """Return the clipped gradients, by name, and the state after the step."""
+        groups = resolve(self.clipper.scope, self.clipper.exclude, list(gradients))
+        step = native_step(
+            self.clipper.transform(groups),
+            [gradients[name] for name in groups.names],
+            groups,
+            self._backend,
+            state,
+            self.clipper.on_nonfinite,
+        )
+        return {**gradients, **dict(zip(groups.names, step.outputs, strict=True))}, step.state
 
 
 class LightningClipping:
