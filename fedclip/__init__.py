@@ -8,17 +8,33 @@ Importing it registers its clippers with declearn::
 """
 
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError
-from fedclip.modules import Clipper, NoOp, NormClip, ValueClip, ZScoreClip
+from fedclip.modules import (
+    AdaptiveClip,
+    AutoClip,
+    Clipper,
+    EmaClip,
+    GrowthClip,
+    NoOp,
+    NormClip,
+    PercentileNormClip,
+    ValueClip,
+    ZScoreClip,
+)
 from fedclip.records import RoundRecord, StepRecord
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveClip",
+    "AutoClip",
     "Clipper",
+    "EmaClip",
     "FedclipWarning",
+    "GrowthClip",
     "NoOp",
     "NonFiniteError",
     "NormClip",
+    "PercentileNormClip",
     "RoundRecord",
     "StateError",
     "StepRecord",

@@ -253,6 +253,7 @@ def _gated(c: dict[str, Any]) -> dict[str, Any]:
     return {
         "include_current": True,
         "warmup": max(c["warmup_steps"], c["min_history"]),
+        "warmup_norm": None,
         "max_norm": None,
         "eps": c["eps"],
         "scope": _word("scope", c["scope"], _SCOPES),
@@ -303,7 +304,9 @@ def _smart_auto(c: dict[str, Any]) -> _Translation:
     if _word("mode", c["mode"], {"auto": "auto", "percentile": "percentile"}) == "auto":
         note = "the median is the published P2 estimate; smartclip's lacks a division"
         late = "a group is not clipped before its 5th norm; smartclip may erase it"
-        return _to("auto-clip", note, late, _gate_note(c), _guard_note(c), **_gated(c))
+        return _to(
+            "auto-clip", note, late, _gate_note(c), _guard_note(c), feedback="raw", **_gated(c)
+        )
     if _word("history", c["history"], {"ema": "stream", "window": "window"}) == "window":
         return _to(
             "percentile-norm-clip",
@@ -321,7 +324,7 @@ def _smart_auto(c: dict[str, Any]) -> _Translation:
         _guard_note(c),
         percentile=c["percentile"],
         history="stream",
-        decay=c["ema_decay"],
+        rate=1.0 - c["ema_decay"],
         **_gated(c),
     )
 
@@ -506,6 +509,7 @@ def _tz_norm_growth(c: dict[str, Any]) -> _Translation:
         add=c["add"],
         min_norm=floor,
         max_decay=c["max_decay"],
+        warmup_norm=None,
         ord=_order(c["ord"]),
         scope="tensor" if c["tensorwise"] else "global",
     )
@@ -636,6 +640,7 @@ def _autoclip(c: dict[str, Any]) -> _Translation:
         window=None,
         include_current=True,
         warmup=0,
+        warmup_norm=None,
         max_norm=None,
         eps=1e-6,
     )
@@ -676,6 +681,7 @@ def _adagc(c: dict[str, Any], scope: str) -> _Translation:
         feedback="clipped",
         warmup=c["start_clip_steps"],
         warmup_norm=c["max_norm"],
+        warmup_scope="global",
         max_norm=None,
         estimator="adagc",
         eps=c["eps"],

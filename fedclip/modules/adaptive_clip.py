@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`adaptive-clip`: a limit that tracks a quantile of the norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from fedclip import checks
+from fedclip.clipping import NormClipping
+from fedclip.measures import Order, check_order
+from fedclip.modules.base import Clipper
+from fedclip.rules.adaptive import Adaptive
+from fedclip.scopes import Scope
+
+__all__ = ["AdaptiveClip"]
+
+
+class AdaptiveClip(Clipper):
+    """Limit that moves until a given fraction of the norms is at most the limit.
+
+    ::
+
+        Init(quantile, rate, start_norm, every):
+            limit = start_norm
+        Step(grads):
+            for each group of tensors:
+                n = norm(group)
+                group *= min(1, limit / n)
+                unclipped += 1 if n <= limit else 0
+                after `every` steps:
+                    b = unclipped / every;  unclipped = 0
+                    limit = clamp(limit * exp(-rate * (b - quantile)), min_norm, max_norm)
+
+    This is the rule by itself, in one place and without noise; for the norms of a federation's
+    updates and for privacy, see `update-clip-client` and `update-clip-server`.
+
+    Parameters
+    ----------
+    quantile : float, default=0.5
+        Fraction of the norms that shall be at most the limit, in (0, 1).
+    rate : float, default=0.2
+        Size of the steps, in (0, 10]: the limit moves by a factor ``exp(rate)`` at most.
+    start_norm : float, default=0.1
+        Limit at first, > 0. Low is safe: the limit doubles in some seven steps.
+    every : int, default=1
+        Number of steps that an update is made from, >= 1.
+    min_norm : float, default=1e-6
+        The limit never falls below this, > 0.
+    max_norm : float or None, default=None
+        The limit never rises above this.
+    on_spike : {"clip", "skip"}, default="clip"
+        "skip" zeroes a group that is over its limit instead of clipping it.
+    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
+        Which tensors share a norm, and a limit.
+    ord : float or {"inf", "rms", "mad", "std"}, default=2
+        What is measured (see `fedclip.measures`).
+    eps : float, default=0.0
+        Added to the norm in the factor ``limit / (n + eps)``; 0 is exact.
+    exclude : pattern, list of patterns or None, default=None
+        Tensors left alone.
+    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
+        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at the first
+        gradient, if a pattern matches no tensor.
+
+    Notes
+    -----
+    State: limit, unclipped and count since the last update, of each group; a client's rounds
+    continue each other, and a run that is saved and resumed gives the same outputs, bit for bit.
+
+    Guarantees: no output norm is above its limit, which is known before the gradient is, nor
+    above `max_norm`; where no norm is over its limit the very same Vector comes back; NaN and
+    infinity are not counted. A spike, however large, moves the limit by one step. The limit
+    depends on past data, so that only `max_norm` bounds a sensitivity without a further
+    argument.
+
+    A norm equal to the limit counts as unclipped. Norms that are all 0 push the limit up: give
+    a `max_norm` where that can last.
+
+    References
+    ----------
+    Andrew, Thakkar, McMahan & Ramaswamy, 2021, "Differentially private learning with adaptive
+    clipping", arXiv:1905.03871.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> clip = AdaptiveClip()
+    >>> for _ in range(100):
+    ...     out = clip.run(NumpyVector({"w": np.array([1.0])}))
+    >>> 0.9 <= clip.last.limit[0] <= 1.1
+    True
+    """
+
+    name: ClassVar[str] = "adaptive-clip"
+
+    def __init__(
+        self,
+        quantile: float = 0.5,
+        *,
+        rate: float = 0.2,
+        start_norm: float = 0.1,
+        every: int = 1,
+        min_norm: float = 1e-6,
+        max_norm: float | None = None,
+        on_spike: str = "clip",
+        scope: Scope = "global",
+        ord: Order = 2,
+        eps: float = 0.0,
+        exclude: str | Sequence[str] | None = None,
+        on_nonfinite: str = "skip",
+    ) -> None:
+        self.quantile = checks.unit_interval(quantile=quantile)
+        self.rate = checks.number("a number in (0, 10]", 0.0, 10.0, open_low=True, rate=rate)
+        self.start_norm = checks.positive(start_norm=start_norm)
+        self.every = checks.integer(1, every=every)
+        self.min_norm = checks.positive(min_norm=min_norm)
+        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
+        self.ord = check_order(ord)
+        self.eps = checks.non_negative(eps=eps)
+        high = self.start_norm if self.max_norm is None else self.max_norm
+        if not self.min_norm <= self.start_norm <= high:
+            raise ValueError(
+                f"start_norm must be between min_norm and max_norm, got start_norm={start_norm!r} "
+                f"with min_norm={min_norm!r} and max_norm={max_norm!r}"
+            )
+        rule = Adaptive(
+            quantile=self.quantile,
+            rate=self.rate,
+            start_norm=self.start_norm,
+            every=self.every,
+            min_norm=self.min_norm,
+            max_norm=self.max_norm,
+            eps=self.eps,
+        )
+        super().__init__(
+            NormClipping(rule, self.ord, self.eps, skip=self.on_spike == "skip"),
+            scope=scope,
+            exclude=exclude,
+            on_nonfinite=on_nonfinite,
+        )

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ema-clip`: a limit from the moving average of past norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from fedclip import checks
+from fedclip.clipping import NormClipping
+from fedclip.measures import Order, check_order
+from fedclip.modules.base import Clipper
+from fedclip.rules.ema import Ema
+from fedclip.scopes import Scope
+
+__all__ = ["EmaClip"]
+
+
+class EmaClip(Clipper):
+    """Limit at so many times the moving average of past norms (AdaGC).
+
+    ::
+
+        Init(ratio, decay, warmup, warmup_norm):
+            mean = smallest norm, after clipping, of the first `warmup` steps
+        Step(grads):
+            for each group of tensors:
+                n = norm(group)
+                limit = warmup_norm, during the first `warmup` steps
+                        ratio * mean, afterwards
+                u = min(n, limit)
+                mean = decay * mean + (1 - decay) * u
+                group *= min(1, limit / n)
+
+    Parameters
+    ----------
+    ratio : float, default=1.05
+        Number of times the mean above which a norm is a spike, >= 1.
+    decay : float, default=0.98
+        Weight of the past in the moving average, in (0, 1); 0.98 remembers some 50 steps.
+    action : {"max", "mean", "reciprocal"}, default="max"
+        What a spike is clipped to: ``ratio * mean``, ``mean``, or ``(ratio * mean)^2 / n`` (the
+        larger the spike, the lower).
+    feedback : {"clipped", "raw", "none"}, default="clipped"
+        What the mean learns from a spike: the norm after clipping, that before it, or nothing.
+        With "raw" a burst of spikes pulls the limit up within a few steps.
+    include_current : bool, default=False
+        Let the mean see a norm before it is judged by it; needs ``feedback="raw"``.
+    warmup : int, default=20
+        Number of steps that only fill the statistics, >= 0. The first step always does.
+    warmup_norm : float or None, default=1.0
+        Fixed limit during these steps; None for none. The default protects from the first step
+        on.
+    warmup_scope : {"group", "global"}, default="group"
+        What `warmup_norm` bounds: the norm of each group, or that of all groups together (so
+        AdaGC, with the scope "tensor"); "global" needs ``ord=2``.
+    max_norm : float or None, default=None
+        Fixed limit at every step, above which no adaptive limit goes.
+    on_spike : {"clip", "skip"}, default="clip"
+        "skip" zeroes a group that is over its limit instead of clipping it.
+    estimator : {"adagc", "drytorch"}, default="adagc"
+        What the mean starts from: the smallest norm of the warm-up (but 0), or their mean.
+        "drytorch" without warm-up starts from 0, and is far too low for a while.
+    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
+        Which tensors share a norm, and statistics.
+    ord : float or {"inf", "rms", "mad", "std"}, default=2
+        What is measured (see `fedclip.measures`).
+    eps : float, default=0.0
+        Added to the norm in the factor ``limit / (n + eps)``; 0 is exact.
+    exclude : pattern, list of patterns or None, default=None
+        Tensors left alone.
+    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
+        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at the first
+        gradient, if a pattern matches no tensor.
+
+    Notes
+    -----
+    State: mean and count of each group; a client's rounds continue each other, and a run that
+    is saved and resumed gives the same outputs, bit for bit.
+
+    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
+    same Vector comes back; NaN and infinity never reach the statistics. Only `max_norm` bounds
+    a sensitivity; during warm-up `warmup_norm` does too.
+
+    With clipped feedback the mean grows by at most a factor
+    ``1 + (1 - decay) * (ratio - 1)`` a step, 1.001 by default: a network whose norms rise for a
+    good reason is held back, and wants a larger `ratio` or a smaller `decay`. A group whose
+    norms have all been 0 stays in warm-up, and is not frozen by them.
+
+    References
+    ----------
+    Wang et al., 2025, "AdaGC: improving training stability for large language model
+    pretraining", arXiv:2502.11034.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> clip = EmaClip(warmup=4)
+    >>> for norm in (1.0, 0.9, 0.8, 1.0, 0.81, 20.0):
+    ...     out = clip.run(NumpyVector({"w": np.array([norm])}))
+    >>> round(float(out.coefs["w"][0]), 4)
+    0.8402
+    """
+
+    name: ClassVar[str] = "ema-clip"
+
+    def __init__(
+        self,
+        ratio: float = 1.05,
+        *,
+        decay: float = 0.98,
+        action: str = "max",
+        feedback: str = "clipped",
+        include_current: bool = False,
+        warmup: int = 20,
+        warmup_norm: float | None = 1.0,
+        warmup_scope: str = "group",
+        max_norm: float | None = None,
+        on_spike: str = "clip",
+        estimator: str = "adagc",
+        scope: Scope = "global",
+        ord: Order = 2,
+        eps: float = 0.0,
+        exclude: str | Sequence[str] | None = None,
+        on_nonfinite: str = "skip",
+    ) -> None:
+        self.ratio = checks.number("a finite number >= 1", 1.0, ratio=ratio)
+        self.decay = checks.unit_interval(decay=decay)
+        self.action = checks.choice(("max", "mean", "reciprocal"), action=action)
+        self.feedback = checks.choice(("clipped", "raw", "none"), feedback=feedback)
+        self.include_current = checks.boolean(include_current=include_current)
+        self.warmup = checks.integer(0, warmup=warmup)
+        self.warmup_norm = None if warmup_norm is None else checks.positive(warmup_norm=warmup_norm)
+        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.warmup_scope = checks.choice(("group", "global"), warmup_scope=warmup_scope)
+        self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
+        self.estimator = checks.choice(("adagc", "drytorch"), estimator=estimator)
+        self.ord = check_order(ord)
+        self.eps = checks.non_negative(eps=eps)
+        if self.include_current and self.feedback != "raw":
+            raise ValueError(
+                "include_current=True needs feedback='raw': a norm that the statistics have "
+                f"already seen can not be fed back clipped; got feedback={feedback!r}"
+            )
+        if self.warmup_scope == "global" and self.ord != 2:
+            raise ValueError(
+                "warmup_scope='global' needs ord=2: only L2 norms of groups add up to the norm of "
+                f"all; got ord={ord!r}"
+            )
+        rule = Ema(
+            ratio=self.ratio,
+            decay=self.decay,
+            action=self.action,
+            feedback=self.feedback,
+            estimator=self.estimator,
+            include_current=self.include_current,
+            warmup=self.warmup,
+            warmup_norm=self.warmup_norm,
+            joint_warmup=self.warmup_scope == "global",
+            max_norm=self.max_norm,
+            eps=self.eps,
+        )
+        super().__init__(
+            NormClipping(rule, self.ord, self.eps, skip=self.on_spike == "skip"),
+            scope=scope,
+            exclude=exclude,
+            on_nonfinite=on_nonfinite,
+        )

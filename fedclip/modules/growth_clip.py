@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`growth-clip`: a limit on how fast a norm may grow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from fedclip import checks
+from fedclip.clipping import NormClipping
+from fedclip.measures import Order, check_order
+from fedclip.modules.base import Clipper
+from fedclip.rules.growth import Growth
+from fedclip.scopes import Scope
+
+__all__ = ["GrowthClip"]
+
+
+class GrowthClip(Clipper):
+    """Limit at the norm of the step before, times a factor, plus a step.
+
+    ::
+
+        Init(mul, add, min_norm, max_decay):
+            previous = none
+        Step(grads):
+            for each group of tensors:
+                n = norm(group)
+                limit = warmup_norm, at the first step
+                        min(previous * mul, previous + add), afterwards
+                u = min(n, limit)
+                previous = max(u, previous / max_decay, min_norm)
+                group *= min(1, limit / n)
+
+    Parameters
+    ----------
+    mul : float or None, default=1.5
+        Factor by which a norm may grow from one step to the next, >= 1; None for no such limit.
+    add : float or None, default=None
+        What a norm may grow by, > 0, in the units of the gradient; None for no such limit.
+        With both, the lower limit holds; with neither, only `warmup_norm` and `max_norm` do.
+    min_norm : float or None, default=1e-4
+        Past norms count as this at least, so that a gradient can come back from 0.
+    max_decay : float or None, default=2.0
+        Factor by which the past norm may fall from one step to the next, >= 1, so that one small
+        gradient does not make all that follow spikes; None lets it fall at once.
+    warmup_norm : float or None, default=1.0
+        Fixed limit at the first step; None for none. The default protects from the first step
+        on, and is outgrown within a few.
+    max_norm : float or None, default=None
+        Fixed limit at every step, above which no adaptive limit goes.
+    on_spike : {"clip", "skip"}, default="clip"
+        "skip" zeroes a group that is over its limit instead of clipping it.
+    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
+        Which tensors share a norm, and a past.
+    ord : float or {"inf", "rms", "mad", "std"}, default=2
+        What is measured (see `fedclip.measures`).
+    eps : float, default=0.0
+        Added to the norm in the factor ``limit / (n + eps)``; 0 is exact.
+    exclude : pattern, list of patterns or None, default=None
+        Tensors left alone.
+    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
+        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at the first
+        gradient, if a pattern matches no tensor.
+
+    Notes
+    -----
+    State: the past norm of each group, after clipping; a client's rounds continue each other,
+    and a run that is saved and resumed gives the same outputs, bit for bit.
+
+    Guarantees: no output norm is above its limit, nor above `max_norm`; where no norm is over
+    its limit the very same Vector comes back; NaN and infinity are not remembered. Only
+    `max_norm` bounds a sensitivity.
+
+    The first norm counts as `min_norm` at least, too. Without `min_norm`, what follows a norm
+    of 0 is a first step again.
+
+    References
+    ----------
+    `ClipNormGrowth` of torchzero, https://github.com/inikishev/torchzero, whose `min_value` also
+    divides every update, which is not done here.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> clip = GrowthClip()
+    >>> for norm in (1.0, 10.0, 10.0):
+    ...     out = clip.run(NumpyVector({"w": np.array([norm])}))
+    ...     print(round(float(out.coefs["w"][0]), 4))
+    1.0
+    1.5
+    2.25
+    """
+
+    name: ClassVar[str] = "growth-clip"
+
+    def __init__(
+        self,
+        mul: float | None = 1.5,
+        *,
+        add: float | None = None,
+        min_norm: float | None = 1e-4,
+        max_decay: float | None = 2.0,
+        warmup_norm: float | None = 1.0,
+        max_norm: float | None = None,
+        on_spike: str = "clip",
+        scope: Scope = "global",
+        ord: Order = 2,
+        eps: float = 0.0,
+        exclude: str | Sequence[str] | None = None,
+        on_nonfinite: str = "skip",
+    ) -> None:
+        self.mul = None if mul is None else checks.number("a finite number >= 1", 1.0, mul=mul)
+        self.add = None if add is None else checks.positive(add=add)
+        self.min_norm = None if min_norm is None else checks.positive(min_norm=min_norm)
+        self.max_decay = None
+        if max_decay is not None:
+            self.max_decay = checks.number("a finite number >= 1", 1.0, max_decay=max_decay)
+        self.warmup_norm = None if warmup_norm is None else checks.positive(warmup_norm=warmup_norm)
+        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
+        self.ord = check_order(ord)
+        self.eps = checks.non_negative(eps=eps)
+        rule = Growth(
+            mul=self.mul,
+            add=self.add,
+            min_norm=self.min_norm,
+            max_decay=self.max_decay,
+            warmup_norm=self.warmup_norm,
+            max_norm=self.max_norm,
+            eps=self.eps,
+        )
+        super().__init__(
+            NormClipping(rule, self.ord, self.eps, skip=self.on_spike == "skip"),
+            scope=scope,
+            exclude=exclude,
+            on_nonfinite=on_nonfinite,
+        )

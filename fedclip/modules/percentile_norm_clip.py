@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`percentile-norm-clip`: a limit at a percentile of past norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from fedclip import checks
+from fedclip.clipping import NormClipping
+from fedclip.measures import Order, check_order
+from fedclip.modules.base import Clipper
+from fedclip.rules.percentile import Percentile
+from fedclip.rules.quantiles import LARGEST, Markers, Quantile, Stream, Window, check_window
+from fedclip.scopes import Scope
+
+__all__ = ["PercentileNormClip"]
+
+
+class PercentileNormClip(Clipper):
+    """Limit at a percentile of past norms (AutoClip).
+
+    ::
+
+        Init(percentile, window):
+            history = empty
+        Step(grads):
+            for each group of tensors:
+                n = norm(group)
+                limit = warmup_norm, during the first `warmup` steps
+                        percentile of the last `window` norms in history, afterwards
+                append n to history
+                group *= min(1, min(limit, max_norm) / n)
+
+    Parameters
+    ----------
+    percentile : float, default=95.0
+        Percentage of the past norms that are at most the limit, in (0, 100]. The lower, the
+        more is clipped; the paper suggests 10.
+    history : {"window", "stream", "p2"}, default="window"
+        How the percentile is known: exactly, of the last `window` norms, interpolated linearly;
+        from an estimate that each norm moves a little, and that follows norms that rise or
+        fall; or by the P2 algorithm, of all norms, from five numbers.
+    window : int or None, default=256
+        Number of norms that are remembered, from 1 to 65,536; None for the largest. With
+        ``history="window"`` only.
+    rate : float, default=0.02
+        Size of the steps of the estimate, in (0, 1]. With ``history="stream"`` only.
+    decay : float, default=0.99
+        Weight of the past in the mean distance that scales these steps, in (0, 1). With
+        ``history="stream"`` only.
+    include_current : bool, default=False
+        Let the history see a norm before it is judged by it.
+    warmup : int, default=5
+        Number of steps that only fill the history, >= 0. The first step always does, with "p2"
+        the first five.
+    warmup_norm : float or None, default=1.0
+        Fixed limit during these steps; None for none. The history learns the norms as they are,
+        so that a limit that is too low is forgotten with the warm-up.
+    max_norm : float or None, default=None
+        Fixed limit at every step, above which no adaptive limit goes.
+    on_spike : {"clip", "skip"}, default="clip"
+        "skip" zeroes a group that is over its limit instead of clipping it.
+    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
+        Which tensors share a norm, and a history.
+    ord : float or {"inf", "rms", "mad", "std"}, default=2
+        What is measured (see `fedclip.measures`).
+    eps : float, default=0.0
+        Added to the norm in the factor ``limit / (n + eps)``; 0 is exact.
+    exclude : pattern, list of patterns or None, default=None
+        Tensors left alone.
+    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
+        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at the first
+        gradient, if a pattern matches no tensor.
+
+    Notes
+    -----
+    State: the last norms (or two numbers; or five markers and their positions) and the count of
+    each group; a client's rounds continue each other, and a run that is saved and resumed gives
+    the same outputs, bit for bit.
+
+    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
+    same Vector comes back; NaN and infinity never reach the history. Only `max_norm` bounds a
+    sensitivity.
+
+    The history always learns the norm before clipping: of clipped norms none is ever above a
+    limit, so that no limit would ever rise. A percentile is not moved far by a few spikes; a
+    burst of ``(1 - percentile / 100) * window`` of them moves it.
+
+    The paper's history has no end; here it is that of the last 65,536 steps at most
+    (``window=None, include_current=True, warmup=0, warmup_norm=None, eps=1e-6`` is the paper's
+    code until then). It takes half a megabyte for each group, in the state too. A history that
+    is all 0 gives no limit, and the group stays in warm-up.
+
+    References
+    ----------
+    Seetharaman, Wichern, Pardo & Le Roux, 2020, "AutoClip: adaptive gradient clipping for
+    source separation networks", arXiv:2007.14469.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> clip = PercentileNormClip(50.0, warmup_norm=None)
+    >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 20.0):
+    ...     out = clip.run(NumpyVector({"w": np.array([norm])}))
+    >>> round(float(out.coefs["w"][0]), 4)
+    1.0
+    """
+
+    name: ClassVar[str] = "percentile-norm-clip"
+
+    def __init__(
+        self,
+        percentile: float = 95.0,
+        *,
+        history: str = "window",
+        window: int | None = 256,
+        rate: float = 0.02,
+        decay: float = 0.99,
+        include_current: bool = False,
+        warmup: int = 5,
+        warmup_norm: float | None = 1.0,
+        max_norm: float | None = None,
+        on_spike: str = "clip",
+        scope: Scope = "global",
+        ord: Order = 2,
+        eps: float = 0.0,
+        exclude: str | Sequence[str] | None = None,
+        on_nonfinite: str = "skip",
+    ) -> None:
+        self.percentile = checks.number(
+            "a number in (0, 100]", 0.0, 100.0, open_low=True, percentile=percentile
+        )
+        self.history = checks.choice(("window", "stream", "p2"), history=history)
+        self.window = None if window is None else check_window(1, window)
+        self.rate = checks.number("a number in (0, 1]", 0.0, 1.0, open_low=True, rate=rate)
+        self.decay = checks.unit_interval(decay=decay)
+        self.include_current = checks.boolean(include_current=include_current)
+        self.warmup = checks.integer(0, warmup=warmup)
+        self.warmup_norm = None if warmup_norm is None else checks.positive(warmup_norm=warmup_norm)
+        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
+        self.ord = check_order(ord)
+        self.eps = checks.non_negative(eps=eps)
+        if self.percentile == 100.0 and self.history != "window":
+            raise ValueError(
+                "percentile=100, the largest norm, needs history='window': an estimate that only "
+                f"ever rises is no limit; got history={history!r}"
+            )
+        for key, default, needed in (
+            ("window", 256, "window"),
+            ("rate", 0.02, "stream"),
+            ("decay", 0.99, "stream"),
+        ):
+            if getattr(self, key) != default and self.history != needed:
+                raise ValueError(
+                    f"{key} goes with history={needed!r} only, got {key}={getattr(self, key)!r} "
+                    f"with history={history!r}"
+                )
+        rule = Percentile(
+            history=self._quantile(),
+            include_current=self.include_current,
+            warmup=self.warmup,
+            warmup_norm=self.warmup_norm,
+            max_norm=self.max_norm,
+            eps=self.eps,
+        )
+        super().__init__(
+            NormClipping(rule, self.ord, self.eps, skip=self.on_spike == "skip"),
+            scope=scope,
+            exclude=exclude,
+            on_nonfinite=on_nonfinite,
+        )
+
+    def _quantile(self) -> Quantile:
+        quantile = self.percentile / 100.0
+        if self.history == "window":
+            return Window(quantile, self.window or LARGEST)
+        if self.history == "stream":
+            return Stream(quantile, self.rate, self.decay)
+        return Markers(quantile)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A limit that tracks a quantile of the norms by a geometric rule.
+
+Andrew, Thakkar, McMahan & Ramaswamy, 2021, "Differentially private learning with adaptive
+clipping", arXiv:1905.03871.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fedclip.arrays import NUMBER, Arithmetic, Array
+
+__all__ = ["Adaptive", "AdaptiveState", "geometric_update"]
+
+
+def geometric_update(
+    limit: Array,
+    unclipped: Array,
+    *,
+    quantile: float,
+    rate: float,
+    min_norm: float = 0.0,
+    max_norm: float = math.inf,
+    xp: Arithmetic = NUMBER,
+) -> Array:
+    """Return the limit after one update.
+
+    ::
+
+        limit <- clamp(limit * exp(-rate * (unclipped - quantile)), min_norm, max_norm)
+
+    Parameters
+    ----------
+    limit
+        The limit that the norms were compared with.
+    unclipped
+        Fraction of the norms that were at most the limit, in [0, 1]; noisy ones may be outside.
+    quantile
+        Fraction that is aimed at.
+    rate
+        Size of the step, in logarithms.
+    min_norm, max_norm
+        Bounds of the limit.
+    xp
+        Arithmetic of `limit` and `unclipped`; that of Python floats if not given.
+    """
+    moved = limit * xp.exp(-rate * (unclipped - quantile))
+    return xp.minimum(xp.maximum(moved, min_norm), max_norm)
+
+
+class AdaptiveState(NamedTuple):
+    """The limit, and how many norms since its last update were below it, and were there."""
+
+    limit: Array
+    unclipped: Array
+    count: Array
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Limits that move up while too many norms are above them, and down while too few are.
+
+    ::
+
+        limit      = start_norm, at first
+        unclipped += [x + eps <= limit];  count += 1
+        after `every` norms:
+            limit <- geometric_update(limit, unclipped / count);  unclipped = count = 0
+    """
+
+    quantile: float
+    rate: float
+    start_norm: float
+    every: int
+    min_norm: float
+    max_norm: float | None
+    eps: float
+
+    def init(self, groups: int, xp: Arithmetic) -> AdaptiveState:
+        zeros = xp.asarray([0.0] * groups)
+        return AdaptiveState(zeros + self.start_norm, zeros, zeros)
+
+    def __call__(
+        self, norms: Array, state: AdaptiveState, xp: Arithmetic
+    ) -> tuple[Array, AdaptiveState]:
+        limit = state.limit
+        unclipped = state.unclipped + xp.where(norms + self.eps <= limit, 1.0, 0.0)
+        count = state.count + 1.0
+        moved = geometric_update(
+            limit,
+            unclipped / count,
+            quantile=self.quantile,
+            rate=self.rate,
+            min_norm=self.min_norm,
+            max_norm=math.inf if self.max_norm is None else self.max_norm,
+            xp=xp,
+        )
+        due = count >= self.every
+        # Norms that are all 0 push the limit up for ever; the floats end somewhere.
+        after = AdaptiveState(
+            xp.where(due & xp.isfinite(moved), moved, limit),
+            xp.where(due, 0.0 * unclipped, unclipped),
+            xp.where(due, 0.0 * count, count),
+        )
+        return limit, after

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A limit from the median and the standard deviation of all norms seen so far."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fedclip.arrays import Arithmetic, Array
+from fedclip.rules import State
+from fedclip.rules.parts import choose, limits_of
+from fedclip.rules.quantiles import Markers, Window
+
+__all__ = ["LEAST", "Auto", "AutoMarkersState", "AutoWindowState"]
+
+LEAST = 5
+"""Number of norms of a group before which it is not judged."""
+
+_FLOOR = 1e-3
+
+
+class AutoMarkersState(NamedTuple):
+    """The markers of the median (`fedclip.rules.quantiles`), mean, variance, and count."""
+
+    h0: Array
+    h1: Array
+    h2: Array
+    h3: Array
+    h4: Array
+    n1: Array
+    n2: Array
+    n3: Array
+    mean: Array
+    variance: Array
+    count: Array
+
+
+class AutoWindowState(NamedTuple):
+    """The norms that the median is of, and mean, variance and count of all norms."""
+
+    window: Array
+    mean: Array
+    variance: Array
+    count: Array
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Limits at so many standard deviations above the median.
+
+    ::
+
+        threshold = median + std_factor * max(std, 0.001 median)
+        limit     = threshold, or x if that is larger    where x + eps <= threshold
+                    threshold                            elsewhere
+                    warmup_norm                          before `warmup` norms (5 at least), and
+                                                         where the threshold is 0
+        limit     = min(limit, max_norm)
+        u         = min(x, threshold) | x | no update on a spike     (feedback)
+
+    The standard deviation, n - 1 in the denominator, is of all u. Its floor lets a constant
+    stream grow: with a limit at the very median, clipped norms would be constant for ever.
+    """
+
+    median: Markers | Window
+    std_factor: float
+    feedback: str
+    include_current: bool
+    warmup: int
+    warmup_norm: float | None
+    max_norm: float | None
+    eps: float
+
+    def init(self, groups: int, xp: Arithmetic) -> State:
+        zeros = xp.asarray([0.0] * groups)
+        fields = self.median.init(groups, xp)._asdict()
+        cls = AutoMarkersState if isinstance(self.median, Markers) else AutoWindowState
+        return cls(**fields, mean=zeros, variance=zeros)
+
+    def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
+        if self.include_current:
+            state = self._observe(norms, state, xp)
+        median = self.median.estimate(state, xp)
+        few = xp.maximum(state.count - 1.0, 1.0)
+        std = xp.sqrt(state.variance * (state.count / few))
+        threshold = median + self.std_factor * xp.maximum(std, _FLOOR * median)
+        ready = (state.count >= max(self.warmup, LEAST)) & (threshold > 0)
+        spike = ready & (norms + self.eps > threshold)
+        limits = limits_of(
+            norms,
+            threshold,
+            spike,
+            ready,
+            xp,
+            target=threshold,
+            before=math.inf if self.warmup_norm is None else self.warmup_norm,
+            max_norm=self.max_norm,
+            eps=self.eps,
+        )
+        if not self.include_current:
+            seen = xp.where(spike, xp.minimum(norms, threshold), norms)
+            after = self._observe(norms if self.feedback == "raw" else seen, state, xp)
+            state = choose(spike, state, after, xp) if self.feedback == "none" else after
+        return limits, state
+
+    def _observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+        count = state.count + 1.0
+        delta = seen - state.mean
+        mean = state.mean + delta / count
+        # Welford's update.
+        variance = state.variance + (delta * (seen - mean) - state.variance) / count
+        after = self.median.observe(seen, state, xp)
+        after = after._replace(mean=mean, variance=variance, count=count)
+        # The square of a norm may be beyond the floats; nothing is learnt from such a norm.
+        return choose(xp.isfinite(variance), after, state, xp)

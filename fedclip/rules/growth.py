@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A limit on how much a norm may grow from one step to the next."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fedclip.arrays import Arithmetic, Array
+from fedclip.rules.parts import limits_of
+
+__all__ = ["Growth", "GrowthState"]
+
+
+class GrowthState(NamedTuple):
+    """The norm after clipping of the step before; 0: there was none."""
+
+    previous: Array
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Limits at the norm of the step before, times `mul`, plus `add`.
+
+    ::
+
+        threshold = min(previous * mul, previous + add)         those that are given
+        limit     = threshold, or x if that is larger           where x <= threshold
+                    threshold                                   elsewhere
+                    warmup_norm                                 at the first step
+        limit     = min(limit, max_norm)
+        previous  <- max(min(x, limit), previous / max_decay, min_norm)
+    """
+
+    mul: float | None
+    add: float | None
+    min_norm: float | None
+    max_decay: float | None
+    warmup_norm: float | None
+    max_norm: float | None
+    eps: float
+
+    def init(self, groups: int, xp: Arithmetic) -> GrowthState:
+        return GrowthState(xp.asarray([0.0] * groups))
+
+    def __call__(
+        self, norms: Array, state: GrowthState, xp: Arithmetic
+    ) -> tuple[Array, GrowthState]:
+        previous = state.previous
+        threshold = math.inf + previous
+        if self.mul is not None:
+            threshold = previous * self.mul
+        if self.add is not None:
+            threshold = xp.minimum(threshold, previous + self.add)
+        # From 0 nothing could grow, so what follows it is a first step again.
+        ready = previous > 0
+        limits = limits_of(
+            norms,
+            threshold,
+            ready & (norms > threshold),
+            ready,
+            xp,
+            target=threshold,
+            before=math.inf if self.warmup_norm is None else self.warmup_norm,
+            max_norm=self.max_norm,
+            eps=self.eps,
+        )
+        after = xp.minimum(norms, limits)
+        if self.max_decay is not None:
+            after = xp.maximum(after, previous / self.max_decay)
+        if self.min_norm is not None:
+            after = xp.maximum(after, self.min_norm)
+        return limits, GrowthState(after)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A limit at a percentile of the norms seen so far.
+
+Seetharaman, Wichern, Pardo & Le Roux, 2020, "AutoClip: adaptive gradient clipping for source
+separation networks", arXiv:2007.14469.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fedclip.arrays import Arithmetic, Array
+from fedclip.rules import State
+from fedclip.rules.parts import limits_of
+from fedclip.rules.quantiles import Quantile
+
+__all__ = ["Percentile"]
+
+
+@dataclass(frozen=True)
+class Percentile:
+    """Limits at a running quantile of the raw norms.
+
+    ::
+
+        limit = quantile, or x if that is larger    where x + eps <= quantile
+                quantile                            elsewhere
+                warmup_norm                         before `warmup` norms, and where it is 0
+        limit = min(limit, max_norm)
+
+    Norms are learnt as they come: if they were learnt clipped, none would ever be above a
+    limit, and no limit would ever rise.
+    """
+
+    history: Quantile
+    include_current: bool
+    warmup: int
+    warmup_norm: float | None
+    max_norm: float | None
+    eps: float
+
+    def init(self, groups: int, xp: Arithmetic) -> State:
+        return self.history.init(groups, xp)
+
+    def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
+        after = self.history.observe(norms, state, xp)._replace(count=state.count + 1.0)
+        if self.include_current:
+            state = after
+        threshold = self.history.estimate(state, xp)
+        ready = (state.count >= max(self.warmup, self.history.least)) & (threshold > 0)
+        limits = limits_of(
+            norms,
+            threshold,
+            ready & (norms + self.eps > threshold),
+            ready,
+            xp,
+            target=threshold,
+            before=math.inf if self.warmup_norm is None else self.warmup_norm,
+            max_norm=self.max_norm,
+            eps=self.eps,
+        )
+        return limits, after
