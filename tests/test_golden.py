@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
-from helpers import FRAMEWORKS, available, to_numpy, vector
+from declearn.utils import access_registered
+from helpers import each_framework, needs
 
 from fedclip import compat
+from fedclip.testing import to_numpy, to_vector
 
 FOLDER = Path(__file__).parent / "golden"
 INDEX: list[dict[str, Any]] = json.loads((FOLDER / "index.json").read_text())["files"]
@@ -58,10 +60,10 @@ def run(
 ) -> dict[str, np.ndarray]:
     clipper = build(record)
     dtype = dtype or record["dtype"]
-    weights = vector({n: WEIGHTS[n].astype(dtype) for n in record["kinds"]}, framework)
+    weights = to_vector({n: WEIGHTS[n].astype(dtype) for n in record["kinds"]}, framework)
     outputs: dict[str, list[np.ndarray]] = {name: [] for name in record["kinds"]}
     for t in range(STEPS):
-        grads = vector({n: GRADS[n][t].astype(dtype) for n in record["kinds"]}, framework)
+        grads = to_vector({n: GRADS[n][t].astype(dtype) for n in record["kinds"]}, framework)
         out = (
             clipper.run(grads, weights) if isinstance(clipper, Regularizer) else clipper.run(grads)
         )
@@ -89,7 +91,7 @@ def assert_close(
         np.testing.assert_allclose(got[name], values, rtol=rtol, atol=atol, err_msg=name)
 
 
-def needs(record: dict[str, Any]) -> None:
+def needs_clipper(record: dict[str, Any]) -> None:
     """Skip while the clipper is not there; test_all_landed says when none may be skipped."""
     kind, name, _ = compat.translate(record["peer"], record["cls"], record["config"])
     if not registered(kind, name):
@@ -97,8 +99,6 @@ def needs(record: dict[str, Any]) -> None:
 
 
 def registered(kind: str, name: str) -> bool:
-    from declearn.utils import access_registered
-
     try:
         access_registered(name, group="OptiModule" if kind == "module" else "Regularizer")
     except KeyError:
@@ -108,7 +108,7 @@ def registered(kind: str, name: str) -> bool:
 
 @pytest.mark.parametrize("record", MATCH, ids=name_of)
 def test_reproduced(record: dict[str, Any]) -> None:
-    needs(record)
+    needs_clipper(record)
     wanted, got = recorded_and_ours(record["file"])
     assert_close(got, wanted, record["rtol"])
 
@@ -123,11 +123,11 @@ def one_of_each() -> list[dict[str, Any]]:
     return list(chosen.values())
 
 
-@pytest.mark.parametrize("framework", [f for f in FRAMEWORKS if f != "numpy"])
+@each_framework(oracle=False)
 @pytest.mark.parametrize("record", one_of_each(), ids=name_of)
 def test_reproduced_on_frameworks(record: dict[str, Any], framework: str) -> None:
-    needs(record)
-    available(framework)
+    needs_clipper(record)
+    needs(framework)
     wanted = expected(record)
     rtol = record["rtol"]
     assert_close(run(record, framework, record["dtype"]), wanted, rtol)
@@ -137,7 +137,7 @@ def test_reproduced_on_frameworks(record: dict[str, Any], framework: str) -> Non
 
 @pytest.mark.parametrize("record", DEFECTS, ids=name_of)
 def test_defect_not_shared(record: dict[str, Any]) -> None:
-    needs(record)
+    needs_clipper(record)
     assert compat.notes(record["peer"], record["cls"], record["config"]), "no note says so"
     wanted, got = recorded_and_ours(record["file"])
     assert all(np.isfinite(values).all() for values in got.values())
@@ -181,7 +181,7 @@ def limit_falls(record: dict[str, Any], got: Any, wanted: Any) -> None:
     clipper: Any = build(record)
     limits = []
     for t in range(STEPS):
-        clipper.run(vector({n: GRADS[n][t] for n in record["kinds"]}, "numpy"))
+        clipper.run(to_vector({n: GRADS[n][t] for n in record["kinds"]}, "numpy"))
         limits.append(clipper.last.limit)
     finite = np.array([row for row in limits if np.isfinite(row).all()])
     # The four steps whose gradients are a millionth of the others.
@@ -194,7 +194,7 @@ def limit_falls(record: dict[str, Any], got: Any, wanted: Any) -> None:
 def limit_is_about_the_median(record: dict[str, Any], got: Any, wanted: Any) -> None:
     clipper: Any = build(record)
     for t in range(STEPS):
-        clipper.run(vector({n: GRADS[n][t] for n in record["kinds"]}, "numpy"))
+        clipper.run(to_vector({n: GRADS[n][t] for n in record["kinds"]}, "numpy"))
         seen: dict[str, list[float]] = {}
         for past in range(t + 1):
             norms: dict[str, float] = {}

@@ -1,0 +1,536 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that every clipper of this package passes, for clippers that users write themselves.
+
+Each takes a factory: a class, or any function without arguments that returns a fresh clipper (a
+declearn `OptiModule`, or a `Regularizer`, which is handed weights). Each returns nothing, or
+raises `AssertionError` with a sentence. NumPy in float64 is what the frameworks are compared
+with.
+
+    from fedclip.testing import check_clipper
+
+    def test_my_clipper():
+        check_clipper(lambda: MyClip(max_norm=0.5))
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import cache
+from typing import Any, TypeAlias
+
+import numpy as np
+from declearn.model.api import Vector
+from declearn.model.sklearn import NumpyVector
+from declearn.optimizer.modules import OptiModule
+from declearn.optimizer.regularizers import Regularizer
+from declearn.utils.serialize import (
+    json_deserialize,
+    json_serialize,
+    msgpack_deserialize,
+    msgpack_serialize,
+)
+
+from fedclip.errors import FedclipWarning
+
+__all__ = [
+    "FRAMEWORKS",
+    "SHAPES",
+    "apply",
+    "check_clipper",
+    "check_config_round_trip",
+    "check_dtype_and_shape",
+    "check_equivalence",
+    "check_identity",
+    "check_nonfinite",
+    "check_resume",
+    "check_state_refusals",
+    "check_state_round_trip",
+    "check_state_size",
+    "gradient_stream",
+    "installed",
+    "to_numpy",
+    "to_vector",
+]
+
+Arrays: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
+Plugin: TypeAlias = Any
+"""An `OptiModule` or a `Regularizer`."""
+Factory: TypeAlias = Callable[[], Plugin]
+
+# What has to be installed for declearn's Vector of the framework.
+_PACKAGES = {"numpy": "numpy", "torch": "torch", "tensorflow": "tensorflow", "jax": "haiku"}
+FRAMEWORKS = tuple(_PACKAGES)
+"""Names of the frameworks."""
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "enc.weight": (7, 5),
+    "enc.bias": (5,),
+    "head.weight": (3, 3, 2, 4),
+    "head.scale": (),
+}
+"""Names and shapes of the gradients that clippers are checked with."""
+
+
+# -- gradients of every framework -------------------------------------------------------------
+def installed() -> list[str]:
+    """Return the frameworks that are installed, NumPy first."""
+    return [name for name, package in _PACKAGES.items() if importlib.util.find_spec(package)]
+
+
+@cache
+def _vector_class(framework: str) -> type[Vector[Any]]:
+    # These import the framework, so they are imported when asked for.
+    if framework == "torch":
+        from declearn.model.torch import TorchVector
+
+        return TorchVector
+    if framework == "tensorflow":
+        from declearn.model.tensorflow import TensorflowVector
+
+        return TensorflowVector
+    if framework == "jax":
+        # This turns on float64 for all of JAX, as it does for every user of declearn.
+        from declearn.model.haiku import JaxNumpyVector
+
+        return JaxNumpyVector
+    return NumpyVector
+
+
+def _array(value: Any, framework: str, dtype: str | None) -> Any:
+    value = np.asarray(value)
+    dtype = dtype or str(value.dtype)
+    if framework == "torch":
+        import torch
+
+        return torch.tensor(value, dtype=getattr(torch, dtype))
+    if framework == "tensorflow":
+        import tensorflow as tf
+
+        # TensorFlow makes no bfloat16 constant of float64 data, but casts it.
+        return tf.cast(tf.constant(value), dtype)
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        return jnp.asarray(value, dtype=dtype)
+    return np.array(value, dtype=dtype)
+
+
+def to_vector(arrays: Arrays, framework: str = "numpy", dtype: str | None = None) -> Vector[Any]:
+    """Return a declearn Vector of the framework, in the arrays' own dtypes or in `dtype`.
+
+    "bfloat16" is a dtype on all frameworks but NumPy.
+    """
+    cls = _vector_class(framework)
+    return cls({name: _array(value, framework, dtype) for name, value in arrays.items()})
+
+
+def to_numpy(gradients: Vector[Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the values of a Vector as NumPy arrays; bfloat16 as float32."""
+    return {name: _as_numpy(value) for name, value in gradients.coefs.items()}
+
+
+def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
+    if _dtype(value) != "bfloat16":
+        return np.asarray(value)
+    # torch gives NumPy no bfloat16; TensorFlow's of no dimensions has to be asked in words.
+    for convert in ("float", "numpy"):
+        if hasattr(value, convert):
+            value = getattr(value, convert)()
+    return np.asarray(value).astype(np.float32)
+
+
+def _dtype(value: Any) -> str:
+    # "torch.float32", "float32", "<dtype: 'float32'>"
+    return str(getattr(value.dtype, "name", value.dtype)).removeprefix("torch.")
+
+
+def gradient_stream(steps: int = 20, seed: int = 0) -> list[dict[str, np.ndarray[Any, Any]]]:
+    """Return float64 gradients of norm about 1.6, with a spike of 16 at every sixth step."""
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            name: np.asarray(rng.normal(0, 1.5 if step % 6 == 5 else 0.15, shape))
+            for name, shape in SHAPES.items()
+        }
+        for step in range(steps)
+    ]
+
+
+def _weights(framework: str, dtype: str | None = None) -> Vector[Any]:
+    rng = np.random.default_rng(12345)
+    arrays = {name: np.asarray(rng.normal(0, 1, shape)) for name, shape in SHAPES.items()}
+    return to_vector(arrays, framework, dtype)
+
+
+def apply(clipper: Plugin, gradients: Vector[Any], weights: Vector[Any] | None = None) -> Any:
+    """Return what the clipper makes of the gradients; weights are for regularizers only."""
+    if isinstance(clipper, Regularizer):
+        return clipper.run(gradients, gradients if weights is None else weights)
+    return clipper.run(gradients)
+
+
+def _run(
+    clipper: Plugin,
+    steps: Sequence[Arrays],
+    framework: str = "numpy",
+    dtype: str | None = None,
+) -> list[dict[str, np.ndarray[Any, Any]]]:
+    weights = _weights(framework, dtype)
+    return [to_numpy(apply(clipper, to_vector(s, framework, dtype), weights)) for s in steps]
+
+
+# -- checks -----------------------------------------------------------------------------------
+def check_clipper(factory: Factory, frameworks: Sequence[str] | None = None) -> None:
+    """Run all checks.
+
+    Parameters
+    ----------
+    factory
+        A class, or a function that returns a fresh clipper.
+    frameworks
+        Some of `FRAMEWORKS`; None for all that are installed.
+
+    Raises
+    ------
+    AssertionError
+        If the clipper does not keep one of the promises that fedclip's own clippers keep.
+
+    Examples
+    --------
+    >>> from fedclip import NormClip
+    >>> check_clipper(NormClip, frameworks=["numpy"])
+    """
+    chosen = installed() if frameworks is None else list(frameworks)
+    check_config_round_trip(factory)
+    check_identity(factory)
+    check_nonfinite(factory)
+    if hasattr(factory(), "get_state"):
+        check_state_round_trip(factory)
+        check_resume(factory)
+        check_state_refusals(factory)
+        check_state_size(factory)
+    for framework in chosen:
+        check_dtype_and_shape(factory, framework)
+        check_equivalence(factory, framework)
+
+
+def check_config_round_trip(factory: Factory) -> None:
+    """Check that the configuration survives JSON and msgpack, and makes the same clipper.
+
+    Examples
+    --------
+    >>> from fedclip import ZScoreClip
+    >>> check_config_round_trip(lambda: ZScoreClip(z_max=3.0, scope="tensor"))
+    """
+    clipper = factory()
+    config = clipper.get_config()
+    base: Any = Regularizer if isinstance(clipper, Regularizer) else OptiModule
+    for what, copy in _serialised(config):
+        assert _same(copy, config), f"the configuration is not the same after {what}: {copy!r}"
+        again = base.from_specs(clipper.name, copy)
+        assert _same(again.get_config(), config), (
+            f"a clipper made of get_config() has {again.get_config()!r}, not {config!r}"
+        )
+        steps = gradient_stream(8)
+        _assert_equal(_run(again, steps), _run(factory(), steps), "a clipper made of get_config()")
+
+
+def check_identity(factory: Factory) -> None:
+    """Check that what is not changed is the same object, and that inputs are never changed.
+
+    Examples
+    --------
+    >>> from fedclip import NoOp
+    >>> check_identity(NoOp)
+    """
+    clipper, weights = factory(), _weights("numpy")
+    zero = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for arrays in [*gradient_stream(12), zero]:
+        gradients = to_vector(arrays)
+        before = {name: value.copy() for name, value in gradients.coefs.items()}
+        output = apply(clipper, gradients, weights)
+        for name, value in gradients.coefs.items():
+            assert np.array_equal(value, before[name]), f"the input {name!r} was changed in place"
+        assert list(output.coefs) == list(before), "the output has other names, or another order"
+        equal = all(np.array_equal(value, before[name]) for name, value in output.coefs.items())
+        assert not equal or output is gradients, "an unchanged gradient must be the same object"
+        for name, value in output.coefs.items():
+            same = np.array_equal(value, before[name])
+            shared = np.shares_memory(value, gradients.coefs[name])
+            assert same or not shared, f"the output {name!r} shares memory with the input"
+
+
+def check_dtype_and_shape(factory: Factory, framework: str = "numpy") -> None:
+    """Check that each tensor comes back in its own framework, dtype and shape.
+
+    Examples
+    --------
+    >>> from fedclip import ValueClip
+    >>> check_dtype_and_shape(lambda: ValueClip(0.1))
+    """
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        if dtype == "bfloat16" and framework == "numpy":
+            continue
+        clipper, weights = factory(), _weights(framework, dtype)
+        for arrays in gradient_stream(7):
+            gradients = to_vector(arrays, framework, dtype)
+            output = apply(clipper, gradients, weights)
+            assert type(output) is type(gradients), f"the output is a {type(output).__name__}"
+            for name, value in output.coefs.items():
+                given = gradients.coefs[name]
+                assert isinstance(value, type(given)), (
+                    f"{name!r} came back as {type(value).__name__}, not {type(given).__name__}"
+                )
+                assert _dtype(value) == dtype, f"{name!r} came back as {_dtype(value)}, not {dtype}"
+                assert tuple(value.shape) == tuple(given.shape), (
+                    f"{name!r} came back with the shape {tuple(value.shape)}, "
+                    f"not {tuple(given.shape)}"
+                )
+
+
+def check_nonfinite(factory: Factory) -> None:
+    """Check that no statistic ever sees NaN or infinity, and that outputs are as they should be.
+
+    A step that holds one becomes zero, is passed on or raises; and the steps after it go on as
+    if it had never been.
+
+    Examples
+    --------
+    >>> from fedclip import ZScoreClip
+    >>> check_nonfinite(lambda: ZScoreClip(warmup=2))
+    """
+    steps = gradient_stream(8)
+    for value in (np.nan, np.inf, -np.inf):
+        bad = {name: array.copy() for name, array in steps[3].items()}
+        bad["enc.bias"][2] = value
+        clipper, undisturbed = factory(), factory()
+        _assert_equal(_run(clipper, steps[:3]), _run(undisturbed, steps[:3]), "a fresh clipper")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FedclipWarning)
+            try:
+                (output,) = _run(clipper, [bad])
+            except ValueError:
+                output = None
+        if output is not None and all(np.isfinite(array).all() for array in output.values()):
+            assert not any(array.any() for array in output.values()), (
+                f"a step with {value} must become zero, stay non-finite, or raise"
+            )
+        _assert_equal(
+            _run(clipper, steps[4:]),
+            _run(undisturbed, steps[4:]),
+            f"the steps after one of {value}",
+        )
+
+
+def check_equivalence(factory: Factory, framework: str) -> None:
+    """Check outputs against NumPy's, and that a state goes from one framework to the other.
+
+    To 1e-9 in float64, and to 1e-5 in float32; relative to the largest element.
+
+    Examples
+    --------
+    >>> from fedclip import NormClip
+    >>> check_equivalence(NormClip, "numpy")
+    """
+    for dtype, tolerance in (("float64", 1e-9), ("float32", 1e-5)):
+        # Both see the same numbers: those that the dtype can hold.
+        steps = [{k: v.astype(dtype) for k, v in s.items()} for s in gradient_stream(14)]
+        oracle, other, moved = factory(), factory(), factory()
+        wanted = _run(oracle, steps)
+        _assert_close(_run(other, steps, framework), wanted, tolerance, framework)
+        if not hasattr(moved, "get_state"):
+            continue
+        half = factory()
+        _run(half, steps[:7], framework)
+        moved.set_state(half.get_state())
+        _assert_close(_run(moved, steps[7:]), wanted[7:], tolerance, f"a state from {framework}")
+
+
+def check_state_round_trip(factory: Factory) -> None:
+    """Check that the state survives JSON and msgpack, before the first step and after some.
+
+    Examples
+    --------
+    >>> from fedclip import ZScoreClip
+    >>> check_state_round_trip(ZScoreClip)
+    """
+    for count in (0, 1, 9):
+        clipper = factory()
+        _run(clipper, gradient_stream(count))
+        state = clipper.get_state()
+        for what, copy in _serialised(state):
+            assert _same(copy, state), f"the state is not the same after {what}: {copy!r:.300}"
+            again = factory()
+            again.set_state(copy)
+            assert _same(again.get_state(), state), (
+                f"a clipper that took over a state gives back another: {again.get_state()!r:.300}"
+            )
+
+
+def check_resume(factory: Factory, steps: int = 14) -> None:
+    """Check that saving and resuming at any step is as good as no interruption, bit for bit.
+
+    Examples
+    --------
+    >>> from fedclip import ZScoreClip
+    >>> check_resume(lambda: ZScoreClip(warmup=4))
+    """
+    stream = gradient_stream(steps)
+    wanted = _run(factory(), stream)
+    clipper = factory()
+    for step in range(steps):
+        state = json_deserialize(json_serialize(clipper.get_state()))
+        resumed = factory()
+        resumed.set_state(state)
+        # To the end from some steps only: each is a run of its own.
+        length = steps if step % 4 == 0 else step + 2
+        got = _run(resumed, stream[step:length])
+        _assert_equal(got, wanted[step:length], f"a run resumed at step {step}")
+        _run(clipper, stream[step : step + 1])
+
+
+def check_state_refusals(factory: Factory) -> None:
+    """Check that what is no state is refused in words, and leaves the old state in place.
+
+    Examples
+    --------
+    >>> from fedclip import ZScoreClip
+    >>> check_state_refusals(ZScoreClip)
+    """
+    clipper = factory()
+    _run(clipper, gradient_stream(9))
+    state = clipper.get_state()
+    for what, wrong in _wrong_states(state):
+        try:
+            clipper.set_state(wrong)
+        except Exception as caught:
+            error = caught
+        else:
+            raise AssertionError(f"a state with {what} is taken over: {wrong!r:.300}")
+        assert isinstance(error, (KeyError, ValueError)), (
+            f"a state with {what} raises {type(error).__name__}, not KeyError or ValueError"
+        )
+        assert len(str(error).split()) > 2, f"a state with {what} is refused without a word"
+        assert _same(clipper.get_state(), state), f"a state with {what} is refused, but half kept"
+
+
+def check_state_size(factory: Factory) -> None:
+    """Check that the state does not grow with the number of steps.
+
+    Examples
+    --------
+    >>> from fedclip import ZScoreClip
+    >>> check_state_size(ZScoreClip)
+    """
+    clipper = factory()
+    stream = gradient_stream(24)
+    # Long enough for warm-ups and windows to fill.
+    for _ in range(6):
+        _run(clipper, stream)
+    before = _count(clipper.get_state())
+    for _ in range(6):
+        _run(clipper, stream)
+    after = _count(clipper.get_state())
+    assert after <= before, f"the state grew from {before} to {after} values in 144 steps"
+
+
+def _wrong_states(state: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return states that are wrong in one place each, and say where."""
+    hostile: list[Any] = [None, 1, "state", [], b"", np.zeros(2), {}]
+    wrong = [(f"the type {type(value).__name__}", value) for value in hostile]
+    for path in _paths(state):
+        where = "/".join(map(str, path))
+        value = _at(state, path)
+        if isinstance(value, dict):
+            continue
+        wrong.append((f"{where!r} missing", _without(state, path)))
+        replacements: list[Any] = [object(), {"a": 1}, "text" if path[0] != "clipper" else "other"]
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            replacements += [float("nan"), float("inf"), True, "1", [1, 2]]
+            if path[-1] in ("count", "round", "steps"):
+                replacements += [-1, 1.5]
+        elif isinstance(value, list) and value and isinstance(value[0], float):
+            replacements += [[float("nan"), *value[1:]], ["1", *value[1:]], [*value, 1.0], 1.0]
+        elif isinstance(value, np.ndarray):
+            replacements += [value * np.nan, value.astype("O"), value.tolist()]
+        for replacement in replacements:
+            wrong.append((f"{replacement!r} for {where!r}", _with(state, path, replacement)))
+    return wrong
+
+
+def _paths(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the ways to all values in nested dicts; lists count as values."""
+    if not isinstance(state, dict):
+        return [path]
+    return [p for key, value in state.items() for p in [(*path, key), *_below(value, (*path, key))]]
+
+
+def _below(value: Any, path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    return _paths(value, path) if isinstance(value, dict) else []
+
+
+def _at(state: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        state = state[key]
+    return state
+
+
+def _with(state: Any, path: tuple[Any, ...], value: Any) -> Any:
+    copy = deepcopy(state)
+    _at(copy, path[:-1])[path[-1]] = value
+    return copy
+
+
+def _without(state: Any, path: tuple[Any, ...]) -> Any:
+    copy = deepcopy(state)
+    del _at(copy, path[:-1])[path[-1]]
+    return copy
+
+
+def _serialised(value: Any) -> list[tuple[str, Any]]:
+    return [
+        ("JSON", json_deserialize(json_serialize(value))),
+        ("msgpack", msgpack_deserialize(msgpack_serialize(value))),
+    ]
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two nested values are the same; lists and tuples are alike."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def _count(value: Any) -> int:
+    """Return how many values there are, but for the records of rounds."""
+    if isinstance(value, dict):
+        return sum(_count(v) for key, v in value.items() if key != "rounds")
+    if isinstance(value, (list, tuple)):
+        return sum(_count(v) for v in value)
+    return int(value.size) if isinstance(value, np.ndarray) else 1
+
+
+def _assert_equal(got: Sequence[Arrays], wanted: Sequence[Arrays], what: str) -> None:
+    for step, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        for name in b:
+            assert np.array_equal(a[name], b[name]), f"{what}: {name!r} differs in step {step}"
+
+
+def _assert_close(
+    got: Sequence[Arrays], wanted: Sequence[Arrays], tolerance: float, what: str
+) -> None:
+    for step, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        for name in b:
+            apart = np.abs(a[name].astype(float) - b[name].astype(float)).max(initial=0.0)
+            largest = np.abs(b[name]).max(initial=0.0)
+            assert apart <= tolerance * max(largest, 1e-30), (
+                f"{what}: {name!r} is off by {apart:.3g} in step {step}; its largest element is "
+                f"{largest:.3g}"
+            )

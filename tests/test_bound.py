@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bound holds: no output is above it, and what is clipped is not far below."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import Specimen, each_framework, gradient, needs, norm, specimens
+
+from fedclip import NormClip
+from fedclip.testing import apply, gradient_stream, to_numpy, to_vector
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+# How far below its limit the norm of what is clipped may be.
+BELOW = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-6, "float64": 1e-12}
+
+
+def dtypes_of(framework: str) -> list[str]:
+    return [d for d in DTYPES if framework != "numpy" or d != "bfloat16"]
+
+
+@each_framework()
+@specimens(bound=True)
+def test_no_output_above_the_bound(specimen: Specimen, framework: str) -> None:
+    needs(framework)
+    for dtype in dtypes_of(framework):
+        clipper = specimen.make()
+        for step in gradient_stream(14):
+            out = to_numpy(apply(clipper, to_vector(step, framework, dtype)))
+            assert norm(out) <= specimen.bound  # type: ignore[operator]
+
+
+@each_framework()
+@specimens(element_bound=True)
+def test_no_element_above_the_bound(specimen: Specimen, framework: str) -> None:
+    needs(framework)
+    for dtype in dtypes_of(framework):
+        clipper = specimen.make()
+        for step in gradient_stream(14):
+            out = to_numpy(apply(clipper, to_vector(step, framework, dtype)))
+            # The limit itself is rounded to the dtype of the gradient.
+            limit = float(np.asarray(specimen.element_bound, _narrow(dtype)))
+            assert max(np.abs(v).max(initial=0.0) for v in out.values()) <= limit
+
+
+def _narrow(dtype: str) -> str:
+    return "float32" if dtype == "bfloat16" else dtype
+
+
+@each_framework()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clipped_norm_is_at_the_limit(framework: str, dtype: str) -> None:
+    needs(framework)
+    if dtype not in dtypes_of(framework):
+        pytest.skip("NumPy has no bfloat16")
+    for seed in range(50):
+        limit = 10.0 ** np.random.default_rng(seed).uniform(-2, 0)
+        out = to_numpy(NormClip(limit).run(to_vector(gradient(seed), framework, dtype)))
+        assert limit * (1 - BELOW[dtype]) <= norm(out) <= limit
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_float32_never_above_the_limit(seed: int) -> None:
+    # About half of all float32 clips exceed the limit where the factor is only rounded.
+    rng = np.random.default_rng(seed)
+    for _ in range(50):
+        arrays = {"w": rng.normal(size=rng.integers(1, 3000)).astype("float32")}
+        if norm(arrays) > 0.5:
+            out = NormClip(0.5).run(to_vector(arrays)).coefs
+            assert 0.5 * (1 - 2e-6) <= norm(out) <= 0.5
+
+
+def test_direction_is_kept() -> None:
+    arrays = gradient(3)
+    out = NormClip(0.1).run(to_vector(arrays)).coefs
+    ratio = 0.1 / norm(arrays)
+    for name, value in arrays.items():
+        np.testing.assert_allclose(out[name], ratio * value, rtol=1e-12)
+
+
+def test_norm_equal_to_the_limit_is_not_clipped() -> None:
+    for dtype in ("float32", "float64"):
+        vector = to_vector({"w": np.array([0.6, 0.8]), "b": np.array(0.0)}, dtype=dtype)
+        clip = NormClip(max_norm=norm(vector.coefs))
+        assert clip.run(vector) is vector
+        assert clip.last is not None
+        assert clip.last.clipped == (False,)

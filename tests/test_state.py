@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States are saved, loaded, resumed from, and refused if they are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.optimizer import Optimizer
+from helpers import MODULES, Specimen, assert_same, gradient, run, specimens
+
+from fedclip import NormClip, StateError, ZScoreClip
+from fedclip.testing import (
+    check_resume,
+    check_state_refusals,
+    check_state_round_trip,
+    check_state_size,
+    gradient_stream,
+    to_vector,
+)
+
+
+@specimens(MODULES)
+def test_round_trip(specimen: Specimen) -> None:
+    check_state_round_trip(specimen.make)
+
+
+@specimens(MODULES)
+def test_resume_at_any_step(specimen: Specimen) -> None:
+    check_resume(specimen.make)
+
+
+@specimens(MODULES)
+def test_what_is_no_state_is_refused(specimen: Specimen) -> None:
+    check_state_refusals(specimen.make)
+
+
+@specimens(MODULES)
+def test_state_does_not_grow(specimen: Specimen) -> None:
+    check_state_size(specimen.make)
+
+
+@specimens(MODULES)
+def test_another_clippers_state_is_refused(specimen: Specimen) -> None:
+    for other in MODULES:
+        if other.name != specimen.name:
+            clipper = specimen.make()
+            with pytest.raises(StateError, match=f"{other.name!r}.*{specimen.name!r}"):
+                clipper.set_state(other.make().get_state())
+
+
+@specimens(MODULES)
+def test_state_is_a_copy(specimen: Specimen) -> None:
+    clipper = specimen.make()
+    run(clipper, gradient_stream(6))
+    state = clipper.get_state()
+    kept = repr(state)
+    run(clipper, gradient_stream(6, seed=1))
+    assert repr(state) == kept
+
+
+@specimens(MODULES)
+def test_clippers_share_nothing(specimen: Specimen) -> None:
+    one, other = specimen.make(), specimen.make()
+    run(one, gradient_stream(6))
+    assert other.get_state() == specimen.make().get_state()
+
+
+@specimens(MODULES)
+def test_rounds_continue_each_other(specimen: Specimen) -> None:
+    stream = gradient_stream(12)
+    clipper = specimen.make()
+    got: list[Any] = []
+    for start in range(0, 12, 4):
+        clipper.on_round_start()
+        got += run(clipper, stream[start : start + 4])
+    assert_same(got, run(specimen.make(), stream))
+
+
+@specimens(MODULES, stateful=True)
+def test_state_of_another_model_is_refused_at_the_first_gradient(specimen: Specimen) -> None:
+    if specimen.config.get("scope", "global") == "global":
+        return
+    clipper, other = specimen.make(), specimen.make()
+    run(other, gradient_stream(5))
+    clipper.set_state(other.get_state())
+    with pytest.raises(ValueError, match="stranger"):
+        clipper.run(to_vector({"stranger": np.ones(3)}))
+
+
+def test_missing_tensor_finds_its_statistics_again() -> None:
+    clipper = ZScoreClip(warmup=2, scope="tensor")
+    for step in gradient_stream(4):
+        clipper.run(to_vector(step))
+    before = clipper.get_state()["groups"]["enc.bias"]
+    some = {k: v for k, v in gradient(9).items() if k != "enc.bias"}
+    clipper.run(to_vector(some))
+    assert clipper.get_state()["groups"]["enc.bias"] == before
+    clipper.run(to_vector(gradient(10)))
+    assert clipper.get_state()["groups"]["enc.bias"]["count"] == before["count"] + 1
+
+
+def test_order_of_tensors_does_not_matter_to_a_state() -> None:
+    clipper = ZScoreClip(warmup=2, max_norm=None, scope="tensor")
+    stream = gradient_stream(10)
+    run(clipper, stream[:5])
+    turned = ZScoreClip(warmup=2, max_norm=None, scope="tensor")
+    turned.set_state(clipper.get_state())
+    reverse = [dict(reversed(step.items())) for step in stream[5:]]
+    for got, wanted in zip(run(turned, reverse), run(clipper, stream[5:]), strict=True):
+        for name in wanted:
+            np.testing.assert_array_equal(got[name], wanted[name])
+
+
+def test_optimizer_restores_all_modules_if_one_state_is_wrong() -> None:
+    optimizer = Optimizer(lrate=0.1, modules=[("zscore-clip", {"warmup": 2}), "norm-clip"])
+    for step in gradient_stream(5):
+        optimizer.modules[0].run(to_vector(step))
+    state = optimizer.get_state()
+    wrong = {"config": optimizer.get_config(), "states": {"modules": []}}
+    with pytest.raises(KeyError):
+        optimizer.set_state(wrong)
+    assert optimizer.get_state() == state
+
+
+def test_refusal_is_a_sentence() -> None:
+    state = ZScoreClip().get_state()
+    with pytest.raises(StateError) as caught:
+        NormClip().set_state(state)
+    assert str(caught.value) == "the state is of 'zscore-clip', and this is 'norm-clip'"
