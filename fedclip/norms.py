@@ -31,7 +31,17 @@ import numpy as np
 from fedclip.arrays import Array, Backend, HostView
 from fedclip.scopes import Groups
 
-__all__ = ["UNCERTAINTY", "blocks", "decode", "exact_norm", "extremes", "l2_norms", "square_sums"]
+__all__ = [
+    "CHUNK",
+    "UNCERTAINTY",
+    "blocks",
+    "decode",
+    "encode",
+    "exact_norm",
+    "extremes",
+    "l2_norms",
+    "square_sums",
+]
 
 Float64 = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -47,7 +57,8 @@ UNCERTAINTY = {
 """Largest relative error of a norm measured on the fast path, by dtype."""
 
 _BLOCK = 1024
-_CHUNK = 1 << 16
+CHUNK = 1 << 16
+"""Number of elements that are worked on together, so that they stay in the cache."""
 # Below this sum of squares, float32 squares (at least 2^-126 each) may have been lost from up
 # to 2^35 elements without being missed; the group is measured again.
 _UNDERFLOW = 2.0**-70
@@ -62,6 +73,24 @@ def decode(view: HostView) -> HostView:
     return view.astype(np.float32) if view.dtype == np.float16 else view
 
 
+def encode(values: HostView, dtype: np.dtype[Any], *, towards_zero: bool = False) -> HostView:
+    """Return wider floats as `dtype` (uint16 means bfloat16 bits): the inverse of `decode`.
+
+    Rounded to the nearest; or, so that no limit is exceeded, towards zero.
+    """
+    if dtype == np.uint16:
+        single = encode(values, np.dtype(np.float32), towards_zero=towards_zero).view(np.uint32)
+        if not towards_zero:
+            # Half a unit of the last place kept, and ties to even; finite values do not wrap.
+            single = single + (0x7FFF + ((single >> 16) & 1))
+        return np.asarray(single >> 16).astype(np.uint16)
+    result = values.astype(dtype, copy=False)
+    if towards_zero and result.itemsize < values.itemsize:
+        # Floats of one sign are ordered like their bits: one less is one step towards zero.
+        result.view(f"u{result.itemsize}")[np.abs(result) > np.abs(values)] -= 1
+    return result
+
+
 def _flat(view: HostView) -> HostView:
     # Order "K" reads memory in its own order: no copy of a transposed array.
     return view.reshape(-1) if view.flags.c_contiguous else view.ravel(order="K")
@@ -70,15 +99,17 @@ def _flat(view: HostView) -> HostView:
 def blocks(view: HostView) -> Iterator[Float64]:
     """Yield the elements as float64, at most 65,536 at a time; memory order."""
     flat = _flat(view)
-    for start in range(0, flat.size, _CHUNK):
-        yield decode(flat[start : start + _CHUNK]).astype(np.float64)
+    for start in range(0, flat.size, CHUNK):
+        yield decode(flat[start : start + CHUNK]).astype(np.float64)
 
 
 def extremes(view: HostView) -> tuple[float, float]:
     """Return the smallest and the largest element; NaN if there is one."""
-    if view.dtype.kind == "f" and view.itemsize > 2:
-        return float(view.min()), float(view.max())
-    pairs = [(float(b.min()), float(b.max())) for b in blocks(view)]
+    flat = _flat(view)
+    parts = (decode(flat[i : i + CHUNK]) for i in range(0, flat.size, CHUNK))
+    pairs = [(float(b.min()), float(b.max())) for b in parts]
+    if len(pairs) == 1:
+        return pairs[0]
     # min() and max() of Python drop NaN; NumPy's keep it.
     lows, highs = zip(*pairs, strict=True)
     return float(np.min(lows)), float(np.max(highs))
@@ -131,7 +162,7 @@ def _add_up(
 
 def _half_square_sum(view: HostView) -> float:
     flat = _flat(view)
-    chunks = (decode(flat[i : i + _CHUNK]) for i in range(0, flat.size, _CHUNK))
+    chunks = (decode(flat[i : i + CHUNK]) for i in range(0, flat.size, CHUNK))
     return sum(sum(square_sums([chunk])) for chunk in chunks)
 
 

@@ -9,13 +9,14 @@
     output = the array itself where all k = 1, else  k (1 - margin) * array
 
 An array without any of the dims, or whose slices have fewer than `min_size` elements, is left
-alone and not measured. A 0-d array counts as one of shape (1,).
+alone and not measured. A 0-d array counts as one of shape (1,), a sparse one as the dense one
+that it stands for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ import numpy as np
 
 from fedclip.arrays import Array, Backend, HostView
 from fedclip.clipping import MARGIN, Outcome
+from fedclip.elements import dense_views
 from fedclip.measures import Order, degree, slice_measures
 from fedclip.norms import Float64, Numbers
 from fedclip.rules import NoState
@@ -63,11 +65,19 @@ def spanned(ndim: int, dims: tuple[int, ...] | None, inverse: bool) -> tuple[int
 
 @dataclass(frozen=True)
 class SliceClipping:
-    """A fixed limit on the measure of every slice; see `fedclip.clipping.NormClipping`."""
+    """A limit on the measure of every slice; see `fedclip.clipping.NormClipping`.
+
+    Attributes
+    ----------
+    limit
+        One for all slices; or an array for each array, with a limit for each of its slices.
+    span
+        The dims that slices of an array of some shape span, where `dims` can not say it.
+    """
 
     array_fields: ClassVar[tuple[str, ...]] = ()
 
-    limit: float
+    limit: float | tuple[Float64, ...]
     dims: tuple[int, ...] | None
     inverse_dims: bool = False
     min_size: int = 1
@@ -75,6 +85,7 @@ class SliceClipping:
     eps: float = 0.0
     min_norm: float | None = None
     rescale: bool = False
+    span: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
 
     def init(self, groups: Groups) -> NoState:
         """Return the state, of which there is none."""
@@ -89,9 +100,8 @@ class SliceClipping:
     ) -> Float64:
         """Return the measures of all slices of all arrays, one after the other."""
         parts = [np.zeros(0)]
-        for array, view in zip(arrays, views, strict=True):
-            local = backend.to_host(array) if view is None else view
-            axes = self._axes(local.shape)
+        for local in dense_views(arrays, views, backend):
+            axes = self.axes(local.shape)
             if axes is not None:
                 parts.append(slice_measures(np.atleast_1d(local), axes, self.ord).ravel())
         return np.concatenate(parts)
@@ -110,37 +120,50 @@ class SliceClipping:
         measures = np.asarray(measured)
         outputs = list(arrays)
         worst = np.zeros(len(groups))
+        shared = None if isinstance(self.limit, tuple) else self.limit
+        limits = np.full(len(groups), math.inf if shared is None else shared)
+        excess = np.full(len(groups), -1.0)
         start = 0
         for i, array in enumerate(arrays):
-            axes = self._axes(tuple(array.shape))
+            axes = self.axes(tuple(array.shape))
             if axes is None:
                 continue
             shape = tuple(1 if a in axes else n for a, n in enumerate(tuple(array.shape) or (1,)))
             norms = measures[start : start + math.prod(shape)].reshape(shape)
             start += math.prod(shape)
+            limit = self.limit[i] if isinstance(self.limit, tuple) else np.full(shape, self.limit)
             group = groups.index[i]
-            worst[group] = max(worst[group], norms.max())
-            factors = self._factors(norms)
+            ratios = norms / limit if shared is None else norms
+            most = np.unravel_index(np.argmax(ratios), shape)
+            if ratios[most] > excess[group]:
+                excess[group] = ratios[most]
+                worst[group], limits[group] = norms[most], limit[most]
+            factors = self._factors(norms, limit)
             if (factors != 1.0).any():
                 factors[factors != 1.0] *= 1.0 - MARGIN[backend.dtype(array)]
-                outputs[i] = self._scale(array, factors, backend)
-        limits = np.full(len(groups), self.limit)
+                outputs[i] = self._scale(backend.dense(array), factors, backend)
         changed = any(new is not old for new, old in zip(outputs, arrays, strict=True))
-        return Outcome(outputs if changed else None, state, worst, limits, worst > self.limit)
+        clipped = worst + self.eps > limits
+        return Outcome(outputs if changed else None, state, worst, limits, clipped)
 
-    def _axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    def axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the dims that the slices span; None if the array is left alone."""
         shape = shape or (1,)
-        axes = spanned(len(shape), self.dims, self.inverse_dims)
+        if self.span is None:
+            axes = spanned(len(shape), self.dims, self.inverse_dims)
+        else:
+            axes = self.span(shape)
         size = math.prod(shape[a] for a in axes)
         return axes if axes and size and math.prod(shape) and size >= self.min_size else None
 
-    def _factors(self, norms: Float64) -> Float64:
-        k = np.where(norms + self.eps > self.limit, self.limit / (norms + self.eps), 1.0)
+    def _factors(self, norms: Float64, limit: Float64) -> Float64:
+        k = np.where(norms + self.eps > limit, limit / (norms + self.eps), 1.0)
         if self.rescale:
-            k = self.limit / (norms + self.eps)
+            k = limit / (norms + self.eps)
         elif self.min_norm is not None:
-            k = np.where(norms < self.min_norm, min(self.min_norm, self.limit) / norms, k)
-        k = np.where(norms > 0, k, 1.0)
+            k = np.where(norms < self.min_norm, np.minimum(self.min_norm, limit) / norms, k)
+        # A ratio beyond float64 is as large as it can be.
+        k = np.where(norms > 0, np.minimum(k, np.finfo(np.float64).max), 1.0)
         result: Float64 = k ** (1.0 / degree(self.ord))
         return result
 

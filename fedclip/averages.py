@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The way of a gradient that is held to the norm of its own moving average.
+
+::
+
+    e     = e + (1 - decay) (g - e)                                for each tensor
+    size  = norm of e, that of each group
+    size  = min(size, max(max_growth * size before, min_norm)),    e shrunk accordingly
+    limit = size
+
+The average sees every gradient before it is clipped, the current one included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from fedclip.arrays import NUMPY, Array, Backend, HostView
+from fedclip.clipping import NormClipping, Outcome
+from fedclip.elements import PAST, dense_views, recall
+from fedclip.measures import Order, degree
+from fedclip.norms import CHUNK, Float64, Numbers, decode
+from fedclip.rules import CLEAR, NoState
+from fedclip.rules.constant import Constant
+from fedclip.rules.elementwise import blend, step_size
+from fedclip.scopes import Groups
+from fedclip.states import Statistics
+
+__all__ = ["AverageClipping", "AverageState"]
+
+
+class AverageState(NamedTuple):
+    """Norm of the average, and the number of steps, of each group."""
+
+    norm: Any
+    count: Any
+
+
+@dataclass(frozen=True)
+class AverageClipping:
+    """Clip to, or bring to (`rescale`), the norm of the moving average.
+
+    Attributes
+    ----------
+    decay, debias
+        Weight of the past; divide averages that start at zero by ``1 - decay^t``.
+    start
+        What every element of the average starts at; None: at the first gradient.
+    max_growth, min_norm
+        By which factor the norm of the average may grow in a step, above `min_norm`.
+    """
+
+    array_fields: ClassVar[tuple[str, ...]] = PAST
+
+    decay: float
+    ord: Order
+    max_growth: float | None
+    start: float | None
+    min_norm: float
+    debias: bool
+    rescale: bool
+
+    def init(self, groups: Groups) -> AverageState:
+        """Return the state before the first step."""
+        return AverageState(np.zeros(len(groups)), np.zeros(len(groups)))
+
+    def measure(
+        self,
+        arrays: Sequence[Array],
+        views: Sequence[HostView | None],
+        groups: Groups,
+        backend: Backend,
+    ) -> Numbers:
+        """Return the norm of each group."""
+        return self._clipping(()).measure(arrays, views, groups, backend)
+
+    def _clipping(self, limits: tuple[float, ...]) -> NormClipping:
+        return NormClipping(Constant(limits), self.ord, rescale=self.rescale)
+
+    def step(
+        self,
+        arrays: Sequence[Array],
+        groups: Groups,
+        backend: Backend,
+        measured: Numbers,
+        state: AverageState,
+        views: Sequence[HostView | None],
+        kept: Statistics,
+    ) -> Outcome:
+        """Clip one gradient whose norms, all finite, have been measured."""
+        local = dense_views(arrays, views, backend)
+        # All at once, so that nothing is changed if one of them does not fit.
+        memories = [recall(n, view, kept) for n, view in zip(groups.names, local, strict=True)]
+        for name, view, memory in zip(groups.names, local, memories, strict=True):
+            kept[name] = memory
+            self._learn(view, memory)
+        first = np.atleast_1d(state.count) == 0
+        sizes = self._restrained([m["past"] for m in memories], groups, state, first)
+        limits = sizes
+        if not self.rescale and (self.start is None or self.debias):
+            # The average of one gradient is that gradient, whatever the rounding of its norm.
+            limits = np.where(first, np.maximum(sizes, CLEAR * np.atleast_1d(measured)), sizes)
+        clipping = self._clipping(tuple(limits.tolist()))
+        outcome = clipping.step(arrays, groups, backend, measured, NoState(), views, kept)
+        return outcome._replace(state=AverageState(sizes, np.atleast_1d(state.count) + 1))
+
+    def _learn(self, view: HostView, memory: dict[str, Any]) -> None:
+        flat, past, count = view.reshape(-1), memory["past"].reshape(-1), float(memory["count"])
+        memory["count"] = np.asarray(count + 1)
+        weight = step_size(self.decay, self.debias, count)
+        if count == 0:
+            if self.start is None:
+                weight = 1.0
+            else:
+                past[:] = self.start
+        for begin in range(0, flat.size, CHUNK):
+            piece = slice(begin, begin + CHUNK)
+            values = decode(flat[piece])
+            past[piece] = values if weight == 1.0 else blend(past[piece], values, weight)
+
+    def _restrained(
+        self, means: list[Any], groups: Groups, state: AverageState, first: Any
+    ) -> Float64:
+        """Return the norms of the averages, which are shrunk in place if they grow too fast."""
+        sizes = np.array(self.measure(means, means, groups, NUMPY), ndmin=1)
+        if self.max_growth is None:
+            return sizes
+        before = np.where(first, sizes, np.atleast_1d(state.norm))
+        allowed = np.maximum(before * self.max_growth, self.min_norm)
+        for group in np.flatnonzero(sizes > allowed):
+            factor = float(allowed[group] / sizes[group]) ** (1.0 / degree(self.ord))
+            for i in groups.members[group]:
+                np.multiply(means[i], factor, out=means[i])
+        return np.asarray(np.minimum(sizes, allowed))

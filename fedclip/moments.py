@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of a gradient whose mean is taken away, and that is divided by its deviation.
+
+Means and deviations are taken in float64, and so is the arithmetic on each element. What is
+larger than the largest finite number of the dtype becomes that number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fedclip.arrays import Array, Backend, HostView
+from fedclip.clipping import Outcome
+from fedclip.elements import dense_views, host_dtype
+from fedclip.measures import measure
+from fedclip.norms import CHUNK, Float64, Numbers, blocks, decode, encode, extremes
+from fedclip.rules import NoState
+from fedclip.scopes import Groups
+from fedclip.slices import spanned
+from fedclip.states import Statistics
+
+__all__ = ["Centralizing", "Standardizing"]
+
+# Sums of float64 may overflow though no element does; 2^64 times smaller, they do not.
+_DOWN = 64
+
+
+def _mean(views: Sequence[HostView]) -> float:
+    """Return the mean of all elements; not finite if one of them is not."""
+    size = sum(view.size for view in views)
+    if not size:
+        return 0.0
+    total = sum(float(b.sum()) for view in views for b in blocks(view))
+    if math.isfinite(total):
+        return total / size
+    total = sum(float(np.ldexp(b, -_DOWN).sum()) for view in views for b in blocks(view))
+    return math.ldexp(total / size, _DOWN)
+
+
+def _slice_means(view: HostView, axes: tuple[int, ...]) -> Float64:
+    """Return the mean of each slice that spans `axes`, with those axes kept as 1."""
+    wide = decode(view)
+    size = math.prod(view.shape[a] for a in axes)
+    total = np.sum(wide, axis=axes, keepdims=True, dtype=np.float64)
+    if not np.isfinite(total).all():
+        smaller = np.ldexp(wide.astype(np.float64), -_DOWN)
+        return np.asarray(np.ldexp(smaller.sum(axis=axes, keepdims=True) / size, _DOWN))
+    return np.asarray(total / size)
+
+
+def _shifted(view: HostView, centre: Any, dtype: np.dtype[Any]) -> HostView:
+    """Return ``view - centre``."""
+    wide = decode(view)
+    result = np.empty(view.shape, wide.dtype)
+    # Float64 piece by piece inside the ufunc, so that no array of float64 is made.
+    np.subtract(wide, centre, out=result, dtype=np.float64, casting="same_kind")
+    top = float(decode(np.array([0x7F7F], np.uint16))[0])
+    if dtype != np.uint16:
+        top = float(np.finfo(dtype).max)
+    # Far below this, a difference rounds to a finite number.
+    if np.abs(centre).max() > top * 2.0**-55:
+        np.clip(result, -top, top, out=result)
+    return encode(result, dtype)
+
+
+@dataclass(frozen=True)
+class Centralizing:
+    """Subtract the mean of each slice, tensor, or (`pooled`) group."""
+
+    array_fields: ClassVar[tuple[str, ...]] = ()
+
+    dims: tuple[int, ...] | None
+    inverse_dims: bool
+    min_size: int
+    pooled: bool
+
+    def init(self, groups: Groups) -> NoState:
+        """Return the state, of which there is none."""
+        return NoState()
+
+    def measure(
+        self,
+        arrays: Sequence[Array],
+        views: Sequence[HostView | None],
+        groups: Groups,
+        backend: Backend,
+    ) -> Float64:
+        """Return all means: of groups; or of the slices of all arrays, one after the other."""
+        local = dense_views(arrays, views, backend)
+        if self.pooled:
+            return np.array([_mean([local[i] for i in m]) for m in groups.members])
+        parts = [np.zeros(0)]
+        for view in local:
+            axes = self._axes(view.shape)
+            # Of what is left alone, one mean, so that NaN in it is seen.
+            parts.append(np.array([_mean([view])]) if axes is None else _slice_means(view, axes))
+        return np.concatenate([part.ravel() for part in parts])
+
+    def _axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        axes = spanned(len(shape), self.dims, self.inverse_dims)
+        if not axes or 0 in shape or math.prod(shape[a] for a in axes) < self.min_size:
+            return None
+        return axes
+
+    def step(
+        self,
+        arrays: Sequence[Array],
+        groups: Groups,
+        backend: Backend,
+        measured: Numbers,
+        state: NoState,
+        views: Sequence[HostView | None],
+        kept: Statistics,
+    ) -> Outcome:
+        """Centre one gradient; for the record, a norm is the largest mean, and the limit 0."""
+        local = dense_views(arrays, views, backend)
+        outputs = list(arrays)
+        largest = np.zeros(len(groups))
+        for i, centre in enumerate(self._centres(local, groups, np.asarray(measured))):
+            peak = np.abs(centre).max(initial=0.0)
+            largest[groups.index[i]] = max(largest[groups.index[i]], peak)
+            if peak > 0:
+                result = _shifted(local[i], centre, host_dtype(backend, arrays[i]))
+                outputs[i] = backend.from_host(result, backend.dense(arrays[i]))
+        changed = largest > 0
+        limits = np.zeros(len(groups))
+        return Outcome(outputs if changed.any() else None, state, largest, limits, changed)
+
+    def _centres(
+        self, local: Sequence[HostView], groups: Groups, means: Float64
+    ) -> list[np.ndarray[Any, Any]]:
+        """Return what is subtracted from each array: zero from what is left alone."""
+        if self.pooled:
+            sizes = [sum(local[i].size for i in m) for m in groups.members]
+            large = np.array(sizes) >= self.min_size
+            return [np.asarray(means[g] if large[g] else 0.0) for g in groups.index]
+        result = []
+        start = 0
+        for view in local:
+            axes = self._axes(view.shape)
+            if axes is None:
+                result.append(np.zeros(()))
+                start += 1
+                continue
+            shape = tuple(1 if a in axes else n for a, n in enumerate(view.shape))
+            size = math.prod(shape)
+            result.append(means[start : start + size].reshape(shape))
+            start += size
+        return result
+
+
+@dataclass(frozen=True)
+class Standardizing:
+    """Subtract the mean of each group, and divide by its standard deviation + eps."""
+
+    array_fields: ClassVar[tuple[str, ...]] = ()
+
+    eps: float
+
+    def init(self, groups: Groups) -> NoState:
+        """Return the state, of which there is none."""
+        return NoState()
+
+    def measure(
+        self,
+        arrays: Sequence[Array],
+        views: Sequence[HostView | None],
+        groups: Groups,
+        backend: Backend,
+    ) -> Float64:
+        """Return mean and standard deviation of each group."""
+        local = dense_views(arrays, views, backend)
+        return np.array([self._moments([local[i] for i in m]) for m in groups.members])
+
+    @staticmethod
+    def _moments(views: Sequence[HostView]) -> tuple[float, float]:
+        ranges = [extremes(view) for view in views if view.size]
+        low = float(np.min([r[0] for r in ranges], initial=math.inf))
+        high = float(np.max([r[1] for r in ranges], initial=-math.inf))
+        if not ranges or low == high:
+            # The mean of equal numbers, added up and divided, may be another one.
+            return (low, 0.0) if ranges else (0.0, 0.0)
+        return _mean(views), measure(views, "std")
+
+    def step(
+        self,
+        arrays: Sequence[Array],
+        groups: Groups,
+        backend: Backend,
+        measured: Numbers,
+        state: NoState,
+        views: Sequence[HostView | None],
+        kept: Statistics,
+    ) -> Outcome:
+        """Standardise one gradient; for the record, a norm is a deviation, and the limit 1."""
+        local = dense_views(arrays, views, backend)
+        means, deviations = np.asarray(measured).T
+        outputs = list(arrays)
+        for mean, deviation, members in zip(means, deviations, groups.members, strict=True):
+            if sum(local[i].size for i in members) < 2 or not (mean or deviation):
+                continue
+            for i in members:
+                result = self._output(local[i], mean, deviation, host_dtype(backend, arrays[i]))
+                outputs[i] = backend.from_host(result, backend.dense(arrays[i]))
+        changed = any(new is not old for new, old in zip(outputs, arrays, strict=True))
+        limits = np.ones(len(groups))
+        return Outcome(outputs if changed else None, state, deviations, limits, deviations > limits)
+
+    def _output(
+        self, view: HostView, mean: float, deviation: float, dtype: np.dtype[Any]
+    ) -> HostView:
+        if not deviation:
+            return np.zeros(view.shape, dtype)
+        output = np.empty(view.size, dtype)
+        for i, block in enumerate(blocks(view)):
+            result = (block - mean) / (deviation + self.eps)
+            output[i * CHUNK : i * CHUNK + block.size] = encode(result, dtype)
+        return output.reshape(view.shape)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Limits of single elements that follow from past gradients.
+
+A rule is a pure function of a piece of a gradient, the same piece of what has been kept of the
+past, and the number of gradients that this tensor has had before::
+
+    output, limits, past = rule(values, past, count)
+
+Elements do not depend on each other, so the pieces may be cut anywhere. Values are finite, and
+outputs lie within the limits, exactly; what is kept stays finite too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from fedclip.arrays import HostView
+
+__all__ = ["ElementRule", "EmaValue", "GrowthValue", "blend", "step_size"]
+
+
+class ElementRule(Protocol):
+    """What `fedclip.elements.PastClipping` asks of a rule."""
+
+    def __call__(
+        self, values: HostView, past: HostView, count: float
+    ) -> tuple[HostView, HostView, HostView]:
+        """Return outputs, limits, and the past from now on; `past` is zero if `count` is."""
+
+
+def step_size(decay: float, debias: bool, count: float) -> float:
+    """Return the weight of a new value in a moving average that has seen `count` of them.
+
+    With ``debias``, averages that start at zero are divided by ``1 - decay^t``, which is to
+    start with a plain mean: the weight falls from 1 to ``1 - decay``.
+    """
+    return (1 - decay) / (1 - decay ** (count + 1)) if debias else 1 - decay
+
+
+def blend(mean: HostView, values: HostView, weight: float) -> HostView:
+    """Return ``mean + weight (values - mean)``; a difference can not overflow on the way."""
+    half = (0.5 * weight) * values - (0.5 * weight) * mean
+    return mean + half + half
+
+
+@dataclass(frozen=True)
+class EmaValue:
+    r"""Moving average of the absolute values (torchzero's ``ClipValueByEMA``).
+
+    ::
+
+        e = e + (1 - decay) (|g| - e)          starting at init |g|
+        limit = e
+    """
+
+    decay: float
+    init: float
+    debias: bool
+
+    def __call__(
+        self, values: HostView, past: HostView, count: float
+    ) -> tuple[HostView, HostView, HostView]:
+        size = np.abs(values)
+        if count == 0:
+            past = np.minimum(size * self.init, np.finfo(size.dtype).max)
+        past = past + step_size(self.decay, self.debias, count) * (size - past)
+        return np.clip(values, -past, past), past, past
+
+
+@dataclass(frozen=True)
+class GrowthValue:
+    r"""Growth from one output to the next (torchzero's ``ClipValueGrowth``).
+
+    ::
+
+        limit = min(|p| + add, max(|p|, min_value) mul)         p: the output before
+        p = the output;  p / max_decay where it fell by more than that
+    """
+
+    mul: float | None
+    add: float | None
+    min_value: float | None
+    max_decay: float | None
+
+    def __call__(
+        self, values: HostView, past: HostView, count: float
+    ) -> tuple[HostView, HostView, HostView]:
+        limits = np.full_like(values, np.inf)
+        if count == 0:
+            return values, limits, values
+        base = np.abs(past)
+        if self.add is not None:
+            limits = base + self.add
+        rising = np.minimum(np.abs(values), limits)
+        floor = base if self.min_value is None else np.maximum(base, self.min_value)
+        if self.mul is not None:
+            # Without a floor, a zero would stay one for ever; it counts as not yet seen.
+            limits = np.minimum(limits, np.where(floor > 0, floor * self.mul, np.inf))
+        output = np.clip(values, -limits, limits)
+        if self.max_decay is None:
+            return output, limits, output
+        fallen = rising < floor / self.max_decay
+        return output, limits, np.where(fallen, past / self.max_decay, output)
