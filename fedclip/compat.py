@@ -545,7 +545,8 @@ def _optax_block_rms(c: dict[str, Any]) -> _Translation:
 @_peer("optax", "adaptive_grad_clip", clipping=_REQUIRED, eps=1e-3, axis=None)
 def _optax_agc(c: dict[str, Any]) -> _Translation:
     note = None if c["axis"] is None else "0-d tensors are whole units; optax raises on them"
-    return _to("agc", note, ratio=c["clipping"], eps=c["eps"], axis=c["axis"])
+    dims = {} if c["axis"] is None else {"dims": c["axis"]}
+    return _to("agc", note, ratio=c["clipping"], min_norm=c["eps"], **dims)
 
 
 @_peer("torch", "clip_grad_norm_", max_norm=_REQUIRED, norm_type=2.0, error_if_nonfinite=False)
@@ -650,7 +651,7 @@ def _autoclip(c: dict[str, Any]) -> _Translation:
 def _timm_agc(c: dict[str, Any]) -> _Translation:
     if _order(c["norm_type"]) != 2:
         raise ValueError(f"norm_type must be 2, the only norm of agc; got {c['norm_type']!r}")
-    return _to("agc", ratio=c["clip_factor"], eps=c["eps"], unit="output", axis=0)
+    return _to("agc", ratio=c["clip_factor"], min_norm=c["eps"], axis=0)
 
 
 _ADAGC: dict[str, Any] = {

@@ -66,6 +66,23 @@ class Transform(Protocol):
         """
 
 
+def refuse_unknown(cls: Any, config: Mapping[str, Any]) -> None:
+    """Raise a TypeError, with the nearest name, for a parameter that a plug-in does not have."""
+    known = [p for p in inspect.signature(cls.__init__).parameters if p != "self"]
+    for key in config:
+        if key not in known:
+            raise TypeError(
+                f"{cls.name} has no parameter {key!r}{nearest(key, known)}; "
+                f"its parameters are {', '.join(known)}"
+            )
+
+
+def parameters(plugin: Any) -> dict[str, Any]:
+    """Return the parameters of a plug-in, which keeps them under their own names."""
+    names = [p for p in inspect.signature(type(plugin).__init__).parameters if p != "self"]
+    return {name: getattr(plugin, name) for name in names}
+
+
 class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
     """Base of fedclip's clippers.
 
@@ -85,13 +102,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         """Refuse unknown parameters, with the nearest name."""
         # Here and not in __init__, so that a typo is answered with the nearest name whether the
         # clipper is built in Python, from declearn's specs or from TOML.
-        known = [p for p in inspect.signature(cls.__init__).parameters if p != "self"]
-        for key in config:
-            if key not in known:
-                raise TypeError(
-                    f"{cls.name} has no parameter {key!r}{nearest(key, known)}; "
-                    f"its parameters are {', '.join(known)}"
-                )
+        refuse_unknown(cls, config)
         return super().__new__(cls)
 
     def __init__(
@@ -143,8 +154,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
 
     def get_config(self) -> dict[str, Any]:
         """Return the parameters, as they would be written in a TOML file."""
-        names = [p for p in inspect.signature(type(self).__init__).parameters if p != "self"]
-        return {name: getattr(self, name) for name in names}
+        return parameters(self)
 
     def get_state(self) -> dict[str, Any]:
         """Return the statistics by group, and the records, as plain numbers, strings and lists."""
@@ -171,7 +181,8 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         statistics, arrays, round_, rounds = self._check_state(state)
         # They are matched with the names of the gradient when the next one comes.
         self._groups, self._names, self._state = None, (), None
-        self._absent, self._arrays, self._loaded = statistics, arrays, bool(statistics)
+        self._absent, self._arrays = statistics, arrays
+        self._loaded = bool(statistics or arrays)
         self._recorder.set_state(round_, rounds)
         self._warned = -1
 
@@ -288,12 +299,14 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         if self._groups is not None and self._names == names:
             return self._groups
         found = resolve(self.scope, self.exclude, names)
-        fresh = self._transform.init(found)
+        fresh, fields = self._transform.init(found), self._transform.array_fields
         statistics = self._statistics()
-        missing = [label for label in found.labels if label not in statistics]
-        if self._loaded and fresh._fields and missing:
+        missing = [label for label in found.labels if fresh._fields and label not in statistics]
+        missing += [n for n in found.names if fields and n not in self._arrays and n not in missing]
+        if self._loaded and missing:
+            known = sorted({*statistics, *self._arrays})
             raise ValueError(
-                f"the state loaded into {self.name} is of the groups {sorted(statistics)}, and the "
+                f"the state loaded into {self.name} is of {known}, and the "
                 f"gradient has {missing} besides: load the state of this model, or none"
             )
         self._state, self._on_device = states.load(fresh, statistics, found.labels), False

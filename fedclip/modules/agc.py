@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`agc`: a limit relative to the norm of the weights, per output unit."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from declearn.model.api import Vector
+from declearn.optimizer.regularizers import Regularizer
+
+from fedclip import checks
+from fedclip.arrays import Array, Backend, backend_of
+from fedclip.clipping import NormClipping
+from fedclip.elements import dense_views
+from fedclip.measures import slice_measures
+from fedclip.modules.base import Clipper, Transform, parameters, refuse_unknown
+from fedclip.norms import Float64, l2_norms
+from fedclip.records import RoundRecord, StepRecord
+from fedclip.rules.constant import Constant
+from fedclip.scopes import Groups
+from fedclip.slices import SliceClipping, check_dims, spanned
+
+__all__ = ["AGC"]
+
+_UNITS = ("output", "tensor", "global")
+
+
+class AGC(Regularizer):
+    """Adaptive gradient clipping: a limit relative to the norm of the weights.
+
+    ::
+
+        Init(ratio, min_norm, eps):
+            assign ratio, min_norm, eps
+        Step(grads, weights):
+            for each unit of each tensor:
+                limit = ratio * (max(norm(weights of the unit), min_norm) + eps)
+                n = norm(gradient of the unit)
+                if n + eps > limit:
+                    gradient of the unit *= limit / (n + eps)
+
+    It is a *regularizer* of declearn's, ``Optimizer(regularizers=["agc"])``, because modules do
+    not see the weights; regularizers act on the raw gradient, before all modules.
+
+    Parameters
+    ----------
+    ratio : float, default=0.01
+        Largest norm of a gradient relative to that of its weights, > 0. The paper uses 0.01 for
+        batches of 4096, and larger values for smaller batches.
+    unit : {"output", "tensor", "global"}, default="output"
+        What has a norm of its own: all weights that lead to an output of a layer; each tensor;
+        or all tensors together.
+    axis : int or None, default=None
+        With "output": the axis of the outputs, 0 for the layers of torch, -1 for those of
+        TensorFlow and JAX; tensors of one dimension or less are one unit. None follows the
+        NFNets code: sums over axis 0 of two or three dimensions, over all but the last of four
+        or more; tensors that have only one dimension longer than 1 are one unit.
+    dims : int, list of int or None, default=None
+        With "output": sum over these dimensions, for layouts that `axis` can not describe. A
+        0-d tensor counts as one of shape (1,); tensors without these dimensions are left alone.
+    min_norm : float, default=1e-3
+        Norms of weights below count as this, > 0, so that weights that start at zero can move.
+    eps : float, default=0.0
+        Added to both norms, >= 0; 1e-8 gives what smartclip gives, 0 is exact.
+    skip_vectors : bool, default=False
+        Leave alone tensors of one dimension or less: biases, scales of normalisation layers.
+    exclude : pattern, list of patterns or None, default=None
+        Tensors left alone; the paper leaves out the last layer.
+    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
+        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a
+        gradient, if a pattern matches no tensor, or the weights lack one or differ in shape.
+
+    Notes
+    -----
+    Guarantees, with ``eps=0``: the norm of each unit of the output, in float64, is at most its
+    limit; where all are, the very same Vector comes back; with the same weights, applying it
+    twice is applying it once. For fixed weights it is a projection on a product of balls.
+
+    ======================  ======================================================
+    input                   output
+    ======================  ======================================================
+    zero gradient           the same object
+    weights of zero         clipped to ``ratio * min_norm``
+    weights not finite      count as zero
+    0-d, empty tensor       as any other tensor; dtype and shape are kept
+    sparse gradient         as the dense one that it stands for, with "output"
+    NaN or infinity         as `on_nonfinite` says
+    ======================  ======================================================
+
+    There is no state but `rounds` and `last`, the records that modules have, which declearn
+    does not save with the optimizer. With "output" the record of a tensor is that of its
+    worst unit.
+
+    References
+    ----------
+    Brock, De, Smith & Simonyan, 2021, "High-performance large-scale image recognition without
+    normalization", arXiv:2102.06171.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> agc = AGC(ratio=0.1, axis=0)
+    >>> weights = NumpyVector({"w": np.array([[3.0, 4.0], [30.0, 40.0]])})
+    >>> grads = NumpyVector({"w": np.array([[0.0, 1.0], [0.0, 1.0]])})
+    >>> agc.run(grads, weights).coefs["w"].round(6)
+    array([[0. , 0.5],
+           [0. , 1. ]])
+    """
+
+    name: ClassVar[str] = "agc"
+
+    def __new__(cls, *args: Any, **config: Any) -> Self:
+        """Refuse unknown parameters, with the nearest name."""
+        refuse_unknown(cls, config)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        ratio: float = 0.01,
+        *,
+        unit: str = "output",
+        axis: int | None = None,
+        dims: int | Sequence[int] | None = None,
+        min_norm: float = 1e-3,
+        eps: float = 0.0,
+        skip_vectors: bool = False,
+        exclude: str | Sequence[str] | None = None,
+        on_nonfinite: str = "skip",
+    ) -> None:
+        self.ratio = checks.positive(ratio=ratio)
+        self.unit = checks.choice(_UNITS, unit=unit)
+        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
+            raise TypeError(f"axis must be an int or None, got {axis!r} ({type(axis).__name__})")
+        self.axis = axis
+        self.dims = check_dims(dims, "tensor", False, 1)
+        if self.unit != "output" and not (self.axis is None and self.dims is None):
+            raise ValueError(f"axis and dims go with unit='output', got unit={unit!r}")
+        if self.axis is not None and self.dims is not None:
+            raise ValueError(f"give axis or dims, not both; got axis={axis!r}, dims={dims!r}")
+        self.min_norm = checks.positive(min_norm=min_norm)
+        self.eps = checks.non_negative(eps=eps)
+        self.skip_vectors = checks.boolean(skip_vectors=skip_vectors)
+        self._clipper = _WeightClipper(self, exclude, on_nonfinite)
+        self.exclude, self.on_nonfinite = self._clipper.exclude, self._clipper.on_nonfinite
+
+    def run(self, gradients: Vector[Any], weights: Vector[Any]) -> Vector[Any]:
+        """Return the clipped gradients; the very same object if nothing is clipped."""
+        self._clipper.weights = weights.coefs
+        try:
+            return self._clipper.run(gradients)
+        finally:
+            # The weights of a step must not outlive it.
+            self._clipper.weights = {}
+
+    def on_round_start(self) -> None:
+        """Begin the records of a new round."""
+        self._clipper.on_round_start()
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the parameters, as they would be written in a TOML file."""
+        return parameters(self)
+
+    @property
+    def rounds(self) -> list[RoundRecord]:
+        """What happened in the last rounds, one record a round, and one for each group."""
+        return self._clipper.rounds
+
+    @property
+    def last(self) -> StepRecord | None:
+        """What the last step did; None before the first."""
+        return self._clipper.last
+
+
+class _WeightClipper(Clipper, register=False):
+    """What clips for `AGC`, with limits from the weights that it was given last."""
+
+    name: ClassVar[str] = AGC.name
+
+    def __init__(
+        self, agc: AGC, exclude: str | Sequence[str] | None = None, on_nonfinite: str = "skip"
+    ) -> None:
+        self._agc = agc
+        self.weights: Mapping[str, Array] = {}
+        super().__init__(
+            self._slices(()) if agc.unit == "output" else self._whole(()),
+            scope="global" if agc.unit == "global" else "tensor",
+            exclude=exclude,
+            on_nonfinite=on_nonfinite,
+        )
+        self._chosen = self.exclude
+
+    def clip(
+        self, arrays: Mapping[str, Array], *, backend: Backend | None = None
+    ) -> Mapping[str, Array]:
+        """Return the arrays, clipped, by name; vectors are excluded, by name, if they are to be."""
+        for name, array in arrays.items():
+            if name in self.weights and self.weights[name].shape != array.shape:
+                raise ValueError(
+                    f"{name!r} has a gradient of shape {tuple(array.shape)} and weights of shape "
+                    f"{tuple(self.weights[name].shape)}"
+                )
+        if self._agc.skip_vectors:
+            vectors = [name for name, array in arrays.items() if len(array.shape) < 2]
+            self.exclude = [*(self._chosen or ()), *map(glob.escape, vectors)]
+        return super().clip(arrays, backend=backend)
+
+    def transform(self, groups: Groups) -> Transform:
+        """Return what clips, with a limit for each group or slice."""
+        missing = [name for name in groups.names if name not in self.weights]
+        if missing:
+            raise ValueError(
+                f"agc has no weights for {', '.join(map(repr, missing))}; "
+                f"it was given {', '.join(map(repr, self.weights))}"
+            )
+        weights = [self.weights[name] for name in groups.names]
+        backend = backend_of(weights[0])
+        views = backend.host(weights)
+        with np.errstate(all="ignore"):
+            if self._agc.unit != "output":
+                norms = np.atleast_1d(l2_norms(weights, views, groups, backend))
+                return self._whole(tuple(self._limits(norms).tolist()))
+            limits = []
+            axes = self._slices(()).axes
+            for view in dense_views(weights, views, backend):
+                span = axes(view.shape)
+                norms = slice_measures(np.atleast_1d(view), span, 2) if span else np.zeros(())
+                limits.append(self._limits(norms))
+            return self._slices(tuple(limits))
+
+    def _limits(self, norms: Float64) -> Float64:
+        norms = np.where(np.isfinite(norms), norms, 0.0)
+        return self._agc.ratio * (np.maximum(norms, self._agc.min_norm) + self._agc.eps)
+
+    def _whole(self, limits: tuple[float, ...]) -> NormClipping:
+        return NormClipping(Constant(limits), eps=self._agc.eps)
+
+    def _slices(self, limits: tuple[Float64, ...]) -> SliceClipping:
+        return SliceClipping(limits, None, eps=self._agc.eps, span=self._span)
+
+    def _span(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the dims over which a unit of a tensor of this shape spans."""
+        ndim = len(shape)
+        if self._agc.dims is not None:
+            return spanned(ndim, tuple(self._agc.dims), False)
+        if self._agc.axis is not None:
+            return spanned(ndim, (self._agc.axis,), True) or (0,)
+        if sum(n > 1 for n in shape) <= 1:
+            return tuple(range(ndim))
+        return (0,) if ndim in (2, 3) else tuple(range(ndim - 1))

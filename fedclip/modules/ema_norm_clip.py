@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ema-norm-clip`: limit on a norm, the norm of the moving average of the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from fedclip import checks
+from fedclip.averages import AverageClipping
+from fedclip.measures import Order, check_order
+from fedclip.modules.base import Clipper
+from fedclip.scopes import Scope
+
+__all__ = ["EmaNormClip", "check_start"]
+
+
+def check_start(init: Any, debias: bool) -> float | None:
+    """Return what the averages start at; None if at the first gradient."""
+    if isinstance(init, str):
+        checks.choice(("first",), init=init)
+    else:
+        init = checks.number("a finite number or 'first'", init=init)
+    if debias and init != 0:
+        raise ValueError(f"debias=True is for averages that start at 0; got init={init!r}")
+    return None if init == "first" else init
+
+
+class EmaNormClip(Clipper):
+    """Limit on a norm: the norm of the moving average of the gradient itself.
+
+    ::
+
+        Init(decay, max_growth, init, min_norm):
+            e = init, for every element
+        Step(grads):
+            for each group of tensors:
+                e = decay * e + (1 - decay) * group
+                limit = min(norm(e), max(max_growth * limit before, min_norm))
+                e *= limit / norm(e)
+                n = norm(group)
+                if n > limit:
+                    group *= limit / n
+
+    Gradients that point the same way are let through; noise, whose average is much shorter
+    than itself, is clipped to the length of what is left of it on average.
+
+    Parameters
+    ----------
+    decay : float, default=0.99
+        Weight of the past in the average, in (0, 1); 0.99 remembers some 100 steps.
+    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
+        Which tensors share a norm.
+    ord : float or {"inf", "rms", "mad", "std", "var"}, default=2
+        What is measured (see `fedclip.measures`).
+    max_growth : float or None, default=1.5
+        Largest factor by which the norm of the average may grow in a step, >= 1; None for no
+        such limit.
+    init : float or "first", default=0.0
+        Where the average starts: with every element at this value, or at the first gradient.
+        With 0.0 the first output is ``1 - decay`` times the gradient, and outputs grow from
+        there; with "first" the first gradient is not clipped.
+    min_norm : float, default=1e-6
+        The average may always grow to this norm, > 0, so that it can leave 0.
+    debias : bool, default=False
+        Divide the average by ``1 - decay^t``, so that it is not too short for having started
+        at 0; the first gradient is then not clipped. Needs ``init=0.0``.
+    exclude : pattern, list of patterns or None, default=None
+        Tensors left alone.
+    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
+        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a
+        gradient, if a pattern matches no tensor, or its shape is not that of the state.
+
+    Notes
+    -----
+    State: for each tensor, an array of its shape (float64 for float64, else float32), in host
+    memory, and its number of steps; as much memory as the model. For each group, the norm of
+    the average, and the number of steps. A run that is saved and resumed gives the same
+    outputs, bit for bit.
+
+    Guarantees, with ``ord=2``: no output norm is above its limit; if nothing is clipped the
+    very same Vector comes back; the direction of a clipped group is kept; NaN and infinity
+    never reach the average, nor does an overflow. There is no bound known in advance. A zero
+    gradient stays zero, and shrinks the average.
+
+    References
+    ----------
+    ``ClipNormByEMA`` of torchzero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> clip = EmaNormClip(decay=0.5, init="first")
+    >>> for value in (1.0, 1.0, 2.0):
+    ...     out = clip.run(NumpyVector({"w": np.array([value])}))
+    >>> out.coefs["w"].round(6)
+    array([1.5])
+    """
+
+    name: ClassVar[str] = "ema-norm-clip"
+
+    def __init__(
+        self,
+        decay: float = 0.99,
+        *,
+        scope: Scope = "global",
+        ord: Order = 2,
+        max_growth: float | None = 1.5,
+        init: float | str = 0.0,
+        min_norm: float = 1e-6,
+        debias: bool = False,
+        exclude: str | Sequence[str] | None = None,
+        on_nonfinite: str = "skip",
+    ) -> None:
+        self.decay = checks.unit_interval(decay=decay)
+        self.ord = check_order(ord)
+        self.max_growth = None
+        if max_growth is not None:
+            self.max_growth = checks.number("a finite number >= 1", 1.0, max_growth=max_growth)
+        self.min_norm = checks.positive(min_norm=min_norm)
+        self.debias = checks.boolean(debias=debias)
+        start = check_start(init, self.debias)
+        self.init = "first" if start is None else start
+        super().__init__(
+            AverageClipping(
+                decay=self.decay,
+                ord=self.ord,
+                max_growth=self.max_growth,
+                start=start,
+                min_norm=self.min_norm,
+                debias=self.debias,
+                rescale=False,
+            ),
+            scope=scope,
+            exclude=exclude,
+            on_nonfinite=on_nonfinite,
+        )

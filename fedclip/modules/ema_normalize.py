@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ema-normalize`: bring a norm to the norm of the moving average of the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from fedclip import checks
+from fedclip.averages import AverageClipping
+from fedclip.measures import Order, check_order
+from fedclip.modules.base import Clipper
+from fedclip.modules.ema_norm_clip import check_start
+from fedclip.scopes import Scope
+
+__all__ = ["EmaNormalize"]
+
+
+class EmaNormalize(Clipper):
+    """Rescale to the norm of the moving average of the gradient itself.
+
+    ::
+
+        Init(decay, max_growth, init, min_norm):
+            e = init, for every element
+        Step(grads):
+            for each group of tensors:
+                e = decay * e + (1 - decay) * group
+                target = min(norm(e), max(max_growth * target before, min_norm))
+                e *= target / norm(e)
+                n = norm(group)
+                if n > 0:
+                    group *= target / n
+
+    It is `ema-norm-clip` that lengthens short gradients as well.
+
+    Parameters
+    ----------
+    decay : float, default=0.99
+        Weight of the past in the average, in (0, 1); 0.99 remembers some 100 steps.
+    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
+        Which tensors share a norm.
+    ord : float or {"inf", "rms", "mad", "std", "var"}, default=2
+        What is measured (see `fedclip.measures`).
+    max_growth : float or None, default=1.5
+        Largest factor by which the norm of the average may grow in a step, >= 1; None for no
+        such limit.
+    init : float or "first", default=0.0
+        Where the average starts: with every element at this value, or at the first gradient.
+        With 0.0 the first output is ``1 - decay`` times the gradient.
+    min_norm : float, default=1e-6
+        The average may always grow to this norm, > 0, so that it can leave 0.
+    debias : bool, default=False
+        Divide the average by ``1 - decay^t``, so that it is not too short for having started
+        at 0. Needs ``init=0.0``.
+    exclude : pattern, list of patterns or None, default=None
+        Tensors left alone.
+    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
+        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a
+        gradient, if a pattern matches no tensor, or its shape is not that of the state.
+
+    Notes
+    -----
+    State: for each tensor, an array of its shape (float64 for float64, else float32), in host
+    memory, and its number of steps; as much memory as the model. For each group, the norm of
+    the average, and the number of steps. A run that is saved and resumed gives the same
+    outputs, bit for bit.
+
+    Guarantees, with ``ord=2``: no output norm is above its target, nor more than 2e-6 below
+    (half precision: its own rounding); the direction is kept; NaN and infinity never reach the
+    average, nor does an overflow. A zero gradient stays zero, and shrinks the average. There
+    is no bound known in advance.
+
+    References
+    ----------
+    ``NormalizeByEMA`` of torchzero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> normalize = EmaNormalize(decay=0.5, init="first")
+    >>> for value in (1.0, 1.0, 0.2):
+    ...     out = normalize.run(NumpyVector({"w": np.array([value])}))
+    >>> out.coefs["w"].round(6)
+    array([0.6])
+    """
+
+    name: ClassVar[str] = "ema-normalize"
+
+    def __init__(
+        self,
+        decay: float = 0.99,
+        *,
+        scope: Scope = "global",
+        ord: Order = 2,
+        max_growth: float | None = 1.5,
+        init: float | str = 0.0,
+        min_norm: float = 1e-6,
+        debias: bool = False,
+        exclude: str | Sequence[str] | None = None,
+        on_nonfinite: str = "skip",
+    ) -> None:
+        self.decay = checks.unit_interval(decay=decay)
+        self.ord = check_order(ord)
+        self.max_growth = None
+        if max_growth is not None:
+            self.max_growth = checks.number("a finite number >= 1", 1.0, max_growth=max_growth)
+        self.min_norm = checks.positive(min_norm=min_norm)
+        self.debias = checks.boolean(debias=debias)
+        start = check_start(init, self.debias)
+        self.init = "first" if start is None else start
+        super().__init__(
+            AverageClipping(
+                decay=self.decay,
+                ord=self.ord,
+                max_growth=self.max_growth,
+                start=start,
+                min_norm=self.min_norm,
+                debias=self.debias,
+                rescale=True,
+            ),
+            scope=scope,
+            exclude=exclude,
+            on_nonfinite=on_nonfinite,
+        )

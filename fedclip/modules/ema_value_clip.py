@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ema-value-clip`: limit every element at the moving average of its absolute values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from fedclip import checks
+from fedclip.elements import PastClipping
+from fedclip.modules.base import Clipper
+from fedclip.rules.elementwise import EmaValue
+from fedclip.scopes import Scope
+
+__all__ = ["EmaValueClip"]
+
+
+class EmaValueClip(Clipper):
+    """Limit on every element: the moving average of its absolute values.
+
+    ::
+
+        Init(decay, init):
+            assign decay
+            e = init * abs(first gradient)
+        Step(grads):
+            for each element x:
+                e = decay * e + (1 - decay) * abs(x)
+                x = min(e, max(-e, x))
+
+    Parameters
+    ----------
+    decay : float, default=0.99
+        Weight of the past, in (0, 1); 0.99 remembers some 100 steps.
+    init : float, default=0.0
+        Where the average starts, as a multiple of the first gradient, >= 0. With 0 the first
+        output is ``1 - decay`` times the gradient, and grows to its full size over some
+        ``1 / (1 - decay)`` steps; with 1 the first output is the gradient.
+    debias : bool, default=False
+        Divide the average by ``1 - decay^t``, so that it is never too small for having
+        started at 0; the first output is then the gradient. Needs ``init=0``.
+    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
+        Which tensors are reported on together; every element has its own limit.
+    exclude : pattern, list of patterns or None, default=None
+        Tensors left alone.
+    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
+        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a
+        gradient, if a pattern matches no tensor, or its shape is not that of the state.
+
+    Notes
+    -----
+    State: for each tensor, an array of its shape (float64 for float64, else float32), in host
+    memory, and its number of steps; as much memory as the model. A run that is saved and
+    resumed gives the same outputs, bit for bit.
+
+    The average sees an element before the element is judged by it: a single spike of size s
+    passes ``(1 - decay) * s`` on top of the average.
+
+    Guarantees: no element of the output is above its average in absolute value; signs are
+    kept; NaN and infinity never reach the average; if nothing is clipped the very same Vector
+    comes back. There is no bound known in advance.
+
+    A sparse gradient (IndexedSlices, COO) is treated, and if clipped comes back, as the dense
+    one that it stands for: the averages of the missing rows fall. In the record of a step,
+    norm and limit are the largest of all elements.
+
+    References
+    ----------
+    ``ClipValueByEMA`` of torchzero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> clip = EmaValueClip(decay=0.5, init=1.0)
+    >>> for value in (1.0, 1.0, -9.0):
+    ...     out = clip.run(NumpyVector({"w": np.array([value])}))
+    >>> out.coefs["w"]
+    array([-5.])
+    """
+
+    name: ClassVar[str] = "ema-value-clip"
+
+    def __init__(
+        self,
+        decay: float = 0.99,
+        *,
+        init: float = 0.0,
+        debias: bool = False,
+        scope: Scope = "global",
+        exclude: str | Sequence[str] | None = None,
+        on_nonfinite: str = "skip",
+    ) -> None:
+        self.decay = checks.unit_interval(decay=decay)
+        self.init = checks.non_negative(init=init)
+        self.debias = checks.boolean(debias=debias)
+        if self.debias and self.init:
+            raise ValueError(f"debias=True is for averages that start at 0; got init={init!r}")
+        super().__init__(
+            PastClipping(EmaValue(self.decay, self.init, self.debias)),
+            scope=scope,
+            exclude=exclude,
+            on_nonfinite=on_nonfinite,
+        )

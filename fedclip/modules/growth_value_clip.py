@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`growth-value-clip`: limit how fast every element may grow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from fedclip import checks
+from fedclip.elements import PastClipping
+from fedclip.modules.base import Clipper
+from fedclip.rules.elementwise import GrowthValue
+from fedclip.scopes import Scope
+
+__all__ = ["GrowthValueClip"]
+
+
+class GrowthValueClip(Clipper):
+    """Limit on every element: by how much it may grow from one output to the next.
+
+    ::
+
+        Init(mul, add, min_value, max_decay):
+            p = first gradient, which is not clipped
+        Step(grads):
+            for each element x:
+                limit = min(abs(p) + add, max(abs(p), min_value) * mul)
+                y = min(limit, max(-limit, x))
+                p = y, or p / max_decay if x has fallen by more than that
+                x = y
+
+    Parameters
+    ----------
+    mul : float or None, default=1.5
+        Largest factor from one output to the next, > 0; None for no such limit.
+    add : float or None, default=None
+        Largest difference from one output to the next, >= 0, in the units of the gradient;
+        None for no such limit. With both, the tighter one counts; with none, nothing is
+        clipped.
+    min_value : float or None, default=1e-4
+        Past outputs below count as this, > 0, so that an element that was once small can grow
+        again. With None an element whose last output was exactly 0 is not limited by `mul`.
+    max_decay : float or None, default=2
+        Largest factor by which the past output may fall in a step, >= 1, so that a single
+        small gradient does not hold back those after it; None for no such limit.
+    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
+        Which tensors are reported on together; every element has its own limit.
+    exclude : pattern, list of patterns or None, default=None
+        Tensors left alone.
+    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
+        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above; at a gradient, if a pattern matches no
+        tensor, or its shape is not that of the state.
+
+    Notes
+    -----
+    State: for each tensor, an array of its shape (float64 for float64, else float32), in host
+    memory, and its number of steps; as much memory as the model. A run that is saved and
+    resumed gives the same outputs, bit for bit.
+
+    Guarantees: no element of the output is above its limit; signs are kept; NaN and infinity
+    never reach the state; if nothing is clipped the very same Vector comes back. There is no
+    bound known in advance, and none on the first step.
+
+    A sparse gradient (IndexedSlices, COO) is treated, and if clipped comes back, as the dense
+    one that it stands for. In the record of a step, norm and limit are the largest of all
+    elements.
+
+    References
+    ----------
+    ``ClipValueGrowth`` of torchzero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> clip = GrowthValueClip(mul=1.5)
+    >>> for value in (1.0, 8.0, -8.0):
+    ...     out = clip.run(NumpyVector({"w": np.array([value])}))
+    >>> out.coefs["w"]
+    array([-2.25])
+    """
+
+    name: ClassVar[str] = "growth-value-clip"
+
+    def __init__(
+        self,
+        mul: float | None = 1.5,
+        *,
+        add: float | None = None,
+        min_value: float | None = 1e-4,
+        max_decay: float | None = 2.0,
+        scope: Scope = "global",
+        exclude: str | Sequence[str] | None = None,
+        on_nonfinite: str = "skip",
+    ) -> None:
+        self.mul = None if mul is None else checks.positive(mul=mul)
+        self.add = None if add is None else checks.non_negative(add=add)
+        self.min_value = None if min_value is None else checks.positive(min_value=min_value)
+        self.max_decay = None
+        if max_decay is not None:
+            self.max_decay = checks.number("a finite number >= 1", 1.0, max_decay=max_decay)
+        super().__init__(
+            PastClipping(GrowthValue(self.mul, self.add, self.min_value, self.max_decay)),
+            scope=scope,
+            exclude=exclude,
+            on_nonfinite=on_nonfinite,
+        )

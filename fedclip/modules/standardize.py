@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`standardize`: subtract the mean, divide by the standard deviation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from fedclip import checks
+from fedclip.modules.base import Clipper
+from fedclip.moments import Standardizing
+from fedclip.scopes import Scope
+
+__all__ = ["Standardize"]
+
+
+class Standardize(Clipper):
+    """Bring each tensor to mean 0 and standard deviation 1 (z-score).
+
+    ::
+
+        Init(eps):
+            assign eps
+        Step(grads):
+            for each group of tensors with two elements or more:
+                group = (group - mean(group)) / (std(group) + eps)
+
+    Parameters
+    ----------
+    eps : float, default=1e-8
+        Added to the standard deviation, >= 0, in the units of the gradient: gradients that
+        vary by less are not blown up to a deviation of 1.
+    scope : {"global", "tensor", "layer"} or list of patterns, default="tensor"
+        Which tensors share mean and standard deviation.
+    exclude : pattern, list of patterns or None, default=None
+        Tensors left alone.
+    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
+        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above; at the first gradient, if a pattern
+        matches no tensor.
+
+    Notes
+    -----
+    The standard deviation is the unbiased one (n - 1). Mean and deviation are taken in float64.
+
+    Guarantees: no output is NaN; for d elements none is above ``sqrt(d)`` in absolute value
+    (but for its rounding); the output does not depend on the scale of the gradient (``eps=0``).
+
+    ======================  ======================================================
+    input                   output
+    ======================  ======================================================
+    zero gradient           the same object
+    constant tensor         zero
+    one element, empty      left alone
+    sparse tensor           a dense one, as its zeros do not stay zeros
+    NaN or infinity         as `on_nonfinite` says
+    ======================  ======================================================
+
+    In the record of a step, the norm is the standard deviation, and the limit 1.
+    There is no state but the records of past rounds.
+
+    References
+    ----------
+    ``GradZScoreNormalizer`` of drytorch.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> standardize = Standardize()
+    >>> standardize.run(NumpyVector({"w": np.array([1.0, 2.0, 3.0])})).coefs["w"].round(6)
+    array([-1.,  0.,  1.])
+    """
+
+    name: ClassVar[str] = "standardize"
+
+    def __init__(
+        self,
+        eps: float = 1e-8,
+        *,
+        scope: Scope = "tensor",
+        exclude: str | Sequence[str] | None = None,
+        on_nonfinite: str = "skip",
+    ) -> None:
+        self.eps = checks.non_negative(eps=eps)
+        super().__init__(
+            Standardizing(self.eps), scope=scope, exclude=exclude, on_nonfinite=on_nonfinite
+        )
