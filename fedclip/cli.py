@@ -13,7 +13,6 @@ import importlib.metadata
 import inspect
 import json
 import platform
-import re
 import runpy
 import socket
 import sys
@@ -33,6 +32,7 @@ import fedclip
 from fedclip import compat
 from fedclip.check import Check, check_config, is_ours, parameters
 from fedclip.report import Report, ReportError, read_report
+from fedclip.toml import toml_line, toml_value
 
 __all__ = ["app", "main"]
 
@@ -125,33 +125,11 @@ def list_(as_json: JsonFlag = False) -> None:
         kind = "" if entry["kind"] == "module" else f" ({entry['kind']})"
         out.print(f"[bold]{escape(entry['name'])}[/]{kind}  {escape(entry['summary'])}")
         shown = [
-            key if key in entry["required"] else f"{key} = {toml(value)}"
+            key if key in entry["required"] else f"{key} = {toml_value(value)}"
             for key, value in entry["parameters"].items()
         ]
         if shown:
             out.print(f"    {escape(', '.join(shown))}", style="dim")
-
-
-def toml(value: Any) -> str:
-    """Return a value as one would write it in TOML; declearn reads nan as None."""
-    match value:
-        case None:
-            return "nan"
-        case bool():
-            return str(value).lower()
-        case int() | float():
-            return repr(value)
-        case list() | tuple():
-            return f"[{', '.join(map(toml, value))}]"
-        case dict():
-            bare = re.compile(r"[A-Za-z0-9_-]+")
-            items = (
-                f"{key if bare.fullmatch(key) else json.dumps(key)} = {toml(v)}"
-                for key, v in value.items()
-            )
-            return f"{{{', '.join(items)}}}"
-        case _:
-            return json.dumps(str(value), ensure_ascii=False)
 
 
 # -------------------------------------------------------------------------------- translate
@@ -176,9 +154,7 @@ def translate(
         kind, name, parameters_ = compat.translate(peer, cls, given)
     except (TypeError, ValueError) as exc:
         fail(str(exc))
-    field = "modules" if kind == "module" else "regularizers"
-    spec = f"[{toml(name)}, {toml(parameters_)}]" if parameters_ else toml(name)
-    out.print(f"{field} = [{spec}]", markup=False)
+    out.print(toml_line(kind, name, parameters_), markup=False)
     for note in compat.notes(peer, cls, given):
         err.print(f"note: {note}", markup=False)
 

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers as lines of TOML, so that one tuned in a notebook goes into a federation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import tomlkit
+from declearn.optimizer.modules import OptiModule
+from declearn.optimizer.regularizers import Regularizer
+
+__all__ = ["to_toml", "toml_line", "toml_value"]
+
+
+def toml_value(value: Any) -> str:
+    """Return a value as TOML, tables inline; None as nan, which is how declearn reads it.
+
+    Examples
+    --------
+    >>> toml_value({"enc.*": 0.5, "on": True})
+    '{"enc.*" = 0.5, on = true}'
+    """
+    return str(_item(value).as_string())
+
+
+def _item(value: Any) -> Any:
+    if value is None:
+        return tomlkit.item(float("nan"))
+    if isinstance(value, Mapping):
+        table = tomlkit.inline_table()
+        for key, entry in value.items():
+            table.append(tomlkit.key(key), _item(entry))
+        return table
+    if isinstance(value, (list, tuple)):
+        array = tomlkit.array()
+        for entry in value:
+            array.append(_item(entry))
+        return array
+    return tomlkit.item(value)
+
+
+def toml_line(kind: str, name: str, config: Mapping[str, Any]) -> str:
+    """Return the line of an optimizer's section that adds one plug-in.
+
+    Examples
+    --------
+    >>> toml_line("module", "norm-clip", {"max_norm": 0.5})
+    'modules = [["norm-clip", {max_norm = 0.5}]]'
+    """
+    field = {"module": "modules", "regularizer": "regularizers"}[kind]
+    return f"{field} = {toml_value([[name, config] if config else name])}"
+
+
+def to_toml(clipper: OptiModule[Any] | Regularizer) -> str:
+    """Return the line of TOML that makes the clipper; parameters at their defaults are left out.
+
+    Parameters
+    ----------
+    clipper
+        A clipper of fedclip, or any plug-in of declearn.
+
+    Examples
+    --------
+    >>> from fedclip import ZScoreClip
+    >>> print(to_toml(ZScoreClip(warmup=10, scope=["enc.*", "head.*"])))
+    modules = [["zscore-clip", {warmup = 10, scope = ["enc.*", "head.*"]}]]
+    """
+    kind = "regularizer" if isinstance(clipper, Regularizer) else "module"
+    parameters = inspect.signature(type(clipper).__init__).parameters
+    config = {
+        key: value
+        for key, value in clipper.get_config().items()
+        if key not in parameters or value != parameters[key].default
+    }
+    return toml_line(kind, clipper.name, config)
