@@ -647,6 +647,31 @@ def _autoclip(c: dict[str, Any]) -> _Translation:
     )
 
 
+@_peer(
+    "opacus",
+    "AdaClipDPOptimizer",
+    "AdaClipDPOptimizer.update_max_grad_norm",
+    clipbound_learning_rate=_REQUIRED,
+    target_unclipped_quantile=_REQUIRED,
+    max_clipbound=_REQUIRED,
+    min_clipbound=_REQUIRED,
+    initial=_REQUIRED,
+    sample_size=1,
+)
+def _opacus_adaptive(c: dict[str, Any]) -> _Translation:
+    return _to(
+        "adaptive-clip",
+        "counts norms without noise: the update of the bound only, which is not private by itself",
+        quantile=c["target_unclipped_quantile"],
+        rate=c["clipbound_learning_rate"],
+        start_norm=c["initial"],
+        every=c["sample_size"],
+        min_norm=c["min_clipbound"],
+        max_norm=c["max_clipbound"],
+        eps=1e-6,
+    )
+
+
 @_peer("timm", "adaptive_clip_grad", clip_factor=0.01, eps=1e-3, norm_type=2.0)
 def _timm_agc(c: dict[str, Any]) -> _Translation:
     if _order(c["norm_type"]) != 2:

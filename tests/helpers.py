@@ -96,6 +96,67 @@ SPECIMENS = [
         label="tensor",
     ),
     Specimen("no-op", projection=True, equivariant=True),
+    Specimen("percentile-clip", {"percentile": 60}, projection=True, moves=True, equivariant=True),
+    Specimen(
+        "percentile-clip",
+        {"percentile": 60, "method": "linear", "scope": "layer"},
+        moves=True,
+        equivariant=True,
+        label="linear",
+    ),
+    Specimen("normalize", {"norm": 0.7}, bound=0.7, projection=True, moves=True),
+    Specimen("normalize", {"scope": "tensor", "ord": "std"}, moves=True, label="std"),
+    Specimen("standardize", moves=True),
+    Specimen("centralize", moves=True, equivariant=True),
+    Specimen("centralize", {"scope": "global"}, moves=True, equivariant=True, label="global"),
+    Specimen(
+        "ema-clip", {"warmup": 3, "warmup_norm": 1.0, "max_norm": 2.0}, bound=2.0, stateful=True
+    ),
+    Specimen(
+        "ema-clip",
+        {"warmup": 3, "warmup_norm": None, "scope": "tensor"},
+        stateful=True,
+        equivariant=True,
+        label="tensor",
+    ),
+    Specimen("auto-clip", {"warmup": 6, "max_norm": 2.0}, bound=2.0, stateful=True),
+    Specimen(
+        "auto-clip",
+        {"median": "window", "window": 9, "scope": "layer"},
+        stateful=True,
+        label="window",
+    ),
+    Specimen(
+        "percentile-norm-clip",
+        {"percentile": 80, "window": 8, "warmup": 4, "max_norm": 2.0},
+        bound=2.0,
+        stateful=True,
+    ),
+    Specimen(
+        "percentile-norm-clip",
+        {"percentile": 80, "history": "stream", "warmup": 4, "scope": "tensor"},
+        stateful=True,
+        label="stream",
+    ),
+    Specimen("adaptive-clip", {"start_norm": 1.0, "max_norm": 2.0}, bound=2.0, stateful=True),
+    Specimen("adaptive-clip", {"scope": "layer", "every": 3}, stateful=True, label="layer"),
+    Specimen("growth-clip", {"max_norm": 2.0}, bound=2.0, stateful=True),
+    Specimen(
+        "growth-clip", {"mul": 1.2, "add": 0.05, "scope": "tensor"}, stateful=True, label="tensor"
+    ),
+    Specimen("ema-norm-clip", {"decay": 0.8}, moves=True, stateful=True),
+    Specimen(
+        "ema-norm-clip",
+        {"decay": 0.8, "init": "first", "scope": "tensor", "min_norm": 1e-12},
+        moves=True,
+        stateful=True,
+        label="tensor",
+    ),
+    Specimen("ema-normalize", {"decay": 0.8, "debias": True}, moves=True, stateful=True),
+    Specimen("ema-value-clip", {"decay": 0.8}, moves=True, stateful=True, equivariant=True),
+    Specimen("growth-value-clip", moves=True, stateful=True),
+    Specimen("agc", {"ratio": 0.1}, kind="regularizer"),
+    Specimen("agc", {"ratio": 0.1, "unit": "tensor"}, kind="regularizer", label="tensor"),
 ]
 MODULES = [s for s in SPECIMENS if s.kind == "module"]
 
