@@ -125,6 +125,9 @@ class TorchBackend(Backend):
         )
 
     def where(self, condition: Array, x: Any, y: Any) -> Array:
+        if isinstance(x, float) and isinstance(y, float):
+            # Of two numbers torch makes float32.
+            y = self.asarray(y, like=condition)
         return torch.where(condition, x, y)
 
     def isfinite(self, x: Array) -> Array:

@@ -205,7 +205,8 @@ class Stream:
         spread <- w spread + (1-w) abs(min(x, 10 level) - level)
         level  <- level + rate * spread * (p - [x < level]),  but not past x
 
-    with ``w = decay``. At the start both gains are larger, as ``1 / count``. A norm far above
+    with ``w = decay``. At the start the steps are longer, so that a first norm far off is soon
+    forgotten: ``1-w`` is ``1 / count`` at least, and the rate ``4 / count``. A norm far above
     counts as ten times the level, so that one spike does not make the steps huge.
     """
 
@@ -225,7 +226,7 @@ class Stream:
         gain = xp.maximum(start, 1 - self.decay)
         spread = state.spread + gain * (distance - state.spread)
         toward = self.quantile - xp.where(seen < level, 1.0, 0.0)
-        moved = level + xp.maximum(0.5 * start, self.rate) * spread * toward
+        moved = level + xp.maximum(4.0 * start, self.rate) * spread * toward
         moved = xp.minimum(xp.maximum(moved, xp.minimum(seen, level)), xp.maximum(seen, level))
         # From a level of 0 there are no steps of any size.
         return state._replace(level=xp.where(level == 0, seen, moved), spread=spread)
