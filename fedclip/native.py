@@ -24,7 +24,7 @@ from fedclip.clipping import MARGIN, NormClipping
 from fedclip.elements import ValueClipping
 from fedclip.scopes import Groups
 
-__all__ = ["NativeStep", "native_step"]
+__all__ = ["NativeStep", "is_native", "native_step"]
 
 
 class NativeStep(NamedTuple):
@@ -36,6 +36,12 @@ class NativeStep(NamedTuple):
     limits: Array
     clipped: Array
     finite: Array
+
+
+def is_native(transform: Any) -> bool:
+    """Return whether a transform has a form for devices and compiled code."""
+    by_norm = isinstance(transform, NormClipping) and transform.ord == 2
+    return by_norm or isinstance(transform, ValueClipping)
 
 
 def native_step(
@@ -53,14 +59,13 @@ def native_step(
     NotImplementedError
         If the transform works on the host only.
     """
-    if isinstance(transform, NormClipping):
-        return norm_step(transform, arrays, groups, backend, state, on_nonfinite)
-    if isinstance(transform, ValueClipping):
-        return value_step(transform, arrays, groups, backend, state, on_nonfinite)
-    raise NotImplementedError(
-        f"{type(transform).__name__} works on the host only; on a device and in compiled code use "
-        "a clipper by L2 norms, without dims, or by values"
-    )
+    if not is_native(transform):
+        raise NotImplementedError(
+            f"{transform} works on the host only; on a device and in compiled code use a clipper "
+            "by L2 norms (ord=2, no dims) or by values"
+        )
+    step = norm_step if isinstance(transform, NormClipping) else value_step
+    return step(transform, arrays, groups, backend, state, on_nonfinite)
 
 
 def norm_step(
@@ -83,17 +88,7 @@ def norm_step(
         The rule's state, as arrays of the framework.
     on_nonfinite
         "skip" or "propagate"; "raise" would have to wait for the device.
-
-    Raises
-    ------
-    NotImplementedError
-        If the clipper measures anything but the L2 norm.
     """
-    if clipping.ord != 2:
-        raise NotImplementedError(
-            f"ord={clipping.ord!r} is measured on the host only; on a device and in compiled code "
-            "the order is 2"
-        )
     xp = backend
     norms = xp.group_norms(arrays, groups.members)
     fine = xp.isfinite(norms)

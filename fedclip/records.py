@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -34,15 +34,60 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-class StepRecord(NamedTuple):
-    """What one step did, group by group."""
+class StepRecord:
+    """What one step did, group by group; read off a device when it is looked at, not before.
 
-    groups: tuple[str, ...]
-    norm_before: tuple[float, ...]
-    limit: tuple[float, ...]
-    clipped: tuple[bool, ...]
-    nonfinite: tuple[str, ...] = ()
-    """Names of the tensors that held NaN or infinity; the step was then not measured."""
+    Attributes
+    ----------
+    groups : tuple of str
+        Labels of the groups of the scope.
+    norm_before : tuple of float
+        Norms before clipping; empty if the step held NaN or infinity.
+    limit : tuple of float
+        Limits of this step.
+    clipped : tuple of bool
+        Which groups were over their limit.
+    nonfinite : tuple of str
+        Names of the tensors that held NaN or infinity, where they were told apart.
+    """
+
+    __slots__ = ("_clipped", "_limit", "_norms", "groups", "nonfinite")
+
+    def __init__(
+        self,
+        groups: tuple[str, ...],
+        norms: Any = (),
+        limit: Any = (),
+        clipped: Any = (),
+        nonfinite: tuple[str, ...] = (),
+    ) -> None:
+        self.groups = groups
+        self._norms, self._limit, self._clipped = norms, limit, clipped
+        self.nonfinite = nonfinite
+
+    @property
+    def norm_before(self) -> tuple[float, ...]:
+        return _plain(self._norms)
+
+    @property
+    def limit(self) -> tuple[float, ...]:
+        return _plain(self._limit)
+
+    @property
+    def clipped(self) -> tuple[bool, ...]:
+        return _plain(self._clipped)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, for a logger."""
+        fields = ("groups", "norm_before", "limit", "clipped", "nonfinite")
+        return {field: getattr(self, field) for field in fields}
+
+    def __repr__(self) -> str:
+        return f"StepRecord({', '.join(f'{k}={v!r}' for k, v in self.as_dict().items())})"
+
+
+def _plain(numbers: Any) -> tuple[Any, ...]:
+    return numbers if isinstance(numbers, tuple) else tuple(on_host(numbers).tolist())
 
 
 @dataclass

@@ -18,10 +18,10 @@ from declearn.model.api import Vector
 from declearn.optimizer.modules import OptiModule
 
 from fedclip import checks, states
-from fedclip.arrays import Array, Backend, HostView, backend_of, on_host
-from fedclip.clipping import MARGIN, NormClipping, Outcome
+from fedclip.arrays import Array, Backend, HostView, backend_of
+from fedclip.clipping import MARGIN, Outcome
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
-from fedclip.native import norm_step
+from fedclip.native import is_native, native_step
 from fedclip.norms import Numbers
 from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
 from fedclip.scopes import Groups, Scope, check_exclude, check_scope, resolve
@@ -206,12 +206,12 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             return arrays
         backend = backend or self._backend(groups.names, values)
         views = backend.host(values)
-        transform = self._transform_for(groups)
+        transform = self.transform(groups)
         if not any(view is None or view.size for view in views):
             # There is nothing to measure, and nothing that statistics should learn from.
             return arrays
         outputs: Sequence[Array] | None
-        if isinstance(transform, NormClipping) and self._stays_on_device(transform, views):
+        if self._stays_on_device(transform, views):
             outputs = self._clip_on_device(transform, values, groups, backend)
         else:
             outputs = self._clip_on_host(transform, values, groups, backend, views)
@@ -249,22 +249,22 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._recorder.add(groups.labels, outcome.norms, outcome.limits, outcome.clipped)
         return outcome.outputs
 
-    def _stays_on_device(self, transform: NormClipping, views: Sequence[HostView | None]) -> bool:
-        # To raise, or to measure anything but L2 norms, the host has to wait for the device.
+    def _stays_on_device(self, transform: Transform, views: Sequence[HostView | None]) -> bool:
+        # To raise, or to do what has no form for devices, the host has to wait for the device.
         return (
-            transform.ord == 2
+            is_native(transform)
             and self.on_nonfinite != "raise"
             and all(view is None for view in views)
         )
 
     def _clip_on_device(
-        self, transform: NormClipping, values: Sequence[Array], groups: Groups, backend: Backend
+        self, transform: Transform, values: Sequence[Array], groups: Groups, backend: Backend
     ) -> Sequence[Array]:
         state = self._state
         if not self._on_device:
             columns = (backend.asarray(np.atleast_1d(c), like=values[0]) for c in state)
             state, self._on_device = type(state)(*columns), True
-        step = norm_step(transform, values, groups, backend, state, self.on_nonfinite)
+        step = native_step(transform, values, groups, backend, state, self.on_nonfinite)
         self._outcome = Outcome(None, step.state, step.norms, step.limits, step.clipped)
         self._state, self._bad = step.state, ()
         self._recorder.add(groups.labels, step.norms, step.limits, step.clipped, lazy=True)
@@ -282,16 +282,11 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             return None
         labels, outcome = self._groups.labels, self._outcome
         if self._bad or outcome is None:
-            return StepRecord(labels, (), (), (), self._bad)
-        return StepRecord(
-            labels,
-            tuple(on_host(outcome.norms).tolist()),
-            tuple(on_host(outcome.limits).tolist()),
-            tuple(on_host(outcome.clipped).tolist()),
-        )
+            return StepRecord(labels, nonfinite=self._bad)
+        return StepRecord(labels, outcome.norms, outcome.limits, outcome.clipped)
 
-    def _transform_for(self, groups: Groups) -> Transform:
-        """Return the transform for these groups; one with a limit for each may differ."""
+    def transform(self, groups: Groups) -> Transform:
+        """Return what the clipper is made of, for these groups."""
         return self._transform
 
     def _resolve(self, arrays: Mapping[str, Array]) -> Groups:

@@ -145,7 +145,8 @@ class NormClip(Clipper):
             limits_in_scope=True,
         )
 
-    def _transform_for(self, groups: Groups) -> Transform:
+    def transform(self, groups: Groups) -> Transform:
+        """Return what the clipper is made of, with the limit of each group."""
         if not isinstance(self.scope, Mapping):
             return self._transform
         limits = tuple(self.scope.get(label, self.max_norm or math.inf) for label in groups.labels)

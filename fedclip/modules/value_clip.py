@@ -99,7 +99,8 @@ class ValueClip(Clipper):
             tuple(own.get(g, self.max_value) for g in range(groups)),
         )
 
-    def _transform_for(self, groups: Groups) -> Transform:
+    def transform(self, groups: Groups) -> Transform:
+        """Return what the clipper is made of, with the limit of each group."""
         table = self.scope if isinstance(self.scope, Mapping) else {}
         own = {g: table[label] for g, label in enumerate(groups.labels) if label in table}
         return self._box(len(groups), own)
