@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations survive a round trip; a wrong one is refused in words that help."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.optimizer import Optimizer
+from helpers import SPECIMENS, Specimen, apply, gradient, specimens
+
+from fedclip import NormClip, ValueClip, ZScoreClip
+from fedclip.testing import check_config_round_trip, to_vector
+
+ABOVE_0 = "a finite number > 0"
+INSIDE_0_1 = "a number strictly between 0 and 1"
+# Parameters that are a number: what is allowed, and whether None is.
+NUMBERS = [
+    ("norm-clip", "max_norm", ABOVE_0, False),
+    ("norm-clip", "min_norm", ABOVE_0, True),
+    ("value-clip", "max_value", ABOVE_0, False),
+    ("normalize", "norm", ABOVE_0, False),
+    ("zscore-clip", "z_max", ABOVE_0, False),
+    ("zscore-clip", "max_norm", ABOVE_0, True),
+    ("zscore-clip", "warmup_norm", ABOVE_0, True),
+    ("zscore-clip", "factor", ABOVE_0, False),
+    ("zscore-clip", "decay", INSIDE_0_1, False),
+    ("ema-clip", "ratio", ABOVE_0, False),
+    ("ema-clip", "max_norm", ABOVE_0, True),
+    ("ema-clip", "decay", INSIDE_0_1, False),
+    ("auto-clip", "max_norm", ABOVE_0, True),
+    ("percentile-norm-clip", "max_norm", ABOVE_0, True),
+    ("percentile-norm-clip", "decay", INSIDE_0_1, False),
+    ("adaptive-clip", "start_norm", ABOVE_0, False),
+    ("adaptive-clip", "rate", "a number > 0 and <= 10", False),
+    ("growth-clip", "max_norm", ABOVE_0, True),
+    ("ema-norm-clip", "decay", INSIDE_0_1, False),
+    ("ema-normalize", "decay", INSIDE_0_1, False),
+    ("ema-value-clip", "decay", INSIDE_0_1, False),
+    ("agc", "ratio", ABOVE_0, False),
+    ("agc", "min_norm", ABOVE_0, False),
+]
+
+
+def make(name: str, **config: Any) -> Any:
+    specimen = next(s for s in SPECIMENS if s.name == name)
+    return Specimen(name, kind=specimen.kind).make(**config)
+
+
+@specimens()
+def test_round_trip(specimen: Specimen) -> None:
+    check_config_round_trip(specimen.make)
+
+
+@specimens()
+def test_every_parameter_is_in_the_configuration(specimen: Specimen) -> None:
+    clipper = specimen.make()
+    known = [p for p in inspect.signature(type(clipper).__init__).parameters if p != "self"]
+    assert list(clipper.get_config()) == known
+
+
+@specimens()
+def test_a_typo_is_answered_with_the_nearest_name(specimen: Specimen) -> None:
+    with pytest.raises(TypeError, match=r"'on_nonfinit'; did you mean 'on_nonfinite'\?") as caught:
+        specimen.make(on_nonfinit="skip")
+    assert specimen.name in str(caught.value)
+
+
+def test_a_typo_through_declearns_optimizer() -> None:
+    with pytest.raises(Exception, match=r"'maxnorm'; did you mean 'max_norm'\?"):
+        Optimizer(lrate=0.1, modules=[("norm-clip", {"maxnorm": 1.0})])
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, True, "1", None], ids=repr)
+@pytest.mark.parametrize(("name", "parameter", "allowed", "optional"), NUMBERS)
+def test_what_is_no_such_number(
+    name: str, parameter: str, allowed: str, optional: bool, value: Any
+) -> None:
+    if value is None and optional:
+        assert make(name, **{parameter: None}).get_config()[parameter] is None
+        return
+    with pytest.raises((TypeError, ValueError)) as caught:
+        make(name, **{parameter: value})
+    assert str(caught.value).startswith(f"{parameter} must be {allowed}, got {value!r}")
+
+
+@pytest.mark.parametrize("value", [-1, 2.0, True, "3", None], ids=repr)
+@pytest.mark.parametrize("name", ["zscore-clip", "ema-clip", "auto-clip", "percentile-norm-clip"])
+def test_a_warm_up_that_is_no_count(name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(repr(value))) as caught:
+        make(name, warmup=value)
+    assert "warmup must be an int >= " in str(caught.value)
+
+
+@specimens()
+def test_unknown_scope(specimen: Specimen) -> None:
+    if "scope" not in specimen.make().get_config():
+        return
+    for value in ("globl", "", 3, None, [], [1], [""], ["a", "a"]):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            specimen.make(scope=value)
+        assert "scope" in str(caught.value)
+    with pytest.raises(ValueError, match=r"'global'.*did you mean 'global'\?"):
+        specimen.make(scope="globl")
+
+
+@specimens()
+def test_unknown_policy(specimen: Specimen) -> None:
+    with pytest.raises(ValueError, match=r"'propagate'.*got 'propagat'; did you mean 'propagate'"):
+        specimen.make(on_nonfinite="propagat")
+
+
+@specimens()
+def test_pattern_that_matches_nothing(specimen: Specimen) -> None:
+    clipper = specimen.make(exclude="enc.wieght")
+    with pytest.raises(ValueError, match=r"'enc\.wieght' matches no tensor.*'enc\.weight'"):
+        apply(clipper, to_vector(gradient()))
+
+
+@specimens()
+def test_pattern_of_a_scope_that_matches_nothing(specimen: Specimen) -> None:
+    if not isinstance(specimen.config.get("scope", "global"), str) or specimen.name == "agc":
+        return
+    if specimen.config.get("dims") or specimen.name == "centralize":
+        return
+    clipper = specimen.make(scope=["encoder.*"])
+    with pytest.raises(ValueError, match=r"scope pattern 'encoder\.\*' matches no tensor"):
+        apply(clipper, to_vector(gradient()))
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "words"),
+    [
+        (NormClip, {"max_norm": 1.0, "min_norm": 2.0}, "min_norm must be <= max_norm"),
+        (NormClip, {"ord": "sum"}, "ord must be"),
+        (NormClip, {"ord": 0}, "ord must be a number > 0"),
+        (NormClip, {"ord": True}, "ord must be"),
+        (NormClip, {"eps": -1e-6}, "eps must be a finite number >= 0"),
+        (NormClip, {"dims": "0"}, "dims must be"),
+        (NormClip, {"dims": [0, 0]}, "all different"),
+        (NormClip, {"dims": 0, "scope": "layer"}, "scope must be 'tensor'"),
+        (NormClip, {"inverse_dims": True}, "inverse_dims=True needs dims"),
+        (NormClip, {"inverse_dims": 1, "dims": 0}, "inverse_dims must be True or False"),
+        (NormClip, {"min_size": 0}, "min_size must be an int >= 1"),
+        (NormClip, {"scope": {"a": 0}}, r"scope\['a'\] must be a finite number > 0"),
+        (NormClip, {"exclude": [3]}, "exclude must be"),
+        (ValueClip, {"max_value": 1.0, "min_value": 2.0}, "min_value must be <= max_value"),
+        (ZScoreClip, {"include_current": True}, "needs feedback='raw'"),
+        (ZScoreClip, {"factor": 2.0, "action": "max"}, "factor goes with"),
+        (ZScoreClip, {"action": "recip"}, "did you mean 'reciprocal'"),
+    ],
+)
+def test_what_does_not_go_together(cls: Any, config: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        cls(**config)
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    assert NormClip(np.float32(0.5)).get_config()["max_norm"] == 0.5
+    assert ZScoreClip(warmup=np.int64(3)).get_config()["warmup"] == 3
+
+
+def test_tensors_of_integers_are_refused() -> None:
+    with pytest.raises(TypeError, match="'steps' is int64: convert it, or put its name in exclude"):
+        NormClip().run(to_vector({"w": np.ones(2), "steps": np.ones(2, "int64")}))
+    clip = NormClip(exclude="steps")
+    out = clip.run(to_vector({"w": np.full(2, 9.0), "steps": np.ones(2, "int64")}))
+    assert out.coefs["steps"].dtype == "int64"

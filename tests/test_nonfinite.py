@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NaN and infinity: one policy for all, and no statistic ever sees them."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from declearn.utils.serialize import json_serialize
+from helpers import MODULES, Specimen, apply, assert_same, each_framework, needs, run, specimens
+
+from fedclip import FedclipWarning, NonFiniteError, NoOp, NormClip
+from fedclip.testing import check_nonfinite, gradient_stream, to_numpy, to_vector
+
+POLICIES = ("skip", "raise", "propagate")
+
+
+def poisoned(step: int, value: float, name: str = "enc.bias") -> dict[str, np.ndarray]:
+    arrays = gradient_stream(step + 1)[step]
+    arrays[name] = np.array(arrays[name])
+    arrays[name].flat[0] = value
+    return arrays
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@specimens()
+def test_statistics_never_see_it(specimen: Specimen, policy: str) -> None:
+    if specimen.name == "no-op" and policy == "skip":
+        return
+    check_nonfinite(lambda: specimen.make(on_nonfinite=policy))
+
+
+@each_framework()
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@specimens()
+def test_skip_gives_zero(specimen: Specimen, value: float, framework: str) -> None:
+    if specimen.name == "no-op":
+        return
+    needs(framework)
+    clipper = specimen.make(on_nonfinite="skip")
+    with pytest.warns(FedclipWarning, match="NaN or infinity in 'enc.bias'; the step is skipped"):
+        out = apply(clipper, to_vector(poisoned(3, value), framework))
+    for name, array in to_numpy(out).items():
+        assert not array.any(), name
+    assert clipper.last.nonfinite == ("enc.bias",)
+
+
+@each_framework()
+@specimens()
+def test_raise_names_the_tensors(specimen: Specimen, framework: str) -> None:
+    needs(framework)
+    clipper = specimen.make(on_nonfinite="raise")
+    for step in gradient_stream(3):
+        apply(clipper, to_vector(step, framework))
+    before = json_serialize(clipper.get_state()) if specimen.kind == "module" else None
+    with pytest.raises(NonFiniteError, match=f"{specimen.name}: NaN or infinity in 'enc.bias'"):
+        apply(clipper, to_vector(poisoned(3, np.nan), framework))
+    if before is not None:
+        assert json_serialize(clipper.get_state()) == before
+
+
+@each_framework()
+@specimens()
+def test_propagate_makes_the_group_nan(specimen: Specimen, framework: str) -> None:
+    if specimen.name == "no-op":
+        return
+    needs(framework)
+    clipper = specimen.make(on_nonfinite="propagate")
+    with pytest.warns(FedclipWarning, match="passed on"):
+        out = apply(clipper, to_vector(poisoned(3, np.inf), framework))
+    values = to_numpy(out)
+    assert np.isnan(values["enc.bias"]).all()
+    if specimen.config.get("scope") == "tensor":
+        assert np.isfinite(values["enc.weight"]).all()
+
+
+@specimens()
+def test_counted(specimen: Specimen) -> None:
+    clipper = specimen.make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FedclipWarning)
+        run(clipper, [*gradient_stream(3), poisoned(3, np.nan), poisoned(4, np.inf)])
+    (record,) = [r for r in clipper.rounds if r.group == "all"]
+    assert (record.steps, record.nonfinite) == (5, 2)
+    assert record.clipped <= 3
+
+
+@specimens(MODULES)
+def test_one_warning_a_round(specimen: Specimen) -> None:
+    clipper = specimen.make()
+    for round_ in (1, 2):
+        clipper.on_round_start()
+        with pytest.warns(FedclipWarning, match=f"round {round_}") as caught:
+            run(clipper, [poisoned(3, np.nan), poisoned(4, np.inf), poisoned(3, np.nan)])
+        assert len(caught) == 1
+
+
+def test_all_bad_tensors_are_named() -> None:
+    arrays = poisoned(0, np.nan)
+    arrays["head.scale"] = np.array(np.inf)
+    with pytest.raises(NonFiniteError, match=r"in 'enc\.bias', 'head\.scale'$"):
+        NormClip(on_nonfinite="raise").run(to_vector(arrays))
+
+
+def test_excluded_tensors_are_not_looked_at() -> None:
+    arrays = poisoned(0, np.nan)
+    out = NormClip(0.1, exclude="enc.bias").run(to_vector(arrays)).coefs
+    assert np.isnan(out["enc.bias"][0])
+    assert all(np.isfinite(out[name]).all() for name in arrays if name != "enc.bias")
+
+
+def test_no_op_lets_it_through() -> None:
+    vector = to_vector(poisoned(0, np.nan))
+    with pytest.warns(FedclipWarning, match="passed on"):
+        assert NoOp().run(vector) is vector
+
+
+def test_a_nonfinite_first_step_leaves_no_trace() -> None:
+    for specimen in MODULES:
+        one, other = specimen.make(), specimen.make()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FedclipWarning)
+            run(one, [poisoned(0, np.nan)])
+        assert_same(run(one, gradient_stream(8)), run(other, gradient_stream(8)))
