@@ -28,7 +28,7 @@ from fedclip.elements import dense_views
 from fedclip.measures import Order, degree, slice_measures
 from fedclip.norms import Float64, Numbers
 from fedclip.rules import NoState
-from fedclip.scopes import Groups
+from fedclip.scopes import Groups, check_scope
 from fedclip.states import Statistics
 
 __all__ = ["SliceClipping", "check_dims", "spanned"]
@@ -50,7 +50,7 @@ def check_dims(dims: Any, scope: Any, inverse_dims: bool, min_size: int) -> list
         raise TypeError(f"dims must be {allowed}, got {dims!r}")
     if not values or len(set(values)) != len(values):
         raise ValueError(f"dims must be {allowed}, all different, got {dims!r}")
-    if scope not in ("global", "tensor"):
+    if check_scope(scope, limits=True) not in ("global", "tensor"):
         raise ValueError(f"dims make each slice a group: scope must be 'tensor', got {scope!r}")
     return list(values)
 
