@@ -93,7 +93,12 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         self.clipper = clipper
         self._backend = backend_named("tensorflow")
         self._labels: tuple[str, ...] = ()
-        self.steps = self.clipped = self.nonfinite = self.norm = self.limit = None
+        # Variables, once the groups are known.
+        self.steps: Any = None
+        self.clipped: Any = None
+        self.nonfinite: Any = None
+        self.norm: Any = None
+        self.limit: Any = None
         self._statistics: list[Any] = []
 
     @classmethod
@@ -240,7 +245,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         """Clip, and let the inner optimizer step."""
         if not self.built:
-            self.build(trainable_variables)
+            self.build(list(trainable_variables or []))
         variables = trainable_variables or self._trainable_variables
         pairs = self.compiled_clipper(list(zip(grads, variables, strict=True)))
         self.inner_optimizer.apply([g for g, _ in pairs], trainable_variables)

@@ -21,7 +21,7 @@ from fedclip.modules import Clipper
 __all__ = ["ClipCallback"]
 
 
-class ClipCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+class ClipCallback(TrainerCallback, ExportableState):
     """Clip the gradients right before each optimizer step of a Trainer.
 
     Give ``max_grad_norm=0`` in the TrainingArguments, or the gradients are clipped twice. The

@@ -1,0 +1,376 @@
+"""PyTorch loops: the adapter does what the declearn module does, at the right moment."""
+
+import io
+import warnings
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from declearn.model.torch import TorchVector  # noqa: E402
+
+from fedclip import FedclipWarning, NoOp, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip.adapters.torch import PureClipping, attach, clip_  # noqa: E402
+from fedclip.arrays.torch import TorchBackend, TorchInPlace  # noqa: E402
+
+CLIPPERS = {
+    "norm": lambda **kw: NormClip(1.0, **kw),
+    "norm by tensor": lambda **kw: NormClip(1.0, scope="tensor", **kw),
+    "norm by table": lambda **kw: NormClip(1.0, scope={"1.*": 0.5}, **kw),
+    "norm, eps": lambda **kw: NormClip(1.0, eps=1e-6, **kw),
+    "norm, both sides": lambda **kw: NormClip(2.0, min_norm=1.5, scope="tensor", **kw),
+    "values": lambda **kw: ValueClip(0.5, **kw),
+    "z-score": lambda **kw: ZScoreClip(warmup=4, max_norm=None, **kw),
+    "z-score by layer": lambda **kw: ZScoreClip(warmup=4, max_norm=None, scope="layer", **kw),
+    "z-score, skip": lambda **kw: ZScoreClip(warmup=4, max_norm=None, on_spike="skip", **kw),
+    "no-op": lambda **kw: NoOp(1.0),
+}
+
+
+def stream(dtype=torch.float64, steps=30, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {"0.weight": (7, 5), "0.bias": (7,), "1.weight": (2, 7), "1.scale": ()}
+    for t in range(steps):
+        size = 20.0 if t % 9 == 7 else 1.0
+        yield {
+            name: torch.tensor(size * rng.standard_normal(shape), dtype=dtype)
+            for name, shape in shapes.items()
+        }
+
+
+def as_parameters(gradient):
+    parameters = {}
+    for name, value in gradient.items():
+        parameters[name] = torch.nn.Parameter(torch.zeros_like(value))
+        parameters[name].grad = value.clone()
+    return parameters
+
+
+class Device(TorchBackend):
+    """CPU tensors treated as if they lay on a device that the host can not read."""
+
+    def host(self, arrays):
+        return [None] * len(arrays)
+
+
+class DeviceInPlace(TorchInPlace):
+    """The same, for gradients that are changed in place."""
+
+    host = Device.host
+
+
+@pytest.mark.parametrize("name", CLIPPERS)
+def test_clip_in_place_does_what_the_module_does(name):
+    module, loop = CLIPPERS[name](), CLIPPERS[name]()
+    for gradient in stream():
+        parameters = as_parameters(gradient)
+        before = {key: p.grad for key, p in parameters.items()}
+        record = clip_(parameters, loop)
+        expected = module.run(TorchVector(gradient)).coefs
+        for key, value in expected.items():
+            assert parameters[key].grad is before[key]
+            torch.testing.assert_close(parameters[key].grad, value, rtol=1e-12, atol=0)
+        assert record.norm_before == module.last.norm_before
+        assert record.limit == module.last.limit
+        assert record.clipped == module.last.clipped
+    assert loop.get_state() == module.get_state()
+
+
+@pytest.mark.parametrize("backend", [Device(), DeviceInPlace()])
+@pytest.mark.parametrize("policy", ["skip", "propagate"])
+@pytest.mark.parametrize("name", CLIPPERS)
+def test_what_stays_on_its_device_gives_the_same(name, policy, backend):
+    on_host, on_device = CLIPPERS[name](on_nonfinite=policy), CLIPPERS[name](on_nonfinite=policy)
+    for t, gradient in enumerate(stream()):
+        if t == 20:
+            gradient["0.bias"][2] = float("inf")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FedclipWarning)
+            expected = on_host.clip(gradient)
+        found = on_device.clip({k: v.clone() for k, v in gradient.items()}, backend=backend)
+        for key, value in expected.items():
+            if t == 20 and policy == "propagate":
+                assert torch.isnan(found[key]).any() == torch.isnan(value).any() or name == "values"
+            else:
+                torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
+    a, b = on_host.get_state(), on_device.get_state()
+    for label, fields in a["groups"].items():
+        assert b["groups"][label] == pytest.approx(fields, rel=1e-9)
+    for one, other in zip(on_host.rounds, on_device.rounds, strict=True):
+        assert (one.group, one.steps, one.clipped) == (other.group, other.steps, other.clipped)
+        assert one.nonfinite == other.nonfinite
+        assert one.norm_max == pytest.approx(other.norm_max)
+
+
+def test_a_state_learnt_on_a_device_goes_on_on_the_host():
+    both, host = ZScoreClip(warmup=4, max_norm=None), ZScoreClip(warmup=4, max_norm=None)
+    for t, gradient in enumerate(stream()):
+        expected = host.clip(gradient)
+        found = both.clip(gradient, backend=Device() if t < 15 else None)
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-9, atol=0)
+
+
+def test_names_are_needed():
+    layer = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="named_parameters"):
+        clip_(layer.parameters(), NormClip(1.0))
+
+
+def test_parameters_without_gradient_and_tied_ones():
+    layer = torch.nn.Linear(2, 1, bias=False)
+    assert clip_(layer.named_parameters(), NormClip(1.0)) is None
+    layer.weight.grad = torch.tensor([[3.0, 4.0]])
+    tied = [("a", layer.weight), ("b", layer.weight), ("c", torch.nn.Parameter(torch.ones(3)))]
+    assert clip_(tied, NormClip(1.0)).norm_before == (5.0,)
+
+
+def test_parameters_that_get_no_gradient_for_a_while_keep_their_statistics():
+    clipper = ZScoreClip(warmup=2, scope="tensor", max_norm=None)
+    parameters = as_parameters(next(stream()))
+    clip_(parameters, clipper)
+    before = clipper.get_state()["groups"]["1.weight"]
+    held = parameters["1.weight"].grad
+    parameters["1.weight"].grad = None
+    clip_(parameters, clipper)
+    assert clipper.get_state()["groups"]["1.weight"] == before
+    parameters["1.weight"].grad = held
+    clip_(parameters, clipper)
+    assert clipper.get_state()["groups"]["1.weight"]["count"] == 2
+
+
+def test_sparse_gradients_are_clipped_by_their_merged_rows():
+    table = torch.nn.Embedding(10, 3, sparse=True)
+    table(torch.tensor([1, 1, 2])).sum().backward()
+    record = clip_(table.named_parameters(), NormClip(1.0))
+    assert record.norm_before == pytest.approx((15**0.5,))
+    assert table.weight.grad.is_sparse
+    dense = table.weight.grad.to_dense()
+    assert 1 - 2e-6 <= float(dense.double().norm()) <= 1
+    table.weight.grad = None
+    (5 * table(torch.tensor([1, 1, 2])).sum()).backward()
+    clip_(table.named_parameters(), ValueClip(1.0))
+    assert table.weight.grad.to_dense()[1].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_dtensors_are_refused_in_words():
+    class DTensor:
+        pass
+
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    from fedclip.arrays import backend_of
+
+    with pytest.raises(TypeError, match="full_tensor"):
+        backend_of(DTensor())
+    assert parameter.grad is None
+
+
+def loop(model, optimizer, batches):
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).square().sum().backward()
+        optimizer.step()
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def test_a_handle_clips_before_every_step_until_removed():
+    model, optimizer = build()
+    clipper = ZScoreClip(warmup=3, max_norm=0.5)
+    handle = attach(optimizer, clipper, model.named_parameters())
+    batches = torch.randn(6, 8, 5) * 10
+    loop(model, optimizer, batches)
+    norm = torch.cat([p.grad.reshape(-1) for p in model.parameters()]).double().norm()
+    assert norm <= 0.5
+    assert clipper.rounds[0].steps == 6
+    handle.remove()
+    loop(model, optimizer, batches)
+    assert clipper.rounds[0].steps == 6
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}
+
+
+def test_checkpoint_and_resume_is_bit_identical():
+    batches = torch.randn(20, 8, 5) * 3
+    model, optimizer = build()
+    attach(optimizer, ZScoreClip(warmup=3, max_norm=None), model.named_parameters())
+    loop(model, optimizer, batches[:9])
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    loop(model, optimizer, batches[9:])
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed, other = build(seed=1)
+    attach(other, ZScoreClip(warmup=3, max_norm=None), resumed.named_parameters())
+    resumed.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    loop(resumed, other, batches[9:])
+    for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_checkpoint_without_clipping_is_loaded_with_a_warning():
+    model, optimizer = build()
+    saved = optimizer.state_dict()
+    attach(optimizer, NormClip(1.0), model.named_parameters())
+    with pytest.warns(FedclipWarning, match="norm-clip"):
+        optimizer.load_state_dict(saved)
+
+
+def test_a_handle_needs_parameters_of_its_optimizer():
+    model, optimizer = build()
+    other, _ = build()
+    with pytest.raises(ValueError, match="none of the named parameters"):
+        attach(optimizer, NormClip(1.0), other.named_parameters())
+
+
+def test_gradients_that_are_still_scaled_are_refused():
+    model, optimizer = build()
+    attach(optimizer, NormClip(1.0), model.named_parameters())
+    model(torch.ones(1, 5)).sum().backward()
+    # What GradScaler.step does to optimizers that unscale by themselves.
+    optimizer.grad_scale = torch.tensor(1024.0)
+    with pytest.raises(RuntimeError, match=r"scaler\.unscale_"):
+        optimizer.step()
+
+
+def test_under_amp_the_handle_sees_unscaled_gradients():
+    model, optimizer = build()
+    clipper = NormClip(1e6)
+    attach(optimizer, clipper, model.named_parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss = model(torch.ones(1, 5)).square().sum()
+    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    norm = torch.cat([g.reshape(-1) for g in expected]).norm()
+    assert clipper.last.norm_before[0] == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_accumulated_gradients_are_clipped_once():
+    model, optimizer = build()
+    clipper = NormClip(0.1)
+    attach(optimizer, clipper, model.named_parameters())
+    for _ in range(4):
+        model(torch.randn(2, 5)).square().sum().backward()
+    optimizer.step()
+    assert clipper.rounds[0].steps == 1
+
+
+@pytest.mark.parametrize("name", ["norm by tensor", "z-score", "values"])
+def test_compiled_once_without_graph_breaks(name):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    clipper, reference = CLIPPERS[name](), CLIPPERS[name]()
+    pure = PureClipping(clipper)
+    update = torch.compile(pure.update, fullgraph=True, backend="aot_eager")
+    state = pure.init(next(stream()))
+    for gradient in stream(steps=100):
+        found, state = update(gradient, state)
+        for key, value in reference.clip(gradient).items():
+            torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert clipper.rounds == []
+
+
+def test_pure_clipping_refuses_what_it_can_not_do():
+    with pytest.raises(NotImplementedError, match="'skip' or 'propagate'"):
+        PureClipping(NormClip(1.0, on_nonfinite="raise"))
+    with pytest.raises(NotImplementedError, match="ord=2"):
+        PureClipping(NormClip(1.0, ord="inf")).update({"w": torch.ones(2)}, NormClip)
+
+
+def test_lightning_clips_saves_and_refuses_to_clip_twice(tmp_path):
+    lightning = pytest.importorskip("lightning.pytorch")
+    from fedclip.adapters.torch import LightningClipping
+
+    class Model(LightningClipping, lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(5, 1)
+            self.clipper = ZScoreClip(warmup=3, max_norm=0.5)
+
+        def training_step(self, batch, index):
+            return self.layer(batch[0]).square().mean() * 100
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    data = torch.utils.data.TensorDataset(torch.randn(32, 5))
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    options = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": tmp_path,
+        "max_epochs": 1,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = Model()
+        trainer = lightning.Trainer(**options)
+        trainer.fit(model, loader)
+        assert model.clipper.rounds[0].steps == 8
+        assert model.clipper.rounds[0].clipped > 0
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        other = Model()
+        checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=False)
+        other.on_load_checkpoint(checkpoint)
+        assert other.clipper.get_state() == model.clipper.get_state()
+        with pytest.raises(ValueError, match="clip twice"):
+            lightning.Trainer(gradient_clip_val=1.0, **options).fit(Model(), loader)
+
+
+def test_transformers_callback(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from fedclip.adapters.transformers import ClipCallback
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 1)
+
+        def forward(self, x):
+            return {"loss": self.layer(x).square().mean() * 100}
+
+    data = [{"x": torch.randn(3)} for _ in range(16)]
+
+    def arguments(**more):
+        return transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=4,
+            num_train_epochs=1,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            save_strategy="no",
+            **more,
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        callback = ClipCallback(ZScoreClip(warmup=2, max_norm=0.5))
+        model = Model()
+        trainer = transformers.Trainer(
+            model, arguments(max_grad_norm=0.0), train_dataset=data, callbacks=[callback]
+        )
+        trainer.train()
+        assert callback.clipper.rounds[0].steps == 4
+        state = callback.state()
+        again = ClipCallback(**state["args"])
+        for key, value in state["attributes"].items():
+            setattr(again, key, value)
+        assert again.clipper.get_state() == callback.clipper.get_state()
+        with pytest.raises(ValueError, match="max_grad_norm=0"):
+            transformers.Trainer(
+                Model(), arguments(), train_dataset=data, callbacks=[ClipCallback(NormClip(1.0))]
+            ).train()
