@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that overflow or underflow when squared, sizes from 0 to 10^8, half precision."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import apply, each_framework, needs, norm, specimens
+
+from fedclip import NoOp, NormClip
+from fedclip.testing import to_numpy, to_vector
+
+# What one norm may lose, relatively, when an output is rounded to its dtype.
+BELOW = {"float16": 1.1e-3, "bfloat16": 8e-3, "float32": 2e-6, "float64": 2e-6}
+MAGNITUDES = [
+    ("float16", 300.0),
+    ("float16", 6e-5),
+    ("float16", 6e-8),
+    ("bfloat16", 1e20),
+    ("bfloat16", 1e-30),
+    ("bfloat16", 1e-39),
+    ("float32", 1e20),
+    ("float32", 3e38),
+    ("float32", 1e-30),
+    ("float32", 1e-40),
+    ("float64", 1e20),
+    ("float64", 1e200),
+    ("float64", 1e-30),
+    ("float64", 1e-200),
+    ("float64", 1e-310),
+]
+
+
+def values(magnitude: float) -> dict[str, Any]:
+    rng = np.random.default_rng(7)
+    return {
+        "w": magnitude * rng.uniform(0.1, 1, (5, 40)) * rng.choice([-1, 1], (5, 40)),
+        "b": magnitude * rng.uniform(0.1, 1, 3),
+        "s": np.array(-magnitude),
+        "e": np.zeros((0, 4)),
+    }
+
+
+@each_framework()
+@pytest.mark.parametrize(("dtype", "magnitude"), MAGNITUDES)
+def test_measured_norm(dtype: str, magnitude: float, framework: str) -> None:
+    needs(framework)
+    if framework == "numpy" and dtype == "bfloat16":
+        pytest.skip("NumPy has no bfloat16")
+    if framework == "jax" and (dtype, magnitude) in (("float32", 1e-40), ("bfloat16", 1e-39)):
+        pytest.skip("XLA on CPU makes subnormal float32 zero before fedclip sees it")
+    vector = to_vector(values(magnitude), framework, dtype)
+    clip = NoOp()
+    clip.run(vector)
+    assert clip.last is not None
+    assert clip.last.norm_before[0] == pytest.approx(norm(to_numpy(vector)), rel=1e-6)
+
+
+@each_framework()
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+@pytest.mark.parametrize(
+    ("dtype", "magnitude"), [m for m in MAGNITUDES if m[1] > 1e-30 or m[0] == "float64"]
+)
+def test_clipped_to_a_third(dtype: str, magnitude: float, scope: str, framework: str) -> None:
+    needs(framework)
+    if framework == "numpy" and dtype == "bfloat16":
+        pytest.skip("NumPy has no bfloat16")
+    if (dtype == "float16" and magnitude < 1e-4) or magnitude == 1e-310:
+        pytest.skip("a third of a subnormal has no precision left")
+    vector = to_vector(values(magnitude), framework, dtype)
+    before = to_numpy(vector)
+    limit = norm(before) / 3 if scope == "global" else norm(before["b"]) / 3
+    out = to_numpy(NormClip(limit, scope=scope).run(vector))
+    for name in before:
+        assert out[name].dtype == before[name].dtype
+        assert out[name].shape == before[name].shape
+    groups = [out] if scope == "global" else [out["w"], out["b"]]
+    for group in groups:
+        assert limit * (1 - BELOW[dtype]) <= norm(group) <= limit
+
+
+@each_framework()
+@pytest.mark.parametrize(
+    ("dtype", "magnitude"), [("float32", 1e20), ("float64", 1e200), ("float16", 300.0)]
+)
+def test_clipped_to_one(dtype: str, magnitude: float, framework: str) -> None:
+    # Where squares overflow, other packages return zeros or NaN.
+    needs(framework)
+    vector = to_vector(values(magnitude), framework, dtype)
+    out = to_numpy(NormClip(1.0).run(vector))
+    assert 1 - BELOW[dtype] <= norm(out) <= 1
+
+
+@specimens()
+@pytest.mark.parametrize(
+    ("dtype", "magnitude"),
+    [("float32", 1e20), ("float32", 1e-30), ("float64", 1e100), ("float16", 300.0)],
+)
+def test_every_clipper_stays_finite(specimen: Any, dtype: str, magnitude: float) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"enc.w": (4, 6), "enc.b": (4,), "head.w": (6, 2), "head.scale": ()}
+    clipper = specimen.make()
+    for _ in range(8):
+        arrays = {
+            name: np.asarray(magnitude * rng.uniform(-1, 1, shape)).astype(dtype)
+            for name, shape in shapes.items()
+        }
+        out = to_numpy(apply(clipper, to_vector(arrays), to_vector(arrays)))
+        for name, value in out.items():
+            assert np.isfinite(value).all(), name
+            assert value.dtype == dtype
+
+
+@pytest.mark.parametrize("kind", ["constant", "random"])
+def test_a_hundred_million_elements(kind: str) -> None:
+    # One float32 dot over so many is off by 10^-3; that is a bound broken by size alone.
+    size = 100_000_000
+    if kind == "constant":
+        array = np.full(size, 0.1, np.float32)
+        expected = float(np.float32(0.1)) * size**0.5
+    else:
+        array = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
+        expected = float64_norm(array)
+    vector = to_vector({})
+    vector.coefs["w"] = array
+    clip = NormClip(1.0)
+    out = clip.run(vector).coefs["w"]
+    assert clip.last is not None
+    assert clip.last.norm_before[0] == pytest.approx(expected, rel=1e-6)
+    assert out.dtype == np.float32
+    assert 1 - 2e-6 <= float64_norm(out) <= 1
+    del array, vector, out
+    gc.collect()
+
+
+def float64_norm(array: np.ndarray) -> float:
+    """Return the norm in float64 without a float64 copy of all of it."""
+    total = sum(
+        float(np.square(block.astype(np.float64)).sum()) for block in np.array_split(array, 64)
+    )
+    return total**0.5
+
+
+@each_framework()
+def test_mixed_dtypes_share_a_norm(framework: str) -> None:
+    needs(framework)
+    arrays = {
+        "a": np.full(10, 300.0, "float16"),
+        "b": np.full(10, 1e15, "float32"),
+        "c": np.full(10, 1e15, "float64"),
+    }
+    clip = NormClip(1.0)
+    out = to_numpy(clip.run(to_vector(arrays, framework)))
+    assert clip.last is not None
+    assert clip.last.norm_before[0] == pytest.approx(norm(arrays), rel=1e-6)
+    assert 1 - 2e-6 <= norm(out) <= 1
+    assert [v.dtype for v in out.values()] == [v.dtype for v in arrays.values()]
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 1023, 1024, 1025, 65_535, 65_536, 65_537, 200_001])
+def test_every_size(size: int) -> None:
+    array = np.random.default_rng(size).standard_normal(size).astype("float32")
+    clip = NoOp()
+    clip.run(to_vector({"w": array, "v": np.ones(3, "float32")}))
+    assert clip.last is not None
+    assert clip.last.norm_before[0] == pytest.approx(norm({"w": array, "v": np.ones(3)}), rel=1e-6)
+
+
+def test_memory_layout_does_not_matter() -> None:
+    table = np.random.default_rng(0).standard_normal((200, 300)).astype("float32")
+    for view in (table.T, table[::2], table[:, ::-3], np.asfortranarray(table)):
+        vector = to_vector({})
+        vector.coefs["w"] = view
+        clip = NormClip(1.0)
+        out = clip.run(vector).coefs["w"]
+        assert clip.last is not None
+        assert clip.last.norm_before[0] == pytest.approx(norm(view), rel=1e-6)
+        assert out.shape == view.shape
+        assert 1 - 2e-6 <= norm(out) <= 1

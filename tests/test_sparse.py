@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse gradients: rows that repeat are added up before they are measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import SPECIMENS, Specimen, apply, needs, norm, specimens
+
+from fedclip import NoOp, NormClip, ValueClip
+
+ROWS = np.array([1, 3, 1, 0])
+VALUES = np.array([[3.0, 4.0], [0.0, 12.0], [1.0, -1.0], [0.5, 0.5]])
+
+
+def dense_values() -> np.ndarray:
+    dense = np.zeros((5, 2))
+    np.add.at(dense, ROWS, VALUES)
+    return dense
+
+
+def indexed_slices(rows: np.ndarray = ROWS, values: np.ndarray = VALUES) -> Any:
+    tf = pytest.importorskip("tensorflow")
+    return tf.IndexedSlices(tf.constant(values), tf.constant(rows), tf.constant([5, 2], tf.int64))
+
+
+def sparse_coo() -> Any:
+    torch = pytest.importorskip("torch")
+    return torch.sparse_coo_tensor(
+        torch.tensor(ROWS)[None], torch.tensor(VALUES), (5, 2), check_invariants=True
+    )
+
+
+def vector(framework: str, **arrays: Any) -> Any:
+    needs(framework)
+    if framework == "torch":
+        from declearn.model.torch import TorchVector
+
+        return TorchVector({"emb.table": sparse_coo(), **arrays})
+    from declearn.model.tensorflow import TensorflowVector
+
+    return TensorflowVector({"emb.table": indexed_slices(), **arrays})
+
+
+def to_dense(value: Any) -> np.ndarray:
+    if type(value).__module__.startswith("torch"):
+        return np.asarray(value.to_dense() if value.is_sparse else value)
+    import tensorflow as tf
+
+    return np.asarray(tf.convert_to_tensor(value))
+
+
+sparse_frameworks = pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+
+
+@sparse_frameworks
+def test_norm_is_that_of_the_dense_tensor(framework: str) -> None:
+    clip = NoOp()
+    clip.run(vector(framework))
+    assert clip.last is not None
+    assert clip.last.norm_before[0] == pytest.approx(norm(dense_values()), rel=1e-12)
+
+
+@sparse_frameworks
+def test_repeated_rows_do_not_pass_the_limit(framework: str) -> None:
+    given = vector(framework)
+    out = NormClip(1.0).run(given).coefs["emb.table"]
+    assert type(out) is type(given.coefs["emb.table"])
+    assert 1 - 1e-12 <= norm(to_dense(out)) <= 1
+    np.testing.assert_allclose(to_dense(out), dense_values() / norm(dense_values()), rtol=1e-12)
+
+
+@sparse_frameworks
+def test_value_clip_merges_rows(framework: str) -> None:
+    out = ValueClip(2.0).run(vector(framework)).coefs["emb.table"]
+    np.testing.assert_allclose(to_dense(out), np.clip(dense_values(), -2, 2))
+
+
+@sparse_frameworks
+def test_below_the_limit_the_same_object(framework: str) -> None:
+    given = vector(framework)
+    assert NormClip(100.0).run(given) is given
+
+
+@sparse_frameworks
+def test_nan_is_skipped(framework: str) -> None:
+    given = vector(framework)
+    given = given * float("nan")
+    with pytest.warns(UserWarning, match="'emb.table'"):
+        out = NormClip(1.0).run(given).coefs["emb.table"]
+    assert not to_dense(out).any()
+
+
+# A percentile is documented to be that of the rows that are there.
+@sparse_frameworks
+@specimens([s for s in SPECIMENS if s.name != "percentile-clip"])
+def test_every_clipper_treats_it_as_the_dense_tensor(specimen: Specimen, framework: str) -> None:
+    given = vector(framework)
+    dense = type(given)(
+        {name: array_like(to_dense(value), framework) for name, value in given.coefs.items()}
+    )
+    if isinstance(specimen.config.get("scope"), dict):
+        specimen = Specimen(specimen.name)
+    sparse_clipper, dense_clipper = specimen.make(), specimen.make()
+    for _ in range(3):
+        got = to_dense(apply(sparse_clipper, given, dense).coefs["emb.table"])
+        wanted = to_dense(apply(dense_clipper, dense, dense).coefs["emb.table"])
+        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-12)
+
+
+def array_like(value: np.ndarray, framework: str) -> Any:
+    if framework == "torch":
+        import torch
+
+        return torch.tensor(value)
+    import tensorflow as tf
+
+    return tf.constant(value)
+
+
+def test_unsupported_layouts_are_named() -> None:
+    torch = pytest.importorskip("torch")
+    from declearn.model.torch import TorchVector
+
+    with pytest.warns(UserWarning, match="CSR"):
+        table = torch.tensor(VALUES).to_sparse_csr()
+    with pytest.raises(TypeError, match=r"sparse COO tensors, got one of layout torch\.sparse_csr"):
+        NormClip(1.0).run(TorchVector({"w": table}))
