@@ -48,6 +48,7 @@ MARGIN = {
 """By how much, relatively, a clipped array is scaled below the limit."""
 
 _CLOSE = 2 * UNCERTAINTY["float32"]
+_MEANS = ("rms", "mad", "std", "var")
 
 
 class Outcome(NamedTuple):
@@ -148,7 +149,11 @@ class NormClipping:
         """Return the norm of each group."""
         if self.ord == 2:
             return l2_norms(arrays, views, groups, backend)
-        local = [backend.to_host(a) if v is None else v for a, v in zip(arrays, views, strict=True)]
+        local = []
+        for array, view in zip(arrays, views, strict=True):
+            # A mean is over all elements of a sparse array, those that it does not hold too.
+            whole = backend.dense(array) if self.ord in _MEANS else array
+            local.append(backend.to_host(whole) if view is None or whole is not array else view)
         norms = [measure([local[i] for i in m], self.ord) for m in groups.members]
         return norms[0] if len(norms) == 1 else np.array(norms)
 
