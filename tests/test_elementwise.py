@@ -1,0 +1,583 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers by element, mean, deviation and moving average: what their docstrings promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.model.sklearn import NumpyVector
+from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
+from helpers import each_framework, needs, norm, run
+
+from fedclip import (
+    Centralize,
+    EmaNormalize,
+    EmaNormClip,
+    EmaValueClip,
+    GrowthValueClip,
+    Normalize,
+    PercentileClip,
+    Standardize,
+    StateError,
+    ValueClip,
+)
+from fedclip.norms import decode, encode
+from fedclip.rules.elementwise import blend
+from fedclip.testing import gradient_stream, to_numpy, to_vector
+
+HALVES = ["float16", "bfloat16"]
+
+ALL: dict[str, Any] = {
+    "normalize": Normalize,
+    "normalize-slices": lambda: Normalize(dims=0),
+    "standardize": Standardize,
+    "centralize": Centralize,
+    "centralize-slices": lambda: Centralize(dims=0),
+    "centralize-global": lambda: Centralize(scope="global"),
+    "percentile": lambda: PercentileClip(50),
+    "percentile-linear": lambda: PercentileClip(50, method="linear", scope="global"),
+    "ema-value": lambda: EmaValueClip(0.9),
+    "ema-value-debias": lambda: EmaValueClip(0.9, debias=True),
+    "ema-norm": lambda: EmaNormClip(0.9),
+    "ema-norm-first": lambda: EmaNormClip(0.9, init="first", scope="tensor"),
+    "ema-normalize": lambda: EmaNormalize(0.9, debias=True),
+    "growth-value": GrowthValueClip,
+}
+KEEPING = [name for name in ALL if name.startswith(("ema", "growth"))]
+
+
+def each(names: Any = tuple(ALL)) -> Any:
+    return pytest.mark.parametrize("name", names)
+
+
+def one(clipper: Any, values: Any, dtype: Any = np.float64) -> np.ndarray:
+    """Return what a clipper makes of a single tensor."""
+    return clipper.run(NumpyVector({"w": np.asarray(values, dtype)})).coefs["w"]
+
+
+# -- edges that all share ---------------------------------------------------------------------
+@each()
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_zero_gradient_is_the_same_object(name: str, dtype: str) -> None:
+    clipper = ALL[name]()
+    zero = {"w": np.zeros((3, 2), dtype), "b": np.zeros((), dtype)}
+    for _ in range(3):
+        gradients = NumpyVector(zero)
+        assert clipper.run(gradients) is gradients
+
+
+@each()
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_constant_gradient_never_gives_nan(name: str, dtype: str) -> None:
+    clipper = ALL[name]()
+    for _ in range(3):
+        for value in one(clipper, np.full((3, 4), 0.1), dtype), one(ALL[name](), [7.0], dtype):
+            assert np.isfinite(value).all()
+
+
+@each()
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [("float16", 6e4), ("float32", 1e20), ("float32", 3e38), ("float64", 1e300)],
+)
+def test_extremes_stay_finite(name: str, dtype: str, value: float) -> None:
+    clipper = ALL[name]()
+    for sign in (1.0, -1.0, 1.0):
+        output = one(clipper, np.array([1.0, -1.0, -1.0]) * sign * value, dtype)
+        assert np.isfinite(output).all()
+        assert output.dtype == dtype
+    state = clipper.get_state()["arrays"]
+    assert all(np.isfinite(field).all() for fields in state.values() for field in fields.values())
+
+
+@each()
+def test_empty_and_0d_tensors_keep_dtype_and_shape(name: str) -> None:
+    clipper = ALL[name]()
+    for t in range(3):
+        values = {
+            "empty": np.zeros((0, 3), np.float32),
+            "scalar": np.array(1.0 + t, np.float32),
+            "w": np.arange(6, dtype=np.float32).reshape(2, 3) + t,
+        }
+        output = clipper.run(NumpyVector(values)).coefs
+        for key, value in values.items():
+            assert (output[key].shape, output[key].dtype) == (value.shape, value.dtype)
+    nothing = NumpyVector({"empty": np.zeros((0, 3))})
+    assert ALL[name]().run(nothing) is nothing
+
+
+@each(KEEPING)
+def test_resumed_is_uninterrupted_bit_for_bit(name: str) -> None:
+    stream = gradient_stream(12)
+    wanted = run(ALL[name](), stream)
+    first, second = ALL[name](), ALL[name]()
+    run(first, stream[:5])
+    second.set_state(msgpack_deserialize(msgpack_serialize(first.get_state())))
+    for got, expected in zip(run(second, stream[5:]), wanted[5:], strict=True):
+        for key in expected:
+            np.testing.assert_array_equal(got[key], expected[key])
+
+
+@each(KEEPING)
+def test_pieces_may_be_cut_anywhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = gradient_stream(8)
+    wanted = run(ALL[name](), stream)
+    monkeypatch.setattr("fedclip.elements.CHUNK", 7)
+    monkeypatch.setattr("fedclip.averages.CHUNK", 7)
+    for got, expected in zip(run(ALL[name](), stream), wanted, strict=True):
+        for key in expected:
+            np.testing.assert_array_equal(got[key], expected[key])
+
+
+@each(KEEPING)
+def test_transposed_arrays_meet_their_own_past(name: str) -> None:
+    plain, transposed = ALL[name](), ALL[name]()
+    for step in gradient_stream(6):
+        w = step["enc.weight"]
+        np.testing.assert_array_equal(one(transposed, np.asfortranarray(w)), one(plain, w))
+
+
+@each(KEEPING)
+def test_state_of_another_model_is_refused_in_words(name: str) -> None:
+    clipper = ALL[name]()
+    one(clipper, np.ones((2, 3)))
+    state = clipper.get_state()
+    other = ALL[name]()
+    other.set_state(state)
+    with pytest.raises(ValueError, match=r"'w' is of shape \(2, 3\), its gradient of \(3, 2\)"):
+        one(other, np.ones((3, 2)))
+    other = ALL[name]()
+    other.set_state(state)
+    with pytest.raises(ValueError, match=r"'v'.*load the state of this model, or none"):
+        other.run(NumpyVector({"v": np.ones((2, 3))}))
+    state["arrays"]["w"].pop("count")
+    with pytest.raises(StateError, match="must have"):
+        other.set_state(state)
+
+
+@each(KEEPING)
+def test_state_is_float64_for_float64_only(name: str) -> None:
+    for dtype, wide in (("float16", "float32"), ("float32", "float32"), ("float64", "float64")):
+        clipper = ALL[name]()
+        one(clipper, [1.0, 2.0], dtype)
+        assert clipper.get_state()["arrays"]["w"]["past"].dtype == wide
+
+
+# -- half precision ---------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["<f2", "<u2"])
+def test_encode_is_the_inverse_of_decode(kind: str) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(kind)
+    wide = decode(every)
+    finite = np.isfinite(wide)
+    for towards_zero in (False, True):
+        again = encode(wide[finite], every.dtype, towards_zero=towards_zero)
+        np.testing.assert_array_equal(again.view("<u2"), every[finite].view("<u2"))
+
+
+@pytest.mark.parametrize("kind", ["<f2", "<u2"])
+def test_encode_towards_zero_never_exceeds(kind: str) -> None:
+    values = np.random.default_rng(0).normal(0, 1, 100_000).astype(np.float32)
+    dtype = np.dtype(kind)
+    lower = decode(encode(values, dtype, towards_zero=True))
+    nearest = decode(encode(values, dtype))
+    assert (np.abs(lower) <= np.abs(values)).all()
+    assert (np.abs(nearest - values) <= np.abs(lower - values)).all()
+    assert (np.abs(nearest) > np.abs(values)).any()
+
+
+def test_bfloat16_is_rounded_to_nearest_as_torch_does() -> None:
+    torch = pytest.importorskip("torch")
+    values = np.random.default_rng(0).normal(0, 1, 100_000).astype(np.float32)
+    values[:3] = 1.00390625, 1.01171875, 3.3895e38
+    theirs = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+    np.testing.assert_array_equal(encode(values, np.dtype(np.uint16)), theirs)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, "float32"])
+def test_limits_hold_exactly(dtype: str) -> None:
+    pytest.importorskip("torch")
+    for limit in (0.1, 0.3, 1.0 - 1e-12, 1e-9, 12345.678):
+        box = ValueClip(limit, min_value=0.7 * limit)
+        values = {"w": np.linspace(-2, 2, 41) * limit}
+        output = to_numpy(box.run(to_vector(values, "torch", dtype)))["w"].astype(float)
+        assert output.max() <= limit
+        assert output.min() >= 0.7 * limit or (dtype in HALVES and limit < 1e-7)
+
+
+@each_framework()
+@pytest.mark.parametrize("dtype", [*HALVES, "float32", "float64"])
+def test_elements_never_exceed_their_average(framework: str, dtype: str) -> None:
+    needs(framework)
+    if framework == "numpy" and dtype == "bfloat16":
+        pytest.skip("NumPy has no bfloat16")
+    for clipper in EmaValueClip(0.7), GrowthValueClip(1.1):
+        for step in gradient_stream(8):
+            before = {} if not (a := clipper.get_state()["arrays"]) else a
+            given = to_vector(step, framework, dtype)
+            output = to_numpy(clipper.run(given))
+            for key, value in output.items():
+                past = clipper.get_state()["arrays"][key]["past"]
+                if isinstance(clipper, EmaValueClip):
+                    limit = past
+                elif before:
+                    limit = np.maximum(np.abs(before[key]["past"]), 1e-4) * (1.1 + 1e-6)
+                else:
+                    limit = np.inf
+                assert (np.abs(value.astype(past.dtype)) <= limit).all()
+                assert (value * to_numpy(given)[key] >= 0).all()
+
+
+# -- normalize --------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 300.0])
+def test_normalized_norm_is_at_most_and_close_to_the_norm(dtype: str, scale: float) -> None:
+    for step in gradient_stream(6):
+        values = {k: (v / 10 * scale).astype(dtype) for k, v in step.items()}
+        size = norm(Normalize(0.7).run(NumpyVector(values)).coefs)
+        assert 0.7 * (1 - (5e-3 if dtype == "float16" else 2e-6)) <= size <= 0.7
+
+
+def test_normalize_is_right_where_squares_overflow_or_vanish() -> None:
+    for value in (1e20, 1e-25, 1e-42):
+        np.testing.assert_allclose(norm(one(Normalize(), [value] * 4, np.float32)), 1, rtol=2e-6)
+    for value in (1e200, 1e-200, 5e-324):
+        np.testing.assert_allclose(norm(one(Normalize(), [value] * 4)), 1, rtol=2e-6)
+    assert np.isfinite(one(Normalize(dims=0), [1e-320] * 4)).all()
+
+
+def test_normalize_leaves_zero_slices_and_single_deviations() -> None:
+    output = one(Normalize(dims=1), [[3.0, 4.0], [0.0, 0.0]])
+    np.testing.assert_allclose(output, [[0.6, 0.8], [0, 0]], rtol=1e-6)
+    gradients = NumpyVector({"w": np.array(3.0)})
+    assert Normalize(ord="std").run(gradients) is gradients
+
+
+def test_normalize_takes_a_table_of_norms() -> None:
+    clipper = Normalize(2.0, scope={"enc.*": 0.5})
+    (step,) = gradient_stream(1)
+    output = clipper.run(NumpyVector(step)).coefs
+    enc = {k: v for k, v in output.items() if k.startswith("enc")}
+    rest = {k: v for k, v in output.items() if not k.startswith("enc")}
+    assert norm(enc) == pytest.approx(0.5)
+    assert norm(rest) == pytest.approx(2.0)
+
+
+# -- standardize, centralize ------------------------------------------------------------------
+def test_standardized_mean_and_deviation() -> None:
+    for step in gradient_stream(3):
+        output = Standardize().run(NumpyVector(step)).coefs
+        assert output["head.scale"] is step["head.scale"]
+        for key in ("enc.weight", "enc.bias", "head.weight"):
+            assert output[key].mean() == pytest.approx(0, abs=1e-12)
+            assert output[key].std(ddof=1) == pytest.approx(1, rel=1e-6)
+
+
+def test_constant_tensor_becomes_zero_whatever_its_size() -> None:
+    for value in (0.1, 1e10, 1e-30, -3e300):
+        assert not one(Standardize(), [value] * 7).any()
+        assert not one(Standardize(0.0), [value] * 7).any()
+
+
+def test_standardize_shares_moments_in_a_scope() -> None:
+    (step,) = gradient_stream(1)
+    output = Standardize(scope="layer").run(NumpyVector(step)).coefs
+    both = np.concatenate([output["head.weight"].ravel(), output["head.scale"].ravel()])
+    assert both.mean() == pytest.approx(0, abs=1e-12)
+    assert both.std(ddof=1) == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("dims", [0, 1, -1, [0, 1], [0, -1]])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_centralized_slices_have_no_mean(dims: Any, inverse: bool) -> None:
+    values = np.random.default_rng(0).normal(1, 1, (4, 3, 5)).astype(np.float32)
+    output = one(Centralize(dims=dims, inverse_dims=inverse), values, np.float32)
+    axes = {d % 3 for d in ([dims] if isinstance(dims, int) else dims)}
+    axes = set(range(3)) - axes if inverse else axes
+    wanted = values - values.mean(axis=tuple(axes), keepdims=True, dtype=np.float64)
+    np.testing.assert_allclose(output, wanted, atol=1e-6)
+
+
+def test_centralize_is_a_projection() -> None:
+    for clipper in Centralize(), Centralize(dims=0), Centralize(scope="global"):
+        for step in gradient_stream(3):
+            once = clipper.run(NumpyVector(step))
+            twice = clipper.run(once).coefs
+            for key, value in once.coefs.items():
+                np.testing.assert_allclose(twice[key], value, atol=1e-12)
+            assert norm(once.coefs) <= norm(step)
+
+
+def test_centralize_saturates_instead_of_overflowing() -> None:
+    output = one(Centralize(), [6e4, -6e4, -6e4, -6e4], np.float16)
+    assert output.tolist() == [65504.0, -3e4, -3e4, -3e4]
+
+
+def test_min_size_goes_with_every_scope() -> None:
+    values = {"a.w": np.array([1.0, 3.0]), "a.b": np.array(2.0), "c.b": np.array(5.0)}
+    output = Centralize(scope="layer").run(NumpyVector(values)).coefs
+    assert [output[k].tolist() for k in values] == [[-1.0, 1.0], 0.0, 5.0]
+    assert Centralize(min_size=4, scope="layer").run(NumpyVector(values)).coefs == values
+
+
+def test_nan_is_seen_where_nothing_is_changed() -> None:
+    for clipper in Centralize(), Standardize():
+        with pytest.warns(UserWarning, match="NaN or infinity in 'b'"):
+            clipper.run(NumpyVector({"w": np.ones(3), "b": np.array(np.nan)}))
+
+
+# -- percentile -------------------------------------------------------------------------------
+@pytest.mark.parametrize("percent", [0, 1, 29, 50, 57, 58, 90, 95, 99, 100])
+def test_percentile_position_is_that_of_integers(percent: int) -> None:
+    rng = np.random.default_rng(percent)
+    for size in (*range(1, 40), 101, 201, 399):
+        values = rng.normal(0, 1, size)
+        limit = np.sort(np.abs(values))[percent * (size - 1) // 100]
+        np.testing.assert_array_equal(
+            one(PercentileClip(percent), values), np.clip(values, -limit, limit)
+        )
+
+
+def test_percentile_is_the_decimal_number_that_was_written() -> None:
+    # 0.29 of 100 positions is 28.999999999999996 in floats.
+    values = np.arange(1.0, 1002.0)
+    clipper = PercentileClip(99.9)
+    one(clipper, values)
+    assert clipper.last is not None
+    assert clipper.last.limit == (1000.0,)
+
+
+def test_linear_percentile_is_numpys() -> None:
+    rng = np.random.default_rng(0)
+    for size in (2, 7, 20, 101):
+        values = rng.normal(0, 1, size)
+        for percent in (0, 33.3, 90, 100):
+            limit = np.percentile(np.abs(values), percent)
+            got = one(PercentileClip(percent, method="linear"), values)
+            np.testing.assert_allclose(got, np.clip(values, -limit, limit), rtol=1e-12)
+
+
+def test_linear_percentile_is_torchs() -> None:
+    torch = pytest.importorskip("torch")
+    values = np.random.default_rng(0).normal(0, 1, 500)
+    limit = torch.quantile(torch.from_numpy(values).abs(), 0.9).item()
+    got = one(PercentileClip(90, method="linear"), values)
+    np.testing.assert_allclose(got, np.clip(values, -limit, limit), rtol=1e-12)
+
+
+def test_percentile_100_and_0d_change_nothing() -> None:
+    (step,) = gradient_stream(1)
+    gradients = NumpyVector(step)
+    assert PercentileClip(100).run(gradients) is gradients
+    output = PercentileClip(50).run(gradients).coefs
+    assert output["head.scale"] is step["head.scale"]
+
+
+def test_percentile_pools_the_tensors_of_a_scope() -> None:
+    values = {"a": np.array([1.0, 2.0]), "b": np.array([-3.0, 4.0, 5.0])}
+    output = PercentileClip(50, scope="global").run(NumpyVector(values)).coefs
+    assert [v.tolist() for v in output.values()] == [[1.0, 2.0], [-3.0, 3.0, 3.0]]
+
+
+# -- moving averages --------------------------------------------------------------------------
+@pytest.mark.parametrize("weight", [0.01, 0.3, 0.5, 0.99])
+def test_blend_lies_between_and_never_overflows(weight: float) -> None:
+    top = np.finfo(np.float32).max
+    mean = np.array([top, -top, top, 1.0, 0.5], np.float32)
+    values = np.array([-top, top, top, 1.0, -0.25], np.float32)
+    got = blend(mean, values, weight)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got[2:4], mean[2:4])
+    wanted = mean.astype(float) + weight * (values.astype(float) - mean)
+    np.testing.assert_allclose(got[:2] / top, wanted[:2] / top, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got[2:], wanted[2:], rtol=1e-5)
+
+
+def test_debiased_average_is_the_biased_one_divided() -> None:
+    stream = [np.abs(step["enc.bias"]) for step in gradient_stream(9)]
+    clipper = EmaValueClip(0.8, debias=True)
+    biased = np.zeros(5)
+    for t, values in enumerate(stream, 1):
+        one(clipper, values)
+        biased = 0.8 * biased + 0.2 * values
+        past = clipper.get_state()["arrays"]["w"]["past"]
+        np.testing.assert_allclose(past, biased / (1 - 0.8**t), rtol=1e-12)
+
+
+@pytest.mark.parametrize("config", [{"init": "first"}, {"debias": True}])
+def test_first_gradient_is_not_clipped_by_its_own_average(config: Any) -> None:
+    for dtype in ("float16", "float32", "float64"):
+        for step in gradient_stream(5):
+            gradients = NumpyVector({k: v.astype(dtype) for k, v in step.items()})
+            assert EmaNormClip(0.9, **config).run(gradients) is gradients
+
+
+def test_constant_gradient_is_never_clipped_once_it_is_the_average() -> None:
+    clipper = EmaNormClip(0.9, init="first")
+    gradients = NumpyVector({"w": np.full(1000, 0.1, np.float32)})
+    for _ in range(5):
+        assert clipper.run(gradients) is gradients
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("scope", ["global", "tensor", "layer"])
+def test_norms_never_exceed_that_of_the_average(dtype: str, scope: str) -> None:
+    clipper = EmaNormClip(0.8, scope=scope)
+    for step in gradient_stream(10):
+        values = {k: v.astype(dtype) for k, v in step.items()}
+        output = clipper.run(NumpyVector(values)).coefs
+        assert clipper.last is not None
+        for label, limit in zip(clipper.last.groups, clipper.last.limit, strict=True):
+            members = {
+                k: v
+                for k, v in output.items()
+                if scope == "global" or k == label or k.rpartition(".")[0] == label
+            }
+            assert norm(members) <= limit
+
+
+def test_average_grows_by_max_growth_at_most() -> None:
+    clipper = EmaNormClip(0.5, max_growth=1.5)
+    limits = []
+    for value in (1e-3, 1.0, 1.0, 1.0, 1e3):
+        one(clipper, [value])
+        assert clipper.last is not None
+        limits.append(clipper.last.limit[0])
+    np.testing.assert_allclose(np.divide(limits[1:], limits[:-1]), 1.5, rtol=1e-9)
+
+
+def test_average_leaves_zero() -> None:
+    clipper = EmaNormClip(0.5)
+    one(clipper, [0.0])
+    outputs = [one(clipper, [1.0])[0] for _ in range(60)]
+    assert outputs[0] == pytest.approx(1e-6)
+    assert outputs[-1] == pytest.approx(1.0, rel=1e-4)
+
+
+def test_ema_normalize_brings_every_gradient_to_the_average() -> None:
+    clipper = EmaNormalize(0.5, init="first", scope="tensor")
+    for value in (1.0, 3.0, 0.01):
+        output = one(clipper, [value, 0.0])
+        assert clipper.last is not None
+        assert norm(output) == pytest.approx(clipper.last.limit[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("cls", [EmaNormClip, EmaNormalize])
+def test_matching_state_of_every_order(cls: Any) -> None:
+    for ord in (1, 2, 3.5, "inf", "rms", "mad", "std", "var"):
+        clipper = cls(0.5, ord=ord, init="first")
+        for step in gradient_stream(5):
+            output = clipper.run(NumpyVector(step)).coefs
+            assert all(np.isfinite(v).all() for v in output.values())
+
+
+# -- growth -----------------------------------------------------------------------------------
+def test_growth_recovers_from_zero() -> None:
+    clipper = GrowthValueClip(2.0, min_value=0.25)
+    assert [one(clipper, [v])[0] for v in (0.0, 9.0, 9.0, -9.0)] == [0.0, 0.5, 1.0, -2.0]
+
+
+def test_zero_without_a_floor_counts_as_not_yet_seen() -> None:
+    clipper = GrowthValueClip(2.0, min_value=None)
+    assert [one(clipper, [v])[0] for v in (0.0, 9.0, 20.0)] == [0.0, 9.0, 18.0]
+
+
+def test_tighter_of_two_growths_counts() -> None:
+    clipper = GrowthValueClip(2.0, add=1.0, max_decay=None)
+    assert [one(clipper, [v])[0] for v in (0.5, 9.0, 9.0, 9.0)] == [0.5, 1.0, 2.0, 3.0]
+
+
+def test_past_falls_by_max_decay_at_most() -> None:
+    clipper = GrowthValueClip(1.0, max_decay=2.0)
+    assert [one(clipper, [v])[0] for v in (8.0, 0.0, 0.0, 9.0)] == [8.0, 0.0, 0.0, 2.0]
+
+
+def test_no_growth_limit_is_the_identity() -> None:
+    clipper = GrowthValueClip(None)
+    for step in gradient_stream(7):
+        gradients = NumpyVector(step)
+        assert clipper.run(gradients) is gradients
+
+
+# -- sparse gradients -------------------------------------------------------------------------
+def indexed_slices() -> Any:
+    tf = pytest.importorskip("tensorflow")
+    needs("tensorflow")
+    values = tf.constant([[1.0, 1.0], [2.0, 8.0], [1.0, 5.0]])
+    return tf.IndexedSlices(values, tf.constant([2, 0, 2]), tf.constant([4, 2]))
+
+
+DENSE = np.array([[2.0, 8.0], [0.0, 0.0], [2.0, 6.0], [0.0, 0.0]], np.float32)
+
+
+@each([n for n in ALL if not n.startswith(("normalize", "percentile"))])
+def test_indexed_slices_are_the_dense_tensor_that_they_stand_for(name: str) -> None:
+    tf = pytest.importorskip("tensorflow")
+    from declearn.model.tensorflow import TensorflowVector
+
+    sparse, dense = ALL[name](), ALL[name]()
+    for _ in range(3):
+        got = sparse.run(TensorflowVector({"w": indexed_slices()})).coefs["w"]
+        np.testing.assert_allclose(
+            tf.convert_to_tensor(got).numpy(), one(dense, DENSE, np.float32), rtol=1e-6
+        )
+
+
+@each([n for n in ALL if not n.startswith(("normalize", "percentile"))])
+def test_sparse_coo_is_the_dense_tensor_that_it_stands_for(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    needs("torch")
+    from declearn.model.torch import TorchVector
+
+    values = torch.tensor([[1.0, 1.0], [2.0, 8.0], [1.0, 5.0]])
+    tensor = torch.sparse_coo_tensor([[2, 0, 2]], values, (4, 2), check_invariants=True)
+    sparse, dense = ALL[name](), ALL[name]()
+    for _ in range(3):
+        got = sparse.run(TorchVector({"w": tensor})).coefs["w"]
+        np.testing.assert_allclose(got.to_dense().numpy(), one(dense, DENSE, np.float32), rtol=1e-6)
+
+
+def test_percentile_of_indexed_slices_is_that_of_their_rows() -> None:
+    tf = pytest.importorskip("tensorflow")
+    from declearn.model.tensorflow import TensorflowVector
+
+    got = PercentileClip(70).run(TensorflowVector({"w": indexed_slices()})).coefs["w"]
+    assert isinstance(got, tf.IndexedSlices)
+    np.testing.assert_array_equal(tf.convert_to_tensor(got).numpy(), np.minimum(DENSE, 6.0))
+
+
+def test_slices_of_indexed_slices_are_normalized_as_dense() -> None:
+    tf = pytest.importorskip("tensorflow")
+    from declearn.model.tensorflow import TensorflowVector
+
+    got = Normalize(dims=1).run(TensorflowVector({"w": indexed_slices()})).coefs["w"]
+    wanted = one(Normalize(dims=1), DENSE, np.float32)
+    np.testing.assert_allclose(tf.convert_to_tensor(got).numpy(), wanted, rtol=1e-6)
+
+
+# -- parameters -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("cls", "config", "message"),
+    [
+        (Normalize, {"norm": 0}, "norm must be a finite number > 0, got 0"),
+        (Normalize, {"ord": "sum"}, "ord must be"),
+        (Normalize, {"min_size": 3}, "min_size=3 needs dims or scope='tensor'"),
+        (Standardize, {"eps": -1}, "eps must be a finite number >= 0"),
+        (Centralize, {"inverse_dims": True}, "inverse_dims=True needs dims"),
+        (PercentileClip, {"percentile": 101}, r"percentile must be a number in \[0, 100\]"),
+        (PercentileClip, {"method": "linaer"}, "did you mean 'linear'"),
+        (EmaValueClip, {"decay": 1.0}, "decay must be a number strictly between 0 and 1"),
+        (EmaValueClip, {"init": 1.0, "debias": True}, "debias=True is for averages"),
+        (EmaNormClip, {"init": "frist"}, "did you mean 'first'"),
+        (EmaNormClip, {"max_growth": 0.9}, "max_growth must be a finite number >= 1"),
+        (EmaNormalize, {"min_norm": 0}, "min_norm must be a finite number > 0"),
+        (EmaNormalize, {"init": "first", "debias": True}, "debias=True is for averages"),
+        (GrowthValueClip, {"mul": 0}, "mul must be a finite number > 0"),
+        (GrowthValueClip, {"add": float("nan")}, "add must be a finite number >= 0"),
+        (GrowthValueClip, {"max_decay": 0.5}, "max_decay must be a finite number >= 1"),
+    ],
+)
+def test_wrong_parameters_are_refused_in_words(cls: Any, config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cls(**config)
