@@ -36,7 +36,11 @@ FAR = 1e9
 QUIET: dict[str, dict[str, Any]] = {
     "norm-clip": {"max_norm": FAR},
     "value-clip": {"max_value": FAR},
-    "adaptive-clip": {"max_norm": FAR},
+    "adaptive-clip": {"start_norm": FAR},
+    "ema-clip": {"warmup_norm": FAR},
+    "growth-clip": {"warmup_norm": FAR},
+    "auto-clip": {"warmup_norm": FAR},
+    "percentile-norm-clip": {"warmup_norm": FAR},
 }
 
 

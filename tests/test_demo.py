@@ -76,10 +76,10 @@ def test_it_trains_in_three_ways_and_shows_what_came_out(tmp_path: Path) -> None
 
     # Clipping matters in it.
     assert results["no-clipping"].clipped_share == 0
-    assert results["no-clipping"].norm_max > 1e4
+    assert results["no-clipping"].norm_max > 10
     for name in ("l2-global-clipping", "zscore-clip"):
         assert results[name].clipped_share > 0
-        assert results[name].loss < 1 < results["no-clipping"].loss
+        assert results[name].loss < results["no-clipping"].loss
 
     assert (folder / "norms.png").read_bytes().startswith(b"\x89PNG")
     # The folder is an experiment that one can go on with, and the demo may be run again.
@@ -88,19 +88,17 @@ def test_it_trains_in_three_ways_and_shows_what_came_out(tmp_path: Path) -> None
 
 
 def test_data_is_all_of_it_and_one_site_has_another_unit(tmp_path: Path) -> None:
-    wrong = write_data(tmp_path)
-    assert wrong > 0
+    write_data(tmp_path)
     load = {
         (site, part): np.load(tmp_path / site / f"{part}.npy")
         for site in SITES
         for part in ("train_data", "valid_data", "train_target", "valid_target")
     }
     assert sum(len(a) for (_, part), a in load.items() if part.endswith("target")) == 569
-    far = {
-        key: (np.abs(a) > FACTOR / 100).any(axis=1).sum() for key, a in load.items() if a.ndim > 1
-    }
-    assert far.pop(("site-c", "train_data")) == wrong
-    assert not any(far.values())
+    # Three of thirty features are perimeters; elsewhere the scale is that of site-a.
+    typical = {key: np.median(np.abs(a), axis=0) for key, a in load.items() if a.ndim > 1}
+    for (site, _), sizes in typical.items():
+        assert (sizes > FACTOR / 2).sum() == (3 if site == "site-c" else 0)
 
 
 def test_it_does_not_write_into_a_folder_of_something_else(tmp_path: Path) -> None:
@@ -116,10 +114,9 @@ def test_it_does_not_write_into_a_folder_of_something_else(tmp_path: Path) -> No
 def test_a_client_that_fails_ends_all_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without_site_b(folder: Path) -> int:
-        wrong = write_data(folder)
+    def without_site_b(folder: Path) -> None:
+        write_data(folder)
         (folder / "site-b" / "train_data.npy").unlink()
-        return wrong
 
     monkeypatch.setattr(run, "write_data", without_site_b)
     before = children(os.getpid())

@@ -148,10 +148,10 @@ def run_demo(
     """
     console = console or Console(highlight=False)
     folder = folder.resolve()
-    wrong = _prepare(folder)
+    _prepare(folder)
     console.print(
-        f"{len(SITES)} hospitals train one model on {folder.name}/data; {wrong} records of "
-        f"{SITES[-1]} have their areas in a unit {FACTOR:,.0f} times smaller.",
+        f"{len(SITES)} hospitals train one model on {folder.name}/data; {SITES[-1]} reports its "
+        f"perimeters in a unit {FACTOR:.0f} times smaller than the others do.",
         soft_wrap=True,
     )
     results = []
@@ -170,8 +170,8 @@ def run_demo(
     return results
 
 
-def _prepare(folder: Path) -> int:
-    """Make the folder and what all ways share; return the number of wrong records."""
+def _prepare(folder: Path) -> None:
+    """Make the folder and what all ways share."""
     marker = folder / MARKER
     if folder.exists() and not folder.is_dir():
         raise DemoError(f"{folder} is a file; give a folder to write the demo to")
@@ -183,7 +183,7 @@ def _prepare(folder: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         marker.touch()
         (folder / "model.py").write_text(MODEL, encoding="utf-8")
-        return write_data(folder / "data")
+        write_data(folder / "data")
     except OSError as exc:
         raise DemoError(f"can not write to {folder}: {exc.strerror}") from exc
 
@@ -376,14 +376,16 @@ def _table(results: list[Result], rounds: int) -> Table:
 
 
 def _in_words(folder: Path) -> str:
-    """Say what the wrong records do to the gradients, in numbers of this run."""
-    site = SITES[-1]
-    records = [row.record for row in read_report(folder / WAYS[0].name).select(node=site)]
-    largest = max(record.norm_max or 0.0 for record in records)
-    medians = sorted(record.norm_median or 0.0 for record in records)
+    """Say what the other unit does to the gradients, in numbers of this run."""
+    report = read_report(folder / WAYS[0].name)
+    medians = []
+    for site in (SITES[0], SITES[-1]):
+        records = [row.record for row in report.select(node=site)]
+        middles = sorted(record.norm_median or 0.0 for record in records)
+        medians.append(middles[len(middles) // 2])
     return (
-        f"Without clipping, the largest gradient of {site} has a norm of {largest:.3g}; the median "
-        f"of a round is about {medians[len(medians) // 2]:.2g}."
+        f"Without clipping, a median gradient has a norm of {medians[0]:.2g} at {SITES[0]} and of "
+        f"{medians[1]:.2g} at {SITES[-1]}, whose updates outweigh the others'."
     )
 
 

@@ -1,0 +1,158 @@
+"""Write what the clippers' pages take from their docstrings: ``python docs/clippers.py``.
+
+A page in ``docs/clippers/`` has a part written by hand, "When to use it", and a part between two
+marks that comes from the docstring of its class, so that the two can not differ.
+``tests/test_docs.py`` checks that it is current.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import fedclip  # noqa: F401  (registers the clippers)
+from fedclip.cli import catalogue
+from fedclip.toml import toml_value
+
+PAGES = Path(__file__).parent / "clippers"
+START = "<!-- from the docstring; rewrite it with: python docs/clippers.py -->"
+END = "<!-- end of the docstring -->"
+NEW = "# `{name}`\n\n## When to use it\n\nTo be written.\n\n{start}\n{end}\n"
+
+
+def plugin(kind: str, name: str) -> type:
+    """Return the class that is registered under the name."""
+    from declearn.utils import access_registered
+
+    group = {"module": "OptiModule", "regularizer": "Regularizer", "aggregator": "Aggregator"}
+    found: type = access_registered(name, group[kind])
+    return found
+
+
+def sections(cls: type) -> dict[str, str]:
+    """Return the parts of a numpydoc docstring, the text before the first heading as ``""``."""
+    pieces = re.split(r"^(\w[\w ]*)\n-{3,}\n", inspect.getdoc(cls) or "", flags=re.MULTILINE)
+    found = {"": pieces[0].strip()}
+    found.update(
+        (head, text.strip("\n")) for head, text in zip(pieces[1::2], pieces[2::2], strict=True)
+    )
+    return found
+
+
+def render(kind: str, name: str) -> str:
+    """Return the part of a page that comes from the docstring, marks included."""
+    cls = plugin(kind, name)
+    parts = sections(cls)
+    summary, _, body = parts[""].partition("\n\n")
+    lines = [START, "", markdown(summary), "", markdown(body), "", "## Parameters", ""]
+    lines += table(cls, parts.get("Parameters", ""))
+    lines += ["", "`fedclip list` shows the same names and defaults; `nan` in TOML is None."]
+    if parts.get("Notes"):
+        lines += ["", "## State, guarantees, edge cases", "", markdown(parts["Notes"])]
+    if parts.get("Examples"):
+        known = f">>> from fedclip import {cls.__name__}"
+        lines += ["", "## Example", "", "```pycon", known, parts["Examples"].strip(), "```"]
+    if parts.get("References"):
+        lines += ["", "## Source", "", markdown(parts["References"])]
+    lines += ["", END]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+
+
+def table(cls: type, text: str) -> list[str]:
+    """Return the parameters as a table, in the order of the constructor."""
+    meanings = {}
+    for entry in re.split(r"^(?=\S)", text, flags=re.MULTILINE):
+        head, _, meaning = entry.partition("\n")
+        for name in head.partition(" :")[0].split(","):
+            meanings[name.strip()] = " ".join(meaning.split())
+    rows = ["| parameter | default | meaning |", "|---|---|---|"]
+    known: Any = cls
+    for name, parameter in list(inspect.signature(known.__init__).parameters.items())[1:]:
+        default = (
+            "" if parameter.default is parameter.empty else f"`{toml_value(parameter.default)}`"
+        )
+        meaning = inline(meanings.get(name, "")).replace("|", "\\|")
+        rows.append(f"| `{name}` | {default} | {meaning} |")
+    return rows
+
+
+def markdown(text: str) -> str:
+    """Return reStructuredText of our docstrings as Markdown, one sentence a line."""
+    done: list[str] = []
+    blocks = re.split(r"\n\s*\n", text.strip("\n"))
+    position = 0
+    while position < len(blocks):
+        block = blocks[position].rstrip()
+        position += 1
+        if block.strip() == "::" or block.endswith("::"):
+            before = block.strip().removesuffix("::").strip()
+            if before:
+                done.append(sentences(before + ":"))
+            code = []
+            while position < len(blocks) and blocks[position].startswith("    "):
+                code.append(inspect.cleandoc("\n" + blocks[position]))
+                position += 1
+            done.append("```text\n" + "\n\n".join(code) + "\n```")
+        elif block.startswith("===="):
+            done.append(grid(block))
+        elif re.match(r"[-*] ", block):
+            items = re.split(r"^[-*] ", block, flags=re.MULTILINE)[1:]
+            done.append("\n".join("- " + inline(" ".join(item.split())) for item in items))
+        else:
+            done.append(sentences(block))
+    return "\n\n".join(done)
+
+
+def grid(block: str) -> str:
+    """Return a simple table as a Markdown one."""
+    lines = [line for line in block.splitlines() if line.strip()]
+    starts = [match.start() for match in re.finditer(r"=+", lines[0])]
+    ends = [*starts[1:], None]
+    rows: list[list[str]] = []
+    for line in lines:
+        cells = [inline(line[a:b].strip()) for a, b in zip(starts, ends, strict=True)]
+        if not cells[0]:
+            rows[-1] = [" ".join(pair).strip() for pair in zip(rows[-1], cells, strict=True)]
+        elif not line.startswith("==="):
+            rows.append(cells)
+    shown = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([shown[0], "|" + "---|" * len(starts), *shown[1:]])
+
+
+def sentences(text: str) -> str:
+    """Return a paragraph with every sentence on a line of its own."""
+    flat = inline(" ".join(text.split()))
+    return re.sub(r"(?<=[a-z0-9`)][.]) (?=[A-Z`])", "\n", flat)
+
+
+def inline(text: str) -> str:
+    """Return the marks for code as Markdown has them."""
+    return re.sub(r"``([^`]+)``", r"`\1`", text)
+
+
+def updated(page: str, kind: str, name: str) -> str:
+    """Return a page with the docstring's part as it is now."""
+    before, mark, rest = page.partition(START)
+    if not mark or END not in rest:
+        raise ValueError(f"the page of {name!r} lacks the marks {START!r} and {END!r}")
+    return before + render(kind, name) + rest.partition(END)[2]
+
+
+def main() -> None:
+    """Rewrite all pages, and start those that are missing."""
+    entries: list[dict[str, Any]] = catalogue()
+    for entry in entries:
+        file = PAGES / f"{entry['name']}.md"
+        page = NEW.format(name=entry["name"], start=START, end=END)
+        if file.exists():
+            page = file.read_text(encoding="utf-8")
+        else:
+            print(f"new: {file.name}; write its section 'When to use it'", file=sys.stderr)
+        file.write_text(updated(page, entry["kind"], entry["name"]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

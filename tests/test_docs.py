@@ -1,0 +1,194 @@
+"""Everything that README and docs show is run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import inspect
+import re
+import tomllib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from declearn.main.config import FLOptimConfig
+from declearn.optimizer import Optimizer
+from typer.testing import CliRunner
+
+import fedclip
+import fedclip.cli
+from fedclip.check import check_config
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+RUN = ("list", "check", "translate", "report", "doctor", "--version", "--help")
+"""Commands that are over within two seconds; of others, only that they exist is checked."""
+
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+class Block(NamedTuple):
+    """A fenced block of a page, and the words of the comment right before it."""
+
+    line: int
+    language: str
+    text: str
+    needs: tuple[str, ...]
+    file: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Yield the fenced blocks; ``<!-- needs: a, b -->`` and ``<!-- file: x -->`` precede them."""
+    text = page.read_text(encoding="utf-8")
+    pattern = r"(?:<!-- (needs|file): ([^>]*) -->\n+)?^```(\w*)\n(.*?)^```$"
+    for found in re.finditer(pattern, text, flags=re.MULTILINE | re.DOTALL):
+        key, value, language, body = found.groups()
+        words = tuple(word.strip() for word in (value or "").split(",") if word.strip())
+        line = text[: found.start(4)].count("\n")
+        file = words[0] if key == "file" else ""
+        yield Block(line, language, body, words if key == "needs" else (), file)
+
+
+def missing(block: Block) -> list[str]:
+    return [name for name in block.needs if importlib.util.find_spec(name) is None]
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # A rich table as wide as the page shows it.
+    monkeypatch.setenv("COLUMNS", "100")
+    names: dict[str, Any] = {}
+    for block in blocks(page):
+        where = f"{page_id(page)}, line {block.line}"
+        if missing(block):
+            continue
+        with warnings.catch_warnings():
+            # Some blocks show what others do, warnings included.
+            warnings.simplefilter("ignore")
+            match block.language:
+                case "pycon":
+                    run_doctest(block, names, where)
+                case "python":
+                    exec(compile(block.text, where, "exec"), names)
+                case "toml":
+                    check_toml(block, tmp_path, where)
+                case "console":
+                    run_console(block, where)
+                case "text" | "csv":
+                    pass
+                case other:
+                    pytest.fail(f"{where}: a block of the language {other!r}")
+
+
+def run_doctest(block: Block, names: dict[str, Any], where: str) -> None:
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner(optionflags=FLAGS)
+    test = parser.get_doctest(block.text, {}, where, where, block.line)
+    test.globs = names
+    said: list[str] = []
+    runner.run(test, out=said.append, clear_globs=False)
+    assert not said, "".join(said)
+
+
+def check_toml(block: Block, folder: Path, where: str) -> None:
+    config = tomllib.loads(block.text, parse_float=lambda s: None if s == "nan" else float(s))
+    if block.file:
+        (folder / block.file).write_text(block.text, encoding="utf-8")
+        return
+    if "modules" in config or "regularizers" in config:
+        Optimizer(**{"lrate": 0.1, **config})
+    elif set(config) == {"optim"}:
+        FLOptimConfig.from_params(**{"client_opt": 0.1, **config["optim"]})
+    else:
+        (folder / "block.toml").write_text(block.text, encoding="utf-8")
+        found = check_config(folder / "block.toml")
+        assert found.ok, (where, found.problems)
+
+
+def run_console(block: Block, where: str) -> None:
+    """Run the lines that start with ``$ fedclip``, and compare what they print."""
+    for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE):
+        program, *words = command.split(" #")[0].split()
+        if program != "fedclip":
+            continue
+        known = [c.name or getattr(c.callback, "__name__", "") for c in commands()]
+        assert words[0] in known or words[0].startswith("-"), f"{where}: no command {words[0]!r}"
+        if words[0] not in RUN:
+            continue
+        words = [word.strip("'\"") for word in words]
+        result = CliRunner().invoke(fedclip.cli.app, words)
+        if shown.strip():
+            same = doctest.OutputChecker().check_output(shown, result.output, FLAGS)
+            assert same, f"{where}: {command} printed\n{result.output}"
+        else:
+            assert result.exit_code == 0, f"{where}: {command} printed\n{result.output}"
+
+
+def commands() -> list[Any]:
+    return fedclip.cli.app.registered_commands
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        other = (page.parent / file).resolve() if file else page
+        assert other.exists(), f"{page_id(page)}: {target}"
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", other.read_text("utf-8"), flags=re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads]
+            assert anchor in slugs, f"{page_id(page)}: {target}"
+
+
+def pages_tool() -> Any:
+    spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "clippers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def shown_clippers() -> list[dict[str, Any]]:
+    """Return the clippers that have a page: all that fedclip registers, but not a server's half."""
+    return fedclip.cli.catalogue()
+
+
+@pytest.mark.parametrize("entry", shown_clippers(), ids=lambda entry: entry["name"])
+def test_page_of_a_clipper_is_its_docstring(entry: dict[str, Any]) -> None:
+    file = ROOT / "docs" / "clippers" / f"{entry['name']}.md"
+    assert file.exists(), "run: python docs/clippers.py"
+    page = file.read_text(encoding="utf-8")
+    current = pages_tool().updated(page, entry["kind"], entry["name"])
+    assert page == current, "the docstring has changed; run: python docs/clippers.py"
+    assert "To be written." not in page, "write the section 'When to use it'"
+
+
+def test_readme_lists_what_there_is() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[`([\w-]+)`\]\(docs/clippers/\1\.md\) \| (.*) \|$", text, re.MULTILINE)
+    listed = {entry["name"]: entry["summary"] for entry in shown_clippers()}
+    assert {name for name, _ in rows} == set(listed)
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    for page in ROOT.glob("docs/**/*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        if name != "index.md":
+            assert f"({name})" in index, f"docs/index.md does not lead to {name}"
+
+
+def test_public_names_have_docstrings() -> None:
+    for name in fedclip.__all__:
+        if not name.startswith("__"):
+            assert inspect.getdoc(getattr(fedclip, name)), name
