@@ -115,7 +115,8 @@ class JaxBackend(Backend):
         return jnp.sort(table, axis=0)
 
     def pick(self, table: Array, row: Array) -> Array:
-        return table[row.astype(int), jnp.arange(table.shape[1])]
+        # Fused, what should be a whole number may come out as 1.9999999999999998.
+        return table[jnp.rint(row).astype(int), jnp.arange(table.shape[1])]
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         pairs = [self._scaled_square_sum(a) for a in arrays]

@@ -131,7 +131,7 @@ class TensorflowBackend(Backend):
         return tf.sort(table, axis=0)
 
     def pick(self, table: Array, row: Array) -> Array:
-        return tf.gather(tf.transpose(table), tf.cast(row, tf.int32), batch_dims=1)
+        return tf.gather(tf.transpose(table), tf.cast(tf.round(row), tf.int32), batch_dims=1)
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         per = tf.stack([self._norm(self._values(t)) for t in arrays])

@@ -155,7 +155,7 @@ class TorchBackend(Backend):
         return torch.sort(table, dim=0).values
 
     def pick(self, table: Array, row: Array) -> Array:
-        return torch.gather(table, 0, row.long()[None])[0]
+        return torch.gather(table, 0, row.round().long()[None])[0]
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         values = [self._values(t) for t in arrays]
