@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One text of a rule gives the same limits and states in every arithmetic, and compiled."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import SPECIMENS, Specimen, needs
+
+import fedclip.rules
+from fedclip.arrays import NUMBER, NUMPY, backend_named
+from fedclip.clipping import NormClipping
+from fedclip.testing import to_vector
+
+GROUPS, STEPS = 3, 25
+# Of the limits of a rule: a row for each specimen that clips norms by one.
+RULES = [
+    s for s in SPECIMENS if s.kind == "module" and isinstance(s.make()._transform, NormClipping)
+]
+each_rule = pytest.mark.parametrize("specimen", RULES, ids=str)
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def rule_of(specimen: Specimen) -> Any:
+    return specimen.make()._transform.rule
+
+
+def norms() -> np.ndarray:
+    """Return one row of norms a step, with bursts, a zero and tiny ones among them."""
+    rng = np.random.default_rng(5)
+    rows = rng.lognormal(0, 0.4, (STEPS, GROUPS))
+    rows[7:9] *= 30
+    rows[12, 1] = 0.0
+    rows[15] *= 1e-6
+    rows[20, 0] = 1e20
+    return rows
+
+
+def run(rule: Any, xp: Any, step: Step | None = None) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the limits of all steps, and the last state."""
+    state = rule.init(GROUPS, xp)
+    step = step or (lambda n, s: rule(n, s, xp))
+    limits = []
+    for row in norms():
+        row_limits, state = step(xp.asarray(row.tolist()), state)
+        limits.append(np.broadcast_to(np.asarray(row_limits), GROUPS))
+    return np.array(limits), [np.asarray(field, dtype=float) for field in state]
+
+
+def assert_same(got: Any, wanted: Any) -> None:
+    np.testing.assert_allclose(got[0], wanted[0], rtol=1e-12)
+    assert len(got[1]) == len(wanted[1])
+    for a, b in zip(got[1], wanted[1], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-300)
+
+
+def oracle(specimen: Specimen) -> Any:
+    return run(rule_of(specimen), NUMPY)
+
+
+def backend(framework: str) -> Any:
+    needs(framework)
+    # So that JAX has float64, as it has in declearn.
+    to_vector({}, framework)
+    return backend_named(framework)
+
+
+def test_every_rule_is_here() -> None:
+    modules = [
+        importlib.import_module(f"fedclip.rules.{info.name}")
+        for info in pkgutil.iter_modules(fedclip.rules.__path__)
+    ]
+    rules = {
+        cls
+        for module in modules
+        for _, cls in inspect.getmembers(module, inspect.isclass)
+        if cls.__module__ == module.__name__ and hasattr(cls, "init") and "__call__" in vars(cls)
+    }
+    assert rules == {type(rule_of(s)) for s in RULES}
+
+
+@each_rule
+def test_plain_numbers(specimen: Specimen) -> None:
+    rule = rule_of(specimen)
+    limits, _ = oracle(specimen)
+    if len(getattr(rule, "limits", (0,))) > 1:
+        pytest.skip("a table has a limit for each of several groups")
+    for group in range(GROUPS):
+        state = rule.init(1, NUMBER)
+        for step, row in enumerate(norms()):
+            limit, state = rule(float(row[group]), state, NUMBER)
+            # To the bit: which of the two is used must not show.
+            assert float(np.ravel(limit)[0]) == limits[step, group]
+
+
+@each_rule
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "jax"])
+def test_eager(specimen: Specimen, framework: str) -> None:
+    assert_same(run(rule_of(specimen), backend(framework)), oracle(specimen))
+
+
+@each_rule
+def test_jax_jit(specimen: Specimen) -> None:
+    xp, rule = backend("jax"), rule_of(specimen)
+    import jax
+
+    step = jax.jit(lambda n, s: rule(n, s, xp))
+    assert_same(run(rule, xp, step), oracle(specimen))
+
+
+@each_rule
+def test_tf_function(specimen: Specimen) -> None:
+    xp, rule = backend("tensorflow"), rule_of(specimen)
+    import tensorflow as tf
+
+    step = tf.function(lambda n, s: rule(n, s, xp))
+    assert_same(run(rule, xp, step), oracle(specimen))
+
+
+@each_rule
+def test_torch_without_a_look_at_a_value(specimen: Specimen) -> None:
+    xp, rule = backend("torch"), rule_of(specimen)
+    import torch
+
+    # "Meta" tensors have no values: a rule that branched on one would raise.
+    state = rule.init(GROUPS, xp)
+    meta = type(state)(*(field.to("meta") for field in state))
+    limits, after = rule(torch.ones(GROUPS, dtype=torch.float64, device="meta"), meta, xp)
+    assert tuple(limits.shape) == (GROUPS,)
+    assert [tuple(f.shape) for f in after] == [tuple(f.shape) for f in state]
