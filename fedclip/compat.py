@@ -251,6 +251,7 @@ _SCOPES = {"global": "global", "per_layer": "layer", "per_param": "tensor"}
 
 def _gated(c: dict[str, Any]) -> dict[str, Any]:
     return {
+        "feedback": "raw",
         "include_current": True,
         "warmup": max(c["warmup_steps"], c["min_history"]),
         "warmup_norm": None,
@@ -282,7 +283,6 @@ def _smart_zscore(c: dict[str, Any]) -> _Translation:
         z_max=c["zmax"],
         decay=c["ema_decay"],
         action="max",
-        feedback="raw",
         estimator="smartclip",
         std_eps=0.0,
         **_gated(c),
@@ -304,9 +304,7 @@ def _smart_auto(c: dict[str, Any]) -> _Translation:
     if _word("mode", c["mode"], {"auto": "auto", "percentile": "percentile"}) == "auto":
         note = "the median is the published P2 estimate; smartclip's lacks a division"
         late = "a group is not clipped before its 5th norm; smartclip may erase it"
-        return _to(
-            "auto-clip", note, late, _gate_note(c), _guard_note(c), feedback="raw", **_gated(c)
-        )
+        return _to("auto-clip", note, late, _gate_note(c), _guard_note(c), **_gated(c))
     if _word("history", c["history"], {"ema": "stream", "window": "window"}) == "window":
         return _to(
             "percentile-norm-clip",
@@ -639,6 +637,7 @@ def _autoclip(c: dict[str, Any]) -> _Translation:
         percentile=c["clip_percentile"],
         history="window",
         window=None,
+        feedback="raw",
         include_current=True,
         warmup=0,
         warmup_norm=None,
@@ -707,7 +706,8 @@ def _adagc(c: dict[str, Any], scope: str) -> _Translation:
         feedback="clipped",
         warmup=c["start_clip_steps"],
         warmup_norm=c["max_norm"],
-        warmup_scope="global",
+        # The warm-up of both variants bounds the whole gradient.
+        warmup_scope="group" if scope == "global" else "global",
         max_norm=None,
         estimator="adagc",
         eps=c["eps"],

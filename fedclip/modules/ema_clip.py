@@ -35,7 +35,8 @@ class EmaClip(Clipper):
     Parameters
     ----------
     ratio : float, default=1.05
-        Number of times the mean above which a norm is a spike, >= 1.
+        Number of times the mean above which a norm is a spike, > 0; less than 1 needs
+        ``feedback="raw"``.
     decay : float, default=0.98
         Weight of the past in the moving average, in (0, 1); 0.98 remembers some 50 steps.
     action : {"max", "mean", "reciprocal"}, default="max"
@@ -130,7 +131,7 @@ class EmaClip(Clipper):
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.ratio = checks.number("a finite number >= 1", 1.0, ratio=ratio)
+        self.ratio = checks.positive(ratio=ratio)
         self.decay = checks.unit_interval(decay=decay)
         self.action = checks.choice(("max", "mean", "reciprocal"), action=action)
         self.feedback = checks.choice(("clipped", "raw", "none"), feedback=feedback)
@@ -147,6 +148,11 @@ class EmaClip(Clipper):
             raise ValueError(
                 "include_current=True needs feedback='raw': a norm that the statistics have "
                 f"already seen can not be fed back clipped; got feedback={feedback!r}"
+            )
+        if self.ratio < 1 and self.feedback != "raw":
+            raise ValueError(
+                "ratio < 1 needs feedback='raw': a mean that learns clipped norms only would fall "
+                f"to 0; got ratio={ratio!r} with feedback={feedback!r}"
             )
         if self.warmup_scope == "global" and self.ord != 2:
             raise ValueError(

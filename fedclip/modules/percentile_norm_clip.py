@@ -29,7 +29,7 @@ class PercentileNormClip(Clipper):
                 n = norm(group)
                 limit = warmup_norm, during the first `warmup` steps
                         percentile of the last `window` norms in history, afterwards
-                append n to history
+                append min(n, 2 * limit) to history
                 group *= min(1, min(limit, max_norm) / n)
 
     Parameters
@@ -49,8 +49,11 @@ class PercentileNormClip(Clipper):
     decay : float, default=0.99
         Weight of the past in the mean distance that scales these steps, in (0, 1). With
         ``history="stream"`` only.
+    feedback : {"clipped", "raw"}, default="clipped"
+        What the history learns from a spike: twice its limit, or its norm. With "raw" a burst
+        of ``(1 - percentile / 100) * window`` spikes is the new limit.
     include_current : bool, default=False
-        Let the history see a norm before it is judged by it.
+        Let the history see a norm before it is judged by it; needs ``feedback="raw"``.
     warmup : int, default=5
         Number of steps that only fill the history, >= 0. The first step always does, with "p2"
         the first five.
@@ -88,14 +91,16 @@ class PercentileNormClip(Clipper):
     same Vector comes back; NaN and infinity never reach the history. Only `max_norm` bounds a
     sensitivity.
 
-    The history always learns the norm before clipping: of clipped norms none is ever above a
-    limit, so that no limit would ever rise. A percentile is not moved far by a few spikes; a
-    burst of ``(1 - percentile / 100) * window`` of them moves it.
+    Clipped feedback is twice the limit, and not the limit itself, so that the limit can rise:
+    of norms learnt at the limit none is ever above it. A percentile only asks how many norms
+    are above it, so this changes little until there is a burst of spikes, of which
+    ``(1 - percentile / 100) * window`` at most double the limit; norms that have grown for good
+    double it again and again.
 
     The paper's history has no end; here it is that of the last 65,536 steps at most
-    (``window=None, include_current=True, warmup=0, warmup_norm=None, eps=1e-6`` is the paper's
-    code until then). It takes half a megabyte for each group, in the state too. A history that
-    is all 0 gives no limit, and the group stays in warm-up.
+    (``window=None, feedback="raw", include_current=True, warmup=0, warmup_norm=None, eps=1e-6``
+    is the paper's code until then). It takes half a megabyte for each group, in the state too.
+    A history that is all 0 gives no limit, and the group stays in warm-up.
 
     References
     ----------
@@ -123,6 +128,7 @@ class PercentileNormClip(Clipper):
         window: int | None = 256,
         rate: float = 0.02,
         decay: float = 0.99,
+        feedback: str = "clipped",
         include_current: bool = False,
         warmup: int = 5,
         warmup_norm: float | None = 1.0,
@@ -135,12 +141,13 @@ class PercentileNormClip(Clipper):
         on_nonfinite: str = "skip",
     ) -> None:
         self.percentile = checks.number(
-            "a number in (0, 100]", 0.0, 100.0, open_low=True, percentile=percentile
+            "a number > 0 and <= 100", 0.0, 100.0, open_low=True, percentile=percentile
         )
         self.history = checks.choice(("window", "stream", "p2"), history=history)
         self.window = None if window is None else check_window(1, window)
-        self.rate = checks.number("a number in (0, 1]", 0.0, 1.0, open_low=True, rate=rate)
+        self.rate = checks.number("a number > 0 and <= 1", 0.0, 1.0, open_low=True, rate=rate)
         self.decay = checks.unit_interval(decay=decay)
+        self.feedback = checks.choice(("clipped", "raw"), feedback=feedback)
         self.include_current = checks.boolean(include_current=include_current)
         self.warmup = checks.integer(0, warmup=warmup)
         self.warmup_norm = None if warmup_norm is None else checks.positive(warmup_norm=warmup_norm)
@@ -148,6 +155,11 @@ class PercentileNormClip(Clipper):
         self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
         self.ord = check_order(ord)
         self.eps = checks.non_negative(eps=eps)
+        if self.include_current and self.feedback != "raw":
+            raise ValueError(
+                "include_current=True needs feedback='raw': a norm that the history has already "
+                f"seen can not be fed back clipped; got feedback={feedback!r}"
+            )
         if self.percentile == 100.0 and self.history != "window":
             raise ValueError(
                 "percentile=100, the largest norm, needs history='window': an estimate that only "
@@ -165,6 +177,7 @@ class PercentileNormClip(Clipper):
                 )
         rule = Percentile(
             history=self._quantile(),
+            feedback=self.feedback,
             include_current=self.include_current,
             warmup=self.warmup,
             warmup_norm=self.warmup_norm,

@@ -99,7 +99,7 @@ class Adaptive:
             xp=xp,
         )
         due = count >= self.every
-        # Norms that are all 0 push the limit up for ever; the floats end somewhere.
+        # A limit that norms near the end of the floats have pulled up has no next step.
         after = AdaptiveState(
             xp.where(due & xp.isfinite(moved), moved, limit),
             xp.where(due, 0.0 * unclipped, unclipped),

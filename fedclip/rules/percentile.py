@@ -20,7 +20,7 @@ __all__ = ["Percentile"]
 
 @dataclass(frozen=True)
 class Percentile:
-    """Limits at a running quantile of the raw norms.
+    """Limits at a running quantile.
 
     ::
 
@@ -28,12 +28,15 @@ class Percentile:
                 quantile                            elsewhere
                 warmup_norm                         before `warmup` norms, and where it is 0
         limit = min(limit, max_norm)
+        u     = min(x, 2 * quantile) | x            (feedback)
 
-    Norms are learnt as they come: if they were learnt clipped, none would ever be above a
-    limit, and no limit would ever rise.
+    If norms were learnt at the limit itself, none would ever be above a limit, and no limit
+    would ever rise. A quantile hardly asks how far above it a norm is, so twice the limit
+    changes little, until there is a burst of spikes.
     """
 
     history: Quantile
+    feedback: str
     include_current: bool
     warmup: int
     warmup_norm: float | None
@@ -44,9 +47,8 @@ class Percentile:
         return self.history.init(groups, xp)
 
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
-        after = self.history.observe(norms, state, xp)._replace(count=state.count + 1.0)
         if self.include_current:
-            state = after
+            state = self._observe(norms, state, xp)
         threshold = self.history.estimate(state, xp)
         ready = (state.count >= max(self.warmup, self.history.least)) & (threshold > 0)
         limits = limits_of(
@@ -60,4 +62,10 @@ class Percentile:
             max_norm=self.max_norm,
             eps=self.eps,
         )
-        return limits, after
+        if not self.include_current:
+            seen = xp.where(ready, xp.minimum(norms, 2.0 * threshold), norms)
+            state = self._observe(norms if self.feedback == "raw" else seen, state, xp)
+        return limits, state
+
+    def _observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+        return self.history.observe(seen, state, xp)._replace(count=state.count + 1.0)
