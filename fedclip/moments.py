@@ -182,10 +182,16 @@ class Standardizing:
         ranges = [extremes(view) for view in views if view.size]
         low = float(np.min([r[0] for r in ranges], initial=math.inf))
         high = float(np.max([r[1] for r in ranges], initial=-math.inf))
-        if not ranges or low == high:
+        size = sum(view.size for view in views)
+        if size < 2 or low == high:
             # The mean of equal numbers, added up and divided, may be another one.
-            return (low, 0.0) if ranges else (0.0, 0.0)
-        return _mean(views), measure(views, "std")
+            return (low, 0.0) if size else (0.0, 0.0)
+        mean = _mean(views)
+        centred = (np.subtract(b, mean, out=b) for view in views for b in blocks(view))
+        variance = sum(float(np.vdot(b, b)) for b in centred) / (size - 1)
+        if 1e-280 < variance < math.inf:
+            return mean, math.sqrt(variance)
+        return mean, measure(views, "std")
 
     def step(
         self,
