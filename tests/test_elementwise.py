@@ -581,3 +581,23 @@ def test_slices_of_indexed_slices_are_normalized_as_dense() -> None:
 def test_wrong_parameters_are_refused_in_words(cls: Any, config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cls(**config)
+
+
+# -- in place ---------------------------------------------------------------------------------
+@each()
+@pytest.mark.parametrize("sparse", [False, True])
+def test_torch_gradients_are_clipped_in_place(name: str, sparse: bool) -> None:
+    torch = pytest.importorskip("torch")
+    from fedclip.adapters.torch import clip_
+
+    if sparse and name.startswith(("normalize", "percentile")):
+        pytest.skip("measured over the rows that are there")
+    here, there = ALL[name](), ALL[name]()
+    layer = torch.nn.Embedding(4, 2, sparse=sparse)
+    for scale in (1.0, 3.0, 0.1):
+        layer.weight.grad = None
+        (layer(torch.tensor([2, 0, 2])) * torch.tensor([1.0, scale])).sum().backward()
+        wanted = one(there, layer.weight.grad.to_dense().numpy().copy(), np.float32)
+        clip_(layer.named_parameters(), here)
+        got = layer.weight.grad.to_dense().numpy()
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)

@@ -234,6 +234,9 @@ class TorchInPlace(TorchBackend):
     def zeros_like(self, array: Array) -> Array:
         return array.zero_()
 
+    def from_host(self, values: HostView, like: Array) -> Array:
+        return like.copy_(super().from_host(values, like))
+
     def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in arrays:
