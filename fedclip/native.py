@@ -16,15 +16,22 @@ CUDA without a synchronisation, under ``jax.jit``, in a ``tf.function`` and unde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedclip.arrays import Array, Backend
+from fedclip.arrays import Arithmetic, Array, Backend
 from fedclip.clipping import MARGIN, NormClipping
 from fedclip.elements import ValueClipping
+from fedclip.rules import NoState
 from fedclip.scopes import Groups
+from fedclip.slices import SliceClipping
 
-__all__ = ["NativeStep", "is_native", "native_step"]
+if TYPE_CHECKING:
+    from fedclip.modules.agc import AGC
+
+__all__ = ["NativeStep", "is_native", "native_step", "weight_step"]
 
 
 class NativeStep(NamedTuple):
@@ -40,7 +47,7 @@ class NativeStep(NamedTuple):
 
 def is_native(transform: Any) -> bool:
     """Return whether a transform has a form for devices and compiled code."""
-    by_norm = isinstance(transform, NormClipping) and transform.ord == 2
+    by_norm = isinstance(transform, (NormClipping, SliceClipping)) and transform.ord == 2
     return by_norm or isinstance(transform, ValueClipping)
 
 
@@ -62,10 +69,14 @@ def native_step(
     if not is_native(transform):
         raise NotImplementedError(
             f"{transform} works on the host only; on a device and in compiled code use a clipper "
-            "by L2 norms (ord=2, no dims) or by values"
+            "by L2 norms (ord=2) or by values"
         )
-    step = norm_step if isinstance(transform, NormClipping) else value_step
-    return step(transform, arrays, groups, backend, state, on_nonfinite)
+    arguments = (arrays, groups, backend, state, on_nonfinite)
+    if isinstance(transform, NormClipping):
+        return norm_step(transform, *arguments)
+    if isinstance(transform, SliceClipping):
+        return slice_step(transform, *arguments)
+    return value_step(transform, *arguments)
 
 
 def norm_step(
@@ -123,6 +134,53 @@ def norm_step(
     return NativeStep(outputs, after, norms, limits, over & finite, finite)
 
 
+def weight_step(
+    agc: AGC,
+    arrays: Sequence[Array],
+    weights: Sequence[Array],
+    groups: Groups,
+    backend: Backend,
+) -> NativeStep:
+    """Clip one gradient relative to weights, in the framework's own operations."""
+    if agc.unit == "output":
+        clipping = agc.slices(())
+        limits: list[Any] = []
+        for weight in weights:
+            axes = clipping.axes(tuple(weight.shape))
+            matrix = weight if len(weight.shape) else weight[None]
+            sizes = backend.slice_norms(matrix, axes) if axes is not None else None
+            limits.append(None if sizes is None else _weight_limit(agc, sizes, backend))
+        return slice_step(
+            replace(clipping, limit=tuple(limits)),
+            arrays,
+            groups,
+            backend,
+            NoState(),
+            agc.on_nonfinite,
+        )
+    limit = _weight_limit(agc, backend.group_norms(weights, groups.members), backend)
+    clipping_ = NormClipping(_Given(limit), eps=agc.eps)
+    return norm_step(clipping_, arrays, groups, backend, NoState(), agc.on_nonfinite)
+
+
+def _weight_limit(agc: AGC, sizes: Array, xp: Backend) -> Array:
+    sizes = xp.where(xp.isfinite(sizes), sizes, 0.0 * sizes)
+    return agc.ratio * (xp.maximum(sizes, agc.min_norm) + agc.eps)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The rule of limits that are known already."""
+
+    limits: Array
+
+    def init(self, groups: int, xp: Arithmetic) -> NoState:
+        return NoState()
+
+    def __call__(self, norms: Array, state: NoState, xp: Arithmetic) -> tuple[Array, NoState]:
+        return self.limits, state
+
+
 def value_step(
     clipping: ValueClipping,
     arrays: Sequence[Array],
@@ -146,3 +204,61 @@ def value_step(
             outputs[i] = output
     norms = backend.maximum(-lows, highs)
     return NativeStep(outputs, state, norms, backend.maximum(-least, most), clipped, finite)
+
+
+def slice_step(
+    clipping: SliceClipping,
+    arrays: Sequence[Array],
+    groups: Groups,
+    backend: Backend,
+    state: Any,
+    on_nonfinite: str,
+) -> NativeStep:
+    """Clip one gradient slice by slice, in the framework's own operations.
+
+    The limit may be a list of arrays of the framework, one for each array.
+    """
+    xp = backend
+    norms: dict[int, Array] = {}
+    for i, array in enumerate(arrays):
+        axes = clipping.axes(tuple(array.shape))
+        if axes is not None:
+            norms[i] = backend.slice_norms(array if len(array.shape) else array[None], axes)
+    finite = xp.asarray([1.0], like=arrays[0])[0] > 0
+    for sizes in norms.values():
+        finite = finite & xp.all(xp.isfinite(sizes))
+    outputs = list(arrays)
+    worst = [xp.asarray([0.0], like=arrays[0])[0] for _ in groups.labels]
+    limits = [xp.asarray([math.inf], like=arrays[0])[0] for _ in groups.labels]
+    for i, sizes in norms.items():
+        array, group = arrays[i], groups.index[i]
+        limit = clipping.limit if isinstance(clipping.limit, float) else clipping.limit[i]
+        k = _slice_factors(clipping, sizes, limit + 0.0 * sizes, MARGIN[backend.dtype(array)], xp)
+        if on_nonfinite == "propagate":
+            k = xp.where(xp.isfinite(sizes), k, float("nan") * sizes)
+        output = backend.multiply_slices(array if len(array.shape) else array[None], k)
+        outputs[i] = output if len(array.shape) else output[0]
+        # For the record: the slice that is furthest over its limit, or nearest to it.
+        excess = xp.max(sizes / (limit + 0.0 * sizes))
+        ahead = excess > worst[group] / limits[group]
+        largest = xp.max(sizes)
+        worst[group] = xp.where(ahead, largest, worst[group])
+        limits[group] = xp.where(ahead, largest / excess, limits[group])
+    if on_nonfinite == "skip":
+        outputs = backend.keep_if(finite, outputs)
+    sizes, bounds = xp.stack(worst), xp.stack(limits)
+    return NativeStep(outputs, state, sizes, bounds, (sizes > bounds) & finite, finite)
+
+
+def _slice_factors(
+    clipping: SliceClipping, sizes: Array, limit: Array, margin: float, xp: Backend
+) -> Array:
+    over = sizes + clipping.eps > limit
+    moved, target = over, limit
+    if clipping.rescale:
+        moved = sizes > 0
+    elif clipping.min_norm is not None:
+        low = (sizes < clipping.min_norm) & (sizes > 0)
+        moved, target = over | low, xp.where(low, xp.minimum(limit, clipping.min_norm), limit)
+    ratio = target / xp.where(moved, sizes + clipping.eps, 1.0 + 0.0 * sizes)
+    return xp.where(moved, ratio * (1.0 - margin), 1.0 + 0.0 * sizes)

@@ -16,8 +16,9 @@ except ImportError as error:
 
 from fedclip import states
 from fedclip.arrays import Array, backend_named
-from fedclip.modules import Clipper
-from fedclip.native import native_step
+from fedclip.modules import AGC, Clipper
+from fedclip.native import native_step, weight_step
+from fedclip.rules import NoState
 from fedclip.scopes import Groups, resolve
 
 __all__ = ["ClipState", "as_optax", "load_state"]
@@ -43,7 +44,7 @@ class ClipState(NamedTuple):
     """Number of steps that held NaN or infinity."""
 
 
-def as_optax(clipper: Clipper) -> optax.GradientTransformationExtraArgs:
+def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
     """Return the clipper as a gradient transformation.
 
     It works eagerly, under ``jit`` (compiled once), ``scan`` and ``vmap``; its state is a pytree
@@ -53,13 +54,16 @@ def as_optax(clipper: Clipper) -> optax.GradientTransformationExtraArgs:
     Parameters
     ----------
     clipper
-        A clipper by L2 norms, with ``on_nonfinite`` "skip" or "propagate".
+        A clipper by L2 norms or values, or `AGC`, which is given the parameters, with
+        ``on_nonfinite`` "skip" or "propagate".
 
     Raises
     ------
     NotImplementedError
-        If the clipper works on the host only: another order than 2, slices, or
-        ``on_nonfinite="raise"``.
+        If the clipper works on the host only: another order than 2, or moving averages of
+        arrays, or ``on_nonfinite="raise"``.
+    ValueError
+        At an update, if `AGC` is given no parameters.
 
     Examples
     --------
@@ -80,10 +84,12 @@ def as_optax(clipper: Clipper) -> optax.GradientTransformationExtraArgs:
 
     def init(params: optax.Params) -> ClipState:
         groups = _groups(clipper, params)
-        transform = clipper.transform(groups)
-        known = clipper.get_state()["groups"]
-        fits = set(groups.labels) <= set(known)
-        start = states.load(transform.init(groups), known if fits else {}, groups.labels)
+        start: Any = NoState()
+        if isinstance(clipper, Clipper):
+            known = clipper.get_state()["groups"]
+            fits = set(groups.labels) <= set(known)
+            fresh = clipper.transform(groups).init(groups)
+            start = states.load(fresh, known if fits else {}, groups.labels)
         statistics = jax.tree.map(lambda c: jnp.atleast_1d(backend.asarray(c)), start)
         numbers = jnp.zeros(len(groups), float)
         zero = jnp.zeros((), jnp.int32)
@@ -101,14 +107,15 @@ def as_optax(clipper: Clipper) -> optax.GradientTransformationExtraArgs:
         chosen = [i for i, name in enumerate(names) if name not in groups.excluded]
         if not chosen:
             return updates, state
-        step = native_step(
-            clipper.transform(groups),
-            [leaves[i] for i in chosen],
-            groups,
-            backend,
-            state.statistics,
-            clipper.on_nonfinite,
-        )
+        arrays = [leaves[i] for i in chosen]
+        if isinstance(clipper, Clipper):
+            transform, policy = clipper.transform(groups), clipper.on_nonfinite
+            step = native_step(transform, arrays, groups, backend, state.statistics, policy)
+        else:
+            if params is None:
+                raise ValueError("agc needs the parameters: update(updates, state, params)")
+            all_weights = jax.tree.leaves(params)
+            step = weight_step(clipper, arrays, [all_weights[i] for i in chosen], groups, backend)
         for i, output in zip(chosen, step.outputs, strict=True):
             leaves[i] = output
         after = ClipState(
@@ -140,5 +147,10 @@ def _names(tree: Any) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
 
 
-def _groups(clipper: Clipper, tree: Any) -> Groups:
-    return resolve(clipper.scope, clipper.exclude, _names(tree))
+def _groups(clipper: Clipper | AGC, tree: Any) -> Groups:
+    names = _names(tree)
+    if isinstance(clipper, Clipper):
+        return resolve(clipper.scope, clipper.exclude, names)
+    shapes = {n: leaf.shape for n, leaf in zip(names, jax.tree.leaves(tree), strict=True)}
+    scope = "global" if clipper.unit == "global" else "tensor"
+    return resolve(scope, clipper.excluded(shapes), names)

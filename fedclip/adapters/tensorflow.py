@@ -272,7 +272,8 @@ class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def load_own_variables(self, store: Any) -> None:
         """Load the statistics too."""
-        rest = {key: store[key] for key in store.keys() if not key.startswith("fedclip_")}
+        keys = [key for key in list(store.keys()) if not key.startswith("fedclip_")]
+        rest = {key: store[key] for key in keys}
         super().load_own_variables(rest)
         for key, variable in self._clip_variables().items():
             variable.assign(store[key])

@@ -24,7 +24,7 @@ import numpy as np
 from fedclip import states
 from fedclip.arrays.torch import TorchBackend, TorchInPlace
 from fedclip.errors import FedclipWarning
-from fedclip.modules import Clipper
+from fedclip.modules import AGC, Clipper
 from fedclip.native import native_step
 from fedclip.records import StepRecord
 from fedclip.scopes import resolve
@@ -37,7 +37,7 @@ NamedParameters: TypeAlias = "Mapping[str, torch.Tensor] | Iterable[tuple[str, t
 _IN_PLACE = TorchInPlace()
 
 
-def clip_(named_parameters: NamedParameters, clipper: Clipper) -> StepRecord | None:
+def clip_(named_parameters: NamedParameters, clipper: Clipper | AGC) -> StepRecord | None:
     """Clip the gradients of named parameters, in place on ``.grad``.
 
     Parameters
@@ -46,7 +46,8 @@ def clip_(named_parameters: NamedParameters, clipper: Clipper) -> StepRecord | N
         ``model.named_parameters()``, or a dict. Parameters without a gradient are left out; one
         that has two names (tied weights) counts once, under its first.
     clipper
-        Any clipper of fedclip; it keeps its statistics from call to call.
+        Any clipper of fedclip; it keeps its statistics from call to call. `AGC` measures the
+        parameters themselves too.
 
     Returns
     -------
@@ -70,16 +71,25 @@ def clip_(named_parameters: NamedParameters, clipper: Clipper) -> StepRecord | N
     >>> layer.weight.grad.norm() <= 1.0
     tensor(True)
     """
-    gradients = _gradients(named_parameters)
-    if not gradients:
+    parameters = _with_gradient(named_parameters)
+    if not parameters:
         return None
-    clipper.clip(gradients, backend=_IN_PLACE)
+    gradients = {name: p.grad for name, p in parameters.items()}
+    if isinstance(clipper, AGC):
+        weights = {name: p.detach() for name, p in parameters.items()}
+        outputs = clipper.clip(gradients, weights, backend=_IN_PLACE)
+    else:
+        outputs = clipper.clip(gradients, backend=_IN_PLACE)
+    for name, parameter in parameters.items():
+        # Of a sparse gradient that does not stay sparse, a new one is made.
+        if outputs[name] is not parameter.grad:
+            parameter.grad = outputs[name]
     return clipper.last
 
 
-def _gradients(named_parameters: NamedParameters) -> dict[str, torch.Tensor]:
+def _with_gradient(named_parameters: NamedParameters) -> dict[str, torch.Tensor]:
     pairs = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
-    gradients: dict[str, torch.Tensor] = {}
+    parameters: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
@@ -88,11 +98,10 @@ def _gradients(named_parameters: NamedParameters) -> dict[str, torch.Tensor]:
                 f"not model.parameters(); got {type(pair).__name__}"
             )
         name, parameter = pair
-        gradient = parameter.grad
-        if gradient is not None and id(parameter) not in seen:
+        if parameter.grad is not None and id(parameter) not in seen:
             seen.add(id(parameter))
-            gradients[name] = gradient
-    return gradients
+            parameters[name] = parameter
+    return parameters
 
 
 class ClipHandle:
@@ -101,7 +110,7 @@ class ClipHandle:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        clipper: Clipper,
+        clipper: Clipper | AGC,
         named_parameters: NamedParameters,
     ) -> None:
         self.clipper = clipper
@@ -113,11 +122,12 @@ class ClipHandle:
         if not self._parameters:
             raise ValueError("none of the named parameters is in the optimizer")
         self._key = f"fedclip:{clipper.name}"
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_state_dict_post_hook(self._save),
-            optimizer.register_load_state_dict_pre_hook(self._load),
-        ]
+        self._hooks = [optimizer.register_step_pre_hook(self._before_step)]
+        # AGC has no state to be saved.
+        if isinstance(clipper, Clipper):
+            self._stateful = clipper
+            self._hooks.append(optimizer.register_state_dict_post_hook(self._save))
+            self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._load))
 
     def remove(self) -> None:
         """Stop clipping, and leave the optimizer as it was."""
@@ -140,7 +150,7 @@ class ClipHandle:
         clip_(self._parameters, self.clipper)
 
     def _save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        state = self.clipper.get_state()
+        state = self._stateful.get_state()
         # Tensors, and not NumPy arrays: torch.load(weights_only=True) reads them.
         state["arrays"] = {
             name: {field: torch.from_numpy(value) for field, value in fields.items()}
@@ -162,12 +172,12 @@ class ClipHandle:
             name: {field: value.cpu().numpy() for field, value in fields.items()}
             for name, fields in state["arrays"].items()
         }
-        self.clipper.set_state({**state, "arrays": arrays})
+        self._stateful.set_state({**state, "arrays": arrays})
         return rest
 
 
 def attach(
-    optimizer: torch.optim.Optimizer, clipper: Clipper, named_parameters: NamedParameters
+    optimizer: torch.optim.Optimizer, clipper: Clipper | AGC, named_parameters: NamedParameters
 ) -> ClipHandle:
     """Clip before every ``optimizer.step()``, until the handle's ``remove()`` is called.
 

@@ -131,3 +131,15 @@ class Backend(Arithmetic, ABC):
         self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
     ) -> tuple[Array, Array]:
         """Return the smallest and the largest element of each group; 0 counts as an element."""
+
+    @abstractmethod
+    def stack(self, arrays: Sequence[Array]) -> Array:
+        """Return arrays of shape () as one array."""
+
+    @abstractmethod
+    def slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
+        """Return the L2 norm of each slice that spans `axes`, kept as 1, in the best float."""
+
+    @abstractmethod
+    def multiply_slices(self, array: Array, factors: Array) -> Array:
+        """Return ``array * factors``, which broadcast against it; same dtype and shape."""

@@ -147,3 +147,15 @@ class JaxBackend(Backend):
             jnp.stack([jnp.min(jnp.stack([lows[i] for i in m])) for m in members]),
             jnp.stack([jnp.max(jnp.stack([highs[i] for i in m])) for m in members]),
         )
+
+    def stack(self, arrays: Sequence[Array]) -> Array:
+        return jnp.stack(arrays)
+
+    def slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
+        wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+        peak = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+        peak = jnp.where(peak > 0, peak, 1.0)
+        return peak * jnp.sqrt(jnp.sum(jnp.square(wide / peak), axis=axes, keepdims=True))
+
+    def multiply_slices(self, array: Array, factors: Array) -> Array:
+        return _multiply(array, factors)

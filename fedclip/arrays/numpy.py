@@ -106,3 +106,12 @@ class NumpyBackend(Backend):
             np.array([np.min([lows[i] for i in m]) for m in members]),
             np.array([np.max([highs[i] for i in m]) for m in members]),
         )
+
+    def stack(self, arrays: Sequence[Array]) -> Array:
+        return np.stack(arrays)
+
+    def slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
+        return np.sqrt(np.square(np.asarray(array, np.float64)).sum(axis=axes, keepdims=True))
+
+    def multiply_slices(self, array: Array, factors: Array) -> Array:
+        return self.scale_slices(array, factors)

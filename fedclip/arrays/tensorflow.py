@@ -177,3 +177,16 @@ class TensorflowBackend(Backend):
             tf.stack([tf.reduce_min(values) for values in joined]),
             tf.stack([tf.reduce_max(values) for values in joined]),
         )
+
+    def stack(self, arrays: Sequence[Array]) -> Array:
+        return tf.stack(arrays)
+
+    def slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
+        wide = tf.cast(array, tf.float64)
+        peak = tf.reduce_max(tf.abs(wide), axis=axes, keepdims=True)
+        peak = tf.where(peak > 0, peak, tf.ones_like(peak))
+        return peak * tf.sqrt(tf.reduce_sum(tf.square(wide / peak), axis=axes, keepdims=True))
+
+    def multiply_slices(self, array: Array, factors: Array) -> Array:
+        wide = tf.float64 if array.dtype == tf.float64 else tf.float32
+        return tf.cast(tf.cast(array, wide) * tf.cast(factors, wide), array.dtype)

@@ -210,6 +210,20 @@ class TorchBackend(Backend):
             torch.stack([highs[list(m)].amax() for m in members]),
         )
 
+    def stack(self, arrays: Sequence[Array]) -> Array:
+        return torch.stack(list(arrays))
+
+    def slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
+        wide = array.detach().to(torch.float32 if array.device.type == "mps" else torch.float64)
+        peak = wide.abs().amax(dim=axes, keepdim=True)
+        peak = torch.where(peak > 0, peak, torch.ones_like(peak))
+        return peak * torch.sqrt((wide / peak).square().sum(dim=axes, keepdim=True))
+
+    def multiply_slices(self, array: Array, factors: Array) -> Array:
+        if array.dtype == torch.float64:
+            return torch.mul(array, factors)
+        return torch.mul(array.float(), factors.float()).to(array.dtype)
+
 
 class TorchInPlace(TorchBackend):
     """Tensors that are changed in place, as the gradients of a training loop are."""
@@ -254,3 +268,6 @@ class TorchInPlace(TorchBackend):
             values = tensor if tensor.layout == torch.strided else tensor._values()
             values.masked_fill_(~condition.to(tensor.device), 0.0)
         return list(arrays)
+
+    def multiply_slices(self, array: Array, factors: Array) -> Array:
+        return array.copy_(super().multiply_slices(array, factors))

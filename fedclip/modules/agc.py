@@ -17,6 +17,7 @@ from fedclip.clipping import NormClipping
 from fedclip.elements import dense_views
 from fedclip.measures import slice_measures
 from fedclip.modules.base import Clipper, Transform, parameters, refuse_unknown
+from fedclip.native import NativeStep, weight_step
 from fedclip.norms import Float64, l2_norms
 from fedclip.records import RoundRecord, StepRecord
 from fedclip.rules.constant import Constant
@@ -154,12 +155,46 @@ class AGC(Regularizer):
 
     def run(self, gradients: Vector[Any], weights: Vector[Any]) -> Vector[Any]:
         """Return the clipped gradients; the very same object if nothing is clipped."""
-        self._clipper.weights = weights.coefs
+        coefs = gradients.coefs
+        outputs = self.clip(coefs, weights.coefs)
+        return gradients if outputs is coefs else type(gradients)(dict(outputs))
+
+    def clip(
+        self,
+        arrays: Mapping[str, Array],
+        weights: Mapping[str, Array],
+        *,
+        backend: Backend | None = None,
+    ) -> Mapping[str, Array]:
+        """Return the arrays, clipped, by name; see `fedclip.modules.Clipper.clip`."""
+        self._clipper.weights = weights
         try:
-            return self._clipper.run(gradients)
+            return self._clipper.clip(arrays, backend=backend)
         finally:
             # The weights of a step must not outlive it.
             self._clipper.weights = {}
+
+    def excluded(self, shapes: Mapping[str, Sequence[int]]) -> list[str] | None:
+        """Return the patterns of tensors left alone, vectors by name if they are to be."""
+        if not self.skip_vectors:
+            return self.exclude
+        vectors = [name for name, shape in shapes.items() if len(shape) < 2]
+        return [*(self.exclude or ()), *map(glob.escape, vectors)] or None
+
+    def slices(self, limits: tuple[Any, ...]) -> SliceClipping:
+        """Return what clips unit by unit, with these limits for each tensor."""
+        return SliceClipping(limits, None, eps=self.eps, span=self._span)
+
+    def _span(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the dims over which a unit of a tensor of this shape spans."""
+        ndim = len(shape)
+        if self.dims is not None:
+            return spanned(ndim, tuple(self.dims), False)
+        if self.axis is not None:
+            return spanned(ndim, (self.axis,), True) or (0,)
+        if sum(n > 1 for n in shape) <= 1:
+            return tuple(range(ndim))
+        return (0,) if ndim in (2, 3) else tuple(range(ndim - 1))
 
     def on_round_start(self) -> None:
         """Begin the records of a new round."""
@@ -191,12 +226,11 @@ class _WeightClipper(Clipper, register=False):
         self._agc = agc
         self.weights: Mapping[str, Array] = {}
         super().__init__(
-            self._slices(()) if agc.unit == "output" else self._whole(()),
+            agc.slices(()) if agc.unit == "output" else self._whole(()),
             scope="global" if agc.unit == "global" else "tensor",
             exclude=exclude,
             on_nonfinite=on_nonfinite,
         )
-        self._chosen = self.exclude
 
     def clip(
         self, arrays: Mapping[str, Array], *, backend: Backend | None = None
@@ -208,9 +242,7 @@ class _WeightClipper(Clipper, register=False):
                     f"{name!r} has a gradient of shape {tuple(array.shape)} and weights of shape "
                     f"{tuple(self.weights[name].shape)}"
                 )
-        if self._agc.skip_vectors:
-            vectors = [name for name, array in arrays.items() if len(array.shape) < 2]
-            self.exclude = [*(self._chosen or ()), *map(glob.escape, vectors)]
+        self.exclude = self._agc.excluded({name: a.shape for name, a in arrays.items()})
         return super().clip(arrays, backend=backend)
 
     def transform(self, groups: Groups) -> Transform:
@@ -224,17 +256,20 @@ class _WeightClipper(Clipper, register=False):
         weights = [self.weights[name] for name in groups.names]
         backend = backend_of(weights[0])
         views = backend.host(weights)
+        if weights and all(view is None for view in views):
+            # On a device the limits are worked out there (see `_native_step`).
+            return self._agc.slices(()) if self._agc.unit == "output" else self._whole(())
         with np.errstate(all="ignore"):
             if self._agc.unit != "output":
                 norms = np.atleast_1d(l2_norms(weights, views, groups, backend))
                 return self._whole(tuple(self._limits(norms).tolist()))
             limits = []
-            axes = self._slices(()).axes
+            axes = self._agc.slices(()).axes
             for view in dense_views(weights, views, backend):
                 span = axes(view.shape)
                 norms = slice_measures(np.atleast_1d(view), span, 2) if span else np.zeros(())
                 limits.append(self._limits(norms))
-            return self._slices(tuple(limits))
+            return self._agc.slices(tuple(limits))
 
     def _limits(self, norms: Float64) -> Float64:
         norms = np.where(np.isfinite(norms), norms, 0.0)
@@ -243,16 +278,13 @@ class _WeightClipper(Clipper, register=False):
     def _whole(self, limits: tuple[float, ...]) -> NormClipping:
         return NormClipping(Constant(limits), eps=self._agc.eps)
 
-    def _slices(self, limits: tuple[Float64, ...]) -> SliceClipping:
-        return SliceClipping(limits, None, eps=self._agc.eps, span=self._span)
-
-    def _span(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the dims over which a unit of a tensor of this shape spans."""
-        ndim = len(shape)
-        if self._agc.dims is not None:
-            return spanned(ndim, tuple(self._agc.dims), False)
-        if self._agc.axis is not None:
-            return spanned(ndim, (self._agc.axis,), True) or (0,)
-        if sum(n > 1 for n in shape) <= 1:
-            return tuple(range(ndim))
-        return (0,) if ndim in (2, 3) else tuple(range(ndim - 1))
+    def _native_step(
+        self,
+        transform: Transform,
+        values: Sequence[Array],
+        groups: Groups,
+        backend: Backend,
+        state: Any,
+    ) -> NativeStep:
+        weights = [self.weights[name] for name in groups.names]
+        return weight_step(self._agc, values, weights, groups, backend)

@@ -21,7 +21,7 @@ from fedclip import checks, states
 from fedclip.arrays import Array, Backend, HostView, backend_of
 from fedclip.clipping import MARGIN, Outcome
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
-from fedclip.native import is_native, native_step
+from fedclip.native import NativeStep, is_native, native_step
 from fedclip.norms import Numbers
 from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
 from fedclip.scopes import Groups, Scope, check_exclude, check_scope, resolve
@@ -264,11 +264,21 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         if not self._on_device:
             columns = (backend.asarray(np.atleast_1d(c), like=values[0]) for c in state)
             state, self._on_device = type(state)(*columns), True
-        step = native_step(transform, values, groups, backend, state, self.on_nonfinite)
+        step = self._native_step(transform, values, groups, backend, state)
         self._outcome = Outcome(None, step.state, step.norms, step.limits, step.clipped)
         self._state, self._bad = step.state, ()
         self._recorder.add(groups.labels, step.norms, step.limits, step.clipped, lazy=True)
         return step.outputs
+
+    def _native_step(
+        self,
+        transform: Transform,
+        values: Sequence[Array],
+        groups: Groups,
+        backend: Backend,
+        state: Any,
+    ) -> NativeStep:
+        return native_step(transform, values, groups, backend, state, self.on_nonfinite)
 
     @property
     def rounds(self) -> list[RoundRecord]:

@@ -1,0 +1,190 @@
+"""TensorFlow loops and Keras' fit: the adapter does what the declearn module does."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
+
+from fedclip import FedclipWarning, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip.adapters.tensorflow import ClippedOptimizer, CompiledClipper, clip  # noqa: E402
+
+CLIPPERS = {
+    "norm": lambda **kw: NormClip(1.0, **kw),
+    "norm by tensor": lambda **kw: NormClip(1.0, scope="tensor", **kw),
+    "norm by slice": lambda **kw: NormClip(0.5, dims=[0], **kw),
+    "values": lambda **kw: ValueClip(0.5, **kw),
+    "z-score": lambda **kw: ZScoreClip(warmup=4, max_norm=None, **kw),
+    "z-score by layer": lambda **kw: ZScoreClip(warmup=4, max_norm=None, scope="layer", **kw),
+    "excluding": lambda **kw: ZScoreClip(warmup=4, max_norm=None, exclude="*/b", **kw),
+}
+SHAPES = {"enc/w": (4, 3), "enc/b": (3,), "scale": ()}
+
+
+def variables():
+    return [
+        tf.Variable(np.zeros(shape), name=name, trainable=True) for name, shape in SHAPES.items()
+    ]
+
+
+def stream(steps=30, seed=0):
+    rng = np.random.default_rng(seed)
+    for t in range(steps):
+        size = 20.0 if t % 9 == 7 else 1.0
+        yield {
+            name: np.asarray(size * rng.standard_normal(shape)) for name, shape in SHAPES.items()
+        }
+
+
+def pairs(gradient, held):
+    return list(zip(map(tf.constant, gradient.values()), held, strict=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", CLIPPERS)
+def test_it_does_what_the_module_does(name, compiled):
+    module, clipper, held = CLIPPERS[name](), CLIPPERS[name](), variables()
+
+    def step(*gradients):
+        return [g for g, _ in clip(zip(gradients, held, strict=True), clipper)]
+
+    run = tf.function(step) if compiled else step
+    for t, gradient in enumerate(stream()):
+        if t == 20:
+            gradient["enc/w"][0, 0] = np.nan
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FedclipWarning)
+            expected = module.clip(gradient)
+            outputs = run(*map(tf.constant, gradient.values()))
+        for output, value in zip(outputs, expected.values(), strict=True):
+            np.testing.assert_allclose(output, value, rtol=1e-9, atol=1e-14)
+    if compiled:
+        compiled_clipper = CompiledClipper.of(clipper)
+        assert int(compiled_clipper.steps) == 30
+        assert int(compiled_clipper.nonfinite) == 1
+        compiled_clipper.update_clipper()
+    found, wanted = clipper.get_state()["groups"], module.get_state()["groups"]
+    assert found.keys() == wanted.keys()
+    for label, fields in wanted.items():
+        assert found[label] == pytest.approx(fields, rel=1e-9)
+
+
+def test_traced_once_over_100_steps():
+    clipper, held = CLIPPERS["z-score"](), variables()
+    traces = 0
+
+    @tf.function
+    def step(*gradients):
+        nonlocal traces
+        traces += 1
+        return [g for g, _ in clip(zip(gradients, held, strict=True), clipper)]
+
+    first = next(stream())
+    # The variables of the statistics are made by the first step, eagerly here.
+    CompiledClipper.of(clipper)(pairs(first, held))
+    for gradient in stream(100):
+        step(*map(tf.constant, gradient.values()))
+    assert traces == 1
+
+
+def test_gradients_of_none_and_indexed_slices():
+    table, other = tf.Variable(tf.zeros((5, 2)), name="table"), tf.Variable(0.0, name="other")
+    slices = tf.IndexedSlices(tf.constant([[3.0, 0], [4.0, 0]]), tf.constant([1, 1]), [5, 2])
+    clipper = NormClip(1.0)
+    (found, _), (none, _) = clip([(slices, table), (None, other)], clipper)
+    assert none is None
+    assert clipper.last.norm_before == (7.0,)
+    assert float(tf.norm(tf.convert_to_tensor(found))) == pytest.approx(1.0, rel=2e-6)
+    compiled = NormClip(1.0)
+    run = tf.function(lambda: clip([(slices, table), (None, other)], compiled)[0][0].values)
+    np.testing.assert_allclose(run(), found.values, rtol=1e-6)
+
+
+def test_variables_of_one_name_are_told_apart():
+    held = [tf.Variable(0.0, name="same"), tf.Variable(0.0, name="same")]
+    clipper = NormClip(1.0, scope="tensor")
+    clip([(tf.constant(3.0), held[0]), (tf.constant(4.0), held[1])], clipper)
+    assert clipper.last.norm_before == (3.0, 4.0)
+
+
+def test_checkpoint_and_resume_is_bit_identical(tmp_path):
+    def start():
+        held = variables()
+        compiled = CompiledClipper(CLIPPERS["z-score"]())
+        compiled(pairs(next(stream()), held))
+        return compiled, tf.function(
+            lambda *g: [o for o, _ in compiled(list(zip(g, held, strict=True)))]
+        )
+
+    gradients = [[tf.constant(v) for v in g.values()] for g in stream()]
+    compiled, run = start()
+    for gradient in gradients[:15]:
+        run(*gradient)
+    path = tf.train.Checkpoint(clipper=compiled).save(str(tmp_path / "c"))
+    whole = [run(*gradient) for gradient in gradients[15:]]
+    other, again = start()
+    tf.train.Checkpoint(clipper=other).restore(path).assert_existing_objects_matched()
+    for gradient, expected in zip(gradients[15:], whole, strict=True):
+        for a, b in zip(again(*gradient), expected, strict=True):
+            assert np.array_equal(a, b)
+
+
+def model(clipper):
+    keras.utils.set_random_seed(0)
+    net = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    net.compile(ClippedOptimizer(keras.optimizers.Adam(0.01), clipper), "mse")
+    return net
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 5)).astype("float32") * 3
+    return x, x.sum(axis=1)
+
+
+def fit(net, epochs):
+    net.fit(*data(), epochs=epochs, batch_size=16, verbose=0, shuffle=False)
+
+
+def test_keras_fit_is_clipped_and_save_keeps_the_statistics(tmp_path):
+    net = model(ZScoreClip(warmup=4, max_norm=None))
+    fit(net, 3)
+    assert int(net.optimizer.compiled_clipper.steps) == 12
+    net.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded.optimizer, ClippedOptimizer)
+    assert loaded.optimizer.clipper.get_config() == net.optimizer.clipper.get_config()
+    fit(net, 2)
+    fit(loaded, 2)
+    for a, b in zip(net.get_weights(), loaded.get_weights(), strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_keras_fit_does_what_the_module_does():
+    clipped, plain = model(NormClip(0.1)), model(NormClip(0.1))
+    fit(clipped, 1)
+    x, y = data()
+    reference = NormClip(0.1)
+    optimizer = keras.optimizers.Adam(0.01)
+    for start in range(0, 64, 16):
+        with tf.GradientTape() as tape:
+            error = plain(x[start : start + 16])[:, 0] - y[start : start + 16]
+            loss = tf.reduce_mean(tf.square(error))
+        gradients = tape.gradient(loss, plain.trainable_variables)
+        pairs_ = clip(zip(gradients, plain.trainable_variables, strict=True), reference)
+        optimizer.apply([g for g, _ in pairs_], plain.trainable_variables)
+    for a, b in zip(clipped.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_what_would_clip_twice_or_can_not_be_done_is_refused():
+    with pytest.raises(ValueError, match="clipnorm"):
+        ClippedOptimizer(keras.optimizers.SGD(0.1, clipnorm=1.0), NormClip(1.0))
+    raising = NormClip(1.0, on_nonfinite="raise")
+    with pytest.raises(NotImplementedError, match="'skip' or"):
+        CompiledClipper.of(raising)
+    held = variables()
+    with pytest.raises(NotImplementedError, match="ord=2"):
+        CompiledClipper(NormClip(1.0, ord="inf"))(pairs(next(stream()), held))
