@@ -1,4 +1,4 @@
-"""Write what the clippers' pages take from their docstrings: ``python docs/clippers.py``.
+"""Write what the documentation takes from the clippers' docstrings: ``python docs/clippers.py``.
 
 A page in ``docs/clippers/`` has a part written by hand, "When to use it", and a part between two
 marks that comes from the docstring of its class, so that the two can not differ.
@@ -17,7 +17,13 @@ import fedclip  # noqa: F401  (registers the clippers)
 from fedclip.cli import catalogue
 from fedclip.toml import toml_value
 
-PAGES = Path(__file__).parent / "clippers"
+DOCS = Path(__file__).parent
+PAGES = DOCS / "clippers"
+LISTS = {
+    DOCS.parent / "README.md": "| [`{name}`](docs/clippers/{name}.md) | {summary} |",
+    DOCS / "index.md": "- [`{name}`](clippers/{name}.md): {summary}",
+}
+"""Pages with a list of all clippers, and the form of its lines."""
 START = "<!-- from the docstring; rewrite it with: python docs/clippers.py -->"
 END = "<!-- end of the docstring -->"
 NEW = "# `{name}`\n\n## When to use it\n\nTo be written.\n\n{start}\n{end}\n"
@@ -49,7 +55,8 @@ def render(kind: str, name: str) -> str:
     summary, _, body = parts[""].partition("\n\n")
     lines = [START, "", markdown(summary), "", markdown(body), "", "## Parameters", ""]
     lines += table(cls, parts.get("Parameters", ""))
-    lines += ["", "`fedclip list` shows the same names and defaults; `nan` in TOML is None."]
+    if kind != "regularizer":
+        lines += ["", "`fedclip list` shows the same names and defaults; `nan` in TOML is None."]
     if parts.get("Notes"):
         lines += ["", "## State, guarantees, edge cases", "", markdown(parts["Notes"])]
     if parts.get("Examples"):
@@ -141,9 +148,21 @@ def updated(page: str, kind: str, name: str) -> str:
     return before + render(kind, name) + rest.partition(END)[2]
 
 
+def listed(page: str, row: str) -> str:
+    """Return a page with its list of clippers as it is now; `row` is the form of one line."""
+    rows = "".join(row.format(**entry) + "\n" for entry in catalogue())
+    first = re.escape(row.partition("{")[0])
+    changed, count = re.subn(rf"(^{first}[\w-]+`\]\(.*\n)+", lambda _: rows, page, flags=re.M)
+    if count != 1:
+        raise ValueError(f"the page has {count} lists of clippers, not one")
+    return changed
+
+
 def main() -> None:
     """Rewrite all pages, and start those that are missing."""
     entries: list[dict[str, Any]] = catalogue()
+    for file, row in LISTS.items():
+        file.write_text(listed(file.read_text(encoding="utf-8"), row), encoding="utf-8")
     for entry in entries:
         file = PAGES / f"{entry['name']}.md"
         page = NEW.format(name=entry["name"], start=START, end=END)
