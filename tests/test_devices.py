@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gradient whose tensors lie on several devices; subprocesses, as devices are set at import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+from helpers import needs
+
+
+def python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_jax_on_two_devices() -> None:
+    needs("jax")
+    out = python(
+        """
+        import jax, numpy as np
+        import fedclip
+        from declearn.model.haiku import JaxNumpyVector
+        first, second = jax.devices("cpu")
+        vector = JaxNumpyVector({
+            "a": jax.device_put(np.array([3.0]), first),
+            "b": jax.device_put(np.array([4.0]), second),
+        })
+        for name in ("norm-clip", "zscore-clip", "value-clip", "ema-value-clip", "centralize"):
+            clip = fedclip.Clipper.from_specs(name, {})
+            out = clip.run(clip.run(vector)).coefs
+            assert out["a"].devices() == {first}, name
+            assert out["b"].devices() == {second}, name
+        out = fedclip.NormClip(1.0).run(vector).coefs
+        print(round(float(out["a"][0]), 9), round(float(out["b"][0]), 9))
+        """,
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+        JAX_PLATFORMS="cpu",
+    )
+    assert out == "0.6 0.8"
+
+
+def test_jax_array_sharded_over_two_devices() -> None:
+    needs("jax")
+    out = python(
+        """
+        import jax, numpy as np
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+        import fedclip
+        from declearn.model.haiku import JaxNumpyVector
+        sharding = NamedSharding(Mesh(np.array(jax.devices("cpu")), "x"), PartitionSpec("x"))
+        array = jax.device_put(np.array([3.0, 4.0]), sharding)
+        out = fedclip.NormClip(1.0).run(JaxNumpyVector({"w": array})).coefs["w"]
+        assert len(out.sharding.device_set) == 2
+        print(np.asarray(out).round(9).tolist())
+        """,
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+        JAX_PLATFORMS="cpu",
+    )
+    assert out == "[0.6, 0.8]"
+
+
+def test_tensorflow_on_two_logical_devices() -> None:
+    needs("tensorflow")
+    out = python(
+        """
+        import tensorflow as tf
+        cpu, = tf.config.list_physical_devices("CPU")
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+        import fedclip
+        from declearn.model.tensorflow import TensorflowVector
+        with tf.device("CPU:0"):
+            a = tf.constant([3.0], tf.float64)
+        with tf.device("CPU:1"):
+            b = tf.constant([4.0], tf.float64)
+        assert a.device != b.device
+        vector = TensorflowVector({"a": a, "b": b})
+        for name in ("norm-clip", "zscore-clip", "value-clip", "ema-value-clip", "centralize"):
+            clip = fedclip.Clipper.from_specs(name, {})
+            clip.run(clip.run(vector))
+        out = fedclip.NormClip(1.0).run(vector).coefs
+        print(round(float(out["a"][0]), 9), round(float(out["b"][0]), 9))
+        """
+    )
+    assert out == "0.6 0.8"

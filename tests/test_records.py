@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steps and rounds report."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from helpers import MODULES, SPECIMENS, Specimen, apply, each_framework, needs, run, specimens
+
+from fedclip import NoOp, NormClip, StepRecord
+from fedclip.records import Recorder, read_rounds
+from fedclip.testing import gradient_stream, to_vector
+
+
+def feed(clipper: NormClip | NoOp, *norms: float) -> None:
+    for norm in norms:
+        clipper.run(to_vector({"w": np.array([norm])}))
+
+
+def test_last_step() -> None:
+    clip = NormClip(1.0)
+    assert clip.last is None
+    feed(clip, 2.0)
+    for norm, clipped in ((2.0, True), (0.5, False)):
+        feed(clip, norm)
+        assert isinstance(clip.last, StepRecord)
+        assert (clip.last.groups, clip.last.nonfinite) == (("all",), ())
+        assert (clip.last.norm_before, clip.last.limit) == ((norm,), (1.0,))
+        assert clip.last.clipped == (clipped,)
+
+
+def test_rounds() -> None:
+    clip = NormClip(1.0)
+    clip.on_round_start()
+    feed(clip, 0.5, 2.0, 3.0)
+    clip.on_round_start()
+    feed(clip, 0.25)
+    first, second = clip.rounds
+    assert (first.round, first.steps, first.clipped, first.nonfinite) == (1, 3, 2, 0)
+    assert (first.norm_min, first.norm_max, first.limit) == (0.5, 3.0, 1.0)
+    assert first.clipped_share == pytest.approx(2 / 3)
+    assert (second.round, second.steps, second.clipped, second.norm_max) == (2, 1, 0, 0.25)
+
+
+def test_groups_of_a_round() -> None:
+    clip = NormClip(1.0, scope="tensor")
+    for _ in range(3):
+        clip.run(to_vector({"a": np.array([0.5]), "b": np.array([4.0])}))
+    whole, a, b = clip.rounds
+    assert (whole.group, a.group, b.group) == ("all", "a", "b")
+    assert (whole.clipped, a.clipped, b.clipped) == (3, 0, 3)
+    assert whole.norm_max == pytest.approx(np.hypot(0.5, 4.0))
+    # The whole gradient has no limit of its own.
+    assert (whole.limit, a.limit) == (None, 1.0)
+
+
+@pytest.mark.parametrize("q", [0.0, 0.1, 0.5, 0.9, 0.99, 1.0])
+def test_quantiles_within_one_per_cent(q: float) -> None:
+    norms = np.random.default_rng(0).lognormal(0, 2, 2000)
+    look = NoOp()
+    feed(look, *norms)
+    (record,) = look.rounds
+    exact = np.sort(norms)[int(q * (len(norms) - 1))]
+    assert record.norm_quantile(q) == pytest.approx(exact, rel=0.0101)
+
+
+def test_norms_of_zero_are_counted() -> None:
+    look = NoOp()
+    feed(look, 0.0, 0.0, 0.0, 1.0)
+    (record,) = look.rounds
+    assert (record.steps, record.norm_min, record.norm_median) == (4, 0.0, 0.0)
+
+
+def test_server_rounds_are_told_by_its_steps() -> None:
+    # A server is told of no round's start; declearn asks it for AuxVar before each step.
+    clip = NormClip(1.0)
+    for _ in range(3):
+        clip.collect_aux_var()
+        feed(clip, 2.0)
+    assert [(r.round, r.steps) for r in clip.rounds] == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_old_rounds_are_dropped() -> None:
+    clip = NormClip(1.0, scope="tensor")
+    for _ in range(150):
+        clip.on_round_start()
+        clip.run(to_vector({"a": np.array([0.5]), "b": np.array([4.0])}))
+    rounds = clip.rounds
+    assert [r.round for r in rounds if r.group == "all"] == list(range(51, 151))
+    assert len(rounds) <= 100 + 2 * 3
+
+
+@specimens(MODULES)
+def test_records_survive_a_state(specimen: Specimen) -> None:
+    clipper, again = specimen.make(), specimen.make()
+    clipper.on_round_start()
+    run(clipper, gradient_stream(9))
+    again.set_state(clipper.get_state())
+    assert again.rounds == clipper.rounds
+    assert read_rounds(clipper.get_state()) == clipper.rounds
+
+
+@specimens()
+def test_every_step_is_counted_once(specimen: Specimen) -> None:
+    clipper = specimen.make()
+    for count, step in enumerate(gradient_stream(70), 1):
+        apply(clipper, to_vector(step))
+        if count % 23 == 0:
+            assert sum(r.steps for r in clipper.rounds if r.group == "all") == count
+
+
+@each_framework(oracle=False)
+@specimens()
+def test_records_are_the_same_on_every_framework(specimen: Specimen, framework: str) -> None:
+    needs(framework)
+    oracle, other = specimen.make(), specimen.make()
+    run(oracle, gradient_stream(8))
+    run(other, gradient_stream(8), framework)
+    for got, wanted in zip(other.rounds, oracle.rounds, strict=True):
+        assert (got.group, got.steps, got.clipped) == (wanted.group, wanted.steps, wanted.clipped)
+        for a, b in ((got.norm_max, wanted.norm_max), (got.limit, wanted.limit)):
+            assert a == b or a == pytest.approx(b, rel=1e-9)
+
+
+def test_a_record_does_not_keep_a_gradient_alive() -> None:
+    for specimen in SPECIMENS:
+        clipper = specimen.make()
+        vector = to_vector(gradient_stream(1)[0])
+        output = apply(clipper, vector, vector)
+        alive = [weakref.ref(v) for v in (*vector.coefs.values(), *output.coefs.values())]
+        del vector, output
+        gc.collect()
+        assert not any(ref() is not None for ref in alive), specimen
+
+
+def test_looking_changes_nothing() -> None:
+    looked, left = Recorder(), Recorder()
+    for step in range(10):
+        for recorder in (looked, left):
+            recorder.add(("all",), 1.0 + step, 2.0, False)
+        looked.rounds()
+    assert looked.rounds() == left.rounds()

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors share a norm: words, name patterns, tables, slices, exclusions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import gradient, norm
+
+from fedclip import NoOp, NormClip, ValueClip
+from fedclip.scopes import resolve
+from fedclip.testing import to_vector
+
+NAMES = ["enc.weight", "enc.bias", "head.weight", "head.scale"]
+
+
+@pytest.mark.parametrize(
+    ("scope", "groups"),
+    [
+        ("global", {"all": NAMES}),
+        ("tensor", {name: [name] for name in NAMES}),
+        ("layer", {"enc": NAMES[:2], "head": NAMES[2:]}),
+        (["*.weight"], {"*.weight": [NAMES[0], NAMES[2]], "*": [NAMES[1], NAMES[3]]}),
+        (["head.*", "enc.*"], {"head.*": NAMES[2:], "enc.*": NAMES[:2]}),
+        # The first pattern that matches takes the name.
+        (["*.bias", "enc.*"], {"*.bias": [NAMES[1]], "enc.*": [NAMES[0]], "*": NAMES[2:]}),
+        ({"enc.*": 0.5}, {"enc.*": NAMES[:2], "*": NAMES[2:]}),
+    ],
+)
+def test_groups(scope: Any, groups: dict[str, list[str]]) -> None:
+    found = resolve(scope, None, NAMES)
+    assert {
+        label: [found.names[i] for i in members]
+        for label, members in zip(found.labels, found.members, strict=True)
+    } == groups
+
+
+def test_layers_of_tensorflow_and_haiku_names() -> None:
+    found = resolve("layer", None, ["mlp/dense/kernel", "mlp/dense/bias", "alone"])
+    assert found.labels == ("mlp/dense", "alone")
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor", "layer", ["*.weight"], ["enc.*"]])
+def test_each_group_is_clipped_by_itself(scope: Any) -> None:
+    arrays = gradient(3)
+    out = NormClip(0.2, scope=scope).run(to_vector(arrays)).coefs
+    for members in resolve(scope, None, NAMES).members:
+        names = [NAMES[i] for i in members]
+        before, after = norm([arrays[n] for n in names]), norm([out[n] for n in names])
+        assert after == pytest.approx(min(before, 0.2), rel=1e-12)
+
+
+def test_table_gives_each_group_its_limit() -> None:
+    arrays = gradient(3, 1.0)
+    clip = NormClip(2.0, scope={"enc.*": 0.5, "*scale": 0.125})
+    out = clip.run(to_vector(arrays)).coefs
+    assert norm([out["enc.weight"], out["enc.bias"]]) == pytest.approx(0.5)
+    assert norm(out["head.scale"]) == pytest.approx(min(0.125, norm(arrays["head.scale"])))
+    assert norm(out["head.weight"]) == pytest.approx(2.0)
+    assert clip.last is not None
+    assert clip.last.groups == ("enc.*", "*scale", "*")
+    assert clip.last.limit == (0.5, 0.125, 2.0)
+
+
+def test_table_of_values() -> None:
+    out = ValueClip(1.0, scope={"head.*": 0.25}).run(to_vector(gradient(3, 5.0))).coefs
+    assert np.abs(out["head.weight"]).max() == 0.25
+    assert np.abs(out["enc.weight"]).max() == 1.0
+
+
+@pytest.mark.parametrize("exclude", ["*.bias", ["*.bias", "head.scale"]])
+def test_excluded_tensors_are_neither_measured_nor_touched(exclude: Any) -> None:
+    arrays = gradient(3)
+    vector = to_vector(arrays)
+    clip = NormClip(0.2, exclude=exclude)
+    out = clip.run(vector).coefs
+    left = {"enc.bias", "head.scale"} if isinstance(exclude, list) else {"enc.bias"}
+    assert all(out[name] is vector.coefs[name] for name in left)
+    rest = [name for name in NAMES if name not in left]
+    assert norm([out[n] for n in rest]) == pytest.approx(0.2)
+    assert clip.last is not None
+    assert clip.last.norm_before[0] == pytest.approx(norm([arrays[n] for n in rest]))
+
+
+def test_everything_excluded() -> None:
+    vector = to_vector(gradient())
+    assert NormClip(1e-3, exclude="*").run(vector) is vector
+
+
+def test_order_of_names_is_kept() -> None:
+    arrays = dict(reversed(gradient(3).items()))
+    out = NormClip(0.2, scope="layer", exclude="enc.bias").run(to_vector(arrays)).coefs
+    assert list(out) == list(arrays)
+
+
+def test_names_may_change_between_steps() -> None:
+    clip = NormClip(0.2, scope="tensor")
+    clip.run(to_vector(gradient()))
+    out = clip.run(to_vector({"other": np.array([3.0, 4.0])})).coefs
+    assert norm(out) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("dims", [0, [0], [-1], [0, 1], [1]])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_slices(dims: Any, inverse: bool) -> None:
+    array = np.random.default_rng(0).normal(size=(4, 3, 2))
+    clip = NormClip(0.5, dims=dims, inverse_dims=inverse)
+    out = clip.run(to_vector({"w": array})).coefs["w"]
+    real = {d % 3 for d in ([dims] if isinstance(dims, int) else dims)}
+    axes = tuple(sorted({0, 1, 2} - real if inverse else real))
+    norms = np.sqrt(np.square(array).sum(axis=axes, keepdims=True))
+    np.testing.assert_allclose(out, array * np.minimum(1, 0.5 / norms), rtol=1e-12)
+
+
+def test_tensors_without_the_dims_and_small_slices_are_left_alone() -> None:
+    arrays = {"scalar": np.array(9.0), "row": np.full(3, 9.0), "table": np.full((3, 2), 9.0)}
+    vector = to_vector(arrays)
+    out = NormClip(1.0, dims=[1]).run(vector).coefs
+    assert out["scalar"] is vector.coefs["scalar"]
+    assert out["row"] is vector.coefs["row"]
+    np.testing.assert_allclose(np.linalg.norm(out["table"], axis=1), 1)
+    assert NormClip(1.0, dims=[1], min_size=3).run(vector) is vector
+
+
+@pytest.mark.parametrize(
+    ("ord", "reference"),
+    [
+        (1, lambda x: np.abs(x).sum()),
+        (2, np.linalg.norm),
+        (3, lambda x: (np.abs(x) ** 3).sum() ** (1 / 3)),
+        (0.5, lambda x: (np.abs(x) ** 0.5).sum() ** 2),
+        ("inf", lambda x: np.abs(x).max()),
+        (float("inf"), lambda x: np.abs(x).max()),
+        ("rms", lambda x: np.sqrt(np.mean(x**2))),
+        ("mad", lambda x: np.mean(np.abs(x))),
+        ("std", lambda x: np.std(x, ddof=1)),
+        ("var", lambda x: np.var(x, ddof=1)),
+    ],
+)
+def test_measures(ord: Any, reference: Any) -> None:
+    arrays = gradient(4)
+    flat = np.concatenate([v.ravel() for v in arrays.values()])
+    look = NoOp(ord=ord)
+    look.run(to_vector(arrays))
+    assert look.last is not None
+    assert look.last.norm_before[0] == pytest.approx(reference(flat), rel=1e-12)
+    limit = 0.5 * float(reference(flat))
+    out = NormClip(limit, ord=ord).run(to_vector(arrays)).coefs
+    after = reference(np.concatenate([v.ravel() for v in out.values()]))
+    assert after == pytest.approx(limit, rel=1e-10)
+
+
+def test_min_norm_lifts_what_is_below_but_not_zero() -> None:
+    clip = NormClip(2.0, min_norm=1.0, scope="tensor")
+    arrays = {"small": np.array([0.3]), "zero": np.zeros(2), "right": np.array([1.5])}
+    vector = to_vector(arrays)
+    out = clip.run(vector).coefs
+    assert out["small"][0] == pytest.approx(1.0)
+    assert out["zero"] is vector.coefs["zero"]
+    assert out["right"] is vector.coefs["right"]
