@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import importlib.util
 import inspect
 import re
@@ -53,7 +54,17 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def missing(block: Block) -> list[str]:
-    return [name for name in block.needs if importlib.util.find_spec(name) is None]
+    return [name for name in block.needs if not is_there(name)]
+
+
+def is_there(module: str) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            return False
+    return True
 
 
 def page_id(page: Path) -> str:
