@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Translations of other packages' clippers: what is accepted, and what is said."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from declearn.optimizer.modules import OptiModule
+from declearn.optimizer.regularizers import Regularizer
+
+from fedclip import compat
+
+INDEX = json.loads((Path(__file__).parent / "golden" / "index.json").read_text())["files"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "cls", "config", "name", "expected"),
+    [
+        ("drytorch", "NoOp", {}, "no-op", {}),
+        ("torch", "clip_grad_value_", {"clip_value": 2}, "value-clip", {"max_value": 2}),
+        (
+            "torch",
+            "clip_grad_norm_",
+            {"max_norm": 2, "error_if_nonfinite": True},
+            "norm-clip",
+            {"max_norm": 2, "ord": 2.0, "eps": 1e-6, "on_nonfinite": "raise"},
+        ),
+        ("declearn", "L2GlobalClipping", {}, "norm-clip", {"max_norm": 1.0}),
+        ("timm", "adaptive_clip_grad", {}, "agc", {"ratio": 0.01, "min_norm": 1e-3, "axis": 0}),
+    ],
+)
+def test_translation(
+    peer: str, cls: str, config: dict[str, Any], name: str, expected: dict[str, Any]
+) -> None:
+    kind = "regularizer" if name == "agc" else "module"
+    assert compat.translate(peer, cls, config) == (kind, name, expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "ord"),
+    [
+        (2, 2),
+        (2.0, 2),
+        ("2", 2),
+        ("2.0", 2),
+        ("l2", 2),
+        ("l1", 1),
+        (0.5, 0.5),
+        ("0.5", 0.5),
+        ("inf", "inf"),
+        ("linf", "inf"),
+        (float("inf"), "inf"),
+        ("mad", "mad"),
+        ("std", "std"),
+        ("var", "var"),
+    ],
+)
+def test_every_way_to_write_an_order(given: Any, ord: Any) -> None:
+    _, _, config = compat.translate("torchzero", "ClipNorm", {"max_norm": 1, "ord": given})
+    assert config["ord"] == ord
+
+
+@pytest.mark.parametrize(
+    ("dim", "inverse", "expected"),
+    [
+        ("global", False, {"scope": "global"}),
+        (None, False, {"scope": "tensor", "min_size": 1}),
+        (1, False, {"scope": "tensor", "dims": [1], "inverse_dims": False, "min_size": 1}),
+        ([0, 1], True, {"scope": "tensor", "dims": [0, 1], "inverse_dims": True, "min_size": 1}),
+        ((0,), False, {"scope": "tensor", "dims": [0], "inverse_dims": False, "min_size": 1}),
+        ([], True, {"scope": "tensor", "min_size": 1}),
+    ],
+)
+def test_every_way_to_write_dims(dim: Any, inverse: bool, expected: dict[str, Any]) -> None:
+    given = {"max_norm": 1, "dim": dim, "inverse_dims": inverse}
+    _, name, config = compat.translate("torchzero", "ClipNorm", given)
+    assert name == "norm-clip"
+    assert config == {"max_norm": 1, "ord": 2, **expected}
+    OptiModule.from_specs(name, config)
+
+
+@pytest.mark.parametrize("given", [{"inverse_dims": True}, {"dim": []}, {"ord": 0}])
+def test_what_the_peer_never_clips_is_a_no_op_and_said(given: dict[str, Any]) -> None:
+    config = {"max_norm": 1, **given}
+    assert compat.translate("torchzero", "ClipNorm", config) == ("module", "no-op", {})
+    assert any(
+        "nothing is clipped" in note for note in compat.notes("torchzero", "ClipNorm", config)
+    )
+
+
+@pytest.mark.parametrize("record", INDEX, ids=lambda r: r["file"])
+def test_left_out_parameters_have_the_peers_defaults(record: dict[str, Any]) -> None:
+    # What is recorded holds every parameter in force: leaving out one that is at its default
+    # changes nothing.
+    entry = compat._PEERS[record["peer"]][record["cls"]]
+    short = {
+        key: value
+        for key, value in record["config"].items()
+        if not (key in entry.parameters and entry.parameters[key] == value)
+    }
+    full = compat.translate(record["peer"], record["cls"], record["config"])
+    assert compat.translate(record["peer"], record["cls"], short) == full
+
+
+def required(parameters: dict[str, Any]) -> dict[str, Any]:
+    values = {"clip_percentile": 10, "pct": 90, "sample_size": 4, "clip_value_min": -1}
+    limits = {"min_clipbound": 0.1, "max_clipbound": 3.0, "target_unclipped_quantile": 0.5}
+    return {
+        key: {**values, **limits, "min_val": -1}.get(key, 0.5)
+        for key, default in parameters.items()
+        if default is compat._REQUIRED
+    }
+
+
+EVERY = [(peer, cls) for peer, classes in compat.known().items() for cls in classes]
+
+
+@pytest.mark.parametrize(("peer", "cls"), EVERY)
+def test_every_translation_of_defaults_makes_a_clipper(peer: str, cls: str) -> None:
+    given = required(compat._PEERS[peer][cls].parameters)
+    kind, name, config = compat.translate(peer, cls, given)
+    base: Any = OptiModule if kind == "module" else Regularizer
+    assert base.from_specs(name, config).name == name
+
+
+@pytest.mark.parametrize(
+    ("peer", "cls", "config", "words"),
+    [
+        ("torchzeo", "ClipNorm", {}, "no peer 'torchzeo'; did you mean 'torchzero'?"),
+        ("numpy", "clip", {}, "no peer 'numpy'; it must be one of drytorch, smartclip"),
+        ("optax", "clip_by_norm", {}, "optax has no clipper 'clip_by_norm'; did you mean"),
+        ("optax", "clip", {"max_delt": 1}, "no parameter 'max_delt'; did you mean 'max_delta'?"),
+        ("optax", "clip", {}, "clip of optax needs 'max_delta'"),
+        ("torchzero", "ClipNorm", {"max_norm": 1, "ord": "stdd"}, "did you mean 'std'?"),
+        ("torchzero", "ClipNorm", {"max_norm": 1, "dim": "globl"}, "did you mean 'global'?"),
+        ("drytorch", "HistClipper", {"criterion": "zsta"}, "did you mean 'zstat'?"),
+        ("smartclip", "ZScoreClip", {"scope": "per_parm"}, "did you mean 'per_param'?"),
+        ("zclip", "ZClip", {"mode": "z-score"}, "did you mean 'zscore'?"),
+        ("timm", "adaptive_clip_grad", {"norm_type": 1}, "norm_type must be 2"),
+    ],
+)
+def test_what_is_unknown_is_answered_with_the_nearest_name(
+    peer: str, cls: str, config: dict[str, Any], words: str
+) -> None:
+    for function in (compat.translate, compat.notes):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            function(peer, cls, config)
+
+
+def test_every_recorded_defect_has_a_note() -> None:
+    for record in INDEX:
+        if not record["match"]:
+            assert compat.notes(record["peer"], record["cls"], record["config"])
+
+
+def test_smartclips_warm_up_is_told() -> None:
+    given = {"scope": "per_param", "warmup_steps": 8, "min_history": 5}
+    _, _, config = compat.translate("smartclip", "ZScoreClip", given)
+    assert config["warmup"] == 8
+    assert any("counts calls" in note for note in compat.notes("smartclip", "ZScoreClip", given))
+
+
+def test_the_callers_config_is_not_changed() -> None:
+    given = {"max_norm": 1, "dim": [0, 1]}
+    _, _, config = compat.translate("torchzero", "ClipNorm", given)
+    config["dims"].append(7)
+    assert given == {"max_norm": 1, "dim": [0, 1]}

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exported checks: what is sound passes, and each kind of fault is found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from declearn.model.api import Vector
+from declearn.optimizer.modules import OptiModule
+from helpers import Specimen, needs, specimens
+
+from fedclip import testing
+from fedclip.errors import StateError
+
+
+class Sound(OptiModule):
+    """A clipper that a user might write without fedclip's base class: a running maximum."""
+
+    name: ClassVar[str] = "test-sound"
+
+    def __init__(self, max_norm: float = 2.0) -> None:
+        self.max_norm = max_norm
+        self.largest = 0.0
+
+    def get_config(self) -> dict[str, Any]:
+        return {"max_norm": self.max_norm}
+
+    def get_state(self) -> dict[str, Any]:
+        return {"largest": self.largest}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict) or set(state) != {"largest"}:
+            raise StateError("a state must be a dict of 'largest'")
+        value = state["largest"]
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise StateError(f"'largest' must be a finite number, got {value!r}")
+        self.largest = float(value)
+
+    def run(self, gradients: Vector[Any]) -> Vector[Any]:
+        arrays = testing.to_numpy(gradients)
+        norm = math.sqrt(sum(float(np.square(v.astype(float)).sum()) for v in arrays.values()))
+        if not math.isfinite(norm):
+            return self.bad(gradients)
+        self.largest = max(self.largest, norm)
+        if norm <= self.max_norm:
+            return gradients
+        return self.scale(gradients, self.max_norm / norm)
+
+    def bad(self, gradients: Vector[Any]) -> Vector[Any]:
+        return gradients * math.nan
+
+    def scale(self, gradients: Vector[Any], factor: float) -> Vector[Any]:
+        return type(gradients)(
+            {k: np.asarray(v * factor, v.dtype) for k, v in gradients.coefs.items()}
+        )
+
+
+def test_a_sound_clipper_passes() -> None:
+    for check in CHECKS:
+        check(Sound)
+
+
+class ForgetsItsConfig(Sound, register=False):
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+class ChangesInput(Sound, register=False):
+    def scale(self, gradients: Vector[Any], factor: float) -> Vector[Any]:
+        for value in gradients.coefs.values():
+            value *= factor
+        return gradients
+
+
+class AlwaysCopies(Sound, register=False):
+    def run(self, gradients: Vector[Any]) -> Vector[Any]:
+        return super().run(gradients) * 1.0
+
+
+class Widens(Sound, register=False):
+    def scale(self, gradients: Vector[Any], factor: float) -> Vector[Any]:
+        return type(gradients)(
+            {k: np.asarray(v * np.float64(factor), "float64") for k, v in gradients.coefs.items()}
+        )
+
+
+class Flattens(Sound, register=False):
+    def scale(self, gradients: Vector[Any], factor: float) -> Vector[Any]:
+        scaled = super().scale(gradients, factor)
+        return type(gradients)({k: np.atleast_1d(v) for k, v in scaled.coefs.items()})
+
+
+class LearnsFromNaN(Sound, register=False):
+    def bad(self, gradients: Vector[Any]) -> Vector[Any]:
+        self.max_norm = 0.5
+        return super().bad(gradients)
+
+
+class HidesNaN(Sound, register=False):
+    def bad(self, gradients: Vector[Any]) -> Vector[Any]:
+        return type(gradients)(
+            {k: np.nan_to_num(v, posinf=1, neginf=-1) for k, v in gradients.coefs.items()}
+        )
+
+
+class LosesState(Sound, register=False):
+    def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
+        self.largest = 0.0
+
+
+class ResumesOtherwise(Sound, register=False):
+    def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
+        self.max_norm *= 1.001
+
+
+class AcceptsAnything(Sound, register=False):
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.largest = state["largest"] if isinstance(state, dict) and state else 0.0
+
+
+class HalfKeeps(Sound, register=False):
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.largest = 0.0
+        super().set_state(state)
+
+
+class RaisesAnything(Sound, register=False):
+    def set_state(self, state: dict[str, Any]) -> None:
+        try:
+            super().set_state(state)
+        except StateError:
+            raise RuntimeError("no such state") from None
+
+
+class Grows(Sound, register=False):
+    def __init__(self, max_norm: float = 2.0) -> None:
+        super().__init__(max_norm)
+        self.past: list[float] = []
+
+    def get_state(self) -> dict[str, Any]:
+        return {"largest": self.largest, "past": list(self.past)}
+
+    def run(self, gradients: Vector[Any]) -> Vector[Any]:
+        self.past.append(1.0)
+        return super().run(gradients)
+
+
+CHECKS: list[Callable[[Any], None]] = [
+    testing.check_config_round_trip,
+    testing.check_identity,
+    testing.check_dtype_and_shape,
+    testing.check_nonfinite,
+    testing.check_state_round_trip,
+    testing.check_resume,
+    testing.check_state_refusals,
+    testing.check_state_size,
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "check", "words"),
+    [
+        (lambda: ForgetsItsConfig(0.3), testing.check_config_round_trip, "get_config"),
+        (ChangesInput, testing.check_identity, "changed in place"),
+        (AlwaysCopies, testing.check_identity, "must be the same object"),
+        (Widens, testing.check_dtype_and_shape, "came back as float64, not float16"),
+        (Flattens, testing.check_dtype_and_shape, r"the shape \(1,\), not \(\)"),
+        (LearnsFromNaN, testing.check_nonfinite, "the steps after one of nan"),
+        (HidesNaN, testing.check_nonfinite, "must become zero"),
+        (LosesState, testing.check_state_round_trip, "gives back another"),
+        (ResumesOtherwise, testing.check_resume, "a run resumed at step 0"),
+        (AcceptsAnything, testing.check_state_refusals, "is taken over"),
+        (HalfKeeps, testing.check_state_refusals, "half kept"),
+        (RaisesAnything, testing.check_state_refusals, "raises RuntimeError"),
+        (Grows, testing.check_state_size, "the state grew"),
+    ],
+)
+def test_a_fault_is_found(cls: Any, check: Callable[[Any], None], words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        check(cls)
+
+
+def test_a_difference_between_frameworks_is_found() -> None:
+    needs("torch")
+
+    class OffOnTorch(Sound, register=False):
+        def scale(self, gradients: Vector[Any], factor: float) -> Vector[Any]:
+            return gradients * (factor if "Numpy" in type(gradients).__name__ else 1.01 * factor)
+
+    with pytest.raises(AssertionError, match=r"torch: 'enc\.weight' is off by"):
+        testing.check_equivalence(OffOnTorch, "torch")
+
+
+@specimens()
+def test_all_checks_at_once(specimen: Specimen) -> None:
+    testing.check_clipper(specimen.make, frameworks=["numpy"])
