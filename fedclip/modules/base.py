@@ -186,6 +186,26 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._recorder.set_state(round_, rounds)
         self._warned = -1
 
+    # -- what it guarantees -------------------------------------------------------------------
+    def l2_bound(self, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
+        """Return the largest L2 norm of an output for tensors of these shapes; None: no bound.
+
+        `fedclip.privacy.analyse` says why not, and the same of whole optimizers.
+        """
+        # Clippers work without what is known about them, and it imports them.
+        from fedclip.privacy import analyse
+
+        return analyse(self, shapes).l2_bound
+
+    def sensitivity(self, relation: str, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
+        """Return the L2 sensitivity of a sum of outputs, one for each record; None: there is none.
+
+        `relation` is "add-remove" or "replace-one".
+        """
+        from fedclip.privacy import analyse
+
+        return analyse(self, shapes).sensitivity(relation)
+
     # -- the way of a gradient ----------------------------------------------------------------
     def clip(
         self, arrays: Mapping[str, Array], *, backend: Backend | None = None

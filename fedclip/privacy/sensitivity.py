@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What a clipper, or a whole optimizer, guarantees: bound and sensitivity as values.
+
+Maps follow one another::
+
+    bound     <- min(own bound of the map, growth of the map * bound)
+    lipschitz <- lipschitz of the map * lipschitz
+
+and two questions are kept apart. *Per record*: each record goes through the pipeline by itself,
+and the results are added up; then only the bound B of what comes out counts, and the sum has a
+sensitivity of B if a record is added or removed, 2 B if one is replaced. *On an aggregate*: a sum
+or mean of records goes through; then its own sensitivity s becomes ``lipschitz * s``, and
+``2 B`` at most. What follows noise is free, and bounds nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from declearn.model.api import Vector
+from declearn.optimizer import Optimizer, list_optim_modules, list_optim_regularizers
+from declearn.optimizer.modules import OptiModule
+from declearn.optimizer.regularizers import Regularizer
+
+from fedclip import checks
+from fedclip.errors import nearest
+from fedclip.privacy.bounds import COARSEST, Context, Map, Shapes, look_up, number, outwards
+
+__all__ = ["RELATIONS", "Analysis", "analyse"]
+
+RELATIONS = ("add-remove", "replace-one")
+"""Which data sets are neighbours: one has a record more; or one record is another one."""
+
+_PLACES = ("record", "aggregate")
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What a pipeline guarantees; made by `analyse`.
+
+    Attributes
+    ----------
+    maps
+        What is known of each map, in the order in which they act.
+    l2_bound
+        Largest L2 norm of what comes out of the last map, before the learning rate; None: there
+        is none, or it takes shapes to know it.
+    formula
+        The bound in words; empty if there is none.
+    per_record_safe
+        Whether what comes out depends on the record that went in and public values only, and is
+        bounded.
+    lipschitz
+        By how much distances are stretched at most; infinity if there is no such number.
+    reasons
+        Why there is no bound, why it is not safe per record, why it is not non-expansive; as
+        many sentences as apply.
+    lrate, w_decay
+        Those of the optimizer; None if there is none, or if they change over time.
+    """
+
+    maps: tuple[Map, ...]
+    l2_bound: float | None
+    formula: str
+    per_record_safe: bool
+    lipschitz: float
+    reasons: tuple[str, ...]
+    lrate: float | None = None
+    w_decay: float | None = 0.0
+
+    @property
+    def name(self) -> str:
+        """The registered names of the maps, in their order."""
+        return ", ".join(m.name for m in self.maps) or "no module"
+
+    @property
+    def non_expansive(self) -> bool:
+        """Whether no two inputs come out further from each other than they went in."""
+        return self.lipschitz <= 1.0
+
+    @property
+    def noised(self) -> bool:
+        """Whether one of the maps adds noise."""
+        return any(m.noise for m in self.maps)
+
+    def sensitivity(
+        self, relation: str, on: str = "record", incoming: float | None = None
+    ) -> float | None:
+        """Return the L2 sensitivity; None if there is none, and `explain` says why.
+
+        Parameters
+        ----------
+        relation : {"add-remove", "replace-one"}
+            Which data sets are neighbours.
+        on : {"record", "aggregate"}, default="record"
+            What goes through the pipeline: each record by itself, before the sum whose
+            sensitivity this is; or an aggregate of records.
+        incoming : float or None, default=None
+            With "aggregate": the sensitivity of what goes in, for the same relation.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a parameter is not as above.
+        """
+        checks.choice(RELATIONS, relation=relation)
+        if checks.choice(_PLACES, on=on) == "record":
+            if incoming is not None:
+                raise ValueError(f"incoming goes with on='aggregate', got incoming={incoming!r}")
+            if not self.per_record_safe or self.l2_bound is None:
+                return None
+            return self.l2_bound * (2.0 if relation == "replace-one" else 1.0)
+        if self.noised:
+            return None
+        found = math.inf if incoming is None else checks.non_negative(incoming=incoming)
+        for map_, bound in zip(self.maps, _bounds(self.maps), strict=True):
+            # Two values in a ball are at most its diameter apart.
+            found = min(found * map_.lipschitz if found else 0.0, 2.0 * bound)
+        return None if math.isinf(found) else found
+
+    def explain(self, relation: str, on: str = "record", incoming: float | None = None) -> str:
+        """Return `sensitivity`, or why there is none, in a sentence."""
+        found = self.sensitivity(relation, on, incoming)
+        if found is not None:
+            return f"The sensitivity ({relation}, {on}) is {number(found)}."
+        if self.noised:
+            return self._noise_in_words()
+        if on == "record" and self.l2_bound is not None:
+            return f"There is no sensitivity per record: {'; '.join(_shared(self.maps))}."
+        if not self.reasons:
+            return "There is no sensitivity to state without shapes."
+        return f"There is no sensitivity: {'; '.join(self.reasons)}."
+
+    @property
+    def before_noise(self) -> Analysis:
+        """What the maps before the first noise guarantee: its sensitivity is what noise needs."""
+        first = next((i for i, m in enumerate(self.maps) if m.noise), len(self.maps))
+        return _compose(self.maps[:first], self.lrate, self.w_decay)
+
+    def _noise_in_words(self) -> str:
+        before = self.before_noise
+        if not before.maps:
+            return "The noise comes first: what follows it is free, and bounds no sensitivity."
+        return f"Before the noise: {before} What follows the noise is free."
+
+    def round_bound(self, steps: int, lrate: float | None = None) -> float | None:
+        """Return the largest L2 norm of the sum of so many local steps; None if there is none.
+
+        Parameters
+        ----------
+        steps : int
+            Number of steps, >= 1.
+        lrate : float or None, default=None
+            Learning rate; None for the optimizer's own, if that is constant.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a parameter is not as above, or the learning rate is not known.
+        """
+        checks.integer(1, steps=steps)
+        if lrate is None:
+            if self.lrate is None:
+                raise ValueError("round_bound needs lrate: none is known that does not change")
+            lrate = self.lrate
+        rate = abs(checks.number("a finite number", lrate=lrate))
+        # Weight decay adds weights, which may be of any size.
+        if self.l2_bound is None or self.w_decay != 0.0:
+            return None
+        return outwards(rate * steps * self.l2_bound)
+
+    def __str__(self) -> str:
+        shown = "" if self.l2_bound is None else number(self.l2_bound)
+        if shown:
+            how = "" if self.formula in ("", shown) else f" ({self.formula})"
+            said = f"{self.name}: the L2 norm is at most {shown}{how}."
+        elif self.formula:
+            said = f"{self.name}: the L2 norm is at most {self.formula}."
+        else:
+            said = f"{self.name}: no L2 bound ({'; '.join(_unbounded(self.maps))})."
+        if self.noised:
+            return f"{said} {self._noise_in_words()}"
+        if self.per_record_safe:
+            said += (
+                f" Per record: the sensitivity of a sum is {shown or 'that bound'} if a record is "
+                "added or removed, and twice that if one is replaced."
+            )
+        elif self.formula:
+            said += f" Not safe per record ({'; '.join(_shared(self.maps))})."
+        if self.non_expansive:
+            return f"{said} On an aggregate: non-expansive, no sensitivity grows."
+        limits = []
+        if not math.isinf(self.lipschitz):
+            limits.append(f"at most {number(self.lipschitz)} times the one before")
+        if self.formula:
+            twice = "twice that bound" if self.l2_bound is None else number(2 * self.l2_bound)
+            limits.append(f"at most {twice}")
+        return (
+            f"{said} On an aggregate: not non-expansive ({'; '.join(_expands(self.maps))}); the "
+            f"sensitivity is {' and '.join(limits) or 'not bounded'}."
+        )
+
+
+# -- maps in sequence -------------------------------------------------------------------------
+def _bounds(maps: Sequence[Map]) -> list[float]:
+    """Return the bound of what comes out of each map; infinity if there is none."""
+    found, bound = [], math.inf
+    for map_ in maps:
+        bound = min(map_.bound, bound if map_.growth == 1.0 else bound * map_.growth)
+        found.append(bound)
+    return found
+
+
+def _formula(maps: Sequence[Map]) -> str:
+    """Return the bound of what comes out of the last map, in words; empty if there is none."""
+    formula, bound = "", math.inf
+    for map_ in maps:
+        if math.isinf(map_.growth):
+            formula = ""
+        elif formula and map_.growth > 1.0 + COARSEST:
+            formula = f"{number(map_.growth)} times {formula}"
+        carried = bound if map_.growth == 1.0 else bound * map_.growth
+        if map_.formula and formula and math.isinf(max(map_.bound, carried)):
+            formula = f"the lesser of {formula} and {map_.formula}"
+        elif map_.formula and (not formula or map_.bound < carried):
+            formula = map_.formula
+        bound = min(map_.bound, carried)
+    return formula
+
+
+def _why(map_: Map, why: str, many: bool) -> str:
+    return f"{map_.name}: {why}" if many else why
+
+
+def _unbounded(maps: Sequence[Map]) -> list[str]:
+    """Return why nothing bounds what comes out of the last map."""
+    if not maps:
+        return ["nothing limits it"]
+    if _formula(maps):
+        return []
+    voids = [i for i, map_ in enumerate(maps) if math.isinf(map_.growth)]
+    # Before the last map that undoes all bounds, nothing matters.
+    last = voids[-1] if voids else 0
+    return [_why(m, m.unbounded, len(maps) > 1) for m in maps[last:] if m.unbounded]
+
+
+def _shared(maps: Sequence[Map]) -> list[str]:
+    return [_why(m, m.shared, len(maps) > 1) for m in maps if m.shared]
+
+
+def _expands(maps: Sequence[Map]) -> list[str]:
+    """Return why distances are stretched."""
+    return [_why(m, m.expands, len(maps) > 1) for m in maps if m.expands and m.lipschitz > 1.0]
+
+
+def _compose(
+    maps: tuple[Map, ...], lrate: float | None = None, w_decay: float | None = 0.0
+) -> Analysis:
+    bound = _bounds(maps)[-1] if maps else math.inf
+    formula = _formula(maps)
+    noised = any(m.noise for m in maps)
+    shared = _shared(maps)
+    return Analysis(
+        maps=maps,
+        l2_bound=None if math.isinf(bound) else bound,
+        formula=formula,
+        per_record_safe=bool(formula) and not shared and not noised,
+        lipschitz=math.prod(m.lipschitz for m in maps),
+        reasons=tuple(dict.fromkeys([*_unbounded(maps), *shared, *_expands(maps)])),
+        lrate=lrate,
+        w_decay=w_decay,
+    )
+
+
+# -- what may be asked ------------------------------------------------------------------------
+def analyse(
+    pipeline: Any,
+    shapes: Shapes | None = None,
+    *,
+    weights: Mapping[str, Any] | Vector[Any] | None = None,
+    finite: bool = False,
+) -> Analysis:
+    """Return what a clipper, a list of them, or an optimizer guarantees.
+
+    Parameters
+    ----------
+    pipeline
+        A module or regularizer; its registered name; its name and configuration; a list of
+        these, in the order in which they act; a declearn `Optimizer`, or its configuration.
+    shapes : dict of tuples or None, default=None
+        Shape of each tensor, by name. Without it there are only the bounds that do not depend
+        on it, and formulas.
+    weights : dict of arrays, Vector or None, default=None
+        The public weights at which `agc` is to be judged.
+    finite : bool, default=False
+        Take for granted that gradients hold no NaN and no infinity: declearn's own clippers,
+        and those with ``on_nonfinite="propagate"``, bound nothing else.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `pipeline` or `shapes` is none of these, or a pattern of a scope matches no tensor.
+
+    Examples
+    --------
+    >>> from fedclip import NormClip
+    >>> shapes = {"w": (4, 3), "b": (4,)}
+    >>> found = analyse(NormClip(max_norm=0.5), shapes)
+    >>> found.l2_bound, found.per_record_safe, found.non_expansive
+    (0.5, True, True)
+    >>> found.sensitivity("replace-one"), found.sensitivity("add-remove", "aggregate", 0.01)
+    (1.0, 0.01)
+    >>> print(analyse(["norm-clip", "adam"], shapes).reasons[0])
+    adam: it divides by the size of past gradients, which makes small ones large
+    """
+    checks.boolean(finite=finite)
+    arrays = weights.coefs if isinstance(weights, Vector) else weights
+    if shapes is None and arrays is not None:
+        shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+    context = Context(_checked(shapes), arrays, finite)
+    plugins, lrate, w_decay = _plugins(pipeline)
+    maps: list[Map] = []
+    for plugin in plugins:
+        known = Context(context.shapes, context.weights, finite or any(m.finite for m in maps[-1:]))
+        maps.append(look_up(plugin, known))
+    return _compose(tuple(maps), lrate, w_decay)
+
+
+def _checked(shapes: Any) -> Shapes | None:
+    if shapes is None:
+        return None
+    allowed = "shapes must be a dict of tuples of ints, such as {'w': (3, 2)}"
+    if not isinstance(shapes, Mapping):
+        raise TypeError(f"{allowed}, got {shapes!r}")
+    for name, shape in shapes.items():
+        if not isinstance(shape, Sequence) or isinstance(shape, str):
+            raise TypeError(f"{allowed}, got {shape!r} for {name!r}")
+        for length in shape:
+            checks.integer(0, **{f"shapes[{name!r}]": length})
+    return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+def _plugins(pipeline: Any) -> tuple[list[Any], float | None, float | None]:
+    """Return the plug-ins in the order in which they act, learning rate and weight decay."""
+    if isinstance(pipeline, Optimizer):
+        config = pipeline.get_config()
+        rates = (config[key] for key in ("lrate", "w_decay"))
+        lrate, decay = (r if isinstance(r, float) else None for r in rates)
+        return [*pipeline.regularizers, *pipeline.modules], lrate, decay
+    if isinstance(pipeline, Mapping):
+        return _plugins(Optimizer(**pipeline))
+    if isinstance(pipeline, Sequence) and not isinstance(pipeline, str) and not _is_spec(pipeline):
+        return [_plugin(one) for one in pipeline], None, 0.0
+    return [_plugin(pipeline)], None, 0.0
+
+
+def _is_spec(value: Any) -> bool:
+    return len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], Mapping)
+
+
+def _plugin(value: Any) -> Any:
+    if isinstance(value, (OptiModule, Regularizer)):
+        return value
+    name, config = (value, {}) if isinstance(value, str) else ("", {})
+    if isinstance(value, (list, tuple)) and _is_spec(value):
+        name, config = value
+    if not name:
+        raise TypeError(
+            "a pipeline is a module, a regularizer, a name, [name, {parameter = value}], a list "
+            f"of these, an Optimizer or its configuration; got {value!r}"
+        )
+    known: dict[str, Any] = {**list_optim_regularizers(), **list_optim_modules()}
+    if name not in known:
+        raise ValueError(f"no module or regularizer is called {name!r}{nearest(name, known)}")
+    return known[name].from_config(dict(config))
