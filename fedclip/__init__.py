@@ -8,6 +8,7 @@ Importing it registers its clippers with declearn::
 """
 
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError
+from fedclip.federation import ClippedAveraging, UpdateClipClient, UpdateClipServer
 from fedclip.modules import (
     AGC,
     AdaptiveClip,
@@ -38,6 +39,7 @@ __all__ = [
     "AdaptiveClip",
     "AutoClip",
     "Centralize",
+    "ClippedAveraging",
     "Clipper",
     "EmaClip",
     "EmaNormClip",
@@ -56,6 +58,8 @@ __all__ = [
     "Standardize",
     "StateError",
     "StepRecord",
+    "UpdateClipClient",
+    "UpdateClipServer",
     "ValueClip",
     "ZScoreClip",
     "__version__",

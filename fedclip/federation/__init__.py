@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What concerns the whole federation: the clients' round updates, and the server's bound."""
+
+from fedclip.federation.averaging import ClippedAveraging
+from fedclip.federation.update_clip import UpdateClipClient, UpdateClipServer
+
+__all__ = ["ClippedAveraging", "UpdateClipClient", "UpdateClipServer"]

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`clipped-averaging`: each client's round update is clipped before it is shared."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from declearn.aggregator import Aggregator
+from declearn.model.api import Vector
+
+from fedclip import checks
+from fedclip.arrays import Array, backend_of
+from fedclip.clipping import NormClipping
+from fedclip.errors import NonFiniteError
+from fedclip.federation.coupling import CLIENT, SERVER, ClientRound
+from fedclip.federation.updates import ClippedUpdates, beyond, zeros_like
+from fedclip.measures import Order, check_order, measure
+from fedclip.modules.base import Clipper, Transform, parameters, refuse_unknown
+from fedclip.norms import l2_norms
+from fedclip.rules.constant import Constant
+from fedclip.scopes import Groups, Scope, resolve
+
+__all__ = ["ClippedAveraging"]
+
+_LOGGER = logging.getLogger("declearn.server.fedclip")
+_CLIENT_LOGGER = logging.getLogger("declearn.client.fedclip")
+
+# A client that clipped is below its limit by more than what float32 adds to the norm.
+_SLACK = 1.0 + 1e-5
+# Under secure aggregation the sum carries rounding, too; what is looked for are gross lies.
+_SUM_SLACK = 2.0
+
+
+class _Engine(Clipper, register=False):
+    """The clipper behind the aggregator; its limits are set anew each round."""
+
+    name: ClassVar[str] = "clipped-averaging"
+
+    def __init__(self, scope: Scope, exclude: Any, on_nonfinite: str) -> None:
+        super().__init__(
+            NormClipping(Constant((math.inf,))),
+            scope=scope,
+            exclude=exclude,
+            on_nonfinite=on_nonfinite,
+            limits_in_scope=True,
+        )
+        self.bound, self.whole = math.inf, False
+
+    @property
+    def groups(self) -> Groups:
+        """The groups of the last update."""
+        assert self._groups is not None
+        return self._groups
+
+    def transform(self, groups: Groups) -> Transform:
+        """Return what clips to the limits of this round."""
+        return replace(self._transform, rule=Constant(self.limits(groups)))  # type: ignore[type-var]
+
+    def limits(self, groups: Groups) -> tuple[float, ...]:
+        """Return the limit of each group.
+
+        A bound that the server sent is of the whole update: k groups get C / sqrt(k) each.
+        """
+        if self.whole:
+            return (self.bound / math.sqrt(max(1, len(groups))),) * len(groups)
+        table = self.scope if isinstance(self.scope, Mapping) else {}
+        return tuple(table.get(label, self.bound) for label in groups.labels)
+
+
+class ClippedAveraging(Aggregator[ClippedUpdates]):
+    """Clip each client's round update before it is shared; average with equal weights.
+
+    ::
+
+        Client(updates, C):
+            if any value is not finite, or norm(updates) is far out of range:
+                updates = 0
+            for each group of tensors:
+                group *= min(1, limit / norm(group))
+            share updates, 1, clipped?, zeroed?
+        Server(replies, C):
+            if a reply (in cleartext) is not finite, above the limit, or malformed:
+                its update = 0
+            average = sum of updates / number of replies
+
+    Parameters
+    ----------
+    max_norm : float or None, default=None
+        Largest norm of a group of the update, > 0. None: the bound comes from
+        `update-clip-server`, each round, through `update-clip-client`.
+    scope : {"global", "tensor", "layer"}, list of patterns or table, default="global"
+        Which tensors share a norm. With `max_norm`, each group may reach it (k groups together
+        ``max_norm * sqrt(k)``), and a table ``{"head.*" = 0.1}`` gives groups their own limit.
+        A bound from the server is one of the whole update: k groups get ``C / sqrt(k)`` each.
+    exclude : pattern, list of patterns or None, default=None
+        Tensors that are shared as they are. They void any bound on the update.
+    zeroing_norm : float or None, default=None
+        Replace the whole update by zeros if its norm of order `zeroing_ord` is above this.
+    zeroing_factor : float or None, default=None
+        Replace the whole update by zeros if it would take a bound so many times the present
+        one to leave it alone, > 1.
+    zeroing_ord : float or "inf", default="inf"
+        Order of the norm that `zeroing_norm` is about; TFF offers 1, 2 and "inf".
+    secagg_range : float or None, default=None
+        Refuse, by name, updates with values beyond ± this, before they are encrypted: the
+        `clipval` of the server's secure aggregation. None: 1e5, declearn's default, once
+        secure aggregation is at work, with zeros in their place.
+    on_nonfinite : {"skip", "raise"}, default="skip"
+        What becomes of an update with NaN or infinity: zeros, counted; or an error, which in
+        declearn cancels training for everybody.
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above; when an update is prepared, if there
+        is no bound, or two (the client reports this to the server, and training ends).
+
+    Notes
+    -----
+    Guarantees: what leaves a client is finite and within its limit, in float64; an update
+    below it is shared as the very same object. A zeroed update keeps its weight, as in TFF, and
+    pulls the average towards 0. Weights are equal: with weights that depend on the number of
+    steps, the shared norm would be ``n_steps * max_norm``. A client that took no step shares
+    zeros.
+
+    In cleartext the server measures each reply again: one that is malformed or beyond the
+    limit counts as a zeroed one, so that a client that does not clip moves the average no more
+    than one that sends nothing. Under secure aggregation it sees the sum alone, and refuses one
+    that honest clients could not have made.
+
+    ====================  ================================================================
+    update                shared
+    ====================  ================================================================
+    zero, empty tensors   the same object
+    norm equal to limit   the same object
+    NaN or infinity       zeros, and 1 more in ``n_zeroed``
+    far out of range      zeros, and 1 more in ``n_zeroed``
+    ====================  ================================================================
+
+    References
+    ----------
+    McMahan, Ramage, Talwar & Zhang, 2018, "Learning differentially private recurrent language
+    models", arXiv:1710.06963. The zeroing is that of TensorFlow Federated
+    (`tff.aggregators.zeroing_factory`).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> aggregator = ClippedAveraging(max_norm=1.0)
+    >>> shared = [
+    ...     aggregator.prepare_for_sharing(updates=NumpyVector({"w": np.array(w)}), n_steps=5)
+    ...     for w in ([0.3, 0.4], [30.0, 40.0])
+    ... ]
+    >>> aggregator.finalize_updates(sum(shared)).coefs["w"].round(6)
+    array([0.45, 0.6 ])
+    """
+
+    name: ClassVar[str] = "clipped-averaging"
+    updates_cls = ClippedUpdates
+
+    def __new__(cls, *args: Any, **config: Any) -> Self:
+        """Refuse unknown parameters, with the nearest name."""
+        refuse_unknown(cls, config)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        max_norm: float | None = None,
+        *,
+        scope: Scope = "global",
+        exclude: str | Sequence[str] | None = None,
+        zeroing_norm: float | None = None,
+        zeroing_factor: float | None = None,
+        zeroing_ord: Order = "inf",
+        secagg_range: float | None = None,
+        on_nonfinite: str = "skip",
+    ) -> None:
+        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.on_nonfinite = checks.choice(("skip", "raise"), on_nonfinite=on_nonfinite)
+        self._engine = _Engine(scope, exclude, self.on_nonfinite)
+        self.scope, self.exclude = self._engine.scope, self._engine.exclude
+        if isinstance(self.scope, Mapping) and self.max_norm is None:
+            raise ValueError(
+                "a table in scope gives fixed limits, and the tensors that it does not name need "
+                f"max_norm; for a bound from update-clip-server, write scope={list(self.scope)!r}"
+            )
+        self.zeroing_norm = (
+            None if zeroing_norm is None else checks.positive(zeroing_norm=zeroing_norm)
+        )
+        self.zeroing_factor = None
+        if zeroing_factor is not None:
+            self.zeroing_factor = checks.number(
+                "a finite number > 1", 1.0, open_low=True, zeroing_factor=zeroing_factor
+            )
+        self.zeroing_ord = check_order(zeroing_ord)
+        self.secagg_range = (
+            None if secagg_range is None else checks.positive(secagg_range=secagg_range)
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the name and the parameters, as they would be written in a TOML file."""
+        return {"name": self.name, **parameters(self)}
+
+    # -- on a client ----------------------------------------------------------------------------
+    def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:
+        """Clip the update of a round, or zero it, and count which."""
+        round_ = CLIENT.get() or ClientRound(self._fixed_bound())
+        self._engine.bound, self._engine.whole = round_.bound, CLIENT.get() is not None
+        if self._engine.whole and self.max_norm is not None:
+            raise ValueError(
+                f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-client brings "
+                "another bound from the server: leave max_norm out, or the modules"
+            )
+        coefs = updates.coefs
+        far = self._is_far(coefs)
+        shared = zeros_like(updates) if far else self._clip(updates, round_)
+        if far or shared is None:
+            round_.zeroed, round_.norm, round_.clipped = True, None, False
+            _CLIENT_LOGGER.warning("clipped-averaging: %s; zeros are shared", far or "see above")
+        elif n_steps == 0:
+            # Zeros that say nothing about how far an update goes.
+            round_.norm = None
+        vector = zeros_like(updates) if shared is None else shared
+        self._check_range(vector)
+        round_.done = True
+        result = ClippedUpdates(vector, 1)
+        if not round_.private:
+            result.n_clipped, result.n_zeroed = int(round_.clipped), int(round_.zeroed)
+        result.secagg_range = self.secagg_range
+        return result
+
+    def _fixed_bound(self) -> float:
+        if self.max_norm is None:
+            raise ValueError(
+                "clipped-averaging has no bound: give it max_norm, or put update-clip-client into "
+                "client_opt and update-clip-server into server_opt"
+            )
+        return self.max_norm
+
+    def _is_far(self, coefs: Mapping[str, Array]) -> str:
+        """Say that the update is out of range, if it is."""
+        if self.zeroing_norm is None:
+            return ""
+        norm = measure(_views(coefs), self.zeroing_ord)
+        if norm <= self.zeroing_norm:
+            return ""
+        return f"the update's norm is {norm:.4g}, above zeroing_norm={self.zeroing_norm!r}"
+
+    def _clip(self, updates: Vector[Any], round_: ClientRound) -> Vector[Any] | None:
+        """Return the update, clipped; None if it has to be zeroed."""
+        coefs, engine = updates.coefs, self._engine
+        clipped = engine.clip(coefs)
+        kept = {k: v for k, v in coefs.items() if k not in engine.groups.excluded}
+        left = {k: v for k, v in coefs.items() if k in engine.groups.excluded}
+        last = engine.last
+        norms = last.norm_before if last is not None and kept else ()
+        bad = [k for k, v in left.items() if not math.isfinite(measure(_views({k: v}), "inf"))]
+        if bad and self.on_nonfinite == "raise":
+            raise NonFiniteError(f"clipped-averaging: NaN or infinity in {', '.join(bad)}")
+        if bad or (last is not None and last.nonfinite) or not all(map(math.isfinite, norms)):
+            return None
+        limits = engine.limits(engine.groups)
+        # By what the bound would have to be multiplied for the update to be left alone.
+        need = max((n / c for n, c in zip(norms, limits, strict=False)), default=0.0)
+        round_.clipped = last is not None and any(last.clipped)
+        # The engine has decided close calls exactly; the ratio must agree with it.
+        need = max(need, math.nextafter(1.0, 2.0)) if round_.clipped else min(need, 1.0)
+        round_.norm = need * round_.bound
+        if self.zeroing_factor is not None and need > self.zeroing_factor:
+            _CLIENT_LOGGER.warning(
+                "clipped-averaging: the update is %.4g times its bound, above zeroing_factor=%r",
+                need,
+                self.zeroing_factor,
+            )
+            return None
+        return updates if clipped is coefs else type(updates)(dict(clipped))
+
+    def _check_range(self, vector: Vector[Any]) -> None:
+        if self.secagg_range is None:
+            return
+        if found := beyond(vector, self.secagg_range):
+            named = ", ".join(f"{name!r} ({peak:.4g})" for name, peak in found.items())
+            raise ValueError(
+                f"values beyond secagg_range=±{self.secagg_range:g} in {named}: lower the bound "
+                "of clipped-averaging, or raise clipval on the server and secagg_range with it"
+            )
+
+    # -- on the server --------------------------------------------------------------------------
+    def finalize_updates(self, updates: ClippedUpdates) -> Vector[Any]:
+        """Return the average of the replies that are sound, the others counting as zeros."""
+        if not isinstance(updates, ClippedUpdates):
+            raise TypeError(
+                f"clipped-averaging averages ClippedUpdates, got {type(updates).__name__}: "
+                "no client has replied, or clients have another aggregator"
+            )
+        round_ = SERVER.get()
+        parts = updates.parts
+        expected = self._common_shape(parts)
+        sound, faults = [], []
+        for part in parts:
+            fault = part.fault or self._fault(part, expected)
+            if fault:
+                faults.append(fault)
+            else:
+                sound.append(part.updates)
+        template = next((p.updates for p in parts if isinstance(p.updates, Vector)), None)
+        if template is None:
+            raise ValueError(f"clipped-averaging: no reply holds an update ({'; '.join(faults)})")
+        replies = sum(max(1, part.n_clients) for part in parts)
+        self._report(updates, replies, faults)
+        clients = replies
+        if round_ is not None and round_.clients is not None:
+            clients = round_.clients
+        if sound:
+            average = functools.reduce(operator.add, sound) / float(clients)
+        else:
+            average = zeros_like(template)
+        if round_ is not None:
+            round_.average = average
+            if self.exclude:
+                round_.trouble = f"clipped-averaging excludes {self.exclude} from the bound"
+        return average
+
+    @staticmethod
+    def _common_shape(parts: Sequence[ClippedUpdates]) -> Any:
+        """Return the names and shapes that most replies have."""
+        shapes = Counter(_shape(p.updates) for p in parts if isinstance(p.updates, Vector))
+        return shapes.most_common(1)[0][0] if shapes else None
+
+    def _fault(self, part: ClippedUpdates, expected: Any) -> str:
+        """Say why an update can not be what an honest client shares, if so."""
+        vector = part.updates
+        if _shape(vector) != expected:
+            return "it has other tensors than most"
+        if not all(math.isfinite(measure(_views({k: v}), "inf")) for k, v in vector.coefs.items()):
+            return "it holds NaN or infinity"
+        round_ = SERVER.get()
+        engine = self._engine
+        engine.bound = round_.bound if round_ is not None else (self.max_norm or math.inf)
+        engine.whole = round_ is not None
+        groups = resolve(self.scope, self.exclude, tuple(vector.coefs))
+        values = [vector.coefs[name] for name in groups.names]
+        if not values:
+            return ""
+        backend = backend_of(values[0])
+        norms = np.atleast_1d(l2_norms(values, backend.host(values), groups, backend))
+        slack = _SLACK if part.n_clients == 1 else _SUM_SLACK
+        for label, norm, limit in zip(groups.labels, norms, engine.limits(groups), strict=True):
+            if norm > limit * max(1, part.n_clients) * slack:
+                return f"its norm of {label!r} is {norm:.4g}, beyond the limit of {limit:.4g}"
+        return ""
+
+    @staticmethod
+    def _report(updates: ClippedUpdates, replies: int, faults: Sequence[str]) -> None:
+        _LOGGER.info(
+            "clipped-averaging: %d updates, %d clipped, %d zeroed by their clients, %d refused",
+            replies,
+            updates.n_clipped,
+            updates.n_zeroed,
+            len(faults),
+        )
+        for fault in faults:
+            # declearn hands replies to aggregators without the names of their senders.
+            _LOGGER.warning(
+                "clipped-averaging: the update of one of %d replies counts as zero: %s",
+                replies,
+                fault,
+            )
+
+
+def _views(coefs: Mapping[str, Array]) -> list[Any]:
+    views = []
+    for array in coefs.values():
+        backend = backend_of(array)
+        (view,) = backend.host([array])
+        views.append(backend.to_host(array) if view is None else view)
+    return views
+
+
+def _shape(vector: Vector[Any]) -> tuple[Any, ...]:
+    shapes = tuple((name, tuple(shape)) for name, shape in vector.shapes().items())
+    return (type(vector), shapes)

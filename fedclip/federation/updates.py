@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client shares of a round under `clipped-averaging`, and how replies are added up.
+
+In cleartext the replies are kept side by side until the aggregator has looked at each of them:
+a client that did not clip, or whose reply makes no sense, must not reach the model. Under secure
+aggregation only the sum is ever seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from declearn.aggregator import ModelUpdates
+from declearn.model.api import Vector
+
+from fedclip.arrays import backend_of
+from fedclip.measures import measure
+
+__all__ = ["DECLEARN_RANGE", "ClippedUpdates", "beyond", "zeros_like"]
+
+DECLEARN_RANGE = 1e5
+"""The `clipval` of declearn's secure aggregation where nobody sets another."""
+
+_LOGGER = logging.getLogger("declearn.client.fedclip")
+
+
+def beyond(vector: Vector[Any], limit: float) -> dict[str, float]:
+    """Return the tensors that hold a value beyond ±limit, or NaN, with the largest of each."""
+    found = {}
+    for name, array in vector.coefs.items():
+        backend = backend_of(array)
+        (view,) = backend.host([array])
+        peak = measure([backend.to_host(array) if view is None else view], "inf")
+        if not peak <= limit:
+            found[name] = peak
+    return found
+
+
+@dataclass
+class ClippedUpdates(ModelUpdates):
+    """The update of one client, or the sum over clients.
+
+    Attributes
+    ----------
+    updates
+        The clipped update. None in what `aggregate` returns: see `parts`.
+    weights
+        1 for each client.
+    n_clients, n_clipped, n_zeroed
+        How many updates this is, and how many of them were clipped or zeroed.
+    """
+
+    n_clients: int = 1
+    n_clipped: int = 0
+    n_zeroed: int = 0
+
+    # These do not travel.
+    fault: str = field(default="", init=False, repr=False, compare=False)
+    secagg_range: float | None = field(default=None, init=False, repr=False, compare=False)
+    _gathered: tuple[ClippedUpdates, ...] = field(default=(), init=False, repr=False, compare=False)
+
+    @property
+    def parts(self) -> tuple[ClippedUpdates, ...]:
+        """The replies that this is made of."""
+        return self._gathered or (self,)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields, without the copies that declearn's own method makes."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ClippedUpdates:
+        """Return what a client sent, with `fault` set if it is not what a client may send.
+
+        An exception here would be one in the server's loop, which would never end.
+        """
+        fault = ""
+        counts = [data.get(key) for key in ("n_clients", "n_clipped", "n_zeroed")]
+        vector = data.get("updates")
+        if not isinstance(vector, Vector):
+            fault = f"the update is {type(vector).__name__}, not a Vector"
+        elif any(type(n) is not int for n in counts) or counts not in (
+            [1, 0, 0],
+            [1, 1, 0],
+            [1, 0, 1],
+        ):
+            fault = f"its counts are {counts!s:.60}, not of one client"
+        if fault:
+            counts = [1, 0, 0]
+        result = cls(vector, 1, *counts)  # type: ignore[arg-type]
+        result.fault = fault
+        return result
+
+    def aggregate(self, other: Any) -> ClippedUpdates:
+        """Return both, side by side, with the counts added up."""
+        if not isinstance(other, ClippedUpdates):
+            other = _stranger(other)
+        total = ClippedUpdates(
+            None,  # type: ignore[arg-type]
+            self.weights + other.weights,
+            self.n_clients + other.n_clients,
+            self.n_clipped + other.n_clipped,
+            self.n_zeroed + other.n_zeroed,
+        )
+        total._gathered = self.parts + other.parts
+        return total
+
+    def __radd__(self, other: Any) -> ClippedUpdates:
+        """Add to 0, as `sum` does, or to a reply of another type."""
+        if isinstance(other, int) and not other:
+            return self
+        return _stranger(other).aggregate(self)
+
+    def prepare_for_secagg(self) -> tuple[dict[str, Any], None]:
+        """Return all fields, for encryption; out-of-range updates as zeros, said and counted.
+
+        declearn would clip them in silence, and an exception here is outside the client's
+        error handling: the server would wait for ever. With the aggregator's `secagg_range`
+        the same values are refused earlier, by an error that the server hears of.
+        """
+        content = self.to_dict()
+        limit = self.secagg_range or DECLEARN_RANGE
+        if found := beyond(self.updates, limit):
+            _LOGGER.error(
+                "%s beyond the range ±%g of secure aggregation: zeros are sent instead. Lower "
+                "the bound of clipped-averaging, or set the server's clipval, and secagg_range",
+                " and ".join(f"{name!r} holds {peak:.4g}" for name, peak in found.items()),
+                limit,
+            )
+            content["updates"] = zeros_like(self.updates)
+            content["n_clipped"], content["n_zeroed"] = 0, 1
+        return content, None
+
+
+def zeros_like(vector: Vector[Any]) -> Vector[Any]:
+    """Return a vector of zeros, whatever this one holds."""
+    return type(vector)({k: backend_of(v).zeros_like(v) for k, v in vector.coefs.items()})
+
+
+def _stranger(reply: Any) -> ClippedUpdates:
+    """Return the reply of a client that sent an object of another type."""
+    result = ClippedUpdates(None, 1)  # type: ignore[arg-type]
+    result.fault = f"it is of type {type(reply).__name__}"
+    return result
