@@ -58,12 +58,16 @@ class Groups:
     members: tuple[tuple[int, ...], ...]
     excluded: frozenset[str] = frozenset()
     index: np.ndarray[Any, np.dtype[np.intp]] = field(init=False, repr=False, compare=False)
+    _each_its_own: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         index = np.zeros(len(self.names), dtype=np.intp)
         for group, members in enumerate(self.members):
             index[list(members)] = group
         object.__setattr__(self, "index", index)
+        # As many groups as arrays is not enough: patterns may name them in another order.
+        own = all(members == (i,) for i, members in enumerate(self.members))
+        object.__setattr__(self, "_each_its_own", own)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -72,7 +76,7 @@ class Groups:
         """Return, for each group, the sum of the values of its arrays."""
         if len(self.labels) == 1:
             return np.array([sum(values)])
-        if len(self.labels) == len(values):
+        if self._each_its_own:
             return np.array(values, dtype=np.float64)
         weights = np.array(values, dtype=np.float64)
         result: np.ndarray[Any, np.dtype[np.float64]]

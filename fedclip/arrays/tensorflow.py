@@ -135,7 +135,7 @@ class TensorflowBackend(Backend):
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         per = tf.stack([self._norm(self._values(t)) for t in arrays])
-        if all(len(m) == 1 for m in members):
+        if all(tuple(m) == (i,) for i, m in enumerate(members)):
             return per
         return tf.stack([tf.norm(tf.gather(per, list(m))) for m in members])
 

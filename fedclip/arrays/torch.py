@@ -164,7 +164,7 @@ class TorchBackend(Backend):
         per = torch.stack([n.to(first) for n in self._norms(values, wide)])
         if len(members) == 1:
             return torch.linalg.vector_norm(per).reshape(1)
-        if all(len(m) == 1 for m in members):
+        if all(tuple(m) == (i,) for i, m in enumerate(members)):
             return per
         return torch.stack([torch.linalg.vector_norm(per[list(m)]) for m in members])
 

@@ -1,0 +1,51 @@
+"""declearn's own plug-in tests, from its source distribution, pass for every clipper."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from importlib.metadata import version
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    """Return a folder with declearn's tests, and nothing else of its sources."""
+    for framework in ("torch", "tensorflow", "haiku"):
+        pytest.importorskip(framework)
+    folder = tmp_path_factory.mktemp("declearn")
+    name = f"declearn=={version('declearn')}"
+    options = ["--quiet", "--no-deps", "--no-binary=:all:", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, name]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    archives = list(folder.glob("declearn-*.tar.gz"))
+    if not archives:
+        pytest.skip(f"{name} could not be downloaded: {found.stderr.strip()[-200:]}")
+    with tarfile.open(archives[0]) as archive:
+        members = [m for m in archive.getmembers() if "/test/" in m.name]
+        archive.extractall(folder, members=members, filter="data")
+    return next(folder.glob("declearn-*/test")).parent
+
+
+def test_declearns_tests_pass_for_every_clipper(suite):
+    # `-p fedclip` imports it, and so puts its plug-ins among those that are tested.
+    options = ["-q", "-p", "fedclip", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir=."]
+    files = ["test/optimizer/test_modules.py", "test/optimizer/test_regularizers.py"]
+    command = [sys.executable, "-m", "pytest", *options, *files, "-v"]
+    found = subprocess.run(
+        command, cwd=suite, capture_output=True, text=True, timeout=590, check=False
+    )
+    assert found.returncode == 0, found.stdout[-4000:]
+    from declearn.optimizer import list_optim_modules, list_optim_regularizers
+
+    import fedclip
+
+    plugins = {**list_optim_modules(), **list_optim_regularizers()}
+    ours = [n for n, cls in plugins.items() if cls.__module__.startswith(fedclip.__name__ + ".")]
+    assert ours
+    for name in ours:
+        assert re.search(rf"\[{re.escape(name)}.*PASSED", found.stdout), name
