@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from fedclip.arrays import NUMBER, Arithmetic, Array
+import numpy as np
+
+from fedclip.arrays import NUMBER, NUMPY, Arithmetic, Array
+from fedclip.rules.shared import Counted, Floats, Judgement
 
 __all__ = ["Adaptive", "AdaptiveState", "geometric_update"]
 
@@ -69,7 +72,12 @@ class Adaptive:
         unclipped += [x + eps <= limit];  count += 1
         after `every` norms:
             limit <- geometric_update(limit, unclipped / count);  unclipped = count = 0
+
+    In a federation (`merge`) a round adds what all clients counted, and makes one update at most.
     """
+
+    counters: ClassVar[tuple[str, ...]] = ("bits",)
+    sketched: ClassVar[tuple[float, int | None]] = (0.5, None)
 
     quantile: float
     rate: float
@@ -86,9 +94,27 @@ class Adaptive:
     def __call__(
         self, norms: Array, state: AdaptiveState, xp: Arithmetic
     ) -> tuple[Array, AdaptiveState]:
+        limits, seen, _ = self.judge(norms, state, xp)
+        return limits, self._move(state, state.unclipped + seen, state.count + 1.0, xp)
+
+    def judge(self, norms: Array, state: AdaptiveState, xp: Arithmetic) -> Judgement:
+        below = norms + self.eps <= state.limit
+        return Judgement(state.limit, xp.where(below, 1.0, 0.0))
+
+    def shared(self) -> Adaptive:
+        return self
+
+    def merge(self, state: AdaptiveState, counted: Counted) -> AdaptiveState:
+        unclipped, count = state.unclipped + counted.unclipped, state.count + counted.n
+        return self._move(state, unclipped, np.maximum(count, 1.0), NUMPY)
+
+    def ceiling(self, state: AdaptiveState) -> Floats:
+        return np.ones_like(state.count)
+
+    def _move(
+        self, state: AdaptiveState, unclipped: Array, count: Array, xp: Arithmetic
+    ) -> AdaptiveState:
         limit = state.limit
-        unclipped = state.unclipped + xp.where(norms + self.eps <= limit, 1.0, 0.0)
-        count = state.count + 1.0
         moved = geometric_update(
             limit,
             unclipped / count,
@@ -100,9 +126,8 @@ class Adaptive:
         )
         due = count >= self.every
         # A limit that norms near the end of the floats have pulled up has no next step.
-        after = AdaptiveState(
+        return AdaptiveState(
             xp.where(due & xp.isfinite(moved), moved, limit),
             xp.where(due, 0.0 * unclipped, unclipped),
             xp.where(due, 0.0 * count, count),
         )
-        return limit, after

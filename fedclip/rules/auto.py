@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State
 from fedclip.rules.parts import choose, limits_of
-from fedclip.rules.quantiles import Markers, Window
+from fedclip.rules.quantiles import Given, Markers, Window
+from fedclip.rules.shared import Counted, Floats, Judgement, pooled
 
-__all__ = ["LEAST", "Auto", "AutoMarkersState", "AutoWindowState"]
+__all__ = ["LEAST", "Auto", "AutoGivenState", "AutoMarkersState", "AutoWindowState"]
 
 LEAST = 5
 """Number of norms of a group before which it is not judged."""
@@ -45,6 +48,15 @@ class AutoWindowState(NamedTuple):
     count: Array
 
 
+class AutoGivenState(NamedTuple):
+    """The median as somebody else knows it, and mean, variance and count of all norms."""
+
+    level: Array
+    mean: Array
+    variance: Array
+    count: Array
+
+
 @dataclass(frozen=True)
 class Auto:
     """Limits at so many standard deviations above the median.
@@ -61,9 +73,14 @@ class Auto:
 
     The standard deviation, n - 1 in the denominator, is of all u. Its floor lets a constant
     stream grow: with a limit at the very median, clipped norms would be constant for ever.
+
+    In a federation (`merge`) mean, variance and count are those of all norms of all clients,
+    and the median is that of their sketch.
     """
 
-    median: Markers | Window
+    counters: ClassVar[tuple[str, ...]] = ("moments", "sketch")
+
+    median: Markers | Window | Given
     std_factor: float
     feedback: str
     include_current: bool
@@ -75,12 +92,21 @@ class Auto:
     def init(self, groups: int, xp: Arithmetic) -> State:
         zeros = xp.asarray([0.0] * groups)
         fields = self.median.init(groups, xp)._asdict()
-        cls = AutoMarkersState if isinstance(self.median, Markers) else AutoWindowState
+        cls = {Markers: AutoMarkersState, Window: AutoWindowState, Given: AutoGivenState}[
+            type(self.median)
+        ]
         return cls(**fields, mean=zeros, variance=zeros)
 
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         if self.include_current:
             state = self._observe(norms, state, xp)
+        limits, seen, skipped = self.judge(norms, state, xp)
+        if not self.include_current:
+            after = self._observe(seen, state, xp)
+            state = after if skipped is None else choose(skipped, state, after, xp)
+        return limits, state
+
+    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
         median = self.median.estimate(state, xp)
         few = xp.maximum(state.count - 1.0, 1.0)
         std = xp.sqrt(state.variance * (state.count / few))
@@ -98,11 +124,29 @@ class Auto:
             max_norm=self.max_norm,
             eps=self.eps,
         )
-        if not self.include_current:
-            seen = xp.where(spike, xp.minimum(norms, threshold), norms)
-            after = self._observe(norms if self.feedback == "raw" else seen, state, xp)
-            state = choose(spike, state, after, xp) if self.feedback == "none" else after
-        return limits, state
+        clipped = xp.where(spike, xp.minimum(norms, threshold), norms)
+        seen = norms if self.feedback == "raw" else clipped
+        return Judgement(limits, seen, spike if self.feedback == "none" else None)
+
+    @property
+    def sketched(self) -> tuple[float, int | None]:
+        return 0.5, self.median.size if isinstance(self.median, (Window, Given)) else None
+
+    def shared(self) -> Auto:
+        return replace(self, median=Given(*self.sketched, least=self.median.least))
+
+    def merge(self, state: AutoGivenState, counted: Counted) -> AutoGivenState:
+        count, mean, variance = pooled(state.count, state.mean, state.variance, counted)
+        return AutoGivenState(counted.level, mean, variance, count)
+
+    def ceiling(self, state: AutoGivenState) -> Floats:
+        few = np.maximum(state.count - 1.0, 1.0)
+        std = np.sqrt(state.variance * (state.count / few))
+        threshold = state.level + self.std_factor * np.maximum(std, _FLOOR * state.level)
+        ready = (state.count >= max(self.warmup, LEAST)) & (threshold > 0)
+        if self.feedback == "raw":
+            return np.full_like(threshold, math.inf)
+        return np.where(ready, threshold, math.inf)
 
     def _observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         count = state.count + 1.0

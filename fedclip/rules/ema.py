@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+
+import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules.parts import TINY, choose, limits_of
+from fedclip.rules.shared import Counted, Floats, Judgement, pooled
 
 __all__ = ["Ema", "EmaState"]
 
@@ -47,7 +50,14 @@ class Ema:
     During warm-up the limit is `warmup_norm`: of each group, or (`joint_warmup`) of the L2 norm
     of all groups together, of which each has its share. A mean of 0 is no scale to judge by, so
     that a group whose norms have all been 0 is still in warm-up.
+
+    In a federation, for the N norms of a round and their mean m (`merge`): during warm-up the
+    smallest m but 0 ("adagc") or the mean of all norms ("drytorch"); afterwards
+    ``mean <- d^N mean + (1 - d^N) m``.
     """
+
+    counters: ClassVar[tuple[str, ...]] = ("moments",)
+    sketched: ClassVar[tuple[float, int | None]] = (0.5, None)
 
     ratio: float
     decay: float
@@ -68,6 +78,13 @@ class Ema:
     def __call__(self, norms: Array, state: EmaState, xp: Arithmetic) -> tuple[Array, EmaState]:
         if self.include_current:
             state = self._observe(norms, state, xp)
+        limits, seen, skipped = self.judge(norms, state, xp)
+        if not self.include_current:
+            after = self._observe(seen, state, xp)
+            state = after if skipped is None else choose(skipped, state, after, xp)
+        return limits, state
+
+    def judge(self, norms: Array, state: EmaState, xp: Arithmetic) -> Judgement:
         ready = (state.count >= max(self.warmup, 1)) & (state.mean > 0)
         threshold = self.ratio * state.mean
         spike = ready & (norms > threshold)
@@ -83,11 +100,31 @@ class Ema:
             max_norm=self.max_norm,
             eps=self.eps,
         )
-        if not self.include_current:
-            passed = xp.minimum(xp.where(ready, norms, warmed), limits)
-            after = self._observe(norms if self.feedback == "raw" else passed, state, xp)
-            state = choose(spike, state, after, xp) if self.feedback == "none" else after
-        return limits, state
+        passed = xp.minimum(xp.where(ready, norms, warmed), limits)
+        seen = norms if self.feedback == "raw" else passed
+        return Judgement(limits, seen, spike if self.feedback == "none" else None)
+
+    def shared(self) -> Ema:
+        return self
+
+    def merge(self, state: EmaState, counted: Counted) -> EmaState:
+        mean, before = state
+        keep = np.power(self.decay, counted.n)
+        moved = keep * mean + (1 - keep) * counted.mean
+        warming = before < self.warmup
+        count, pooled_mean, _ = pooled(before, mean, 0.0 * mean, counted)
+        if self.estimator == "adagc":
+            smallest = np.where(counted.mean > 0, np.minimum(mean, counted.mean), mean)
+            moved = np.where(mean == 0, counted.mean, np.where(warming, smallest, moved))
+        elif self.warmup > 0:
+            moved = np.where(warming, pooled_mean, moved)
+        return EmaState(moved, count)
+
+    def ceiling(self, state: EmaState) -> Floats:
+        ready = (state.count >= max(self.warmup, 1)) & (state.mean > 0)
+        if self.feedback == "raw":
+            return np.full_like(state.count, math.inf)
+        return np.where(ready, max(self.ratio, 1.0) * state.mean, math.inf)
 
     def _warm(self, norms: Array, xp: Arithmetic) -> tuple[Array | float, Array]:
         """Return the limit during warm-up, and the norm of what such a step lets through."""

@@ -8,12 +8,16 @@ separation networks", arXiv:2007.14469.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State
 from fedclip.rules.parts import limits_of
-from fedclip.rules.quantiles import Quantile
+from fedclip.rules.quantiles import Given, GivenState, Quantile, Window
+from fedclip.rules.shared import Counted, Floats, Judgement
 
 __all__ = ["Percentile"]
 
@@ -33,7 +37,11 @@ class Percentile:
     If norms were learnt at the limit itself, none would ever be above a limit, and no limit
     would ever rise. A quantile hardly asks how far above it a norm is, so twice the limit
     changes little, until there is a burst of spikes.
+
+    In a federation (`merge`) the quantile is that of the sketch of all clients' norms.
     """
+
+    counters: ClassVar[tuple[str, ...]] = ("sketch",)
 
     history: Quantile
     feedback: str
@@ -49,6 +57,12 @@ class Percentile:
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         if self.include_current:
             state = self._observe(norms, state, xp)
+        limits, seen, _ = self.judge(norms, state, xp)
+        if not self.include_current:
+            state = self._observe(seen, state, xp)
+        return limits, state
+
+    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
         threshold = self.history.estimate(state, xp)
         ready = (state.count >= max(self.warmup, self.history.least)) & (threshold > 0)
         limits = limits_of(
@@ -62,10 +76,25 @@ class Percentile:
             max_norm=self.max_norm,
             eps=self.eps,
         )
-        if not self.include_current:
-            seen = xp.where(ready, xp.minimum(norms, 2.0 * threshold), norms)
-            state = self._observe(norms if self.feedback == "raw" else seen, state, xp)
-        return limits, state
+        clipped = xp.where(ready, xp.minimum(norms, 2.0 * threshold), norms)
+        return Judgement(limits, norms if self.feedback == "raw" else clipped)
+
+    @property
+    def sketched(self) -> tuple[float, int | None]:
+        size = self.history.size if isinstance(self.history, (Window, Given)) else None
+        return self.history.quantile, size
+
+    def shared(self) -> Percentile:
+        return replace(self, history=Given(*self.sketched, least=self.history.least))
+
+    def merge(self, state: GivenState, counted: Counted) -> GivenState:
+        return GivenState(counted.level, state.count + counted.n)
+
+    def ceiling(self, state: GivenState) -> Floats:
+        ready = (state.count >= max(self.warmup, self.history.least)) & (state.level > 0)
+        if self.feedback == "raw":
+            return np.full_like(state.count, math.inf)
+        return np.where(ready, 2.0 * state.level, math.inf)
 
     def _observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         return self.history.observe(seen, state, xp)._replace(count=state.count + 1.0)

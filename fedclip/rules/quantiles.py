@@ -7,6 +7,7 @@ estimator      quantile                                                         
 `Window`       exact, of the last so many norms                                    the window
 `Markers`      P2: approximate, of all norms                                       8 numbers
 `Stream`       approximate, follows norms that change                              2 numbers
+`Given`        as somebody else has merged it, for a federation                    1 number
 =============  ==================================================================  ============
 
 Each reads and replaces its own fields of a state, whatever else that holds; `count`, the number
@@ -28,6 +29,8 @@ from fedclip.rules import State
 
 __all__ = [
     "LARGEST",
+    "Given",
+    "GivenState",
     "Markers",
     "MarkersState",
     "Quantile",
@@ -52,6 +55,10 @@ def check_window(low: int, window: int) -> int:
 
 class Quantile(Protocol):
     """A running quantile."""
+
+    @property
+    def quantile(self) -> float:
+        """Which quantile, in (0, 1]."""
 
     @property
     def least(self) -> int:
@@ -230,6 +237,32 @@ class Stream:
         moved = xp.minimum(xp.maximum(moved, xp.minimum(seen, level)), xp.maximum(seen, level))
         # From a level of 0 there are no steps of any size.
         return state._replace(level=xp.where(level == 0, seen, moved), spread=spread)
+
+    def estimate(self, state: State, xp: Arithmetic) -> Array:
+        return state.level
+
+
+class GivenState(NamedTuple):
+    """The quantile, and of how many norms."""
+
+    level: Array
+    count: Array
+
+
+@dataclass(frozen=True)
+class Given:
+    """A quantile that a federation's server knows, from sketches (`fedclip.federation.shared`)."""
+
+    quantile: float
+    size: int | None
+    least: int = 1
+
+    def init(self, groups: int, xp: Arithmetic) -> GivenState:
+        zeros = xp.asarray([0.0] * groups)
+        return GivenState(zeros, zeros)
+
+    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+        return state
 
     def estimate(self, state: State, xp: Arithmetic) -> Array:
         return state.level

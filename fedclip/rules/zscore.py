@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+
+import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import CLEAR
+from fedclip.rules.shared import Counted, Floats, Judgement, pooled
 
 __all__ = ["ZScore", "ZScoreState"]
 
@@ -47,7 +50,18 @@ class ZScore:
       variance <- d variance + (1-d) (u - old mean)^2, then the mean
     - "smartclip": no separate start, mean = x at first;
       variance <- d (variance + (1-d) (u - old mean)^2), then the mean
+
+    In a federation, for the N norms of a round, their mean m and population variance V, and
+    with ``D = d^N`` (`merge`): during warm-up the same of all norms so far; afterwards
+
+    - all: mean <- D mean + (1-D) m
+    - "zclip": variance <- D variance + (1-D) (V + (m - new mean)^2)
+    - "drytorch": variance <- D variance + (1-D) (V + (m - old mean)^2)
+    - "smartclip": variance <- D variance + (1-D) V + D (1-D) (m - old mean)^2
     """
+
+    counters: ClassVar[tuple[str, ...]] = ("moments",)
+    sketched: ClassVar[tuple[float, int | None]] = (0.5, None)
 
     z_max: float
     decay: float
@@ -75,6 +89,17 @@ class ZScore:
     ) -> tuple[Array, ZScoreState]:
         if self.include_current:
             state = self._observe(norms, state, xp)
+        limits, seen, skipped = self.judge(norms, state, xp)
+        if not self.include_current:
+            after = self._observe(seen, state, xp)
+            if skipped is not None:
+                after = ZScoreState(
+                    *(xp.where(skipped, old, new) for old, new in zip(state, after, strict=True))
+                )
+            state = after
+        return limits, state
+
+    def judge(self, norms: Array, state: ZScoreState, xp: Arithmetic) -> Judgement:
         # The first norm has nothing to be judged by, except itself if it is included.
         ready = state.count >= max(self.warmup, 1)
         std = xp.sqrt(state.variance)
@@ -87,15 +112,44 @@ class ZScore:
         limits = xp.where(ready, judged, before)
         if self.max_norm is not None:
             limits = xp.minimum(limits, self.max_norm)
-        if not self.include_current:
-            seen = xp.where(spike, target, norms) if self.feedback == "clipped" else norms
-            after = self._observe(seen, state, xp)
-            if self.feedback == "none":
-                after = ZScoreState(
-                    *(xp.where(spike, old, new) for old, new in zip(state, after, strict=True))
-                )
-            state = after
-        return limits, state
+        seen = xp.where(spike, target, norms) if self.feedback == "clipped" else norms
+        return Judgement(limits, seen, spike if self.feedback == "none" else None)
+
+    def shared(self) -> ZScore:
+        return self
+
+    def merge(self, state: ZScoreState, counted: Counted) -> ZScoreState:
+        mean, variance, before = state
+        keep = np.power(self.decay, counted.n)
+        delta = counted.mean - mean
+        moved = keep * mean + (1 - keep) * counted.mean
+        if self.estimator == "smartclip":
+            spread = counted.variance + keep * delta * delta
+        elif self.estimator == "drytorch":
+            spread = counted.variance + delta * delta
+        else:
+            spread = counted.variance + (counted.mean - moved) ** 2
+        spread = keep * variance + (1 - keep) * spread
+        count, first_mean, first = pooled(before, mean, variance, counted)
+        warming = before < max(self.warmup, 1)
+        if self.estimator == "smartclip":
+            warming = before == 0
+        elif self._starts_at_one:
+            warming = np.zeros_like(warming)
+        if self.estimator == "drytorch":
+            sample = first * (count / np.maximum(count - 1.0, 1.0))
+            sample = np.where(sample > 0, sample, 1.0)
+            first = np.where(count >= self.warmup, sample, first)
+        return ZScoreState(
+            np.where(warming, first_mean, moved), np.where(warming, first, spread), count
+        )
+
+    def ceiling(self, state: ZScoreState) -> Floats:
+        if self.feedback == "raw":
+            return np.full_like(state.count, math.inf)
+        threshold = state.mean + self.z_max * (np.sqrt(state.variance) + self.std_eps)
+        highest = max(self.factor, 1.0) * threshold
+        return np.where(state.count >= max(self.warmup, 1), highest, math.inf)
 
     def _target(self, norms: Array, mean: Array, std: Array, xp: Arithmetic) -> Array:
         if self.action == "mean":

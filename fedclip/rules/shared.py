@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rule offers so that one state can serve a whole federation.
+
+Within a round every client judges by the state of the round's start, and only counts what it
+sees; between two rounds the state is moved on by what all of them counted together::
+
+    limits, seen = rule.judge(norms, state)        each step of each client
+    state        = rule.merge(state, counted)      once a round, on the server
+
+The order in which the norms of a round came is not known, and nothing here depends on it. A
+round of a single norm moves a state as that norm would have moved it on a single machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from fedclip.arrays import Arithmetic, Array
+from fedclip.rules import State
+
+__all__ = ["Counted", "Floats", "Judgement", "Shareable", "pooled"]
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class Judgement(NamedTuple):
+    """What a rule says of the norms of one step."""
+
+    limits: Array
+    """The limit of each group."""
+    seen: Array
+    """What statistics learn from each group."""
+    skipped: Array | None = None
+    """The groups from which they learn nothing; None where there are none of that kind."""
+
+
+class Counted(NamedTuple):
+    """What all clients have seen in one round; one number for each group."""
+
+    n: Floats
+    """Number of norms that were learnt."""
+    mean: Floats
+    variance: Floats
+    """Mean and population variance of the round, where the rule asks for "moments"."""
+    level: Floats
+    """Quantile of the history, this round included, where the rule asks for a "sketch"."""
+    unclipped: Floats
+    """Number of norms that were at most the limit, where the rule asks for "bits"."""
+
+
+class Shareable(Protocol):
+    """A rule that knows how its state follows from counts."""
+
+    @property
+    def counters(self) -> tuple[str, ...]:
+        """What clients count, of "moments", "sketch" and "bits"."""
+
+    def shared(self) -> Shareable:
+        """Return the rule that judges by a state that is merged elsewhere."""
+
+    @property
+    def sketched(self) -> tuple[float, int | None]:
+        """Which quantile the sketch is asked for, and of how many norms; None for all."""
+
+    def init(self, groups: int, xp: Arithmetic) -> State:
+        """Return the state before the first round."""
+
+    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
+        """Return the limits, and what is to be learnt."""
+
+    def merge(self, state: State, counted: Counted) -> State:
+        """Return the state after a round; only groups with ``n > 0`` are used."""
+
+    def ceiling(self, state: State) -> Floats:
+        """Return the most that a client can have learnt from one norm, infinity if anything."""
+
+
+def pooled(
+    count: Floats, mean: Floats, variance: Floats, counted: Counted
+) -> tuple[Floats, Floats, Floats]:
+    """Return count, mean and population variance of two sets of norms together.
+
+    Chan, Golub & LeVeque, 1983, "Algorithms for computing the sample variance".
+    """
+    total = np.maximum(count + counted.n, 1.0)
+    share = counted.n / total
+    delta = counted.mean - mean
+    within = variance + share * (counted.variance - variance)
+    return total, mean + share * delta, within + share * (count / total) * delta * delta
