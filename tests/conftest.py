@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: quiet frameworks, and few threads."""
+"""What all tests share: quiet frameworks."""
 
 from __future__ import annotations
 
@@ -7,4 +7,3 @@ import os
 
 # TensorFlow and XLA write to stderr at import; must be set before anything imports them.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
