@@ -36,7 +36,7 @@ from fedclip.states import Statistics
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
-__all__ = ["MARGIN", "NormClipping", "Outcome", "scaled", "split"]
+__all__ = ["MARGIN", "NormClipping", "Outcome", "multiplied", "scaled", "split"]
 
 MARGIN = {
     # Uncertainty of the norm + rounding of the products (one unit roundoff) + of the factor.
@@ -93,13 +93,18 @@ def scaled(
     for i, factor in factors.items():
         calls.setdefault((arrays[i].dtype, factor), []).append(i)
     for (_, factor), chosen in calls.items():
-        first, *rest = factor
-        first *= 1.0 - MARGIN[backend.dtype(arrays[chosen[0]])]
-        results = backend.scale([arrays[i] for i in chosen], first)
-        for k in rest:
-            results = backend.scale(results, k)
+        results = multiplied([arrays[i] for i in chosen], factor, backend)
         for i, result in zip(chosen, results, strict=True):
             outputs[i] = result
+    return outputs
+
+
+def multiplied(arrays: Sequence[Array], factor: tuple[float, ...], backend: Backend) -> list[Array]:
+    """Return arrays of one dtype times a factor, shrunk by the margin of the dtype."""
+    first, *rest = factor
+    outputs = backend.scale(arrays, first * (1.0 - MARGIN[backend.dtype(arrays[0])]))
+    for k in rest:
+        outputs = backend.scale(outputs, k)
     return outputs
 
 
@@ -175,7 +180,7 @@ class NormClipping:
         elif self.min_norm is not None:
             moved = over | ((norms < self.min_norm) & (norms > 0))
         outputs = None
-        if moved is not False and np.any(moved) and not self.dry:
+        if not self.dry and (moved if isinstance(moved, bool) else moved.any()):
             outputs = self._apply(arrays, groups, backend, norms, limits, moved)
         return Outcome(outputs, after, norms, limits, over)
 
@@ -190,7 +195,7 @@ class NormClipping:
         limits, after = self._ask(norms, state)
         if self.ord == 2 and not self.rescale:
             close = abs(norms - limits) <= _CLOSE * limits
-            if close is not False and np.any(close):
+            if close if isinstance(close, bool) else close.any():
                 refined = self._measure_again(np.atleast_1d(close), views, groups, norms)
                 if refined is not None:
                     norms = refined
@@ -235,14 +240,19 @@ class NormClipping:
         moved: bool | Bools,
     ) -> list[Array]:
         power = 1.0 / degree(self.ord)
+        if len(groups) == 1 and len({a.dtype for a in arrays}) == 1:
+            factor = self._factor(float(norms), float(limits), power)
+            return multiplied(arrays, factor, backend)
         factors: dict[int, tuple[float, ...]] = {}
         columns = (np.atleast_1d(column).tolist() for column in (norms, limits, moved))
         for members, norm, limit, chosen in zip(groups.members, *columns, strict=True):
-            if not chosen:
-                continue
-            target = limit
-            if self.min_norm is not None and norm < self.min_norm:
-                target = min(self.min_norm, limit)
-            factor = (0.0,) if self.skip else split(target, norm + self.eps, power)
-            factors.update(dict.fromkeys(members, factor))
+            if chosen:
+                factors.update(dict.fromkeys(members, self._factor(norm, limit, power)))
         return scaled(arrays, factors, backend)
+
+    def _factor(self, norm: float, limit: float, power: float) -> tuple[float, ...]:
+        if self.skip:
+            return (0.0,)
+        if self.min_norm is not None and norm < self.min_norm:
+            limit = min(self.min_norm, limit)
+        return split(limit, norm + self.eps, power)

@@ -63,6 +63,7 @@ CHUNK = 1 << 16
 # to 2^35 elements without being missed; the group is measured again.
 _UNDERFLOW = 2.0**-70
 
+_vdot = np.vdot
 _vecdot = np.vecdot
 
 
@@ -128,9 +129,7 @@ def square_sums(views: Sequence[HostView]) -> list[float]:
         if view.itemsize == 2:
             sums[place] = _half_square_sum(view)
         elif size < _BLOCK:
-            if size:
-                tails.append(view.ravel("K"))
-                rest.append(place)
+            sums[place] = float(_vdot(view, view))
         elif view.ndim > 1 and 128 <= view.shape[-1] <= _BLOCK:
             dots.append(_vecdot(view, view).ravel())
             rows.append(place)

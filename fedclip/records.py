@@ -10,9 +10,10 @@ every quantile of the norms is known within 1 %, and nothing grows with the numb
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -145,27 +146,55 @@ class RoundRecord:
         """Median of the norms before clipping, within 1 %."""
         return self.norm_quantile(0.5)
 
-    def add(self, norms: Floats, limits: Floats, clipped: Bools) -> None:
+    def add(self, batch: _Batch) -> None:
         """Add finite steps."""
-        self.steps += len(norms)
-        self.clipped += int(clipped.sum())
-        self.norm_min = _least(self.norm_min, float(norms.min()))
-        self.norm_max = _most(self.norm_max, float(norms.max()))
-        finite = limits[np.isfinite(limits)]
-        if finite.size:
-            self.limit = float(finite[-1])
-            self.limit_min = _least(self.limit_min, float(finite.min()))
-            self.limit_max = _most(self.limit_max, float(finite.max()))
-        self._count(norms)
+        self.steps += batch.steps
+        self.clipped += batch.clipped
+        self.norm_min = _least(self.norm_min, batch.norm_min)
+        self.norm_max = _most(self.norm_max, batch.norm_max)
+        if math.isfinite(batch.limit):
+            self.limit = batch.limit
+            self.limit_min = _least(self.limit_min, batch.limit_min)
+            self.limit_max = _most(self.limit_max, batch.limit_max)
+        merged = Counter(dict(zip(self.buckets, self.counts, strict=True)))
+        merged.update(batch.buckets)
+        self.buckets = sorted(merged)
+        self.counts = [merged[bucket] for bucket in self.buckets]
 
-    def _count(self, norms: Floats) -> None:
-        positive = norms > 0
-        where = np.full(len(norms), _ZERO)
-        where[positive] = np.ceil(np.log(norms[positive]) / math.log(_GAMMA)).astype(np.int64)
-        merged = dict(zip(self.buckets, self.counts, strict=True))
-        for bucket, count in zip(*np.unique(where, return_counts=True), strict=True):
-            merged[int(bucket)] = merged.get(int(bucket), 0) + int(count)
-        self.buckets, self.counts = map(list, zip(*sorted(merged.items()), strict=True))
+
+class _Batch(NamedTuple):
+    """Some finite steps of one group, in numbers."""
+
+    steps: int
+    clipped: int
+    norm_min: float
+    norm_max: float
+    limit: float
+    limit_min: float
+    limit_max: float
+    buckets: list[int]
+
+
+def _batches(norms: Floats, limits: Floats, clipped: Bools) -> Iterator[_Batch]:
+    """Yield a batch for each column of arrays of (steps, groups), worked out for all at once."""
+    steps = len(norms)
+    finite = np.isfinite(limits)
+    # The last finite limit of each group, and infinity where there is none.
+    last = steps - 1 - np.argmax(finite[::-1], axis=0)
+    buckets = np.full(norms.shape, _ZERO)
+    positive = norms > 0
+    buckets[positive] = np.ceil(np.log(norms[positive]) / math.log(_GAMMA)).astype(np.int64)
+    columns = (
+        clipped.sum(axis=0),
+        norms.min(axis=0),
+        norms.max(axis=0),
+        limits[last, np.arange(limits.shape[1])],
+        np.where(finite, limits, np.inf).min(axis=0),
+        np.where(finite, limits, -np.inf).max(axis=0),
+        buckets.T,
+    )
+    for row in zip(*(column.tolist() for column in columns), strict=True):
+        yield _Batch(steps, *row)
 
 
 # The bucket of a norm of exactly 0, below that of the smallest float.
@@ -187,7 +216,7 @@ class Recorder:
         self.round = 0
         self._labels: tuple[str, ...] = ()
         self._buffer: list[tuple[Any, Any, Any]] = []
-        self._done: list[RoundRecord] = []
+        self._done: dict[tuple[int, str], RoundRecord] = {}
 
     def start_round(self) -> None:
         """Begin the next round."""
@@ -226,12 +255,13 @@ class Recorder:
     def nonfinite(self) -> int:
         """Non-finite steps in this round."""
         self._flush()
-        return sum(r.nonfinite for r in self._done if r.round == self.round and r.group == ALL)
+        record = self._done.get((self.round, ALL))
+        return record.nonfinite if record else 0
 
     def rounds(self) -> list[RoundRecord]:
         """Return the records of the last rounds, oldest first, "all" before the groups."""
         self._flush()
-        return sorted(self._done, key=lambda r: (r.round, r.group != ALL))
+        return sorted(self._done.values(), key=lambda r: (r.round, r.group != ALL))
 
     def get_state(self) -> dict[str, Any]:
         """Return the records as plain numbers, strings and lists."""
@@ -240,44 +270,48 @@ class Recorder:
     def set_state(self, round_: int, rounds: list[RoundRecord]) -> None:
         """Take over records that `read_rounds` has checked."""
         self._buffer.clear()
-        self.round, self._done = round_, rounds
+        self.round = round_
+        self._done = {(record.round, record.group): record for record in rounds}
 
     def _record(self, group: str) -> RoundRecord:
-        for record in reversed(self._done):
-            if record.round == self.round and record.group == group:
-                return record
-        self._done.append(RoundRecord(self.round, group))
-        return self._done[-1]
+        return self._done.setdefault((self.round, group), RoundRecord(self.round, group))
 
     def _flush(self) -> None:
         if not self._buffer:
             return
         columns = zip(*self._buffer, strict=True)
-        norms, limits, clipped = (np.stack([on_host(x) for x in column]) for column in columns)
+        norms, limits, clipped = (_table(column) for column in columns)
         self._buffer.clear()
         finite = np.isfinite(norms).all(axis=1)
-        for _ in range(int((~finite).sum())):
-            self.add_nonfinite()
-        norms, limits, clipped = norms[finite], limits[finite], clipped[finite]
-        if not len(norms):
-            return
+        if not finite.all():
+            for _ in range(int((~finite).sum())):
+                self.add_nonfinite()
+            norms, limits, clipped = norms[finite], limits[finite], clipped[finite]
+            if not len(norms):
+                return
         if len(self._labels) == 1:
-            self._record(ALL).add(norms[:, 0], limits[:, 0], clipped[:, 0])
+            self._record(ALL).add(*_batches(norms, limits, clipped))
             return
-        for group, label in enumerate(self._labels):
-            self._record(label).add(norms[:, group], limits[:, group], clipped[:, group])
+        for label, batch in zip(self._labels, _batches(norms, limits, clipped), strict=True):
+            self._record(label).add(batch)
         # The whole gradient has no single limit; its norm is that of the groups' norms.
         peak = np.maximum(norms.max(axis=1, keepdims=True), np.finfo(np.float64).tiny)
-        total = peak[:, 0] * np.sqrt(np.square(norms / peak).sum(axis=1))
-        unlimited = np.full(len(total), np.inf)
-        self._record(ALL).add(total, unlimited, np.asarray(clipped.any(axis=1)))
+        total = peak * np.sqrt(np.square(norms / peak).sum(axis=1, keepdims=True))
+        unlimited = np.full(total.shape, np.inf)
+        any_clipped: Bools = np.any(clipped, axis=1, keepdims=True)
+        self._record(ALL).add(*_batches(total, unlimited, any_clipped))
 
     def _trim(self) -> None:
-        self._done = [
-            r
-            for r in self._done
-            if r.round > self.round - (_ROUNDS if r.group == ALL else _GROUP_ROUNDS)
-        ]
+        for round_, group in list(self._done):
+            if round_ <= self.round - (_ROUNDS if group == ALL else _GROUP_ROUNDS):
+                del self._done[round_, group]
+
+
+def _table(column: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Return numbers, or arrays of numbers, of some steps as an array of (steps, groups)."""
+    if isinstance(column[0], (bool, float)):
+        return np.array(column).reshape(-1, 1)
+    return np.stack([on_host(numbers) for numbers in column])
 
 
 _INTS = ("round", "steps", "clipped", "nonfinite")

@@ -39,19 +39,20 @@ class JaxBackend(Backend):
         self._on_cpu: dict[Any, bool] = {}
 
     def host(self, arrays: Sequence[Array]) -> list[HostView | None]:
-        known = self._on_cpu
-        views: list[HostView | None] = []
-        for array in arrays:
-            if isinstance(array, jax.core.Tracer):
-                views.append(None)
-                continue
-            sharding = array.sharding
-            on_cpu = known.get(sharding)
-            if on_cpu is None:
-                on_cpu = all(d.platform == "cpu" for d in sharding.device_set)
-                known[sharding] = on_cpu
-            views.append(bits(np.asarray(array)) if on_cpu else None)
-        return views
+        try:
+            if all(self._on_cpu[a.sharding] for a in arrays):
+                return [bits(np.asarray(a)) for a in arrays]
+        except (KeyError, AttributeError, jax.errors.ConcretizationTypeError):
+            # A sharding that was not met before, or a traced value, which has none.
+            pass
+        return [self._view(a) for a in arrays]
+
+    def _view(self, array: Array) -> HostView | None:
+        if isinstance(array, jax.core.Tracer):
+            return None
+        devices = array.sharding.device_set
+        on_cpu = self._on_cpu[array.sharding] = all(d.platform == "cpu" for d in devices)
+        return bits(np.asarray(array)) if on_cpu else None
 
     def dtype(self, array: Array) -> str:
         return str(array.dtype.name)

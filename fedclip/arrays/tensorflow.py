@@ -14,6 +14,8 @@ from fedclip.arrays.numpy import bits
 
 __all__ = ["TensorflowBackend"]
 
+_Eager = tf.__internal__.EagerTensor
+
 
 class TensorflowBackend(Backend):
     """Tensors of TensorFlow."""
@@ -21,7 +23,15 @@ class TensorflowBackend(Backend):
     name = "tensorflow"
 
     def host(self, arrays: Sequence[Array]) -> list[HostView | None]:
-        return [self._view(t) for t in arrays]
+        views: list[HostView | None] = []
+        for tensor in arrays:
+            # The usual case first, and without a call: a model has hundreds of tensors.
+            if type(tensor) is _Eager and "CPU" in tensor.device and tensor.ndim:
+                view = np.asarray(tensor)
+                views.append(bits(view) if view.dtype.kind == "V" else view)
+            else:
+                views.append(self._view(tensor))
+        return views
 
     def _view(self, tensor: Array) -> HostView | None:
         tensor = self._values(tensor)
