@@ -304,19 +304,13 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
             )
         round_ = SERVER.get()
         parts = updates.parts
-        expected = self._common_shape(parts)
-        sound, faults = [], []
-        for part in parts:
-            fault = part.fault or self._fault(part, expected)
-            if fault:
-                faults.append(fault)
-            else:
-                sound.append(part.updates)
+        faults = self._faults(parts)
+        sound = [part.updates for part, fault in zip(parts, faults, strict=True) if not fault]
         template = next((p.updates for p in parts if isinstance(p.updates, Vector)), None)
         if template is None:
             raise ValueError(f"clipped-averaging: no reply holds an update ({'; '.join(faults)})")
         replies = sum(max(1, part.n_clients) for part in parts)
-        self._report(updates, replies, faults)
+        self._report(updates, replies, [fault for fault in faults if fault])
         clients = replies
         if round_ is not None and round_.clients is not None:
             clients = round_.clients
@@ -330,31 +324,37 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
                 round_.trouble = f"clipped-averaging excludes {self.exclude} from the bound"
         return average
 
-    @staticmethod
-    def _common_shape(parts: Sequence[ClippedUpdates]) -> Any:
-        """Return the names and shapes that most replies have."""
-        shapes = Counter(_shape(p.updates) for p in parts if isinstance(p.updates, Vector))
-        return shapes.most_common(1)[0][0] if shapes else None
-
-    def _fault(self, part: ClippedUpdates, expected: Any) -> str:
-        """Say why an update can not be what an honest client shares, if so."""
-        vector = part.updates
-        if _shape(vector) != expected:
-            return "it has other tensors than most"
-        if not all(math.isfinite(measure(_views({k: v}), "inf")) for k, v in vector.coefs.items()):
-            return "it holds NaN or infinity"
-        round_ = SERVER.get()
-        engine = self._engine
+    def _faults(self, parts: Sequence[ClippedUpdates]) -> list[str]:
+        """Say of each reply why it can not be what an honest client shares; "" if it can."""
+        round_, engine = SERVER.get(), self._engine
         engine.bound = round_.bound if round_ is not None else (self.max_norm or math.inf)
         engine.whole = round_ is not None
-        groups = resolve(self.scope, self.exclude, tuple(vector.coefs))
-        values = [vector.coefs[name] for name in groups.names]
-        if not values:
-            return ""
-        backend = backend_of(values[0])
-        norms = np.atleast_1d(l2_norms(values, backend.host(values), groups, backend))
+        shapes = [None if part.fault else _shape(part.updates) for part in parts]
+        # What most replies have is what the model has.
+        common = Counter(shape for shape in shapes if shape).most_common(1)
+        faults = []
+        for part, shape in zip(parts, shapes, strict=True):
+            if not part.fault and shape != common[0][0]:
+                part.fault = "it has other tensors than most"
+            faults.append(part.fault or self._excess(part))
+        return faults
+
+    def _excess(self, part: ClippedUpdates) -> str:
+        """Say by how much an update is beyond what its client should have clipped it to."""
+        coefs = part.updates.coefs
+        groups = resolve(self.scope, self.exclude, tuple(coefs))
+        left = {k: v for k, v in coefs.items() if k in groups.excluded}
+        values = [coefs[name] for name in groups.names]
+        norms: Any = []
+        if values:
+            backend = backend_of(values[0])
+            norms = np.atleast_1d(l2_norms(values, backend.host(values), groups, backend))
+        if not (np.isfinite(norms).all() and math.isfinite(measure(_views(left), "inf"))):
+            return "it holds NaN or infinity"
         slack = _SLACK if part.n_clients == 1 else _SUM_SLACK
-        for label, norm, limit in zip(groups.labels, norms, engine.limits(groups), strict=True):
+        for label, norm, limit in zip(
+            groups.labels, norms, self._engine.limits(groups), strict=True
+        ):
             if norm > limit * max(1, part.n_clients) * slack:
                 return f"its norm of {label!r} is {norm:.4g}, beyond the limit of {limit:.4g}"
         return ""

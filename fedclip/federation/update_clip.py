@@ -419,15 +419,17 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
                 raise ValueError(
                     f"one round with noise_multiplier={z!r} costs epsilon = {first:.4g} at "
                     f"delta={self.delta!r}, above max_epsilon={self.max_epsilon!r}: take "
-                    f"noise_multiplier >= {self._enough_noise():.3g}"
+                    f"noise_multiplier >= {self._enough_noise():g}"
                 )
 
     def _enough_noise(self) -> float:
+        """Return a noise multiplier with which one round is within the budget."""
         assert self._accountant is not None
+        assert self.max_epsilon is not None
         z = self.noise_multiplier
-        while self._accountant.epsilon(z, 1) > (self.max_epsilon or math.inf):
-            z *= 1.05
-        return z
+        while self._accountant.epsilon(z, 1) > self.max_epsilon:
+            z *= 1.01
+        return math.ceil(100 * z) / 100
 
     @property
     def noise(self) -> float:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,8 +23,13 @@ from fedclip.errors import StateError
 
 __all__ = ["Accountant", "default_bits_noise", "split_noise"]
 
-# Opacus' own stop at 63, which is not the best order where the budget is small.
-_ORDERS = [1 + x / 10 for x in range(1, 100)] + list(range(11, 64)) + [2**k for k in range(6, 13)]
+# Opacus' own stop at 63, which is not the best where the budget is small.
+_ORDERS = (
+    [1.01, 1.03]
+    + [1 + x / 10 for x in range(1, 100)]
+    + list(range(11, 64))
+    + [2**k for k in range(6, 13)]
+)
 
 
 def default_bits_noise(noise_multiplier: float, clients: int) -> float:
@@ -98,7 +104,10 @@ class Accountant:
         factor = 0.5 if self.relation == "replace-one" else 1.0
         accountant = RDPAccountant()
         accountant.history = [(z * factor, 1.0, rounds) for z, rounds in history]
-        return float(accountant.get_epsilon(delta=self.delta, alphas=_ORDERS))
+        with warnings.catch_warnings():
+            # Where an order beyond these would be a little better: this is an upper bound, too.
+            warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)
+            return float(accountant.get_epsilon(delta=self.delta, alphas=_ORDERS))
 
     def affordable(self, noise_multiplier: float, budget: float, most: int) -> int:
         """Return how many more rounds stay within an epsilon of `budget`, up to `most`."""

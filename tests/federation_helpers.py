@@ -1,0 +1,71 @@
+"""A round of declearn without its network: the same calls, in the same order, on real messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from declearn.aggregator import Aggregator
+from declearn.messaging import SerializedMessage, TrainReply
+from declearn.model.sklearn import NumpyVector
+from declearn.optimizer import Optimizer
+
+Update = Any
+
+
+class Clients:
+    """Clients that share a process, each with its own optimizer and aggregator."""
+
+    def __init__(self, n: int, modules: Sequence[Any], aggregator: dict[str, Any]) -> None:
+        self.optimizers = [Optimizer(lrate=1.0, modules=list(modules)) for _ in range(n)]
+        self.aggregators = [Aggregator.from_config(aggregator) for _ in range(n)]
+
+    def round(self, i: int, aux: dict[str, Any], update: Update, n_steps: int = 1) -> TrainReply:
+        """Return what client `i` replies when its round gives this update."""
+        optim = self.optimizers[i]
+        optim.process_aux_var(aux)
+        optim.start_round()
+        vector = update if isinstance(update, NumpyVector) else NumpyVector({"w": update})
+        updates = self.aggregators[i].prepare_for_sharing(updates=vector, n_steps=n_steps)
+        return TrainReply(
+            updates=updates,
+            aux_var=optim.collect_aux_var(),
+            n_epoch=1,
+            n_steps=n_steps,
+            t_spent=0.0,
+        )
+
+
+class Server:
+    """The server's side of a round; it records the pseudo-gradient after its modules."""
+
+    def __init__(self, modules: Sequence[Any], aggregator: dict[str, Any]) -> None:
+        self.optim = Optimizer(lrate=1.0, modules=list(modules))
+        self.aggregator = Aggregator.from_config(aggregator)
+
+    def start(self) -> dict[str, Any]:
+        return self.optim.collect_aux_var()
+
+    def finish(self, replies: Sequence[TrainReply]) -> NumpyVector:
+        """Do what `FederatedServer._conduct_global_update` does, short of the model."""
+        aux_var: dict[str, Any] = {}
+        for reply in replies:
+            for key, aux in reply.aux_var.items():
+                aux_var[key] = aux_var.get(key, 0) + aux
+        self.optim.process_aux_var(aux_var)
+        gradients = self.aggregator.finalize_updates(sum(r.updates for r in replies))
+        for module in self.optim.modules:
+            gradients = module.run(gradients)
+        return gradients
+
+
+def sent(reply: TrainReply) -> TrainReply:
+    """Return the reply as it arrives: through declearn's serialisation."""
+    arrived: Any = SerializedMessage.from_bin_message(reply.serialize()).deserialize()
+    return arrived
+
+
+def norm(vector: NumpyVector) -> float:
+    squares = (np.square(v, dtype=np.float64).sum() for v in vector.coefs.values())
+    return float(np.sqrt(sum(squares)))

@@ -1,0 +1,747 @@
+"""`clipped-averaging`, `update-clip-client` and `update-clip-server`, without a network."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.aggregator import Aggregator
+from declearn.messaging import TrainReply
+from declearn.model.sklearn import NumpyVector
+from declearn.optimizer import Optimizer
+from federation_helpers import Clients, Server, norm, sent
+
+import fedclip
+from fedclip.errors import NonFiniteError, StateError
+from fedclip.federation.coupling import CLIENT, SERVER
+from fedclip.federation.update_clip import UpdateClipBound, UpdateClipVotes, next_bound
+from fedclip.federation.updates import ClippedUpdates
+from fedclip.privacy.accounting import split_noise
+
+CLIPPED = {"name": "clipped-averaging"}
+ADAPTIVE: list[Any] = ["update-clip-client"]
+
+
+@pytest.fixture(autouse=True)
+def _no_round_left_open() -> Any:
+    yield
+    CLIENT.set(None)
+    SERVER.set(None)
+
+
+def vector(*norms: float, dtype: str = "float64") -> NumpyVector:
+    """Return tensors layer0.w, layer1.w, ... of these norms, along random directions."""
+    rng = np.random.default_rng(len(norms))
+    tensors = {}
+    for i, size in enumerate(norms):
+        direction = rng.normal(size=(3, 4))
+        tensors[f"layer{i}.w"] = (size * direction / np.linalg.norm(direction)).astype(dtype)
+    return NumpyVector(tensors)
+
+
+def share(config: dict[str, Any], update: NumpyVector, n_steps: int = 3) -> ClippedUpdates:
+    aggregator = Aggregator.from_config({**CLIPPED, **config})
+    # declearn calls it with keywords.
+    result = aggregator.prepare_for_sharing(updates=update, n_steps=n_steps)
+    assert isinstance(result, ClippedUpdates)
+    return result
+
+
+# -- the aggregator alone ---------------------------------------------------------------------
+
+
+def test_update_within_the_bound_is_the_same_object() -> None:
+    update = vector(0.6, 0.8)
+    shared = share({"max_norm": 1.0001}, update)
+    assert shared.updates is update
+    assert (shared.weights, shared.n_clients, shared.n_clipped, shared.n_zeroed) == (1, 1, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("size", [1.001, 40.0, 3e4])
+def test_shared_norm_never_exceeds_the_bound(dtype: str, size: float) -> None:
+    shared = share({"max_norm": 1.0}, vector(size, size / 2, dtype=dtype))
+    assert 0.99 < norm(shared.updates) <= 1.0
+    assert shared.n_clipped == 1
+    assert all(v.dtype == dtype for v in shared.updates.coefs.values())
+
+
+def test_weight_does_not_depend_on_the_number_of_steps() -> None:
+    for n_steps in (1, 1000):
+        shared = share({"max_norm": 1.0}, vector(5.0), n_steps)
+        assert shared.weights == 1
+        assert norm(shared.updates) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("scope", "expected"),
+    [
+        ("global", [1.0 * 3 / 5, 1.0 * 4 / 5]),
+        ("tensor", [1.0, 1.0]),
+        ("layer", [1.0, 1.0]),
+        (["layer0.*"], [1.0, 1.0]),
+        ({"layer0.*": 0.25}, [0.25, 1.0]),
+    ],
+)
+def test_scopes(scope: Any, expected: list[float]) -> None:
+    shared = share({"max_norm": 1.0, "scope": scope}, vector(3.0, 4.0))
+    norms = [float(np.linalg.norm(v)) for v in shared.updates.coefs.values()]
+    assert norms == pytest.approx(expected, rel=1e-9)
+
+
+def test_groups_of_a_bound_from_the_server_stay_within_it_together() -> None:
+    for scope in ("tensor", ["layer0.*"]):
+        clients = Clients(1, ADAPTIVE, {**CLIPPED, "scope": scope})
+        reply = clients.round(0, {"update-clip": UpdateClipBound(1.0)}, vector(3.0, 4.0))
+        norms = [float(np.linalg.norm(v)) for v in reply.updates.updates.coefs.values()]
+        assert norms == pytest.approx([0.5**0.5, 0.5**0.5])
+        assert norm(reply.updates.updates) <= 1.0
+
+
+def test_excluded_tensors_are_shared_as_they_are() -> None:
+    shared = share({"max_norm": 1.0, "exclude": "layer1.*"}, vector(3.0, 4.0))
+    norms = [float(np.linalg.norm(v)) for v in shared.updates.coefs.values()]
+    assert norms == pytest.approx([1.0, 4.0])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("exclude", [None, "layer1.*"])
+def test_update_that_is_not_finite_is_zeroed_and_counted(value: float, exclude: Any) -> None:
+    update = vector(3.0, 4.0)
+    update.coefs["layer1.w"][0, 0] = value
+    if exclude is None:
+        with pytest.warns(fedclip.FedclipWarning, match=r"NaN or infinity in 'layer1\.w'"):
+            shared = share({"max_norm": 1.0}, update)
+    else:
+        shared = share({"max_norm": 1.0, "exclude": exclude}, update)
+    assert norm(shared.updates) == 0
+    assert (shared.n_clipped, shared.n_zeroed) == (0, 1)
+    with pytest.raises(NonFiniteError, match=r"layer1\.w"):
+        share({"max_norm": 1.0, "on_nonfinite": "raise", "exclude": exclude}, update)
+
+
+@pytest.mark.parametrize(
+    ("config", "zeroed"),
+    [
+        ({"zeroing_norm": 10.0}, 1),
+        ({"zeroing_norm": 13.0}, 0),  # the largest value is below it
+        ({"zeroing_norm": 19.0, "zeroing_ord": 2}, 1),
+        ({"zeroing_norm": 21.0, "zeroing_ord": 2}, 0),
+        ({"zeroing_norm": 27.0, "zeroing_ord": 1}, 1),
+        ({"zeroing_norm": 29.0, "zeroing_ord": 1}, 0),
+        ({"zeroing_factor": 19.9}, 1),
+        ({"zeroing_factor": 20.1}, 0),
+    ],
+)
+def test_far_out_of_range_is_zeroed(config: dict[str, Any], zeroed: int) -> None:
+    update = NumpyVector({"w": np.array([12.0, -16.0]), "b": np.zeros(())})
+    if config.get("zeroing_norm") == 13.0:
+        update = NumpyVector({"w": np.array([12.0, -12.9])})
+    shared = share({"max_norm": 1.0, **config}, update)
+    assert shared.n_zeroed == zeroed
+    assert norm(shared.updates) == (0.0 if zeroed else pytest.approx(1.0))
+
+
+def test_zeroed_update_keeps_its_weight() -> None:
+    server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0, "zeroing_norm": 100.0})
+    shared = [server.prepare_for_sharing(updates=vector(x), n_steps=1) for x in (0.5, 1e5)]
+    assert norm(server.finalize_updates(sum(shared))) == pytest.approx(0.25)
+
+
+def test_average_has_equal_weights_and_one_client_is_sound() -> None:
+    server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
+    one = [server.prepare_for_sharing(updates=vector(7.0), n_steps=9)]
+    assert norm(server.finalize_updates(sum(one))) == pytest.approx(1.0)
+    three = [server.prepare_for_sharing(updates=vector(x), n_steps=9) for x in (0.1, 0.2, 7.0)]
+    assert norm(server.finalize_updates(sum(three))) == pytest.approx(1.3 / 3)
+
+
+def test_no_reply_at_all_is_a_sentence() -> None:
+    server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
+    with pytest.raises(TypeError, match="no client has replied"):
+        server.finalize_updates(sum([]))
+
+
+def test_configuration_is_complete() -> None:
+    config = {
+        "max_norm": 2.0,
+        "scope": {"a.*": 0.5},
+        "exclude": ["b.*"],
+        "zeroing_norm": 3.0,
+        "zeroing_factor": 4.0,
+        "zeroing_ord": 2,
+        "secagg_range": 5.0,
+        "on_nonfinite": "raise",
+    }
+    aggregator = Aggregator.from_config({**CLIPPED, **config})
+    assert aggregator.get_config() == {**CLIPPED, **config}
+    assert type(aggregator).from_config(aggregator.get_config()).get_config() == {
+        **CLIPPED,
+        **config,
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "text"),
+    [
+        ({"max_norm": 0}, ValueError, "max_norm must be a finite number > 0"),
+        ({"max_norm": math.nan}, ValueError, "max_norm"),
+        ({"max_norm": True}, TypeError, "max_norm"),
+        ({"max_nrom": 1.0}, TypeError, "did you mean 'max_norm'"),
+        ({"scope": {"a": 1.0}}, ValueError, "need max_norm"),
+        ({"scope": "globl"}, ValueError, "did you mean 'global'"),
+        ({"zeroing_norm": -1}, ValueError, "zeroing_norm"),
+        ({"zeroing_factor": 1.0}, ValueError, "zeroing_factor must be a finite number > 1"),
+        ({"secagg_range": "1e5"}, TypeError, "secagg_range"),
+        ({"on_nonfinite": "propagate"}, ValueError, "on_nonfinite"),
+    ],
+)
+def test_parameters_of_the_aggregator(
+    config: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        fedclip.ClippedAveraging(**config)
+
+
+# -- the bound ----------------------------------------------------------------------------------
+
+
+def rounds_in_theory(start: float, spread: float, quantile: float, rate: float) -> int:
+    """Return after how many rounds infinitely many clients would be within 25 %."""
+    from scipy.stats import lognorm
+
+    law = lognorm(spread)
+    target, bound, rounds = float(law.ppf(quantile)), start, 0
+    while abs(math.log(bound / target)) > math.log(1.25):
+        bound = next_bound(bound, float(law.cdf(bound)), quantile, rate)
+        rounds += 1
+    return rounds
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+@pytest.mark.parametrize("times", [0.1, 10.0])
+@pytest.mark.parametrize("m", [5, 20, 200, 1000])
+def test_bound_converges_to_the_quantile_in_time(m: int, times: float, noise: float) -> None:
+    spread, rng = 0.25, np.random.default_rng(m)
+    expected = rounds_in_theory(times, spread, 0.5, 0.2)
+    config: dict[str, Any] = {"start_norm": times}
+    if noise:
+        config |= {"noise_multiplier": noise, "expected_clients": m}
+        config |= {"generator": "insecure", "seed": 3}
+    server = Server([("update-clip-server", config)], CLIPPED)
+    clients = Clients(1, ADAPTIVE, CLIPPED)
+    module: Any = server.optim.modules[0]
+    reached, after = None, []
+    rounds = expected + 25 if m < 1000 else expected + 6
+    for i in range(rounds):
+        aux = server.start()
+        norms = rng.lognormal(0.0, spread, size=m)
+        server.finish([clients.round(0, aux, np.array([x, 0.0])) for x in norms])
+        if reached is None and abs(math.log(module.bound)) < math.log(1.25):
+            reached = i + 1
+        if reached is not None:
+            after.append(math.log(module.bound))
+    assert reached is not None
+    # With noise on the votes of few clients, the way is a random walk with this drift.
+    slack = 8 if noise and m == 5 else 3
+    assert abs(reached - expected) <= slack, (reached, expected)
+    assert abs(np.mean(after[3:])) < (0.35 if m == 5 else 0.2)
+
+
+@pytest.mark.parametrize("quantile", [0.2, 0.8])
+def test_other_quantiles(quantile: float) -> None:
+    rng = np.random.default_rng(0)
+    server = Server([("update-clip-server", {"start_norm": 1.0, "quantile": quantile})], CLIPPED)
+    clients = Clients(1, ADAPTIVE, CLIPPED)
+    for _ in range(80):
+        aux = server.start()
+        replies = [clients.round(0, aux, np.array([x])) for x in rng.uniform(0, 10, size=60)]
+        server.finish(replies)
+    assert server.optim.modules[0].bound == pytest.approx(10 * quantile, rel=0.15)  # type: ignore[attr-defined]
+
+
+def test_sign_of_the_rule() -> None:
+    """Everybody clipped: up. Nobody: down. (One well-known system has it the other way round.)"""
+    assert next_bound(1.0, 0.0, 0.5, 0.2) == pytest.approx(math.exp(0.1))
+    assert next_bound(1.0, 1.0, 0.5, 0.2) == pytest.approx(math.exp(-0.1))
+    assert next_bound(1.0, 0.5, 0.5, 0.2) == 1.0
+    # A noisy share is clamped: no round moves the bound further than that.
+    assert next_bound(1.0, -7.0, 0.5, 0.2) == next_bound(1.0, 0.0, 0.5, 0.2)
+    assert next_bound(1.0, +7.0, 0.5, 0.2) == next_bound(1.0, 1.0, 0.5, 0.2)
+
+
+def test_norm_equal_to_the_bound_is_within_it() -> None:
+    clients = Clients(1, ADAPTIVE, CLIPPED)
+    for value, within in ((0.5, 1), (math.nextafter(0.5, 1.0), 0), (0.499, 1)):
+        aux = {"update-clip": UpdateClipBound(0.5)}
+        reply = clients.round(0, aux, np.array([value]))
+        assert reply.aux_var["update-clip"] == UpdateClipVotes(1, 1, within)
+
+
+def test_bounds_on_the_bound() -> None:
+    config = {"start_norm": 1.0, "min_norm": 0.9, "max_norm": 1.2}
+    server = Server([("update-clip-server", config)], CLIPPED)
+    clients = Clients(3, ADAPTIVE, CLIPPED)
+    seen = []
+    for size in [50.0] * 4 + [1e-3] * 8:
+        aux = server.start()
+        server.finish([clients.round(i, aux, np.array([size])) for i in range(3)])
+        seen.append(server.optim.modules[0].bound)  # type: ignore[attr-defined]
+    assert max(seen) == 1.2
+    assert min(seen) == 0.9
+
+
+def test_client_without_a_step_abstains() -> None:
+    server = Server([("update-clip-server", {"start_norm": 1.0})], CLIPPED)
+    clients = Clients(3, ADAPTIVE, CLIPPED)
+    for steps, expected in (((0, 0, 0), 1.0), ((0, 0, 5), math.exp(0.1))):
+        aux = server.start()
+        replies = [
+            clients.round(i, aux, np.array([9.0 if n else 0.0]), n) for i, n in enumerate(steps)
+        ]
+        # The same fields, whatever happened: a secure sum takes no less.
+        assert {tuple(r.aux_var["update-clip"].to_dict()) for r in replies} == {
+            ("n_clients", "n_votes", "n_within", "n_faults")
+        }
+        assert all(
+            type(v) is int for r in replies for v in r.aux_var["update-clip"].to_dict().values()
+        )
+        average = server.finish(replies)
+        assert server.optim.modules[0].bound == pytest.approx(expected)  # type: ignore[attr-defined]
+    assert norm(average) == pytest.approx(1 / 3)
+
+
+def test_fixed_bound_from_the_server_asks_for_no_votes() -> None:
+    server = Server([("update-clip-server", {"start_norm": 2.0, "learning_rate": 0})], CLIPPED)
+    clients = Clients(2, ADAPTIVE, CLIPPED)
+    aux = server.start()
+    replies = [clients.round(i, aux, np.array([9.0])) for i in range(2)]
+    assert [r.aux_var["update-clip"] for r in replies] == [UpdateClipVotes()] * 2
+    assert norm(server.finish(replies)) == pytest.approx(2.0)
+    assert server.optim.modules[0].bound == 2.0  # type: ignore[attr-defined]
+
+
+def test_two_clients_of_one_process_do_not_mix() -> None:
+    """Each in a task of its own, interleaved as far as declearn lets them."""
+    import asyncio
+
+    async def one(bound: float, gate: asyncio.Event) -> float:
+        clients = Clients(1, ADAPTIVE, CLIPPED)
+        norms = []
+        for _ in range(3):
+            await asyncio.sleep(0)
+            reply = clients.round(0, {"update-clip": UpdateClipBound(bound)}, np.array([9.0]))
+            norms.append(norm(reply.updates.updates))
+            gate.set()
+        assert norms == pytest.approx([bound] * 3)
+        return bound
+
+    async def both() -> list[float]:
+        gate = asyncio.Event()
+        return await asyncio.gather(*(one(b, gate) for b in (0.5, 1.0, 2.0)))
+
+    assert asyncio.run(both()) == [0.5, 1.0, 2.0]
+
+
+# -- noise --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("z", "sigma"), [(1.0, 1.0), (0.5, 2.5), (1.0, 0.51), (3.0, 50.0)])
+def test_split_of_the_noise(z: float, sigma: float) -> None:
+    from fractions import Fraction
+
+    square = 1 / (1 / Fraction(z) ** 2 - 1 / (2 * Fraction(sigma)) ** 2)
+    assert split_noise(z, sigma) == pytest.approx(math.sqrt(square), rel=1e-12)
+
+
+def test_defaults_work_for_three_clients_as_for_a_thousand() -> None:
+    for m, sigma in ((3, 1.0), (20, 1.0), (1000, 50.0)):
+        module = fedclip.UpdateClipServer(noise_multiplier=1.0, expected_clients=m)
+        assert module.noise == pytest.approx(split_noise(1.0, sigma), rel=1e-12)
+        assert module.noise < 1.1548
+
+
+def test_noise_is_sized_on_the_bound_that_was_sent() -> None:
+    m, size = 4, 40_000
+    config = {
+        "start_norm": 1.0,
+        "learning_rate": 5.0,  # so that the next bound is another by far
+        "noise_multiplier": 1.5,
+        "bits_noise": 3.0,
+        "expected_clients": m,
+    }
+    server = Server([("update-clip-server", config)], CLIPPED)
+    clients = Clients(m, ADAPTIVE, CLIPPED)
+    module: Any = server.optim.modules[0]
+    for _ in range(4):
+        before = module.bound
+        aux = server.start()
+        assert aux["update-clip"].bound == before
+        out = server.finish([clients.round(i, aux, np.zeros(size)) for i in range(m)])
+        assert module.bound != before
+        assert np.std(out.coefs["w"]) == pytest.approx(module.noise * before / m, rel=0.03)
+
+
+def test_denominator_is_the_expected_number_whoever_replies() -> None:
+    config = {"start_norm": 1.0, "noise_multiplier": 1e-9, "expected_clients": 10}
+    server = Server([("update-clip-server", config)], CLIPPED)
+    clients = Clients(3, ADAPTIVE, CLIPPED)
+    aux = server.start()
+    out = server.finish([clients.round(i, aux, np.array([5.0, 0.0])) for i in range(3)])
+    assert norm(out) == pytest.approx(3 / 10)
+
+
+def test_under_noise_nothing_else_is_counted() -> None:
+    config = {"start_norm": 1.0, "noise_multiplier": 1.0, "expected_clients": 2}
+    server = Server([("update-clip-server", config)], CLIPPED)
+    clients = Clients(1, ADAPTIVE, CLIPPED)
+    reply = clients.round(0, server.start(), np.array([50.0]))
+    assert (reply.updates.n_clipped, reply.updates.n_zeroed) == (0, 0)
+
+
+def test_insecure_noise_can_be_repeated_and_resumed() -> None:
+    config = {
+        "start_norm": 1.0,
+        "noise_multiplier": 1.0,
+        "expected_clients": 2,
+        "generator": "insecure",
+        "seed": 7,
+    }
+
+    def play(server: Server, rounds: range) -> list[float]:
+        clients = Clients(2, ADAPTIVE, CLIPPED)
+        out = []
+        for _ in rounds:
+            aux = server.start()
+            average = server.finish([clients.round(i, aux, np.array([3.0])) for i in range(2)])
+            out.append(float(average.coefs["w"][0]))
+        return out
+
+    whole = Server([("update-clip-server", config)], CLIPPED)
+    expected = play(whole, range(6))
+    first = Server([("update-clip-server", config)], CLIPPED)
+    got = play(first, range(3))
+    second = Server([("update-clip-server", config)], CLIPPED)
+    second.optim.set_state(first.optim.get_state())
+    got += play(second, range(3))
+    assert got == expected
+    assert second.optim.modules[0].epsilon == whole.optim.modules[0].epsilon  # type: ignore[attr-defined]
+    assert second.optim.get_state() == whole.optim.get_state()
+
+
+def test_the_budget_ends_the_training_before_it_is_passed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = {
+        "start_norm": 1.0,
+        "noise_multiplier": 2.0,
+        "expected_clients": 2,
+        "max_epsilon": 5.0,
+    }
+    server = Server([("update-clip-server", config)], CLIPPED)
+    module: Any = server.optim.modules[0]
+    clients = Clients(2, ADAPTIVE, CLIPPED)
+    left = module.rounds_left()
+    assert 2 < left < 20
+    for i in range(left):
+        assert module.rounds_left() == left - i
+        aux = server.start()
+        server.finish([clients.round(j, aux, np.array([1.0])) for j in range(2)])
+        assert module.epsilon <= 5.0
+    spent = module.epsilon
+    with caplog.at_level(logging.ERROR):
+        aux = server.start()
+    assert "the privacy budget is spent" in caplog.text
+    with pytest.raises(RuntimeError, match=f"budget is spent; epsilon is {spent:.4g}"):
+        clients.round(0, aux, np.array([1.0]))
+    assert module.epsilon == spent
+    # A server that is restarted with more to spend goes on from there.
+    richer = Server([("update-clip-server", {**config, "max_epsilon": 9.0})], CLIPPED)
+    richer.optim.set_state(server.optim.get_state())
+    assert richer.optim.modules[0].epsilon == spent  # type: ignore[attr-defined]
+    assert 0 < richer.optim.modules[0].rounds_left() < 20  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"noise_multiplier": 1.0}, "needs expected_clients"),
+        (
+            {"noise_multiplier": 1.0, "expected_clients": 9, "bits_noise": 0.5},
+            r"bits_noise > 0\.5 .*noise_multiplier < 1",
+        ),
+        ({"max_epsilon": 3.0}, "max_epsilon goes with noise_multiplier > 0"),
+        ({"bits_noise": 3.0}, "bits_noise goes with noise_multiplier > 0"),
+        (
+            {"noise_multiplier": 1.0, "expected_clients": 9, "max_epsilon": 1.0},
+            r"one round .* costs epsilon = 4\.7.*take noise_multiplier >= 4\.\d",
+        ),
+        ({"seed": 3}, "a seed goes with generator='insecure' only"),
+        ({"start_norm": 1e-9}, "start_norm must be within"),
+        ({"quantile": 1.0}, "quantile"),
+        ({"learning_rate": -1}, "learning_rate"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier"),
+        ({"expected_clients": 0}, "expected_clients must be an int >= 1"),
+        ({"relation": "replace"}, "did you mean 'replace-one'"),
+    ],
+)
+def test_parameters_of_the_server(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        fedclip.UpdateClipServer(**config)
+
+
+def test_replace_one_costs_what_half_the_noise_costs() -> None:
+    def cost(**config: Any) -> float:
+        module = fedclip.UpdateClipServer(expected_clients=9, **config)
+        assert module._accountant is not None
+        return module._accountant.epsilon(module.noise_multiplier, 10)
+
+    assert cost(noise_multiplier=4.0, relation="replace-one") == cost(noise_multiplier=2.0)
+
+
+# -- states -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"bound": 1.0, "round": 3},
+        {"bound": math.nan, "round": 3, "spent": []},
+        {"bound": -1.0, "round": 3, "spent": []},
+        {"bound": 1.0, "round": True, "spent": []},
+        {"bound": 1.0, "round": 3, "spent": [[1.0]]},
+        {"bound": 1.0, "round": 3, "spent": [[1.0, -2]]},
+        {"bound": 1.0, "round": 3, "spent": "no"},
+        {"bound": 1.0, "round": 3, "spent": [[1.0, 2]]},  # spent, but here without noise
+    ],
+)
+def test_state_that_can_not_be(state: dict[str, Any]) -> None:
+    optim = Optimizer(lrate=1.0, modules=[("update-clip-server", {"start_norm": 3.0})])
+    before = optim.get_state()
+    broken = {**before, "modules": [("update-clip-server", state)]}
+    with pytest.raises(StateError):
+        optim.set_state(broken)
+    assert optim.get_state() == before
+
+
+# -- mistakes end in a sentence -----------------------------------------------------------------
+
+
+def test_client_without_a_counterpart() -> None:
+    clients = Clients(1, ADAPTIVE, CLIPPED)
+    with pytest.raises(RuntimeError, match="put update-clip-server into server_opt"):
+        clients.round(0, {}, np.array([1.0]))
+
+
+def test_client_with_the_module_twice() -> None:
+    clients = Clients(1, ADAPTIVE * 2, CLIPPED)
+    with pytest.raises(RuntimeError, match="once only"):
+        clients.round(0, {"update-clip": UpdateClipBound(1.0)}, np.array([1.0]))
+
+
+def test_another_aggregator_lets_nothing_through() -> None:
+    clients = Clients(1, ADAPTIVE, {"name": "averaging"})
+    with pytest.raises(RuntimeError, match="set aggregator = 'clipped-averaging'"):
+        clients.round(0, {"update-clip": UpdateClipBound(1.0)}, np.array([1.0]))
+
+
+def test_no_bound_and_two_bounds() -> None:
+    with pytest.raises(ValueError, match="has no bound"):
+        share({}, vector(1.0))
+    clients = Clients(1, ADAPTIVE, {**CLIPPED, "max_norm": 1.0})
+    with pytest.raises(ValueError, match="brings another bound"):
+        clients.round(0, {"update-clip": UpdateClipBound(1.0)}, np.array([1.0]))
+
+
+@pytest.mark.parametrize("bound", [math.nan, math.inf, 0.0, -1.0])
+def test_client_takes_no_bound_that_is_none(bound: float) -> None:
+    clients = Clients(1, ADAPTIVE, CLIPPED)
+    with pytest.raises(ValueError, match="bound must be a finite number > 0"):
+        clients.round(0, {"update-clip": UpdateClipBound(bound)}, np.array([1.0]))
+
+
+NOISY = ("update-clip-server", {"noise_multiplier": 1.0, "expected_clients": 1, "start_norm": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("modules", "aggregator", "text"),
+    [
+        (["momentum", NOISY], CLIPPED, "put update-clip-server first"),
+        ([NOISY], {**CLIPPED, "exclude": "w"}, "excludes"),
+        ([NOISY, "update-clip-server"], CLIPPED, "two update-clip-server"),
+    ],
+)
+def test_server_voids_a_round_whose_bound_does_not_hold(
+    modules: list[Any], aggregator: dict[str, Any], text: str
+) -> None:
+    """Zeros at once, and a sentence at the start of the next round, on clients and server."""
+    server = Server(modules, aggregator)
+    clients = Clients(1, ADAPTIVE, aggregator)
+    aux = server.start()
+    if not aux["update-clip"].stop:
+        assert norm(server.finish([clients.round(0, aux, np.array([5.0]))])) == 0
+        aux = server.start()
+    with pytest.raises(RuntimeError, match=text):
+        clients.round(0, aux, np.array([5.0]))
+
+
+def test_fairness_takes_the_aggregator_away() -> None:
+    """As when declearn's fairness replaces the server's aggregator by its own."""
+    server = Server(["update-clip-server"], {"name": "averaging"})
+    clients = Clients(1, ADAPTIVE, CLIPPED)
+    aux = server.start()
+    reply = clients.round(0, aux, np.array([5.0]))
+    assert norm(server.finish([reply])) == 0
+    with pytest.raises(RuntimeError, match="not averaged by 'clipped-averaging'"):
+        clients.round(0, server.start(), np.array([5.0]))
+
+
+# -- hostile and broken clients -----------------------------------------------------------------
+
+
+def forged(reply: TrainReply, **fields: Any) -> TrainReply:
+    for key, value in fields.items():
+        target = reply.updates if hasattr(reply.updates, key) else reply.aux_var["update-clip"]
+        setattr(target, key, value)
+    return reply
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "nan": {"updates": NumpyVector({"w": np.array([math.nan, 0.0])})},
+    "inf": {"updates": NumpyVector({"w": np.array([math.inf, 0.0])})},
+    "1e30": {"updates": NumpyVector({"w": np.array([1e30, 0.0])})},
+    "slightly above": {"updates": NumpyVector({"w": np.array([1.001, 0.0])})},
+    "shape": {"updates": NumpyVector({"w": np.zeros(3)})},
+    "names": {"updates": NumpyVector({"v": np.zeros(2)})},
+    "text": {"updates": "not a vector"},
+    "nothing": {"updates": None},
+    "negative count": {"n_zeroed": -5},
+    "enormous count": {"n_clients": 10**12},
+    "float count": {"n_clipped": 0.5},
+    "both counts": {"n_clipped": 1, "n_zeroed": 1},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_hostile_update(kind: str, place: int, caplog: pytest.LogCaptureFixture) -> None:
+    """It counts as a zeroed one, and the server's log says so."""
+    server = Server([("update-clip-server", {"start_norm": 1.0})], CLIPPED)
+    clients = Clients(5, ADAPTIVE, CLIPPED)
+    aux = server.start()
+    replies = [clients.round(i, aux, np.array([5.0, 0.0])) for i in range(5)]
+    replies[place] = forged(replies[place], **HOSTILE[kind])
+    with caplog.at_level(logging.INFO):
+        out = server.finish([sent(r) for r in replies])
+    np.testing.assert_allclose(out.coefs["w"], [0.8, 0.0], rtol=1e-9)
+    assert server.optim.modules[0].bound == pytest.approx(math.exp(0.1))  # type: ignore[attr-defined]
+    assert "1 refused" in caplog.text
+    assert "the update of one of 5 replies counts as zero" in caplog.text
+    assert server.start()["update-clip"].stop == ""
+
+
+@pytest.mark.parametrize(
+    "votes",
+    [
+        {"n_votes": -1},
+        {"n_votes": 1_000_000},
+        {"n_votes": 1, "n_within": 2},
+        {"n_votes": 0, "n_within": 1},
+        {"n_votes": 1.0},
+        {"n_votes": math.nan},
+        {"n_votes": "1"},
+        {"n_within": None},
+        {"n_votes": True},
+        {"n_clients": 0},
+        "missing field",
+        "other type",
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("place", [0, 2])
+def test_hostile_votes(votes: Any, place: int, caplog: pytest.LogCaptureFixture) -> None:
+    server = Server([("update-clip-server", {"start_norm": 1.0})], CLIPPED)
+    clients = Clients(3, ADAPTIVE, CLIPPED)
+    aux = server.start()
+    replies = [clients.round(i, aux, np.array([5.0])) for i in range(3)]
+    if votes == "other type":
+        replies[place].aux_var["update-clip"] = UpdateClipBound(1e9)
+    elif votes == "missing field":
+        data = {"n_clients": 1, "surprise": 3}
+        replies[place].aux_var["update-clip"] = UpdateClipVotes.from_dict(data)
+    else:
+        forged(replies[place], **votes) if "n_clients" not in votes else setattr(
+            replies[place].aux_var["update-clip"], "n_clients", 0
+        )
+    with caplog.at_level(logging.WARNING):
+        server.finish([sent(r) if votes != "missing field" else r for r in replies])
+    # The two honest ones were clipped: up.
+    assert server.optim.modules[0].bound == pytest.approx(math.exp(0.1))  # type: ignore[attr-defined]
+    assert "1 replies held no proper vote" in caplog.text
+
+
+def test_reply_of_another_aggregator() -> None:
+    from declearn.aggregator import ModelUpdates
+
+    server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
+    fine = server.prepare_for_sharing(updates=NumpyVector({"w": np.ones(1)}), n_steps=1)
+    other = ModelUpdates(NumpyVector({"w": np.full(1, 1e6)}), 1e6)
+    for replies in ([fine, other], [other, fine], [fine, other, fine]):
+        out = server.finalize_updates(sum(replies))
+        honest = sum(isinstance(r, ClippedUpdates) for r in replies)
+        assert float(out.coefs["w"][0]) == pytest.approx(honest / len(replies))
+
+
+def test_sum_that_honest_clients_could_not_have_made(caplog: pytest.LogCaptureFixture) -> None:
+    """As it comes out of secure aggregation: nobody's reply, everybody's sum."""
+    server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
+    honest = ClippedUpdates(NumpyVector({"w": np.array([2.5, 0.0])}), 3, 3, 1, 0)
+    assert norm(server.finalize_updates(honest)) == pytest.approx(2.5 / 3)
+    lie = ClippedUpdates(NumpyVector({"w": np.array([1e5, 0.0])}), 3, 3, 1, 0)
+    assert norm(server.finalize_updates(lie)) == 0
+    assert "beyond the limit" in caplog.text
+
+
+@pytest.mark.parametrize("lie", [0, 1])
+def test_liars_move_the_bound_no_further_than_documented(lie: int) -> None:
+    """One in five always votes the same: the median becomes a quantile known in advance."""
+    rng = np.random.default_rng(5)
+    server = Server([("update-clip-server", {"start_norm": 5.0})], CLIPPED)
+    clients = Clients(1, ADAPTIVE, CLIPPED)
+    tail = []
+    for i in range(120):
+        aux = server.start()
+        replies = [clients.round(0, aux, np.array([x])) for x in rng.uniform(0, 10, size=50)]
+        for reply in replies[:10]:
+            reply.aux_var["update-clip"] = UpdateClipVotes(1, 1, lie)
+        before = server.optim.modules[0].bound  # type: ignore[attr-defined]
+        server.finish(replies)
+        after = server.optim.modules[0].bound  # type: ignore[attr-defined]
+        assert abs(math.log(after / before)) <= 0.1 + 1e-12
+        if i >= 60:
+            tail.append(after)
+    share, q = 0.2, 0.5
+    expected = (q - share * lie) / (1 - share)
+    assert np.mean(tail) == pytest.approx(10 * expected, rel=0.06)
+
+
+# -- traffic ------------------------------------------------------------------------------------
+
+
+def test_traffic_is_below_one_per_cent() -> None:
+    """Bytes of what is exchanged about clipping, against those of the update itself."""
+    server = Server(["update-clip-server"], CLIPPED)
+    clients = Clients(1, ADAPTIVE, CLIPPED)
+    plain = Clients(1, [], {"name": "averaging"})
+    update = NumpyVector({"w": np.ones((100, 1000), dtype=np.float32)})
+    aux = server.start()
+    reply = clients.round(0, aux, update)
+    base = plain.round(0, {}, update)
+    extra = len(reply.serialize()) - len(base.serialize())
+    bound = len(repr(aux["update-clip"].to_dict()))
+    assert 0 < extra + bound < 0.01 * len(base.serialize())
+    assert extra + bound < 1000
