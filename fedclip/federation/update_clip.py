@@ -576,7 +576,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         elif share is not None and votes < aux_var.n_clients:
             parts.append(f"{aux_var.n_clients - votes} of {aux_var.n_clients} clients abstained")
         _LOGGER.info("%s", "; ".join(parts))
-        if aux_var.n_faults:
+        if 0 < aux_var.n_faults <= aux_var.n_clients:
             _LOGGER.warning(
                 "update-clip-server: %d replies held no proper vote, and count as abstentions",
                 aux_var.n_faults,

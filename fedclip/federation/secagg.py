@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What declearn's secure aggregation does to an update: its range, its bits, what rounding adds.
+
+A value x of a client is sent as an integer (`declearn.secagg.utils.Quantizer`)::
+
+    step = 2 * clipval / (2^bits' - 1),   bits' = bitsize - ceil(log2(clients))   (masking)
+                                          bits' = bitsize                         (joye-libert)
+    q    = round((min(max(x, -clipval), clipval) + clipval) / step)
+
+What is beyond ``clipval`` is clipped without a word. What is not is off by up to ``step / 2``,
+and by what float64 adds where the step is smaller than its own precision near ``clipval``::
+
+    error of one client's value   e = step / 2 + clipval * 2^-51
+    added to a norm               e * sqrt(dimension)
+    error of the average          2 e
+
+The average is off by up to twice as much because declearn subtracts what it takes 0 to be sent
+as for all clients but one, and 0 lies half-way between two integers: a constant shift of the
+average by ``(clients - 1) / clients * step / 2``, the same for all values, whatever they are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fedclip import checks
+
+__all__ = ["Plan", "plan"]
+
+_KINDS = ("masking", "joye-libert")
+_BITS = (8, 16, 24, 32, 40, 48, 56, 64)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings of a secure aggregation, and what they do to a clipped update.
+
+    Attributes
+    ----------
+    limit, clients, dimension, kind
+        Norm that updates are clipped to, how many are summed, of how many values, and how.
+    clipval, bitsize
+        What to give declearn's server, and `clipval` the aggregator as `secagg_range`.
+    step
+        Distance between two values that can be sent.
+    error
+        Largest error of a value in the average over the clients.
+    norm_added
+        By how much rounding can lengthen an update at most.
+    """
+
+    limit: float
+    clients: int
+    dimension: int
+    kind: str
+    clipval: float
+    bitsize: int
+    step: float
+    error: float
+    norm_added: float
+
+    @property
+    def tight_limit(self) -> float:
+        """The bound to clip to, so that no update exceeds `limit` even after rounding."""
+        return self.limit - self.norm_added
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} over {self.clients} clients, {self.dimension:,} values, bound "
+            f"{self.limit:g}:\n"
+            f"  clipval {self.clipval:g}, bitsize {self.bitsize}, step {self.step:.3g}\n"
+            f"  a value of the average is off by at most {self.error:.3g}\n"
+            f"  rounding adds at most {self.norm_added:.3g} to the norm of an update "
+            f"({self.norm_added / self.limit:.2g} of the bound)"
+        )
+
+
+def plan(
+    limit: float,
+    clients: int,
+    dimension: int,
+    *,
+    kind: str = "masking",
+    clipval: float | None = None,
+    bitsize: int | None = None,
+    tolerance: float = 1e-3,
+) -> Plan:
+    """Return settings under which an update of norm `limit` passes, and what rounding does.
+
+    Parameters
+    ----------
+    limit : float
+        Largest norm of an update; for an adaptive bound, the `max_norm` of
+        `update-clip-server`. No value of such an update is larger either.
+    clients : int
+        How many updates are summed.
+    dimension : int
+        Number of values in an update.
+    kind : {"masking", "joye-libert"}, default="masking"
+        declearn's protocol.
+    clipval : float or None, default=None
+        Largest absolute value that can be sent. None: the next power of two from `limit`.
+        It covers everything else that is sent, too: losses and metrics of evaluation rounds.
+    bitsize : int or None, default=None
+        Bits of the integers. None: the least number of bytes that is within the tolerance.
+    tolerance : float, default=1e-3
+        What rounding may add to the norm, relative to `limit`, > 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a parameter is not as above; if `clipval` is below `limit`; if no, or the given,
+        `bitsize` is within the tolerance.
+
+    Examples
+    --------
+    >>> settings = plan(1.0, clients=30, dimension=100_000)
+    >>> settings.clipval, settings.bitsize
+    (1.0, 24)
+    >>> round(plan(1.0, 5, 10**6, clipval=1e5, bitsize=32, tolerance=1).norm_added, 2)
+    0.19
+    """
+    limit = checks.positive(limit=limit)
+    clients = checks.integer(1, clients=clients)
+    dimension = checks.integer(1, dimension=dimension)
+    kind = checks.choice(_KINDS, kind=kind)
+    tolerance = checks.positive(tolerance=tolerance)
+    if clipval is None:
+        clipval = 2.0 ** math.ceil(math.log2(limit))
+    clipval = checks.positive(clipval=clipval)
+    if clipval < limit:
+        raise ValueError(
+            f"clipval must be at least the bound, got {clipval!r} < {limit!r}: what is beyond it "
+            "would be clipped value by value"
+        )
+    candidates = _BITS if bitsize is None else (checks.integer(1, bitsize=bitsize),)
+    found = None
+    for bits in candidates:
+        left = bits - (math.ceil(math.log2(clients)) if kind == "masking" else 0)
+        if left < 1:
+            continue
+        step = 2 * clipval / (2**left - 1)
+        error = step / 2 + clipval * 2.0**-51
+        added = error * math.sqrt(dimension)
+        found = Plan(limit, clients, dimension, kind, clipval, bits, step, 2 * error, added)
+        if added <= tolerance * limit:
+            return found
+    if found is None:
+        raise ValueError(f"bitsize={bitsize} leaves no bit for the values of {clients} clients")
+    raise ValueError(
+        f"with clipval={clipval:g} and bitsize={found.bitsize}, rounding adds up to "
+        f"{found.norm_added:.3g} to a norm of {limit:g}, above the tolerance of {tolerance:g} of "
+        "it: lower clipval, raise bitsize, or clip to tight_limit with a larger tolerance"
+    )

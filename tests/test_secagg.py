@@ -1,0 +1,244 @@
+"""Update clipping under declearn's secure aggregation: masking and Joye-Libert."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.aggregator import Aggregator
+from declearn.messaging import TrainReply
+from declearn.model.sklearn import NumpyVector
+from declearn.secagg.joye_libert import JoyeLibertDecrypter, JoyeLibertEncrypter
+from declearn.secagg.masking import MaskingDecrypter, MaskingEncrypter
+from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_messages
+from federation_helpers import Clients, Server, norm
+
+import fedclip
+from fedclip.federation.coupling import CLIENT, SERVER
+from fedclip.federation.secagg import plan
+from fedclip.federation.update_clip import UpdateClipBound, UpdateClipVotes
+from fedclip.federation.updates import ClippedUpdates
+
+CLIPPED = {"name": "clipped-averaging"}
+KINDS = ["masking", "joye-libert"]
+
+
+@pytest.fixture(autouse=True)
+def _no_round_left_open() -> Any:
+    yield
+    CLIENT.set(None)
+    SERVER.set(None)
+
+
+class Channel:
+    """The encrypters of n clients and the server's decrypter, with keys dealt in advance."""
+
+    def __init__(self, kind: str, n: int, bitsize: int = 64, clipval: float = 1e5) -> None:
+        settings: Any = {"bitsize": bitsize, "clipval": clipval}
+        self.encrypters: list[Any]
+        self.decrypter: Any
+        if kind == "masking":
+            pairs = [[(i, j) for j in range(n) if j != i] for i in range(n)]
+            seed = {(i, j): 100 * i + j for i in range(n) for j in range(n)}
+            self.encrypters = [
+                MaskingEncrypter(
+                    [seed[i, j] for i, j in row if i < j],
+                    [seed[j, i] for i, j in row if j < i],
+                    **settings,
+                )
+                for row in pairs
+            ]
+            self.decrypter = MaskingDecrypter(n, **settings)
+        else:
+            keys = [12345678901234567 * (i + 1) for i in range(n)]
+            self.encrypters = [JoyeLibertEncrypter(key, **settings) for key in keys]
+            self.decrypter = JoyeLibertDecrypter(-sum(keys), n, **settings)
+
+    def send(self, replies: list[TrainReply]) -> list[TrainReply]:
+        """Return the one reply that the server sees."""
+        secret = {
+            str(i): SecaggTrainReply.from_cleartext_message(reply, encrypter)
+            for i, (reply, encrypter) in enumerate(zip(replies, self.encrypters, strict=True))
+        }
+        return [aggregate_secagg_messages(secret, self.decrypter)]
+
+
+def reply_of(updates: ClippedUpdates) -> TrainReply:
+    return TrainReply(updates=updates, aux_var={}, n_epoch=1, n_steps=1, t_spent=0.0)
+
+
+# -- the plan -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("bitsize", "clipval"), [(16, 1.0), (32, 1e5), (32, 2.0), (64, 1e5)])
+def test_stated_error_holds_and_is_met(kind: str, bitsize: int, clipval: float) -> None:
+    n, d = 3, 400 if kind == "masking" else 60
+    stated = plan(1.0, n, d, kind=kind, clipval=clipval, bitsize=bitsize, tolerance=1e9)
+    rng = np.random.default_rng(0)
+    vectors = [NumpyVector({"w": rng.uniform(-1, 1, size=d) / math.sqrt(d)}) for _ in range(n)]
+    channel = Channel(kind, n, bitsize, clipval)
+    one = Channel(kind, 1, bitsize, clipval)
+    plain = sum(v.coefs["w"] for v in vectors) / n
+    replies = [reply_of(ClippedUpdates(v, 1)) for v in vectors]
+    (total,) = channel.send(replies)
+    average = total.updates.updates.coefs["w"] / n
+    off = np.abs(average - plain).max()
+    assert off <= stated.error
+    assert one.encrypters[0].quantizer.val_range == clipval
+    if bitsize < 64:
+        # Not by much too pessimistic for one client, either.
+        assert off >= stated.error / 20
+
+
+def test_range_and_bits_for_a_bound() -> None:
+    settings = plan(0.7, 30, 10**6)
+    assert settings.clipval == 1.0
+    assert settings.norm_added <= 1e-3 * 0.7
+    assert settings.tight_limit == 0.7 - settings.norm_added
+    assert "clipval 1, bitsize 32" in str(settings)
+    # A range that is out of proportion takes bits away.
+    assert plan(0.7, 30, 10**6, clipval=1e5).bitsize > settings.bitsize
+    # So do peers, under masking.
+    assert plan(1.0, 3, 10, bitsize=32).step < plan(1.0, 300, 10, bitsize=32).step
+    assert plan(1.0, 3, 10, kind="joye-libert").step == plan(1.0, 300, 10, kind="joye-libert").step
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"clipval": 0.5}, "clipval must be at least the bound"),
+        ({"clipval": 1e5, "bitsize": 16}, "above the tolerance"),
+        ({"bitsize": 2}, "leaves no bit"),
+        ({"kind": "paillier"}, "kind must be one of"),
+    ],
+)
+def test_plan_that_can_not_be(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        plan(1.0, 30, 10**4, **config)
+
+
+# -- rounds -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_same_rounds_as_in_cleartext(kind: str, scope: str) -> None:
+    n, rounds = 4, 6
+    config = {**CLIPPED, "scope": scope}
+    servers = [Server([("update-clip-server", {"start_norm": 0.5})], config) for _ in range(2)]
+    clients = [Clients(n, ["update-clip-client"], config) for _ in range(2)]
+    channel = Channel(kind, n)
+    error = plan(1e4, n, 5, kind=kind, clipval=1e5).error
+    rng = np.random.default_rng(1)
+    for r in range(rounds):
+        sizes, steps = rng.lognormal(size=n), [int(r != 2 or i != 1) for i in range(n)]
+        # In round 3, client 1 takes no step; in round 4, client 0 sends NaN; in 5, nobody steps.
+        if r == 4:
+            steps = [0] * n
+        updates = []
+        for i in range(n):
+            w = sizes[i] * rng.normal(size=4) * bool(steps[i])
+            updates.append({"w": w, "b": np.array([0.1 * bool(steps[i])])})
+        if r == 3:
+            updates[0]["w"][1] = math.nan
+        outs = []
+        for which in range(2):
+            aux = servers[which].start()
+            replies = []
+            for i in range(n):
+                vector = NumpyVector({k: v.copy() for k, v in updates[i].items()})
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", fedclip.FedclipWarning)
+                    replies.append(clients[which].round(i, aux, vector, steps[i]))
+            outs.append(servers[which].finish(channel.send(replies) if which else replies))
+        for name in ("w", "b"):
+            np.testing.assert_allclose(outs[0].coefs[name], outs[1].coefs[name], rtol=0, atol=error)
+        bounds = [server.optim.modules[0].bound for server in servers]  # type: ignore[attr-defined]
+        assert bounds[0] == bounds[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_sent_is_the_same_fields_every_round(kind: str) -> None:
+    channel = Channel(kind, 1)
+    clients = Clients(1, ["update-clip-client"], CLIPPED)
+    specs = set()
+    for update, steps in ((np.array([9.0]), 3), (np.array([0.1]), 3), (np.array([0.0]), 0)):
+        reply = clients.round(0, {"update-clip": UpdateClipBound(1.0)}, update, steps)
+        secret = SecaggTrainReply.from_cleartext_message(reply, channel.encrypters[0])
+        specs.add(
+            (
+                repr(secret.aux_var["update-clip"].enc_specs),
+                repr(secret.updates.enc_specs),
+                repr(secret.updates.cleartext),
+            )
+        )
+    assert len(specs) == 1
+
+
+def test_the_servers_message_is_not_for_encryption() -> None:
+    with pytest.raises(NotImplementedError, match="from the server to its clients only"):
+        UpdateClipBound(1.0).prepare_for_secagg()
+    content, cleartext = UpdateClipVotes(1, 1, 0).prepare_for_secagg()
+    assert content == {"n_clients": 1, "n_votes": 1, "n_within": 0, "n_faults": 0}
+    assert cleartext is None
+
+
+def test_values_beyond_the_range_are_refused_by_name_where_the_server_hears_of_it() -> None:
+    config = {**CLIPPED, "max_norm": 50.0, "secagg_range": 8.0}
+    aggregator = Aggregator.from_config(config)
+    update = NumpyVector({"fine": np.array([1.0]), "head.w": np.array([9.0, 1.0])})
+    with pytest.raises(ValueError, match=r"beyond secagg_range=±8 in 'head\.w' \(9\)"):
+        aggregator.prepare_for_sharing(updates=update, n_steps=1)
+
+
+def test_values_beyond_declearns_range_are_not_clipped_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where nobody said what the range is: zeros, an error that names the tensor, a count."""
+    n = 3
+    config = {**CLIPPED, "max_norm": 1.0, "exclude": "head.*"}
+    aggregator = Aggregator.from_config(config)
+    replies = []
+    for i in range(n):
+        head = np.array([3e5 if i == 1 else 0.3])
+        update = NumpyVector({"w": np.array([0.5]), "head.w": head})
+        shared = aggregator.prepare_for_sharing(updates=update, n_steps=1)
+        replies.append(reply_of(shared))
+    with caplog.at_level(logging.INFO):
+        (total,) = Channel("masking", n).send(replies)
+        average = aggregator.finalize_updates(total.updates)
+    assert "'head.w' holds 3e+05 beyond the range ±100000" in caplog.text
+    assert total.updates.n_zeroed == 1
+    assert float(average.coefs["w"][0]) == pytest.approx(1 / 3)
+    assert float(average.coefs["head.w"][0]) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_noise_and_budget_under_secure_aggregation(kind: str) -> None:
+    config = {"start_norm": 1.0, "noise_multiplier": 1.0, "expected_clients": 3}
+    server = Server([("update-clip-server", config)], CLIPPED)
+    clients, channel = Clients(3, ["update-clip-client"], CLIPPED), Channel(kind, 3)
+    aux = server.start()
+    replies = [clients.round(i, aux, np.full(200, 9.0)) for i in range(3)]
+    out = server.finish(channel.send(replies))
+    noise = out.coefs["w"] - 1 / math.sqrt(200)
+    assert np.std(noise) == pytest.approx(1.1547 / 3, rel=0.2)
+    assert server.optim.modules[0].epsilon == pytest.approx(4.73, rel=0.01)  # type: ignore[attr-defined]
+
+
+def test_lie_in_a_secure_sum_of_votes(caplog: pytest.LogCaptureFixture) -> None:
+    """An enormous count can not be told from whom; it moves nothing."""
+    server = Server([("update-clip-server", {"start_norm": 1.0})], CLIPPED)
+    clients, channel = Clients(3, ["update-clip-client"], CLIPPED), Channel("masking", 3)
+    aux = server.start()
+    replies = [clients.round(i, aux, np.array([9.0])) for i in range(3)]
+    replies[1].aux_var["update-clip"] = UpdateClipVotes(1, 10**9, 10**9)
+    out = server.finish(channel.send(replies))
+    assert norm(out) == pytest.approx(1.0)
+    assert server.optim.modules[0].bound == 1.0  # type: ignore[attr-defined]
+    assert "can not be" in caplog.text
