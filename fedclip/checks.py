@@ -15,7 +15,7 @@ from typing import Any
 
 from fedclip.errors import nearest
 
-__all__ = ["boolean", "choice", "integer", "number", "positive", "unit_interval"]
+__all__ = ["boolean", "choice", "integer", "name", "number", "positive", "unit_interval"]
 
 
 def _one(values: dict[str, Any]) -> tuple[str, Any]:
@@ -82,6 +82,16 @@ def boolean(**values: Any) -> bool:
     name, value = _one(values)
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
+    return value
+
+
+def name(**values: Any) -> str:
+    """Return the one keyword value if it is a string that is not empty."""
+    key, value = _one(values)
+    if not isinstance(value, str):
+        raise TypeError(f"{key} must be a string, got {value!r} ({type(value).__name__})")
+    if not value:
+        raise ValueError(f"{key} must be a string that is not empty, got {value!r}")
     return value
 
 

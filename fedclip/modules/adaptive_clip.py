@@ -61,6 +61,11 @@ class AdaptiveClip(Clipper):
         Tensors left alone.
     on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
         What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+    shared : bool, default=False
+        Whether all clients of a federation have one state, and so one limit; `adaptive-clip-server`
+        must then be in the server's optimizer. The state stays as it is during a round.
+    shared_name : str or None, default=None
+        Name of this pair of clipper and counterpart, where there are several of a kind.
 
     Raises
     ------
@@ -99,6 +104,17 @@ class AdaptiveClip(Clipper):
     """
 
     name: ClassVar[str] = "adaptive-clip"
+    shared_settings: ClassVar[tuple[str, ...]] = (
+        "quantile",
+        "rate",
+        "start_norm",
+        "every",
+        "min_norm",
+        "max_norm",
+        "scope",
+        "exclude",
+        "ord",
+    )
 
     def __init__(
         self,
@@ -115,6 +131,8 @@ class AdaptiveClip(Clipper):
         eps: float = 0.0,
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
+        shared: bool = False,
+        shared_name: str | None = None,
     ) -> None:
         self.quantile = checks.unit_interval(quantile=quantile)
         self.rate = checks.number("a number > 0 and <= 10", 0.0, 10.0, open_low=True, rate=rate)
@@ -145,4 +163,6 @@ class AdaptiveClip(Clipper):
             scope=scope,
             exclude=exclude,
             on_nonfinite=on_nonfinite,
+            shared=shared,
+            shared_name=shared_name,
         )

@@ -69,6 +69,11 @@ class AutoClip(Clipper):
         Tensors left alone.
     on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
         What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+    shared : bool, default=False
+        Whether all clients of a federation have one state, and so one limit; `auto-clip-server`
+        must then be in the server's optimizer. The state stays as it is during a round.
+    shared_name : str or None, default=None
+        Name of this pair of clipper and counterpart, where there are several of a kind.
 
     Raises
     ------
@@ -106,6 +111,16 @@ class AutoClip(Clipper):
     """
 
     name: ClassVar[str] = "auto-clip"
+    shared_settings: ClassVar[tuple[str, ...]] = (
+        "std_factor",
+        "median",
+        "window",
+        "feedback",
+        "warmup",
+        "scope",
+        "exclude",
+        "ord",
+    )
 
     def __init__(
         self,
@@ -124,6 +139,8 @@ class AutoClip(Clipper):
         eps: float = 0.0,
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
+        shared: bool = False,
+        shared_name: str | None = None,
     ) -> None:
         self.std_factor = checks.positive(std_factor=std_factor)
         self.median = checks.choice(("p2", "window"), median=median)
@@ -161,4 +178,6 @@ class AutoClip(Clipper):
             scope=scope,
             exclude=exclude,
             on_nonfinite=on_nonfinite,
+            shared=shared,
+            shared_name=shared_name,
         )

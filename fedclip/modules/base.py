@@ -8,14 +8,16 @@ else is here, once.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 from declearn.model.api import Vector
-from declearn.optimizer.modules import OptiModule
+from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip import checks, states
 from fedclip.arrays import Array, Backend, HostView, backend_of
@@ -26,6 +28,9 @@ from fedclip.norms import Numbers
 from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
 from fedclip.scopes import Groups, Scope, check_exclude, check_scope, resolve
 from fedclip.states import Statistics
+
+if TYPE_CHECKING:
+    from fedclip.federation.shared import SharedStatistics
 
 __all__ = ["Clipper", "Transform"]
 
@@ -96,7 +101,13 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         What to do with a gradient that holds NaN or infinity. "skip": the output is zero, the
         step is counted, one warning a round. "raise": a `NonFiniteError` that names the tensors.
         "propagate": each group that holds one becomes NaN. No statistic ever sees such a step.
+    shared, shared_name
+        Whether to have one state with all clients of a federation, and the name that tells
+        this pair of clipper and counterpart from others (see `fedclip.federation.shared`).
     """
+
+    shared_settings: ClassVar[tuple[str, ...]] = ()
+    """The parameters that a counterpart on the server must have as well; none: it has none."""
 
     def __new__(cls, *args: Any, **config: Any) -> Self:
         """Refuse unknown parameters, with the nearest name."""
@@ -113,6 +124,8 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
         limits_in_scope: bool = False,
+        shared: bool = False,
+        shared_name: str | None = None,
     ) -> None:
         self.scope = check_scope(scope, limits=limits_in_scope)
         self.exclude = check_exclude(exclude)
@@ -133,6 +146,33 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._bad: tuple[str, ...] = ()
         self._on_client = False
         self._warned = -1
+        # What it is made of while nothing has been heard of a counterpart.
+        self._local = transform
+        self._sharing: SharedStatistics | None = None
+        self._unheard = False
+        if self.shared_settings:
+            self._share(shared, shared_name)
+
+    def _share(self, shared: bool, shared_name: str | None) -> None:
+        # Not at the top: the package of the counterparts is made of clippers.
+        from fedclip.federation.shared import SharedStatistics
+
+        self.shared = checks.boolean(shared=shared)
+        self.shared_name = None if shared_name is None else checks.name(shared_name=shared_name)
+        if not self.shared:
+            if self.shared_name is not None:
+                raise ValueError(f"shared_name goes with shared=True only, got {shared_name!r}")
+            return
+        if getattr(self, "include_current", False):
+            raise ValueError(
+                "shared=True does not go with include_current=True: what is shared is the state "
+                "of the round's start, which has not seen the current norm"
+            )
+        # declearn looks at the instance, so that two pairs of one kind can have two names.
+        self.aux_name = self.shared_name or f"{self.name}-shared"  # type: ignore[misc]
+        settings = {key: getattr(self, key) for key in self.shared_settings}
+        rule: Any = self._transform
+        self._sharing = SharedStatistics(self.name, rule.rule, settings)
 
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: Vector[Any]) -> Vector[Any]:
@@ -146,11 +186,45 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._on_client = True
         self._recorder.start_round()
 
-    def collect_aux_var(self) -> None:
-        """Share nothing; on a server, which is told of no round's start, begin a round."""
+    def collect_aux_var(self) -> AuxVar | None:
+        """Return what was counted, if it is shared; on a server, begin a round."""
         # declearn calls `on_round_start` on clients only, and this before a server's step.
         if not self._on_client:
             self._recorder.start_round()
+            return None
+        if self._sharing is None:
+            return None
+        if self._sharing.version is None:
+            self._warn_unheard()
+            return None
+        counts, statistics = self._sharing.collect(self._statistics())
+        self._install(statistics)
+        return counts
+
+    def process_aux_var(self, aux_var: AuxVar) -> None:
+        """Take over the state that the server has sent.
+
+        Raises
+        ------
+        ValueError
+            If clipper and counterpart do not go together, or what was sent is not sound.
+        """
+        from fedclip.federation.shared_messages import FedclipSharedCounts, FedclipSharedState
+
+        if self._sharing is not None and isinstance(aux_var, FedclipSharedState):
+            statistics = self._sharing.receive(aux_var, self._statistics())
+            self._transform = self._shared_transform()
+            self._install(statistics)
+        elif isinstance(aux_var, FedclipSharedCounts):
+            # An exception on the server would leave it waiting for ever.
+            logging.getLogger("declearn.server.fedclip").error(
+                "%s got what is meant for %s-server: on the server, either leave out shared = true "
+                "or give one of the two another shared_name",
+                self.name,
+                self.name,
+            )
+        else:
+            super().process_aux_var(aux_var)
 
     def get_config(self) -> dict[str, Any]:
         """Return the parameters, as they would be written in a TOML file."""
@@ -162,10 +236,12 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             name: {field: value.copy() for field, value in fields.items()}
             for name, fields in self._arrays.items()
         }
+        shared = {} if self._sharing is None else {"shared": self._sharing.get_state()}
         return {
             "clipper": self.name,
             "groups": self._statistics(),
             "arrays": arrays,
+            **shared,
             **self._recorder.get_state(),
         }
 
@@ -178,11 +254,18 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             (a `KeyError` and a `ValueError`) If anything is missing, of a wrong type, not finite,
             negative, or another clipper's. The state is then what it was before.
         """
-        statistics, arrays, round_, rounds = self._check_state(state)
-        # They are matched with the names of the gradient when the next one comes.
-        self._groups, self._names, self._state = None, (), None
-        self._absent, self._arrays = statistics, arrays
-        self._loaded = bool(statistics or arrays)
+        version = None
+        transform = self._transform
+        if self._sharing is not None and isinstance(state, Mapping):
+            version = self._sharing.check_state(state.get("shared"))
+            transform = self._local if version is None else self._shared_transform()
+        statistics, arrays, round_, rounds = self._check_state(state, transform)
+        if self._sharing is not None:
+            self._sharing.version, self._transform = version, transform
+        self._install(statistics)
+        self._arrays = arrays
+        # The server says which groups there are, and may know of more.
+        self._loaded = bool(statistics or arrays) and version is None
         self._recorder.set_state(round_, rounds)
         self._warned = -1
 
@@ -238,6 +321,8 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         if outputs is None:
             return arrays
         clipped = dict(zip(groups.names, outputs, strict=True))
+        if not groups.excluded:
+            return clipped
         return {name: clipped.get(name, array) for name, array in arrays.items()}
 
     def _clip_on_host(
@@ -350,12 +435,37 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
                     "convert it, or put its name in exclude"
                 )
 
+    def _install(self, statistics: Statistics) -> None:
+        """Take over statistics, to be matched with the names of the next gradient."""
+        self._groups, self._names, self._state = None, (), None
+        self._absent, self._loaded = statistics, False
+
+    def _shared_transform(self) -> Transform:
+        assert self._sharing is not None
+        transform: Any = self._transform
+        shared: Transform = replace(transform, rule=self._sharing.rule)
+        return shared
+
+    def _warn_unheard(self) -> None:
+        if self._unheard:
+            return
+        self._unheard = True
+        warnings.warn(
+            f"{self.name} has shared = true and has heard from no counterpart, so that it clips "
+            f"by its own statistics and sends nothing: add {self.name + '-server'!r} to the "
+            "modules of server_opt, or, if it is there, give each pair a shared_name of its own",
+            FedclipWarning,
+            stacklevel=2,
+        )
+
     def _statistics(self) -> Statistics:
         """Return the statistics of all groups known, those absent now too."""
         present = {} if self._groups is None else states.dump(self._state, self._groups.labels)
         return {**self._absent, **present}
 
-    def _check_state(self, state: Any) -> tuple[Statistics, Statistics, int, list[RoundRecord]]:
+    def _check_state(
+        self, state: Any, transform: Transform
+    ) -> tuple[Statistics, Statistics, int, list[RoundRecord]]:
         if not isinstance(state, Mapping):
             raise StateError(f"a state must be a dict, got {type(state).__name__}")
         for key in ("clipper", "groups", "arrays", "round", "rounds"):
@@ -366,9 +476,9 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         round_ = state["round"]
         if isinstance(round_, bool) or not isinstance(round_, int) or round_ < 0:
             raise StateError(f"'round' must be an int >= 0, got {round_!r}")
-        one = self._transform.init(Groups(("x",), ("x",), ((0,),)))
+        one = transform.init(Groups(("x",), ("x",), ((0,),)))
         groups = states.check_groups(state["groups"], one)
-        arrays = states.check_arrays(state["arrays"], self._transform.array_fields)
+        arrays = states.check_arrays(state["arrays"], transform.array_fields)
         return groups, arrays, round_, read_rounds(state)
 
     @staticmethod

@@ -72,6 +72,11 @@ class EmaClip(Clipper):
         Tensors left alone.
     on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
         What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+    shared : bool, default=False
+        Whether all clients of a federation have one state, and so one limit; `ema-clip-server`
+        must then be in the server's optimizer. The state stays as it is during a round.
+    shared_name : str or None, default=None
+        Name of this pair of clipper and counterpart, where there are several of a kind.
 
     Raises
     ------
@@ -110,6 +115,16 @@ class EmaClip(Clipper):
     """
 
     name: ClassVar[str] = "ema-clip"
+    shared_settings: ClassVar[tuple[str, ...]] = (
+        "ratio",
+        "decay",
+        "feedback",
+        "warmup",
+        "estimator",
+        "scope",
+        "exclude",
+        "ord",
+    )
 
     def __init__(
         self,
@@ -130,6 +145,8 @@ class EmaClip(Clipper):
         eps: float = 0.0,
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
+        shared: bool = False,
+        shared_name: str | None = None,
     ) -> None:
         self.ratio = checks.positive(ratio=ratio)
         self.decay = checks.unit_interval(decay=decay)
@@ -177,4 +194,6 @@ class EmaClip(Clipper):
             scope=scope,
             exclude=exclude,
             on_nonfinite=on_nonfinite,
+            shared=shared,
+            shared_name=shared_name,
         )

@@ -74,6 +74,12 @@ class PercentileNormClip(Clipper):
         Tensors left alone.
     on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
         What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+    shared : bool, default=False
+        Whether all clients of a federation have one state, and so one limit; the server's
+        optimizer must then have `percentile-norm-clip-server`. The state stays as it is during
+        a round.
+    shared_name : str or None, default=None
+        Name of this pair of clipper and counterpart, where there are several of a kind.
 
     Raises
     ------
@@ -119,6 +125,16 @@ class PercentileNormClip(Clipper):
     """
 
     name: ClassVar[str] = "percentile-norm-clip"
+    shared_settings: ClassVar[tuple[str, ...]] = (
+        "percentile",
+        "history",
+        "window",
+        "feedback",
+        "warmup",
+        "scope",
+        "exclude",
+        "ord",
+    )
 
     def __init__(
         self,
@@ -139,6 +155,8 @@ class PercentileNormClip(Clipper):
         eps: float = 0.0,
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
+        shared: bool = False,
+        shared_name: str | None = None,
     ) -> None:
         self.percentile = checks.number(
             "a number > 0 and <= 100", 0.0, 100.0, open_low=True, percentile=percentile
@@ -175,6 +193,11 @@ class PercentileNormClip(Clipper):
                     f"{key} goes with history={needed!r} only, got {key}={getattr(self, key)!r} "
                     f"with history={history!r}"
                 )
+        if shared and self.history == "stream":
+            raise ValueError(
+                "shared=True does not go with history='stream', which depends on the order of the "
+                "norms: take 'window' or 'p2'"
+            )
         rule = Percentile(
             history=self._quantile(),
             feedback=self.feedback,
@@ -189,6 +212,8 @@ class PercentileNormClip(Clipper):
             scope=scope,
             exclude=exclude,
             on_nonfinite=on_nonfinite,
+            shared=shared,
+            shared_name=shared_name,
         )
 
     def _quantile(self) -> Quantile:

@@ -74,6 +74,11 @@ class ZScoreClip(Clipper):
         Tensors left alone.
     on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
         What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+    shared : bool, default=False
+        Whether all clients of a federation have one state, and so one limit; `zscore-clip-server`
+        must then be in the server's optimizer. The state stays as it is during a round.
+    shared_name : str or None, default=None
+        Name of this pair of clipper and counterpart, where there are several of a kind.
 
     Raises
     ------
@@ -113,6 +118,18 @@ class ZScoreClip(Clipper):
     """
 
     name: ClassVar[str] = "zscore-clip"
+    shared_settings: ClassVar[tuple[str, ...]] = (
+        "z_max",
+        "decay",
+        "feedback",
+        "warmup",
+        "factor",
+        "estimator",
+        "std_eps",
+        "scope",
+        "exclude",
+        "ord",
+    )
 
     def __init__(
         self,
@@ -134,6 +151,8 @@ class ZScoreClip(Clipper):
         eps: float = 0.0,
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
+        shared: bool = False,
+        shared_name: str | None = None,
     ) -> None:
         self.z_max = checks.positive(z_max=z_max)
         self.decay = checks.unit_interval(decay=decay)
@@ -177,4 +196,6 @@ class ZScoreClip(Clipper):
             scope=scope,
             exclude=exclude,
             on_nonfinite=on_nonfinite,
+            shared=shared,
+            shared_name=shared_name,
         )

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One state of a clipper for a whole federation: what happens on a client.
+
+::
+
+    server   broadcasts the state                                      (`shared_server`)
+    client   judges each step by that state, as it was at the round's start,
+             and counts what it sees                                   (`SharedRule`)
+    client   sends its counts, whole numbers                           (`shared_counts`)
+    server   adds up the counts, and moves the state on                (`Shareable.merge`)
+
+A client sends nothing until it has heard from a counterpart, since declearn's server would wait
+for ever after a message without a receiver. Until then, and in loops without a server, the
+clipper is an ordinary one with statistics of its own.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from fedclip import states
+from fedclip.arrays import NUMPY, Arithmetic, Array
+from fedclip.errors import StateError
+from fedclip.federation.shared_counts import Tally
+from fedclip.federation.shared_messages import FedclipSharedCounts, FedclipSharedState
+from fedclip.rules import State
+from fedclip.rules.shared import Shareable
+from fedclip.states import Statistics
+
+__all__ = ["MAX_STEPS", "SharedRule", "SharedStatistics", "centre_of"]
+
+MAX_STEPS = 10_000
+"""How many norms of a group a client counts in a round at most, unless the server says so."""
+
+
+@cache
+def tally_of(counters: tuple[str, ...]) -> Tally:
+    """Return the counters of a rule."""
+    return Tally(counters)
+
+
+@cache
+def _state_type(name: str, fields: tuple[str, ...]) -> Any:
+    return namedtuple(name, fields)
+
+
+def centre_of(fields: Mapping[str, Any]) -> float:
+    """Return what moments are taken about, so that nothing cancels: the mean that is shared."""
+    return float(fields.get("mean", 0.0))
+
+
+@dataclass(frozen=True)
+class SharedRule:
+    """A rule whose state stays as the server has sent it, next to counts of what was seen."""
+
+    rule: Shareable
+    max_steps: int = MAX_STEPS
+
+    @property
+    def tally(self) -> Tally:
+        """The counters that go with the rule."""
+        return tally_of(self.rule.counters)
+
+    def init(self, groups: int, xp: Arithmetic) -> State:
+        """Return the state before the first round, nothing counted."""
+        fields = {**self.rule.init(groups, xp)._asdict(), **self.tally.init(groups, xp)}
+        return _state_type(f"Shared{type(self.rule).__name__}State", tuple(fields))(**fields)
+
+    def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
+        """Return the limits, and the state with this step counted."""
+        limits, seen, skipped = self.rule.judge(norms, state, xp)
+        return limits, self.tally.add(seen, skipped, self.max_steps, state, xp)
+
+
+class SharedStatistics:
+    """A client's side of a shared state.
+
+    Parameters
+    ----------
+    clipper
+        Name of the clipper, for messages.
+    rule
+        How its limits follow from norms, and its state from counts.
+    settings
+        The parameters that the server's counterpart must have as well, as plain values.
+    """
+
+    def __init__(self, clipper: str, rule: Shareable, settings: dict[str, Any]) -> None:
+        self.clipper = clipper
+        self.settings = settings
+        self.rule = SharedRule(rule.shared())
+        # None until the counterpart has been heard.
+        self.version: int | None = None
+        self.labels: tuple[str, ...] = ()
+
+    def receive(self, message: FedclipSharedState, statistics: Statistics) -> Statistics:
+        """Return the statistics as the server has sent them.
+
+        What was counted before, and never sent because the server did not know the groups yet,
+        is kept if it was judged by the same state.
+
+        Raises
+        ------
+        ValueError
+            If clipper and counterpart do not go together, or the message is not sound.
+        """
+        self._compare(message.settings)
+        rule = SharedRule(self.rule.rule, int(message.max_steps))
+        one = rule.rule.init(1, NUMPY)
+        columns = message.state
+        received: Statistics = {
+            label: {name: columns[name][place] for name in one._fields}
+            for place, label in enumerate(message.labels)
+        }
+        states.check_groups(received, one)
+        self.rule, self.labels = rule, tuple(message.labels)
+        unsent = statistics if self.version == message.version else {}
+        self.version = int(message.version)
+        nothing = self._nothing()
+        result: Statistics = {k: v for k, v in unsent.items() if k not in received}
+        for label, fields in received.items():
+            counted = unsent.get(label, {})
+            result[label] = {**nothing, **{k: counted[k] for k in nothing if k in counted}}
+            result[label].update(fields)
+        return result
+
+    def collect(self, statistics: Statistics) -> tuple[FedclipSharedCounts, Statistics]:
+        """Return what has been counted since the round's start, and the statistics without it."""
+        tally, nothing = self.rule.tally, self._nothing()
+        columns, result = [], dict(statistics)
+        for label in self.labels:
+            fields = statistics.get(label)
+            if fields is None:
+                columns.append([0] * tally.rows)
+            else:
+                columns.append(tally.encode(fields, centre_of(fields)))
+                result[label] = {**fields, **nothing}
+        counts = np.array(columns, dtype=np.uint64).reshape(len(columns), tally.rows)
+        return FedclipSharedCounts(1, np.ascontiguousarray(counts.T)), result
+
+    def get_state(self) -> dict[str, Any] | None:
+        """Return what a checkpoint needs besides the statistics; None before anything was heard."""
+        return None if self.version is None else {"version": self.version}
+
+    def check_state(self, state: Any) -> int | None:
+        """Return the version in what `get_state` has returned."""
+        if state is None:
+            return None
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            raise StateError(f"'shared' must be None or hold a version >= 0, got {state!r:.100}")
+        return version
+
+    def _nothing(self) -> dict[str, Any]:
+        fresh = self.rule.tally.init(1, NUMPY)
+        return {name: np.asarray(column)[..., 0].tolist() for name, column in fresh.items()}
+
+    def _compare(self, theirs: Mapping[str, Any]) -> None:
+        for name, mine in self.settings.items():
+            if name not in theirs or theirs[name] != mine:
+                raise ValueError(
+                    f"{self.clipper} and {self.clipper}-server must agree on {name}: the clients "
+                    f"have {mine!r}, the server has {theirs.get(name)!r}; write the same in both"
+                )

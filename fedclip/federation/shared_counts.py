@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What a client counts in a round, as non-negative whole numbers that only have to be added up.
+
+Secure aggregation adds whole numbers exactly, and fractions only to some quantisation and within
+some range. So everything is sent as whole numbers below 2^16 or so, and the sum over all clients
+is the same to the bit in cleartext, under masking and under Joye-Libert, in any order.
+
+========= ======= ============================================================================
+counter    rows    what it is
+========= ======= ============================================================================
+moments   44      ``sum(u - c)``, its positive and its negative part, and ``sum((u - c)^2)``,
+                  each a fixed-point number in digits of 16 bits; c is the mean that the server
+                  has sent, so that nothing cancels
+sketch    512     how many u are in each bucket; buckets grow by the factor 1.03 / 0.97
+                  (Masson, Rim & Lee, 2019, "DDSketch", arXiv:1908.10693), so that a quantile
+                  between 1e-8 and 2e5 is known within 3 %, and what is smaller counts as 0
+bits      1       how many norms were at most the limit
+all       1       how many norms were learnt
+========= ======= ============================================================================
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from fedclip.arrays import Arithmetic, Array
+from fedclip.rules import State
+from fedclip.rules.shared import Floats
+
+__all__ = ["BUCKETS", "ERROR", "LARGEST", "Counts", "Round", "Tally", "quantile_of"]
+
+Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
+"""Whole numbers, of shape (rows, groups)."""
+
+LARGEST = 2.0**60
+"""A norm from here on is not learnt: its square would leave the digits."""
+
+ERROR = 0.03
+"""Relative error of a quantile of the sketch."""
+
+BUCKETS = 512
+
+_GAMMA = (1 + ERROR) / (1 - ERROR)
+_EDGES = 1e-8 * _GAMMA ** np.arange(BUCKETS - 1.0)
+# What a bucket stands for: the first for 0, the last, which has no end, for where it begins.
+_VALUES = np.concatenate([[0.0], 2.0 * _EDGES[1:] / (_GAMMA + 1.0), _EDGES[-1:]])
+
+_BITS = 16
+_DIGITS = 12
+_SQUARE_DIGITS = 20
+# The last digit is worth 2^-100, and 2^-160: far below the rounding of any norm above 1e-14.
+_SCALE, _SQUARE_SCALE = 100, 160
+_MOMENT_ROWS = 2 * _DIGITS + _SQUARE_DIGITS
+
+
+class Round(NamedTuple):
+    """What one or more clients have counted of one group."""
+
+    n: int
+    unclipped: int = 0
+    first: Fraction = Fraction(0)
+    """Sum of ``u - c``."""
+    second: Fraction = Fraction(0)
+    """Sum of ``(u - c)^2``."""
+    buckets: np.ndarray[Any, np.dtype[np.int64]] | None = None
+
+    def moments(self, centre: float) -> tuple[float, float]:
+        """Return mean and population variance of the u, once rounded from exact arithmetic."""
+        if not self.n:
+            return 0.0, 0.0
+        shift = self.first / self.n
+        variance = self.second / self.n - shift * shift
+        # Each client has rounded its own sums.
+        return max(float(Fraction(centre) + shift), 0.0), max(float(variance), 0.0)
+
+
+@cache
+def _column() -> Floats:
+    return _EDGES[:, None]
+
+
+class Tally:
+    """The counters of one rule: on clients, on the wire, and on the server.
+
+    Parameters
+    ----------
+    counters
+        Which of "moments", "sketch" and "bits".
+    """
+
+    def __init__(self, counters: Sequence[str]) -> None:
+        self.has_moments = "moments" in counters
+        self.has_sketch = "sketch" in counters
+        self.has_bits = "bits" in counters
+        self.fields: tuple[str, ...] = ("new",)
+        self.rows = 1
+        if self.has_bits:
+            self.fields += ("new_unclipped",)
+            self.rows += 1
+        if self.has_moments:
+            self.fields += ("new_mean", "new_squares")
+            self.rows += _MOMENT_ROWS
+        if self.has_sketch:
+            self.fields += ("new_above",)
+            self.rows += BUCKETS
+
+    # -- on a client, in any framework's arithmetic -----------------------------------------
+    def init(self, groups: int, xp: Arithmetic) -> dict[str, Array]:
+        """Return the fields of a round in which nothing has been counted yet."""
+        zeros = xp.asarray([0.0] * groups)
+        fields = dict.fromkeys(self.fields, zeros)
+        if self.has_sketch:
+            fields["new_above"] = xp.asarray(np.zeros((BUCKETS - 1, groups)))
+        return fields
+
+    def add(
+        self, seen: Array, skipped: Array | None, most: int, state: State, xp: Arithmetic
+    ) -> State:
+        """Return the state with what one step has shown counted, up to `most` norms."""
+        learnt = (seen < LARGEST) & (state.new < most)
+        weight = xp.where(learnt, 1.0, 0.0)
+        if skipped is not None:
+            weight = xp.where(skipped, 0.0 * weight, weight)
+        fields: dict[str, Array] = {"new": state.new + weight}
+        if self.has_bits:
+            fields["new_unclipped"] = state.new_unclipped + weight * seen
+        if self.has_moments:
+            # Welford's update.
+            seen = xp.where(weight > 0, seen, state.new_mean)
+            delta = seen - state.new_mean
+            mean = state.new_mean + delta / xp.maximum(fields["new"], 1.0)
+            fields["new_mean"] = mean
+            fields["new_squares"] = state.new_squares + delta * (seen - mean)
+        if self.has_sketch:
+            edges = xp.asarray(_column(), like=seen)
+            more = xp.where(seen > edges, weight, 0.0 * weight)
+            fields["new_above"] = state.new_above + more
+        return state._replace(**fields)
+
+    # -- on the wire ------------------------------------------------------------------------
+    def encode(self, fields: Mapping[str, Any], centre: float) -> list[int]:
+        """Return one column: the fields of one group as plain values, as whole numbers."""
+        n = round(fields["new"])
+        column = [n]
+        if self.has_bits:
+            column.append(round(fields["new_unclipped"]))
+        if self.has_moments:
+            shift = n * (fields["new_mean"] - centre)
+            squares = fields["new_squares"] + shift * (fields["new_mean"] - centre)
+            column += _digits(max(shift, 0.0), _SCALE, _DIGITS)
+            column += _digits(max(-shift, 0.0), _SCALE, _DIGITS)
+            column += _digits(max(squares, 0.0), _SQUARE_SCALE, _SQUARE_DIGITS)
+        if self.has_sketch:
+            above = [n, *(round(count) for count in fields["new_above"]), 0]
+            column += [a - b for a, b in itertools.pairwise(above)]
+        return column
+
+    # -- on the server ----------------------------------------------------------------------
+    def decode(self, column: Counts) -> Round:
+        """Return what a column of sums says."""
+        values = column.tolist()
+        n, place = values[0], 1
+        unclipped, first, second, buckets = 0, Fraction(0), Fraction(0), None
+        if self.has_bits:
+            unclipped, place = values[1], 2
+        if self.has_moments:
+            middle, end = place + _DIGITS, place + 2 * _DIGITS
+            first = _number(values[place:middle], _SCALE) - _number(values[middle:end], _SCALE)
+            place = end + _SQUARE_DIGITS
+            second = _number(values[end:place], _SQUARE_SCALE)
+        if self.has_sketch:
+            buckets = column[place:].astype(np.int64)
+        return Round(n, unclipped, first, second, buckets)
+
+    def fault(self, counts: Counts, members: int, most: int, about: Sequence[Bound]) -> str:
+        """Return why these counts can not be what so many clients have counted; "" if they can.
+
+        Parameters
+        ----------
+        counts
+            One client's, or the sum of several.
+        members
+            How many clients.
+        most
+            How many norms one client counts of a group at most.
+        about
+            What is known of each group.
+        """
+        if counts.shape != (self.rows, len(about)):
+            return f"of shape {counts.shape}, not {(self.rows, len(about))}"
+        totals = counts[0]
+        if (totals > members * most).any():
+            return f"{int(totals.max()):,} norms of one group, of {members * most:,} at most"
+        if self.has_bits and (counts[1] > totals).any():
+            return "more unclipped norms than norms"
+        start = 1 + self.has_bits
+        if self.has_moments:
+            digits = counts[start : start + _MOMENT_ROWS]
+            if (digits >= members * 2**_BITS).any():
+                return "digits out of range"
+            start += _MOMENT_ROWS
+        if self.has_sketch:
+            buckets = counts[start:]
+            # One by one first: a sum of huge numbers could come round to the right one.
+            if (buckets > totals).any() or (buckets.sum(axis=0) != totals).any():
+                return "buckets that do not add up to the number of norms"
+        for group, bound in enumerate(about):
+            fault = self._implausible(self.decode(counts[:, group]), bound)
+            if fault:
+                return fault
+        return ""
+
+    def _implausible(self, round_: Round, bound: Bound) -> str:
+        """Return what is wrong with numbers that no norms in [0, highest] can give."""
+        if self.has_moments:
+            n, centre, slack = round_.n, Fraction(bound.centre), Fraction(1, 10**9)
+            total = round_.first + n * centre
+            squares = round_.second + 2 * centre * round_.first + n * centre * centre
+            size = n * centre + abs(round_.first)
+            if total < -slack * size:
+                return "a negative mean"
+            if round_.first * round_.first > (1 + slack) * n * round_.second:
+                return "a negative variance"
+            if math.isfinite(bound.highest):
+                highest = Fraction(bound.highest) * (1 + slack)
+                if total > n * highest or squares > highest * highest * n:
+                    return f"norms above {bound.highest:.6g}, the most there can be"
+        if self.has_sketch and round_.buckets is not None and math.isfinite(bound.highest):
+            last = int(np.searchsorted(_EDGES, bound.highest * (1 + 1e-9)))
+            if round_.buckets[last + 1 :].any():
+                return f"norms above {bound.highest:.6g}, the most there can be"
+        return ""
+
+
+class Bound(NamedTuple):
+    """What the server knows of a group before it reads what clients have counted."""
+
+    centre: float
+    """What the sums are taken about."""
+    highest: float
+    """The most that can have been learnt from one norm."""
+
+
+def _digits(value: float, scale: int, size: int) -> list[int]:
+    """Return a number >= 0 in fixed point, the lowest digit first; its last bits are cut off."""
+    whole = int(math.ldexp(value, scale))
+    return [(whole >> (_BITS * place)) & (2**_BITS - 1) for place in range(size)]
+
+
+def _number(digits: Sequence[int], scale: int) -> Fraction:
+    """Return the number whose digits, or sums of such, these are."""
+    whole = sum(digit << (_BITS * place) for place, digit in enumerate(digits))
+    return Fraction(whole, 2**scale)
+
+
+def quantile_of(buckets: np.ndarray[Any, np.dtype[np.int64]], quantile: float) -> float:
+    """Return a quantile of what a sketch has counted, between neighbours as NumPy does it."""
+    total = int(buckets.sum())
+    if not total:
+        return 0.0
+    place = quantile * (total - 1)
+    upto = np.cumsum(buckets)
+    low, high = (
+        float(_VALUES[np.searchsorted(upto, rank, side="right")])
+        for rank in (math.floor(place), math.ceil(place))
+    )
+    return low + (place - math.floor(place)) * (high - low)

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The counterparts of shared clippers, in the server's optimizer.
+
+One class does it all; how a state follows from counts is said by the clipper's rule.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from declearn.model.api import Vector
+from declearn.optimizer.modules import AuxVar, OptiModule
+
+from fedclip import checks, states
+from fedclip.arrays import NUMPY
+from fedclip.errors import StateError, nearest
+from fedclip.federation.shared import MAX_STEPS, centre_of, tally_of
+from fedclip.federation.shared_counts import BUCKETS, Bound, Counts, Round, quantile_of
+from fedclip.federation.shared_messages import FedclipSharedCounts, FedclipSharedState
+from fedclip.modules.adaptive_clip import AdaptiveClip
+from fedclip.modules.auto_clip import AutoClip
+from fedclip.modules.base import Clipper
+from fedclip.modules.ema_clip import EmaClip
+from fedclip.modules.percentile_norm_clip import PercentileNormClip
+from fedclip.modules.zscore_clip import ZScoreClip
+from fedclip.rules.shared import Counted, Shareable
+from fedclip.scopes import resolve
+
+__all__ = [
+    "AdaptiveClipServer",
+    "AutoClipServer",
+    "EmaClipServer",
+    "History",
+    "PercentileNormClipServer",
+    "SharedServer",
+    "ZScoreClipServer",
+]
+
+_LOGGER = logging.getLogger("declearn.server.fedclip")
+
+_OWN = ("max_steps", "shared_name")
+
+
+class History:
+    """What a sketch has counted in the last rounds, of as many norms as are asked for.
+
+    Rounds are forgotten as a whole, and only once the younger ones hold `size` norms; with one
+    norm a round that is the last `size` norms.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        self.size = size
+        self.total = np.zeros(BUCKETS, dtype=np.int64)
+        # Which buckets were not empty in each round, and how often they were met.
+        self._rounds: deque[tuple[list[int], list[int]]] = deque()
+
+    def add(self, buckets: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        """Add a round, and forget what is no longer needed."""
+        self.total = self.total + buckets
+        if self.size is None:
+            return
+        places = np.flatnonzero(buckets)
+        self._rounds.append((places.tolist(), buckets[places].tolist()))
+        held = int(self.total.sum())
+        while held - sum(self._rounds[0][1]) >= self.size:
+            places_, counts = self._rounds.popleft()
+            self.total[places_] -= counts
+            held -= sum(counts)
+
+    def get_state(self) -> list[list[list[int]]]:
+        """Return, for each round, the buckets that are not empty and their counts."""
+        if self.size is not None:
+            return [[list(places), list(counts)] for places, counts in self._rounds]
+        places = np.flatnonzero(self.total)
+        return [[places.tolist(), self.total[places].tolist()]]
+
+    @classmethod
+    def from_state(cls, size: int | None, rounds: Any) -> History:
+        """Return the history that `get_state` has described."""
+        history = cls(size)
+        try:
+            for places, counts in rounds:
+                if len(places) != len(counts):
+                    raise ValueError
+                for place, count in zip(places, counts, strict=True):
+                    if checks.integer(0, place=place) >= BUCKETS or count < 1:
+                        raise ValueError
+                buckets = np.zeros(BUCKETS, dtype=np.int64)
+                buckets[places] = [checks.integer(1, count=count) for count in counts]
+                history.add(buckets)
+        except (TypeError, ValueError, OverflowError) as exc:
+            raise StateError(
+                "'history' must be, for each group, a list of [buckets, counts], got "
+                f"{rounds!r:.100}"
+            ) from exc
+        return history
+
+
+class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
+    """Counterpart of a shared clipper: merges what clients count, and sends the state back.
+
+    ::
+
+        Round start:
+            send the state, the same to every client
+        Replies:
+            leave out what can not be counts, and say so
+            counts = sum of the rest
+            state  = rule.merge(state, counts)
+        Step:
+            nothing: the server's gradients pass as they are
+
+    Parameters
+    ----------
+    max_steps : int, default=10000
+        How many norms of a group one client counts in a round at most. What a client claims
+        beyond that is refused, so that the number of steps that a client really takes bounds
+        the weight of one that lies.
+    shared_name : str or None, default=None
+        The name that the clipper has been given, if any.
+    **settings
+        The parameters of the clipper that its state depends on, by its own names and with its
+        own defaults. Both sides must have the same.
+    """
+
+    clipper: ClassVar[type[Clipper]]
+    auxvar_cls = FedclipSharedState
+
+    def __init_subclass__(cls, register: bool = True, **kwargs: Any) -> None:
+        """Give the class the signature that it has, for all who look at it."""
+        super().__init_subclass__(register=register, **kwargs)
+        theirs = inspect.signature(cls.clipper).parameters
+        own = inspect.signature(SharedServer.__init__).parameters
+        chosen = [theirs[name] for name in cls.clipper.shared_settings] + [own[n] for n in _OWN]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [parameter.replace(kind=keyword) for parameter in chosen]
+        )
+
+    def __init__(
+        self, *, max_steps: int = MAX_STEPS, shared_name: str | None = None, **settings: Any
+    ) -> None:
+        known = list(inspect.signature(type(self)).parameters)
+        for key in settings:
+            if key not in known:
+                raise TypeError(
+                    f"{self.name} has no parameter {key!r}{nearest(key, known)}; its parameters "
+                    f"are {', '.join(known)}"
+                )
+        self.max_steps = checks.integer(1, max_steps=max_steps)
+        if self.max_steps > 2**31:
+            raise ValueError(f"max_steps must be at most 2^31, got {max_steps!r}")
+        # Checks the parameters, and knows the rule that follows from them.
+        known_clipper: Any = self.clipper
+        clipper = known_clipper(shared=True, shared_name=shared_name, **settings)
+        self.shared_name = clipper.shared_name
+        self.aux_name = clipper.aux_name  # type: ignore[misc]
+        self.settings: dict[str, Any] = clipper._sharing.settings
+        self._rule: Shareable = clipper._sharing.rule.rule
+        self._tally = tally_of(self._rule.counters)
+        self._labels: tuple[str, ...] = ()
+        self._state: Any = None
+        self._histories: list[History] = []
+        self._version = 0
+        self._refused = 0
+        if self.settings["scope"] == "global":
+            self._set_labels(("all",))
+
+    # -- declearn's interface -----------------------------------------------------------------
+    def run(self, gradients: Vector[Any]) -> Vector[Any]:
+        """Return the gradients; the first ones say which groups there are."""
+        if not self._labels:
+            # The update has the names that the clients' gradients have, and no client is asked.
+            try:
+                groups = resolve(
+                    self.settings["scope"], self.settings["exclude"], list(gradients.coefs)
+                )
+                self._set_labels(tuple(sorted(groups.labels)))
+            except ValueError as exc:
+                # The clients say the same, and declearn's server survives that.
+                _LOGGER.error("%s: %s", self.name, exc)
+        return gradients
+
+    def collect_aux_var(self) -> FedclipSharedState:
+        """Return the state, for all clients; before any of them has ever sent a thing."""
+        fields = {} if self._state is None else self._state._asdict()
+        return FedclipSharedState(
+            version=self._version,
+            settings=self.settings,
+            max_steps=self.max_steps,
+            labels=list(self._labels),
+            state={
+                name: [int(x) if name == "count" else float(x) for x in column]
+                for name, column in fields.items()
+            },
+        )
+
+    def process_aux_var(self, aux_var: AuxVar) -> None:
+        """Merge what clients have counted; what is not sound is left out, counted and logged."""
+        parts = getattr(aux_var, "parts", None) or [aux_var]
+        total, members = self._add_up(parts)
+        if total is None or not self._labels:
+            return
+        rounds = [self._tally.decode(total[:, group]) for group in range(len(self._labels))]
+        self._merge(rounds)
+        self._version += 1
+        _LOGGER.debug(
+            "%s: %d norms of %d clients", self.name, max(round_.n for round_ in rounds), members
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the parameters, as they would be written in a TOML file."""
+        return {**self.settings, **{name: getattr(self, name) for name in _OWN}}
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the shared state by group, as plain numbers, strings and lists."""
+        groups = {} if self._state is None else states.dump(self._state, self._labels)
+        pairs = zip(self._labels, self._histories, strict=True)
+        history = {label: history.get_state() for label, history in pairs}
+        return {
+            "clipper": self.name,
+            "groups": groups,
+            "history": history if self._tally.has_sketch else {},
+            "version": self._version,
+            "refused": self._refused,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take over a state that `get_state` of the same module returned.
+
+        Raises
+        ------
+        StateError
+            If anything is missing, of a wrong type, or another module's. The state is then what
+            it was before.
+        """
+        keys = ("clipper", "groups", "history", "version", "refused")
+        if not isinstance(state, Mapping) or any(key not in state for key in keys):
+            raise StateError(f"a state of {self.name} must have {', '.join(keys)}")
+        if state["clipper"] != self.name:
+            raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
+        for key in keys[3:]:
+            if isinstance(state[key], bool) or not isinstance(state[key], int) or state[key] < 0:
+                raise StateError(f"{key!r} must be an int >= 0, got {state[key]!r}")
+        groups = states.check_groups(state["groups"], self._rule.init(1, NUMPY))
+        labels, history = tuple(groups), state["history"]
+        wanted = set(labels) if self._tally.has_sketch else set()
+        if not isinstance(history, Mapping) or set(history) != wanted:
+            raise StateError(f"'history' must have {sorted(wanted)}, got {history!r:.100}")
+        size = self._rule.sketched[1]
+        histories = [History.from_state(size, history.get(label, ())) for label in labels]
+        fresh = self._rule.init(len(labels), NUMPY)
+        loaded = states.load(fresh, groups, labels) if labels else None
+        self._labels, self._histories = labels, histories
+        self._state = _columns(loaded) if labels else None
+        self._version, self._refused = state["version"], state["refused"]
+
+    @property
+    def refused(self) -> int:
+        """How many messages of clients have been left out so far."""
+        return self._refused
+
+    # -- how it is done -----------------------------------------------------------------------
+    def _set_labels(self, labels: tuple[str, ...]) -> None:
+        self._labels = labels
+        self._state = _columns(self._rule.init(len(labels), NUMPY))
+        size = self._rule.sketched[1]
+        self._histories = [History(size) for _ in labels]
+
+    def _bounds(self) -> list[Bound]:
+        with np.errstate(all="ignore"):
+            highest = self._rule.ceiling(self._state)
+        fields = states.dump(self._state, self._labels)
+        return [
+            Bound(centre_of(fields[label]), float(most))
+            for label, most in zip(self._labels, highest, strict=True)
+        ]
+
+    def _add_up(self, parts: Sequence[Any]) -> tuple[Counts | None, int]:
+        """Return the sum of the sound messages, None if there is none, and of how many clients."""
+        shape = (self._tally.rows, len(self._labels))
+        bounds = self._bounds() if self._labels else []
+        total, members = np.zeros(shape, dtype=np.uint64), 0
+        faults: dict[str, int] = {}
+        for part in parts:
+            fault = f"a {type(part).__name__}"
+            if isinstance(part, FedclipSharedCounts):
+                counts, fault = part.check(shape)
+                if counts is not None:
+                    fault = self._tally.fault(counts, part.members, self.max_steps, bounds)
+                    if not fault:
+                        total += counts
+                        members += part.members
+            if fault:
+                faults[fault] = faults.get(fault, 0) + 1
+        if faults:
+            self._refused += sum(faults.values())
+            _LOGGER.warning(
+                "%s: left out what %d of %d messages say, round %d: %s (%d so far)",
+                self.name,
+                sum(faults.values()),
+                len(parts),
+                self._version + 1,
+                "; ".join(f"{fault} ({count}×)" for fault, count in list(faults.items())[:5]),
+                self._refused,
+            )
+        return (total if members else None), members
+
+    def _merge(self, rounds: Sequence[Round]) -> None:
+        quantile, _ = self._rule.sketched
+        fields = states.dump(self._state, self._labels)
+        rows = []
+        for label, history, round_ in zip(self._labels, self._histories, rounds, strict=True):
+            level = 0.0
+            if round_.buckets is not None and round_.n:
+                history.add(round_.buckets)
+                level = quantile_of(history.total, quantile)
+            mean, variance = round_.moments(centre_of(fields[label]))
+            rows.append((round_.n, mean, variance, level, round_.unclipped))
+        counted = Counted(*np.array(rows, dtype=np.float64).T)
+        with np.errstate(all="ignore"):
+            after = self._rule.merge(self._state, counted)
+        sound = (counted.n > 0) & np.all([np.isfinite(column) for column in after], axis=0)
+        self._state = type(after)(
+            *(np.where(sound, new, old) for old, new in zip(self._state, after, strict=True))
+        )
+
+
+def _columns(state: Any) -> Any:
+    """Return a state as one array of float64 for each field."""
+    return type(state)(*(np.array(column, dtype=np.float64, ndmin=1) for column in state))
+
+
+class ZScoreClipServer(SharedServer):
+    """Counterpart of `zscore-clip` with ``shared = true``, in the server's optimizer."""
+
+    name: ClassVar[str] = "zscore-clip-server"
+    clipper = ZScoreClip
+
+
+class EmaClipServer(SharedServer):
+    """Counterpart of `ema-clip` with ``shared = true``, in the server's optimizer."""
+
+    name: ClassVar[str] = "ema-clip-server"
+    clipper = EmaClip
+
+
+class AutoClipServer(SharedServer):
+    """Counterpart of `auto-clip` with ``shared = true``, in the server's optimizer."""
+
+    name: ClassVar[str] = "auto-clip-server"
+    clipper = AutoClip
+
+
+class PercentileNormClipServer(SharedServer):
+    """Counterpart of `percentile-norm-clip` with ``shared = true``, in the server's optimizer."""
+
+    name: ClassVar[str] = "percentile-norm-clip-server"
+    clipper = PercentileNormClip
+
+
+class AdaptiveClipServer(SharedServer):
+    """Counterpart of `adaptive-clip` with ``shared = true``, in the server's optimizer."""
+
+    name: ClassVar[str] = "adaptive-clip-server"
+    clipper = AdaptiveClip

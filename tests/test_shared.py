@@ -1,0 +1,590 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One state for a whole federation: what it is, who gets it, and what a bad client can do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.model.sklearn import NumpyVector
+from declearn.optimizer import Optimizer
+from declearn.optimizer.modules import AuxVar
+from declearn.secagg.joye_libert import JoyeLibertDecrypter, JoyeLibertEncrypter
+from declearn.secagg.masking import MaskingDecrypter, MaskingEncrypter
+from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
+from helpers import each_framework, needs
+
+from fedclip import Clipper, FedclipWarning, ZScoreClip
+from fedclip.arrays import NUMPY, backend_named
+from fedclip.check import check_config
+from fedclip.federation.shared import SharedRule
+from fedclip.federation.shared_counts import ERROR, Tally, quantile_of
+from fedclip.federation.shared_messages import FedclipSharedCounts, FedclipSharedState
+from fedclip.federation.shared_server import History, SharedServer
+from fedclip.rules.adaptive import geometric_update
+
+Steps = Sequence[float | Mapping[str, float]]
+
+# Limits that move from early on, so that a few rounds see everything.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "zscore-clip": {"warmup": 20},
+    "ema-clip": {"warmup": 20},
+    "auto-clip": {"warmup": 20},
+    "percentile-norm-clip": {"warmup": 20, "percentile": 80.0, "window": 60},
+    "adaptive-clip": {"start_norm": 1.0},
+}
+every_clipper = pytest.mark.parametrize("name", CONFIGS)
+
+
+def masked(clients: Sequence[str]) -> tuple[dict[str, Any], Any]:
+    """Return the encrypters and the decrypter of a round, as their setup would."""
+    seeds = {(a, b): i + len(clients) * j for i, a in enumerate(clients) for j, b in
+             enumerate(clients) if i < j}
+    return {
+        c: MaskingEncrypter(
+            [seed for (a, _), seed in seeds.items() if a == c],
+            [seed for (_, b), seed in seeds.items() if b == c],
+        )
+        for c in clients
+    }, MaskingDecrypter(len(clients))
+
+
+def joye_libert(clients: Sequence[str]) -> tuple[dict[str, Any], Any]:
+    keys = {c: 2**2000 + 7**i for i, c in enumerate(clients)}
+    encrypters = {c: JoyeLibertEncrypter(key) for c, key in keys.items()}
+    return encrypters, JoyeLibertDecrypter(-sum(keys.values()), len(clients))
+
+
+class Federation:
+    """Server and clients in one process, in declearn's order of calls, over its own wire."""
+
+    def __init__(
+        self,
+        name: str,
+        clients: int = 3,
+        *,
+        secagg: Callable[[Sequence[str]], tuple[dict[str, Any], Any]] | None = None,
+        server: Mapping[str, Any] | None = None,
+        also: Sequence[Any] = (),
+        **config: Any,
+    ) -> None:
+        self.config: dict[str, Any] = {**CONFIGS[name], **config}
+        counterpart = SharedServer.__subclasses__
+        (cls,) = [c for c in counterpart() if c.name == f"{name}-server"]
+        known = {k: v for k, v in self.config.items() if k in cls.clipper.shared_settings}
+        self.name = name
+        self.server = Optimizer(1.0, modules=[(cls.name, {**known, **(server or {})}), *also])
+        self.clients: dict[str, Optimizer] = {}
+        for i in range(clients):
+            self.join(f"client_{i}")
+        self.secagg = secagg
+        self.wire = [0, 0]
+        self.tamper: dict[str, Callable[[FedclipSharedCounts], Any]] = {}
+        self.names: tuple[str, ...] = ("w",)
+
+    def join(self, name: str) -> None:
+        self.clients[name] = Optimizer(0.1, modules=[(self.name, {**self.config, "shared": True})])
+
+    def clipper(self, client: str) -> Clipper:
+        module = self.clients[client].modules[0]
+        assert isinstance(module, Clipper)
+        return module
+
+    @property
+    def counterpart(self) -> SharedServer:
+        module = self.server.modules[0]
+        assert isinstance(module, SharedServer)
+        return module
+
+    def group(self, label: str = "all") -> dict[str, Any]:
+        """Return the shared state of a group."""
+        found: dict[str, Any] = self.counterpart.get_state()["groups"][label]
+        return found
+
+    def round(self, steps: Mapping[str, Steps]) -> dict[str, list[float]]:
+        """Run a round with these clients, and return the limits that each has clipped to."""
+        sent = msgpack_serialize(self.server.collect_aux_var())
+        limits: dict[str, list[float]] = {}
+        replies: dict[str, dict[str, AuxVar]] = {}
+        for client, norms in steps.items():
+            optimizer = self.clients[client]
+            optimizer.process_aux_var(msgpack_deserialize(sent))
+            optimizer.start_round()
+            limits[client] = self.steps(client, norms)
+            replies[client] = optimizer.collect_aux_var()
+            for key in replies[client]:
+                if client in self.tamper:
+                    replies[client][key] = self.tamper[client](replies[client][key])  # type: ignore[arg-type]
+        total: dict[str, Any] = {}
+        if self.secagg is None:
+            for reply in replies.values():
+                got = msgpack_serialize(reply)
+                self.wire = [len(sent), len(got)]
+                for key, aux in msgpack_deserialize(got).items():
+                    total[key] = total.get(key, 0) + aux
+        else:
+            encrypters, decrypter = self.secagg(list(steps))
+            for client, reply in replies.items():
+                for key, aux in reply.items():
+                    secure = encrypters[client].encrypt_aggregate(aux)
+                    total[key] = total[key] + secure if key in total else secure
+            total = {key: decrypter.decrypt_aggregate(aux) for key, aux in total.items()}
+        self.server.process_aux_var(total)
+        step = NumpyVector({name: np.array([0.01]) for name in self.names})
+        self.server.compute_updates_from_gradients(None, step) if False else None
+        for module in self.server.modules:
+            step = module.run(step)
+        return limits
+
+    def steps(self, client: str, norms: Steps) -> list[float]:
+        clipper, limits = self.clipper(client), []
+        for norm in norms:
+            given = norm if isinstance(norm, Mapping) else {"w": norm}
+            clipper.run(NumpyVector({n: np.array([x]) for n, x in given.items()}))
+            assert clipper.last is not None
+            limits.append(clipper.last.limit[0])
+        return limits
+
+
+def draw(rng: np.random.Generator, size: int, scale: float = 1.0) -> list[float]:
+    values: list[float] = (scale * rng.lognormal(0.0, 0.5, size)).tolist()
+    return values
+
+
+# -- merged equals one process --------------------------------------------------------------
+@pytest.mark.parametrize("secagg", [None, masked], ids=["cleartext", "masked"])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+def test_moments_of_the_warm_up_are_those_of_all_norms(scale: float, secagg: Any) -> None:
+    rng = np.random.default_rng(0)
+    fed = Federation("zscore-clip", warmup=1000, max_norm=None, secagg=secagg)
+    every: list[float] = []
+    for _ in range(5):
+        steps = {c: draw(rng, int(rng.integers(1, 30)), scale) for c in fed.clients}
+        every += [x for norms in steps.values() for x in norms]
+        fed.round(steps)
+        assert fed.group()["count"] == len(every)
+        assert fed.group()["mean"] == pytest.approx(np.mean(every), rel=1e-12)
+        assert fed.group()["variance"] == pytest.approx(np.var(every), rel=1e-12)
+
+
+def test_moments_that_would_cancel() -> None:
+    """A deviation a millionth of the mean, once the mean is known."""
+    rng = np.random.default_rng(1)
+    fed = Federation("auto-clip", max_norm=None, feedback="raw")
+    every = []
+    for _ in range(4):
+        steps = {c: (1000.0 + 1e-3 * rng.normal(size=20)).tolist() for c in fed.clients}
+        every += [x for norms in steps.values() for x in norms]
+        fed.round(steps)
+    assert fed.group()["mean"] == pytest.approx(np.mean(every), rel=1e-14)
+    # The first round was taken about 0.
+    assert fed.group()["variance"] == pytest.approx(np.var(every), rel=1e-4)
+    (state,) = [fed.counterpart.collect_aux_var()]
+    centre = state.state["mean"][0]
+    norms = (1000.0 + 1e-3 * rng.normal(size=50)).tolist()
+    rule = SharedRule(fed.counterpart._rule)
+    shared = rule.init(1, NUMPY)
+    for norm in norms:
+        _, shared = rule(np.array([norm]), shared, NUMPY)
+    fields = {name: getattr(shared, name)[..., 0].tolist() for name in rule.tally.fields}
+    column = np.array(rule.tally.encode(fields, centre), dtype=np.uint64)
+    mean, variance = rule.tally.decode(column).moments(centre)
+    assert mean == pytest.approx(np.mean(norms), rel=1e-15)
+    assert variance == pytest.approx(np.var(norms), rel=1e-10)
+
+
+@pytest.mark.parametrize("estimator", ["zclip", "drytorch", "smartclip"])
+def test_moving_averages_are_moved_by_each_norm_once(estimator: str) -> None:
+    """After warm-up: d^N of the past, and the rest from the round."""
+    rng = np.random.default_rng(2)
+    fed = Federation("zscore-clip", warmup=5, feedback="raw", estimator=estimator, max_norm=None)
+    fed.round({c: draw(rng, 5) for c in fed.clients})
+    for _ in range(3):
+        mean, variance = fed.group()["mean"], fed.group()["variance"]
+        steps = {c: draw(rng, 4) for c in fed.clients}
+        fed.round(steps)
+        norms = np.array([x for some in steps.values() for x in some])
+        keep = 0.97**12
+        moved = keep * mean + (1 - keep) * norms.mean()
+        about = {"zclip": moved, "drytorch": mean, "smartclip": mean}[estimator]
+        spread = np.mean((norms - about) ** 2)
+        if estimator == "smartclip":
+            spread = norms.var() + keep * (norms.mean() - mean) ** 2
+        assert fed.group()["mean"] == pytest.approx(moved, rel=1e-12)
+        assert fed.group()["variance"] == pytest.approx(
+            keep * variance + (1 - keep) * spread, rel=1e-12
+        )
+
+
+@pytest.mark.parametrize("secagg", [None, masked], ids=["cleartext", "masked"])
+@pytest.mark.parametrize("history", ["window", "p2"])
+def test_percentile_is_that_of_the_last_rounds(history: str, secagg: Any) -> None:
+    rng = np.random.default_rng(3)
+    window = {"window": 60} if history == "window" else {"window": 256}
+    fed = Federation(
+        "percentile-norm-clip", history=history, feedback="raw", **window, secagg=secagg
+    )
+    rounds: list[list[float]] = []
+    for t in range(12):
+        steps = {c: draw(rng, int(rng.integers(0, 20)), 1.2**t) for c in fed.clients}
+        rounds.append([x for some in steps.values() for x in some])
+        fed.round(steps)
+        kept: list[float] = []
+        for norms in reversed(rounds):
+            if history == "window" and len(kept) >= 60:
+                break
+            kept += norms
+        exact = np.quantile(kept, 0.8)
+        assert abs(fed.group()["level"] - exact) <= ERROR * exact
+
+
+def test_median_and_deviation_of_all_norms() -> None:
+    rng = np.random.default_rng(4)
+    fed = Federation("auto-clip", feedback="raw")
+    every: list[float] = []
+    for _ in range(6):
+        steps = {c: draw(rng, 9) for c in fed.clients}
+        every += [x for some in steps.values() for x in some]
+        fed.round(steps)
+    assert fed.group()["mean"] == pytest.approx(np.mean(every), rel=1e-12)
+    assert fed.group()["variance"] == pytest.approx(np.var(every), rel=1e-12)
+    assert fed.group()["level"] == pytest.approx(np.median(every), rel=ERROR)
+
+
+def test_adaptive_limit_makes_one_step_a_round() -> None:
+    fed = Federation("adaptive-clip")
+    fed.round({"client_0": [0.5, 1.0, 2.0], "client_1": [], "client_2": [3.0]})
+    assert fed.group()["limit"] == geometric_update(1.0, 0.5, quantile=0.5, rate=0.2)
+    fed.round({"client_0": [0.5, 0.1, 2.0], "client_2": [3.0]})
+    fed.round({"client_0": [0.5, 0.1, 0.2], "client_2": [3.0]})
+    assert fed.group()["limit"] == geometric_update(1.0, 0.75, quantile=0.5, rate=0.2)
+
+
+@pytest.mark.parametrize("quantile", [0.0, 0.1, 0.5, 0.95, 1.0])
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_sketch_is_within_its_error(size: int, quantile: float) -> None:
+    rng = np.random.default_rng(size)
+    norms = 10.0 ** rng.uniform(-7.5, 5.0, size)
+    tally = Tally(["sketch"])
+    shared = SharedRule(Federation("percentile-norm-clip").counterpart._rule)
+    state = shared.init(1, NUMPY)
+    for norm in norms:
+        state = tally.add(np.array([norm]), None, 10_000, state, NUMPY)
+    fields = {name: getattr(state, name)[..., 0].tolist() for name in tally.fields}
+    buckets = tally.decode(np.array(tally.encode(fields, 0.0), dtype=np.uint64)).buckets
+    assert buckets is not None
+    exact = np.quantile(norms, quantile)
+    assert abs(quantile_of(buckets, quantile) - exact) <= ERROR * exact * (1 + 1e-12)
+
+
+# -- one client equals local ----------------------------------------------------------------
+LOCAL: list[tuple[str, dict[str, Any], float]] = [
+    *(("zscore-clip", {"estimator": e}, 1e-9) for e in ("zclip", "drytorch", "smartclip")),
+    ("zscore-clip", {"feedback": "none"}, 1e-9),
+    ("zscore-clip", {"feedback": "raw", "action": "max"}, 1e-9),
+    ("ema-clip", {}, 1e-12),
+    ("ema-clip", {"estimator": "drytorch", "feedback": "raw"}, 1e-12),
+    ("ema-clip", {"estimator": "drytorch", "warmup": 0}, 1e-12),
+    ("adaptive-clip", {}, 0.0),
+    ("adaptive-clip", {"every": 7}, 0.0),
+    ("auto-clip", {"median": "window", "window": 60, "feedback": "raw"}, ERROR),
+    ("percentile-norm-clip", {"feedback": "raw"}, ERROR),
+    ("percentile-norm-clip", {"percentile": 100.0, "feedback": "raw"}, ERROR),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "error"), LOCAL)
+def test_one_client_with_one_step_a_round_equals_local(
+    name: str, config: dict[str, Any], error: float
+) -> None:
+    rng = np.random.default_rng(5)
+    fed = Federation(name, 1, **config)
+    local = Optimizer(0.1, modules=[(name, fed.config)]).modules[0]
+    assert isinstance(local, Clipper)
+    norms = np.array(draw(rng, 100))
+    norms[60:70] *= 8
+    for norm in norms:
+        (limit,) = fed.round({"client_0": [norm]})["client_0"]
+        local.run(NumpyVector({"w": np.array([norm])}))
+        assert local.last is not None
+        assert limit == pytest.approx(local.last.limit[0], rel=error, abs=0.0)
+
+
+@every_clipper
+def test_clients_do_not_matter_only_norms_do(name: str) -> None:
+    """Five clients, or one that sees it all: the same state to the bit, or to a rounding."""
+    rng = np.random.default_rng(6)
+    many, one = Federation(name, 5), Federation(name, 1)
+    for _ in range(8):
+        steps = {c: draw(rng, int(rng.integers(0, 12))) for c in many.clients}
+        many.round(steps)
+        one.round({"client_0": [x for some in steps.values() for x in some]})
+        assert many.group() == pytest.approx(one.group(), rel=1e-12)
+
+
+# -- who gets the state ---------------------------------------------------------------------
+@every_clipper
+def test_all_clip_to_the_same_limit_and_late_joiners_too(name: str) -> None:
+    rng = np.random.default_rng(7)
+    fed = Federation(name, max_norm=None)
+    for t in range(8):
+        if t == 5:
+            fed.join("late")
+        # client_2 is sampled in one round of three.
+        chosen = [c for c in fed.clients if c != "client_2" or t % 3 == 0]
+        # A spike that is above every limit, so that all clients show theirs.
+        limits = fed.round({c: [*draw(rng, 6), 1e4] for c in chosen})
+        assert len({values[-1] for values in limits.values()}) == 1, t
+    state = fed.counterpart.collect_aux_var().state
+    fed.round({c: [1.0] for c in fed.clients})
+    for client in fed.clients:
+        held = fed.clipper(client).get_state()["groups"]["all"]
+        assert {k: [v] for k, v in held.items() if k in state} == state
+
+
+@every_clipper
+def test_a_state_stands_still_during_a_round(name: str) -> None:
+    fed = Federation(name)
+    fed.round({c: [1.0] * 10 for c in fed.clients})
+    (before,) = [fed.group()]
+    limits = fed.round({"client_0": [1e3] * 5})["client_0"]
+    assert len(set(limits)) == 1
+    assert fed.group() != before
+
+
+@every_clipper
+@pytest.mark.parametrize("scope", ["tensor", ["a*"]])
+def test_scopes(name: str, scope: Any) -> None:
+    """Groups become known with the first update; nothing that was counted before is lost."""
+    fed = Federation(name, scope=scope)
+    fed.names = ("b", "a1", "a0")
+    step = {"a1": 1.0, "a0": 2.0, "b": 4.0}
+    reply = fed.counterpart.collect_aux_var()
+    assert reply.labels == []
+    fed.round({"client_0": [step] * 4, "client_1": [step], "client_2": []})
+    assert fed.counterpart._version == 0
+    labels = fed.counterpart.collect_aux_var().labels
+    assert labels == (["a0", "a1", "b"] if scope == "tensor" else ["*", "a*"])
+    fed.round({"client_0": [step] * 2, "client_1": [], "client_2": []})
+    if name != "adaptive-clip":
+        assert {fed.group(label)["count"] for label in labels} == {7}
+    if name == "zscore-clip" and scope == "tensor":
+        assert [fed.group(label)["mean"] for label in labels] == pytest.approx([2.0, 1.0, 4.0])
+
+
+@every_clipper
+def test_what_is_sent_has_the_same_form_every_round(name: str) -> None:
+    fed = Federation(name)
+    forms = set()
+    for norms in ([], [1.0], [float("nan")], [0.0], [1e30], [1.0] * 40, []):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            client = fed.clients["client_0"]
+            client.process_aux_var(fed.server.collect_aux_var())
+            client.start_round()
+            fed.steps("client_0", [x for x in norms if np.isfinite(x)])
+            if any(np.isnan(x) for x in norms):
+                fed.clipper("client_0").run(NumpyVector({"w": np.array([np.nan])}))
+            (aux,) = client.collect_aux_var().values()
+        secret, clear = aux.prepare_for_secagg()
+        assert clear is None
+        forms.add(tuple((k, type(v), getattr(v, "shape", ()), str(getattr(v, "dtype", ""))) for
+                        k, v in secret.items()))
+        fed.server.process_aux_var({f"{name}-shared": aux})
+    assert len(forms) == 1
+    assert not fed.counterpart.refused
+
+
+# -- secure aggregation ---------------------------------------------------------------------
+@every_clipper
+@pytest.mark.parametrize("secagg", [masked, joye_libert])
+def test_secure_aggregation_gives_the_same_state_to_the_bit(name: str, secagg: Any) -> None:
+    rng = np.random.default_rng(8)
+    clear, secure = Federation(name, 4), Federation(name, 4, secagg=secagg)
+    for t in range(2 if secagg is joye_libert and name in ("auto-clip",) else 3):
+        chosen = rng.permutation(list(clear.clients))[:3]
+        steps = {str(c): draw(rng, int(rng.integers(0, 9))) for c in chosen}
+        clear.round(steps)
+        secure.round(steps)
+        assert clear.counterpart.get_state() == secure.counterpart.get_state(), t
+    assert not secure.counterpart.refused
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("members", 2),
+        ("members", 1.0),
+        ("counts", [[1]]),
+        ("counts", np.array([[1.0]])),
+        ("counts", np.array([[-1]])),
+        ("counts", np.array([[2**50]], dtype=np.uint64)),
+    ],
+)
+def test_what_encryption_would_spoil_is_refused_by_name(field: str, value: Any) -> None:
+    message = FedclipSharedCounts(1, np.zeros((2, 1), dtype=np.uint64))
+    message.prepare_for_secagg()
+    setattr(message, field, value)
+    with pytest.raises(ValueError, match=field):
+        message.prepare_for_secagg()
+
+
+# -- checkpoints ----------------------------------------------------------------------------
+@every_clipper
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_killed_and_restarted_goes_on_as_if_nothing_had_been(
+    name: str, scope: str, at: int
+) -> None:
+    rng = np.random.default_rng(9)
+    whole, cut = Federation(name, scope=scope), Federation(name, scope=scope)
+    for t in range(8):
+        steps = {c: draw(rng, 7) for c in whole.clients}
+        assert whole.round(steps) == cut.round(steps)
+        if t == at:
+            fresh = Federation(name, scope=scope)
+            fresh.server.set_state(json.loads(json.dumps(cut.server.get_state())))
+            for client, optimizer in fresh.clients.items():
+                state = json.loads(json.dumps(cut.clients[client].get_state()))
+                optimizer.set_state(state)
+            cut = fresh
+    assert whole.server.get_state() == cut.server.get_state()
+
+
+def test_states_that_are_not_sound_are_refused() -> None:
+    fed = Federation("auto-clip")
+    fed.round({c: [1.0, 2.0, 3.0] for c in fed.clients})
+    good = fed.counterpart.get_state()
+    for key, value in [
+        ("clipper", "zscore-clip-server"),
+        ("groups", {"all": {"mean": 1.0}}),
+        ("history", {}),
+        ("history", {"all": [[[1, 2], [3]]]}),
+        ("history", {"all": [[[10_000], [3]]]}),
+        ("history", {"all": [[[1], [-3]]]}),
+        ("history", {"all": 3}),
+        ("version", -1),
+        ("refused", None),
+    ]:
+        with pytest.raises(KeyError):
+            fed.counterpart.set_state({**good, key: value})
+        assert fed.counterpart.get_state() == good
+    clipper = fed.clipper("client_0")
+    with pytest.raises(KeyError, match="shared"):
+        clipper.set_state({**clipper.get_state(), "shared": {"version": "one"}})
+
+
+# -- bad clients ----------------------------------------------------------------------------
+def wrong(counts: Any) -> Callable[[FedclipSharedCounts], Any]:
+    """Return what sends counts in place of the sound ones; a function changes those."""
+
+    def tamper(message: FedclipSharedCounts) -> Any:
+        value = counts(message.counts.tolist()) if callable(counts) else counts
+        # As a message that came over the wire is: whatever the wire can carry.
+        return RawCounts(1, value)
+
+    return tamper
+
+
+class RawCounts(FedclipSharedCounts, register=False):
+    """Counts that are sent as they are."""
+
+    def to_dict(self) -> Any:
+        return {"counts": self.counts} if self.counts != "missing" else {}
+
+
+def first(value: Any) -> Callable[[list[list[Any]]], list[list[Any]]]:
+    return lambda rows: [[value], *rows[1:]]
+
+
+BAD = {
+    "NaN": first(float("nan")),
+    "infinity": first(float("inf")),
+    "a float": first(3.0),
+    "negative": first(-1),
+    "enormous": first(10**9),
+    "beyond 64 bits": first(2**63),
+    "text": first("1"),
+    "nothing in a field": first(None),
+    "nothing": lambda rows: None,
+    "a missing field": "missing",
+    "a row less": lambda rows: rows[:-1],
+    "a row more": lambda rows: [*rows, [0]],
+    "a longer row": lambda rows: [[1, 1], *rows[1:]],
+    "all ones": lambda rows: [[2**16] for _ in rows],
+    "largest numbers": lambda rows: [[2**47] for _ in rows],
+    "counts without content": lambda rows: [[9000], *([0] for _ in rows[1:-1]), [9001]],
+}
+
+
+@every_clipper
+@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("alone", [False, True], ids=["among others", "alone"])
+def test_a_broken_client_is_left_out_counted_and_logged(
+    name: str, what: str, place: int, alone: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if what == "nothing":
+        BAD[what] = None
+    rng = np.random.default_rng(10)
+    bad, without = Federation(name), Federation(name)
+    for t in range(3):
+        steps = {c: draw(rng, 8) for c in bad.clients}
+        if alone and t == 1:
+            steps = {f"client_{place}": steps[f"client_{place}"]}
+        honest = {c: s for c, s in steps.items() if c != f"client_{place}"}
+        bad.tamper = {f"client_{place}": tampering(bad, what)} if t else {}
+        with caplog.at_level(logging.WARNING, "declearn.server"):
+            bad.round(steps)
+        if t == 0:
+            without.round(steps)
+        elif honest:
+            without.round(honest)
+        assert bad.group() == without.group(), caplog.text
+    assert bad.counterpart.refused == 2
+    assert f"{name}-server: left out what 1 of" in caplog.text
+
+
+def tampering(fed: Federation, what: str) -> Callable[[FedclipSharedCounts], Any]:
+    return as_wire(wrong(BAD[what]))
+
+
+def as_wire(tamper: Callable[[FedclipSharedCounts], Any]) -> Callable[[Any], Any]:
+    def changed(message: FedclipSharedCounts) -> Any:
+        raw = tamper(message)
+        return Sent(raw.to_dict())
+
+    return changed
+
+
+class Sent(FedclipSharedCounts):
+    """Sends a dict of its own under the name of the sound message."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(1, None)
+        self.data = data
+
+    def to_dict(self) -> Any:
+        return self.data
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Any:
+        return FedclipSharedCounts.from_dict(data)
+
+
+@every_clipper
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_message_of_another_kind_is_left_out(name: str, place: int) -> None:
+    fed = Federation(name, 2)
+    for t in range(2):
+        if t:
+            state = FedclipSharedState(0, {}, 1, [], {})
+            fed.tamper = {f"client_{place}": lambda _: state}
+        fed.round({c: [1.0, 2.0] for c in fed.clients})
+    assert fed.counterpart.refused == 1
+    assert fed.counterpart._version == 2
