@@ -27,6 +27,7 @@ from declearn.utils import access_types_mapping
 
 import fedclip
 from fedclip.errors import nearest
+from fedclip.federation.shared_check import is_shared, shared_problems
 
 __all__ = ["Check", "Finding", "check_config", "find_config", "is_ours", "parameters"]
 
@@ -367,6 +368,8 @@ def _check_counterparts(check: Check, plugins: Mapping[str, Iterable[Any]], pref
 
     declearn's server does not survive a variable without a receiver: it hangs.
     """
+    for side, problem in shared_problems(plugins):
+        check.add("problem", f"[{prefix}{side}]", problem)
     names = {
         side: {plugin.aux_name for plugin in plugins.get(side, ()) if _exchanges(plugin)}
         for side in ("client_opt", "server_opt")
@@ -390,7 +393,8 @@ def _check_counterparts(check: Check, plugins: Mapping[str, Iterable[Any]], pref
 
 def _exchanges(plugin: Any) -> bool:
     """Whether a module sends variables to the other side; having a name for them is not enough."""
-    if not getattr(plugin, "aux_name", None):
+    # Shared clippers stay silent until they are spoken to, and have been looked at already.
+    if not getattr(plugin, "aux_name", None) or is_shared(plugin):
         return False
     try:
         return plugin.collect_aux_var() is not None

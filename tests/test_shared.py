@@ -43,8 +43,12 @@ every_clipper = pytest.mark.parametrize("name", CONFIGS)
 
 def masked(clients: Sequence[str]) -> tuple[dict[str, Any], Any]:
     """Return the encrypters and the decrypter of a round, as their setup would."""
-    seeds = {(a, b): i + len(clients) * j for i, a in enumerate(clients) for j, b in
-             enumerate(clients) if i < j}
+    seeds = {
+        (a, b): i + len(clients) * j
+        for i, a in enumerate(clients)
+        for j, b in enumerate(clients)
+        if i < j
+    }
     return {
         c: MaskingEncrypter(
             [seed for (a, _), seed in seeds.items() if a == c],
@@ -97,9 +101,7 @@ class Federation:
 
     @property
     def counterpart(self) -> SharedServer:
-        module = self.server.modules[0]
-        assert isinstance(module, SharedServer)
-        return module
+        return next(m for m in self.server.modules if isinstance(m, SharedServer))
 
     def group(self, label: str = "all") -> dict[str, Any]:
         """Return the shared state of a group."""
@@ -136,7 +138,6 @@ class Federation:
             total = {key: decrypter.decrypt_aggregate(aux) for key, aux in total.items()}
         self.server.process_aux_var(total)
         step = NumpyVector({name: np.array([0.01]) for name in self.names})
-        self.server.compute_updates_from_gradients(None, step) if False else None
         for module in self.server.modules:
             step = module.run(step)
         return limits
@@ -393,8 +394,12 @@ def test_what_is_sent_has_the_same_form_every_round(name: str) -> None:
             (aux,) = client.collect_aux_var().values()
         secret, clear = aux.prepare_for_secagg()
         assert clear is None
-        forms.add(tuple((k, type(v), getattr(v, "shape", ()), str(getattr(v, "dtype", ""))) for
-                        k, v in secret.items()))
+        forms.add(
+            tuple(
+                (k, type(v), getattr(v, "shape", ()), str(getattr(v, "dtype", "")))
+                for k, v in secret.items()
+            )
+        )
         fed.server.process_aux_var({f"{name}-shared": aux})
     assert len(forms) == 1
     assert not fed.counterpart.refused
@@ -480,24 +485,6 @@ def test_states_that_are_not_sound_are_refused() -> None:
 
 
 # -- bad clients ----------------------------------------------------------------------------
-def wrong(counts: Any) -> Callable[[FedclipSharedCounts], Any]:
-    """Return what sends counts in place of the sound ones; a function changes those."""
-
-    def tamper(message: FedclipSharedCounts) -> Any:
-        value = counts(message.counts.tolist()) if callable(counts) else counts
-        # As a message that came over the wire is: whatever the wire can carry.
-        return RawCounts(1, value)
-
-    return tamper
-
-
-class RawCounts(FedclipSharedCounts, register=False):
-    """Counts that are sent as they are."""
-
-    def to_dict(self) -> Any:
-        return {"counts": self.counts} if self.counts != "missing" else {}
-
-
 def first(value: Any) -> Callable[[list[list[Any]]], list[list[Any]]]:
     return lambda rows: [[value], *rows[1:]]
 
@@ -511,7 +498,7 @@ BAD = {
     "beyond 64 bits": first(2**63),
     "text": first("1"),
     "nothing in a field": first(None),
-    "nothing": lambda rows: None,
+    "nothing": None,
     "a missing field": "missing",
     "a row less": lambda rows: rows[:-1],
     "a row more": lambda rows: [*rows, [0]],
@@ -529,8 +516,6 @@ BAD = {
 def test_a_broken_client_is_left_out_counted_and_logged(
     name: str, what: str, place: int, alone: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if what == "nothing":
-        BAD[what] = None
     rng = np.random.default_rng(10)
     bad, without = Federation(name), Federation(name)
     for t in range(3):
@@ -538,7 +523,7 @@ def test_a_broken_client_is_left_out_counted_and_logged(
         if alone and t == 1:
             steps = {f"client_{place}": steps[f"client_{place}"]}
         honest = {c: s for c, s in steps.items() if c != f"client_{place}"}
-        bad.tamper = {f"client_{place}": tampering(bad, what)} if t else {}
+        bad.tamper = {f"client_{place}": tampering(what)} if t else {}
         with caplog.at_level(logging.WARNING, "declearn.server"):
             bad.round(steps)
         if t == 0:
@@ -550,20 +535,17 @@ def test_a_broken_client_is_left_out_counted_and_logged(
     assert f"{name}-server: left out what 1 of" in caplog.text
 
 
-def tampering(fed: Federation, what: str) -> Callable[[FedclipSharedCounts], Any]:
-    return as_wire(wrong(BAD[what]))
+def tampering(what: str) -> Callable[[FedclipSharedCounts], Any]:
+    def tamper(message: FedclipSharedCounts) -> Any:
+        value: Any = BAD[what]
+        value = value(message.to_dict()["counts"]) if callable(value) else value
+        return Sent({} if value == "missing" else {"counts": value})
 
-
-def as_wire(tamper: Callable[[FedclipSharedCounts], Any]) -> Callable[[Any], Any]:
-    def changed(message: FedclipSharedCounts) -> Any:
-        raw = tamper(message)
-        return Sent(raw.to_dict())
-
-    return changed
+    return tamper
 
 
 class Sent(FedclipSharedCounts):
-    """Sends a dict of its own under the name of the sound message."""
+    """Sends a dict of its own, and is read as the sound message is."""
 
     def __init__(self, data: Any) -> None:
         super().__init__(1, None)
@@ -583,8 +565,291 @@ def test_a_message_of_another_kind_is_left_out(name: str, place: int) -> None:
     fed = Federation(name, 2)
     for t in range(2):
         if t:
-            state = FedclipSharedState(0, {}, 1, [], {})
-            fed.tamper = {f"client_{place}": lambda _: state}
+            fed.tamper = {f"client_{place}": lambda _: FedclipSharedState(0, {}, 1, [], {})}
         fed.round({c: [1.0, 2.0] for c in fed.clients})
     assert fed.counterpart.refused == 1
     assert fed.counterpart._version == 2
+
+
+# -- liars ----------------------------------------------------------------------------------
+def claim(fed: Federation, value: float, size: int) -> Callable[[FedclipSharedCounts], Any]:
+    """Return what claims so many norms, all of one value, in sound form."""
+
+    def tamper(_: FedclipSharedCounts) -> Any:
+        rule = SharedRule(fed.counterpart._rule, size)
+        state = rule.init(1, NUMPY)
+        for _ in range(size):
+            state = rule.tally.add(np.array([value]), None, size, state, NUMPY)
+        fields = {name: getattr(state, name)[..., 0].tolist() for name in rule.tally.fields}
+        centre = fed.group().get("mean", 0.0)
+        column = rule.tally.encode(fields, centre)
+        return FedclipSharedCounts(1, np.array(column, dtype=np.uint64)[:, None])
+
+    return tamper
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1])
+def test_liars_move_a_zscore_limit_by_the_stated_factor(share: float) -> None:
+    """Limit - mean grows by 1 / sqrt(1 - share (1 + z^2)) at most, while that is positive."""
+    rng = np.random.default_rng(11)
+    fed = Federation("zscore-clip", 20, action="max", max_norm=None)
+    liars = [f"client_{i}" for i in range(round(20 * share))]
+    honest = [c for c in fed.clients if c not in liars]
+
+    # Norms without spikes: 1 +- 0.1.
+    def steps(clients: Sequence[str]) -> dict[str, list[float]]:
+        return {c: rng.uniform(0.9, 1.1, 10).tolist() for c in clients}
+
+    fed.round(steps(honest))
+    for _ in range(60):
+        state = fed.group()
+        highest = state["mean"] + 2.5 * (state["variance"] ** 0.5 + 1e-6)
+        fed.tamper = {c: claim(fed, highest, 10) for c in liars}
+        fed.round({**steps(honest), **{c: [] for c in liars}})
+    assert not fed.counterpart.refused
+    state = fed.group()
+    std = 0.2 / 12**0.5
+    bound = 1.0 + 2.5 * std / (1 - share * (1 + 2.5**2)) ** 0.5
+    assert 1.0 + 2.5 * std < state["mean"] + 2.5 * state["variance"] ** 0.5 < 1.05 * bound
+
+
+@pytest.mark.parametrize("name", ["percentile-norm-clip", "adaptive-clip"])
+@pytest.mark.parametrize("high", [False, True])
+def test_liars_move_a_quantile_between_honest_quantiles(name: str, high: bool) -> None:
+    """From q to between (q - share) / (1 - share) and q / (1 - share)."""
+    rng = np.random.default_rng(12)
+    config = {"percentile": 60.0, "window": 2000} if "percentile" in name else {"quantile": 0.6}
+    fed = Federation(name, 10, **config)
+    liars, share = ["client_0", "client_1"], 0.2
+    honest = [c for c in fed.clients if c not in liars]
+    norms = {c: draw(rng, 10) for c in honest}
+    fed.round(norms)
+    for _ in range(120):
+        norms = {c: draw(rng, 10) for c in honest}
+        level = fed.group().get("level", 0.0)
+        # Of the adaptive clipper a bit: 1 for a norm below the limit.
+        lie = float(not high) if name == "adaptive-clip" else 2 * level * high
+        fed.tamper = {c: claim(fed, lie, 10) for c in liars}
+        fed.round({**norms, **{c: [] for c in liars}})
+    assert not fed.counterpart.refused
+    everything = np.array(draw(np.random.default_rng(0), 100_000))
+    low, top = np.quantile(everything, [(0.6 - share) / (1 - share), 0.6 / (1 - share)])
+    reached = fed.group()["limit" if name == "adaptive-clip" else "level"]
+    assert reached == pytest.approx(top if high else low, rel=0.12)
+
+
+@pytest.mark.parametrize("name", ["zscore-clip", "ema-clip", "auto-clip", "percentile-norm-clip"])
+def test_norms_above_what_a_client_can_have_learnt_are_refused(name: str) -> None:
+    rng = np.random.default_rng(13)
+    fed = Federation(name)
+    for _ in range(3):
+        fed.round({c: draw(rng, 20) for c in fed.clients})
+    before = fed.group()
+    fed.tamper = {"client_0": claim(fed, 1000.0, 5)}
+    fed.round({"client_0": []})
+    assert fed.group() == before
+    assert fed.counterpart.refused == 1
+
+
+def test_max_steps_bounds_what_a_client_counts_and_may_claim() -> None:
+    fed = Federation("auto-clip", server={"max_steps": 10})
+    fed.round({"client_0": [1.0] * 25, "client_1": [2.0] * 10})
+    assert fed.group()["count"] == 20
+    fed.tamper = {"client_0": claim(fed, 1.0, 11)}
+    fed.round({"client_0": [], "client_1": [1.0]})
+    assert fed.counterpart.refused == 1
+    assert fed.group()["count"] == 21
+
+
+# -- mistakes -------------------------------------------------------------------------------
+@every_clipper
+def test_without_a_counterpart_it_warns_once_and_sends_nothing(name: str) -> None:
+    alone = Optimizer(0.1, modules=[(name, {**CONFIGS[name], "shared": True})])
+    local = Optimizer(0.1, modules=[(name, CONFIGS[name])]).modules[0]
+    rng = np.random.default_rng(14)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            alone.process_aux_var({})
+            alone.start_round()
+            for norm in draw(rng, 20):
+                gradient = NumpyVector({"w": np.array([norm])})
+                out = alone.modules[0].run(gradient).coefs["w"]
+                assert out == local.run(gradient).coefs["w"]
+            assert alone.collect_aux_var() == {}
+    (warning,) = caught
+    assert warning.category is FedclipWarning
+    assert f"add '{name}-server' to the modules of server_opt" in str(warning.message)
+
+
+def test_settings_that_differ_end_the_round_with_a_sentence() -> None:
+    fed = Federation("zscore-clip", server={"decay": 0.9})
+    with pytest.raises(ValueError, match=r"must agree on decay: the clients have 0.97, the server"):
+        fed.round({"client_0": [1.0]})
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "message"),
+    [
+        ('["zscore-clip", {shared = true}]', '"no-op"', "lacks 'zscore-clip-server'"),
+        ('"zscore-clip"', '"zscore-clip-server"', "needs 'zscore-clip' with shared = true"),
+        ('"zscore-clip-server"', '"zscore-clip-server"', "belongs in server_opt"),
+        (
+            '["zscore-clip", {shared = true, decay = 0.5}]',
+            '"zscore-clip-server"',
+            "has decay = 0.5, its counterpart in server_opt 0.97",
+        ),
+        (
+            '["zscore-clip", {shared = true}], ["zscore-clip", {shared = true}]',
+            '"zscore-clip-server"',
+            "2 modules exchange 'zscore-clip-shared'",
+        ),
+        (
+            '["zscore-clip", {shared = true, shared_name = "a"}]',
+            '["zscore-clip-server", {shared_name = "b"}]',
+            "lacks 'zscore-clip-server' with shared_name = 'a'",
+        ),
+        (
+            '["zscore-clip", {shared = true, shared_name = "a"}]',
+            '["ema-clip-server", {shared_name = "a"}]',
+            "'a' is zscore-clip's, and ema-clip-server's in server_opt",
+        ),
+        ('["zscore-clip", {shared_name = "a"}]', '"no-op"', "goes with shared=True only"),
+        ('["zscore-clip", {shared = "yes"}]', '"no-op"', "shared must be True or False"),
+        (
+            '["zscore-clip", {shared = true, include_current = true, feedback = "raw"}]',
+            '"no-op"',
+            "does not go with include_current=True",
+        ),
+        (
+            '["percentile-norm-clip", {shared = true, history = "stream"}]',
+            '"no-op"',
+            "does not go with history='stream'",
+        ),
+        ('"no-op"', '["zscore-clip-server", {decai = 0.5}]', "did you mean 'decay'?"),
+        ('"no-op"', '["zscore-clip-server", {max_steps = 0}]', "max_steps must be an int >= 1"),
+    ],
+)
+def test_check_finds_it_before_the_run(
+    client: str, server: str, message: str, tmp_path: Any
+) -> None:
+    file = tmp_path / "optim.toml"
+    text = "[client_opt]\nlrate = 0.1\nmodules = [{}]\n[server_opt]\nlrate = 1.0\nmodules = [{}]\n"
+    file.write_text(text.format(client, server))
+    found = check_config(file)
+    assert any(message in problem.message for problem in found.problems), found.problems
+
+
+def test_check_is_content_with_a_pair(tmp_path: Any) -> None:
+    file = tmp_path / "optim.toml"
+    file.write_text(
+        """
+        [client_opt]
+        lrate = 0.1
+        modules = [["zscore-clip", {shared = true, decay = 0.9}], "ema-clip",
+            ["ema-clip", {shared = true, shared_name = "a"}],
+            ["ema-clip", {shared = true, shared_name = "b", ratio = 2}]]
+        [server_opt]
+        lrate = 1.0
+        modules = [["zscore-clip-server", {decay = 0.9}], ["ema-clip-server", {shared_name = "a"}],
+            ["ema-clip-server", {shared_name = "b", ratio = 2.0}], ["zscore-clip", {shared = true}]]
+        """
+    )
+    assert check_config(file).ok, check_config(file).problems
+
+
+@every_clipper
+def test_config_of_a_counterpart_makes_it_again(name: str) -> None:
+    module = Federation(name).counterpart
+    config = json.loads(json.dumps(module.get_config()))
+    assert type(module).from_config(config).get_config() == module.get_config()
+    with pytest.raises(TypeError, match=r"has no parameter 'max_step'; did you mean 'max_steps'"):
+        type(module)(max_step=3)
+
+
+# -- the server's own steps -----------------------------------------------------------------
+@every_clipper
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("first_", [False, True])
+def test_the_server_clips_its_own_steps_by_their_own_statistics(
+    name: str, shared: bool, first_: bool
+) -> None:
+    """Next to a counterpart, with or without shared = true, before it or behind it."""
+    rng = np.random.default_rng(15)
+    config = {**CONFIGS[name], "shared": shared}
+    fed, without = Federation(name, also=[(name, config)]), Federation(name)
+    if first_:
+        fed.server.modules.reverse()
+    own = fed.server.modules[0 if first_ else 1]
+    for _ in range(4):
+        steps = {c: draw(rng, 9) for c in fed.clients}
+        message = {c: list(s) for c, s in steps.items()}
+        fed.round(steps)
+        without.round(message)
+    assert fed.counterpart.get_state() == without.counterpart.get_state()
+    assert isinstance(own, Clipper)
+    assert sum(r.steps for r in own.rounds if r.group == "all") == 4
+
+
+# -- devices and compiled code --------------------------------------------------------------
+@every_clipper
+@each_framework(oracle=False)
+def test_counting_is_the_same_text_in_every_arithmetic(name: str, framework: str) -> None:
+    needs(framework)
+    xp = backend_named(framework)
+    rule = SharedRule(Federation(name).counterpart._rule, 20)
+    rng = np.random.default_rng(16)
+    host, native = rule.init(2, NUMPY), rule.init(2, xp)
+    for _ in range(25):
+        norms = rng.lognormal(0.0, 0.5, 2)
+        limits, host = rule(norms, host, NUMPY)
+        other, native = rule(xp.asarray(norms), native, xp)
+        np.testing.assert_allclose(np.asarray(other), limits, rtol=1e-5)
+    for name_ in host._fields:
+        np.testing.assert_allclose(
+            np.asarray(getattr(native, name_)), getattr(host, name_), rtol=1e-5, atol=1e-6
+        )
+    assert host.new.tolist() == [20.0, 20.0]
+
+
+# -- traffic --------------------------------------------------------------------------------
+@every_clipper
+def test_traffic_is_below_a_hundredth_of_the_update(name: str) -> None:
+    """Bytes on the wire, against a model of 100,000 float32, each way, in cleartext and masked."""
+    model = len(msgpack_serialize(NumpyVector({"w": np.zeros(100_000, dtype=np.float32)})))
+    fed = Federation(name)
+    for _ in range(3):
+        fed.round({c: draw(np.random.default_rng(17), 200) for c in fed.clients})
+    assert max(fed.wire) < model / 100
+    encrypters, _ = masked(list(fed.clients))
+    client = fed.clients["client_0"]
+    client.process_aux_var(fed.server.collect_aux_var())
+    client.start_round()
+    (aux,) = client.collect_aux_var().values()
+    clip = len(msgpack_serialize(encrypters["client_0"].encrypt_aggregate(aux)))
+    values = encrypters["client_0"].encrypt_vector(NumpyVector({"w": np.zeros(10_000)}))[0]
+    assert clip < 10 * len(msgpack_serialize(values)) / 100
+
+
+def test_history_forgets_whole_rounds_only_when_it_can() -> None:
+    history = History(5)
+    for place, count in ((1, 3), (2, 3), (3, 1), (4, 4), (5, 9)):
+        buckets = np.zeros_like(history.total)
+        buckets[place] = count
+        history.add(buckets)
+        again = History.from_state(5, json.loads(json.dumps(history.get_state())))
+        np.testing.assert_array_equal(again.total, history.total)
+    assert history.get_state() == [[[5], [9]]]
+
+
+def test_merging_takes_the_same_time_for_each_client() -> None:
+    """Replies are put in one list, in place, and added up one by one."""
+    fed = Federation("zscore-clip", 1)
+    fed.round({"client_0": [1.0]})
+    message = FedclipSharedCounts(1, np.zeros((fed.counterpart._tally.rows, 1), dtype=np.uint64))
+    total: Any = 0
+    for _ in range(1000):
+        previous, total = total, total + message
+        assert previous == 0 or total is previous or previous is message
+    assert len(total.parts) == 1000
+    assert ZScoreClip().get_config()["shared"] is False

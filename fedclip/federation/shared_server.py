@@ -160,8 +160,8 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         clipper = known_clipper(shared=True, shared_name=shared_name, **settings)
         self.shared_name = clipper.shared_name
         self.aux_name = clipper.aux_name  # type: ignore[misc]
-        self.settings: dict[str, Any] = clipper._sharing.settings
-        self._rule: Shareable = clipper._sharing.rule.rule
+        self.settings: dict[str, Any] = clipper.sharing.settings
+        self._rule: Shareable = clipper.sharing.rule.rule
         self._tally = tally_of(self._rule.counters)
         self._labels: tuple[str, ...] = ()
         self._state: Any = None

@@ -8,7 +8,6 @@ else is here, once.
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -148,7 +147,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._warned = -1
         # What it is made of while nothing has been heard of a counterpart.
         self._local = transform
-        self._sharing: SharedStatistics | None = None
+        self.sharing: SharedStatistics | None = None
         self._unheard = False
         if self.shared_settings:
             self._share(shared, shared_name)
@@ -172,7 +171,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self.aux_name = self.shared_name or f"{self.name}-shared"  # type: ignore[misc]
         settings = {key: getattr(self, key) for key in self.shared_settings}
         rule: Any = self._transform
-        self._sharing = SharedStatistics(self.name, rule.rule, settings)
+        self.sharing = SharedStatistics(self.name, rule.rule, settings)
 
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: Vector[Any]) -> Vector[Any]:
@@ -191,13 +190,15 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         # declearn calls `on_round_start` on clients only, and this before a server's step.
         if not self._on_client:
             self._recorder.start_round()
+            # A server has nobody to share with, and what clients count is for the counterpart.
+            self.aux_name = None  # type: ignore[misc]
             return None
-        if self._sharing is None:
+        if self.sharing is None:
             return None
-        if self._sharing.version is None:
+        if self.sharing.version is None:
             self._warn_unheard()
             return None
-        counts, statistics = self._sharing.collect(self._statistics())
+        counts, statistics = self.sharing.collect(self._statistics())
         self._install(statistics)
         return counts
 
@@ -209,20 +210,12 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         ValueError
             If clipper and counterpart do not go together, or what was sent is not sound.
         """
-        from fedclip.federation.shared_messages import FedclipSharedCounts, FedclipSharedState
+        from fedclip.federation.shared_messages import FedclipSharedState
 
-        if self._sharing is not None and isinstance(aux_var, FedclipSharedState):
-            statistics = self._sharing.receive(aux_var, self._statistics())
+        if self.sharing is not None and isinstance(aux_var, FedclipSharedState):
+            statistics = self.sharing.receive(aux_var, self._statistics())
             self._transform = self._shared_transform()
             self._install(statistics)
-        elif isinstance(aux_var, FedclipSharedCounts):
-            # An exception on the server would leave it waiting for ever.
-            logging.getLogger("declearn.server.fedclip").error(
-                "%s got what is meant for %s-server: on the server, either leave out shared = true "
-                "or give one of the two another shared_name",
-                self.name,
-                self.name,
-            )
         else:
             super().process_aux_var(aux_var)
 
@@ -236,7 +229,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             name: {field: value.copy() for field, value in fields.items()}
             for name, fields in self._arrays.items()
         }
-        shared = {} if self._sharing is None else {"shared": self._sharing.get_state()}
+        shared = {} if self.sharing is None else {"shared": self.sharing.get_state()}
         return {
             "clipper": self.name,
             "groups": self._statistics(),
@@ -256,12 +249,12 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         """
         version = None
         transform = self._transform
-        if self._sharing is not None and isinstance(state, Mapping):
-            version = self._sharing.check_state(state.get("shared"))
+        if self.sharing is not None and isinstance(state, Mapping):
+            version = self.sharing.check_state(state.get("shared"))
             transform = self._local if version is None else self._shared_transform()
         statistics, arrays, round_, rounds = self._check_state(state, transform)
-        if self._sharing is not None:
-            self._sharing.version, self._transform = version, transform
+        if self.sharing is not None:
+            self.sharing.version, self._transform = version, transform
         self._install(statistics)
         self._arrays = arrays
         # The server says which groups there are, and may know of more.
@@ -441,9 +434,9 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._absent, self._loaded = statistics, False
 
     def _shared_transform(self) -> Transform:
-        assert self._sharing is not None
+        assert self.sharing is not None
         transform: Any = self._transform
-        shared: Transform = replace(transform, rule=self._sharing.rule)
+        shared: Transform = replace(transform, rule=self.sharing.rule)
         return shared
 
     def _warn_unheard(self) -> None:
