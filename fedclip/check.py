@@ -28,6 +28,7 @@ from declearn.utils import access_types_mapping
 import fedclip
 from fedclip.errors import nearest
 from fedclip.federation.shared_check import is_shared, shared_problems
+from fedclip.federation.update_check import update_problems
 
 __all__ = ["Check", "Finding", "check_config", "find_config", "is_ours", "parameters"]
 
@@ -208,6 +209,7 @@ def _check_optim(check: Check, optim: dict[str, Any], prefix: str) -> None:
         plugins[key] = _check_optimizer(check, optim[key], key, where)
     _check_counterparts(check, plugins, prefix)
     aggregator = _check_aggregator(check, optim.get("aggregator"), f"[{prefix}aggregator]")
+    _check_updates(check, optim, plugins, prefix)
     # What declearn checks beyond that is worth a line only if nothing explains it already.
     if len(check.problems) == before:
         _declearn(
@@ -359,8 +361,40 @@ def _check_aggregator(check: Check, value: Any, where: str) -> Any:
     if name not in registry:
         check.add("problem", where, f"unknown aggregator {name!r}{nearest(str(name), registry)}")
         return None
+    if isinstance(value, dict) and is_ours(registry[name]):
+        try:
+            registry[name].from_config(value)
+        except (TypeError, ValueError) as exc:
+            check.add("problem", where, f"{name}: {_text(exc)}")
+            return None
     check.add("ok", where, str(name))
     return registry[name]
+
+
+def _check_updates(
+    check: Check, optim: Mapping[str, Any], plugins: Mapping[str, list[Any]], prefix: str
+) -> None:
+    """Find what keeps the bound of the round update from holding."""
+    value = optim.get("aggregator")
+    aggregator: Any = value.get("name") if isinstance(value, dict) else value
+    cls = access_types_mapping("Aggregator").get(str(aggregator))
+    if cls is not None and is_ours(cls):
+        try:
+            aggregator = cls.from_config(value if isinstance(value, dict) else {"name": value})
+        except (TypeError, ValueError):
+            return  # `_check_aggregator` has said so
+    server = optim.get("server_opt")
+    run = check.config.get("run")
+    found = update_problems(
+        plugins,
+        aggregator,
+        rounds=run.get("rounds") if isinstance(run, dict) else None,
+        fairness="fairness" in optim,
+        regularizers=isinstance(server, dict) and bool(server.get("regularizers")),
+        secagg=_section(check.config, "secagg"),
+    )
+    for level, section, message in found:
+        check.add("note" if level == "note" else "problem", f"[{prefix}{section}]", message)
 
 
 def _check_counterparts(check: Check, plugins: Mapping[str, Iterable[Any]], prefix: str) -> None:

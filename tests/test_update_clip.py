@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -745,3 +746,79 @@ def test_traffic_is_below_one_per_cent() -> None:
     bound = len(repr(aux["update-clip"].to_dict()))
     assert 0 < extra + bound < 0.01 * len(base.serialize())
     assert extra + bound < 1000
+
+
+# -- found before the run -----------------------------------------------------------------------
+
+
+PAIR = """
+aggregator = "clipped-averaging"
+[client_opt]
+lrate = 0.1
+modules = ["update-clip-client"]
+[server_opt]
+lrate = 1.0
+modules = ["update-clip-server"]
+"""
+NOISE = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 5%s}]"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ('aggregator = "clipped-averaging"', "", "goes with the aggregator 'clipped-averaging'"),
+        ('"clipped-averaging"', '"averaging"', "may weight updates by their number of steps"),
+        ('["update-clip-server"]', "[]", "server_opt has none"),
+        ('["update-clip-client"]', "[]", "client_opt has none"),
+        ('"update-clip-server"', '"update-clip-server", "update-clip-server"', "2 modules"),
+        ('"update-clip-client"', '"update-clip-client", "update-clip-client"', "2 modules"),
+        (
+            'aggregator = "clipped-averaging"',
+            'aggregator = {name = "clipped-averaging", max_norm = 1.0}',
+            "another bound",
+        ),
+        (
+            'aggregator = "clipped-averaging"',
+            'aggregator = {name = "clipped-averaging", max_nrom = 1.0}',
+            "did you mean 'max_norm'",
+        ),
+        (
+            'aggregator = "clipped-averaging"',
+            'aggregator = {name = "clipped-averaging", secagg_range = 8.0}',
+            r"norm up to 10000 do not fit into the range ±8",
+        ),
+        ('"update-clip-server"', f'"momentum", {NOISE % ""}', "has to come first"),
+        ('"update-clip-server"', NOISE % ", max_epsilon = 5", "allows 4 rounds, and 40"),
+        ("[run]\nrounds = 40", "[secagg]\nclipval = 10.0", "do not fit into the range ±10"),
+    ],
+)
+def test_check_finds_it_before_the_run(tmp_path: Any, old: str, new: str, text: str) -> None:
+    from fedclip.check import check_config
+
+    path = tmp_path / "optim.toml"
+    path.write_text(PAIR + "[run]\nrounds = 40\n")
+    assert [f.message for f in check_config(path).problems] == []
+    path.write_text((PAIR + "[run]\nrounds = 40\n").replace(old, new))
+    messages = [f.message for f in check_config(path).problems]
+    assert any(re.search(text, message) for message in messages), messages
+
+
+def test_check_says_what_the_rounds_will_cost(tmp_path: Any) -> None:
+    from fedclip.check import check_config
+
+    path = tmp_path / "optim.toml"
+    text = PAIR.replace('"update-clip-server"', NOISE % "") + "[run]\nrounds = 40\n"
+    path.write_text(text)
+    check = check_config(path)
+    assert check.ok
+    assert any("40 rounds cost epsilon = " in f.message for f in check.findings)
+
+
+def test_check_of_a_bound_that_nobody_sends(tmp_path: Any) -> None:
+    from fedclip.check import check_config
+
+    path = tmp_path / "optim.toml"
+    path.write_text('aggregator = "clipped-averaging"\nclient_opt = 0.1\n')
+    assert ["has no bound" in f.message for f in check_config(path).problems] == [True]
+    path.write_text('client_opt = 0.1\n[aggregator]\nname = "clipped-averaging"\nmax_norm = 1.0\n')
+    assert check_config(path).ok

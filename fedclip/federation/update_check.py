@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a configuration of update clipping must not hold, found before it runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fedclip.federation.averaging import ClippedAveraging
+from fedclip.federation.update_clip import UpdateClipClient, UpdateClipServer
+from fedclip.federation.updates import DECLEARN_RANGE
+
+__all__ = ["update_problems"]
+
+CLIENT, SERVER, AGGREGATOR = "client_opt", "server_opt", "aggregator"
+
+_MODULES = (UpdateClipClient, UpdateClipServer)
+
+Problem = tuple[str, str, str]
+"""Level ("problem" or "note"), section, message."""
+
+
+def update_problems(
+    plugins: Mapping[str, Iterable[Any]],
+    aggregator: Any,
+    *,
+    rounds: Any = None,
+    fairness: bool = False,
+    regularizers: bool = False,
+    secagg: Mapping[str, Any] | None = None,
+) -> list[Problem]:
+    """Return what is wrong, or worth a note, about the clipping of round updates.
+
+    Parameters
+    ----------
+    plugins
+        Plug-ins of the sections client_opt and server_opt.
+    aggregator
+        The aggregator, or its name where it is not fedclip's; None for declearn's default.
+    rounds
+        How many are planned, if that is known.
+    fairness, regularizers
+        Whether the configuration has a fairness section, and the server regularizers.
+    secagg
+        Section about secure aggregation, if there is one.
+    """
+    found: list[Problem] = []
+    client = [p for p in plugins.get(CLIENT, ()) if isinstance(p, UpdateClipClient)]
+    server = [p for p in plugins.get(SERVER, ()) if isinstance(p, UpdateClipServer)]
+    for side in (CLIENT, SERVER):
+        ours = (p for p in plugins.get(side, ()) if isinstance(p, _MODULES))
+        names = Counter(p.aux_name for p in ours)
+        for name, times in names.items():
+            if times > 1:
+                text = f"{times} modules exchange {name!r}: only the last would be heard; keep one"
+                found.append(("problem", side, text))
+    if not isinstance(aggregator, ClippedAveraging):
+        for module in (*client[:1], *server[:1]):
+            text = (
+                f"{module.name} goes with the aggregator 'clipped-averaging', and this is "
+                f"{aggregator or 'averaging'!r}, which clips nothing and may weight updates by "
+                "their number of steps, so that no bound holds"
+            )
+            found.append(("problem", AGGREGATOR, text))
+        return found
+    found += _bounds(aggregator, client, server)
+    if fairness:
+        text = "declearn's fairness puts an aggregator of its own in the place of clipped-averaging"
+        found.append(("problem", AGGREGATOR, text))
+    for module in server[:1]:
+        found += _noise(aggregator, module, plugins, regularizers, rounds)
+    limit = server[0].max_norm if server else aggregator.max_norm
+    found += _range(aggregator, limit, secagg)
+    return found
+
+
+def _bounds(aggregator: ClippedAveraging, client: list[Any], server: list[Any]) -> list[Problem]:
+    if aggregator.max_norm is None and not client and not server:
+        text = (
+            "clipped-averaging has no bound: give it max_norm, or put update-clip-client into "
+            "client_opt and update-clip-server into server_opt"
+        )
+        return [("problem", AGGREGATOR, text)]
+    if aggregator.max_norm is not None and (client or server):
+        text = (
+            f"clipped-averaging has max_norm={aggregator.max_norm!r}, and update-clip-server sends "
+            "another bound: leave max_norm out, or the modules"
+        )
+        return [("problem", AGGREGATOR, text)]
+    return []
+
+
+def _noise(
+    aggregator: ClippedAveraging,
+    module: UpdateClipServer,
+    plugins: Mapping[str, Iterable[Any]],
+    regularizers: bool,
+    rounds: Any,
+) -> list[Problem]:
+    if not module.noise_multiplier:
+        return []
+    found: list[Problem] = []
+    if next(iter(plugins[SERVER])) is not module or regularizers:
+        text = (
+            "with noise, update-clip-server has to come first, before other modules and without "
+            "regularizers: what changes the average before it changes what the noise is sized on"
+        )
+        found.append(("problem", SERVER, text))
+    if aggregator.exclude:
+        text = f"noise can not be sized on what exclude={aggregator.exclude} leaves without a bound"
+        found.append(("problem", AGGREGATOR, text))
+    if type(rounds) is int and rounds > 0:
+        left = module.rounds_left(rounds)
+        if left < rounds:
+            text = (
+                f"max_epsilon={module.max_epsilon:g} allows {left} rounds, and {rounds} are "
+                "planned: training ends with an error after them"
+            )
+            found.append(("problem", SERVER, text))
+        else:
+            assert module._accountant is not None
+            cost = module._accountant.epsilon(module.noise_multiplier, rounds)
+            text = f"{rounds} rounds cost epsilon = {cost:.4g} at delta = {module.delta:g}"
+            found.append(("note", SERVER, text))
+    return found
+
+
+def _range(
+    aggregator: ClippedAveraging, limit: float | None, secagg: Mapping[str, Any] | None
+) -> list[Problem]:
+    """Compare the bound with what secure aggregation lets through."""
+    if limit is None:
+        return []
+    stated = aggregator.secagg_range
+    actual = secagg.get("clipval", DECLEARN_RANGE) if secagg is not None else stated
+    if actual is None:
+        return []
+    if stated is not None and actual != stated:
+        text = f"secagg_range={stated:g} and the clipval of secure aggregation, {actual:g}, differ"
+        return [("problem", AGGREGATOR, text)]
+    if limit > actual:
+        text = (
+            f"updates of norm up to {limit:g} do not fit into the range ±{actual:g} of secure "
+            "aggregation: lower max_norm, or raise clipval and secagg_range"
+        )
+        return [("problem", AGGREGATOR, text)]
+    if stated is None and actual < DECLEARN_RANGE:
+        text = f"give clipped-averaging secagg_range={actual:g}, which is what clipval is"
+        return [("problem", AGGREGATOR, text)]
+    return []

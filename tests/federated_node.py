@@ -1,0 +1,82 @@
+"""One node of a real federation: ``python federated_node.py server|client_i SETTINGS.json``.
+
+What a user of declearn writes; the settings say which protocol, secure aggregation and sampling.
+A server that ends, however it ends, leaves what it knows in ``server.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from declearn.dataset import InMemoryDataset
+from declearn.main import FederatedClient, FederatedServer
+from declearn.main.utils import Checkpointer
+from declearn.model.sklearn import SklearnSGDModel
+from declearn.secagg.utils import IdentityKeys
+from declearn.utils import setup_client_loggers, setup_server_loggers
+
+import fedclip  # noqa: F401  (registers the plug-ins)
+
+role, settings = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+address = {"protocol": settings["protocol"], "port": settings["port"]}
+secagg = settings.get("secagg")
+
+
+def server() -> None:
+    setup_server_loggers(level=logging.INFO)
+    node = FederatedServer(
+        model=SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss"),
+        netwk={**address, "host": "127.0.0.1", **settings.get("network", {})},
+        optim=settings["optim"],
+        client_sampler=settings.get("sampler"),
+        secagg=secagg and {"secagg_type": secagg, **settings.get("secagg_settings", {})},
+        checkpoint=settings.get("checkpoint"),
+    )
+    if settings.get("restart"):
+        saved = Checkpointer(settings["restart"])
+        node.optim.set_state(saved.load_optimizer().get_state())
+        node.model.set_weights(saved.load_model().get_weights())
+    try:
+        node.run(settings["run"])
+    finally:
+        coefs = node.model.get_weights().coefs
+        result = {
+            "weights": {name: np.asarray(value).ravel().tolist() for name, value in coefs.items()},
+            "modules": node.optim.get_state()["modules"],
+        }
+        Path("server.json").write_text(json.dumps(result))
+
+
+def client(i: int) -> None:
+    setup_client_loggers(role)
+    rng = np.random.default_rng(i)
+    data = rng.normal(size=(60, 4)) * settings.get("scale", [1.0] * 9)[i]
+    keys: Any = None
+    if secagg:
+        private = [bytes.fromhex(key) for key in settings["keys"]]
+        own = Ed25519PrivateKey.from_private_bytes(private[i])
+        trusted: list[Ed25519PublicKey | str] = [
+            Ed25519PrivateKey.from_private_bytes(key).public_key() for key in private
+        ]
+        keys = {"secagg_type": secagg, "id_keys": IdentityKeys(own, trusted)}
+    uri = f"127.0.0.1:{settings['port']}"
+    if settings["protocol"] == "websockets":
+        uri = "ws://" + uri
+    FederatedClient(
+        netwk={"protocol": settings["protocol"], "server_uri": uri, "name": role},
+        train_data=InMemoryDataset(data, target=(data[:, 0] > 0).astype(int), expose_classes=True),
+        secagg=keys,
+        verbose=False,
+    ).run()
+
+
+if role == "server":
+    server()
+else:
+    client(int(role.rpartition("_")[2]))
