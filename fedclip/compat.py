@@ -223,14 +223,16 @@ def _history_clipper(c: dict[str, Any], scope: str) -> _Translation:
     functions = {"max": "max", "mean": "mean", "reciprocal": "reciprocal"}
     functions |= {f"{word}_clipping": word for word in functions}
     action = _word("clipping_function", given["clipping_function"], functions)
+    warmup_norm = _word(
+        "warmup_clip_strategy", c["warmup_clip_strategy"], {"norm1": 1.0, "noop": None}
+    )
     common = {
         "decay": given["alpha"],
         "action": action,
         "feedback": "raw",
         "warmup": c["n_warmup_steps"],
-        "warmup_norm": _word(
-            "warmup_clip_strategy", c["warmup_clip_strategy"], {"norm1": 1.0, "noop": None}
-        ),
+        # Without a warm-up, drytorch lets the first norm pass.
+        "warmup_norm": warmup_norm if c["n_warmup_steps"] else None,
         "max_norm": None,
         "estimator": "drytorch",
         "eps": 1e-6,
@@ -427,6 +429,8 @@ def _tz_clip_norm(c: dict[str, Any]) -> _Translation:
     "torchzero", "clip_grad_norm_", max_norm=_REQUIRED, min_norm=None, **{**_DIMS, "min_size": 2}
 )
 def _tz_clip_grad_norm(c: dict[str, Any]) -> _Translation:
+    if c["max_norm"] is None and c["min_norm"] is None:
+        return _to("no-op", "without max_norm and min_norm, nothing is clipped")
     return _measured("norm-clip", c, max_norm=c["max_norm"], min_norm=c["min_norm"])
 
 
