@@ -190,6 +190,7 @@ class ZScoreClip(Clipper):
             max_norm=self.max_norm,
             factor=self.factor,
             std_eps=self.std_eps,
+            eps=self.eps,
         )
         super().__init__(
             NormClipping(rule, self.ord, self.eps, skip=self.on_spike == "skip"),

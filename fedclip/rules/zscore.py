@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import CLEAR
+from fedclip.rules.parts import limits_of
 from fedclip.rules.shared import Counted, Floats, Judgement, pooled
 
 __all__ = ["ZScore", "ZScoreState"]
@@ -41,6 +41,8 @@ class ZScore:
                     factor * (mean + z_max^2/z * sqrt(variance))   action "reciprocal"
         limit     = min(limit, max_norm)
         u         = min(x, limit before max_norm) | x | no update on a spike     (feedback)
+
+    The estimator "smartclip" takes x + eps for x in the comparison.
 
     Estimators, for the first `warmup` norms and then for each u:
 
@@ -74,6 +76,7 @@ class ZScore:
     max_norm: float | None
     factor: float
     std_eps: float
+    eps: float
 
     def init(self, groups: int, xp: Arithmetic) -> ZScoreState:
         zeros = xp.asarray([0.0] * groups)
@@ -104,14 +107,20 @@ class ZScore:
         ready = state.count >= max(self.warmup, 1)
         std = xp.sqrt(state.variance)
         threshold = state.mean + self.z_max * (std + self.std_eps)
-        spike = ready & (norms > threshold)
+        measured = norms + self.eps if self.estimator == "smartclip" else norms
+        spike = ready & (measured > threshold)
         target = self._target(norms, state.mean, std, xp)
-        # What is no spike is clear of its limit, and need not be measured again to be sure.
-        judged = xp.where(spike, target, xp.maximum(threshold, CLEAR * norms))
-        before = math.inf if self.warmup_norm is None else self.warmup_norm
-        limits = xp.where(ready, judged, before)
-        if self.max_norm is not None:
-            limits = xp.minimum(limits, self.max_norm)
+        limits = limits_of(
+            norms,
+            threshold,
+            spike,
+            ready,
+            xp,
+            target=target,
+            before=math.inf if self.warmup_norm is None else self.warmup_norm,
+            max_norm=self.max_norm,
+            eps=self.eps,
+        )
         seen = xp.where(spike, target, norms) if self.feedback == "clipped" else norms
         return Judgement(limits, seen, spike if self.feedback == "none" else None)
 
