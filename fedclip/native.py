@@ -126,9 +126,8 @@ def norm_step(
         for dtype in {backend.dtype(arrays[i]) for i in members}:
             chosen = [i for i in members if backend.dtype(arrays[i]) == dtype]
             k = xp.where(moved, ratio * (1.0 - MARGIN[dtype]), 1.0 + 0.0 * safe)[group]
-            scaled = backend.multiply([arrays[i] for i in chosen], k)
-            if on_nonfinite == "skip":
-                scaled = backend.keep_if(finite, scaled)
+            keep = finite if on_nonfinite == "skip" else None
+            scaled = backend.rescale([arrays[i] for i in chosen], k, keep)
             for i, output in zip(chosen, scaled, strict=True):
                 outputs[i] = output
     return NativeStep(outputs, after, norms, limits, over & finite, finite)

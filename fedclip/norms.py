@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays import Array, Backend, HostView
+from fedclip.arrays import UNDERFLOW, Array, Backend, HostView
 from fedclip.scopes import Groups
 
 __all__ = [
@@ -59,10 +59,6 @@ UNCERTAINTY = {
 _BLOCK = 1024
 CHUNK = 1 << 16
 """Number of elements that are worked on together, so that they stay in the cache."""
-# Below this sum of squares, float32 squares (at least 2^-126 each) may have been lost from up
-# to 2^35 elements without being missed; the group is measured again.
-_UNDERFLOW = 2.0**-70
-
 _vdot = np.vdot
 _vecdot = np.vecdot
 
@@ -212,12 +208,12 @@ def l2_norms(
         squares = square_sums(views)  # type: ignore[arg-type]
     if len(groups) == 1:
         total = sum(squares)
-        if _UNDERFLOW <= total < math.inf:
+        if UNDERFLOW <= total < math.inf:
             return math.sqrt(total)
         return _scaled_norm(views, math.sqrt(total))
     totals = groups.sums(squares)
     norms: Float64 = np.sqrt(totals)
-    sound = (totals >= _UNDERFLOW) & (totals < math.inf)
+    sound = (totals >= UNDERFLOW) & (totals < math.inf)
     if not sound.all():
         for group in np.flatnonzero(~sound):
             members = [views[i] for i in groups.members[group]]

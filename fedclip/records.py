@@ -42,12 +42,6 @@ class StepRecord:
     ----------
     groups : tuple of str
         Labels of the groups of the scope.
-    norm_before : tuple of float
-        Norms before clipping; empty if the step held NaN or infinity.
-    limit : tuple of float
-        Limits of this step.
-    clipped : tuple of bool
-        Which groups were over their limit.
     nonfinite : tuple of str
         Names of the tensors that held NaN or infinity, where they were told apart.
     """
@@ -68,14 +62,17 @@ class StepRecord:
 
     @property
     def norm_before(self) -> tuple[float, ...]:
+        """Norms before clipping; empty if the step held NaN or infinity."""
         return _plain(self._norms)
 
     @property
     def limit(self) -> tuple[float, ...]:
+        """Limits of this step."""
         return _plain(self._limit)
 
     @property
     def clipped(self) -> tuple[bool, ...]:
+        """Which groups were over their limit."""
         return _plain(self._clipped)
 
     def as_dict(self) -> dict[str, Any]:

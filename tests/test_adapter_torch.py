@@ -222,7 +222,7 @@ def test_a_checkpoint_without_clipping_is_loaded_with_a_warning():
 
 
 def test_a_handle_needs_parameters_of_its_optimizer():
-    model, optimizer = build()
+    _, optimizer = build()
     other, _ = build()
     with pytest.raises(ValueError, match="none of the named parameters"):
         attach(optimizer, NormClip(1.0), other.named_parameters())

@@ -42,7 +42,8 @@ def test_cuda_gives_what_cpu_gives(name, dtype):
         expected = on_cpu.run(TorchVector(gradient)).coefs
         found = on_cuda.run(TorchVector({k: v.cuda() for k, v in gradient.items()})).coefs
         for key, value in expected.items():
-            assert found[key].is_cuda and found[key].dtype == dtype
+            assert found[key].is_cuda
+            assert found[key].dtype == dtype
             assert found[key].shape == value.shape
             torch.testing.assert_close(found[key].cpu(), value, rtol=rtol[dtype], atol=1e-7)
     a, b = on_cpu.get_state()["groups"], on_cuda.get_state()["groups"]
@@ -107,7 +108,8 @@ def test_nonfinite_on_cuda_is_zeroed_and_counted():
 def test_devices_may_be_mixed():
     gradient = {"a": torch.tensor([3.0], device="cuda"), "b": torch.tensor([4.0])}
     out = NormClip(1.0).run(TorchVector(gradient)).coefs
-    assert out["a"].is_cuda and not out["b"].is_cuda
+    assert out["a"].is_cuda
+    assert not out["b"].is_cuda
     assert float(out["a"]) == pytest.approx(0.6, rel=3e-6)
     assert float(out["b"]) == pytest.approx(0.8, rel=3e-6)
 

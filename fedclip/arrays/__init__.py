@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays.base import Arithmetic, Array, Backend, HostView
+from fedclip.arrays.base import UNDERFLOW, Arithmetic, Array, Backend, HostView
 from fedclip.arrays.number import NumberArithmetic
 from fedclip.arrays.numpy import NumpyBackend
 
 __all__ = [
     "NUMBER",
     "NUMPY",
+    "UNDERFLOW",
     "Arithmetic",
     "Array",
     "Backend",

@@ -18,7 +18,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["Arithmetic", "Array", "Backend", "HostView"]
+__all__ = ["UNDERFLOW", "Arithmetic", "Array", "Backend", "HostView"]
+
+UNDERFLOW = 2.0**-70
+"""Below this sum, float32 squares may have been lost (each at least 2^-126, of up to 2^35)."""
 
 Array: TypeAlias = Any
 """An array of any of the supported frameworks."""
@@ -143,3 +146,8 @@ class Backend(Arithmetic, ABC):
     @abstractmethod
     def multiply_slices(self, array: Array, factors: Array) -> Array:
         """Return ``array * factors``, which broadcast against it; same dtype and shape."""
+
+    def rescale(self, arrays: Sequence[Array], factor: Array, keep: Array | None) -> list[Array]:
+        """Return ``array * factor`` for arrays of one dtype; zeros if `keep` is false."""
+        outputs = self.multiply(arrays, factor)
+        return outputs if keep is None else self.keep_if(keep, outputs)

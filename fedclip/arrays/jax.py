@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedclip.arrays.base import Array, Backend, HostView
+from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView
 from fedclip.arrays.numpy import bits
 
 __all__ = ["JaxBackend"]
@@ -120,6 +120,16 @@ class JaxBackend(Backend):
         return table[jnp.rint(row).astype(int), jnp.arange(table.shape[1])]
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+        wide = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in arrays]
+        squares = [jnp.sum(jnp.square(a)).astype(float) for a in wide]
+        sums = jnp.stack([sum(squares[i] for i in group) for group in members])
+        # What has over- or underflowed is measured again, relative to the maximum.
+        sound = jnp.all((sums >= UNDERFLOW) & (sums < jnp.inf))
+        return jax.lax.cond(
+            sound, lambda: jnp.sqrt(sums), lambda: self._scaled_norms(arrays, members)
+        )
+
+    def _scaled_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         pairs = [self._scaled_square_sum(a) for a in arrays]
         norms = []
         for group in members:

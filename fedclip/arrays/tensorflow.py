@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from fedclip.arrays.base import Array, Backend, HostView
+from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView
 from fedclip.arrays.numpy import bits
 
 __all__ = ["TensorflowBackend"]
@@ -144,22 +144,31 @@ class TensorflowBackend(Backend):
         return tf.gather(tf.transpose(table), tf.cast(tf.round(row), tf.int32), batch_dims=1)
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
-        per = tf.stack([self._norm(self._values(t)) for t in arrays])
-        if all(tuple(m) == (i,) for i, m in enumerate(members)):
-            return per
-        return tf.stack([tf.norm(tf.gather(per, list(m))) for m in members])
+        values = [self._values(t) for t in arrays]
+        fast = [tf.cast(tf.reduce_sum(tf.square(self._wide(v))), tf.float64) for v in values]
+        sums = tf.stack(fast)
+        if not all(tuple(m) == (i,) for i, m in enumerate(members)):
+            sums = tf.stack([tf.reduce_sum(tf.gather(sums, list(m))) for m in members])
+        # What has over- or underflowed is measured again, relative to the maximum.
+        sound = tf.reduce_all((sums >= UNDERFLOW) & (sums < np.inf))
+        return tf.cond(
+            sound,
+            lambda: tf.sqrt(sums),
+            lambda: tf.stack([self._scaled_norm([values[i] for i in m]) for m in members]),
+        )
 
     @staticmethod
-    def _norm(tensor: Array) -> Array:
-        wide = tf.cast(tensor, tf.float64)
-        if tensor.dtype != tf.float64:
-            return tf.sqrt(tf.reduce_sum(tf.square(wide)))
-        # As wide as it gets already: relative to the maximum, squares do not overflow.
-        peak = (
-            tf.reduce_max(tf.abs(wide)) if tensor.shape.num_elements() else tf.zeros((), wide.dtype)
-        )
+    def _wide(tensor: Array) -> Array:
+        return tensor if tensor.dtype in (tf.float32, tf.float64) else tf.cast(tensor, tf.float32)
+
+    @staticmethod
+    def _scaled_norm(values: Sequence[Array]) -> Array:
+        zero = tf.zeros(1, tf.float64)
+        flat = [tf.reshape(tf.cast(v, tf.float64), [-1]) for v in values]
+        joined = tf.concat([zero, *flat], axis=0)
+        peak = tf.reduce_max(tf.abs(joined))
         peak = tf.where(peak > 0, peak, tf.ones_like(peak))
-        return peak * tf.sqrt(tf.reduce_sum(tf.square(wide / peak)))
+        return peak * tf.sqrt(tf.reduce_sum(tf.square(joined / peak)))
 
     def all(self, x: Array) -> Array:
         return tf.reduce_all(x)
@@ -200,3 +209,15 @@ class TensorflowBackend(Backend):
     def multiply_slices(self, array: Array, factors: Array) -> Array:
         wide = tf.float64 if array.dtype == tf.float64 else tf.float32
         return tf.cast(tf.cast(array, wide) * tf.cast(factors, wide), array.dtype)
+
+    def rescale(self, arrays: Sequence[Array], factor: Array, keep: Array | None) -> list[Array]:
+        # Sparse gradients have parts, which a branch can not return as they are.
+        if any(isinstance(t, tf.IndexedSlices) for t in arrays):
+            return super().rescale(arrays, factor, keep)
+        keep = tf.constant(True) if keep is None else keep
+        outputs: list[Array] = tf.cond(
+            keep & (factor == 1),
+            lambda: list(arrays),
+            lambda: super(TensorflowBackend, self).rescale(arrays, factor, keep),
+        )
+        return outputs
