@@ -31,6 +31,7 @@ from fedclip.modules import (
     ZScoreClip,
 )
 from fedclip.records import RoundRecord, StepRecord
+from fedclip.toml import to_toml
 
 __version__ = "0.1.0"
 
@@ -63,4 +64,5 @@ __all__ = [
     "ValueClip",
     "ZScoreClip",
     "__version__",
+    "to_toml",
 ]

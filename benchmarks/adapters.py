@@ -1,0 +1,144 @@
+"""Adapters beside each framework's own clip: ``python -m benchmarks.adapters [FRAMEWORK ...]``.
+
+Prints medians in microseconds and ratios, measured in turn in one process for each framework;
+asserts nothing. The torch rows that clip include putting the gradients back.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fedclip import NormClip, ZScoreClip
+
+CASES = ((20, (135,), 200), (200, (136, 136), 40), (1000, (64, 64), 20))
+LIMITS = {"nothing clipped": 1e9, "clipped": 1.0}
+
+Calls = dict[str, Callable[[], Any]]
+
+
+def medians(calls: Calls, rounds: int) -> dict[str, float]:
+    for call in calls.values():
+        call()
+        call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return {name: 1e6 * sorted(seen)[rounds // 2] for name, seen in times.items()}
+
+
+def torch_calls(arrays: list[Any], limit: float) -> dict[str, Calls]:
+    import torch
+
+    from fedclip.adapters.torch import clip_
+
+    parameters = {f"p{i}": torch.nn.Parameter(torch.zeros(a.shape)) for i, a in enumerate(arrays)}
+    values = list(parameters.values())
+    source = [torch.from_numpy(a) for a in arrays]
+    for parameter, tensor in zip(values, source, strict=True):
+        parameter.grad = tensor.clone()
+    norm, zscore = NormClip(limit), ZScoreClip(max_norm=limit)
+
+    def fresh(call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> None:
+            if limit < 1e9:
+                torch._foreach_copy_([p.grad for p in values], source)
+            call()
+
+        return run
+
+    return {
+        "clip_grad_norm_": {
+            "theirs": fresh(lambda: torch.nn.utils.clip_grad_norm_(values, limit)),
+            "norm-clip": fresh(lambda: clip_(parameters, norm)),
+            "zscore-clip": fresh(lambda: clip_(parameters, zscore)),
+        }
+    }
+
+
+def tensorflow_calls(arrays: list[Any], limit: float) -> dict[str, Calls]:
+    import tensorflow as tf
+
+    from fedclip.adapters.tensorflow import clip
+
+    gradients = [tf.constant(a) for a in arrays]
+    variables = [tf.Variable(tf.zeros(a.shape), name=f"v{i}") for i, a in enumerate(arrays)]
+
+    def ours(clipper: Any) -> Callable[..., Any]:
+        return lambda *g: [x for x, _ in clip(zip(g, variables, strict=True), clipper)]
+
+    def theirs(*g: Any) -> Any:
+        return tf.clip_by_global_norm(list(g), limit)[0]
+
+    found = {}
+    for name, wrap in (("eager", lambda f: f), ("tf.function", tf.function)):
+        functions = {
+            "theirs": wrap(theirs),
+            "norm-clip": wrap(ours(NormClip(limit))),
+            "zscore-clip": wrap(ours(ZScoreClip(max_norm=limit))),
+        }
+        found[f"clip_by_global_norm, {name}"] = {
+            key: (lambda f=f: f(*gradients)) for key, f in functions.items()
+        }
+    return found
+
+
+def jax_calls(arrays: list[Any], limit: float) -> dict[str, Calls]:
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from fedclip.adapters.jax import as_optax
+
+    gradients = {f"p{i}": jnp.asarray(a) for i, a in enumerate(arrays)}
+
+    def call(transform: Any) -> Callable[[], Any]:
+        state = transform.init(gradients)
+        update = jax.jit(lambda g, s: transform.update(g, s))
+        return lambda: jax.block_until_ready(update(gradients, state))
+
+    return {
+        "optax.clip_by_global_norm, jit": {
+            "theirs": call(optax.clip_by_global_norm(limit)),
+            "norm-clip": call(as_optax(NormClip(limit))),
+            "zscore-clip": call(as_optax(ZScoreClip(max_norm=limit))),
+        }
+    }
+
+
+CALLS = {"torch": torch_calls, "tensorflow": tensorflow_calls, "jax": jax_calls}
+
+
+def run(framework: str) -> None:
+    rng = np.random.default_rng(0)
+    for count, shape, rounds in CASES:
+        arrays = [rng.standard_normal(shape).astype(np.float32) for _ in range(count)]
+        for what, limit in LIMITS.items():
+            for peer, calls in CALLS[framework](arrays, limit).items():
+                found = medians(calls, rounds)
+                ratios = ", ".join(
+                    f"{name} {found[name]:.0f} µs ({found[name] / found['theirs']:.2f}×)"
+                    for name in ("norm-clip", "zscore-clip")
+                )
+                print(f"{count} tensors, {what}: {peer} {found['theirs']:.0f} µs; {ratios}")
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--in-process"]:
+        run(sys.argv[2])
+        return
+    for framework in sys.argv[1:] or CALLS:
+        command = [sys.executable, "-m", "benchmarks.adapters", "--in-process", framework]
+        subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    main()
