@@ -18,7 +18,7 @@ from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_message
 from federation_helpers import Clients, Server, norm
 
 import fedclip
-from fedclip.federation.coupling import CLIENT, SERVER
+from fedclip.federation.coupling import CLIENT, OPENED, SERVER
 from fedclip.federation.secagg import plan
 from fedclip.federation.update_clip import UpdateClipBound, UpdateClipVotes
 from fedclip.federation.updates import ClippedUpdates
@@ -30,8 +30,8 @@ KINDS = ["masking", "joye-libert"]
 @pytest.fixture(autouse=True)
 def _no_round_left_open() -> Any:
     yield
-    CLIENT.set(None)
-    SERVER.set(None)
+    for variable in (CLIENT, OPENED, SERVER):
+        variable.set(None)
 
 
 class Channel:

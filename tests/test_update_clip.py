@@ -17,7 +17,7 @@ from federation_helpers import Clients, Server, norm, sent
 
 import fedclip
 from fedclip.errors import NonFiniteError, StateError
-from fedclip.federation.coupling import CLIENT, SERVER
+from fedclip.federation.coupling import CLIENT, OPENED, SERVER
 from fedclip.federation.update_clip import UpdateClipBound, UpdateClipVotes, next_bound
 from fedclip.federation.updates import ClippedUpdates
 from fedclip.privacy.accounting import split_noise
@@ -29,8 +29,8 @@ ADAPTIVE: list[Any] = ["update-clip-client"]
 @pytest.fixture(autouse=True)
 def _no_round_left_open() -> Any:
     yield
-    CLIENT.set(None)
-    SERVER.set(None)
+    for variable in (CLIENT, OPENED, SERVER):
+        variable.set(None)
 
 
 def vector(*norms: float, dtype: str = "float64") -> NumpyVector:
@@ -822,3 +822,16 @@ def test_check_of_a_bound_that_nobody_sends(tmp_path: Any) -> None:
     assert ["has no bound" in f.message for f in check_config(path).problems] == [True]
     path.write_text('client_opt = 0.1\n[aggregator]\nname = "clipped-averaging"\nmax_norm = 1.0\n')
     assert check_config(path).ok
+
+
+def test_check_leaves_no_trace_in_the_process(tmp_path: Any) -> None:
+    from fedclip.check import check_config
+
+    path = tmp_path / "optim.toml"
+    path.write_text(PAIR)
+    for _ in range(2):
+        assert check_config(path).ok
+    server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
+    shared = server.prepare_for_sharing(updates=vector(0.7), n_steps=1)
+    assert norm(server.finalize_updates(shared)) == pytest.approx(0.7)
+    assert fedclip.UpdateClipServer().collect_aux_var().stop == ""

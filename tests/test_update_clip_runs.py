@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedclip.federation.secagg import plan
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 NODE = Path(__file__).with_name("federated_node.py")
 N = 3
@@ -49,7 +49,7 @@ class Run:
             **settings,
             "run": {
                 "rounds": 4,
-                "register": {"min_clients": N, "max_clients": N, "timeout": 60},
+                "register": {"min_clients": N, "max_clients": N, "timeout": 120},
                 "training": {"batch_size": 10},
                 # With all clients, which declearn's secure aggregation over some does not survive.
                 "evaluate": {"batch_size": 60, "frequency": 1000},
@@ -79,8 +79,8 @@ class Run:
         return (self.folder / f"{name}.txt").read_text(errors="replace")
 
     def wait(self) -> dict[str, int]:
-        """Return the exit codes; nobody may still be waiting after a minute."""
-        end = time.monotonic() + 60
+        """Return the exit codes; nobody may wait for ever, on a busy machine either."""
+        end = time.monotonic() + 150
         return {n: p.wait(max(0.1, end - time.monotonic())) for n, p in self.processes.items()}
 
     def result(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def test_kill_and_restart_of_the_server_continues_bound_and_budget(tmp_path: Pat
     # Killed in the middle of a longer run, once a few rounds have been saved.
     first = tmp_path / "first"
     with running(first, optim=optim, run={**run, "rounds": 1000}, checkpoint="saved") as killed:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 150
         while "Initiating training round 3" not in killed.said("server"):
             assert time.monotonic() < end, killed.said("server")[-3000:]
             time.sleep(0.05)

@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CLIENT", "SERVER", "ClientRound", "ServerRound"]
+__all__ = ["CLIENT", "OPENED", "SERVER", "ClientRound", "ServerRound"]
 
 
 @dataclass
@@ -56,8 +56,6 @@ class ServerRound:
 
     Attributes
     ----------
-    owner
-        The module that opened the round.
     bound
         Largest norm of an update, as it was sent to the clients.
     clients
@@ -68,7 +66,6 @@ class ServerRound:
         Why the bound does not hold for this round, if so; empty otherwise.
     """
 
-    owner: weakref.ref[Any]
     bound: float
     clients: int | None = None
     average: Any = None
@@ -76,4 +73,8 @@ class ServerRound:
 
 
 CLIENT: ContextVar[ClientRound | None] = ContextVar("fedclip_client_round", default=None)
+"""From `process_aux_var` to `collect_aux_var` of the module."""
 SERVER: ContextVar[ServerRound | None] = ContextVar("fedclip_server_round", default=None)
+"""From `process_aux_var` to `run` of the module, which come one right after the other."""
+OPENED: ContextVar[weakref.ref[Any] | None] = ContextVar("fedclip_opened", default=None)
+"""The server's module that has sent a bound and not received votes."""

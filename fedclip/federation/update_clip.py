@@ -15,7 +15,7 @@ from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip import checks
 from fedclip.errors import StateError
-from fedclip.federation.coupling import CLIENT, SERVER, ClientRound, ServerRound
+from fedclip.federation.coupling import CLIENT, OPENED, SERVER, ClientRound, ServerRound
 from fedclip.federation.updates import zeros_like
 from fedclip.modules.base import parameters, refuse_unknown
 from fedclip.privacy.accounting import Accountant, default_bits_noise, split_noise
@@ -153,7 +153,11 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
     --------
     >>> from declearn.optimizer import Optimizer
     >>> client = Optimizer(lrate=0.1, modules=["update-clip-client"])
-    >>> client.process_aux_var({"update-clip": UpdateClipBound(0.5)})
+    >>> try:
+    ...     client.start_round()
+    ... except RuntimeError as error:
+    ...     print(str(error).partition(":")[0])
+    update-clip-client has received no bound
     """
 
     name: ClassVar[str] = "update-clip-client"
@@ -321,6 +325,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
 
     Examples
     --------
+    >>> from fedclip.federation.update_clip import UpdateClipVotes
     >>> server = UpdateClipServer(start_norm=1.0)
     >>> server.collect_aux_var().bound
     1.0
@@ -451,22 +456,24 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
     def collect_aux_var(self) -> UpdateClipBound:
         """Return the bound of the next round, or why there is none."""
         self._check_budget()
-        other = SERVER.get()
-        if other is not None and other.owner() not in (None, self) and other.average is None:
+        opened = OPENED.get()
+        # In the loop over modules that is one call before; None if it was in another life.
+        if opened is not None and opened() not in (None, self):
             self._halt("there are two update-clip-server modules in server_opt: keep one")
         if self._stop:
             _LOGGER.error("update-clip-server stops the training: %s", self._stop)
-        self._round = ServerRound(weakref.ref(self), self.bound)
+        self._round = ServerRound(self.bound)
         self._voted = False
         if self._accountant is not None:
             self._round.clients = self.expected_clients
-        SERVER.set(self._round)
+        OPENED.set(weakref.ref(self))
         return UpdateClipBound(
             self.bound, self.learning_rate > 0, self._accountant is not None, self._stop
         )
 
     def process_aux_var(self, aux_var: Any) -> None:
         """Count the votes: the next bound; the noise of this round stays with the one sent."""
+        OPENED.set(None)
         if self._round is None:
             self._halt("votes have come without a bound having been sent")
             return
@@ -474,6 +481,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
             self._halt(f"{type(aux_var).__name__} has come instead of votes")
             return
         self._voted = True
+        SERVER.set(self._round)
         self.round += 1
         votes, within = self._plausible(aux_var)
         if self._accountant is not None:

@@ -1,0 +1,110 @@
+"""Thirty clients and a server in one process, over real websockets on this machine.
+
+    python run.py                        # adaptive bound, in cleartext
+    python run.py --secagg masking       # the same; the server sees sums only
+    python run.py --optim private.toml   # with central noise, and a privacy budget
+
+Each client holds some of scikit-learn's digits. Three of them were scanned at a hundred times the
+brightness: their updates are the ones that get clipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import socket
+from typing import Any
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from declearn.dataset import InMemoryDataset
+from declearn.main import FederatedClient, FederatedServer
+from declearn.main.config import FLRunConfig
+from declearn.model.sklearn import SklearnSGDModel
+from declearn.secagg.utils import IdentityKeys
+from declearn.utils import setup_server_loggers
+from sklearn.datasets import load_digits
+
+import fedclip  # noqa: F401  (registers the plug-ins)
+from fedclip.federation.secagg import plan
+
+BRIGHT = 3
+
+
+def make_client(i: int, port: int, rows: np.ndarray[Any, Any], secagg: Any) -> FederatedClient:
+    pixels, digits = load_digits(return_X_y=True)
+    data = pixels[rows] / 16 * (100.0 if i < BRIGHT else 1.0)
+    return FederatedClient(
+        netwk={
+            "protocol": "websockets",
+            "server_uri": f"ws://127.0.0.1:{port}",
+            "name": f"client_{i}",
+        },
+        train_data=InMemoryDataset(data, target=digits[rows], expose_classes=True),
+        secagg=secagg,
+        verbose=False,
+    )
+
+
+async def federate(optim: str, clients: int, rounds: int, secagg: str | None) -> FederatedServer:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    client_secagg: list[Any] = [None] * clients
+    server_secagg: dict[str, Any] | None = None
+    if secagg:
+        keys = [Ed25519PrivateKey.generate() for _ in range(clients)]
+        trusted: list[Ed25519PublicKey | str] = [key.public_key() for key in keys]
+        client_secagg = [
+            {"secagg_type": secagg, "id_keys": IdentityKeys(key, trusted)} for key in keys
+        ]
+        # The losses of evaluation rounds go through the same range as the updates do.
+        settings = plan(1e4, clients, 650, kind=secagg, bitsize=64)
+        print(settings)
+        server_secagg = {
+            "secagg_type": secagg,
+            "bitsize": settings.bitsize,
+            "clipval": settings.clipval,
+        }
+    server = FederatedServer(
+        model=SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss", penalty=None),
+        netwk={"protocol": "websockets", "host": "127.0.0.1", "port": port, "heartbeat": 0.02},
+        optim=optim,
+        secagg=server_secagg,
+    )
+    config = FLRunConfig.from_params(
+        rounds=rounds,
+        register={"min_clients": clients, "max_clients": clients, "timeout": 60},
+        training={"batch_size": 16, "n_epoch": 1},
+        evaluate={"batch_size": 100, "frequency": max(1, rounds // 3)},
+    )
+    order = np.random.default_rng(0).permutation(1797)
+    parts = np.array_split(order, clients)
+    nodes = [make_client(i, port, parts[i], client_secagg[i]) for i in range(clients)]
+
+    async def later(node: FederatedClient) -> None:
+        await asyncio.sleep(0.5)
+        await node.async_run()
+
+    await asyncio.gather(server.async_run(config), *(later(node) for node in nodes))
+    return server
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--optim", default="optim.toml")
+    parser.add_argument("--clients", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--secagg", choices=("masking", "joye-libert"))
+    args = parser.parse_args()
+    # The server says each round what it clipped; the thirty clients need not say it, too.
+    logging.getLogger().setLevel(logging.WARNING)
+    setup_server_loggers(level=logging.INFO)
+    server = asyncio.run(federate(args.optim, args.clients, args.rounds, args.secagg))
+    (bound,) = (module for module in server.optim.modules if module.name == "update-clip-server")
+    print(f"bound after {args.rounds} rounds: {bound.get_state()['bound']:.3g}")
+
+
+if __name__ == "__main__":
+    main()
