@@ -485,8 +485,8 @@ def test_states_that_are_not_sound_are_refused() -> None:
 
 
 # -- bad clients ----------------------------------------------------------------------------
-def first(value: Any) -> Callable[[list[list[Any]]], list[list[Any]]]:
-    return lambda rows: [[value], *rows[1:]]
+def first(value: Any) -> Callable[[list[Any]], list[Any]]:
+    return lambda rows: [value, *rows[1:]]
 
 
 BAD = {
@@ -501,11 +501,11 @@ BAD = {
     "nothing": None,
     "a missing field": "missing",
     "a row less": lambda rows: rows[:-1],
-    "a row more": lambda rows: [*rows, [0]],
-    "a longer row": lambda rows: [[1, 1], *rows[1:]],
-    "all ones": lambda rows: [[2**16] for _ in rows],
-    "largest numbers": lambda rows: [[2**47] for _ in rows],
-    "counts without content": lambda rows: [[9000], *([0] for _ in rows[1:-1]), [9001]],
+    "a row more": lambda rows: [*rows, 0],
+    "a row in a row": lambda rows: [[1], *rows[1:]],
+    "all ones": lambda rows: [2**16 for _ in rows],
+    "largest numbers": lambda rows: [2**47 for _ in rows],
+    "counts without content": lambda rows: [9000, *(0 for _ in rows[1:-1]), 9001],
 }
 
 

@@ -179,73 +179,90 @@ class Tally:
             buckets = column[place:].astype(np.int64)
         return Round(n, unclipped, first, second, buckets)
 
-    def fault(self, counts: Counts, members: int, most: int, about: Sequence[Bound]) -> str:
+    def fault(self, counts: Counts, members: int, most: int, bounds: Bounds) -> str:
         """Return why these counts can not be what so many clients have counted; "" if they can.
 
         Parameters
         ----------
         counts
-            One client's, or the sum of several.
+            One client's, or the sum of several, of the shape that they should have.
         members
             How many clients.
         most
             How many norms one client counts of a group at most.
-        about
-            What is known of each group.
+        bounds
+            What is known of the groups.
         """
-        if counts.shape != (self.rows, len(about)):
-            return f"of shape {counts.shape}, not {(self.rows, len(about))}"
         totals = counts[0]
-        if (totals > members * most).any():
+        if totals.max(initial=0) > members * most:
             return f"{int(totals.max()):,} norms of one group, of {members * most:,} at most"
-        if self.has_bits and (counts[1] > totals).any():
-            return "more unclipped norms than norms"
-        start = 1 + self.has_bits
+        start = 1
+        if self.has_bits:
+            if (counts[1] > totals).any():
+                return "more unclipped norms than norms"
+            start += 1
         if self.has_moments:
             digits = counts[start : start + _MOMENT_ROWS]
-            if (digits >= members * 2**_BITS).any():
+            if digits.max(initial=0) >= members * 2**_BITS:
                 return "digits out of range"
+            fault = _implausible(totals.astype(np.float64), digits, bounds)
+            if fault:
+                return fault
             start += _MOMENT_ROWS
         if self.has_sketch:
             buckets = counts[start:]
             # One by one first: a sum of huge numbers could come round to the right one.
             if (buckets > totals).any() or (buckets.sum(axis=0) != totals).any():
                 return "buckets that do not add up to the number of norms"
-        for group, bound in enumerate(about):
-            fault = self._implausible(self.decode(counts[:, group]), bound)
-            if fault:
-                return fault
-        return ""
-
-    def _implausible(self, round_: Round, bound: Bound) -> str:
-        """Return what is wrong with numbers that no norms in [0, highest] can give."""
-        if self.has_moments:
-            n, centre, slack = round_.n, Fraction(bound.centre), Fraction(1, 10**9)
-            total = round_.first + n * centre
-            squares = round_.second + 2 * centre * round_.first + n * centre * centre
-            size = n * centre + abs(round_.first)
-            if total < -slack * size:
-                return "a negative mean"
-            if round_.first * round_.first > (1 + slack) * n * round_.second:
-                return "a negative variance"
-            if math.isfinite(bound.highest):
-                highest = Fraction(bound.highest) * (1 + slack)
-                if total > n * highest or squares > highest * highest * n:
-                    return f"norms above {bound.highest:.6g}, the most there can be"
-        if self.has_sketch and round_.buckets is not None and math.isfinite(bound.highest):
-            last = int(np.searchsorted(_EDGES, bound.highest * (1 + 1e-9)))
-            if round_.buckets[last + 1 :].any():
-                return f"norms above {bound.highest:.6g}, the most there can be"
+            if buckets[bounds.above].any():
+                return _TOO_HIGH
         return ""
 
 
-class Bound(NamedTuple):
-    """What the server knows of a group before it reads what clients have counted."""
+class Bounds(NamedTuple):
+    """What the server knows of the groups before it reads what clients have counted."""
 
-    centre: float
+    centre: Floats
     """What the sums are taken about."""
-    highest: float
+    highest: Floats
     """The most that can have been learnt from one norm."""
+    above: np.ndarray[Any, np.dtype[np.bool_]]
+    """Which buckets of a sketch are above that, of shape (buckets, groups)."""
+
+    @classmethod
+    def of(cls, centre: Floats, highest: Floats) -> Bounds:
+        """Return the bounds of groups with these centres and highest norms."""
+        last = np.searchsorted(_EDGES, highest * _SLACK)
+        return cls(centre, highest, np.arange(BUCKETS)[:, None] > last)
+
+
+_SLACK = 1.0 + 1e-9
+_TOO_HIGH = "norms above the most that there can be"
+
+
+@cache
+def _worth(scale: int, size: int) -> Floats:
+    return np.array([2.0 ** (_BITS * place - scale) for place in range(size)])
+
+
+def _implausible(n: Floats, digits: Counts, bounds: Bounds) -> str:
+    """Return what is wrong with sums that no norms in [0, highest] can give; floats will do."""
+    values = digits.astype(np.float64)
+    worth = _worth(_SCALE, _DIGITS)
+    up, down = worth @ values[:_DIGITS], worth @ values[_DIGITS : 2 * _DIGITS]
+    second = _worth(_SQUARE_SCALE, _SQUARE_DIGITS) @ values[2 * _DIGITS :]
+    centre, first = bounds.centre, up - down
+    total = n * centre + first
+    if (total < -1e-9 * (n * centre + up + down)).any():
+        return "a negative mean"
+    if ((first * first > _SLACK * n * second) | ((n == 0) & (second > 0))).any():
+        return "a negative variance"
+    highest = np.where(np.isfinite(bounds.highest), bounds.highest, LARGEST) * _SLACK
+    squares = second + 2 * centre * first + n * centre * centre
+    size = second + 2 * centre * (up + down) + n * centre * centre
+    if ((total > n * highest) | (squares > highest * highest * n + 1e-9 * size)).any():
+        return _TOO_HIGH
+    return ""
 
 
 def _digits(value: float, scale: int, size: int) -> list[int]:

@@ -72,7 +72,7 @@ class FedclipSharedCounts(AuxVar):
 
     def to_dict(self) -> dict[str, Any]:
         """Return what goes over the wire in cleartext: small integers, a byte each for most."""
-        return {"counts": np.asarray(self.counts).tolist()}
+        return {"counts": np.asarray(self.counts).ravel().tolist()}
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
@@ -119,12 +119,11 @@ class FedclipSharedCounts(AuxVar):
             return None, f"numbers of the type {counts.dtype}"
         if isinstance(counts, list):
             # Before NumPy may be asked for an array of any size or kind.
-            rows = [row if isinstance(row, list) else [] for row in counts]
-            if len(rows) != shape[0] or any(len(row) != shape[1] for row in rows):
+            if len(counts) != shape[0] * shape[1]:
                 return None, f"not {shape[0]} rows of {shape[1]} numbers"
-            if not all(type(x) is int and 0 <= x < 2**48 for row in rows for x in row):
+            if set(map(type, counts)) != {int} or min(counts) < 0 or max(counts) >= 2**48:
                 return None, "numbers that are no counts"
-            counts = np.array(rows, dtype=np.uint64).reshape(shape)
+            counts = np.array(counts, dtype=np.uint64).reshape(shape)
         if not isinstance(counts, np.ndarray):
             return None, f"{type(counts).__name__} in place of counts"
         if counts.shape != shape:

@@ -20,7 +20,7 @@ from fedclip import checks, states
 from fedclip.arrays import NUMPY
 from fedclip.errors import StateError, nearest
 from fedclip.federation.shared import MAX_STEPS, centre_of, tally_of
-from fedclip.federation.shared_counts import BUCKETS, Bound, Counts, Round, quantile_of
+from fedclip.federation.shared_counts import BUCKETS, Bounds, Counts, Round, quantile_of
 from fedclip.federation.shared_messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.modules.adaptive_clip import AdaptiveClip
 from fedclip.modules.auto_clip import AutoClip
@@ -204,7 +204,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         """Merge what clients have counted; what is not sound is left out, counted and logged."""
         parts = getattr(aux_var, "parts", None) or [aux_var]
         total, members = self._add_up(parts)
-        if total is None or not self._labels:
+        if total is None:
             return
         rounds = [self._tally.decode(total[:, group]) for group in range(len(self._labels))]
         self._merge(rounds)
@@ -272,19 +272,19 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         size = self._rule.sketched[1]
         self._histories = [History(size) for _ in labels]
 
-    def _bounds(self) -> list[Bound]:
+    def _bounds(self) -> Bounds:
         with np.errstate(all="ignore"):
             highest = self._rule.ceiling(self._state)
         fields = states.dump(self._state, self._labels)
-        return [
-            Bound(centre_of(fields[label]), float(most))
-            for label, most in zip(self._labels, highest, strict=True)
-        ]
+        return Bounds.of(np.array([centre_of(fields[label]) for label in self._labels]), highest)
 
     def _add_up(self, parts: Sequence[Any]) -> tuple[Counts | None, int]:
         """Return the sum of the sound messages, None if there is none, and of how many clients."""
         shape = (self._tally.rows, len(self._labels))
-        bounds = self._bounds() if self._labels else []
+        if not self._labels:
+            # A round in which clients keep what they have counted.
+            return None, 0
+        bounds = self._bounds()
         total, members = np.zeros(shape, dtype=np.uint64), 0
         faults: dict[str, int] = {}
         for part in parts:
