@@ -74,7 +74,7 @@ def table(cls: type, text: str) -> list[str]:
     for entry in re.split(r"^(?=\S)", text, flags=re.MULTILINE):
         head, _, meaning = entry.partition("\n")
         for name in head.partition(" :")[0].split(","):
-            meanings[name.strip()] = " ".join(meaning.split())
+            meanings[name.strip(" *")] = " ".join(meaning.split())
     rows = ["| parameter | default | meaning |", "|---|---|---|"]
     known: Any = cls
     for name, parameter in list(inspect.signature(known.__init__).parameters.items())[1:]:

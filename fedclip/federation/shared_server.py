@@ -337,35 +337,147 @@ def _columns(state: Any) -> Any:
 
 
 class ZScoreClipServer(SharedServer):
-    """Counterpart of `zscore-clip` with ``shared = true``, in the server's optimizer."""
+    """Keep mean and variance of all clients' norms, for `zscore-clip` with ``shared = true``.
+
+    It belongs in the server's optimizer, whose steps it leaves alone.
+
+    Parameters
+    ----------
+    max_steps : int, default=10000
+        How many norms of a group one client counts in a round at most; what a client claims
+        beyond that is left out.
+    shared_name : str or None, default=None
+        The clipper's `shared_name`, if it has one.
+    **settings
+        The parameters of `zscore-clip` that its statistics depend on, by the same
+        names and with the same defaults. They must be the same on both sides.
+
+    Notes
+    -----
+    With N norms in a round, their mean m and population variance V, and ``D = decay^N``: mean and
+    variance of all norms so far, for whole rounds, until there are `warmup`; afterwards
+    ``mean <- D mean + (1-D) m`` and ``variance <- D variance + (1-D) (V + (m - mean)^2)``.
+    Exact to 1e-12, whatever the number of clients.
+
+    State: what is sent to clients, and what has been counted; a server that is restarted from
+    its checkpoint goes on as if uninterrupted. What is no sound count is left out, and logged.
+    """
 
     name: ClassVar[str] = "zscore-clip-server"
     clipper = ZScoreClip
 
 
 class EmaClipServer(SharedServer):
-    """Counterpart of `ema-clip` with ``shared = true``, in the server's optimizer."""
+    """Keep the moving average of all clients' norms, for `ema-clip` with ``shared = true``.
+
+    It belongs in the server's optimizer, whose steps it leaves alone.
+
+    Parameters
+    ----------
+    max_steps : int, default=10000
+        How many norms of a group one client counts in a round at most; what a client claims
+        beyond that is left out.
+    shared_name : str or None, default=None
+        The clipper's `shared_name`, if it has one.
+    **settings
+        The parameters of `ema-clip` that its statistics depend on, by the same
+        names and with the same defaults. They must be the same on both sides.
+
+    Notes
+    -----
+    With N norms in a round and their mean m: the smallest m, for whole rounds, until there are
+    `warmup` norms; afterwards ``mean <- decay^N mean + (1 - decay^N) m``. Exact to 1e-12.
+
+    State: what is sent to clients, and what has been counted; a server that is restarted from
+    its checkpoint goes on as if uninterrupted. What is no sound count is left out, and logged.
+    """
 
     name: ClassVar[str] = "ema-clip-server"
     clipper = EmaClip
 
 
 class AutoClipServer(SharedServer):
-    """Counterpart of `auto-clip` with ``shared = true``, in the server's optimizer."""
+    """Keep median and deviation of all clients' norms, for `auto-clip` with ``shared = true``.
+
+    It belongs in the server's optimizer, whose steps it leaves alone.
+
+    Parameters
+    ----------
+    max_steps : int, default=10000
+        How many norms of a group one client counts in a round at most; what a client claims
+        beyond that is left out.
+    shared_name : str or None, default=None
+        The clipper's `shared_name`, if it has one.
+    **settings
+        The parameters of `auto-clip` that its statistics depend on, by the same
+        names and with the same defaults. They must be the same on both sides.
+
+    Notes
+    -----
+    Mean and variance are of all norms, exact to 1e-12; the median, of all norms or of the last
+    rounds that hold `window`, is that of a sketch, within 3 %.
+
+    State: what is sent to clients, and what has been counted; a server that is restarted from
+    its checkpoint goes on as if uninterrupted. What is no sound count is left out, and logged.
+    """
 
     name: ClassVar[str] = "auto-clip-server"
     clipper = AutoClip
 
 
 class PercentileNormClipServer(SharedServer):
-    """Counterpart of `percentile-norm-clip` with ``shared = true``, in the server's optimizer."""
+    """Keep a percentile of all clients' norms, for `percentile-norm-clip` with ``shared = true``.
+
+    It belongs in the server's optimizer, whose steps it leaves alone.
+
+    Parameters
+    ----------
+    max_steps : int, default=10000
+        How many norms of a group one client counts in a round at most; what a client claims
+        beyond that is left out.
+    shared_name : str or None, default=None
+        The clipper's `shared_name`, if it has one.
+    **settings
+        The parameters of `percentile-norm-clip` that its statistics depend on, by the same
+        names and with the same defaults. They must be the same on both sides.
+
+    Notes
+    -----
+    The percentile, of all norms or of the last rounds that hold `window`, is that of a sketch:
+    within 3 % for norms between 1e-8 and 2e5.
+
+    State: what is sent to clients, and what has been counted; a server that is restarted from
+    its checkpoint goes on as if uninterrupted. What is no sound count is left out, and logged.
+    """
 
     name: ClassVar[str] = "percentile-norm-clip-server"
     clipper = PercentileNormClip
 
 
 class AdaptiveClipServer(SharedServer):
-    """Counterpart of `adaptive-clip` with ``shared = true``, in the server's optimizer."""
+    """Keep one limit for all clients' norms, for `adaptive-clip` with ``shared = true``.
+
+    It belongs in the server's optimizer, whose steps it leaves alone.
+
+    Parameters
+    ----------
+    max_steps : int, default=10000
+        How many norms of a group one client counts in a round at most; what a client claims
+        beyond that is left out.
+    shared_name : str or None, default=None
+        The clipper's `shared_name`, if it has one.
+    **settings
+        The parameters of `adaptive-clip` that its statistics depend on, by the same
+        names and with the same defaults. They must be the same on both sides.
+
+    Notes
+    -----
+    One update a round, from how many norms of all clients were at most the limit, once there are
+    `every` of them.
+
+    State: what is sent to clients, and what has been counted; a server that is restarted from
+    its checkpoint goes on as if uninterrupted. What is no sound count is left out, and logged.
+    """
 
     name: ClassVar[str] = "adaptive-clip-server"
     clipper = AdaptiveClip

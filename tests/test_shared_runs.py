@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared statistics in real federations: server and clients are processes of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_update_clip_runs import running
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+PAIRS: list[tuple[str, dict[str, Any]]] = [
+    ("zscore-clip", {"warmup": 10, "max_norm": None}),
+    ("percentile-norm-clip", {"percentile": 80.0, "scope": "tensor"}),
+    ("adaptive-clip", {"start_norm": 0.3}),
+]
+
+
+# A sketch has hundreds of numbers, of which Joye-Libert encrypts some hundred a second.
+FEW = (PAIRS[0], PAIRS[2])
+SCALE = [1.0, 3.0, 10.0]
+
+
+def optim(
+    client: list[Any] | None = None,
+    server: list[Any] | None = None,
+    pairs: Any = PAIRS,
+) -> dict[str, Any]:
+    shared = [[name, {**config, "shared": True}] for name, config in pairs]
+    counterparts = [
+        [f"{name}-server", {key: value for key, value in config.items() if key != "max_norm"}]
+        for name, config in pairs
+    ]
+    return {
+        "client_opt": {"lrate": 0.5, "modules": shared if client is None else client},
+        "server_opt": {"lrate": 1.0, "modules": counterparts if server is None else server},
+    }
+
+
+def complete(folder: Path, **settings: Any) -> Any:
+    """Return a run that has ended well, within two minutes on a busy machine."""
+    with running(folder, **settings) as run:
+        codes = {name: process.wait(120) for name, process in run.processes.items()}
+        assert set(codes.values()) == {0}, {name: run.said(name)[-3000:] for name in codes}
+    return run
+
+
+def states(run: Any) -> dict[str, Any]:
+    found: dict[str, Any] = dict(run.result()["modules"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def clear(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """Return the states after runs in cleartext, by the number of pairs."""
+
+    def run(pairs: Any) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("clear")
+        return states(complete(folder, optim=optim(pairs=pairs), scale=SCALE))
+
+    return {len(pairs): run(pairs) for pairs in (PAIRS, FEW)}
+
+
+def test_in_cleartext(clear: dict[int, dict[str, Any]]) -> None:
+    state = clear[len(PAIRS)]
+    assert state["zscore-clip-server"]["groups"]["all"]["count"] == 3 * 6 * 4
+    # The groups of a scope other than "global" are known from the second round on, in which
+    # clients send what they have counted in the first as well.
+    levels = state["percentile-norm-clip-server"]["groups"]
+    assert len(levels) == 2
+    assert {group["count"] for group in levels.values()} == {3 * 6 * 4}
+    assert all(group["level"] > 0 for group in levels.values())
+
+
+@pytest.mark.parametrize(("secagg", "pairs"), [("masking", PAIRS), ("joye-libert", FEW)])
+def test_the_same_state_under_secure_aggregation(
+    tmp_path: Path, secagg: str, pairs: Any, clear: dict[int, dict[str, Any]]
+) -> None:
+    secure = states(complete(tmp_path, secagg=secagg, optim=optim(pairs=pairs), scale=SCALE))
+    for name, wanted in clear[len(pairs)].items():
+        state = secure[name]
+        assert state["refused"] == 0
+        assert state["version"] == wanted["version"]
+        # What is counted adds up exactly; the model is quantised, and so the norms differ.
+        for label, group in wanted["groups"].items():
+            assert state["groups"][label] == pytest.approx(group, rel=1e-6), name
+
+
+@pytest.mark.parametrize("secagg", [None, "masking", "joye-libert"])
+def test_two_of_three_clients_each_round(tmp_path: Path, secagg: str | None) -> None:
+    sampler = {"strategy": "uniform", "n_samples": 2, "seed": 1}
+    run = complete(tmp_path, secagg=secagg, optim=optim(pairs=FEW), sampler=sampler)
+    state = states(run)["zscore-clip-server"]
+    assert state["groups"]["all"]["count"] == 2 * 6 * 4
+    assert state["version"] == 4
+
+
+def test_a_server_that_is_restarted_goes_on(tmp_path: Path) -> None:
+    first = complete(tmp_path / "first", optim=optim(), checkpoint="saved")
+    saved = str(tmp_path / "first" / "saved")
+    again = complete(tmp_path / "again", optim=optim(), restart=saved)
+    before, after = states(first), states(again)
+    for name in before:
+        assert after[name]["version"] == 2 * before[name]["version"] + (
+            # The groups are known already.
+            name == "percentile-norm-clip-server"
+        )
+    counted = after["zscore-clip-server"]["groups"]["all"]["count"]
+    assert counted == 2 * before["zscore-clip-server"]["groups"]["all"]["count"]
+
+
+def test_without_counterparts_it_runs_and_the_clients_say_so(tmp_path: Path) -> None:
+    run = complete(tmp_path, optim=optim(server=["no-op"]))
+    for i in range(3):
+        said = run.said(f"client_{i}")
+        assert said.count("zscore-clip has shared = true and has heard from no counterpart") == 1
+
+
+@pytest.mark.parametrize(
+    ("client", "sentence"),
+    [
+        (["no-op"], "No module with name 'zscore-clip-shared' is available"),
+        ([["zscore-clip", {"shared": True, "decay": 0.5}]], "must agree on decay: the clients"),
+    ],
+    ids=["no clipper", "other settings"],
+)
+def test_pairs_that_do_not_match_end_with_a_sentence(
+    tmp_path: Path, client: list[Any], sentence: str
+) -> None:
+    with running(tmp_path, optim=optim(client, ["zscore-clip-server"])) as run:
+        run.wait()
+        for name in run.processes:
+            assert sentence in run.said(name), (name, run.said(name)[-2000:])
