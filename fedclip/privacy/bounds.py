@@ -628,6 +628,12 @@ MAPS: dict[str, Callable[[Any, Context], Map]] = {
     "centralize": _centralize,
     "standardize": _standardize,
     "no-op": _no_op,
+    # The counterparts of shared clippers leave the server's steps alone.
+    "zscore-clip-server": _no_op,
+    "ema-clip-server": _no_op,
+    "auto-clip-server": _no_op,
+    "percentile-norm-clip-server": _no_op,
+    "adaptive-clip-server": _no_op,
     "agc": _agc,
     "fedprox": _penalty,
     "lasso": _penalty,
