@@ -30,18 +30,18 @@ secagg = settings.get("secagg")
 
 def server() -> None:
     setup_server_loggers(level=logging.INFO)
+    saved = Checkpointer(settings["restart"]) if settings.get("restart") else None
+    fresh = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss")
     node = FederatedServer(
-        model=SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss"),
+        model=fresh if saved is None else saved.load_model(),
         netwk={**address, "host": "127.0.0.1", **settings.get("network", {})},
         optim=settings["optim"],
         client_sampler=settings.get("sampler"),
         secagg=secagg and {"secagg_type": secagg, **settings.get("secagg_settings", {})},
         checkpoint=settings.get("checkpoint"),
     )
-    if settings.get("restart"):
-        saved = Checkpointer(settings["restart"])
+    if saved is not None:
         node.optim.set_state(saved.load_optimizer().get_state())
-        node.model.set_weights(saved.load_model().get_weights())
     try:
         node.run(settings["run"])
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -313,6 +314,27 @@ def test_client_without_a_step_abstains() -> None:
         average = server.finish(replies)
         assert server.optim.modules[0].bound == pytest.approx(expected)  # type: ignore[attr-defined]
     assert norm(average) == pytest.approx(1 / 3)
+
+
+def test_bound_that_has_everything_zeroed_finds_its_way_up() -> None:
+    config = {**CLIPPED, "zeroing_factor": 5.0}
+    server = Server([("update-clip-server", {"start_norm": 0.1})], config)
+    clients = Clients(3, ADAPTIVE, config)
+    for i in range(45):
+        aux = server.start()
+        replies = [clients.round(j, aux, np.array([1.0 + j])) for j in range(3)]
+        if i == 0:
+            assert [r.updates.n_zeroed for r in replies] == [1, 1, 1]
+        server.finish(replies)
+    assert 1.5 < server.optim.modules[0].bound < 3  # type: ignore[attr-defined]
+
+
+def test_update_that_is_not_finite_abstains() -> None:
+    clients = Clients(1, ADAPTIVE, CLIPPED)
+    aux = {"update-clip": UpdateClipBound(1.0)}
+    with pytest.warns(fedclip.FedclipWarning):
+        reply = clients.round(0, aux, np.array([math.nan]))
+    assert reply.aux_var["update-clip"] == UpdateClipVotes()
 
 
 def test_fixed_bound_from_the_server_asks_for_no_votes() -> None:
@@ -835,3 +857,11 @@ def test_check_leaves_no_trace_in_the_process(tmp_path: Any) -> None:
     shared = server.prepare_for_sharing(updates=vector(0.7), n_steps=1)
     assert norm(server.finalize_updates(shared)) == pytest.approx(0.7)
     assert fedclip.UpdateClipServer().collect_aux_var().stop == ""
+
+
+@pytest.mark.parametrize("name", ["optim.toml", "private.toml"])
+def test_configurations_of_the_example(name: str) -> None:
+    from fedclip.check import check_config
+
+    folder = Path(__file__).parents[1] / "examples" / "update_clipping"
+    assert check_config(folder / name).problems == []

@@ -220,21 +220,21 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
                 f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-client brings "
                 "another bound from the server: leave max_norm out, or the modules"
             )
-        coefs = updates.coefs
-        far = self._is_far(coefs)
-        shared = zeros_like(updates) if far else self._clip(updates, round_)
-        if far or shared is None:
-            round_.zeroed, round_.norm, round_.clipped = True, None, False
-            _CLIENT_LOGGER.warning("clipped-averaging: %s; zeros are shared", far or "see above")
-        elif n_steps == 0:
+        shared = self._clip(updates, round_)
+        far = "NaN or infinity" if shared is None else self._far(updates.coefs, round_)
+        round_.zeroed = bool(far)
+        if n_steps == 0:
             # Zeros that say nothing about how far an update goes.
             round_.norm = None
-        vector = zeros_like(updates) if shared is None else shared
+        if far:
+            _CLIENT_LOGGER.warning("clipped-averaging shares zeros for the update: %s", far)
+        vector = zeros_like(updates) if shared is None or far else shared
         self._check_range(vector)
         round_.done = True
         result = ClippedUpdates(vector, 1)
         if not round_.private:
-            result.n_clipped, result.n_zeroed = int(round_.clipped), int(round_.zeroed)
+            result.n_zeroed = int(round_.zeroed)
+            result.n_clipped = int(round_.clipped and not round_.zeroed)
         result.secagg_range = self.secagg_range
         return result
 
@@ -246,17 +246,20 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
             )
         return self.max_norm
 
-    def _is_far(self, coefs: Mapping[str, Array]) -> str:
-        """Say that the update is out of range, if it is."""
-        if self.zeroing_norm is None:
-            return ""
-        norm = measure(_views(coefs), self.zeroing_ord)
-        if norm <= self.zeroing_norm:
-            return ""
-        return f"the update's norm is {norm:.4g}, above zeroing_norm={self.zeroing_norm!r}"
+    def _far(self, coefs: Mapping[str, Array], round_: ClientRound) -> str:
+        """Say that a finite update is far out of range, if it is."""
+        if self.zeroing_norm is not None:
+            norm = measure(_views(coefs), self.zeroing_ord)
+            if norm > self.zeroing_norm:
+                return f"its norm is {norm:.4g}, above zeroing_norm={self.zeroing_norm!r}"
+        if self.zeroing_factor is not None and round_.norm is not None:
+            times = round_.norm / round_.bound
+            if times > self.zeroing_factor:
+                return f"it is {times:.4g} times the bound, above {self.zeroing_factor!r}"
+        return ""
 
     def _clip(self, updates: Vector[Any], round_: ClientRound) -> Vector[Any] | None:
-        """Return the update, clipped; None if it has to be zeroed."""
+        """Return the update, clipped; None if it is not finite."""
         coefs, engine = updates.coefs, self._engine
         clipped = engine.clip(coefs)
         kept = {k: v for k, v in coefs.items() if k not in engine.groups.excluded}
@@ -275,13 +278,6 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
         # The engine has decided close calls exactly; the ratio must agree with it.
         need = max(need, math.nextafter(1.0, 2.0)) if round_.clipped else min(need, 1.0)
         round_.norm = need * round_.bound
-        if self.zeroing_factor is not None and need > self.zeroing_factor:
-            _CLIENT_LOGGER.warning(
-                "clipped-averaging: the update is %.4g times its bound, above zeroing_factor=%r",
-                need,
-                self.zeroing_factor,
-            )
-            return None
         return updates if clipped is coefs else type(updates)(dict(clipped))
 
     def _check_range(self, vector: Vector[Any]) -> None:
@@ -361,13 +357,12 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
 
     @staticmethod
     def _report(updates: ClippedUpdates, replies: int, faults: Sequence[str]) -> None:
-        _LOGGER.info(
-            "clipped-averaging: %d updates, %d clipped, %d zeroed by their clients, %d refused",
-            replies,
-            updates.n_clipped,
-            updates.n_zeroed,
-            len(faults),
-        )
+        round_ = SERVER.get()
+        counts = f"{updates.n_clipped} clipped, {updates.n_zeroed} zeroed by their clients, "
+        if round_ is not None and round_.clients is not None:
+            # With noise, clients do not say.
+            counts = ""
+        _LOGGER.info("clipped-averaging: %d updates, %s%d refused", replies, counts, len(faults))
         for fault in faults:
             # declearn hands replies to aggregators without the names of their senders.
             _LOGGER.warning(

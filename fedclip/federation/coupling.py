@@ -36,8 +36,10 @@ class ClientRound:
     norm
         The smallest bound that would leave the update alone; None until it is known, or if
         there is no update to speak of.
-    clipped, zeroed
-        What the aggregator did with the update.
+    clipped
+        Whether the update was above the bound.
+    zeroed
+        Whether the aggregator has replaced it by zeros.
     done
         Whether the aggregator has seen the update.
     """

@@ -82,7 +82,7 @@ class UpdateClipVotes(AuxVar):
     n_clients
         1 for each client.
     n_votes
-        1 if the client has an update to speak of: it took a step, and was not zeroed.
+        1 if the client has an update to speak of: it took a step, and the update is finite.
     n_within
         1 if that update was within the bound.
     n_faults
@@ -138,9 +138,11 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
 
     Notes
     -----
-    A client that took no step, or whose update was zeroed, abstains: its zeros would count as
-    "within the bound" and drag it down, round by round. Of the update, the server learns that
-    one bit and, without noise, whether it was clipped or zeroed.
+    A client that took no step, or whose update is not finite, abstains: its zeros would count
+    as "within the bound" and drag it down, round by round. An update that is zeroed because it
+    is out of range counts as above the bound: otherwise a bound that is far too low, and has
+    everything zeroed, would stay there. Of the update, the server learns that one bit and,
+    without noise, whether it was clipped or zeroed.
 
     Reports of the rounds (norm before, bound, clipped or not) stay on the client.
 
