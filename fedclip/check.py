@@ -29,6 +29,7 @@ import fedclip
 from fedclip.errors import nearest
 from fedclip.federation.shared_check import is_shared, shared_problems
 from fedclip.federation.update_check import update_problems
+from fedclip.privacy import places
 
 __all__ = ["Check", "Finding", "check_config", "find_config", "is_ours", "parameters"]
 
@@ -58,11 +59,14 @@ class Check:
         Its parsed contents; empty if it is not TOML.
     findings
         In the order of the file.
+    places
+        What is clipped where, and what that guarantees: a line for each place.
     """
 
     path: Path
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     findings: list[Finding] = dataclasses.field(default_factory=list)
+    places: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -114,7 +118,7 @@ def check_config(path: str | Path) -> Check:
         return check
     check.config = config
     if "client_opt" in config and "optim" not in config:
-        _check_optim(check, config, prefix="")
+        _check_optim(check, config, {}, prefix="")
     elif not {"optim", "run"} & set(config):
         hint = nearest("client_opt", config)
         check.add(
@@ -162,7 +166,7 @@ def _check_quickrun(check: Check, config: dict[str, Any]) -> None:
             check.add("problem", f"[{section}]", f"must be a section, got {config[section]!r}")
     optim, run = (_section(config, name) for name in ("optim", "run"))
     if optim is not None:
-        _check_optim(check, optim, prefix="optim.")
+        _check_optim(check, optim, run or {}, prefix="optim.")
     if run is not None:
         _declearn(check, "[run]", FLRunConfig, run)
         _check_run(check, run, optim or {})
@@ -195,7 +199,7 @@ def _check_run(check: Check, run: Mapping[str, Any], optim: Mapping[str, Any]) -
         )
 
 
-def _check_optim(check: Check, optim: dict[str, Any], prefix: str) -> None:
+def _check_optim(check: Check, optim: dict[str, Any], run: Mapping[str, Any], prefix: str) -> None:
     known = [field.name for field in dataclasses.fields(FLOptimConfig)]
     before = len(check.problems)
     plugins: dict[str, list[Any]] = {}
@@ -218,6 +222,9 @@ def _check_optim(check: Check, optim: dict[str, Any], prefix: str) -> None:
             FLOptimConfig,
             {key: value for key, value in optim.items() if key in known},
         )
+    # A pipeline of which a part is missing guarantees something else.
+    if len(check.problems) == before:
+        _check_bounds(check, optim, run, plugins, aggregator, prefix)
     for key in optim:
         hint = "" if key in known else nearest(key, known)
         # A file for FLOptimConfig may hold sections for others; one nearly right is a slip.
@@ -395,6 +402,33 @@ def _check_updates(
     )
     for level, section, message in found:
         check.add("note" if level == "note" else "problem", f"[{prefix}{section}]", message)
+
+
+def _check_bounds(
+    check: Check,
+    optim: Mapping[str, Any],
+    run: Mapping[str, Any],
+    plugins: Mapping[str, list[Any]],
+    aggregator: Any,
+    prefix: str,
+) -> None:
+    """Say what is clipped where and what that guarantees, and what stands in the way of it."""
+    for key, chosen in plugins.items():
+        for warning in places.warnings(chosen):
+            check.add("note", f"[{prefix}{key}]", warning)
+    client, shared = optim.get("client_opt"), optim.get("aggregator")
+    options = client if isinstance(client, dict) else {}
+    config = shared if isinstance(shared, dict) else {"name": shared}
+    training = _section(run, "training") or {}
+    check.places = places.in_words(
+        plugins.get("client_opt", []),
+        plugins.get("server_opt", []),
+        aggregator.from_config(config) if aggregator and is_ours(aggregator) else None,
+        lrate=options.get("lrate"),
+        w_decay=options.get("w_decay", 0.0),
+        steps=training.get("n_steps"),
+        noise_first="privacy" in run,
+    )
 
 
 def _check_counterparts(check: Check, plugins: Mapping[str, Iterable[Any]], prefix: str) -> None:

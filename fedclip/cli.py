@@ -178,7 +178,8 @@ def check(config: ConfigPath, as_json: JsonFlag = False) -> None:
     result = _checked(config)
     if as_json:
         findings = [vars(finding) for finding in result.findings]
-        print(json.dumps({"file": str(result.path), "ok": result.ok, "findings": findings}))
+        facts = {"file": str(result.path), "ok": result.ok, "findings": findings}
+        print(json.dumps({**facts, "places": result.places}))
     else:
         _print_check(result)
     raise typer.Exit(0 if result.ok else 1)
@@ -197,6 +198,10 @@ def _print_check(result: Check) -> None:
     for finding in result.findings:
         level = f"[{colours[finding.level]}]{finding.level:7}[/]"
         out.print(f"  {level} {escape(finding.where)} {escape(finding.message)}")
+    if result.places:
+        out.print("What is clipped where:")
+    for place in result.places:
+        out.print(f"  {place}", markup=False)
     count = len(result.problems)
     if count:
         out.print(f"{count} problem{'s' if count > 1 else ''}.")

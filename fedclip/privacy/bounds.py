@@ -601,6 +601,13 @@ def _scaffold(module: Any, context: Context) -> Map:
     return Map(module.name, unbounded=why, shared=why, expands=why)
 
 
+def _update_clip(module: Any, context: Context) -> Map:
+    """Return the map of a module of update clipping, which leaves steps alone but for noise."""
+    if getattr(module, "noise_multiplier", 0.0):
+        return _noise(module, context)
+    return _no_op(module, context)
+
+
 def _noise(module: Any, context: Context) -> Map:
     return Map(
         module.name,
@@ -634,6 +641,8 @@ MAPS: dict[str, Callable[[Any, Context], Map]] = {
     "auto-clip-server": _no_op,
     "percentile-norm-clip-server": _no_op,
     "adaptive-clip-server": _no_op,
+    "update-clip-client": _update_clip,
+    "update-clip-server": _update_clip,
     "agc": _agc,
     "fedprox": _penalty,
     "lasso": _penalty,

@@ -172,26 +172,37 @@ class Analysis:
             return None
         return outwards(rate * steps * self.l2_bound)
 
-    def __str__(self) -> str:
+    @property
+    def bound_in_words(self) -> str:
+        """The L2 bound, or why there is none, in a sentence."""
         shown = "" if self.l2_bound is None else number(self.l2_bound)
         if shown:
             how = "" if self.formula in ("", shown) else f" ({self.formula})"
-            said = f"{self.name}: the L2 norm is at most {shown}{how}."
-        elif self.formula:
-            said = f"{self.name}: the L2 norm is at most {self.formula}."
-        else:
-            said = f"{self.name}: no L2 bound ({'; '.join(_unbounded(self.maps))})."
+            return f"{self.name}: the L2 norm is at most {shown}{how}."
+        if self.formula:
+            return f"{self.name}: the L2 norm is at most {self.formula}."
+        return f"{self.name}: no L2 bound ({'; '.join(_unbounded(self.maps))})."
+
+    @property
+    def record_in_words(self) -> str:
+        """What holds if each record goes through by itself, in a sentence; empty if nothing."""
         if self.noised:
-            return f"{said} {self._noise_in_words()}"
+            return self._noise_in_words()
         if self.per_record_safe:
-            said += (
-                f" Per record: the sensitivity of a sum is {shown or 'that bound'} if a record is "
-                "added or removed, and twice that if one is replaced."
+            shown = "that bound" if self.l2_bound is None else number(self.l2_bound)
+            return (
+                f"Per record: the sensitivity of a sum is {shown} if a record is added or removed, "
+                "and twice that if one is replaced."
             )
-        elif self.formula:
-            said += f" Not safe per record ({'; '.join(_shared(self.maps))})."
+        return f"Not safe per record ({'; '.join(_shared(self.maps))})." if self.formula else ""
+
+    @property
+    def aggregate_in_words(self) -> str:
+        """What holds if a sum or mean of records goes through, in a sentence."""
+        if self.noised:
+            return self._noise_in_words()
         if self.non_expansive:
-            return f"{said} On an aggregate: non-expansive, no sensitivity grows."
+            return "On an aggregate: non-expansive, no sensitivity grows."
         limits = []
         if not math.isinf(self.lipschitz):
             limits.append(f"at most {number(self.lipschitz)} times the one before")
@@ -199,9 +210,13 @@ class Analysis:
             twice = "twice that bound" if self.l2_bound is None else number(2 * self.l2_bound)
             limits.append(f"at most {twice}")
         return (
-            f"{said} On an aggregate: not non-expansive ({'; '.join(_expands(self.maps))}); the "
+            f"On an aggregate: not non-expansive ({'; '.join(_expands(self.maps))}); the "
             f"sensitivity is {' and '.join(limits) or 'not bounded'}."
         )
+
+    def __str__(self) -> str:
+        sentences = [self.bound_in_words, self.record_in_words, self.aggregate_in_words]
+        return " ".join(dict.fromkeys(sentence for sentence in sentences if sentence))
 
 
 # -- maps in sequence -------------------------------------------------------------------------

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a federation's configuration clips, where, and what that guarantees: in sentences.
+
+==========  ===============  ============================================================
+place       section          what is clipped
+==========  ===============  ============================================================
+step        ``client_opt``   the gradient of one batch, at each local step
+update      ``aggregator``   one client's update of a round, before it is shared
+aggregate   ``server_opt``   the average of the clients' updates, once a round
+==========  ===============  ============================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fedclip.privacy.bounds import COARSEST, number
+from fedclip.privacy.sensitivity import Analysis, analyse
+
+__all__ = ["in_words", "warnings"]
+
+
+def in_words(
+    client: Sequence[Any],
+    server: Sequence[Any],
+    aggregator: Any = None,
+    *,
+    lrate: Any = None,
+    w_decay: Any = 0.0,
+    steps: Any = None,
+    noise_first: bool = False,
+) -> list[str]:
+    """Return what is clipped where: a line for each place.
+
+    Parameters
+    ----------
+    client, server
+        Plug-ins of the two optimizers, in the order in which they act.
+    aggregator
+        The aggregator; None if it is not fedclip's.
+    lrate, w_decay
+        Of the client's optimizer, as in the configuration.
+    steps
+        Number of local steps in a round, if it is fixed.
+    noise_first
+        Whether declearn adds its noise before the first module ([run.privacy]).
+    """
+    return [
+        f"step: {_step(client, lrate, w_decay, steps, noise_first)}",
+        f"update: {_update(aggregator, server)}",
+        f"aggregate: {_aggregate(server)}",
+    ]
+
+
+def _step(client: Sequence[Any], lrate: Any, w_decay: Any, steps: Any, noise_first: bool) -> str:
+    if not client:
+        return "nothing is clipped."
+    found = replace(
+        analyse(client),
+        lrate=lrate if isinstance(lrate, float) else None,
+        w_decay=w_decay if isinstance(w_decay, float) else None,
+    )
+    said = found.bound_in_words
+    if noise_first:
+        said += " It acts on noise, which [run.privacy] adds first: it bounds no sensitivity."
+    elif found.noised:
+        said += f" {found.record_in_words}"
+    elif found.formula:
+        said += " That is the gradient of a batch: it bounds no single sample."
+    return f"{said} {_round(found, steps)}".rstrip()
+
+
+def _round(found: Analysis, steps: Any) -> str:
+    """Return by how much a round moves the model at most."""
+    if not found.formula:
+        return ""
+    if found.w_decay != 0.0:
+        return "A round's update has no bound: weight decay adds a multiple of the weights."
+    known = isinstance(steps, int) and not isinstance(steps, bool) and steps > 0
+    rate = "the learning rate" if found.lrate is None else number(found.lrate)
+    if not known or found.lrate is None or found.l2_bound is None:
+        count = str(steps) if known else "the number of steps"
+        return f"A round's update is at most {rate} times {count} times that."
+    total = found.round_bound(steps)
+    shown = "" if total is None else number(total)
+    return f"A round's update is at most {rate} times {steps} steps times that, {shown}."
+
+
+def _update(aggregator: Any, server: Sequence[Any]) -> str:
+    if aggregator is None or aggregator.name != "clipped-averaging":
+        return "nothing is clipped before a client shares its update."
+    adaptive = next((p for p in server if p.name == "update-clip-server"), None)
+    limit, scope = aggregator.max_norm, aggregator.scope
+    if adaptive is not None:
+        # What the server sends bounds the whole update, whatever its groups are.
+        limit, scope = adaptive.max_norm, "global"
+    spec = {"max_norm": limit, "scope": scope, "exclude": aggregator.exclude}
+    found = analyse(["norm-clip", spec])
+    said = found.bound_in_words.replace("norm-clip", str(aggregator.name), 1)
+    if not found.formula:
+        return said
+    bound = "that bound" if found.l2_bound is None else number(found.l2_bound)
+    if adaptive is not None:
+        said = (
+            f"{aggregator.name}: the L2 norm is at most the bound C that update-clip-server sends "
+            f"in the round, never above {bound}."
+        )
+        bound = "C"
+    return (
+        f"{said} With equal weights, the sensitivity of the sum is {bound} if a client is added or "
+        "removed, and twice that if one is replaced."
+    )
+
+
+def _aggregate(server: Sequence[Any]) -> str:
+    if not server:
+        return "nothing is clipped."
+    found = analyse(server)
+    if found.noised and not found.before_noise.maps:
+        return f"{found.bound_in_words} What follows noise is free, and bounds no sensitivity."
+    return f"{found.bound_in_words} {found.aggregate_in_words}"
+
+
+def warnings(plugins: Sequence[Any]) -> list[str]:
+    """Return what of an optimizer's plug-ins does not do what it may be there for."""
+    maps = analyse(plugins).maps
+    said = []
+    for i, map_ in enumerate(maps):
+        before = analyse(plugins[:i], finite=True)
+        if map_.noise:
+            said += _before_noise(before, map_.name)
+        elif before.formula and map_.growth > 1.0 + COARSEST:
+            clip = next(m.name for m in reversed(before.maps) if m.formula)
+            why = map_.expands or map_.unbounded
+            said.append(
+                f"{map_.name} comes after {clip} and lets its bound be exceeded ({why}): put "
+                "the clipper last if what comes out shall be bounded"
+            )
+    said += [
+        f"l2-clipping limits each tensor by itself, all k together to {number(p.max_norm)}·√k: "
+        "if one limit on the whole gradient is meant, use norm-clip"
+        for p in plugins
+        if p.name == "l2-clipping"
+    ]
+    return said
+
+
+def _before_noise(before: Analysis, noise: str) -> list[str]:
+    if not before.maps:
+        return []
+    if not before.formula:
+        return [f"nothing bounds what {noise} is added to: no amount of it gives a guarantee"]
+    said = [
+        f"{m.name} is an adaptive rule before {noise} ({m.shared}): it bounds no sensitivity per "
+        "record; use a fixed limit"
+        for m in before.maps
+        if m.shared and m.lipschitz > 1.0 and m.formula
+    ]
+    if before.l2_bound is None and "√k" in before.formula:
+        said.append(
+            f"{noise} must be sized on {before.formula}, not on the limit of one of them: if one "
+            "limit was meant, use scope = 'global'"
+        )
+    return said
