@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from declearn.aggregator import Aggregator
 from declearn.messaging import SerializedMessage, TrainReply
+from declearn.model.api import Vector
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 
@@ -26,7 +27,7 @@ class Clients:
         optim = self.optimizers[i]
         optim.process_aux_var(aux)
         optim.start_round()
-        vector = update if isinstance(update, NumpyVector) else NumpyVector({"w": update})
+        vector = update if isinstance(update, Vector) else NumpyVector({"w": update})
         updates = self.aggregators[i].prepare_for_sharing(updates=vector, n_steps=n_steps)
         return TrainReply(
             updates=updates,

@@ -15,6 +15,7 @@ from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 from federation_helpers import Clients, Server, norm, sent
+from helpers import FRAMEWORKS, to_numpy, to_vector
 
 import fedclip
 from fedclip.errors import NonFiniteError, StateError
@@ -865,3 +866,41 @@ def test_configurations_of_the_example(name: str) -> None:
 
     folder = Path(__file__).parents[1] / "examples" / "update_clipping"
     assert check_config(folder / name).problems == []
+
+
+# -- frameworks, records ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_updates_of_every_framework(framework: str) -> None:
+    clients, server = Clients(2, ADAPTIVE, CLIPPED), Server([NOISY_TINY], CLIPPED)
+    aux = server.start()
+    replies = []
+    for i in range(2):
+        arrays = {"a.w": np.full((3, 4), 5.0, np.float32), "b": np.array([1.0], np.float32)}
+        replies.append(clients.round(i, aux, to_vector(arrays, framework)))
+        assert norm(NumpyVector(to_numpy(replies[-1].updates.updates))) <= 1.0
+    out = server.finish(replies)
+    found = to_numpy(out)
+    assert norm(NumpyVector(found)) == pytest.approx(1.0, rel=1e-4)
+    assert {v.dtype for v in found.values()} == {np.dtype(np.float32)}
+
+
+NOISY_TINY = (
+    "update-clip-server",
+    {"noise_multiplier": 1e-6, "expected_clients": 2, "start_norm": 1.0},
+)
+
+
+def test_client_keeps_a_record_of_its_updates() -> None:
+    clients = Clients(1, ADAPTIVE, CLIPPED)
+    for size in (0.5, 8.0):
+        clients.round(0, {"update-clip": UpdateClipBound(1.0)}, np.array([size]))
+    module: Any = clients.optimizers[0].modules[0]
+    assert [(r.round, r.clipped, r.limit) for r in module.rounds] == [(1, 0, 1.0), (2, 1, 1.0)]
+    assert module.rounds[1].norm_max == pytest.approx(8.0)
+    other: Any = Clients(1, ADAPTIVE, CLIPPED).optimizers[0]
+    other.set_state(clients.optimizers[0].get_state())
+    assert other.modules[0].rounds == module.rounds
+    with pytest.raises(StateError):
+        module.set_state({"rounds": []})
