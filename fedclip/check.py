@@ -139,7 +139,11 @@ def is_ours(cls: type) -> bool:
 
 def parameters(cls: type) -> dict[str, inspect.Parameter]:
     """Return the parameters that a plug-in's constructor takes, by name."""
-    found = dict(inspect.signature(cls).parameters)
+    # Of the initialiser, if the class does not say it itself: a clipper's `__new__`, which
+    # refuses typos, takes anything.
+    stated = getattr(cls, "__signature__", None)
+    signature = stated or inspect.signature(cls.__init__)  # type: ignore[misc]
+    found = dict(signature.parameters)
     found.pop("self", None)
     return found
 

@@ -137,7 +137,7 @@ def test_translate_of_nothing_known() -> None:
 
 def test_toml_is_what_toml_reads_back() -> None:
     value = {"a": [1, 2.5, True], "head.*": {"b": 'quote " and \\'}, "c": float("inf")}
-    assert tomllib.loads(f"v = {fedclip.cli.toml(value)}")["v"] == value
+    assert tomllib.loads(f"v = {fedclip.toml.toml_value(value)}")["v"] == value
 
 
 # ----------------------------------------------------------------------------------- check
