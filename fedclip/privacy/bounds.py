@@ -201,6 +201,17 @@ def stretch(ord: Order, size: int) -> float:
     return 1.0 if power == 0.0 or size == 1 else outwards(size**power)
 
 
+def slope(rise: float, eps: float) -> float:
+    """Return ``rise / eps``, rounded up but where it is at most 1.
+
+    >>> slope(0.5, 0.5), slope(1.0, 0.0)
+    (1.0, inf)
+    """
+    if rise <= eps:
+        return rise / eps
+    return outwards(rise / eps) if eps else math.inf
+
+
 def number(value: float) -> str:
     """Return a number in words, with as many digits as one reads."""
     return f"{value:.6g}"
@@ -357,15 +368,15 @@ def _normalize(clipper: Any, context: Context) -> Map:
     norms = [clipper.norm]
     if isinstance(clipper.scope, Mapping):
         norms += clipper.scope.values()
-    slope = outwards(max(norms) / clipper.eps)
+    steepest = slope(max(norms), clipper.eps)
     # What is left alone is neither stretched nor shrunk.
     least = 1.0 if result.unbounded else 0.0
-    lipschitz = max(slope * result.lipschitz, least)
+    lipschitz = max(steepest * result.lipschitz, least)
     return replace(
         result,
         lipschitz=lipschitz,
         growth=lipschitz,
-        expands="" if lipschitz <= 1 else why + f" by up to norm / eps = {number(slope)}",
+        expands="" if lipschitz <= 1 else why + f" by up to norm / eps = {number(steepest)}",
     )
 
 
@@ -444,16 +455,16 @@ def _centralize(clipper: Any, context: Context) -> Map:
 def _standardize(clipper: Any, context: Context) -> Map:
     pieces, noun, alone = _scoped(clipper, 1.0, context)
     finite = context.finite or (clipper.on_nonfinite != "propagate" and not alone)
-    slope = outwards(1.0 / clipper.eps) if clipper.eps else math.inf
+    steepest = slope(1.0, clipper.eps)
     why = "gradients that vary little are scaled up"
-    if not math.isinf(slope):
-        why += f" by up to 1 / eps = {number(slope)}"
+    if not math.isinf(steepest):
+        why += f" by up to 1 / eps = {number(steepest)}"
     result = Map(
         clipper.name,
-        lipschitz=max(1.0, slope),
-        growth=max(1.0, slope) * (1.0 + COARSEST),
+        lipschitz=max(1.0, steepest),
+        growth=max(1.0, steepest) * (1.0 + COARSEST),
         finite=finite,
-        expands="" if slope <= 1 else why,
+        expands="" if steepest <= 1 else why,
     )
     single = context.shapes is not None and any(p.size == 1 for p in pieces or ())
     if alone or single or not finite:

@@ -1,0 +1,684 @@
+"""Bounds and sensitivities hold against who looks for a way round them.
+
+Inputs are searched for, at random and by hill climbing, that bring the norm of an output, or the
+distance of two, above what `fedclip.privacy.analyse` says; where it says that its bound is
+reached, the search has to reach it. Where it says that there is none, a counter-example shows it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.model.sklearn import NumpyVector
+from declearn.optimizer import list_optim_modules, list_optim_regularizers
+from declearn.optimizer.modules import OptiModule
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedclip.privacy import MAPS, Analysis, analyse
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Function = Callable[[Array], Array]
+Spec = Any
+
+SHAPES = {"enc.w": (3, 2), "enc.b": (2,), "head.w": (2, 2)}
+SIZE = sum(int(np.prod(shape)) for shape in SHAPES.values())
+WEIGHTS = {n: np.random.default_rng(5).normal(size=s) for n, s in SHAPES.items()}
+SLACK = 1.0 + 1e-9
+"""Slack for distances, which are stated in exact arithmetic."""
+
+
+# -- pipelines as functions of flat arrays ----------------------------------------------------
+def vector(flat: Array, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> NumpyVector:
+    sizes = [int(np.prod(shape)) for shape in shapes.values()]
+    parts = np.split(flat, np.cumsum(sizes)[:-1])
+    return NumpyVector({n: p.reshape(s) for (n, s), p in zip(shapes.items(), parts, strict=True)})
+
+
+def flat(found: Any) -> Array:
+    return np.concatenate([np.asarray(v).astype(np.float64).ravel() for v in found.coefs.values()])
+
+
+def as_list(spec: Spec) -> list[Any]:
+    """Return the specs of a pipeline that is one spec, or a list of them."""
+    single = isinstance(spec, str) or (len(spec) == 2 and isinstance(spec[1], dict))
+    return [spec] if single else list(spec)
+
+
+def built(spec: Spec) -> list[Any]:
+    registries = {**list_optim_regularizers(), **list_optim_modules()}
+    pairs = [(s, {}) if isinstance(s, str) else s for s in as_list(spec)]
+    return [registries[name].from_config(dict(config)) for name, config in pairs]
+
+
+def through(plugins: Iterable[Any], values: NumpyVector) -> NumpyVector:
+    for plugin in plugins:
+        if isinstance(plugin, OptiModule):
+            values = plugin.run(values)
+        else:
+            values = plugin.run(values, NumpyVector(WEIGHTS))
+    return values
+
+
+def run(spec: Spec, inputs: Iterable[Array], shapes: Any = SHAPES) -> list[Array]:
+    """Return the outputs of a fresh pipeline for some steps."""
+    plugins = built(spec)
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        return [flat(through(plugins, vector(x, shapes))) for x in inputs]
+
+
+def once(spec: Spec, dtype: str = "float64") -> Function:
+    """Return what a fresh pipeline makes of its first gradient."""
+    return lambda x: run(spec, [np.asarray(x, dtype=dtype)])[0]
+
+
+def norm(x: Array) -> float:
+    return float(np.linalg.norm(x))
+
+
+# -- the adversary ----------------------------------------------------------------------------
+def starts(rng: np.random.Generator, size: int = SIZE) -> list[Array]:
+    """Return inputs of all kinds: random, of equal elements, of one element; short and long."""
+    kinds = [
+        rng.normal(size=size),
+        np.sign(rng.normal(size=size)),
+        np.ones(size),
+        -np.ones(size),
+        np.eye(size)[rng.integers(size)],
+        # The first element of each tensor.
+        np.isin(np.arange(size), [0, 6, 8]).astype(float),
+        rng.standard_cauchy(size),
+    ]
+    return [scale * kind for kind in kinds for scale in (1e-4, 0.3, 1.0, 30.0, 1e4)]
+
+
+def climb(
+    score: Callable[[Array], float], start: Array, rng: np.random.Generator, steps: int = 60
+) -> tuple[float, Array]:
+    """Return the best score that small changes of `start` lead to."""
+    best, point, width = score(start), start, 0.3
+    for _ in range(steps):
+        noise = rng.normal(size=start.shape) * (rng.random(start.shape) < 0.5)
+        trial = point * (1.0 + width * noise) + width * 0.1 * norm(point) * noise / start.size
+        found = score(trial)
+        if found > best:
+            best, point, width = found, trial, min(1.0, width * 1.5)
+        else:
+            width = max(1e-4, width * 0.9)
+    return best, point
+
+
+def attack(score: Callable[[Array], float], seed: int = 0, size: int = SIZE) -> float:
+    """Return the highest score that was found."""
+    rng = np.random.default_rng(seed)
+    ranked = sorted(((score(x), i, x) for i, x in enumerate(starts(rng, size))), reverse=True)
+    return max(climb(score, x, rng)[0] for _, _, x in ranked[:4])
+
+
+def slope(f: Function, x: Array) -> float:
+    """Return by how much `f` stretches the distance of two inputs near `x`, those it does most."""
+    step = 1e-5 * max(norm(x), 1e-12)
+    jacobian = np.stack([f(x + step * e) - f(x - step * e) for e in np.eye(x.size)]) / (2 * step)
+    _, _, directions = np.linalg.svd(jacobian.T)
+    v = directions[0]
+    # Not what the derivative promises, but what two inputs do, less what is rounding.
+    a, b = x + step * v, x - step * v
+    return max(0.0, norm(f(a) - f(b)) - 4e-16 * norm(f(x))) / norm(a - b)
+
+
+def edge(f: Function, x: Array) -> Array:
+    """Return the input in the direction of `x` that is a little above the limit of `f`."""
+    low, high = -30.0, 30.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if (f(2.0**middle * x) == 2.0**middle * x).all() else (low, middle)
+        )
+    return 1.005 * 2.0**high * x
+
+
+def lopsided() -> list[Array]:
+    """Return directions in which limits of other orders than 2 stretch most."""
+    flats = [np.ones(SIZE) + t * np.eye(SIZE)[i] for i in (0, 6, 9) for t in (1e-3, 1.0, 2.0, 4.0)]
+    return flats + [np.eye(SIZE)[i] + t for i in (0, 6, 9) for t in (1e-4, 0.01, 0.05)]
+
+
+def stretched(f: Function, x: Array, y: Array) -> float:
+    return norm(f(x) - f(y)) / norm(x - y)
+
+
+# -- bounds that hold -------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Bounded:
+    """A pipeline that has a bound.
+
+    Attributes
+    ----------
+    spec
+        The pipeline.
+    bound
+        Its bound, worked out by hand.
+    reach
+        The share of the bound that the search has to reach; 0: the bound is not said to be tight.
+    slope
+        By how much it stretches distances; None: without limit.
+    steep
+        The share of the slope that the search has to reach.
+    """
+
+    spec: Spec
+    bound: float
+    reach: float = 0.999
+    slope: float | None = 1.0
+    steep: float = 0.99
+
+    def __str__(self) -> str:
+        shown = str(self.spec).translate(str.maketrans("", "", "[](){}' "))
+        return shown.replace(",", "-").replace(":", "=")
+
+
+SIZES = [6, 2, 4]
+D = sum(SIZES)
+OWN = {"enc.*": 0.3, "head.w": 0.4}
+
+PER_RECORD = [
+    Bounded(("norm-clip", {"max_norm": 0.5}), 0.5),
+    Bounded(("norm-clip", {"max_norm": 0.5, "eps": 0.2}), 0.5),
+    Bounded(("norm-clip", {"max_norm": 0.5, "scope": "tensor"}), 0.5 * 3**0.5),
+    Bounded(("norm-clip", {"max_norm": 0.5, "scope": "layer"}), 0.5 * 2**0.5),
+    Bounded(("norm-clip", {"max_norm": 0.5, "scope": ["head.*"]}), 0.5 * 2**0.5),
+    Bounded(("norm-clip", {"scope": OWN}), 0.5),
+    Bounded(("norm-clip", {"max_norm": 0.5, "dims": -1}), 0.5 * (3 + 1 + 2) ** 0.5),
+    Bounded(
+        ("norm-clip", {"max_norm": 0.5, "dims": 0, "ord": "inf"}),
+        0.5 * D**0.5,
+        slope=3**0.5,
+        steep=0.5,
+    ),
+    Bounded(("norm-clip", {"max_norm": 0.5, "ord": 1}), 0.5, slope=D**0.5, steep=0.8),
+    Bounded(("norm-clip", {"max_norm": 0.5, "ord": 1.5}), 0.5, slope=D ** (1 / 6), steep=0.7),
+    Bounded(("norm-clip", {"max_norm": 0.5, "ord": 0.5}), 0.5, slope=None),
+    Bounded(("norm-clip", {"max_norm": 0.5, "ord": 4}), 0.5 * D**0.25, slope=D**0.25, steep=0.68),
+    Bounded(("norm-clip", {"max_norm": 0.5, "ord": "inf"}), 0.5 * D**0.5, slope=D**0.5, steep=0.8),
+    Bounded(
+        ("norm-clip", {"max_norm": 0.5, "ord": 4, "scope": "tensor"}),
+        0.5 * sum(d**0.5 for d in SIZES) ** 0.5,
+        slope=6**0.25,
+        steep=0.68,
+    ),
+    Bounded(("norm-clip", {"max_norm": 0.5, "ord": "rms"}), 0.5 * D**0.5),
+    Bounded(("norm-clip", {"max_norm": 0.5, "ord": "rms", "scope": "tensor"}), 0.5 * D**0.5),
+    Bounded(("norm-clip", {"max_norm": 0.5, "ord": "mad"}), 0.5 * D, slope=D**0.5, steep=0.8),
+    Bounded(
+        ("norm-clip", {"max_norm": 0.5, "ord": "mad", "scope": "tensor"}),
+        0.5 * sum(d**2 for d in SIZES) ** 0.5,
+        slope=6**0.5,
+        steep=0.7,
+    ),
+    Bounded(("norm-clip", {"max_norm": 0.5, "min_norm": 0.1}), 0.5, slope=None),
+    Bounded(("value-clip", {"max_value": 0.5}), 0.5 * D**0.5),
+    Bounded(("value-clip", {"max_value": 0.5, "min_value": -2.0}), 2.0 * D**0.5),
+    Bounded(("value-clip", {"max_value": 0.5, "min_value": 0.2}), 0.5 * D**0.5),
+    Bounded(("value-clip", {"scope": OWN}), (0.3**2 * 8 + 0.4**2 * 4) ** 0.5),
+    Bounded(("normalize", {"norm": 0.5}), 0.5, slope=None),
+    Bounded(("normalize", {"norm": 0.5, "eps": 0.1}), 0.5, slope=5.0, steep=0.9),
+    Bounded(("normalize", {"norm": 0.5, "eps": 0.5}), 0.5),
+    Bounded(("normalize", {"norm": 0.5, "scope": "tensor"}), 0.5 * 3**0.5, slope=None),
+    Bounded(("normalize", {"norm": 0.5, "ord": "inf"}), 0.5 * D**0.5, slope=None),
+    Bounded("standardize", (D - 3) ** 0.5, reach=0.99, slope=1e8, steep=0.9),
+    Bounded(("standardize", {"eps": 0.0}), (D - 3) ** 0.5, reach=0.99, slope=None),
+    Bounded(("standardize", {"eps": 2.0, "scope": "global"}), (D - 1) ** 0.5, reach=0.99),
+    Bounded(
+        ("agc", {"ratio": 0.1}),
+        0.1 * np.sqrt(sum((np.linalg.norm(w, axis=0) ** 2).sum() for w in WEIGHTS.values())),
+    ),
+    Bounded(("agc", {"ratio": 0.1, "unit": "global"}), 0.1 * norm(flat(NumpyVector(WEIGHTS)))),
+    Bounded(("agc", {"ratio": 0.1, "unit": "tensor", "min_norm": 9.0}), 0.9 * 3**0.5),
+    # Sequences: the least bound holds, and all of them do.
+    Bounded([("value-clip", {"max_value": 0.1}), "norm-clip"], 0.1 * D**0.5),
+    Bounded([("value-clip", {"max_value": 0.5}), "norm-clip"], 1.0),
+    Bounded(["norm-clip", ("value-clip", {"max_value": 0.1})], 0.1 * D**0.5),
+    Bounded([("norm-clip", {"scope": "tensor"}), ("norm-clip", {"max_norm": 1.2})], 1.2),
+    Bounded([("normalize", {"norm": 3.0}), "norm-clip"], 1.0, slope=None),
+    Bounded([("percentile-clip", {"percentile": 60}), "norm-clip"], 1.0, slope=None),
+    Bounded(["no-op", "centralize", "norm-clip"], 1.0),
+    Bounded(["norm-clip", "centralize"], 1.0 + 2.0**-8, reach=0.99),
+    Bounded(["norm-clip", "l2-global-clipping"], 1.0),
+    Bounded(["ridge", "norm-clip"], 1.0),
+]
+
+WITH_MEMORY = [
+    Bounded((name, {"max_norm": 0.5, **config}), 0.5, slope=None)
+    for name, config in {
+        "zscore-clip": {"warmup": 2},
+        "ema-clip": {"warmup": 2},
+        "auto-clip": {},
+        "percentile-norm-clip": {},
+        "adaptive-clip": {},
+        "growth-clip": {},
+    }.items()
+] + [
+    Bounded(
+        ("ema-clip", {"max_norm": 0.5, "feedback": "raw", "include_current": True}),
+        0.5,
+        slope=None,
+    ),
+    Bounded(("zscore-clip", {"max_norm": 0.5, "scope": "tensor"}), 0.5 * 3**0.5, slope=None),
+    Bounded(["norm-clip", ("ema-norm-clip", {"init": "first"})], 1.0, slope=None),
+    Bounded(["norm-clip", "ema-value-clip"], 1.0, reach=0.7, slope=None),
+    Bounded(["norm-clip", "growth-value-clip"], 1.0, slope=None),
+    Bounded(["norm-clip", ("momentum", {"beta": 0.9})], 10.0, slope=10.0),
+    Bounded(["norm-clip", ("momentum", {"beta": 0.8, "nesterov": True})], 5.0, slope=5.0),
+    Bounded(["norm-clip", ("ewma", {"beta": 0.9})], 1.0),
+    Bounded([("value-clip", {"max_value": 0.1}), ("ewma", {"beta": 0.9})], 0.1 * D**0.5),
+    Bounded(["adam", "norm-clip"], 1.0, slope=None),
+]
+
+DECLEARN = [
+    Bounded(("l2-clipping", {"max_norm": 0.5}), 0.5 * 3**0.5),
+    Bounded(("l2-global-clipping", {"max_norm": 0.5}), 0.5),
+]
+
+
+def bounded(rows: list[Bounded]) -> Any:
+    return pytest.mark.parametrize("row", rows, ids=str)
+
+
+def of(row: Bounded, **options: Any) -> Analysis:
+    return analyse(as_list(row.spec), SHAPES, weights=WEIGHTS, **options)
+
+
+@bounded(PER_RECORD)
+def test_no_output_is_longer_than_its_bound(row: Bounded) -> None:
+    found = of(row)
+    assert found.l2_bound == pytest.approx(row.bound, rel=5e-3)
+    assert found.per_record_safe
+    reached = attack(lambda x: norm(once(row.spec)(x)))
+    assert row.reach * row.bound <= reached <= found.l2_bound
+
+
+@bounded(DECLEARN)
+def test_no_output_of_declearn_is_longer_than_its_bound(row: Bounded) -> None:
+    found = of(row, finite=True)
+    reached = attack(lambda x: norm(once(row.spec)(x)))
+    assert found.l2_bound is not None
+    assert row.reach * row.bound <= reached <= found.l2_bound <= row.bound * (1 + 1e-5)
+
+
+@bounded([row for row in PER_RECORD if "l2-global-clipping" not in str(row)])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_no_rounding_takes_an_output_above_its_bound(row: Bounded, dtype: str) -> None:
+    bound = of(row).l2_bound
+    rng = np.random.default_rng(3)
+    usable = [x for x in starts(rng) if np.abs(x).max() < 6e4]
+    for x in usable:
+        for _ in range(3):
+            assert norm(once(row.spec, dtype)(x * rng.uniform(0.5, 1.0, x.size))) <= bound
+
+
+@bounded([*PER_RECORD, *DECLEARN])
+def test_no_neighbours_are_further_apart_than_the_sensitivity(row: Bounded) -> None:
+    """A sum over records is changed by one of them: added, removed, or another one."""
+    found = of(row, finite=row in DECLEARN)
+    add, replace = found.sensitivity("add-remove"), found.sensitivity("replace-one")
+    f = once(row.spec)
+    rng = np.random.default_rng(11)
+    rest = sum(f(x) for x in starts(rng)[::7])
+    assert attack(lambda x: norm((rest + f(x)) - rest), seed=1) <= add * SLACK
+
+    def apart(pair: Array) -> float:
+        return norm((rest + f(pair[:SIZE])) - (rest + f(pair[SIZE:])))
+
+    pairs = [np.concatenate([x, -x]) for x in starts(rng)] + [
+        np.concatenate([x, y]) for x, y in zip(starts(rng), starts(rng)[::-1], strict=True)
+    ]
+    best = sorted(pairs, key=apart, reverse=True)[:3]
+    reached = max(climb(apart, pair, rng)[0] for pair in best)
+    assert reached <= replace * SLACK
+    # All but boxes that are not centred on 0 reach twice the bound with x and -x.
+    if row.reach and "min_value" not in str(row):
+        assert reached >= 0.99 * row.reach * replace
+
+
+@bounded(WITH_MEMORY)
+def test_no_history_brings_an_output_above_its_bound(row: Bounded) -> None:
+    found = of(row)
+    assert found.l2_bound == pytest.approx(row.bound, rel=1e-4)
+    assert not found.per_record_safe or row.spec[0] == "adam"
+    rng = np.random.default_rng(2)
+    reached = 0.0
+    for x in starts(rng)[::3]:
+        histories = [
+            [x] * 150,
+            [x * s for s in rng.lognormal(0, 3, 60)],
+            [x * s for s in np.geomspace(1e-3, 1e3, 60)],
+            [s * rng.permutation(x) for s in rng.choice([-1.0, 1.0, 100.0], 40)],
+        ]
+        reached = max(reached, *(norm(y) for h in histories for y in run(row.spec, h)))
+    assert row.reach * row.bound <= reached <= found.l2_bound
+
+
+# -- distances --------------------------------------------------------------------------------
+def steepest(row: Bounded, seed: int = 0) -> float:
+    f = once(row.spec)
+    rng = np.random.default_rng(seed)
+    # Where scaling sets in, and near 0.
+    near = [edge(f, x) for x in [*starts(rng)[2::5], *lopsided()]]
+    near += [1e-6 * x / norm(x) for x in starts(rng)[::5]]
+    ranked = sorted(((slope(f, x), i, x) for i, x in enumerate(near)), reverse=True)
+    return max(climb(partial(slope, f), x, rng, steps=15)[0] for _, _, x in ranked[:2])
+
+
+@bounded([row for row in [*PER_RECORD, *DECLEARN] if row.slope is not None])
+def test_no_two_inputs_are_stretched_apart_beyond_the_slope(row: Bounded) -> None:
+    found = of(row, finite=row in DECLEARN)
+    assert found.lipschitz == pytest.approx(row.slope, rel=1e-9)
+    assert found.non_expansive == (row.slope <= 1.0)
+    reached = steepest(row)
+    # Centres of differences are off by the rounding of the outputs.
+    assert row.slope <= 1.0 or row.steep * row.slope <= reached
+    assert reached <= row.slope * (1 + 1e-5)
+    f = once(row.spec)
+    rng = np.random.default_rng(8)
+    points = [x for x in starts(rng) if norm(x) < 100]
+    for x in points:
+        y = points[rng.integers(len(points))] + 1e-6 * rng.normal(size=SIZE)
+        assert norm(f(x) - f(y)) <= row.slope * norm(x - y) * SLACK + 1e-12
+
+
+@bounded([row for row in PER_RECORD if row.slope is None or row.slope > 1])
+def test_what_is_not_non_expansive_has_a_pair_that_shows_it(row: Bounded) -> None:
+    assert not of(row).non_expansive
+    f = once(row.spec)
+    ramp = np.arange(1.0, SIZE + 1)
+    # Normalisation, across 0.
+    pairs = [(1e-9 * ramp, -1e-9 * ramp)]
+    # Percentiles, at the element that is the limit of others.
+    pairs += [(0.01 * ramp, 0.01 * ramp - 1e-4 * v) for v in np.eye(SIZE)]
+    ratios = [stretched(f, x, y) for x, y in pairs]
+    # Limits of other orders, just above them.
+    assert max([*ratios, *(slope(f, edge(f, x)) for x in lopsided())]) > 1.01
+
+
+@bounded([row for row in WITH_MEMORY if row.slope is not None])
+def test_no_two_histories_are_stretched_apart_beyond_the_slope(row: Bounded) -> None:
+    assert of(row).lipschitz == pytest.approx(row.slope)
+    rng = np.random.default_rng(4)
+    reached = 0.0
+    for scale in (1e-3, 0.3, 5.0):
+        for shift in (rng.normal(size=(100, SIZE)), np.ones((100, SIZE)) / SIZE**0.5):
+            first = scale * rng.normal(size=(100, SIZE)) / SIZE
+            second = first + 1e-4 * shift / np.linalg.norm(shift, axis=1)[:, None]
+            outputs = zip(run(row.spec, first), run(row.spec, second), strict=True)
+            apart = max(norm(a - b) for a, b in outputs)
+            reached = max(reached, apart / np.linalg.norm(first - second, axis=1).max())
+    assert 0.99 * row.slope <= reached <= row.slope * SLACK
+
+
+@bounded([row for row in [*PER_RECORD, *WITH_MEMORY] if row.slope is not None])
+def test_sensitivity_of_an_aggregate(row: Bounded) -> None:
+    found = of(row)
+    bound = found.l2_bound
+    for incoming in (0.0, 1e-3, 1e6):
+        wanted = min(found.lipschitz * incoming, 2 * bound) if incoming else 0.0
+        got = found.sensitivity("replace-one", "aggregate", incoming)
+        # On the way the bounds of earlier maps may have been lower still.
+        assert got <= wanted * SLACK
+        assert got >= 0.0
+    assert found.sensitivity("add-remove", "aggregate") <= 2 * bound * SLACK
+
+
+def test_only_the_diameter_bounds_an_aggregate_that_is_normalised() -> None:
+    found = analyse("normalize", SHAPES)
+    assert found.sensitivity("add-remove", "aggregate", 1e-6) == 2.0
+    f = once("normalize")
+    x = 1e-7 * np.ones(SIZE)
+    # A sensitivity of 2e-6 has become one of 2.
+    assert norm(f(x) - f(-x)) == pytest.approx(2.0, rel=1e-5)
+    assert norm(f(x) - f(-x)) <= 2.0
+
+
+# -- what has no bound ------------------------------------------------------------------------
+UNBOUNDED = [
+    "no-op",
+    "centralize",
+    "percentile-clip",
+    ("standardize", {"scope": ["enc.b", "enc.*"], "exclude": "head.*"}),
+    ("norm-clip", {"ord": "std"}),
+    ("norm-clip", {"ord": "var", "scope": "tensor"}),
+    ("norm-clip", {"max_norm": None, "min_norm": 1.0}),
+    ("norm-clip", {"exclude": "head.*"}),
+    ("norm-clip", {"min_size": 3, "scope": "tensor"}),
+    ("norm-clip", {"dims": 1}),
+    ("value-clip", {"exclude": "enc.b"}),
+    ("normalize", {"ord": "std"}),
+    ("agc", {"exclude": "head.*"}),
+    ("agc", {"skip_vectors": True}),
+    ("agc", {"dims": 1}),
+    ("zscore-clip", {"max_norm": None}),
+    ("ema-clip", {"ratio": 2.0, "decay": 0.5}),
+    ("ema-clip", {"feedback": "raw", "include_current": True, "max_norm": None}),
+    "auto-clip",
+    "percentile-norm-clip",
+    "adaptive-clip",
+    "growth-clip",
+    "ema-norm-clip",
+    "ema-normalize",
+    "ema-value-clip",
+    "growth-value-clip",
+    "momentum",
+    "ewma",
+    "yogi-momentum",
+]
+
+
+@pytest.mark.parametrize("spec", UNBOUNDED, ids=str)
+def test_what_has_no_bound_has_a_reason_and_a_counter_example(spec: Spec) -> None:
+    found = analyse(as_list(spec), SHAPES, weights=WEIGHTS)
+    assert found.l2_bound is None
+    assert found.sensitivity("add-remove") is None
+    assert found.sensitivity("replace-one", "aggregate") is None
+    assert found.reasons
+    noise = np.random.default_rng(0).normal(size=SIZE)
+    streams = [[1e9 * (1.0 + share * noise)] * 400 for share in (1e-3, 1e-6)]
+    assert max(norm(y) for stream in streams for y in run(spec, stream)) > 1e5
+
+
+def test_the_powers_of_a_high_order_vanish_and_clip_nothing() -> None:
+    spec = ("norm-clip", {"ord": 5000})
+    assert analyse(spec, SHAPES).l2_bound is None
+    (output,) = run(spec, [2.0**30 * (0.5 + 1e-3 * np.ones(SIZE))])
+    assert norm(output) > 1e8
+
+
+@pytest.mark.parametrize("name", ["adam", "adagrad", "rmsprop", "yogi", "momentum"])
+def test_what_comes_after_a_clip_exceeds_its_bound(name: str) -> None:
+    spec = [("norm-clip", {"max_norm": 0.01}), name]
+    found = analyse(spec, SHAPES)
+    outputs = run(spec, [np.ones(SIZE)] * 30)
+    assert max(norm(y) for y in outputs) > 0.05
+    if name == "momentum":
+        assert found.l2_bound == pytest.approx(0.1, rel=1e-5)
+    else:
+        assert found.l2_bound is None
+        assert any(name in reason for reason in found.reasons)
+
+
+@pytest.mark.parametrize("name", ["ridge", "lasso"])
+def test_a_penalty_on_the_weights_exceeds_the_bound_of_agc(name: str) -> None:
+    spec = [("agc", {"ratio": 1e-6}), name]
+    found = analyse(spec, SHAPES, weights=WEIGHTS)
+    assert found.l2_bound is None
+    # What public weights add is the same for all neighbours.
+    assert found.sensitivity("add-remove", "aggregate", 1e-9) == 1e-9
+    (output,) = run(spec, [np.ones(SIZE)])
+    assert norm(output) > 1e3 * analyse(spec[:1], SHAPES, weights=WEIGHTS).l2_bound
+
+
+def test_noise_exceeds_the_bound() -> None:
+    spec = ["norm-clip", ("gaussian-noise", {"std": 1.0, "safe_mode": False, "seed": 1})]
+    assert analyse(spec, SHAPES).l2_bound is None
+    assert max(norm(y) for y in run(spec, [np.ones(SIZE)] * 20)) > 2.0
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ("norm-clip", {"on_nonfinite": "propagate"}),
+        ("value-clip", {"on_nonfinite": "propagate"}),
+        ("normalize", {"on_nonfinite": "propagate"}),
+        ("standardize", {"on_nonfinite": "propagate"}),
+        ("agc", {"on_nonfinite": "propagate"}),
+        "l2-clipping",
+        "l2-global-clipping",
+        ["l2-global-clipping", ("ewma", {"beta": 0.5})],
+    ],
+    ids=str,
+)
+def test_nan_has_no_bound_where_it_is_passed_on(spec: Spec) -> None:
+    found = analyse(as_list(spec), SHAPES, weights=WEIGHTS)
+    assert found.l2_bound is None
+    assert any("NaN" in reason for reason in found.reasons)
+    (output,) = run(spec, [np.where(np.arange(SIZE) == 3, np.nan, 1.0)])
+    assert not np.isfinite(output).all()
+    assert analyse(as_list(spec), SHAPES, weights=WEIGHTS, finite=True).l2_bound is not None
+
+
+@bounded(PER_RECORD)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_stay_within_the_bound(row: Bounded, bad: float) -> None:
+    x = np.where(np.arange(SIZE) == 3, bad, 1e30)
+    assert norm(once(row.spec)(x)) <= of(row).l2_bound
+
+
+# -- what is not safe per record --------------------------------------------------------------
+TINY, LONG = 0.01, 5.0
+SHARED = {
+    # The first record decides what all the others are clipped to.
+    "zscore-clip": {"warmup": 1, "action": "max"},
+    "ema-clip": {"warmup": 1},
+    "growth-clip": {"mul": 1.001, "max_decay": None},
+    "adaptive-clip": {"rate": 3.0, "quantile": 0.01, "start_norm": 1.0},
+    # One of the first five does.
+    "auto-clip": {"warmup_norm": None},
+    "percentile-norm-clip": {"warmup_norm": None},
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_learnt_limit_lets_one_record_change_what_all_others_give(name: str) -> None:
+    """With a bound of 1 on each output, one of 50 records changes the sum by more than 4."""
+    spec = (name, {"max_norm": 1.0, **SHARED[name]})
+    found = analyse(spec, SHAPES)
+    assert found.l2_bound == 1.0
+    assert not found.per_record_safe
+    assert found.sensitivity("replace-one") is None
+    direction = np.ones(SIZE) / SIZE**0.5
+    few = 5 if name in ("auto-clip", "percentile-norm-clip") else 1
+    rest = [TINY * direction] * (few - 1)
+    sums = [
+        sum(run(spec, [first * direction, *rest, *[LONG * direction] * 45]))
+        for first in (TINY, LONG)
+    ]
+    assert norm(sums[0] - sums[1]) > 2 * 2 * found.l2_bound
+
+
+@pytest.mark.parametrize("name", ["momentum", "ewma"])
+def test_a_memory_lets_one_record_change_what_later_ones_give(name: str) -> None:
+    spec = ["norm-clip", (name, {"beta": 0.99})]
+    assert not analyse(spec, SHAPES).per_record_safe
+    direction = np.ones(SIZE) / SIZE**0.5
+    records = [direction] + [np.zeros(SIZE)] * 300
+    with_, without = (sum(run(spec, records[i:])) for i in (0, 1))
+    reach = 0.9 if name == "ewma" else 90
+    assert norm(with_ - without) > reach
+
+
+def test_a_threshold_from_the_same_batch_is_moved_by_one_record() -> None:
+    """What `analyse` can not see: a limit taken from all records, as their median norm."""
+    rng = np.random.default_rng(0)
+    records = [x / norm(x) for x in rng.normal(size=(101, SIZE)) + 3.0]
+    records = [x * (0.1 if i < 50 else 1.0) for i, x in enumerate(records)]
+
+    def total(batch: list[Array]) -> Array:
+        limit = float(np.median([norm(x) for x in batch]))
+        return sum(once(("norm-clip", {"max_norm": limit}))(x) for x in batch)
+
+    other = [*records[:-1], 0.1 * records[-1]]
+    assert norm(total(records) - total(other)) > 10
+
+
+# -- any pipeline -----------------------------------------------------------------------------
+def specs() -> st.SearchStrategy[Spec]:
+    limit = st.floats(0.05, 5.0)
+    scope = st.sampled_from(["global", "tensor", "layer", ["head.*"], {"enc.*": 0.3}])
+    ords = st.sampled_from([0.5, 1, 1.5, 2, 3, 8, "inf", "rms", "mad", "std"])
+    fixed = {"max_norm": limit, "scope": scope, "ord": ords, "eps": st.sampled_from([0.0, 0.3])}
+    return st.one_of(
+        st.tuples(st.just("norm-clip"), st.fixed_dictionaries(fixed)),
+        st.tuples(
+            st.just("norm-clip"),
+            st.fixed_dictionaries({"max_norm": limit, "dims": st.sampled_from([0, -1, [0, 1]])}),
+        ),
+        st.tuples(st.just("value-clip"), st.fixed_dictionaries({"max_value": limit})),
+        st.tuples(
+            st.just("value-clip"),
+            st.fixed_dictionaries({"max_value": st.just(1.0), "min_value": st.floats(-2, 0.5)}),
+        ),
+        st.tuples(
+            st.just("normalize"),
+            st.fixed_dictionaries(
+                {"norm": limit, "scope": scope, "ord": ords, "eps": st.sampled_from([0.0, 1.0])}
+            ),
+        ),
+        st.tuples(
+            st.sampled_from(["zscore-clip", "auto-clip", "growth-clip"]),
+            st.fixed_dictionaries({"max_norm": limit, "scope": st.just("tensor")}),
+        ),
+        st.tuples(
+            st.sampled_from(["momentum", "ewma"]),
+            st.fixed_dictionaries({"beta": st.sampled_from([0.0, 0.5, 0.9])}),
+        ),
+        st.sampled_from(
+            [
+                ("centralize", {}),
+                ("standardize", {"eps": 0.5}),
+                ("percentile-clip", {"percentile": 70}),
+                ("ema-norm-clip", {}),
+                ("adam", {}),
+                ("l2-clipping", {"max_norm": 0.7}),
+                ("l2-global-clipping", {"max_norm": 0.7}),
+                ("no-op", {}),
+            ]
+        ),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(specs(), min_size=1, max_size=4), st.integers(0, 2**20))
+def test_any_pipeline_keeps_what_is_said_of_it(pipeline: list[Spec], seed: int) -> None:
+    found = analyse(pipeline, SHAPES)
+    rng = np.random.default_rng(seed)
+    direction = rng.normal(size=SIZE) ** 3
+    first = [s * (direction + 0.1 * rng.normal(size=SIZE)) for s in rng.lognormal(0, 2, 12)]
+    second = [x + 1e-3 * rng.normal(size=SIZE) for x in first]
+    outputs = [run(pipeline, stream) for stream in (first, second)]
+    if found.l2_bound is not None:
+        assert max(norm(y) for stream in outputs for y in stream) <= found.l2_bound
+    came_in = max(norm(x - y) for x, y in zip(first, second, strict=True))
+    went_out = max(norm(x - y) for x, y in zip(*outputs, strict=True))
+    limit = found.sensitivity("replace-one", "aggregate", came_in)
+    if limit is not None:
+        assert went_out <= limit * SLACK + 1e-12
+
+
+def test_every_plugin_is_in_the_table() -> None:
+    names = {*list_optim_modules(), *list_optim_regularizers()}
+    assert names - set(MAPS) == set()
