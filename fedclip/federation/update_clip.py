@@ -200,12 +200,12 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
             )
         self._recorder.start_round()
 
-    def collect_aux_var(self) -> UpdateClipVotes:
-        """Return this client's vote."""
+    def collect_aux_var(self) -> UpdateClipVotes | None:
+        """Return this client's vote; None outside of a round, which begins with a bound."""
         round_, self._round = self._round, None
         CLIENT.set(None)
         if round_ is None:
-            raise RuntimeError("update-clip-client has received no bound in this round")
+            return None
         if not round_.done:
             raise RuntimeError(
                 "update-clip-client goes with the aggregator 'clipped-averaging', and the update "
