@@ -484,7 +484,7 @@ def _no_op(clipper: Any, context: Context) -> Map:
         lipschitz=1.0,
         growth=1.0,
         finite=context.finite,
-        unbounded="it only measures",
+        unbounded="it leaves gradients as they are",
     )
 
 
