@@ -20,10 +20,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from fedclip.arrays import NUMPY, Array, Backend, HostView
-from fedclip.clipping import NormClipping, Outcome
+from fedclip.clipping import CLOSE, NormClipping, Outcome
 from fedclip.elements import PAST, dense_views, recall
 from fedclip.measures import Order, degree
-from fedclip.norms import CHUNK, Float64, Numbers, decode
+from fedclip.norms import CHUNK, Float64, Numbers, decode, exact_norm
 from fedclip.rules import CLEAR, NoState
 from fedclip.rules.constant import Constant
 from fedclip.rules.elementwise import blend, step_size
@@ -100,6 +100,11 @@ class AverageClipping:
             self._learn(view, memory)
         first = np.atleast_1d(state.count) == 0
         sizes = self._restrained([m["past"] for m in memories], groups, state, first)
+        close = np.abs(np.atleast_1d(measured) - sizes) <= CLOSE * sizes
+        if self.ord == 2:
+            # What is compared with a norm measured in float64 has to be measured as well.
+            for group in np.flatnonzero(close):
+                sizes[group] = exact_norm([memories[i]["past"] for i in groups.members[group]])
         limits = sizes
         if not self.rescale and (self.start is None or self.debias):
             # The average of one gradient is that gradient, whatever the rounding of its norm.

@@ -36,7 +36,7 @@ from fedclip.states import Statistics
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
-__all__ = ["MARGIN", "NormClipping", "Outcome", "multiplied", "scaled", "split"]
+__all__ = ["CLOSE", "MARGIN", "NormClipping", "Outcome", "multiplied", "scaled", "split"]
 
 MARGIN = {
     # Uncertainty of the norm + rounding of the products (one unit roundoff) + of the factor.
@@ -47,7 +47,8 @@ MARGIN = {
 }
 """By how much, relatively, a clipped array is scaled below the limit."""
 
-_CLOSE = 2 * UNCERTAINTY["float32"]
+CLOSE = 2 * UNCERTAINTY["float32"]
+"""How near to a limit, relatively, a norm has to be measured in float64."""
 _MEANS = ("rms", "mad", "std", "var")
 
 
@@ -194,7 +195,7 @@ class NormClipping:
         """Return norms, limits, which groups are over theirs, and the state after."""
         limits, after = self._ask(norms, state)
         if self.ord == 2 and not self.rescale:
-            close = abs(norms - limits) <= _CLOSE * limits
+            close = abs(norms - limits) <= CLOSE * limits
             if close if isinstance(close, bool) else close.any():
                 refined = self._measure_again(np.atleast_1d(close), views, groups, norms)
                 if refined is not None:

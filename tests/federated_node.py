@@ -23,9 +23,10 @@ from declearn.utils import setup_client_loggers, setup_server_loggers
 
 import fedclip  # noqa: F401  (registers the plug-ins)
 
-role, settings = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
-address = {"protocol": settings["protocol"], "port": settings["port"]}
-secagg = settings.get("secagg")
+if __name__ == "__main__":
+    role, settings = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+    address = {"protocol": settings["protocol"], "port": settings["port"]}
+    secagg = settings.get("secagg")
 
 
 def server() -> None:
@@ -76,7 +77,8 @@ def client(i: int) -> None:
     ).run()
 
 
-if role == "server":
-    server()
-else:
-    client(int(role.rpartition("_")[2]))
+if __name__ == "__main__":
+    if role == "server":
+        server()
+    else:
+        client(int(role.rpartition("_")[2]))
