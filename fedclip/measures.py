@@ -96,9 +96,10 @@ def measure(views: Sequence[HostView], ord: Order) -> float:
         return _ldexp(
             math.fsum(float(np.abs(b).sum()) for b in _scaled(views, exponent)) / size, exponent
         )
-    power = float(ord)
-    total = math.fsum(float((np.abs(b) ** power).sum()) for b in _scaled(views, exponent))
-    return _ldexp(total ** (1 / power), exponent)
+    # Relative to the maximum itself: a high power of anything below it may underflow.
+    power, top = float(ord), math.ldexp(peak, -exponent)
+    total = math.fsum(float(((np.abs(b) / top) ** power).sum()) for b in _scaled(views, exponent))
+    return _ldexp(total ** (1 / power) * top, exponent)
 
 
 def _scaled(views: Sequence[HostView], exponent: int) -> Any:
@@ -151,5 +152,8 @@ def slice_measures(view: HostView, axes: tuple[int, ...], ord: Order) -> Float64
                 result = result / math.sqrt(size)
         else:
             power = float(ord)
-            result = (np.abs(scaled) ** power).sum(axis=axes, keepdims=True) ** (1 / power)
+            top = np.ldexp(peak, -exponent)
+            top = np.where(top > 0, top, 1.0)
+            total = ((np.abs(scaled) / top) ** power).sum(axis=axes, keepdims=True)
+            result = total ** (1 / power) * top
         return np.asarray(np.ldexp(result, exponent))

@@ -285,7 +285,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         Probability with which the guarantee may fail; below 1 / number of clients.
     max_epsilon : float or None, default=None
         Stop before a round that would exceed this.
-    relation : {"add-or-remove", "replace-one"}, default="add-or-remove"
+    relation : {"add-remove", "replace-one"}, default="add-remove"
         Which federations the guarantee makes hard to tell apart: with and without one client
         (whose reply is empty), or with another in its place, which costs twice the noise.
     generator : {"secure", "insecure"}, default="secure"
@@ -358,7 +358,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         expected_clients: int | None = None,
         delta: float = 1e-5,
         max_epsilon: float | None = None,
-        relation: str = "add-or-remove",
+        relation: str = "add-remove",
         generator: str = "secure",
         seed: int | None = None,
     ) -> None:
@@ -381,7 +381,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         )
         self.delta = checks.unit_interval(delta=delta)
         self.max_epsilon = None if max_epsilon is None else checks.positive(max_epsilon=max_epsilon)
-        self.relation = checks.choice(("add-or-remove", "replace-one"), relation=relation)
+        self.relation = checks.choice(("add-remove", "replace-one"), relation=relation)
         self.generator = checks.choice(("secure", "insecure"), generator=generator)
         self.seed = None if seed is None else checks.integer(0, seed=seed)
         if self.seed is not None and self.generator == "secure":

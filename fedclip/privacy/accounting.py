@@ -74,10 +74,10 @@ class Accountant:
     delta
         Probability with which the guarantee may fail, in (0, 1).
     relation
-        "add-or-remove" of one client, or "replace-one", under which every noise counts half.
+        "add-remove" of one client, or "replace-one", under which every noise counts half.
     """
 
-    def __init__(self, delta: float, relation: str = "add-or-remove") -> None:
+    def __init__(self, delta: float, relation: str = "add-remove") -> None:
         if importlib.util.find_spec("opacus") is None:
             raise ModuleNotFoundError(
                 "a noise_multiplier needs Opacus, to account for it: pip install 'fedclip[dp]'"

@@ -51,8 +51,6 @@ _ROUNDING = 2.0**-44
 _SINGLE = 2.0**-24
 COARSEST = 2.0**-8
 """By how much, relatively, rounding single elements to the nearest bfloat16 may lengthen."""
-# A larger power of an element of 1/2 is below the range of float64.
-_LARGEST_ORDER = 1000.0
 
 
 @dataclass(frozen=True)
@@ -167,8 +165,6 @@ def l2_of(ord: Order, limit: float, size: int) -> float:
             return math.inf
         case _:
             p = float(ord)
-            if p > _LARGEST_ORDER:
-                return math.inf
             factor = 1.0 if p <= 2 else size ** (0.5 - 1.0 / p)
     return limit if factor == 1.0 else outwards(limit * factor)
 
@@ -195,7 +191,7 @@ def stretch(ord: Order, size: int) -> float:
             return math.inf
         case _:
             p = float(ord)
-            if p < 1 or p > _LARGEST_ORDER:
+            if p < 1:
                 return math.inf
             power = abs(0.5 - 1.0 / p)
     return 1.0 if power == 0.0 or size == 1 else outwards(size**power)
@@ -323,10 +319,7 @@ def _limited(clipper: Any, limit: float, context: Context) -> Map:
     if alone:
         return replace(result, unbounded=alone)
     if math.isinf(l2_of(ord, 1.0, 2)):
-        what = f"a limit on the {ord} leaves the mean alone"
-        if not isinstance(ord, str):
-            what = f"powers of more than {_LARGEST_ORDER:g} vanish in float64"
-        return replace(result, unbounded=what)
+        return replace(result, unbounded=f"a limit on the {ord} leaves the mean alone")
     if not finite:
         return replace(result, unbounded=_NAN)
     if any(math.isinf(piece.limit) for piece in pieces or [Piece(limit, 0)]):
