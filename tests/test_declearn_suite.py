@@ -33,9 +33,9 @@ def suite(tmp_path_factory):
 
 def test_declearns_tests_pass_for_every_clipper(suite):
     # `-p fedclip` imports it, and so puts its plug-ins among those that are tested.
-    options = ["-q", "-p", "fedclip", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir=."]
+    options = ["-v", "-p", "fedclip", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir=."]
     files = ["test/optimizer/test_modules.py", "test/optimizer/test_regularizers.py"]
-    command = [sys.executable, "-m", "pytest", *options, *files, "-v"]
+    command = [sys.executable, "-m", "pytest", *options, *files]
     found = subprocess.run(
         command, cwd=suite, capture_output=True, text=True, timeout=590, check=False
     )

@@ -682,5 +682,9 @@ def test_any_pipeline_keeps_what_is_said_of_it(pipeline: list[Spec], seed: int) 
 
 
 def test_every_plugin_is_in_the_table() -> None:
-    names = {*list_optim_modules(), *list_optim_regularizers()}
+    plugins = {**list_optim_modules(), **list_optim_regularizers()}
+    # Other tests register plug-ins of their own, and frameworks bring some.
+    ours = ("fedclip.", "declearn.optimizer.")
+    names = {name for name, cls in plugins.items() if cls.__module__.startswith(ours)}
+    assert names
     assert names - set(MAPS) == set()
