@@ -145,11 +145,11 @@ class JaxBackend(Backend):
 
     def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
         # Without the barrier the compiler works out the factor anew for each array.
-        factor = jax.lax.optimization_barrier(factor)
+        factor = jax.lax.optimization_barrier(factor)  # type: ignore[no-untyped-call]
         return [_multiply(a, factor) for a in arrays]
 
     def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
-        condition = jax.lax.optimization_barrier(condition)
+        condition = jax.lax.optimization_barrier(condition)  # type: ignore[no-untyped-call]
         return [jnp.where(condition, a, jnp.zeros_like(a)) for a in arrays]
 
     def group_extremes(
