@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -57,6 +58,8 @@ UNCERTAINTY = {
 """Largest relative error of a norm measured on the fast path, by dtype."""
 
 _BLOCK = 1024
+# Below this, squaring an array together with others costs less than a call for it alone.
+_SMALL = 128
 CHUNK = 1 << 16
 """Number of elements that are worked on together, so that they stay in the cache."""
 _vdot = np.vdot
@@ -112,9 +115,15 @@ def extremes(view: HostView) -> tuple[float, float]:
     return float(np.min(lows)), float(np.max(highs))
 
 
+@lru_cache(maxsize=4096)
+def _row_size(size: int) -> int:
+    """Return a number of elements, at most a block, of which rows leave nothing over if it can."""
+    return next((n for n in range(_BLOCK, _BLOCK // 4, -1) if size % n == 0), _BLOCK)
+
+
 def square_sums(views: Sequence[HostView]) -> list[float]:
     """Return the sum of squares of each view on the fast path; it may over- or underflow."""
-    # Rows of up to 1024 elements, by BLAS; and what is left over, as it is.
+    # Rows of up to 1024 elements, by BLAS; and what is left over, or is small, all at once.
     dots: list[HostView] = []
     rows: list[int] = []
     tails: list[HostView] = []
@@ -124,20 +133,24 @@ def square_sums(views: Sequence[HostView]) -> list[float]:
         size = view.size
         if view.itemsize == 2:
             sums[place] = _half_square_sum(view)
+        elif size < _SMALL:
+            if size:
+                tails.append(view if view.ndim == 1 else view.ravel())
+                rest.append(place)
         elif size < _BLOCK:
             sums[place] = float(_vdot(view, view))
-        elif view.ndim > 1 and 128 <= view.shape[-1] <= _BLOCK:
-            dots.append(_vecdot(view, view).ravel())
-            rows.append(place)
         else:
-            flat = view if view.ndim == 1 else _flat(view)
-            whole = size & -_BLOCK
-            table = flat[:whole].reshape(-1, _BLOCK)
-            dots.append(_vecdot(table, table))
-            rows.append(place)
+            flat = view if view.flags.c_contiguous else _flat(view)
+            row = _row_size(size)
+            whole = size - size % row
             if whole < size:
+                flat = flat.reshape(-1)
                 tails.append(flat[whole:])
                 rest.append(place)
+                flat = flat[:whole]
+            table = flat.reshape(-1, row)
+            dots.append(_vecdot(table, table))
+            rows.append(place)
     if dots:
         _add_up(np.concatenate(dots).astype(np.float64), dots, rows, sums)
     if tails:

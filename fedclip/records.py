@@ -28,7 +28,7 @@ _ROUNDS = 100
 # Of the groups of a scope, the last rounds only: hundreds of tensors × hundreds of rounds are
 # more than a checkpoint should carry.
 _GROUP_ROUNDS = 2
-_BUFFER = 64
+_BUFFER = 256
 _LAZY_BUFFER = 4096
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]

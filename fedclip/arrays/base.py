@@ -12,6 +12,7 @@ A `Backend` has three faces:
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -53,6 +54,18 @@ class Arithmetic:
     """``sort(table)``: each column of (rows, groups) in ascending order."""
     pick: Callable[..., Array]
     """``pick(table, row)``: from each column of (rows, groups) the row that its group names."""
+
+    def put(self, table: Array, row: Array, values: Array) -> Array:
+        """Return a table of (rows, groups) with a value put into the row that its group names."""
+        return self.where(self._rows(table, row) == row, values, table)
+
+    def ranked(self, table: Array, held: Array, rank: Array) -> tuple[Array, Array]:
+        """Return the element of a rank, and the next or it, of the first `held` of each column."""
+        ordered = self.sort(self.where(self._rows(table, held) < held, table, math.inf))
+        return self.pick(ordered, rank), self.pick(ordered, self.minimum(rank + 1.0, held - 1.0))
+
+    def _rows(self, table: Array, like: Array) -> Array:
+        return self.asarray(np.arange(float(table.shape[0]))[:, None], like=like)
 
 
 class Backend(Arithmetic, ABC):

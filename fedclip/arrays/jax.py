@@ -16,12 +16,19 @@ from fedclip.arrays.numpy import bits
 __all__ = ["JaxBackend"]
 
 _BLOCK = 1024
+# From this mean number of bytes on, XLA writes arrays faster one by one than all together.
+_LARGE = 1 << 20
 
 
 @jax.jit
 def _multiply_all(arrays: list[Array], factor: Array) -> list[Array]:
     # Compiled once for a model's shapes: one dispatch instead of one for each array.
     return [_multiply(a, factor) for a in arrays]
+
+
+@jax.jit
+def _multiply_one(array: Array, factor: Array) -> Array:
+    return _multiply(array, factor)
 
 
 def _multiply(array: Array, factor: Array) -> Array:
@@ -40,8 +47,13 @@ class JaxBackend(Backend):
 
     def host(self, arrays: Sequence[Array]) -> list[HostView | None]:
         try:
-            if all(self._on_cpu[a.sharding] for a in arrays):
-                return [bits(np.asarray(a)) for a in arrays]
+            # Mostly one object for all of them, and hashing it takes as long as a view.
+            first = arrays[0].sharding
+            if self._on_cpu[first] and all(
+                a.sharding is first or self._on_cpu[a.sharding] for a in arrays
+            ):
+                views = map(np.asarray, arrays)
+                return [v if v.dtype.kind == "f" else bits(v) for v in views]
         except (KeyError, AttributeError, jax.errors.ConcretizationTypeError):
             # A sharding that was not met before, or a traced value, which has none.
             pass
@@ -58,11 +70,12 @@ class JaxBackend(Backend):
         return str(array.dtype.name)
 
     def scale(self, arrays: Sequence[Array], factor: float) -> list[Array]:
-        if len({a.sharding for a in arrays}) == 1:
+        small = sum(a.nbytes for a in arrays) < _LARGE * len(arrays)
+        if small and len({a.sharding for a in arrays}) == 1:
             result: list[Array] = _multiply_all(list(arrays), factor)
             return result
         # One compiled call can not span devices.
-        return [_multiply(a, factor) for a in arrays]
+        return [_multiply_one(a, factor) for a in arrays]
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         return _multiply(array, jnp.asarray(factors, jnp.promote_types(array.dtype, jnp.float32)))

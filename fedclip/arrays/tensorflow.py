@@ -28,7 +28,7 @@ class TensorflowBackend(Backend):
             # The usual case first, and without a call: a model has hundreds of tensors.
             if type(tensor) is _Eager and "CPU" in tensor.device and tensor.ndim:
                 view = np.asarray(tensor)
-                views.append(bits(view) if view.dtype.kind == "V" else view)
+                views.append(view if view.dtype.kind == "f" else bits(view))
             else:
                 views.append(self._view(tensor))
         return views

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedclip.arrays.arena import Arena
 from fedclip.arrays.base import Array, Backend, HostView
 
 __all__ = ["TorchBackend", "TorchInPlace"]
@@ -52,7 +53,20 @@ class TorchBackend(Backend):
 
     def scale(self, arrays: Sequence[Array], factor: float) -> list[Array]:
         k = self._number(factor, arrays[0])
-        return [torch.mul(t, k) for t in arrays]
+        if type(k) is float:
+            return [torch.mul(t, k) for t in arrays]
+        arena = Arena(sum([t.nbytes for t in arrays]))
+        return [
+            torch.mul(t, k, out=torch.from_numpy(arena.empty(tuple(t.shape), k.numpy().dtype)))
+            if t.nbytes >= arena.least and self._fits(t)
+            else torch.mul(t, k)
+            for t in arrays
+        ]
+
+    @staticmethod
+    def _fits(tensor: torch.Tensor) -> bool:
+        """Return whether a product may be written to memory that is NumPy's."""
+        return tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad
 
     @staticmethod
     def _number(factor: float, like: torch.Tensor) -> Any:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -81,11 +80,6 @@ class WindowState(NamedTuple):
     count: Array
 
 
-@cache
-def _rows(size: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return np.arange(float(size))[:, None]
-
-
 @dataclass(frozen=True)
 class Window:
     """Quantile of the last `size` norms, interpolated linearly between neighbours."""
@@ -95,21 +89,18 @@ class Window:
     least: int = 1
 
     def init(self, groups: int, xp: Arithmetic) -> WindowState:
-        return WindowState(xp.asarray(np.zeros((self.size, groups))), xp.asarray([0.0] * groups))
+        # The norms of a group side by side in memory, as they are compared with each other.
+        window = np.zeros((groups, self.size)).T
+        return WindowState(xp.asarray(window), xp.asarray([0.0] * groups))
 
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
-        rows = xp.asarray(_rows(self.size), like=seen)
-        oldest = rows == state.count % self.size
-        return state._replace(window=xp.where(oldest, seen, state.window))
+        return state._replace(window=xp.put(state.window, state.count % self.size, seen))
 
     def estimate(self, state: State, xp: Arithmetic) -> Array:
-        rows = xp.asarray(_rows(self.size), like=state.count)
         held = xp.maximum(xp.minimum(state.count, float(self.size)), 1.0)
-        table = xp.sort(xp.where(rows < held, state.window, math.inf))
         place = self.quantile * (held - 1.0)
         below = place - place % 1.0
-        low = xp.pick(table, below)
-        high = xp.pick(table, xp.minimum(below + 1.0, held - 1.0))
+        low, high = xp.ranked(state.window, held, below)
         return low + (place - below) * (high - low)
 
 
