@@ -27,7 +27,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import NUMBER, NUMPY, Array, Backend, HostView
+from fedclip.arrays import NUMBER, NUMPY, Arena, Array, Backend, HostView
 from fedclip.measures import Order, degree, measure
 from fedclip.norms import UNCERTAINTY, Numbers, exact_norm, l2_norms
 from fedclip.rules import Rule, State
@@ -85,7 +85,10 @@ def split(numerator: float, denominator: float, power: float = 1.0) -> tuple[flo
 
 
 def scaled(
-    arrays: Sequence[Array], factors: Mapping[int, tuple[float, ...]], backend: Backend
+    arrays: Sequence[Array],
+    factors: Mapping[int, tuple[float, ...]],
+    backend: Backend,
+    arena: Arena,
 ) -> list[Array]:
     """Return the arrays, those with factors times them and shrunk by the margin of the dtype."""
     outputs = list(arrays)
@@ -94,18 +97,20 @@ def scaled(
     for i, factor in factors.items():
         calls.setdefault((arrays[i].dtype, factor), []).append(i)
     for (_, factor), chosen in calls.items():
-        results = multiplied([arrays[i] for i in chosen], factor, backend)
+        results = multiplied([arrays[i] for i in chosen], factor, backend, arena)
         for i, result in zip(chosen, results, strict=True):
             outputs[i] = result
     return outputs
 
 
-def multiplied(arrays: Sequence[Array], factor: tuple[float, ...], backend: Backend) -> list[Array]:
+def multiplied(
+    arrays: Sequence[Array], factor: tuple[float, ...], backend: Backend, arena: Arena
+) -> list[Array]:
     """Return arrays of one dtype times a factor, shrunk by the margin of the dtype."""
     first, *rest = factor
-    outputs = backend.scale(arrays, first * (1.0 - MARGIN[backend.dtype(arrays[0])]))
+    outputs = backend.scale(arrays, first * (1.0 - MARGIN[backend.dtype(arrays[0])]), arena)
     for k in rest:
-        outputs = backend.scale(outputs, k)
+        outputs = backend.scale(outputs, k, arena)
     return outputs
 
 
@@ -182,7 +187,7 @@ class NormClipping:
             moved = over | ((norms < self.min_norm) & (norms > 0))
         outputs = None
         if not self.dry and (moved if isinstance(moved, bool) else moved.any()):
-            outputs = self._apply(arrays, groups, backend, norms, limits, moved)
+            outputs = self._apply(arrays, views, groups, backend, norms, limits, moved)
         return Outcome(outputs, after, norms, limits, over)
 
     def decide(
@@ -234,22 +239,23 @@ class NormClipping:
     def _apply(
         self,
         arrays: Sequence[Array],
+        views: Sequence[HostView | None],
         groups: Groups,
         backend: Backend,
         norms: Numbers,
         limits: Numbers,
         moved: bool | Bools,
     ) -> list[Array]:
-        power = 1.0 / degree(self.ord)
+        power, arena = 1.0 / degree(self.ord), Arena(views)
         if len(groups) == 1 and len({a.dtype for a in arrays}) == 1:
             factor = self._factor(float(norms), float(limits), power)
-            return multiplied(arrays, factor, backend)
+            return multiplied(arrays, factor, backend, arena)
         factors: dict[int, tuple[float, ...]] = {}
         columns = (np.atleast_1d(column).tolist() for column in (norms, limits, moved))
         for members, norm, limit, chosen in zip(groups.members, *columns, strict=True):
             if chosen:
                 factors.update(dict.fromkeys(members, self._factor(norm, limit, power)))
-        return scaled(arrays, factors, backend)
+        return scaled(arrays, factors, backend, arena)
 
     def _factor(self, norm: float, limit: float, power: float) -> tuple[float, ...]:
         if self.skip:

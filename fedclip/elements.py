@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedclip.arrays import Array, Backend, HostView
+from fedclip.arrays import Arena, Array, Backend, HostView
 from fedclip.arrays.numpy import bits
 from fedclip.clipping import Outcome
 from fedclip.norms import CHUNK, Float64, Numbers, decode, encode, extremes
@@ -143,17 +143,22 @@ class ValueClipping:
     ) -> Outcome:
         """Clip one gradient; for the record, a norm is the largest absolute element."""
         ranges = np.asarray(measured)
-        outputs = list(arrays)
         largest = np.zeros(len(groups))
         clipped = np.zeros(len(groups), dtype=bool)
+        # One call for all arrays of a dtype that have the same limits.
+        calls: dict[tuple[Any, float, float], list[int]] = {}
         for i, group in enumerate(groups.index):
             low, high = self.lows[group], self.highs[group]
             largest[group] = max(largest[group], -ranges[i, 0], ranges[i, 1])
             if ranges[i, 0] < low or ranges[i, 1] > high:
-                dtype = host_dtype(backend, arrays[i])
-                low, high = _inwards(low, dtype, True), _inwards(high, dtype, False)
-                outputs[i] = backend.clip(arrays[i], low, high)
+                calls.setdefault((host_dtype(backend, arrays[i]), low, high), []).append(i)
                 clipped[group] = True
+        outputs, arena = list(arrays), Arena(views)
+        for (dtype, low, high), chosen in calls.items():
+            low, high = _inwards(low, dtype, True), _inwards(high, dtype, False)
+            results = backend.clip([arrays[i] for i in chosen], low, high, arena)
+            for i, result in zip(chosen, results, strict=True):
+                outputs[i] = result
         limits = np.maximum(np.negative(self.lows), self.highs)
         return Outcome(outputs if clipped.any() else None, state, largest, limits, clipped)
 
@@ -248,12 +253,13 @@ class PastClipping:
         local = dense_views(arrays, views, backend)
         # All at once, so that nothing is changed if one of them does not fit.
         memories = [recall(n, view, kept) for n, view in zip(groups.names, local, strict=True)]
+        arena = Arena(local)
         outputs = list(arrays)
         limits = np.zeros(len(groups))
         clipped = np.zeros(len(groups), dtype=bool)
         for i, (name, view, memory) in enumerate(zip(groups.names, local, memories, strict=True)):
             kept[name] = memory
-            output, top = self._clip(view, memory, host_dtype(backend, arrays[i]))
+            output, top = self._clip(view, memory, host_dtype(backend, arrays[i]), arena)
             group = groups.index[i]
             limits[group] = max(limits[group], top)
             if output is not None:
@@ -263,7 +269,7 @@ class PastClipping:
         return Outcome(outputs if clipped.any() else None, state, largest, limits, clipped)
 
     def _clip(
-        self, view: HostView, memory: dict[str, Any], dtype: np.dtype[Any]
+        self, view: HostView, memory: dict[str, Any], dtype: np.dtype[Any], arena: Arena
     ) -> tuple[HostView | None, float]:
         """Return the output, None if nothing is clipped, and the largest limit."""
         flat, past, count = view.reshape(-1), memory["past"].reshape(-1), float(memory["count"])
@@ -277,7 +283,7 @@ class PastClipping:
             top = max(top, float(limits.max()))
             past[piece] = after
             if output is None and (result != values).any():
-                output = np.empty(flat.shape, dtype)
+                output = arena.empty(flat.shape, dtype)
                 output[:start] = encode(decode(flat[:start]), dtype)
             if output is not None:
                 output[piece] = encode(result, dtype, towards_zero=True)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedclip.arrays import Array, Backend, HostView
+from fedclip.arrays import Arena, Array, Backend, HostView
 from fedclip.clipping import Outcome
 from fedclip.elements import dense_views, host_dtype
 from fedclip.measures import measure
@@ -53,10 +53,10 @@ def _slice_means(view: HostView, axes: tuple[int, ...]) -> Float64:
     return np.asarray(total / size)
 
 
-def _shifted(view: HostView, centre: Any, dtype: np.dtype[Any]) -> HostView:
+def _shifted(view: HostView, centre: Any, dtype: np.dtype[Any], arena: Arena) -> HostView:
     """Return ``view - centre``."""
     wide = decode(view)
-    result = np.empty(view.shape, wide.dtype)
+    result = arena.empty(view.shape, wide.dtype)
     # Float64 piece by piece inside the ufunc, so that no array of float64 is made.
     np.subtract(wide, centre, out=result, dtype=np.float64, casting="same_kind")
     top = float(decode(np.array([0x7F7F], np.uint16))[0])
@@ -119,13 +119,14 @@ class Centralizing:
     ) -> Outcome:
         """Centre one gradient; for the record, a norm is the largest mean, and the limit 0."""
         local = dense_views(arrays, views, backend)
+        arena = Arena(local)
         outputs = list(arrays)
         largest = np.zeros(len(groups))
         for i, centre in enumerate(self._centres(local, groups, np.asarray(measured))):
             peak = np.abs(centre).max(initial=0.0)
             largest[groups.index[i]] = max(largest[groups.index[i]], peak)
             if peak > 0:
-                result = _shifted(local[i], centre, host_dtype(backend, arrays[i]))
+                result = _shifted(local[i], centre, host_dtype(backend, arrays[i]), arena)
                 outputs[i] = backend.from_host(result, backend.dense(arrays[i]))
         changed = largest > 0
         limits = np.zeros(len(groups))
@@ -205,25 +206,26 @@ class Standardizing:
     ) -> Outcome:
         """Standardise one gradient; for the record, a norm is a deviation, and the limit 1."""
         local = dense_views(arrays, views, backend)
+        arena = Arena(local)
         means, deviations = np.asarray(measured).T
         outputs = list(arrays)
         for mean, deviation, members in zip(means, deviations, groups.members, strict=True):
             if sum(local[i].size for i in members) < 2 or not (mean or deviation):
                 continue
             for i in members:
-                result = self._output(local[i], mean, deviation, host_dtype(backend, arrays[i]))
+                result = arena.empty(local[i].shape, host_dtype(backend, arrays[i]))
+                self._write(local[i], mean, deviation, result)
                 outputs[i] = backend.from_host(result, backend.dense(arrays[i]))
         changed = any(new is not old for new, old in zip(outputs, arrays, strict=True))
         limits = np.ones(len(groups))
         return Outcome(outputs if changed else None, state, deviations, limits, deviations > limits)
 
-    def _output(
-        self, view: HostView, mean: float, deviation: float, dtype: np.dtype[Any]
-    ) -> HostView:
+    def _write(self, view: HostView, mean: float, deviation: float, output: HostView) -> None:
         if not deviation:
-            return np.zeros(view.shape, dtype)
-        output = np.empty(view.size, dtype)
+            output[...] = 0
+            return
+        flat = output.reshape(-1)
         for i, block in enumerate(blocks(view)):
-            result = (block - mean) / (deviation + self.eps)
-            output[i * CHUNK : i * CHUNK + block.size] = encode(result, dtype)
-        return output.reshape(view.shape)
+            np.subtract(block, mean, out=block)
+            np.divide(block, deviation + self.eps, out=block)
+            flat[i * CHUNK : i * CHUNK + block.size] = encode(block, output.dtype)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedclip.arrays import Arithmetic, Array, Backend
+from fedclip.arrays import Arena, Arithmetic, Array, Backend
 from fedclip.clipping import MARGIN, NormClipping
 from fedclip.elements import ValueClipping
 from fedclip.rules import NoState
@@ -196,10 +196,11 @@ def value_step(
     clipped = ((lows < least) | (highs > most)) & finite
     outputs = list(arrays)
     for group, members in enumerate(groups.members):
-        for i in members:
-            output = backend.clip(arrays[i], clipping.lows[group], clipping.highs[group])
-            if on_nonfinite == "skip":
-                (output,) = backend.keep_if(finite, [output])
+        low, high = clipping.lows[group], clipping.highs[group]
+        boxed = backend.clip([arrays[i] for i in members], low, high, Arena())
+        if on_nonfinite == "skip":
+            boxed = backend.keep_if(finite, boxed)
+        for i, output in zip(members, boxed, strict=True):
             outputs[i] = output
     norms = backend.maximum(-lows, highs)
     return NativeStep(outputs, state, norms, backend.maximum(-least, most), clipped, finite)

@@ -97,10 +97,17 @@ def _flat(view: HostView) -> HostView:
 
 
 def blocks(view: HostView) -> Iterator[Float64]:
-    """Yield the elements as float64, at most 65,536 at a time; memory order."""
+    """Yield the elements as float64, at most 65,536 at a time; memory order.
+
+    What is yielded may be written to, and holds something else afterwards.
+    """
     flat = _flat(view)
+    buffer = np.empty(min(flat.size, CHUNK))
     for start in range(0, flat.size, CHUNK):
-        yield decode(flat[start : start + CHUNK]).astype(np.float64)
+        piece = decode(flat[start : start + CHUNK])
+        block = buffer[: piece.size]
+        block[...] = piece
+        yield block
 
 
 def extremes(view: HostView) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fedclip.arrays.arena import Arena
 from fedclip.arrays.base import UNDERFLOW, Arithmetic, Array, Backend, HostView
 from fedclip.arrays.number import NumberArithmetic
 from fedclip.arrays.numpy import NumpyBackend
@@ -20,6 +21,7 @@ __all__ = [
     "NUMBER",
     "NUMPY",
     "UNDERFLOW",
+    "Arena",
     "Arithmetic",
     "Array",
     "Backend",

@@ -10,11 +10,10 @@ allocation. It lives for as long as any of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-
-from fedclip.arrays.base import HostView
 
 __all__ = ["Arena"]
 
@@ -31,17 +30,18 @@ class Arena:
 
     Parameters
     ----------
-    total
-        How many bytes will be asked for, at most.
+    views
+        As many bytes will be asked for as these have, or not many more; None has none.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, views: Iterable[np.ndarray[Any, Any] | None] = ()) -> None:
+        total = sum([view.nbytes + _ALIGNMENT for view in views if view is not None])
         # What is smaller than this is not worth the detour.
         self.least = _SMALL if total >= _HUGE else math.inf
         self._total = total
         self._free = _NOTHING
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostView:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """Return an array that holds anything, C-contiguous."""
         size = math.prod(shape) * dtype.itemsize
         if not self.least <= size < _HUGE:
@@ -51,5 +51,5 @@ class Arena:
             block = np.empty(max(self._total, used) + 2 * _ALIGNMENT, np.uint8)
             self._free = block[-block.ctypes.data % _ALIGNMENT :]
         taken = self._free[:size].view(dtype).reshape(shape)
-        self._free, self._total = self._free[used:], self._total - size
+        self._free, self._total = self._free[used:], self._total - used
         return taken

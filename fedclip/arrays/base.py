@@ -19,6 +19,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from fedclip.arrays.arena import Arena
+
 __all__ = ["UNDERFLOW", "Arithmetic", "Array", "Backend", "HostView"]
 
 UNDERFLOW = 2.0**-70
@@ -88,10 +90,11 @@ class Backend(Arithmetic, ABC):
 
     # -- gradients ----------------------------------------------------------------------------
     @abstractmethod
-    def scale(self, arrays: Sequence[Array], factor: float) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
         """Return ``array * factor`` for arrays of one dtype: new arrays, same dtype and shape.
 
-        Half precision is multiplied in float32 and rounded once.
+        Half precision is multiplied in float32 and rounded once. What is written in host memory
+        may be written to the arena, of which all calls of a step have the same.
         """
 
     @abstractmethod
@@ -99,8 +102,8 @@ class Backend(Arithmetic, ABC):
         """Return ``array * factors``, a NumPy array of factors that broadcasts against it."""
 
     @abstractmethod
-    def clip(self, array: Array, low: float, high: float) -> Array:
-        """Return the array with each element moved into [low, high]; sparse rows are merged."""
+    def clip(self, arrays: Sequence[Array], low: float, high: float, arena: Arena) -> list[Array]:
+        """Return arrays with each element moved into [low, high]; sparse rows are merged."""
 
     @abstractmethod
     def zeros_like(self, array: Array) -> Array:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedclip.arrays.arena import Arena
 from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView
 from fedclip.arrays.numpy import bits
 
@@ -69,7 +70,7 @@ class JaxBackend(Backend):
     def dtype(self, array: Array) -> str:
         return str(array.dtype.name)
 
-    def scale(self, arrays: Sequence[Array], factor: float) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
         small = sum(a.nbytes for a in arrays) < _LARGE * len(arrays)
         if small and len({a.sharding for a in arrays}) == 1:
             result: list[Array] = _multiply_all(list(arrays), factor)
@@ -80,8 +81,8 @@ class JaxBackend(Backend):
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         return _multiply(array, jnp.asarray(factors, jnp.promote_types(array.dtype, jnp.float32)))
 
-    def clip(self, array: Array, low: float, high: float) -> Array:
-        return jnp.clip(array, low, high)
+    def clip(self, arrays: Sequence[Array], low: float, high: float, arena: Arena) -> list[Array]:
+        return [jnp.clip(a, low, high) for a in arrays]
 
     def zeros_like(self, array: Array) -> Array:
         return jnp.zeros_like(array)

@@ -42,12 +42,11 @@ class NumpyBackend(Backend):
     def dtype(self, array: Array) -> str:
         return _name(array.dtype)
 
-    def scale(self, arrays: Sequence[Array], factor: float) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
         dtype = arrays[0].dtype
         if dtype.itemsize == 2:
             return [self._multiply_half(np.asarray(a), np.float32(factor)) for a in arrays]
         k = dtype.type(factor)
-        arena = Arena(sum([a.nbytes for a in arrays]))
         return [
             np.multiply(a, k, out=arena.empty(a.shape, dtype))
             if a.nbytes >= arena.least and a.flags.c_contiguous
@@ -65,9 +64,16 @@ class NumpyBackend(Backend):
     def _multiply_half(array: HostView, factor: Any) -> HostView:
         return np.asarray(array.astype(np.float32) * factor).astype(array.dtype)
 
-    def clip(self, array: Array, low: float, high: float) -> Array:
-        array = np.asarray(array)
-        return np.asarray(np.clip(array, array.dtype.type(low), array.dtype.type(high)))
+    def clip(self, arrays: Sequence[Array], low: float, high: float, arena: Arena) -> list[Array]:
+        return [self._clip(np.asarray(a), low, high, arena) for a in arrays]
+
+    @staticmethod
+    def _clip(array: HostView, low: float, high: float, arena: Arena) -> HostView:
+        # Several times faster than `np.clip`, whose branches are hard to predict.
+        result = arena.empty(array.shape, array.dtype)
+        np.maximum(array, array.dtype.type(low), out=result)
+        np.minimum(result, array.dtype.type(high), out=result)
+        return result
 
     def zeros_like(self, array: Array) -> Array:
         return np.zeros_like(array, subok=False)
@@ -124,7 +130,7 @@ class NumpyBackend(Backend):
         return np.all(x)
 
     def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
-        return self.scale(arrays, float(factor)) if arrays else []
+        return self.scale(arrays, float(factor), Arena(arrays)) if arrays else []
 
     def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays) if condition else [self.zeros_like(a) for a in arrays]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from fedclip.arrays.arena import Arena
 from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView
 from fedclip.arrays.numpy import bits
 
@@ -58,7 +59,7 @@ class TensorflowBackend(Backend):
     def dtype(self, array: Array) -> str:
         return str(array.dtype.name)
 
-    def scale(self, arrays: Sequence[Array], factor: float) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
         k = tf.constant(factor, tf.float64 if arrays[0].dtype == tf.float64 else tf.float32)
         return [self._multiply(t, k) for t in arrays]
 
@@ -78,10 +79,13 @@ class TensorflowBackend(Backend):
             return tf.raw_ops.Mul(x=tensor, y=factor)
         return tf.cast(tf.cast(tensor, factor.dtype) * factor, tensor.dtype)
 
-    def clip(self, array: Array, low: float, high: float) -> Array:
+    def clip(self, arrays: Sequence[Array], low: float, high: float, arena: Arena) -> list[Array]:
+        return [self._clip(t, low, high) for t in arrays]
+
+    def _clip(self, array: Array, low: float, high: float) -> Array:
         if isinstance(array, tf.IndexedSlices):
             merged = self._merge(array)
-            values = self.clip(merged.values, low, high)
+            values = self._clip(merged.values, low, high)
             return tf.IndexedSlices(values, merged.indices, merged.dense_shape)
         low, high = tf.constant(low, array.dtype), tf.constant(high, array.dtype)
         return tf.minimum(tf.maximum(array, low), high)

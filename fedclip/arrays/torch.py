@@ -51,11 +51,10 @@ class TorchBackend(Backend):
     def dtype(self, array: Array) -> str:
         return str(array.dtype).removeprefix("torch.")
 
-    def scale(self, arrays: Sequence[Array], factor: float) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
         k = self._number(factor, arrays[0])
         if type(k) is float:
             return [torch.mul(t, k) for t in arrays]
-        arena = Arena(sum([t.nbytes for t in arrays]))
         return [
             torch.mul(t, k, out=torch.from_numpy(arena.empty(tuple(t.shape), k.numpy().dtype)))
             if t.nbytes >= arena.least and self._fits(t)
@@ -82,7 +81,11 @@ class TorchBackend(Backend):
             return torch.mul(array, k)
         return torch.mul(array.float(), k.float()).to(array.dtype)
 
-    def clip(self, array: Array, low: float, high: float) -> Array:
+    def clip(self, arrays: Sequence[Array], low: float, high: float, arena: Arena) -> list[Array]:
+        return [self._clip(t, low, high) for t in arrays]
+
+    @staticmethod
+    def _clip(array: torch.Tensor, low: float, high: float) -> torch.Tensor:
         if array.layout == torch.sparse_coo:
             merged = array.coalesce()
             values = torch.clamp(merged.values(), low, high)
@@ -250,7 +253,7 @@ class TorchBackend(Backend):
 class TorchInPlace(TorchBackend):
     """Tensors that are changed in place, as the gradients of a training loop are."""
 
-    def scale(self, arrays: Sequence[Array], factor: float) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
         dense = [t for t in arrays if t.layout == torch.strided]
         if dense:
             torch._foreach_mul_(dense, self._number(factor, dense[0]))
@@ -262,10 +265,13 @@ class TorchInPlace(TorchBackend):
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         return array.copy_(super().scale_slices(array, factors))
 
-    def clip(self, array: Array, low: float, high: float) -> Array:
-        if array.layout == torch.sparse_coo:
-            return array.copy_(super().clip(array, low, high))
-        return array.clamp_(low, high)
+    def clip(self, arrays: Sequence[Array], low: float, high: float, arena: Arena) -> list[Array]:
+        for tensor in arrays:
+            if tensor.layout == torch.sparse_coo:
+                tensor.copy_(self._clip(tensor, low, high))
+            else:
+                tensor.clamp_(low, high)
+        return list(arrays)
 
     def zeros_like(self, array: Array) -> Array:
         return array.zero_()

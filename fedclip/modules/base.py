@@ -19,7 +19,7 @@ from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip import checks, states
-from fedclip.arrays import Array, Backend, HostView, backend_of
+from fedclip.arrays import Arena, Array, Backend, HostView, backend_of
 from fedclip.clipping import MARGIN, Outcome
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
 from fedclip.native import NativeStep, is_native, native_step
@@ -520,5 +520,5 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         hit = {i for m in groups.members if not bad or set(m) & set(bad) for i in m}
         outputs = list(values)
         for i in hit:
-            (outputs[i],) = backend.scale([values[i]], math.nan)
+            (outputs[i],) = backend.scale([values[i]], math.nan, Arena())
         return outputs
