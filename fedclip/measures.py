@@ -29,7 +29,7 @@ import numpy as np
 
 from fedclip.arrays import HostView
 from fedclip.errors import nearest
-from fedclip.norms import CHUNK, Float64, blocks, decode, exact_norm, extremes
+from fedclip.norms import CHUNK, Float64, blocks, decode, exact_norm, extremes, square_sums
 
 __all__ = ["Order", "check_order", "degree", "measure", "slice_measures"]
 
@@ -87,7 +87,7 @@ def measure(views: Sequence[HostView], ord: Order) -> float:
         if size < 2:
             return 0.0
         mean = math.fsum(float(b.sum()) for b in _scaled(views, exponent)) / size
-        squares = math.fsum(float(np.vdot(b - mean, b - mean)) for b in _scaled(views, exponent))
+        squares = math.fsum(square_sums([b - mean])[0] for b in _scaled(views, exponent))
         result = squares / (size - 1)
         if ord == "var":
             return _ldexp(result, 2 * exponent)

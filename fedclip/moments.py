@@ -18,7 +18,7 @@ from fedclip.arrays import Arena, Array, Backend, HostView
 from fedclip.clipping import Outcome
 from fedclip.elements import dense_views, host_dtype
 from fedclip.measures import measure
-from fedclip.norms import CHUNK, Float64, Numbers, blocks, decode, encode, extremes
+from fedclip.norms import CHUNK, Float64, Numbers, blocks, decode, encode, extremes, square_sums
 from fedclip.rules import NoState
 from fedclip.scopes import Groups
 from fedclip.slices import spanned
@@ -189,7 +189,7 @@ class Standardizing:
             return (low, 0.0) if size else (0.0, 0.0)
         mean = _mean(views)
         centred = (np.subtract(b, mean, out=b) for view in views for b in blocks(view))
-        variance = sum(float(np.vdot(b, b)) for b in centred) / (size - 1)
+        variance = sum(square_sums([b])[0] for b in centred) / (size - 1)
         if 1e-280 < variance < math.inf:
             return mean, math.sqrt(variance)
         return mean, measure(views, "std")
