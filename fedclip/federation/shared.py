@@ -125,9 +125,7 @@ class SharedStatistics:
         nothing = self._nothing()
         result: Statistics = {k: v for k, v in unsent.items() if k not in received}
         for label, fields in received.items():
-            counted = unsent.get(label, {})
-            result[label] = {**nothing, **{k: counted[k] for k in nothing if k in counted}}
-            result[label].update(fields)
+            result[label] = {**nothing, **unsent.get(label, {}), **fields}
         return result
 
     def collect(self, statistics: Statistics) -> tuple[FedclipSharedCounts, Statistics]:

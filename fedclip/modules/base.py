@@ -70,9 +70,17 @@ class Transform(Protocol):
         """
 
 
+def signature_of(cls: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters that a plug-in's constructor takes, by name."""
+    # Of the initialiser, if the class does not say it itself: a clipper's `__new__`, which
+    # refuses typos, takes anything.
+    signature = getattr(cls, "__signature__", None) or inspect.signature(cls.__init__)
+    return {name: p for name, p in signature.parameters.items() if name != "self"}
+
+
 def refuse_unknown(cls: Any, config: Mapping[str, Any]) -> None:
     """Raise a TypeError, with the nearest name, for a parameter that a plug-in does not have."""
-    known = [p for p in inspect.signature(cls.__init__).parameters if p != "self"]
+    known = signature_of(cls)
     for key in config:
         if key not in known:
             raise TypeError(
@@ -83,8 +91,7 @@ def refuse_unknown(cls: Any, config: Mapping[str, Any]) -> None:
 
 def parameters(plugin: Any) -> dict[str, Any]:
     """Return the parameters of a plug-in, which keeps them under their own names."""
-    names = [p for p in inspect.signature(type(plugin).__init__).parameters if p != "self"]
-    return {name: getattr(plugin, name) for name in names}
+    return {name: getattr(plugin, name) for name in signature_of(type(plugin))}
 
 
 class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
