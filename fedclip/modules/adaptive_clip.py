@@ -139,7 +139,7 @@ class AdaptiveClip(Clipper):
         self.start_norm = checks.positive(start_norm=start_norm)
         self.every = checks.integer(1, every=every)
         self.min_norm = checks.positive(min_norm=min_norm)
-        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
         self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
         self.ord = check_order(ord)
         self.eps = checks.non_negative(eps=eps)

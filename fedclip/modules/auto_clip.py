@@ -148,8 +148,8 @@ class AutoClip(Clipper):
         self.feedback = checks.choice(("clipped", "raw", "none"), feedback=feedback)
         self.include_current = checks.boolean(include_current=include_current)
         self.warmup = checks.integer(0, warmup=warmup)
-        self.warmup_norm = None if warmup_norm is None else checks.positive(warmup_norm=warmup_norm)
-        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.warmup_norm = checks.optional(checks.positive, warmup_norm=warmup_norm)
+        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
         self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
         self.ord = check_order(ord)
         self.eps = checks.non_negative(eps=eps)
@@ -158,11 +158,7 @@ class AutoClip(Clipper):
                 f"window goes with median='window' only, got window={window!r} "
                 f"with median={median!r}"
             )
-        if self.include_current and self.feedback != "raw":
-            raise ValueError(
-                "include_current=True needs feedback='raw': a norm that the statistics have "
-                f"already seen can not be fed back clipped; got feedback={feedback!r}"
-            )
+        checks.raw_if_current(self.include_current, self.feedback)
         rule = Auto(
             median=Markers(0.5) if self.median == "p2" else Window(0.5, self.window or 256),
             std_factor=self.std_factor,

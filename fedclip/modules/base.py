@@ -164,7 +164,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         from fedclip.federation.shared import SharedStatistics
 
         self.shared = checks.boolean(shared=shared)
-        self.shared_name = None if shared_name is None else checks.name(shared_name=shared_name)
+        self.shared_name = checks.optional(checks.name, shared_name=shared_name)
         if not self.shared:
             if self.shared_name is not None:
                 raise ValueError(f"shared_name goes with shared=True only, got {shared_name!r}")

@@ -121,9 +121,7 @@ class EmaNormClip(Clipper):
     ) -> None:
         self.decay = checks.unit_interval(decay=decay)
         self.ord = check_order(ord)
-        self.max_growth = None
-        if max_growth is not None:
-            self.max_growth = checks.number("a finite number >= 1", 1.0, max_growth=max_growth)
+        self.max_growth = checks.optional(checks.at_least_one, max_growth=max_growth)
         self.min_norm = checks.positive(min_norm=min_norm)
         self.debias = checks.boolean(debias=debias)
         start = _check_start(init, self.debias)
