@@ -24,9 +24,10 @@ from fedclip.federation.shared_counts import BUCKETS, Bounds, Counts, Round, qua
 from fedclip.federation.shared_messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.modules.adaptive_clip import AdaptiveClip
 from fedclip.modules.auto_clip import AutoClip
-from fedclip.modules.base import Clipper, refuse_unknown
+from fedclip.modules.base import refuse_unknown
 from fedclip.modules.ema_clip import EmaClip
 from fedclip.modules.percentile_norm_clip import PercentileNormClip
+from fedclip.modules.shared import SharedClipper
 from fedclip.modules.zscore_clip import ZScoreClip
 from fedclip.rules.shared import Counted, Shareable
 from fedclip.scopes import resolve
@@ -128,7 +129,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         own defaults. Both sides must have the same.
     """
 
-    clipper: ClassVar[type[Clipper]]
+    clipper: ClassVar[type[SharedClipper]]
     auxvar_cls = FedclipSharedState
 
     def __init_subclass__(cls, register: bool = True, **kwargs: Any) -> None:

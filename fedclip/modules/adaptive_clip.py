@@ -9,14 +9,14 @@ from typing import ClassVar
 from fedclip import checks
 from fedclip.clipping import NormClipping
 from fedclip.measures import Order, check_order
-from fedclip.modules.base import Clipper
+from fedclip.modules.shared import SharedClipper
 from fedclip.rules.adaptive import Adaptive
 from fedclip.scopes import Scope
 
 __all__ = ["AdaptiveClip"]
 
 
-class AdaptiveClip(Clipper):
+class AdaptiveClip(SharedClipper):
     """Limit that moves until a given fraction of the norms is at most the limit.
 
     ::

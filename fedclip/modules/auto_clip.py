@@ -9,7 +9,7 @@ from typing import ClassVar
 from fedclip import checks
 from fedclip.clipping import NormClipping
 from fedclip.measures import Order, check_order
-from fedclip.modules.base import Clipper
+from fedclip.modules.shared import SharedClipper
 from fedclip.rules.auto import Auto
 from fedclip.rules.quantiles import Markers, Window, check_window
 from fedclip.scopes import Scope
@@ -17,7 +17,7 @@ from fedclip.scopes import Scope
 __all__ = ["AutoClip"]
 
 
-class AutoClip(Clipper):
+class AutoClip(SharedClipper):
     """Limit at three standard deviations above the running median of past norms.
 
     Needs no tuning: the limit follows from the norms alone, and protects from the sixth step on;

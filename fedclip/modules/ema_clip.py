@@ -9,14 +9,14 @@ from typing import ClassVar
 from fedclip import checks
 from fedclip.clipping import NormClipping
 from fedclip.measures import Order, check_order
-from fedclip.modules.base import Clipper
+from fedclip.modules.shared import SharedClipper
 from fedclip.rules.ema import Ema
 from fedclip.scopes import Scope
 
 __all__ = ["EmaClip"]
 
 
-class EmaClip(Clipper):
+class EmaClip(SharedClipper):
     """Limit at so many times the moving average of past norms (AdaGC).
 
     ::

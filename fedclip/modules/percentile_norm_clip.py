@@ -9,7 +9,7 @@ from typing import ClassVar
 from fedclip import checks
 from fedclip.clipping import NormClipping
 from fedclip.measures import Order, check_order
-from fedclip.modules.base import Clipper
+from fedclip.modules.shared import SharedClipper
 from fedclip.rules.percentile import Percentile
 from fedclip.rules.quantiles import LARGEST, Markers, Quantile, Stream, Window, check_window
 from fedclip.scopes import Scope
@@ -17,7 +17,7 @@ from fedclip.scopes import Scope
 __all__ = ["PercentileNormClip"]
 
 
-class PercentileNormClip(Clipper):
+class PercentileNormClip(SharedClipper):
     """Limit at a percentile of past norms (AutoClip).
 
     ::

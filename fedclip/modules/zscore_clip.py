@@ -9,14 +9,14 @@ from typing import ClassVar
 from fedclip import checks
 from fedclip.clipping import NormClipping
 from fedclip.measures import Order, check_order
-from fedclip.modules.base import Clipper
+from fedclip.modules.shared import SharedClipper
 from fedclip.rules.zscore import ZScore
 from fedclip.scopes import Scope
 
 __all__ = ["ZScoreClip"]
 
 
-class ZScoreClip(Clipper):
+class ZScoreClip(SharedClipper):
     """Limit at so many standard deviations above the running mean of past norms (ZClip).
 
     ::
