@@ -13,7 +13,6 @@ does not know ends that client with a `KeyError` and leaves the server waiting f
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import tomllib
 import warnings
 from collections.abc import Iterable, Mapping
@@ -29,9 +28,10 @@ import fedclip
 from fedclip.errors import nearest
 from fedclip.federation.shared_check import is_shared, shared_problems
 from fedclip.federation.update_check import update_problems
+from fedclip.modules.base import signature_of
 from fedclip.privacy import places
 
-__all__ = ["Check", "Finding", "check_config", "find_config", "is_ours", "parameters"]
+__all__ = ["Check", "Finding", "check_config", "find_config", "is_ours"]
 
 Level = Literal["ok", "note", "problem"]
 
@@ -135,17 +135,6 @@ def check_config(path: str | Path) -> Check:
 def is_ours(cls: type) -> bool:
     """Whether a class comes with fedclip."""
     return cls.__module__.partition(".")[0] == "fedclip"
-
-
-def parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """Return the parameters that a plug-in's constructor takes, by name."""
-    # Of the initialiser, if the class does not say it itself: a clipper's `__new__`, which
-    # refuses typos, takes anything.
-    stated = getattr(cls, "__signature__", None)
-    signature = stated or inspect.signature(cls.__init__)  # type: ignore[misc]
-    found = dict(signature.parameters)
-    found.pop("self", None)
-    return found
 
 
 def _load(check: Check, path: Path, where: str) -> dict[str, Any] | None:
@@ -278,7 +267,7 @@ def _check_optimizer(check: Check, value: Any, key: str, where: str) -> list[Any
         check.add("problem", where, f"must be a learning rate or a section, got {value!r}")
         return []
     for name in value:
-        allowed = parameters(Optimizer)
+        allowed = signature_of(Optimizer)
         if name not in allowed:
             check.add(
                 "problem",
@@ -340,7 +329,7 @@ def _check_plugin(
             check.add("problem", where, f"unknown {field.removesuffix('s')} {name!r}{hint}")
         return None
     cls: Any = registry[name]
-    allowed = parameters(cls)
+    allowed = signature_of(cls)
     if not any(p.kind is p.VAR_KEYWORD for p in allowed.values()):
         unknown = [key for key in config if key not in allowed]
         for key in unknown:

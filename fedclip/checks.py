@@ -10,12 +10,26 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from fedclip.errors import nearest
 
-__all__ = ["boolean", "choice", "integer", "name", "number", "positive", "unit_interval"]
+__all__ = [
+    "at_least_one",
+    "boolean",
+    "choice",
+    "integer",
+    "name",
+    "non_negative",
+    "number",
+    "optional",
+    "positive",
+    "raw_if_current",
+    "unit_interval",
+]
+
+T = TypeVar("T")
 
 
 def _one(values: dict[str, Any]) -> tuple[str, Any]:
@@ -50,6 +64,11 @@ def number(
     return result
 
 
+def optional(check: Callable[..., T], *allowed: Any, **values: Any) -> T | None:
+    """Return None for None, and for anything else what ``check(*allowed, ...)`` makes of it."""
+    return None if any(v is None for v in values.values()) else check(*allowed, **values)
+
+
 def positive(**values: Any) -> float:
     """Return the one keyword value as a finite float > 0."""
     return number("a finite number > 0", 0.0, open_low=True, **values)
@@ -58,6 +77,11 @@ def positive(**values: Any) -> float:
 def non_negative(**values: Any) -> float:
     """Return the one keyword value as a finite float >= 0."""
     return number("a finite number >= 0", 0.0, **values)
+
+
+def at_least_one(**values: Any) -> float:
+    """Return the one keyword value as a finite float >= 1."""
+    return number("a finite number >= 1", 1.0, **values)
 
 
 def unit_interval(**values: Any) -> float:
@@ -104,3 +128,12 @@ def choice(allowed: Sequence[str], **values: Any) -> str:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {words}, got {value!r}{nearest(value, allowed)}")
     return value
+
+
+def raw_if_current(include_current: bool, feedback: str, seen_by: str = "statistics have") -> None:
+    """Raise a ValueError if norms are learnt before they are judged, and yet after clipping."""
+    if include_current and feedback != "raw":
+        raise ValueError(
+            f"include_current=True needs feedback='raw': a norm that the {seen_by} already seen "
+            f"can not be fed back clipped; got feedback={feedback!r}"
+        )

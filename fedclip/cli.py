@@ -30,7 +30,8 @@ from rich.markup import escape
 
 import fedclip
 from fedclip import compat
-from fedclip.check import Check, check_config, is_ours, parameters
+from fedclip.check import Check, check_config, is_ours
+from fedclip.modules.base import signature_of
 from fedclip.report import Report, ReportError, read_report
 from fedclip.toml import toml_line, toml_value
 
@@ -101,12 +102,12 @@ def catalogue() -> list[dict[str, Any]]:
                     "summary": (inspect.getdoc(cls) or "").partition("\n")[0],
                     "parameters": {
                         key: None if p.default is p.empty else p.default
-                        for key, p in parameters(cls).items()
+                        for key, p in signature_of(cls).items()
                         if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
                     },
                     "required": [
                         key
-                        for key, p in parameters(cls).items()
+                        for key, p in signature_of(cls).items()
                         if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
                     ],
                 }

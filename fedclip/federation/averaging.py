@@ -184,7 +184,7 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
         secagg_range: float | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
         self.on_nonfinite = checks.choice(("skip", "raise"), on_nonfinite=on_nonfinite)
         self._engine = _Engine(scope, exclude, self.on_nonfinite)
         self.scope, self.exclude = self._engine.scope, self._engine.exclude
@@ -193,18 +193,12 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
                 "a table in scope gives fixed limits, and the tensors that it does not name need "
                 f"max_norm; for a bound from update-clip-server, write scope={list(self.scope)!r}"
             )
-        self.zeroing_norm = (
-            None if zeroing_norm is None else checks.positive(zeroing_norm=zeroing_norm)
+        self.zeroing_norm = checks.optional(checks.positive, zeroing_norm=zeroing_norm)
+        self.zeroing_factor = checks.optional(
+            checks.number, "a finite number > 1", 1.0, open_low=True, zeroing_factor=zeroing_factor
         )
-        self.zeroing_factor = None
-        if zeroing_factor is not None:
-            self.zeroing_factor = checks.number(
-                "a finite number > 1", 1.0, open_low=True, zeroing_factor=zeroing_factor
-            )
         self.zeroing_ord = check_order(zeroing_ord)
-        self.secagg_range = (
-            None if secagg_range is None else checks.positive(secagg_range=secagg_range)
-        )
+        self.secagg_range = checks.optional(checks.positive, secagg_range=secagg_range)
 
     def get_config(self) -> dict[str, Any]:
         """Return the name and the parameters, as they would be written in a TOML file."""

@@ -16,9 +16,10 @@ clipper is an ordinary one with statistics of its own.
 
 from __future__ import annotations
 
+import warnings
 from collections import namedtuple
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -26,7 +27,7 @@ import numpy as np
 
 from fedclip import states
 from fedclip.arrays import NUMPY, Arithmetic, Array
-from fedclip.errors import StateError
+from fedclip.errors import FedclipWarning, StateError
 from fedclip.federation.shared_counts import Tally
 from fedclip.federation.shared_messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.rules import State
@@ -85,19 +86,40 @@ class SharedStatistics:
     ----------
     clipper
         Name of the clipper, for messages.
-    rule
-        How its limits follow from norms, and its state from counts.
+    transform
+        What the clipper is made of while nothing has been heard of a counterpart; its rule says
+        how limits follow from norms, and the state from counts.
     settings
         The parameters that the server's counterpart must have as well, as plain values.
     """
 
-    def __init__(self, clipper: str, rule: Shareable, settings: dict[str, Any]) -> None:
+    def __init__(self, clipper: str, transform: Any, settings: dict[str, Any]) -> None:
         self.clipper = clipper
         self.settings = settings
-        self.rule = SharedRule(rule.shared())
+        self.rule = SharedRule(transform.rule.shared())
+        self._local = transform
+        self._warned = False
         # None until the counterpart has been heard.
         self.version: int | None = None
         self.labels: tuple[str, ...] = ()
+
+    def transform(self, version: int | None) -> Any:
+        """Return what the clipper is made of with a state of this version; None: its own."""
+        return self._local if version is None else replace(self._local, rule=self.rule)
+
+    def heard(self) -> bool:
+        """Whether there is a counterpart; the first time that there is none, warn."""
+        if self.version is None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.clipper} has shared = true and has heard from no counterpart, so that it "
+                f"clips by its own statistics and sends nothing: add {self.clipper + '-server'!r} "
+                "to the modules of server_opt, or, if it is there, give each pair a shared_name "
+                "of its own",
+                FedclipWarning,
+                stacklevel=2,
+            )
+        return self.version is not None
 
     def receive(self, message: FedclipSharedState, statistics: Statistics) -> Statistics:
         """Return the statistics as the server has sent them.
@@ -125,9 +147,7 @@ class SharedStatistics:
         nothing = self._nothing()
         result: Statistics = {k: v for k, v in unsent.items() if k not in received}
         for label, fields in received.items():
-            counted = unsent.get(label, {})
-            result[label] = {**nothing, **{k: counted[k] for k in nothing if k in counted}}
-            result[label].update(fields)
+            result[label] = {**nothing, **unsent.get(label, {}), **fields}
         return result
 
     def collect(self, statistics: Statistics) -> tuple[FedclipSharedCounts, Statistics]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedclip.federation.shared_server import SharedServer
-from fedclip.modules.base import Clipper
+from fedclip.modules.shared import SharedClipper
 
 __all__ = ["is_shared", "shared_problems"]
 
@@ -17,7 +17,7 @@ CLIENT, SERVER = "client_opt", "server_opt"
 def is_shared(plugin: Any) -> bool:
     """Whether a plug-in is a clipper with ``shared = true``, or the counterpart of one."""
     return isinstance(plugin, SharedServer) or (
-        isinstance(plugin, Clipper) and plugin.sharing is not None
+        isinstance(plugin, SharedClipper) and plugin.sharing is not None
     )
 
 
@@ -33,7 +33,7 @@ def shared_problems(plugins: Mapping[str, Iterable[Any]]) -> list[tuple[str, str
     problems = [
         (CLIENT, f"{p.name} belongs in {SERVER}") for p in both if isinstance(p, SharedServer)
     ]
-    clients = [p for p in both if isinstance(p, Clipper)]
+    clients = [p for p in both if isinstance(p, SharedClipper)]
     # A shared clipper in the server's optimizer is an ordinary one, and nobody's counterpart.
     servers = [p for p in plugins.get(SERVER, ()) if isinstance(p, SharedServer)]
     clippers = {p.aux_name: p for p in clients}

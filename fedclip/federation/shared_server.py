@@ -18,15 +18,16 @@ from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip import checks, states
 from fedclip.arrays import NUMPY
-from fedclip.errors import StateError, nearest
+from fedclip.errors import StateError
 from fedclip.federation.shared import MAX_STEPS, centre_of, tally_of
 from fedclip.federation.shared_counts import BUCKETS, Bounds, Counts, Round, quantile_of
 from fedclip.federation.shared_messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.modules.adaptive_clip import AdaptiveClip
 from fedclip.modules.auto_clip import AutoClip
-from fedclip.modules.base import Clipper
+from fedclip.modules.base import refuse_unknown
 from fedclip.modules.ema_clip import EmaClip
 from fedclip.modules.percentile_norm_clip import PercentileNormClip
+from fedclip.modules.shared import SharedClipper
 from fedclip.modules.zscore_clip import ZScoreClip
 from fedclip.rules.shared import Counted, Shareable
 from fedclip.scopes import resolve
@@ -128,7 +129,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         own defaults. Both sides must have the same.
     """
 
-    clipper: ClassVar[type[Clipper]]
+    clipper: ClassVar[type[SharedClipper]]
     auxvar_cls = FedclipSharedState
 
     def __init_subclass__(cls, register: bool = True, **kwargs: Any) -> None:
@@ -145,13 +146,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
     def __init__(
         self, *, max_steps: int = MAX_STEPS, shared_name: str | None = None, **settings: Any
     ) -> None:
-        known = list(inspect.signature(type(self)).parameters)
-        for key in settings:
-            if key not in known:
-                raise TypeError(
-                    f"{self.name} has no parameter {key!r}{nearest(key, known)}; its parameters "
-                    f"are {', '.join(known)}"
-                )
+        refuse_unknown(type(self), settings)
         self.max_steps = checks.integer(1, max_steps=max_steps)
         if self.max_steps > 2**31:
             raise ValueError(f"max_steps must be at most 2^31, got {max_steps!r}")
@@ -313,14 +308,13 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
 
     def _merge(self, rounds: Sequence[Round]) -> None:
         quantile, _ = self._rule.sketched
-        fields = states.dump(self._state, self._labels)
-        rows = []
-        for label, history, round_ in zip(self._labels, self._histories, rounds, strict=True):
+        centres, rows = self._bounds().centre, []
+        for centre, history, round_ in zip(centres, self._histories, rounds, strict=True):
             level = 0.0
             if round_.buckets is not None and round_.n:
                 history.add(round_.buckets)
                 level = quantile_of(history.total, quantile)
-            mean, variance = round_.moments(centre_of(fields[label]))
+            mean, variance = round_.moments(centre)
             rows.append((round_.n, mean, variance, level, round_.unclipped))
         counted = Counted(*np.array(rows, dtype=np.float64).T)
         with np.errstate(all="ignore"):

@@ -373,17 +373,15 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
                 f"[{min_norm!r}, {max_norm!r}]"
             )
         self.noise_multiplier = checks.non_negative(noise_multiplier=noise_multiplier)
-        self.bits_noise = None if bits_noise is None else checks.non_negative(bits_noise=bits_noise)
-        self.expected_clients = (
-            None
-            if expected_clients is None
-            else checks.integer(1, expected_clients=expected_clients)
+        self.bits_noise = checks.optional(checks.non_negative, bits_noise=bits_noise)
+        self.expected_clients = checks.optional(
+            checks.integer, 1, expected_clients=expected_clients
         )
         self.delta = checks.unit_interval(delta=delta)
-        self.max_epsilon = None if max_epsilon is None else checks.positive(max_epsilon=max_epsilon)
+        self.max_epsilon = checks.optional(checks.positive, max_epsilon=max_epsilon)
         self.relation = checks.choice(("add-remove", "replace-one"), relation=relation)
         self.generator = checks.choice(("secure", "insecure"), generator=generator)
-        self.seed = None if seed is None else checks.integer(0, seed=seed)
+        self.seed = checks.optional(checks.integer, 0, seed=seed)
         if self.seed is not None and self.generator == "secure":
             raise ValueError(
                 f"a seed goes with generator='insecure' only, got seed={seed!r}: noise that can "

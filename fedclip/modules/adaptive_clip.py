@@ -9,14 +9,14 @@ from typing import ClassVar
 from fedclip import checks
 from fedclip.clipping import NormClipping
 from fedclip.measures import Order, check_order
-from fedclip.modules.base import Clipper
+from fedclip.modules.shared import SharedClipper
 from fedclip.rules.adaptive import Adaptive
 from fedclip.scopes import Scope
 
 __all__ = ["AdaptiveClip"]
 
 
-class AdaptiveClip(Clipper):
+class AdaptiveClip(SharedClipper):
     """Limit that moves until a given fraction of the norms is at most the limit.
 
     ::
@@ -139,7 +139,7 @@ class AdaptiveClip(Clipper):
         self.start_norm = checks.positive(start_norm=start_norm)
         self.every = checks.integer(1, every=every)
         self.min_norm = checks.positive(min_norm=min_norm)
-        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
         self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
         self.ord = check_order(ord)
         self.eps = checks.non_negative(eps=eps)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from fedclip import checks
 from fedclip.clipping import NormClipping
 from fedclip.measures import Order, check_order
-from fedclip.modules.base import Clipper
+from fedclip.modules.shared import SharedClipper
 from fedclip.rules.auto import Auto
 from fedclip.rules.quantiles import Markers, Window, check_window
 from fedclip.scopes import Scope
@@ -17,7 +17,7 @@ from fedclip.scopes import Scope
 __all__ = ["AutoClip"]
 
 
-class AutoClip(Clipper):
+class AutoClip(SharedClipper):
     """Limit at three standard deviations above the running median of past norms.
 
     Needs no tuning: the limit follows from the norms alone, and protects from the sixth step on;
@@ -148,8 +148,8 @@ class AutoClip(Clipper):
         self.feedback = checks.choice(("clipped", "raw", "none"), feedback=feedback)
         self.include_current = checks.boolean(include_current=include_current)
         self.warmup = checks.integer(0, warmup=warmup)
-        self.warmup_norm = None if warmup_norm is None else checks.positive(warmup_norm=warmup_norm)
-        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.warmup_norm = checks.optional(checks.positive, warmup_norm=warmup_norm)
+        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
         self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
         self.ord = check_order(ord)
         self.eps = checks.non_negative(eps=eps)
@@ -158,11 +158,7 @@ class AutoClip(Clipper):
                 f"window goes with median='window' only, got window={window!r} "
                 f"with median={median!r}"
             )
-        if self.include_current and self.feedback != "raw":
-            raise ValueError(
-                "include_current=True needs feedback='raw': a norm that the statistics have "
-                f"already seen can not be fed back clipped; got feedback={feedback!r}"
-            )
+        checks.raw_if_current(self.include_current, self.feedback)
         rule = Auto(
             median=Markers(0.5) if self.median == "p2" else Window(0.5, self.window or 256),
             std_factor=self.std_factor,

@@ -11,8 +11,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
+from typing import Any, ClassVar, Protocol, Self, cast
 
 import numpy as np
 from declearn.model.api import Vector
@@ -27,9 +26,6 @@ from fedclip.norms import Numbers
 from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
 from fedclip.scopes import Groups, Scope, check_exclude, check_scope, resolve
 from fedclip.states import Statistics
-
-if TYPE_CHECKING:
-    from fedclip.federation.shared import SharedStatistics
 
 __all__ = ["Clipper", "Transform"]
 
@@ -70,9 +66,17 @@ class Transform(Protocol):
         """
 
 
+def signature_of(cls: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters that a plug-in's constructor takes, by name."""
+    # Of the initialiser, if the class does not say it itself: a clipper's `__new__`, which
+    # refuses typos, takes anything.
+    signature = getattr(cls, "__signature__", None) or inspect.signature(cls.__init__)
+    return {name: p for name, p in signature.parameters.items() if name != "self"}
+
+
 def refuse_unknown(cls: Any, config: Mapping[str, Any]) -> None:
     """Raise a TypeError, with the nearest name, for a parameter that a plug-in does not have."""
-    known = [p for p in inspect.signature(cls.__init__).parameters if p != "self"]
+    known = signature_of(cls)
     for key in config:
         if key not in known:
             raise TypeError(
@@ -83,8 +87,7 @@ def refuse_unknown(cls: Any, config: Mapping[str, Any]) -> None:
 
 def parameters(plugin: Any) -> dict[str, Any]:
     """Return the parameters of a plug-in, which keeps them under their own names."""
-    names = [p for p in inspect.signature(type(plugin).__init__).parameters if p != "self"]
-    return {name: getattr(plugin, name) for name in names}
+    return {name: getattr(plugin, name) for name in signature_of(type(plugin))}
 
 
 class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
@@ -100,13 +103,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         What to do with a gradient that holds NaN or infinity. "skip": the output is zero, the
         step is counted, one warning a round. "raise": a `NonFiniteError` that names the tensors.
         "propagate": each group that holds one becomes NaN. No statistic ever sees such a step.
-    shared, shared_name
-        Whether to have one state with all clients of a federation, and the name that tells
-        this pair of clipper and counterpart from others (see `fedclip.federation.shared`).
     """
-
-    shared_settings: ClassVar[tuple[str, ...]] = ()
-    """The parameters that a counterpart on the server must have as well; none: it has none."""
 
     def __new__(cls, *args: Any, **config: Any) -> Self:
         """Refuse unknown parameters, with the nearest name."""
@@ -123,8 +120,6 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
         limits_in_scope: bool = False,
-        shared: bool = False,
-        shared_name: str | None = None,
     ) -> None:
         self.scope = check_scope(scope, limits=limits_in_scope)
         self.exclude = check_exclude(exclude)
@@ -145,33 +140,6 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._bad: tuple[str, ...] = ()
         self._on_client = False
         self._warned = -1
-        # What it is made of while nothing has been heard of a counterpart.
-        self._local = transform
-        self.sharing: SharedStatistics | None = None
-        self._unheard = False
-        if self.shared_settings:
-            self._share(shared, shared_name)
-
-    def _share(self, shared: bool, shared_name: str | None) -> None:
-        # Not at the top: the package of the counterparts is made of clippers.
-        from fedclip.federation.shared import SharedStatistics
-
-        self.shared = checks.boolean(shared=shared)
-        self.shared_name = None if shared_name is None else checks.name(shared_name=shared_name)
-        if not self.shared:
-            if self.shared_name is not None:
-                raise ValueError(f"shared_name goes with shared=True only, got {shared_name!r}")
-            return
-        if getattr(self, "include_current", False):
-            raise ValueError(
-                "shared=True does not go with include_current=True: what is shared is the state "
-                "of the round's start, which has not seen the current norm"
-            )
-        # declearn looks at the instance, so that two pairs of one kind can have two names.
-        self.aux_name = self.shared_name or f"{self.name}-shared"  # type: ignore[misc]
-        settings = {key: getattr(self, key) for key in self.shared_settings}
-        rule: Any = self._transform
-        self.sharing = SharedStatistics(self.name, rule.rule, settings)
 
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: Vector[Any]) -> Vector[Any]:
@@ -186,38 +154,11 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._recorder.start_round()
 
     def collect_aux_var(self) -> AuxVar | None:
-        """Return what was counted, if it is shared; on a server, begin a round."""
+        """Return nothing; on a server, begin a round."""
         # declearn calls `on_round_start` on clients only, and this before a server's step.
         if not self._on_client:
             self._recorder.start_round()
-            # A server has nobody to share with, and what clients count is for the counterpart.
-            self.aux_name = None  # type: ignore[misc]
-            return None
-        if self.sharing is None:
-            return None
-        if self.sharing.version is None:
-            self._warn_unheard()
-            return None
-        counts, statistics = self.sharing.collect(self._statistics())
-        self._install(statistics)
-        return counts
-
-    def process_aux_var(self, aux_var: AuxVar) -> None:
-        """Take over the state that the server has sent.
-
-        Raises
-        ------
-        ValueError
-            If clipper and counterpart do not go together, or what was sent is not sound.
-        """
-        from fedclip.federation.shared_messages import FedclipSharedState
-
-        if self.sharing is not None and isinstance(aux_var, FedclipSharedState):
-            statistics = self.sharing.receive(aux_var, self._statistics())
-            self._transform = self._shared_transform()
-            self._install(statistics)
-        else:
-            super().process_aux_var(aux_var)
+        return None
 
     def get_config(self) -> dict[str, Any]:
         """Return the parameters, as they would be written in a TOML file."""
@@ -229,12 +170,10 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             name: {field: value.copy() for field, value in fields.items()}
             for name, fields in self._arrays.items()
         }
-        shared = {} if self.sharing is None else {"shared": self.sharing.get_state()}
         return {
             "clipper": self.name,
             "groups": self._statistics(),
             "arrays": arrays,
-            **shared,
             **self._recorder.get_state(),
         }
 
@@ -247,18 +186,14 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             (a `KeyError` and a `ValueError`) If anything is missing, of a wrong type, not finite,
             negative, or another clipper's. The state is then what it was before.
         """
-        version = None
-        transform = self._transform
-        if self.sharing is not None and isinstance(state, Mapping):
-            version = self.sharing.check_state(state.get("shared"))
-            transform = self._local if version is None else self._shared_transform()
+        self._take_over(state, self._transform)
+
+    def _take_over(self, state: Any, transform: Transform) -> None:
         statistics, arrays, round_, rounds = self._check_state(state, transform)
-        if self.sharing is not None:
-            self.sharing.version, self._transform = version, transform
+        self._transform = transform
         self._install(statistics)
         self._arrays = arrays
-        # The server says which groups there are, and may know of more.
-        self._loaded = bool(statistics or arrays) and version is None
+        self._loaded = bool(statistics or arrays)
         self._recorder.set_state(round_, rounds)
         self._warned = -1
 
@@ -432,24 +367,6 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         """Take over statistics, to be matched with the names of the next gradient."""
         self._groups, self._names, self._state = None, (), None
         self._absent, self._loaded = statistics, False
-
-    def _shared_transform(self) -> Transform:
-        assert self.sharing is not None
-        transform: Any = self._transform
-        shared: Transform = replace(transform, rule=self.sharing.rule)
-        return shared
-
-    def _warn_unheard(self) -> None:
-        if self._unheard:
-            return
-        self._unheard = True
-        warnings.warn(
-            f"{self.name} has shared = true and has heard from no counterpart, so that it clips "
-            f"by its own statistics and sends nothing: add {self.name + '-server'!r} to the "
-            "modules of server_opt, or, if it is there, give each pair a shared_name of its own",
-            FedclipWarning,
-            stacklevel=2,
-        )
 
     def _statistics(self) -> Statistics:
         """Return the statistics of all groups known, those absent now too."""

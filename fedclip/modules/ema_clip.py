@@ -9,14 +9,14 @@ from typing import ClassVar
 from fedclip import checks
 from fedclip.clipping import NormClipping
 from fedclip.measures import Order, check_order
-from fedclip.modules.base import Clipper
+from fedclip.modules.shared import SharedClipper
 from fedclip.rules.ema import Ema
 from fedclip.scopes import Scope
 
 __all__ = ["EmaClip"]
 
 
-class EmaClip(Clipper):
+class EmaClip(SharedClipper):
     """Limit at so many times the moving average of past norms (AdaGC).
 
     ::
@@ -154,18 +154,14 @@ class EmaClip(Clipper):
         self.feedback = checks.choice(("clipped", "raw", "none"), feedback=feedback)
         self.include_current = checks.boolean(include_current=include_current)
         self.warmup = checks.integer(0, warmup=warmup)
-        self.warmup_norm = None if warmup_norm is None else checks.positive(warmup_norm=warmup_norm)
-        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.warmup_norm = checks.optional(checks.positive, warmup_norm=warmup_norm)
+        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
         self.warmup_scope = checks.choice(("group", "global"), warmup_scope=warmup_scope)
         self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
         self.estimator = checks.choice(("adagc", "drytorch"), estimator=estimator)
         self.ord = check_order(ord)
         self.eps = checks.non_negative(eps=eps)
-        if self.include_current and self.feedback != "raw":
-            raise ValueError(
-                "include_current=True needs feedback='raw': a norm that the statistics have "
-                f"already seen can not be fed back clipped; got feedback={feedback!r}"
-            )
+        checks.raw_if_current(self.include_current, self.feedback)
         if self.ratio < 1 and self.feedback != "raw":
             raise ValueError(
                 "ratio < 1 needs feedback='raw': a mean that learns clipped norms only would fall "

@@ -12,10 +12,10 @@ from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
 from fedclip.scopes import Scope
 
-__all__ = ["EmaNormClip", "check_start"]
+__all__ = ["EmaNormClip"]
 
 
-def check_start(init: Any, debias: bool) -> float | None:
+def _check_start(init: Any, debias: bool) -> float | None:
     """Return what the averages start at; None if at the first gradient."""
     if isinstance(init, str):
         checks.choice(("first",), init=init)
@@ -104,6 +104,7 @@ class EmaNormClip(Clipper):
     """
 
     name: ClassVar[str] = "ema-norm-clip"
+    _rescale: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -120,12 +121,10 @@ class EmaNormClip(Clipper):
     ) -> None:
         self.decay = checks.unit_interval(decay=decay)
         self.ord = check_order(ord)
-        self.max_growth = None
-        if max_growth is not None:
-            self.max_growth = checks.number("a finite number >= 1", 1.0, max_growth=max_growth)
+        self.max_growth = checks.optional(checks.at_least_one, max_growth=max_growth)
         self.min_norm = checks.positive(min_norm=min_norm)
         self.debias = checks.boolean(debias=debias)
-        start = check_start(init, self.debias)
+        start = _check_start(init, self.debias)
         self.init = "first" if start is None else start
         super().__init__(
             AverageClipping(
@@ -135,7 +134,7 @@ class EmaNormClip(Clipper):
                 start=start,
                 min_norm=self.min_norm,
                 debias=self.debias,
-                rescale=False,
+                rescale=self._rescale,
             ),
             scope=scope,
             exclude=exclude,

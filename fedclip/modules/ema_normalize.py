@@ -3,20 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-from fedclip import checks
-from fedclip.averages import AverageClipping
-from fedclip.measures import Order, check_order
-from fedclip.modules.base import Clipper
-from fedclip.modules.ema_norm_clip import check_start
-from fedclip.scopes import Scope
+from fedclip.modules.ema_norm_clip import EmaNormClip
 
 __all__ = ["EmaNormalize"]
 
 
-class EmaNormalize(Clipper):
+class EmaNormalize(EmaNormClip):
     """Rescale to the norm of the moving average of the gradient itself.
 
     ::
@@ -92,40 +86,4 @@ class EmaNormalize(Clipper):
     """
 
     name: ClassVar[str] = "ema-normalize"
-
-    def __init__(
-        self,
-        decay: float = 0.99,
-        *,
-        scope: Scope = "global",
-        ord: Order = 2,
-        max_growth: float | None = 1.5,
-        init: float | str = 0.0,
-        min_norm: float = 1e-6,
-        debias: bool = False,
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
-    ) -> None:
-        self.decay = checks.unit_interval(decay=decay)
-        self.ord = check_order(ord)
-        self.max_growth = None
-        if max_growth is not None:
-            self.max_growth = checks.number("a finite number >= 1", 1.0, max_growth=max_growth)
-        self.min_norm = checks.positive(min_norm=min_norm)
-        self.debias = checks.boolean(debias=debias)
-        start = check_start(init, self.debias)
-        self.init = "first" if start is None else start
-        super().__init__(
-            AverageClipping(
-                decay=self.decay,
-                ord=self.ord,
-                max_growth=self.max_growth,
-                start=start,
-                min_norm=self.min_norm,
-                debias=self.debias,
-                rescale=True,
-            ),
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-        )
+    _rescale: ClassVar[bool] = True

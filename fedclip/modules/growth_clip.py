@@ -116,14 +116,12 @@ class GrowthClip(Clipper):
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.mul = None if mul is None else checks.number("a finite number >= 1", 1.0, mul=mul)
-        self.add = None if add is None else checks.positive(add=add)
-        self.min_norm = None if min_norm is None else checks.positive(min_norm=min_norm)
-        self.max_decay = None
-        if max_decay is not None:
-            self.max_decay = checks.number("a finite number >= 1", 1.0, max_decay=max_decay)
-        self.warmup_norm = None if warmup_norm is None else checks.positive(warmup_norm=warmup_norm)
-        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.mul = checks.optional(checks.at_least_one, mul=mul)
+        self.add = checks.optional(checks.positive, add=add)
+        self.min_norm = checks.optional(checks.positive, min_norm=min_norm)
+        self.max_decay = checks.optional(checks.at_least_one, max_decay=max_decay)
+        self.warmup_norm = checks.optional(checks.positive, warmup_norm=warmup_norm)
+        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
         self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
         self.ord = check_order(ord)
         self.eps = checks.non_negative(eps=eps)

@@ -98,12 +98,10 @@ class GrowthValueClip(Clipper):
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.mul = None if mul is None else checks.positive(mul=mul)
-        self.add = None if add is None else checks.non_negative(add=add)
-        self.min_value = None if min_value is None else checks.positive(min_value=min_value)
-        self.max_decay = None
-        if max_decay is not None:
-            self.max_decay = checks.number("a finite number >= 1", 1.0, max_decay=max_decay)
+        self.mul = checks.optional(checks.positive, mul=mul)
+        self.add = checks.optional(checks.non_negative, add=add)
+        self.min_value = checks.optional(checks.positive, min_value=min_value)
+        self.max_decay = checks.optional(checks.at_least_one, max_decay=max_decay)
         super().__init__(
             PastClipping(GrowthValue(self.mul, self.add, self.min_value, self.max_decay)),
             scope=scope,

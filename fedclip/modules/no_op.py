@@ -75,7 +75,7 @@ class NoOp(Clipper):
         on_nonfinite: str = "propagate",
     ) -> None:
         checks.choice(("propagate", "raise"), on_nonfinite=on_nonfinite)
-        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
         self.ord = check_order(ord)
         limit = math.inf if self.max_norm is None else self.max_norm
         super().__init__(

@@ -117,7 +117,7 @@ class NormClip(Clipper):
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.min_norm = None if min_norm is None else checks.positive(min_norm=min_norm)
+        self.min_norm = checks.optional(checks.positive, min_norm=min_norm)
         self.max_norm = None
         if max_norm is not None or min_norm is None:
             self.max_norm = checks.positive(max_norm=max_norm)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from fedclip import checks
 from fedclip.clipping import NormClipping
 from fedclip.measures import Order, check_order
-from fedclip.modules.base import Clipper
+from fedclip.modules.shared import SharedClipper
 from fedclip.rules.percentile import Percentile
 from fedclip.rules.quantiles import LARGEST, Markers, Quantile, Stream, Window, check_window
 from fedclip.scopes import Scope
@@ -17,7 +17,7 @@ from fedclip.scopes import Scope
 __all__ = ["PercentileNormClip"]
 
 
-class PercentileNormClip(Clipper):
+class PercentileNormClip(SharedClipper):
     """Limit at a percentile of past norms (AutoClip).
 
     ::
@@ -168,16 +168,12 @@ class PercentileNormClip(Clipper):
         self.feedback = checks.choice(("clipped", "raw"), feedback=feedback)
         self.include_current = checks.boolean(include_current=include_current)
         self.warmup = checks.integer(0, warmup=warmup)
-        self.warmup_norm = None if warmup_norm is None else checks.positive(warmup_norm=warmup_norm)
-        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.warmup_norm = checks.optional(checks.positive, warmup_norm=warmup_norm)
+        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
         self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
         self.ord = check_order(ord)
         self.eps = checks.non_negative(eps=eps)
-        if self.include_current and self.feedback != "raw":
-            raise ValueError(
-                "include_current=True needs feedback='raw': a norm that the history has already "
-                f"seen can not be fed back clipped; got feedback={feedback!r}"
-            )
+        checks.raw_if_current(self.include_current, self.feedback, "history has")
         if self.percentile == 100.0 and self.history != "window":
             raise ValueError(
                 "percentile=100, the largest norm, needs history='window': an estimate that only "

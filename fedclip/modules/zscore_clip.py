@@ -9,14 +9,14 @@ from typing import ClassVar
 from fedclip import checks
 from fedclip.clipping import NormClipping
 from fedclip.measures import Order, check_order
-from fedclip.modules.base import Clipper
+from fedclip.modules.shared import SharedClipper
 from fedclip.rules.zscore import ZScore
 from fedclip.scopes import Scope
 
 __all__ = ["ZScoreClip"]
 
 
-class ZScoreClip(Clipper):
+class ZScoreClip(SharedClipper):
     """Limit at so many standard deviations above the running mean of past norms (ZClip).
 
     ::
@@ -160,19 +160,15 @@ class ZScoreClip(Clipper):
         self.feedback = checks.choice(("clipped", "raw", "none"), feedback=feedback)
         self.include_current = checks.boolean(include_current=include_current)
         self.warmup = checks.integer(0, warmup=warmup)
-        self.warmup_norm = None if warmup_norm is None else checks.positive(warmup_norm=warmup_norm)
-        self.max_norm = None if max_norm is None else checks.positive(max_norm=max_norm)
+        self.warmup_norm = checks.optional(checks.positive, warmup_norm=warmup_norm)
+        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
         self.factor = checks.positive(factor=factor)
         self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
         self.estimator = checks.choice(("zclip", "drytorch", "smartclip"), estimator=estimator)
         self.std_eps = checks.non_negative(std_eps=std_eps)
         self.ord = check_order(ord)
         self.eps = checks.non_negative(eps=eps)
-        if self.include_current and self.feedback != "raw":
-            raise ValueError(
-                "include_current=True needs feedback='raw': a norm that the statistics have "
-                f"already seen can not be fed back clipped; got feedback={feedback!r}"
-            )
+        checks.raw_if_current(self.include_current, self.feedback)
         if self.factor != 1.0 and self.action != "reciprocal":
             raise ValueError(
                 f"factor goes with action='reciprocal' only, got factor={factor!r} "

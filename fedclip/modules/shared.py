@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clippers that can have one state with all clients of a federation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from declearn.optimizer.modules import AuxVar
+
+from fedclip import checks
+from fedclip.modules.base import Clipper, Transform
+
+if TYPE_CHECKING:
+    from fedclip.federation.shared import SharedStatistics
+
+__all__ = ["SharedClipper"]
+
+
+class SharedClipper(Clipper, register=False):
+    """Base of the clippers that have a counterpart on the server.
+
+    Parameters
+    ----------
+    transform, **options
+        What every clipper has (see `Clipper`).
+    shared, shared_name
+        Whether to have one state with all clients of a federation, and the name that tells
+        this pair of clipper and counterpart from others (see `fedclip.federation.shared`).
+    """
+
+    shared_settings: ClassVar[tuple[str, ...]]
+    """The parameters that the counterpart must have as well."""
+
+    def __init__(
+        self, transform: Transform, *, shared: bool, shared_name: str | None, **options: Any
+    ) -> None:
+        # Not at the top: the package of the counterparts is made of clippers.
+        from fedclip.federation.shared import SharedStatistics
+
+        super().__init__(transform, **options)
+        self.shared = checks.boolean(shared=shared)
+        self.shared_name = checks.optional(checks.name, shared_name=shared_name)
+        self.sharing: SharedStatistics | None = None
+        if not self.shared:
+            if self.shared_name is not None:
+                raise ValueError(f"shared_name goes with shared=True only, got {shared_name!r}")
+            return
+        if getattr(self, "include_current", False):
+            raise ValueError(
+                "shared=True does not go with include_current=True: what is shared is the state "
+                "of the round's start, which has not seen the current norm"
+            )
+        # declearn looks at the instance, so that two pairs of one kind can have two names.
+        self.aux_name = self.shared_name or f"{self.name}-shared"  # type: ignore[misc]
+        settings = {key: getattr(self, key) for key in self.shared_settings}
+        self.sharing = SharedStatistics(self.name, self._transform, settings)
+
+    def collect_aux_var(self) -> AuxVar | None:
+        """Return what was counted, if it is shared; on a server, begin a round."""
+        super().collect_aux_var()
+        if not self._on_client:
+            # A server has nobody to share with, and what clients count is for the counterpart.
+            self.aux_name = None  # type: ignore[misc]
+        elif self.sharing is not None and self.sharing.heard():
+            counts, statistics = self.sharing.collect(self._statistics())
+            self._install(statistics)
+            return counts
+        return None
+
+    def process_aux_var(self, aux_var: AuxVar) -> None:
+        """Take over the state that the server has sent.
+
+        Raises
+        ------
+        ValueError
+            If clipper and counterpart do not go together, or what was sent is not sound.
+        """
+        from fedclip.federation.shared_messages import FedclipSharedState
+
+        if self.sharing is not None and isinstance(aux_var, FedclipSharedState):
+            statistics = self.sharing.receive(aux_var, self._statistics())
+            self._transform = self.sharing.transform(self.sharing.version)
+            self._install(statistics)
+        else:
+            super().process_aux_var(aux_var)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what every clipper does, and of which version a shared state is."""
+        shared = {} if self.sharing is None else {"shared": self.sharing.get_state()}
+        return {**super().get_state(), **shared}
+
+    def _take_over(self, state: Any, transform: Transform) -> None:
+        version = None
+        if self.sharing is not None and isinstance(state, Mapping):
+            version = self.sharing.check_state(state.get("shared"))
+            transform = self.sharing.transform(version)
+        super()._take_over(state, transform)
+        if self.sharing is not None:
+            self.sharing.version = version
+            # The server says which groups there are, and may know of more.
+            self._loaded = self._loaded and version is None
