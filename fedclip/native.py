@@ -104,7 +104,7 @@ def norm_step(
     norms = xp.group_norms(arrays, groups.members)
     fine = xp.isfinite(norms)
     finite = xp.all(fine)
-    safe = xp.where(fine, norms, 0.0 * xp.where(fine, norms, 1.0))
+    safe = xp.where(fine, norms, 0.0)
     limits, after = clipping.rule(safe, state, xp)
     after = type(state)(*(xp.where(finite, n, o) for o, n in zip(state, after, strict=True)))
     over = safe + clipping.eps > limits
@@ -114,7 +114,7 @@ def norm_step(
     elif clipping.min_norm is not None:
         low = (safe < clipping.min_norm) & (safe > 0)
         moved, target = over | low, xp.where(low, xp.minimum(limits, clipping.min_norm), limits)
-    ratio = target / xp.where(moved, safe + clipping.eps, 1.0 + 0.0 * safe)
+    ratio = target / xp.where(moved, safe + clipping.eps, 1.0)
     if clipping.skip:
         ratio = 0.0 * safe
     if on_nonfinite == "propagate":
@@ -125,7 +125,7 @@ def norm_step(
     for group, members in enumerate(groups.members):
         for dtype in {backend.dtype(arrays[i]) for i in members}:
             chosen = [i for i in members if backend.dtype(arrays[i]) == dtype]
-            k = xp.where(moved, ratio * (1.0 - MARGIN[dtype]), 1.0 + 0.0 * safe)[group]
+            k = xp.where(moved, ratio * (1.0 - MARGIN[dtype]), 1.0)[group]
             keep = finite if on_nonfinite == "skip" else None
             scaled = backend.rescale([arrays[i] for i in chosen], k, keep)
             for i, output in zip(chosen, scaled, strict=True):
@@ -260,5 +260,5 @@ def _slice_factors(
     elif clipping.min_norm is not None:
         low = (sizes < clipping.min_norm) & (sizes > 0)
         moved, target = over | low, xp.where(low, xp.minimum(limit, clipping.min_norm), limit)
-    ratio = target / xp.where(moved, sizes + clipping.eps, 1.0 + 0.0 * sizes)
-    return xp.where(moved, ratio * (1.0 - margin), 1.0 + 0.0 * sizes)
+    ratio = target / xp.where(moved, sizes + clipping.eps, 1.0)
+    return xp.where(moved, ratio * (1.0 - margin), 1.0)

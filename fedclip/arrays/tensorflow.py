@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,14 +70,14 @@ class TensorflowBackend(Backend):
         return self._multiply(array, tf.constant(factors, wide))
 
     @staticmethod
-    def _multiply(tensor: Array, factor: Array) -> Array:
+    def _multiply(tensor: Array, factor: Array, product: Any = tf.raw_ops.Mul) -> Array:
         if isinstance(tensor, tf.IndexedSlices):
             # Scaling is linear, so rows that repeat need not be merged to be scaled.
-            values = TensorflowBackend._multiply(tensor.values, factor)
+            values = TensorflowBackend._multiply(tensor.values, factor, product)
             return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
         if tensor.dtype == factor.dtype:
-            return tf.raw_ops.Mul(x=tensor, y=factor)
-        return tf.cast(tf.cast(tensor, factor.dtype) * factor, tensor.dtype)
+            return product(x=tensor, y=factor)
+        return tf.cast(product(x=tf.cast(tensor, factor.dtype), y=factor), tensor.dtype)
 
     def clip(self, arrays: Sequence[Array], low: float, high: float, arena: Arena) -> list[Array]:
         return [self._clip(t, low, high) for t in arrays]
@@ -149,17 +149,44 @@ class TensorflowBackend(Backend):
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         values = [self._values(t) for t in arrays]
-        fast = [tf.cast(tf.reduce_sum(tf.square(self._wide(v))), tf.float64) for v in values]
-        sums = tf.stack(fast)
-        if not all(tuple(m) == (i,) for i, m in enumerate(members)):
+        wide = [self._wide(v) for v in values]
+        # One operation for each tensor, and as few as can be besides.
+        halves = [tf.raw_ops.L2Loss(t=v) for v in wide]
+        if len({v.dtype for v in wide}) > 1:
+            halves = [tf.cast(h, tf.float64) for h in halves]
+        sums = 2.0 * tf.cast(tf.stack(halves), tf.float64)
+        if len(members) == 1:
+            sums = tf.reduce_sum(sums, keepdims=True)
+        elif not all(tuple(m) == (i,) for i, m in enumerate(members)):
             sums = tf.stack([tf.reduce_sum(tf.gather(sums, list(m))) for m in members])
         # What has over- or underflowed is measured again, relative to the maximum.
         sound = tf.reduce_all((sums >= UNDERFLOW) & (sums < np.inf))
-        return tf.cond(
-            sound,
-            lambda: tf.sqrt(sums),
-            lambda: tf.stack([self._scaled_norm([values[i] for i in m]) for m in members]),
+
+        def again(_: Array, *tensors: Array) -> Array:
+            return tf.stack([self._scaled_norm([tensors[i] for i in m]) for m in members])
+
+        return self._choose(sound, lambda sums, *_: tf.sqrt(sums), again, [sums, *values])
+
+    @staticmethod
+    def _choose(
+        condition: Array, yes: Callable[..., Array], no: Callable[..., Array], inputs: list[Array]
+    ) -> Array:
+        """Return ``yes(*inputs)`` or ``no(*inputs)``; of both, one is computed."""
+        if tf.executing_eagerly():
+            return yes(*inputs) if condition else no(*inputs)
+        # Unlike those of `tf.cond`, these branches stay functions: it takes them apart, into
+        # two operations for each input.
+        specs = [tf.TensorSpec(t.shape, t.dtype) for t in inputs]
+        branches = (tf.function(f).get_concrete_function(*specs) for f in (yes, no))
+        then, otherwise = branches
+        (result,) = tf.raw_ops.StatelessIf(
+            cond=condition,
+            input=inputs,
+            Tout=[tf.float64],
+            then_branch=then,
+            else_branch=otherwise,
         )
+        return tf.ensure_shape(result, then.output_shapes)
 
     @staticmethod
     def _wide(tensor: Array) -> Array:
@@ -215,13 +242,9 @@ class TensorflowBackend(Backend):
         return tf.cast(tf.cast(array, wide) * tf.cast(factors, wide), array.dtype)
 
     def rescale(self, arrays: Sequence[Array], factor: Array, keep: Array | None) -> list[Array]:
-        # Sparse gradients have parts, which a branch can not return as they are.
-        if any(isinstance(t, tf.IndexedSlices) for t in arrays):
-            return super().rescale(arrays, factor, keep)
-        keep = tf.constant(True) if keep is None else keep
-        outputs: list[Array] = tf.cond(
-            keep & (factor == 1),
-            lambda: list(arrays),
-            lambda: super(TensorflowBackend, self).rescale(arrays, factor, keep),
-        )
-        return outputs
+        if keep is None:
+            return self.multiply(arrays, factor)
+        # A product in which 0 times NaN is 0: one operation for each tensor.
+        wide = tf.float64 if arrays[0].dtype == tf.float64 else tf.float32
+        k = tf.cast(tf.where(keep, factor, tf.zeros_like(factor)), wide)
+        return [self._multiply(t, k, tf.raw_ops.MulNoNan) for t in arrays]
