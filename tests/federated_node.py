@@ -1,7 +1,8 @@
 """One node of a real federation: ``python federated_node.py server|client_i SETTINGS.json``.
 
 What a user of declearn writes; the settings say which protocol, secure aggregation and sampling.
-A server that ends, however it ends, leaves what it knows in ``server.json``.
+A server that ends, however it ends, leaves what it knows in ``server.json``; a client that has
+come to the end of its run, in ``client_i.json``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from declearn.model.sklearn import SklearnSGDModel
 from declearn.secagg.utils import IdentityKeys
 from declearn.utils import setup_client_loggers, setup_server_loggers
 
-import fedclip  # noqa: F401  (registers the plug-ins)
+import fedclip
 
 if __name__ == "__main__":
     role, settings = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
@@ -54,6 +55,20 @@ def server() -> None:
         Path("server.json").write_text(json.dumps(result))
 
 
+class RestartedClient(FederatedClient):
+    """A client that goes on with the state that its optimizer has had."""
+
+    def __init__(self, folder: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.state = Checkpointer(folder).load_optimizer().get_state()
+
+    async def initialize(self) -> None:
+        """Make model and optimizer as the server says, and give the optimizer its state."""
+        await super().initialize()
+        assert self.trainmanager is not None
+        self.trainmanager.optim.set_state(self.state)
+
+
 def client(i: int) -> None:
     setup_client_loggers(role)
     rng = np.random.default_rng(i)
@@ -69,12 +84,21 @@ def client(i: int) -> None:
     uri = f"127.0.0.1:{settings['port']}"
     if settings["protocol"] == "websockets":
         uri = "ws://" + uri
-    FederatedClient(
-        netwk={"protocol": settings["protocol"], "server_uri": uri, "name": role},
-        train_data=InMemoryDataset(data, target=(data[:, 0] > 0).astype(int), expose_classes=True),
-        secagg=keys,
-        verbose=False,
-    ).run()
+    specs: dict[str, Any] = {
+        "netwk": {"protocol": settings["protocol"], "server_uri": uri, "name": role},
+        "train_data": InMemoryDataset(
+            data, target=(data[:, 0] > 0).astype(int), expose_classes=True
+        ),
+        "secagg": keys,
+        "checkpoint": f"saved_{role}" if settings.get("checkpoint") else None,
+        "verbose": False,
+    }
+    saved = settings.get("client_restart")
+    node = RestartedClient(f"{saved}_{role}", **specs) if saved else FederatedClient(**specs)
+    node.run()
+    assert node.trainmanager is not None
+    modules = [m for m in node.trainmanager.optim.modules if isinstance(m, fedclip.Clipper)]
+    Path(f"{role}.json").write_text(json.dumps({m.name: m.get_state() for m in modules}))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from fedclip import Clipper, FedclipWarning, ZScoreClip
 from fedclip.arrays import NUMPY, backend_named
 from fedclip.check import check_config
 from fedclip.federation.shared import SharedRule
-from fedclip.federation.shared_counts import ERROR, Tally, quantile_of
+from fedclip.federation.shared_counts import _EDGES, ERROR, Tally, quantile_of
 from fedclip.federation.shared_messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.federation.shared_server import History, SharedServer
 from fedclip.rules.adaptive import geometric_update
@@ -605,45 +606,219 @@ def test_a_secure_sum_that_can_not_be_is_left_out(name: str, value: int, row: in
 
 
 # -- liars ----------------------------------------------------------------------------------
-def claim(fed: Federation, value: float, size: int) -> Callable[[FedclipSharedCounts], Any]:
-    """Return what claims so many norms, all of one value, in sound form."""
+def said(fed: Federation, fields: Mapping[str, Any]) -> FedclipSharedCounts:
+    """Return the message of a client that has counted this."""
+    column = fed.counterpart._tally.encode(fields, fed.group().get("mean", 0.0))
+    return FedclipSharedCounts(1, np.array(column, dtype=np.uint64)[:, None])
+
+
+def claim(fed: Federation, values: Sequence[float]) -> Callable[[FedclipSharedCounts], Any]:
+    """Return what claims these norms, in sound form."""
 
     def tamper(_: FedclipSharedCounts) -> Any:
-        rule = SharedRule(fed.counterpart._rule, size)
+        rule = SharedRule(fed.counterpart._rule, len(values))
         state = rule.init(1, NUMPY)
-        for _ in range(size):
-            state = rule.tally.add(np.array([value]), None, size, state, NUMPY)
-        fields = {name: getattr(state, name)[..., 0].tolist() for name in rule.tally.fields}
-        centre = fed.group().get("mean", 0.0)
-        column = rule.tally.encode(fields, centre)
-        return FedclipSharedCounts(1, np.array(column, dtype=np.uint64)[:, None])
+        for value in values:
+            state = rule.tally.add(np.array([value]), None, len(values), state, NUMPY)
+        return said(
+            fed, {name: getattr(state, name)[..., 0].tolist() for name in rule.tally.fields}
+        )
 
     return tamper
 
 
-@pytest.mark.parametrize("share", [0.05, 0.1])
-def test_liars_move_a_zscore_limit_by_the_stated_factor(share: float) -> None:
-    """Limit - mean grows by 1 / sqrt(1 - share (1 + z^2)) at most, while that is positive."""
-    rng = np.random.default_rng(11)
-    fed = Federation("zscore-clip", 20, action="max", max_norm=None)
-    liars = [f"client_{i}" for i in range(round(20 * share))]
-    honest = [c for c in fed.clients if c not in liars]
+def highest(fed: Federation) -> float:
+    """Return the most that the server believes of one norm."""
+    return float(fed.counterpart._rule.ceiling(fed.counterpart._state)[0])
 
-    # Norms without spikes: 1 +- 0.1.
-    def steps(clients: Sequence[str]) -> dict[str, list[float]]:
-        return {c: rng.uniform(0.9, 1.1, 10).tolist() for c in clients}
 
-    fed.round(steps(honest))
-    for _ in range(60):
-        state = fed.group()
-        highest = state["mean"] + 2.5 * (state["variance"] ** 0.5 + 1e-6)
-        fed.tamper = {c: claim(fed, highest, 10) for c in liars}
-        fed.round({**steps(honest), **{c: [] for c in liars}})
+def limit_of(fed: Federation) -> float:
+    field = {"percentile-norm-clip": "level", "adaptive-clip": "limit"}.get(fed.name)
+    return float(fed.group()[field]) if field else highest(fed)
+
+
+HONEST = np.linspace(0.9, 1.1, 36)
+"""What honest clients see in every round: no spikes."""
+
+WIDE = np.linspace(0.5, 1.5, 36)
+"""The same for clippers that follow a quantile."""
+
+Claims = Callable[[int, int, float, float], list[float]]
+"""What is claimed: round, how many norms, the highest that is believed, the mean."""
+
+
+def mixture(at_top: float) -> Claims:
+    """Return what claims this part at the highest, and the rest at 0."""
+
+    def chosen(_: int, size: int, top: float, __: float) -> list[float]:
+        return [top] * round(at_top * size) + [0.0] * (size - round(at_top * size))
+
+    return chosen
+
+
+def at_random(seed: int) -> Claims:
+    rng = np.random.default_rng(seed)
+    return lambda _, size, top, mean: rng.choice([0.0, mean, top], size).tolist()
+
+
+ATTACKS: dict[str, Claims] = {
+    **{f"{b:.0%} at the top": mixture(b) for b in (0.0, 0.25, 0.5, 0.75, 1.0)},
+    "by turns": lambda t, size, top, _: [top * (t % 2)] * size,
+    "by turns of five": lambda t, size, top, _: [top * (t // 5 % 2)] * size,
+    "the mean": lambda _, size, __, mean: [mean] * size,
+    **{f"random {seed}": at_random(seed) for seed in range(3)},
+}
+
+
+def attacked(name: str, lies: int, attack: Claims, rounds: int, **config: Any) -> list[float]:
+    """Return the limits of rounds in which liars claim so many norms, next to the honest ones."""
+    fed = Federation(name, 2, max_norm=None, **config)
+    norms = (WIDE if name in ("adaptive-clip", "percentile-norm-clip") else HONEST).tolist()
+    for _ in range(2):
+        fed.round({"client_0": norms})
+    limits = [limit_of(fed)]
+    for t in range(rounds):
+        claims = attack(t, lies, highest(fed), fed.group().get("mean", 1.0))
+        fed.tamper = {"client_1": claim(fed, claims)}
+        fed.round({"client_0": norms, "client_1": []})
+        limits.append(limit_of(fed))
     assert not fed.counterpart.refused
-    state = fed.group()
-    std = 0.2 / 12**0.5
-    bound = 1.0 + 2.5 * std / (1 - share * (1 + 2.5**2)) ** 0.5
-    assert 1.0 + 2.5 * std < state["mean"] + 2.5 * state["variance"] ** 0.5 < 1.05 * bound
+    return limits
+
+
+def widened(p: float, z: float) -> tuple[float, float]:
+    """Return the bounds that the documentation states of a limit at z deviations.
+
+    Of the share p the part b claims the limit, the rest 0, whichever b is worst.
+    """
+    top = 0.0
+    for b in np.linspace(0.0, p, 1001):
+        others = (1 - p) / (1 - b)
+        mean = others * HONEST.mean()
+        std = (others * (HONEST**2).mean() - mean**2) ** 0.5
+        top = max(top, mean + z * std / (1 - b * (1 + z * z)) ** 0.5)
+    return float(np.quantile(HONEST, 1 - 1 / ((1 - p) * (1 + z * z)), method="lower")), top
+
+
+def fed_deviation(p: float, f: float) -> tuple[float, float]:
+    """Return the bounds of the limit of auto-clip, as the documentation states them."""
+    median = float(np.quantile(HONEST, 0.5 / (1 - p), method="higher"))
+    top, mean, square = 0.0, (1 - p) * HONEST.mean(), (1 - p) * (HONEST**2).mean()
+    for b in np.linspace(0.0, p, 1001):
+        limit = 0.0
+        for _ in range(500):
+            spread = square + b * limit**2 - (mean + b * limit) ** 2
+            limit = median + f * spread**0.5
+        top = max(top, limit)
+    return float(np.quantile(HONEST, (0.5 - p) / (1 - p), method="lower")), top
+
+
+def settled(p: float, ratio: float) -> tuple[float, float]:
+    """Return the bounds of the limit of ema-clip, as the documentation states them."""
+    low = max(HONEST.min(), ratio * (1 - p) * np.minimum(HONEST, HONEST.min() * ratio).mean())
+    return (low if (1 - p) * ratio > 1 else 0.0), ratio * HONEST.mean() * (1 - p) / (1 - p * ratio)
+
+
+def between(p: float, q: float) -> tuple[float, float]:
+    low = np.quantile(WIDE, (q - p) / (1 - p), method="lower")
+    return float(low), float(np.quantile(WIDE, q / (1 - p), method="higher"))
+
+
+# Clipper, its settings, how many norms liars claim (2, 4 or 12, for a share of 5, 10 or 25 %),
+# the bounds, their error, and how many rounds it takes. Clients may round to single precision.
+LIES: list[tuple[Any, ...]] = [
+    *(
+        ("zscore-clip", {"action": "max", "estimator": e}, n, partial(widened, z=2.5), 1e-4, 25)
+        for n in (2, 4)
+        for e in ("zclip", "smartclip")
+    ),
+    ("ema-clip", {"ratio": 2.0}, 4, partial(settled, ratio=2.0), 1e-4, 80),
+    ("ema-clip", {"ratio": 2.0}, 12, partial(settled, ratio=2.0), 1e-4, 80),
+    ("auto-clip", {}, 2, partial(fed_deviation, f=3.0), ERROR, 40),
+    ("auto-clip", {"std_factor": 2.0}, 4, partial(fed_deviation, f=2.0), ERROR, 40),
+    # An error of one step.
+    ("adaptive-clip", {}, 12, partial(between, q=0.5), 0.1, 60),
+    ("adaptive-clip", {"quantile": 0.4, "rate": 0.1}, 12, partial(between, q=0.4), 0.06, 60),
+    ("percentile-norm-clip", {"percentile": 60.0}, 12, partial(between, q=0.6), ERROR, 20),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "lies", "bounds", "error", "rounds"), LIES)
+def test_liars_move_a_limit_no_further_than_stated(
+    name: str,
+    config: dict[str, Any],
+    lies: int,
+    bounds: Callable[[float], tuple[float, float]],
+    error: float,
+    rounds: int,
+) -> None:
+    """Whatever they claim, of what is believed; and some attack gets near the upper bound."""
+    low, top = bounds(lies / (HONEST.size + lies))
+    reached = {}
+    for attack, claims in ATTACKS.items():
+        limits = attacked(name, lies, claims, rounds, **config)
+        assert low * (1 - error) <= min(limits), attack
+        assert max(limits) <= top * (1 + error), attack
+        reached[attack] = max(limits)
+    without = attacked(name, 0, ATTACKS["the mean"], rounds, **config)[-1]
+    assert max(reached.values()) >= without + 0.8 * (top - without), reached
+
+
+@pytest.mark.parametrize(("name", "lies"), [("zscore-clip", 7), ("auto-clip", 12)])
+def test_from_some_share_on_there_is_no_bound(name: str, lies: int) -> None:
+    """13.8 % with 2.5 deviations about the mean, 12.7 % with 3 about the median."""
+    limits = attacked(name, lies, ATTACKS["100% at the top"], 300)
+    assert limits[300] > 1.1 * limits[200] > 1.21 * limits[100]
+
+
+def test_the_limit_of_ema_falls_to_nothing_where_that_is_said() -> None:
+    """From p = 1 - 1 / ratio on, and not before."""
+    for lies, falls in ((12, True), (1, False)):
+        limits = attacked("ema-clip", lies, ATTACKS["0% at the top"], 200)
+        assert (limits[-1] < 0.01) == falls, limits[-1]
+        assert limits[-1] > 0
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("name", ["zscore-clip", "ema-clip", "auto-clip"])
+def test_a_variance_that_no_norms_of_that_mean_have_is_refused(name: str, mean: float) -> None:
+    """Norms between 0 and H have ``sum(u^2) <= H sum(u)``."""
+    fed = Federation(name, 2, max_norm=None)
+    for _ in range(2):
+        fed.round({"client_0": HONEST.tolist()})
+    before, top = fed.group(), highest(fed)
+    fields = {"new": 4, "new_mean": mean * top, "new_squares": 4 * (1 - mean**2) * top**2}
+    if name == "auto-clip":
+        # Its buckets would be sound.
+        level = float(limit_of(fed))
+        above = [4 * (level * 0.5 > edge) for edge in _EDGES]
+        fields["new_above"] = above
+    fed.tamper = {"client_1": lambda _: said(fed, fields)}
+    fed.round({"client_0": [], "client_1": []})
+    assert fed.group() == before
+    assert fed.counterpart.refused == 1
+
+
+@pytest.mark.parametrize("norm", [1e-22, 1e-24, 1e-26, 0.0])
+def test_norms_where_the_digits_end_are_not_refused(norm: float) -> None:
+    fed = Federation("zscore-clip", 2, max_norm=None)
+    for _ in range(6):
+        fed.round({"client_0": [norm] * 9, "client_1": [norm * 1.1, norm * 0.9] * 4})
+    assert not fed.counterpart.refused
+    assert fed.group()["mean"] == pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["zscore-clip", "ema-clip", "auto-clip", "percentile-norm-clip"])
+def test_a_client_in_single_precision_whose_norms_are_all_spikes_is_believed(name: str) -> None:
+    """All that it learns is the limit, which it has rounded."""
+    for seed in range(20):
+        fed = Federation(name, max_norm=None, **({"action": "max"} if name[0] == "z" else {}))
+        fed.round({c: draw(np.random.default_rng(seed), 20) for c in fed.clients})
+        before = fed.group()
+        fed.tamper = {"client_0": claim(fed, [highest(fed) * (1 + 2e-7)] * 5)}
+        fed.round({"client_0": []})
+        assert not fed.counterpart.refused
+        assert fed.group() != before
 
 
 @pytest.mark.parametrize("name", ["percentile-norm-clip", "adaptive-clip"])
@@ -662,7 +837,7 @@ def test_liars_move_a_quantile_between_honest_quantiles(name: str, high: bool) -
         level = fed.group().get("level", 0.0)
         # Of the adaptive clipper a bit: 1 for a norm below the limit.
         lie = float(not high) if name == "adaptive-clip" else 2 * level * high
-        fed.tamper = {c: claim(fed, lie, 10) for c in liars}
+        fed.tamper = {c: claim(fed, [lie] * 10) for c in liars}
         fed.round({**norms, **{c: [] for c in liars}})
     assert not fed.counterpart.refused
     everything = np.array(draw(np.random.default_rng(0), 100_000))
@@ -678,7 +853,7 @@ def test_norms_above_what_a_client_can_have_learnt_are_refused(name: str) -> Non
     for _ in range(3):
         fed.round({c: draw(rng, 20) for c in fed.clients})
     before = fed.group()
-    fed.tamper = {"client_0": claim(fed, 1000.0, 5)}
+    fed.tamper = {"client_0": claim(fed, [1000.0] * 5)}
     fed.round({"client_0": []})
     assert fed.group() == before
     assert fed.counterpart.refused == 1
@@ -688,7 +863,7 @@ def test_max_steps_bounds_what_a_client_counts_and_may_claim() -> None:
     fed = Federation("auto-clip", server={"max_steps": 10})
     fed.round({"client_0": [1.0] * 25, "client_1": [2.0] * 10})
     assert fed.group()["count"] == 20
-    fed.tamper = {"client_0": claim(fed, 1.0, 11)}
+    fed.tamper = {"client_0": claim(fed, [1.0] * 11)}
     fed.round({"client_0": [], "client_1": [1.0]})
     assert fed.counterpart.refused == 1
     assert fed.group()["count"] == 21

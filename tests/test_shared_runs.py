@@ -20,6 +20,10 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
 
 # A sketch has hundreds of numbers, of which Joye-Libert encrypts some hundred a second.
 FEW = (PAIRS[0], PAIRS[2])
+SKETCHES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("percentile-norm-clip", {"percentile": 80.0}),
+    ("auto-clip", {"max_norm": None}),
+)
 SCALE = [1.0, 3.0, 10.0]
 
 
@@ -86,6 +90,26 @@ def test_the_same_state_under_secure_aggregation(
         # What is counted adds up exactly; the model is quantised, and so the norms differ.
         for label, group in wanted["groups"].items():
             assert state["groups"][label] == pytest.approx(group, rel=1e-6), name
+
+
+def test_the_same_sketches_under_joye_libert(tmp_path: Path) -> None:
+    """The clippers with the most to encrypt, 1070 numbers a round; two rounds."""
+    runs = [
+        states(
+            complete(
+                tmp_path / str(kind), secagg=kind, optim=optim(pairs=SKETCHES), run={"rounds": 2}
+            )
+        )
+        for kind in (None, "joye-libert")
+    ]
+    for name, wanted in runs[0].items():
+        state = runs[1][name]
+        assert (state["refused"], state["version"]) == (0, 2)
+        assert state["groups"]["all"]["count"] == 3 * 6 * 2
+        assert state["groups"]["all"]["level"] > 0
+        # Buckets are whole numbers: the sketches are equal.
+        assert state["history"] == wanted["history"]
+        assert state["groups"]["all"] == pytest.approx(wanted["groups"]["all"], rel=1e-6)
 
 
 @pytest.mark.parametrize("secagg", [None, "masking", "joye-libert"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from declearn.main.utils import Checkpointer
 
 from fedclip.federation.secagg import plan
 
@@ -190,26 +190,96 @@ def test_ends_in_a_sentence_on_the_server_and_on_each_client(
         assert text in run.said(name), run.said(name)[-3000:]
 
 
-def test_kill_and_restart_of_the_server_continues_bound_and_budget(tmp_path: Path) -> None:
-    optim = server_with(noise_multiplier=2.0, expected_clients=N, generator="insecure", seed=5)
-    run = {"evaluate": {"batch_size": 60, "frequency": 1}}
-    whole = complete(tmp_path / "whole", optim=optim, run={**run, "rounds": 5})
-    # Killed in the middle of a longer run, once a few rounds have been saved.
-    first = tmp_path / "first"
-    with running(first, optim=optim, run={**run, "rounds": 1000}, checkpoint="saved") as killed:
+def killed(folder: Path, rounds: int, **settings: Any) -> int:
+    """Kill all processes of a run after so many rounds or more, and return how many are saved."""
+    with running(folder, **{**settings, "checkpoint": "saved"}) as run:
         end = time.monotonic() + 150
-        while "Initiating training round 3" not in killed.said("server"):
-            assert time.monotonic() < end, killed.said("server")[-3000:]
-            time.sleep(0.05)
-    folder = first / "saved"
-    # As if it had been killed right after the second round: what came later is taken away.
-    for prefix in ("optimizer_state", "model_state"):
-        states = sorted(folder.glob(f"{prefix}_*"))
-        for path in states[3:]:
-            path.unlink()
-    shutil.copytree(folder, tmp_path / "second" / "saved")
-    again = complete(tmp_path / "second", optim=optim, run={**run, "rounds": 3}, restart="saved")
+        while f"Initiating training round {rounds + 1}" not in run.said("server"):
+            assert time.monotonic() < end, run.said("server")[-3000:]
+            time.sleep(0.02)
+    # A checkpoint takes the place of one of the same second, so that the last one is to be asked.
+    modules = Checkpointer(str(folder / "saved")).load_optimizer().get_state()["modules"]
+    saved = next(state["round"] for name, state in modules if name == "update-clip-server")
+    assert saved >= rounds
+    return int(saved)
+
+
+NOISED = server_with(noise_multiplier=2.0, expected_clients=N, generator="insecure", seed=5)
+EVERY: dict[str, Any] = {"evaluate": {"batch_size": 60, "frequency": 1}}
+
+
+def test_kill_and_restart_of_the_server_continues_bound_and_budget(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"optim": NOISED, "run": {**EVERY, "rounds": 1000}}
+    rounds = killed(tmp_path / "first", 2, **settings)
+    saved = str(tmp_path / "first" / "saved")
+    settings["run"]["rounds"] = 3
+    again = complete(tmp_path / "second", **settings, restart=saved)
+    settings["run"]["rounds"] = rounds + 3
+    whole = complete(tmp_path / "whole", **settings)
     assert again.state() == whole.state()
-    assert again.state()["spent"] == [[2.0, 5]]
+    assert again.state()["spent"] == [[2.0, rounds + 3]]
     for name, weights in whole.result()["weights"].items():
         np.testing.assert_allclose(again.result()["weights"][name], weights, rtol=1e-12)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    """Compare states, to within rounding: declearn adds up replies in any order."""
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key in wanted:
+            assert_same(found[key], wanted[key])
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+    elif isinstance(wanted, float):
+        assert found == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+    else:
+        assert found == wanted
+
+
+SHARED: list[tuple[str, dict[str, Any]]] = [
+    ("zscore-clip", {"max_norm": None}),
+    ("percentile-norm-clip", {"scope": "tensor"}),
+    ("adaptive-clip", {"start_norm": 0.3}),
+]
+# A clipper with statistics of its own, and a module of declearn's that remembers.
+OWN = ["ema-clip", ["momentum", {"beta": 0.5}]]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "and their own"])
+def test_all_killed_and_restarted_go_on_as_if_uninterrupted(tmp_path: Path, own: bool) -> None:
+    """Clients need their checkpoints for what is theirs; what is shared comes from the server."""
+    shared = [[name, {**config, "shared": True}] for name, config in SHARED]
+    counterparts = [
+        [f"{name}-server", {key: value for key, value in config.items() if key != "max_norm"}]
+        for name, config in SHARED
+    ]
+    optim: dict[str, Any] = {**NOISED, "client_opt": {"lrate": 0.5}}
+    optim["client_opt"]["modules"] = [*shared, *(OWN if own else []), "update-clip-client"]
+    optim["server_opt"] = {"lrate": 1.0}
+    optim["server_opt"]["modules"] = [*NOISED["server_opt"]["modules"], *counterparts]
+    # Rounds that take a second or so, in which no checkpoint is written.
+    training = {"training": {"batch_size": 10, "n_epoch": 12}}
+    settings: dict[str, Any] = {"optim": optim, "run": {**EVERY, **training, "rounds": 1000}}
+    rounds = killed(tmp_path / "first", 2, **settings)
+    saved = str(tmp_path / "first" / "saved")
+    settings["run"]["rounds"] = 2
+    restart = {"restart": saved, **({"client_restart": saved} if own else {})}
+    again = complete(tmp_path / "again", **settings, **restart)
+    settings["run"]["rounds"] = rounds + 2
+    whole = complete(tmp_path / "whole", **settings)
+    assert_same(again.result()["modules"], whole.result()["modules"])
+    assert again.state()["spent"] == [[2.0, rounds + 2]]
+    for name, weights in whole.result()["weights"].items():
+        np.testing.assert_allclose(again.result()["weights"][name], weights, rtol=1e-9)
+    for i in range(N):
+        after, wanted = (
+            json.loads((run.folder / f"client_{i}.json").read_text()) for run in (again, whole)
+        )
+        for name, state in wanted.items():
+            # What else a clipper has counted for its reports is its own, too.
+            keys = state if own else ("groups", "shared")
+            for key in keys:
+                assert_same(after[name][key], state[key])
+        assert ("ema-clip" in wanted) == own

@@ -2,6 +2,7 @@
 
     python run.py                        # adaptive bound, in cleartext
     python run.py --secagg masking       # the same; the server sees sums only
+    python run.py --secagg joye-libert   # the same; some ten seconds a round
     python run.py --optim private.toml   # with central noise, and a privacy budget
 
 Each client holds some of scikit-learn's digits, and all learn to tell even ones from odd ones.
@@ -102,6 +103,7 @@ def main() -> None:
     logging.getLogger().setLevel(logging.WARNING)
     setup_server_loggers(level=logging.WARNING)
     logging.getLogger("declearn.server.fedclip").setLevel(logging.INFO)
+    logging.getLogger("declearn.client.fedclip").setLevel(logging.ERROR)
     server = asyncio.run(federate(args.optim, args.clients, args.rounds, args.secagg))
     (bound,) = (module for module in server.optim.modules if module.name == "update-clip-server")
     print(f"bound after {args.rounds} rounds: {bound.get_state()['bound']:.3g}")

@@ -232,11 +232,15 @@ class Bounds(NamedTuple):
     @classmethod
     def of(cls, centre: Floats, highest: Floats) -> Bounds:
         """Return the bounds of groups with these centres and highest norms."""
-        last = np.searchsorted(_EDGES, highest * _SLACK)
+        last = np.searchsorted(_EDGES, highest * _SINGLE)
         return cls(centre, highest, np.arange(BUCKETS)[:, None] > last)
 
 
 _SLACK = 1.0 + 1e-9
+# The highest norm is worked out on the client, in single precision on some devices.
+_SINGLE = 1.0 + 1e-5
+# What sums lose for each norm at most, where their digits end.
+_LOST, _LOST_SQUARE = 2.0 ** (1 - _SCALE), 2.0 ** (1 - _SQUARE_SCALE)
 _TOO_HIGH = "norms above the most that there can be"
 
 
@@ -255,13 +259,19 @@ def _implausible(n: Floats, digits: Counts, bounds: Bounds) -> str:
     total = n * centre + first
     if (total < -1e-9 * (n * centre + up + down)).any():
         return "a negative mean"
-    if ((first * first > _SLACK * n * second) | ((n == 0) & (second > 0))).any():
+    if (
+        (first * first > _SLACK * n * (second + n * _LOST_SQUARE)) | ((n == 0) & (second > 0))
+    ).any():
         return "a negative variance"
-    highest = np.where(np.isfinite(bounds.highest), bounds.highest, LARGEST) * _SLACK
+    highest = np.where(np.isfinite(bounds.highest), bounds.highest, LARGEST) * _SINGLE
     squares = second + 2 * centre * first + n * centre * centre
     size = second + 2 * centre * (up + down) + n * centre * centre
     if ((total > n * highest) | (squares > highest * highest * n + 1e-9 * size)).any():
         return _TOO_HIGH
+    # No norm's square is above that of the norm times the highest.
+    error = 1e-9 * (n * centre + up + down) + n * _LOST
+    if (squares > highest * (total + error) + 1e-9 * size).any():
+        return "a variance that no such mean can have"
     return ""
 
 
