@@ -71,37 +71,45 @@ def clip_(named_parameters: NamedParameters, clipper: Clipper | AGC) -> StepReco
     >>> layer.weight.grad.norm() <= 1.0
     tensor(True)
     """
-    parameters = _with_gradient(named_parameters)
+    parameters, gradients = _with_gradient(named_parameters)
     if not parameters:
         return None
-    gradients = {name: p.grad for name, p in parameters.items()}
     if isinstance(clipper, AGC):
         weights = {name: p.detach() for name, p in parameters.items()}
         outputs = clipper.clip(gradients, weights, backend=_IN_PLACE)
     else:
         outputs = clipper.clip(gradients, backend=_IN_PLACE)
-    for name, parameter in parameters.items():
-        # Of a sparse gradient that does not stay sparse, a new one is made.
-        if outputs[name] is not parameter.grad:
-            parameter.grad = outputs[name]
+    if outputs is not gradients:
+        for name, gradient in gradients.items():
+            # Of a sparse gradient that does not stay sparse, a new one is made.
+            if outputs[name] is not gradient:
+                parameters[name].grad = outputs[name]
     return clipper.last
 
 
-def _with_gradient(named_parameters: NamedParameters) -> dict[str, torch.Tensor]:
-    pairs = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
-    parameters: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise TypeError(
-                "clip_ needs names, which statistics are kept by: give model.named_parameters(), "
-                f"not model.parameters(); got {type(pair).__name__}"
-            )
-        name, parameter = pair
-        if parameter.grad is not None and id(parameter) not in seen:
-            seen.add(id(parameter))
-            parameters[name] = parameter
-    return parameters
+def _with_gradient(
+    named_parameters: NamedParameters,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the parameters that have a gradient, each once, and these gradients."""
+    if isinstance(named_parameters, Mapping):
+        pairs = list(named_parameters.items())
+    else:
+        pairs = [_checked(pair) for pair in named_parameters]
+    # Tied parameters have one gradient, under the first of their names.
+    first: dict[int, tuple[str, torch.Tensor, torch.Tensor | None]] = {}
+    for name, parameter in pairs:
+        first.setdefault(id(parameter), (name, parameter, parameter.grad))
+    found = [(name, p, g) for name, p, g in first.values() if g is not None]
+    return {name: p for name, p, _ in found}, {name: g for name, _, g in found}
+
+
+def _checked(pair: Any) -> tuple[str, torch.Tensor]:
+    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+        raise TypeError(
+            "clip_ needs names, which statistics are kept by: give model.named_parameters(), "
+            f"not model.parameters(); got {type(pair).__name__}"
+        )
+    return pair
 
 
 class ClipHandle:
