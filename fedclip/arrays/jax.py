@@ -17,6 +17,7 @@ from fedclip.arrays.numpy import bits
 __all__ = ["JaxBackend"]
 
 _BLOCK = 1024
+_JOINED = 1 << 24
 # From this mean number of bytes on, XLA writes arrays faster one by one than all together.
 _LARGE = 1 << 20
 
@@ -36,6 +37,23 @@ def _multiply(array: Array, factor: Array) -> Array:
     if array.dtype.itemsize == 2:
         return (array.astype(jnp.float32) * factor).astype(array.dtype)
     return array * jnp.asarray(factor, array.dtype)
+
+
+def _joined(arrays: Sequence[Array]) -> list[Array]:
+    """Return the elements of all arrays in fewer, flat ones.
+
+    Each operation of a branch costs time under jit, whether it is taken or not.
+    """
+    bins: list[list[Array]] = [[]]
+    size = 0
+    for array in arrays:
+        # So that what is reserved for a branch that is hardly ever taken is not much.
+        if bins[-1] and size + array.size > _JOINED:
+            bins.append([])
+            size = 0
+        bins[-1].append(array.ravel())
+        size += array.size
+    return [jnp.concatenate(b) for b in bins]
 
 
 class JaxBackend(Backend):
@@ -144,11 +162,11 @@ class JaxBackend(Backend):
         )
 
     def _scaled_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
-        pairs = [self._scaled_square_sum(a) for a in arrays]
         norms = []
         for group in members:
-            peak = jnp.stack([pairs[i][1] for i in group]).astype(float)
-            sums = jnp.stack([pairs[i][0] for i in group]).astype(float)
+            pairs = [self._scaled_square_sum(a) for a in _joined([arrays[i] for i in group])]
+            peak = jnp.stack([p for _, p in pairs]).astype(float)
+            sums = jnp.stack([s for s, _ in pairs]).astype(float)
             top = jnp.max(peak)
             top = jnp.where(top > 0, top, 1.0)
             norms.append(top * jnp.sqrt(jnp.sum(sums * jnp.square(peak / top))))
