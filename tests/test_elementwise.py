@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
+from declearn.optimizer.modules import OptiModule
 from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
 from helpers import each_framework, needs, norm, run
 
@@ -22,6 +23,9 @@ from fedclip import (
     Standardize,
     StateError,
     ValueClip,
+    averages,
+    elements,
+    norms,
 )
 from fedclip.norms import decode, encode
 from fedclip.rules.elementwise import blend
@@ -601,3 +605,26 @@ def test_torch_gradients_are_clipped_in_place(name: str, sparse: bool) -> None:
         clip_(layer.named_parameters(), here)
         got = layer.weight.grad.to_dense().numpy()
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "name", ["ema-value-clip", "growth-value-clip", "ema-norm-clip", "ema-normalize"]
+)
+def test_the_data_is_read_three_times_at_most(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = 0
+
+    def counted(view: Any) -> Any:
+        nonlocal read
+        read += view.size
+        return decode(view)
+
+    # Half precision, as all that is read of it passes here.
+    for module in (norms, elements, averages):
+        monkeypatch.setattr(module, "decode", counted)
+    clipper = OptiModule.from_specs(name, {})
+    values = np.random.default_rng(3).standard_normal((4, 300_000)).astype(np.float16)
+    for step in values:
+        read = 0
+        clipper.run(NumpyVector({"w": step}))
+        # The product, where there is one, is NumPy's own, and one more.
+        assert step.size < read <= 2.3 * step.size
