@@ -35,10 +35,11 @@ class Arena:
     """
 
     def __init__(self, views: Iterable[np.ndarray[Any, Any] | None] = ()) -> None:
-        total = sum([view.nbytes + _ALIGNMENT for view in views if view is not None])
+        # Larger ones get huge pages of their own.
+        sizes = [v.nbytes for v in views if v is not None and v.nbytes < _HUGE]
+        self._total = sum(sizes) + _ALIGNMENT * len(sizes)
         # What is smaller than this is not worth the detour.
-        self.least = _SMALL if total >= _HUGE else math.inf
-        self._total = total
+        self.least = _SMALL if self._total >= _HUGE else _HUGE
         self._free = _NOTHING
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
