@@ -8,7 +8,12 @@ Importing it registers its clippers with declearn::
 """
 
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError
-from fedclip.federation import ClippedAveraging, UpdateClipClient, UpdateClipServer
+from fedclip.federation import (
+    ClippedAveraging,
+    NamedClients,
+    UpdateClipClient,
+    UpdateClipServer,
+)
 from fedclip.modules import (
     AGC,
     AdaptiveClip,
@@ -49,6 +54,7 @@ __all__ = [
     "FedclipWarning",
     "GrowthClip",
     "GrowthValueClip",
+    "NamedClients",
     "NoOp",
     "NonFiniteError",
     "NormClip",

@@ -23,6 +23,9 @@ from declearn.secagg.utils import IdentityKeys
 from declearn.utils import setup_client_loggers, setup_server_loggers
 
 import fedclip
+from fedclip.federation.shared_messages import FedclipSharedCounts
+from fedclip.federation.update_clip import UpdateClipVotes
+from fedclip.federation.updates import ClippedUpdates
 
 if __name__ == "__main__":
     role, settings = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
@@ -69,8 +72,23 @@ class RestartedClient(FederatedClient):
         self.trainmanager.optim.set_state(self.state)
 
 
+def lie() -> None:
+    """Send what no honest client does: an update of NaN, impossible votes and counts."""
+
+    def bad_update(self: ClippedUpdates) -> dict[str, Any]:
+        assert self.updates is not None
+        return {**honest_update(self), "updates": self.updates * float("nan")}
+
+    honest_update = ClippedUpdates.to_dict
+    ClippedUpdates.to_dict = bad_update  # type: ignore[method-assign]
+    UpdateClipVotes.to_dict = lambda self: {"n_votes": -5}  # type: ignore[method-assign]
+    FedclipSharedCounts.to_dict = lambda self: {"counts": [-1]}  # type: ignore[method-assign]
+
+
 def client(i: int) -> None:
     setup_client_loggers(role)
+    if settings.get("liar") == i:
+        lie()
     rng = np.random.default_rng(i)
     data = rng.normal(size=(60, 4)) * settings.get("scale", [1.0] * 9)[i]
     keys: Any = None

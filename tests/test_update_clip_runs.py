@@ -283,3 +283,27 @@ def test_all_killed_and_restarted_go_on_as_if_uninterrupted(tmp_path: Path, own:
             for key in keys:
                 assert_same(after[name][key], state[key])
         assert ("ema-clip" in wanted) == own
+
+
+LIAR: dict[str, Any] = {
+    "aggregator": "clipped-averaging",
+    "client_opt": {
+        "lrate": 0.5,
+        "modules": [["zscore-clip", {"shared": True}], "update-clip-client"],
+    },
+    "server_opt": {
+        "lrate": 1.0,
+        "modules": ["zscore-clip-server", ["update-clip-server", {"start_norm": 0.2}]],
+    },
+}
+
+
+def test_a_hostile_client_is_counted_and_named(tmp_path: Path) -> None:
+    run = complete(tmp_path, optim=LIAR, liar=1, sampler={"strategy": "named-clients"})
+    said = " ".join(run.said("server").split())
+    assert "the update of 'client_1' counts as zero: it holds NaN" in said
+    assert "1 replies (of 'client_1') held no proper vote" in said
+    assert "zscore-clip-server: left out what 1 of 3 messages say" in said
+    assert "(1×: 'client_1')" in said
+    assert "'client_0'" not in said
+    assert all(np.isfinite(w).all() for w in run.result()["weights"].values())

@@ -2,6 +2,7 @@
 """What concerns the whole federation: the clients' round updates, and the server's bound."""
 
 from fedclip.federation.averaging import ClippedAveraging
+from fedclip.federation.senders import NamedClients
 from fedclip.federation.shared_server import (
     AdaptiveClipServer,
     AutoClipServer,
@@ -16,6 +17,7 @@ __all__ = [
     "AutoClipServer",
     "ClippedAveraging",
     "EmaClipServer",
+    "NamedClients",
     "PercentileNormClipServer",
     "UpdateClipClient",
     "UpdateClipServer",

@@ -21,6 +21,7 @@ from fedclip.arrays import Array, backend_of
 from fedclip.clipping import NormClipping
 from fedclip.errors import NonFiniteError
 from fedclip.federation.coupling import CLIENT, SERVER, ClientRound
+from fedclip.federation.senders import UPDATES, sender_of
 from fedclip.federation.updates import ClippedUpdates, beyond, zeros_like
 from fedclip.measures import Order, check_order, measure
 from fedclip.modules.base import Clipper, Transform, parameters, refuse_unknown
@@ -300,7 +301,7 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
         if template is None:
             raise ValueError(f"clipped-averaging: no reply holds an update ({'; '.join(faults)})")
         replies = sum(max(1, part.n_clients) for part in parts)
-        self._report(updates, replies, [fault for fault in faults if fault])
+        self._report(updates, replies, faults)
         clients = replies
         if round_ is not None and round_.clients is not None:
             clients = round_.clients
@@ -356,14 +357,16 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
         if round_ is not None and round_.clients is not None:
             # With noise, clients do not say.
             counts = ""
-        _LOGGER.info("clipped-averaging: %d updates, %s%d refused", replies, counts, len(faults))
-        for fault in faults:
-            # declearn hands replies to aggregators without the names of their senders.
-            _LOGGER.warning(
-                "clipped-averaging: the update of one of %d replies counts as zero: %s",
-                replies,
-                fault,
-            )
+        refused = sum(map(bool, faults))
+        _LOGGER.info("clipped-averaging: %d updates, %s%d refused", replies, counts, refused)
+        for position, fault in enumerate(faults):
+            if fault:
+                sender = sender_of(UPDATES, position, len(faults))
+                _LOGGER.warning(
+                    "clipped-averaging: the update of %s counts as zero: %s",
+                    repr(sender) if sender else f"one of {replies} replies",
+                    fault,
+                )
 
 
 def _views(coefs: Mapping[str, Array]) -> list[Any]:

@@ -19,6 +19,7 @@ from declearn.optimizer.modules import AuxVar, OptiModule
 from fedclip import checks, states
 from fedclip.arrays import NUMPY
 from fedclip.errors import StateError
+from fedclip.federation.senders import sender_of
 from fedclip.federation.shared import MAX_STEPS, centre_of, tally_of
 from fedclip.federation.shared_counts import BUCKETS, Bounds, Counts, Round, quantile_of
 from fedclip.federation.shared_messages import FedclipSharedCounts, FedclipSharedState
@@ -100,6 +101,11 @@ class History:
                 f"{rounds!r:.100}"
             ) from exc
         return history
+
+
+def _told(fault: str, senders: Sequence[str]) -> str:
+    names = ", ".join([sender for sender in senders if sender][:5])
+    return f"{fault} ({len(senders)}×{': ' if names else ''}{names})"
 
 
 class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
@@ -281,8 +287,8 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
             return None, 0
         bounds = self._bounds()
         total, members = np.zeros(shape, dtype=np.uint64), 0
-        faults: dict[str, int] = {}
-        for part in parts:
+        faults: dict[str, list[str]] = {}
+        for position, part in enumerate(parts):
             fault = f"a {type(part).__name__}"
             if isinstance(part, FedclipSharedCounts):
                 counts, fault = part.check(shape)
@@ -292,16 +298,20 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
                         total += counts
                         members += part.members
             if fault:
-                faults[fault] = faults.get(fault, 0) + 1
+                sender = sender_of(self.aux_name, position, len(parts))
+                faults.setdefault(fault, []).append(repr(sender) if sender else "")
         if faults:
-            self._refused += sum(faults.values())
+            refused = sum(map(len, faults.values()))
+            self._refused += refused
+            # Of many clients, some names and reasons.
+            found = [_told(fault, senders) for fault, senders in list(faults.items())[:5]]
             _LOGGER.warning(
                 "%s: left out what %d of %d messages say, round %d: %s (%d so far)",
                 self.name,
-                sum(faults.values()),
+                refused,
                 len(parts),
                 self._version + 1,
-                "; ".join(f"{fault} ({count}×)" for fault, count in list(faults.items())[:5]),
+                "; ".join(found),
                 self._refused,
             )
         return (total if members else None), members

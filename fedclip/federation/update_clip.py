@@ -16,6 +16,7 @@ from declearn.optimizer.modules import AuxVar, OptiModule
 from fedclip import checks
 from fedclip.errors import StateError
 from fedclip.federation.coupling import CLIENT, OPENED, SERVER, ClientRound, ServerRound
+from fedclip.federation.senders import faulty_senders
 from fedclip.federation.updates import zeros_like
 from fedclip.modules.base import parameters, refuse_unknown
 from fedclip.privacy.accounting import Accountant, default_bits_noise, split_noise
@@ -585,9 +586,11 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
             parts.append(f"{aux_var.n_clients - votes} of {aux_var.n_clients} clients abstained")
         _LOGGER.info("%s", "; ".join(parts))
         if 0 < aux_var.n_faults <= aux_var.n_clients:
+            senders = ", ".join(map(repr, faulty_senders(self.aux_name)[:5]))
             _LOGGER.warning(
-                "update-clip-server: %d replies held no proper vote, and count as abstentions",
+                "update-clip-server: %d replies%s held no proper vote, and count as abstentions",
                 aux_var.n_faults,
+                f" (of {senders})" if senders else "",
             )
 
     # -- configuration and state ----------------------------------------------------------------
