@@ -18,14 +18,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from declearn.dataset import InMemoryDataset
 from declearn.main import FederatedClient, FederatedServer
 from declearn.main.utils import Checkpointer
+from declearn.messaging import Error, TrainReply, TrainRequest
 from declearn.model.sklearn import SklearnSGDModel
 from declearn.secagg.utils import IdentityKeys
+from declearn.training import TrainingManager
 from declearn.utils import setup_client_loggers, setup_server_loggers
 
 import fedclip
 from fedclip.federation.shared_messages import FedclipSharedCounts
 from fedclip.federation.update_clip import UpdateClipVotes
-from fedclip.federation.updates import ClippedUpdates
 
 if __name__ == "__main__":
     role, settings = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
@@ -75,14 +76,19 @@ class RestartedClient(FederatedClient):
 def lie() -> None:
     """Send what no honest client does: an update of NaN, impossible votes and counts."""
 
-    def bad_update(self: ClippedUpdates) -> dict[str, Any]:
-        assert self.updates is not None
-        return {**honest_update(self), "updates": self.updates * float("nan")}
+    def lying(self: TrainingManager, message: TrainRequest) -> TrainReply | Error:
+        reply = honest(self, message)
+        assert isinstance(reply, TrainReply)
+        reply.updates.updates = reply.updates.updates * float("nan")
+        for sent in reply.aux_var.values():
+            if isinstance(sent, UpdateClipVotes):
+                sent.n_votes = -5
+            elif isinstance(sent, FedclipSharedCounts) and sent.counts.size:
+                sent.counts = [-1]
+        return reply
 
-    honest_update = ClippedUpdates.to_dict
-    ClippedUpdates.to_dict = bad_update  # type: ignore[method-assign]
-    UpdateClipVotes.to_dict = lambda self: {"n_votes": -5}  # type: ignore[method-assign]
-    FedclipSharedCounts.to_dict = lambda self: {"counts": [-1]}  # type: ignore[method-assign]
+    honest = TrainingManager.training_round
+    TrainingManager.training_round = lying  # type: ignore[method-assign]
 
 
 def client(i: int) -> None:

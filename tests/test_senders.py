@@ -49,7 +49,7 @@ def test_whose_update_and_whose_vote(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         out = finish(replies, fedclip.NamedClients())
     assert "the update of 'b' counts as zero" in caplog.text
-    assert "1 replies (of 'c') held no proper vote" in caplog.text
+    assert "no proper vote in 1 of 3 replies (of 'c')" in caplog.text
     np.testing.assert_allclose(out.coefs["w"], [1.0 / 3])
 
 

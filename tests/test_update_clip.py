@@ -705,7 +705,7 @@ def test_hostile_votes(votes: Any, place: int, caplog: pytest.LogCaptureFixture)
         server.finish([sent(r) if votes != "missing field" else r for r in replies])
     # The two honest ones were clipped: up.
     assert server.optim.modules[0].bound == pytest.approx(math.exp(0.1))  # type: ignore[attr-defined]
-    assert "1 replies held no proper vote" in caplog.text
+    assert "no proper vote in 1 of 3 replies" in caplog.text
 
 
 def test_reply_of_another_aggregator() -> None:

@@ -588,8 +588,9 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         if 0 < aux_var.n_faults <= aux_var.n_clients:
             senders = ", ".join(map(repr, faulty_senders(self.aux_name)[:5]))
             _LOGGER.warning(
-                "update-clip-server: %d replies%s held no proper vote, and count as abstentions",
+                "update-clip-server: no proper vote in %d of %d replies%s; taken as abstention",
                 aux_var.n_faults,
+                aux_var.n_clients,
                 f" (of {senders})" if senders else "",
             )
 
