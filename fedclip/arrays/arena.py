@@ -40,17 +40,18 @@ class Arena:
         self._total = sum(sizes) + _ALIGNMENT * len(sizes)
         # What is smaller than this is not worth the detour.
         self.least = _SMALL if self._total >= _HUGE else _HUGE
-        self._free = _NOTHING
+        self._block = _NOTHING
+        self._next = 0
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """Return an array that holds anything, C-contiguous."""
         size = math.prod(shape) * dtype.itemsize
         if not self.least <= size < _HUGE:
             return np.empty(shape, dtype)
+        if self._block.size < self._next + size:
+            self._block = np.empty(max(self._total, size) + _ALIGNMENT, np.uint8)
+            self._next = -self._block.ctypes.data % _ALIGNMENT
+        array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, self._block, self._next)
         used = -(-size // _ALIGNMENT) * _ALIGNMENT
-        if self._free.size < used:
-            block = np.empty(max(self._total, used) + 2 * _ALIGNMENT, np.uint8)
-            self._free = block[-block.ctypes.data % _ALIGNMENT :]
-        taken = self._free[:size].view(dtype).reshape(shape)
-        self._free, self._total = self._free[used:], self._total - used
-        return taken
+        self._next, self._total = self._next + used, self._total - used
+        return array
