@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,21 +19,28 @@ __all__ = ["TensorflowBackend"]
 _Eager = tf.__internal__.EagerTensor
 
 
+@cache
+def _only_cpu() -> bool:
+    # To ask a tensor where it is takes as long as to look at it.
+    return all(device.device_type == "CPU" for device in tf.config.list_logical_devices())
+
+
 class TensorflowBackend(Backend):
     """Tensors of TensorFlow."""
 
     name = "tensorflow"
 
     def host(self, arrays: Sequence[Array]) -> list[HostView | None]:
-        views: list[HostView | None] = []
-        for tensor in arrays:
-            # The usual case first, and without a call: a model has hundreds of tensors.
-            if type(tensor) is _Eager and "CPU" in tensor.device and tensor.ndim:
-                view = np.asarray(tensor)
-                views.append(view if view.dtype.kind == "f" else bits(view))
-            else:
-                views.append(self._view(tensor))
-        return views
+        # The usual case first, and without a call for each: a model has hundreds of tensors.
+        if _only_cpu() and all(type(t) is _Eager for t in arrays):
+            try:
+                views = [np.asarray(t) for t in arrays]
+            except ValueError:
+                # Of bfloat16 without dimensions.
+                views = []
+            if views and all(v.dtype.kind == "f" for v in views):
+                return views  # type: ignore[return-value]
+        return [self._view(t) for t in arrays]
 
     def _view(self, tensor: Array) -> HostView | None:
         tensor = self._values(tensor)
