@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import tomlkit
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
+
+from fedclip.modules.base import signature_of
 
 __all__ = ["to_toml", "toml_line", "toml_value"]
 
@@ -68,7 +69,7 @@ def to_toml(clipper: OptiModule[Any] | Regularizer) -> str:
     modules = [["zscore-clip", {warmup = 10, scope = ["enc.*", "head.*"]}]]
     """
     kind = "regularizer" if isinstance(clipper, Regularizer) else "module"
-    parameters = inspect.signature(type(clipper).__init__).parameters
+    parameters = signature_of(type(clipper))
     config = {
         key: value
         for key, value in clipper.get_config().items()

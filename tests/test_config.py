@@ -6,14 +6,16 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import tomllib
 from typing import Any
 
 import numpy as np
 import pytest
-from declearn.optimizer import Optimizer
+from declearn.optimizer import Optimizer, list_optim_modules
 from helpers import SPECIMENS, Specimen, apply, gradient, specimens
 
-from fedclip import NormClip, ValueClip, ZScoreClip
+from fedclip import NormClip, ValueClip, ZScoreClip, to_toml
+from fedclip.check import is_ours
 from fedclip.testing import check_config_round_trip, to_vector
 
 ABOVE_0 = "a finite number > 0"
@@ -170,3 +172,15 @@ def test_tensors_of_integers_are_refused() -> None:
     clip = NormClip(exclude="steps")
     out = clip.run(to_vector({"w": np.full(2, 9.0), "steps": np.ones(2, "int64")}))
     assert out.coefs["steps"].dtype == "int64"
+
+
+@pytest.mark.parametrize("name", sorted(n for n, c in list_optim_modules().items() if is_ours(c)))
+def test_a_line_of_toml_holds_what_is_not_the_default(name: str) -> None:
+    plugin = list_optim_modules()[name]()
+    assert to_toml(plugin) == f'modules = ["{name}"]'
+    for key, other in (("warmup", 7), ("on_nonfinite", "raise"), ("start_norm", 0.25)):
+        if key in plugin.get_config():
+            changed = type(plugin)(**{key: other})
+            (line,) = tomllib.loads(to_toml(changed))["modules"]
+            assert line == [name, {key: other}]
+            assert type(plugin)(**line[1]).get_config() == changed.get_config()
