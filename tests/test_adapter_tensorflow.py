@@ -1,5 +1,6 @@
 """TensorFlow loops and Keras' fit: the adapter does what the declearn module does."""
 
+import logging
 import warnings
 
 import numpy as np
@@ -188,3 +189,18 @@ def test_what_would_clip_twice_or_can_not_be_done_is_refused():
     held = variables()
     with pytest.raises(NotImplementedError, match="ord=2"):
         CompiledClipper(NormClip(1.0, ord="inf"))(pairs(next(stream()), held))
+
+
+def test_tracing_says_nothing():
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    tf.get_logger().addHandler(handler)
+    try:
+        variable = tf.Variable([3.0, 4.0], name="v")
+        clipper = ZScoreClip()
+        step = tf.function(lambda g: [x for x, _ in clip([(g, variable)], clipper)])
+        step(tf.constant([3.0, 4.0]))
+    finally:
+        tf.get_logger().removeHandler(handler)
+    assert said == []

@@ -170,10 +170,14 @@ class TensorflowBackend(Backend):
         # What has over- or underflowed is measured again, relative to the maximum.
         sound = tf.reduce_all((sums >= UNDERFLOW) & (sums < np.inf))
 
-        def again(_: Array, *tensors: Array) -> Array:
+        # TensorFlow makes node names of those of arguments, and warns of underscores.
+        def fast(sums: Array, *tensors: Array) -> Array:
+            return tf.sqrt(sums)
+
+        def again(sums: Array, *tensors: Array) -> Array:
             return tf.stack([self._scaled_norm([tensors[i] for i in m]) for m in members])
 
-        return self._choose(sound, lambda sums, *_: tf.sqrt(sums), again, [sums, *values])
+        return self._choose(sound, fast, again, [sums, *values])
 
     @staticmethod
     def _choose(
@@ -194,7 +198,8 @@ class TensorflowBackend(Backend):
             then_branch=then,
             else_branch=otherwise,
         )
-        return tf.ensure_shape(result, then.output_shapes)
+        result.set_shape(then.output_shapes)
+        return result
 
     @staticmethod
     def _wide(tensor: Array) -> Array:
