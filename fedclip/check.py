@@ -457,8 +457,8 @@ def _exchanges(plugin: Any) -> bool:
     # Shared clippers stay silent until they are spoken to, and have been looked at already.
     if not getattr(plugin, "aux_name", None) or is_shared(plugin):
         return False
-    if is_ours(type(plugin)):
-        return plugin.auxvar_cls is not None
+    if plugin.auxvar_cls is not None:
+        return True
     try:
         return plugin.collect_aux_var() is not None
     except Exception:  # scaffold-client, for one, can not say before its first step

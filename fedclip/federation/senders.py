@@ -20,7 +20,7 @@ from declearn.client_sampler import (
 from declearn.messaging import TrainReply
 from declearn.model.api import Model
 
-__all__ = ["NamedClients", "faulty_senders", "sender_of"]
+__all__ = ["UPDATES", "NamedClients", "faulty_senders", "sender_of"]
 
 UPDATES = "updates"
 """The key of what every reply has, beside the names of auxiliary variables."""

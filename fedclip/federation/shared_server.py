@@ -103,6 +103,31 @@ class History:
         return history
 
 
+# What all counterparts say of themselves, round about what each of them says.
+_DOC = """{summary}
+
+It belongs in the server's optimizer, whose steps it leaves alone.
+
+Parameters
+----------
+max_steps : int, default=10000
+    How many norms of a group one client counts in a round at most; what a client claims
+    beyond that is left out.
+shared_name : str or None, default=None
+    The clipper's `shared_name`, if it has one.
+**settings
+    The parameters of `{clipper}` that its statistics depend on, by the same
+    names and with the same defaults. They must be the same on both sides.
+
+Notes
+-----
+{notes}
+
+State: what is sent to clients, and what has been counted; a server that is restarted from
+its checkpoint goes on as if uninterrupted. What is no sound count is left out, and logged.
+"""
+
+
 def _told(fault: str, senders: Sequence[str]) -> str:
     names = ", ".join([sender for sender in senders if sender][:5])
     return f"{fault} ({len(senders)}×{': ' if names else ''}{names})"
@@ -139,8 +164,10 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
     auxvar_cls = FedclipSharedState
 
     def __init_subclass__(cls, register: bool = True, **kwargs: Any) -> None:
-        """Give the class the signature that it has, for all who look at it."""
+        """Give the class the signature and the docstring that it has, for all who look at it."""
         super().__init_subclass__(register=register, **kwargs)
+        summary, _, notes = (inspect.getdoc(cls) or "").partition("\n\n")
+        cls.__doc__ = _DOC.format(summary=summary, clipper=cls.clipper.name, notes=notes)
         theirs = inspect.signature(cls.clipper).parameters
         own = inspect.signature(SharedServer.__init__).parameters
         chosen = [theirs[name] for name in cls.clipper.shared_settings] + [own[n] for n in _OWN]
@@ -276,8 +303,11 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
     def _bounds(self) -> Bounds:
         with np.errstate(all="ignore"):
             highest = self._rule.ceiling(self._state)
+        return Bounds.of(np.array(self._centres()), highest)
+
+    def _centres(self) -> list[float]:
         fields = states.dump(self._state, self._labels)
-        return Bounds.of(np.array([centre_of(fields[label]) for label in self._labels]), highest)
+        return [centre_of(fields[label]) for label in self._labels]
 
     def _add_up(self, parts: Sequence[Any]) -> tuple[Counts | None, int]:
         """Return the sum of the sound messages, None if there is none, and of how many clients."""
@@ -318,7 +348,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
 
     def _merge(self, rounds: Sequence[Round]) -> None:
         quantile, _ = self._rule.sketched
-        centres, rows = self._bounds().centre, []
+        centres, rows = self._centres(), []
         for centre, history, round_ in zip(centres, self._histories, rounds, strict=True):
             level = 0.0
             if round_.buckets is not None and round_.n:
@@ -343,28 +373,10 @@ def _columns(state: Any) -> Any:
 class ZScoreClipServer(SharedServer):
     """Keep mean and variance of all clients' norms, for `zscore-clip` with ``shared = true``.
 
-    It belongs in the server's optimizer, whose steps it leaves alone.
-
-    Parameters
-    ----------
-    max_steps : int, default=10000
-        How many norms of a group one client counts in a round at most; what a client claims
-        beyond that is left out.
-    shared_name : str or None, default=None
-        The clipper's `shared_name`, if it has one.
-    **settings
-        The parameters of `zscore-clip` that its statistics depend on, by the same
-        names and with the same defaults. They must be the same on both sides.
-
-    Notes
-    -----
     With N norms in a round, their mean m and population variance V, and ``D = decay^N``: mean and
     variance of all norms so far, for whole rounds, until there are `warmup`; afterwards
     ``mean <- D mean + (1-D) m`` and ``variance <- D variance + (1-D) (V + (m - mean)^2)``.
     Exact to 1e-12, whatever the number of clients.
-
-    State: what is sent to clients, and what has been counted; a server that is restarted from
-    its checkpoint goes on as if uninterrupted. What is no sound count is left out, and logged.
     """
 
     name: ClassVar[str] = "zscore-clip-server"
@@ -374,26 +386,8 @@ class ZScoreClipServer(SharedServer):
 class EmaClipServer(SharedServer):
     """Keep the moving average of all clients' norms, for `ema-clip` with ``shared = true``.
 
-    It belongs in the server's optimizer, whose steps it leaves alone.
-
-    Parameters
-    ----------
-    max_steps : int, default=10000
-        How many norms of a group one client counts in a round at most; what a client claims
-        beyond that is left out.
-    shared_name : str or None, default=None
-        The clipper's `shared_name`, if it has one.
-    **settings
-        The parameters of `ema-clip` that its statistics depend on, by the same
-        names and with the same defaults. They must be the same on both sides.
-
-    Notes
-    -----
     With N norms in a round and their mean m: the smallest m, for whole rounds, until there are
     `warmup` norms; afterwards ``mean <- decay^N mean + (1 - decay^N) m``. Exact to 1e-12.
-
-    State: what is sent to clients, and what has been counted; a server that is restarted from
-    its checkpoint goes on as if uninterrupted. What is no sound count is left out, and logged.
     """
 
     name: ClassVar[str] = "ema-clip-server"
@@ -403,26 +397,8 @@ class EmaClipServer(SharedServer):
 class AutoClipServer(SharedServer):
     """Keep median and deviation of all clients' norms, for `auto-clip` with ``shared = true``.
 
-    It belongs in the server's optimizer, whose steps it leaves alone.
-
-    Parameters
-    ----------
-    max_steps : int, default=10000
-        How many norms of a group one client counts in a round at most; what a client claims
-        beyond that is left out.
-    shared_name : str or None, default=None
-        The clipper's `shared_name`, if it has one.
-    **settings
-        The parameters of `auto-clip` that its statistics depend on, by the same
-        names and with the same defaults. They must be the same on both sides.
-
-    Notes
-    -----
     Mean and variance are of all norms, exact to 1e-12; the median, of all norms or of the last
     rounds that hold `window`, is that of a sketch, within 3 %.
-
-    State: what is sent to clients, and what has been counted; a server that is restarted from
-    its checkpoint goes on as if uninterrupted. What is no sound count is left out, and logged.
     """
 
     name: ClassVar[str] = "auto-clip-server"
@@ -432,26 +408,8 @@ class AutoClipServer(SharedServer):
 class PercentileNormClipServer(SharedServer):
     """Keep a percentile of all clients' norms, for `percentile-norm-clip` with ``shared = true``.
 
-    It belongs in the server's optimizer, whose steps it leaves alone.
-
-    Parameters
-    ----------
-    max_steps : int, default=10000
-        How many norms of a group one client counts in a round at most; what a client claims
-        beyond that is left out.
-    shared_name : str or None, default=None
-        The clipper's `shared_name`, if it has one.
-    **settings
-        The parameters of `percentile-norm-clip` that its statistics depend on, by the same
-        names and with the same defaults. They must be the same on both sides.
-
-    Notes
-    -----
     The percentile, of all norms or of the last rounds that hold `window`, is that of a sketch:
     within 3 % for norms between 1e-8 and 2e5.
-
-    State: what is sent to clients, and what has been counted; a server that is restarted from
-    its checkpoint goes on as if uninterrupted. What is no sound count is left out, and logged.
     """
 
     name: ClassVar[str] = "percentile-norm-clip-server"
@@ -461,26 +419,8 @@ class PercentileNormClipServer(SharedServer):
 class AdaptiveClipServer(SharedServer):
     """Keep one limit for all clients' norms, for `adaptive-clip` with ``shared = true``.
 
-    It belongs in the server's optimizer, whose steps it leaves alone.
-
-    Parameters
-    ----------
-    max_steps : int, default=10000
-        How many norms of a group one client counts in a round at most; what a client claims
-        beyond that is left out.
-    shared_name : str or None, default=None
-        The clipper's `shared_name`, if it has one.
-    **settings
-        The parameters of `adaptive-clip` that its statistics depend on, by the same
-        names and with the same defaults. They must be the same on both sides.
-
-    Notes
-    -----
     One update a round, from how many norms of all clients were at most the limit, once there are
     `every` of them.
-
-    State: what is sent to clients, and what has been counted; a server that is restarted from
-    its checkpoint goes on as if uninterrupted. What is no sound count is left out, and logged.
     """
 
     name: ClassVar[str] = "adaptive-clip-server"
