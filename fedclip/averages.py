@@ -100,9 +100,9 @@ class AverageClipping:
             self._learn(view, memory)
         first = np.atleast_1d(state.count) == 0
         sizes = self._restrained([m["past"] for m in memories], groups, state, first)
-        close = np.abs(np.atleast_1d(measured) - sizes) <= CLOSE * sizes
         if self.ord == 2:
             # What is compared with a norm measured in float64 has to be measured as well.
+            close = np.abs(np.atleast_1d(measured) - sizes) <= CLOSE * sizes
             for group in np.flatnonzero(close):
                 sizes[group] = exact_norm([memories[i]["past"] for i in groups.members[group]])
         limits = sizes

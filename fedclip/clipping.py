@@ -21,9 +21,9 @@ Guarantees, for the L2 norm with ``eps = 0``
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -35,8 +35,18 @@ from fedclip.scopes import Groups
 from fedclip.states import Statistics
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Key = TypeVar("Key", bound=Hashable)
 
-__all__ = ["CLOSE", "MARGIN", "NormClipping", "Outcome", "multiplied", "scaled", "split"]
+__all__ = [
+    "CLOSE",
+    "MARGIN",
+    "NormClipping",
+    "Outcome",
+    "multiplied",
+    "replaced",
+    "scaled",
+    "split",
+]
 
 MARGIN = {
     # Uncertainty of the norm + rounding of the products (one unit roundoff) + of the factor.
@@ -91,13 +101,28 @@ def scaled(
     arena: Arena,
 ) -> list[Array]:
     """Return the arrays, those with factors times them and shrunk by the margin of the dtype."""
+    return replaced(
+        arrays,
+        {i: (arrays[i].dtype, factor) for i, factor in factors.items()},
+        lambda chosen, key: multiplied(chosen, key[1], backend, arena),
+    )
+
+
+def replaced(
+    arrays: Sequence[Array],
+    keys: Mapping[int, Key],
+    call: Callable[[list[Array], Key], Sequence[Array]],
+) -> list[Array]:
+    """Return the arrays, those at a position with a key replaced; one call for all with that key.
+
+    The key has to tell dtypes apart, if the call needs arrays of one.
+    """
     outputs = list(arrays)
-    # One call for all arrays of a dtype that have the same factor.
-    calls: dict[tuple[Any, tuple[float, ...]], list[int]] = {}
-    for i, factor in factors.items():
-        calls.setdefault((arrays[i].dtype, factor), []).append(i)
-    for (_, factor), chosen in calls.items():
-        results = multiplied([arrays[i] for i in chosen], factor, backend, arena)
+    alike: dict[Key, list[int]] = {}
+    for i, key in keys.items():
+        alike.setdefault(key, []).append(i)
+    for key, chosen in alike.items():
+        results = call([arrays[i] for i in chosen], key)
         for i, result in zip(chosen, results, strict=True):
             outputs[i] = result
     return outputs

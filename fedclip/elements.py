@@ -23,7 +23,7 @@ import numpy as np
 
 from fedclip.arrays import Arena, Array, Backend, HostView
 from fedclip.arrays.numpy import bits
-from fedclip.clipping import Outcome
+from fedclip.clipping import Outcome, replaced
 from fedclip.norms import CHUNK, Float64, Numbers, decode, encode, extremes
 from fedclip.rules import NoState
 from fedclip.rules.elementwise import ElementRule
@@ -145,20 +145,16 @@ class ValueClipping:
         ranges = np.asarray(measured)
         largest = np.zeros(len(groups))
         clipped = np.zeros(len(groups), dtype=bool)
-        # One call for all arrays of a dtype that have the same limits.
-        calls: dict[tuple[Any, float, float], list[int]] = {}
+        boxes: dict[int, tuple[np.dtype[Any], float, float]] = {}
         for i, group in enumerate(groups.index):
             low, high = self.lows[group], self.highs[group]
             largest[group] = max(largest[group], -ranges[i, 0], ranges[i, 1])
             if ranges[i, 0] < low or ranges[i, 1] > high:
-                calls.setdefault((host_dtype(backend, arrays[i]), low, high), []).append(i)
+                dtype = host_dtype(backend, arrays[i])
+                boxes[i] = dtype, _inwards(low, dtype, True), _inwards(high, dtype, False)
                 clipped[group] = True
-        outputs, arena = list(arrays), Arena(views)
-        for (dtype, low, high), chosen in calls.items():
-            low, high = _inwards(low, dtype, True), _inwards(high, dtype, False)
-            results = backend.clip([arrays[i] for i in chosen], low, high, arena)
-            for i, result in zip(chosen, results, strict=True):
-                outputs[i] = result
+        arena = Arena(views)
+        outputs = replaced(arrays, boxes, lambda some, box: backend.clip(some, *box[1:], arena))
         limits = np.maximum(np.negative(self.lows), self.highs)
         return Outcome(outputs if clipped.any() else None, state, largest, limits, clipped)
 

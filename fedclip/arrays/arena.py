@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -35,13 +36,21 @@ class Arena:
     """
 
     def __init__(self, views: Iterable[np.ndarray[Any, Any] | None] = ()) -> None:
-        # Larger ones get huge pages of their own.
-        sizes = [v.nbytes for v in views if v is not None and v.nbytes < _HUGE]
-        self._total = sum(sizes) + _ALIGNMENT * len(sizes)
-        # What is smaller than this is not worth the detour.
-        self.least = _SMALL if self._total >= _HUGE else _HUGE
+        self._views = views
         self._block = _NOTHING
         self._next = 0
+
+    # Only looked at by frameworks that write to it.
+    @cached_property
+    def _total(self) -> int:
+        # Larger ones get huge pages of their own.
+        sizes = [v.nbytes for v in self._views if v is not None and v.nbytes < _HUGE]
+        return sum(sizes) + _ALIGNMENT * len(sizes)
+
+    @cached_property
+    def least(self) -> int:
+        """Number of bytes below which an array is not worth the detour."""
+        return _SMALL if self._total >= _HUGE else _HUGE
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """Return an array that holds anything, C-contiguous."""

@@ -18,8 +18,8 @@ __all__ = ["JaxBackend"]
 
 _BLOCK = 1024
 _JOINED = 1 << 24
-# From this mean number of bytes on, XLA writes arrays faster one by one than all together.
-_LARGE = 1 << 20
+# From this mean number of elements on, XLA writes arrays faster one by one than all together.
+_LARGE = 1 << 18
 
 
 @jax.jit
@@ -89,7 +89,7 @@ class JaxBackend(Backend):
         return str(array.dtype.name)
 
     def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
-        small = sum(a.nbytes for a in arrays) < _LARGE * len(arrays)
+        small = sum(a.size for a in arrays) < _LARGE * len(arrays)
         if small and len({a.sharding for a in arrays}) == 1:
             result: list[Array] = _multiply_all(list(arrays), factor)
             return result

@@ -68,14 +68,18 @@ class TensorflowBackend(Backend):
         return str(array.dtype.name)
 
     def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
-        k = tf.constant(factor, tf.float64 if arrays[0].dtype == tf.float64 else tf.float32)
+        k = tf.constant(factor, self._product_dtype(arrays[0]))
         return [self._multiply(t, k) for t in arrays]
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
-        wide = tf.float64 if array.dtype == tf.float64 else tf.float32
         if isinstance(array, tf.IndexedSlices):
             array = self._merge(array)
-        return self._multiply(array, tf.constant(factors, wide))
+        return self._multiply(array, tf.constant(factors, self._product_dtype(array)))
+
+    @staticmethod
+    def _product_dtype(tensor: Array) -> Any:
+        # Half precision is multiplied in float32.
+        return tf.float64 if tensor.dtype == tf.float64 else tf.float32
 
     @staticmethod
     def _multiply(tensor: Array, factor: Array, product: Any = tf.raw_ops.Mul) -> Array:
@@ -189,8 +193,7 @@ class TensorflowBackend(Backend):
         # Unlike those of `tf.cond`, these branches stay functions: it takes them apart, into
         # two operations for each input.
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in inputs]
-        branches = (tf.function(f).get_concrete_function(*specs) for f in (yes, no))
-        then, otherwise = branches
+        then, otherwise = (tf.function(f).get_concrete_function(*specs) for f in (yes, no))
         (result,) = tf.raw_ops.StatelessIf(
             cond=condition,
             input=inputs,
@@ -217,9 +220,11 @@ class TensorflowBackend(Backend):
     def all(self, x: Array) -> Array:
         return tf.reduce_all(x)
 
-    def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
-        wide = tf.float64 if arrays[0].dtype == tf.float64 else tf.float32
-        return [self._multiply(t, tf.cast(factor, wide)) for t in arrays]
+    def multiply(
+        self, arrays: Sequence[Array], factor: Array, product: Any = tf.raw_ops.Mul
+    ) -> list[Array]:
+        k = tf.cast(factor, self._product_dtype(arrays[0]))
+        return [self._multiply(t, k, product) for t in arrays]
 
     def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
         return [self._keep(condition, t) for t in arrays]
@@ -251,13 +256,12 @@ class TensorflowBackend(Backend):
         return peak * tf.sqrt(tf.reduce_sum(tf.square(wide / peak), axis=axes, keepdims=True))
 
     def multiply_slices(self, array: Array, factors: Array) -> Array:
-        wide = tf.float64 if array.dtype == tf.float64 else tf.float32
+        wide = self._product_dtype(array)
         return tf.cast(tf.cast(array, wide) * tf.cast(factors, wide), array.dtype)
 
     def rescale(self, arrays: Sequence[Array], factor: Array, keep: Array | None) -> list[Array]:
         if keep is None:
             return self.multiply(arrays, factor)
         # A product in which 0 times NaN is 0: one operation for each tensor.
-        wide = tf.float64 if arrays[0].dtype == tf.float64 else tf.float32
-        k = tf.cast(tf.where(keep, factor, tf.zeros_like(factor)), wide)
-        return [self._multiply(t, k, tf.raw_ops.MulNoNan) for t in arrays]
+        kept = tf.where(keep, factor, tf.zeros_like(factor))
+        return self.multiply(arrays, kept, tf.raw_ops.MulNoNan)
