@@ -33,7 +33,7 @@ def faster(t: Times) -> float:
 
 
 def clipped(t: Times) -> float:
-    return t["norm-clip, clipped"] / (t["floor"] + t["multiply"])
+    return t["norm-clip, clipped"] / (t["floor, clipped"] + t["multiply"])
 
 
 def clipped_faster(t: Times) -> float:

@@ -4,6 +4,7 @@ r"""Exact L2 norms of groups of arrays: one read of the data, one host transfer.
 ::
 
     fast(view):   s = sum over blocks of 1024 elements of float64(BLAS dot(block, block))
+                  (what has less than 512 elements: all joined, squared in float64)
     norm(group):  s = sum of fast(view);  if s is finite and far from underflow: sqrt(s)
                   else 2^e * sqrt(sum float64((x / 2^e)^2)),  2^e ~ max |x|
 
@@ -25,7 +26,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +43,7 @@ __all__ = [
     "extremes",
     "l2_norms",
     "square_sums",
+    "total_square_sum",
 ]
 
 Float64 = np.ndarray[Any, np.dtype[np.float64]]
@@ -59,9 +61,10 @@ UNCERTAINTY = {
 
 _BLOCK = 1024
 # Below this, squaring an array together with others costs less than a call for it alone.
-_SMALL = 128
+_SMALL = 512
 CHUNK = 1 << 16
 """Number of elements that are worked on together, so that they stay in the cache."""
+_NOTHING = np.zeros(0)
 _vdot = np.vdot
 _vecdot = np.vecdot
 
@@ -128,49 +131,85 @@ def _row_size(size: int) -> int:
     return next((n for n in range(_BLOCK, _BLOCK // 4, -1) if size % n == 0), _BLOCK)
 
 
-def square_sums(views: Sequence[HostView]) -> list[float]:
-    """Return the sum of squares of each view on the fast path; it may over- or underflow."""
-    # Rows of up to 1024 elements, by BLAS; and what is left over, or is small, all at once.
-    dots: list[HostView] = []
-    rows: list[int] = []
-    tails: list[HostView] = []
-    rest: list[int] = []
-    sums = [0.0] * len(views)
+class _Pieces(NamedTuple):
+    """What is left to do for the squares of some views."""
+
+    sums: list[float]
+    """One for each view: its sum of squares, as far as it is known."""
+    dots: list[HostView]
+    """Sums of squares of the rows of large views, and the places of those views."""
+    rows: list[int]
+    tails: list[HostView]
+    """What is small, or left over from rows, and the places of those views."""
+    rest: list[int]
+
+
+def _pieces(views: Sequence[HostView]) -> _Pieces:
+    """Square rows of up to 1024 elements, by BLAS."""
+    pieces = _Pieces([0.0] * len(views), [], [], [], [])
+    sums, dots, rows, tails, rest = pieces
     for place, view in enumerate(views):
         size = view.size
         if view.itemsize == 2:
             sums[place] = _half_square_sum(view)
         elif size < _SMALL:
             if size:
-                tails.append(view if view.ndim == 1 else view.ravel())
+                tails.append(view)
                 rest.append(place)
         elif size < _BLOCK:
             sums[place] = float(_vdot(view, view))
         else:
             flat = view if view.flags.c_contiguous else _flat(view)
             row = _row_size(size)
-            whole = size - size % row
-            if whole < size:
+            if size % row:
                 flat = flat.reshape(-1)
+                whole = size - size % row
                 tails.append(flat[whole:])
                 rest.append(place)
                 flat = flat[:whole]
             table = flat.reshape(-1, row)
             dots.append(_vecdot(table, table))
             rows.append(place)
+    return pieces
+
+
+def square_sums(views: Sequence[HostView]) -> list[float]:
+    """Return the sum of squares of each view on the fast path; it may over- or underflow."""
+    sums, dots, rows, tails, rest = _pieces(views)
     if dots:
         _add_up(np.concatenate(dots).astype(np.float64), dots, rows, sums)
     if tails:
-        values = np.concatenate(tails).astype(np.float64)
+        values = np.concatenate(tails, axis=None, dtype=np.float64)
         _add_up(values * values, tails, rest, sums)
     return sums
+
+
+def total_square_sum(views: Sequence[HostView]) -> float:
+    """Return the sum of squares of all views on the fast path; it may over- or underflow."""
+    if len(views) == 1:
+        # To the last bit what it is beside others, in a group of its own.
+        return square_sums(views)[0]
+    # To copy what is small costs less than a call, or a look, for each.
+    small = [v for v in views if v.size < _SMALL and v.itemsize > 2]
+    sums: list[float] = []
+    dots: list[HostView] = []
+    if len(small) < len(views):
+        large = [v for v in views if v.size >= _SMALL or v.itemsize == 2] if small else views
+        sums, dots, _, tails, _ = _pieces(large)
+        small += tails
+    if small:
+        values = np.concatenate(small, axis=None, dtype=np.float64)
+        sums.append(float(_vdot(values, values)))
+    if dots:
+        sums.append(float(np.concatenate(dots).sum(dtype=np.float64)))
+    return sum(sums)
 
 
 def _add_up(
     values: Float64, pieces: Sequence[HostView], places: Sequence[int], sums: list[float]
 ) -> None:
     """Add to each place of `sums` the values of its piece; `values` joins the pieces."""
-    starts = list(accumulate(map(len, pieces[:-1]), initial=0))
+    starts = list(accumulate([piece.size for piece in pieces[:-1]], initial=0))
     for place, total in zip(places, np.add.reduceat(values, starts).tolist(), strict=True):
         sums[place] += total
 
@@ -178,7 +217,7 @@ def _add_up(
 def _half_square_sum(view: HostView) -> float:
     flat = _flat(view)
     chunks = (decode(flat[i : i + CHUNK]) for i in range(0, flat.size, CHUNK))
-    return sum(sum(square_sums([chunk])) for chunk in chunks)
+    return sum(square_sums([chunk])[0] for chunk in chunks)
 
 
 def exact_norm(views: Sequence[HostView]) -> float:
@@ -219,18 +258,18 @@ def l2_norms(
         The framework; measures the arrays without a view.
     """
     remote = [i for i, view in enumerate(views) if view is None]
-    if remote:
-        squares = square_sums([np.zeros(0) if view is None else view for view in views])
-        found = backend.square_sums([arrays[i] for i in remote])
-        for i, value in zip(remote, found, strict=True):
-            squares[i] = value
-    else:
-        squares = square_sums(views)  # type: ignore[arg-type]
     if len(groups) == 1:
-        total = sum(squares)
+        total = total_square_sum([v for v in views if v is not None] if remote else views)  # type: ignore[arg-type]
+        if remote:
+            total += sum(backend.square_sums([arrays[i] for i in remote]))
         if UNDERFLOW <= total < math.inf:
             return math.sqrt(total)
         return _scaled_norm(views, math.sqrt(total))
+    squares = square_sums([_NOTHING if view is None else view for view in views])
+    if remote:
+        found = backend.square_sums([arrays[i] for i in remote])
+        for i, value in zip(remote, found, strict=True):
+            squares[i] = value
     totals = groups.sums(squares)
     norms: Float64 = np.sqrt(totals)
     sound = (totals >= UNDERFLOW) & (totals < math.inf)

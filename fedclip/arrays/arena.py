@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for the arrays of a new gradient, in one allocation.
+"""Memory for the arrays of a new gradient, without page faults at every step.
 
 An allocator maps hundreds of middling arrays page by page, and gives them back after each step:
-the page faults then cost several times what the multiplication does. From 4 MiB on NumPy asks
-the kernel for huge pages, of which few are needed, so middling arrays are cut out of one such
-allocation. It lives for as long as any of them.
+the page faults then cost several times what the multiplication does.
+
+- Up to 32 MiB, one allocation of that size is made and freed, untouched: from then on glibc
+  keeps as much of what is freed (its threshold for trimming follows the largest block that was
+  mapped and freed, up to that size), and every array finds memory that was used before.
+- Above, middling arrays are cut out of one allocation, for which NumPy asks the kernel for huge
+  pages, of which few are needed. It lives for as long as any of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 __all__ = ["Arena"]
 
+# What glibc keeps at most; what NumPy asks huge pages for; what is worth the detour.
+_KEPT = 1 << 25
 _HUGE = 1 << 22
-# Smaller arrays come from memory that is used again.
 _SMALL = 1 << 16
 # Of a cache line, and what frameworks ask for to share memory.
 _ALIGNMENT = 64
@@ -37,30 +41,37 @@ class Arena:
 
     def __init__(self, views: Iterable[np.ndarray[Any, Any] | None] = ()) -> None:
         self._views = views
+        self._wanted: bool | None = None
         self._block = _NOTHING
         self._next = 0
 
-    # Only looked at by frameworks that write to it.
-    @cached_property
-    def _total(self) -> int:
-        # Larger ones get huge pages of their own.
-        sizes = [v.nbytes for v in self._views if v is not None and v.nbytes < _HUGE]
-        return sum(sizes) + _ALIGNMENT * len(sizes)
-
-    @cached_property
-    def least(self) -> int:
-        """Number of bytes below which an array is not worth the detour."""
-        return _SMALL if self._total >= _HUGE else _HUGE
+    @property
+    def wanted(self) -> bool:
+        """Whether some arrays of this step are to be cut out of one allocation."""
+        # Only worked out for frameworks that write to it.
+        if self._wanted is None:
+            total = sum([v.nbytes for v in self._views if v is not None])
+            self._wanted = total >= _KEPT
+            if _HUGE <= total < _KEPT:
+                np.empty(total, np.uint8)
+        return self._wanted
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """Return an array that holds anything, C-contiguous."""
         size = math.prod(shape) * dtype.itemsize
-        if not self.least <= size < _HUGE:
+        # Larger ones get huge pages of their own.
+        if not (self.wanted and _SMALL <= size < _HUGE):
             return np.empty(shape, dtype)
-        if self._block.size < self._next + size:
-            self._block = np.empty(max(self._total, size) + _ALIGNMENT, np.uint8)
-            self._next = -self._block.ctypes.data % _ALIGNMENT
-        array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, self._block, self._next)
-        used = -(-size // _ALIGNMENT) * _ALIGNMENT
-        self._next, self._total = self._next + used, self._total - used
+        start = self._next
+        if start + size > self._block.size:
+            start = self._allocate(size)
+        # The next one is aligned too.
+        self._next = start + -(-size // _ALIGNMENT) * _ALIGNMENT
+        array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, self._block, start)
         return array
+
+    def _allocate(self, size: int) -> int:
+        """Make a new block, and return where its first array starts."""
+        sizes = [v.nbytes + _ALIGNMENT for v in self._views if v is not None and v.nbytes < _HUGE]
+        self._block = np.empty(max(sum(sizes), size) + _ALIGNMENT, np.uint8)
+        return -self._block.ctypes.data % _ALIGNMENT

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,10 @@ _BLOCK = 1024
 _JOINED = 1 << 24
 # From this mean number of elements on, XLA writes arrays faster one by one than all together.
 _LARGE = 1 << 18
+# XLA runs fewer floating point operations than a thousand in the calling thread, and to wake
+# another one takes longer than them; where there are but few elements, they are worth the calls.
+_CHEAP = 999
+_FEW = 1 << 14
 
 
 @jax.jit
@@ -39,21 +44,18 @@ def _multiply(array: Array, factor: Array) -> Array:
     return array * jnp.asarray(factor, array.dtype)
 
 
-def _joined(arrays: Sequence[Array]) -> list[Array]:
-    """Return the elements of all arrays in fewer, flat ones.
-
-    Each operation of a branch costs time under jit, whether it is taken or not.
-    """
+def _bins(arrays: Sequence[Array], most: int) -> list[list[Array]]:
+    """Return the arrays in lists of at most so many elements, if there is more than one array."""
     bins: list[list[Array]] = [[]]
-    size = 0
+    held = 0
     for array in arrays:
-        # So that what is reserved for a branch that is hardly ever taken is not much.
-        if bins[-1] and size + array.size > _JOINED:
+        size = math.prod(array.shape)
+        if bins[-1] and held + size > most:
             bins.append([])
-            size = 0
-        bins[-1].append(array.ravel())
-        size += array.size
-    return [jnp.concatenate(b) for b in bins]
+            held = 0
+        bins[-1].append(array)
+        held += size
+    return bins
 
 
 class JaxBackend(Backend):
@@ -68,11 +70,12 @@ class JaxBackend(Backend):
         try:
             # Mostly one object for all of them, and hashing it takes as long as a view.
             first = arrays[0].sharding
-            if self._on_cpu[first] and all(
-                a.sharding is first or self._on_cpu[a.sharding] for a in arrays
-            ):
-                views = map(np.asarray, arrays)
-                return [v if v.dtype.kind == "f" else bits(v) for v in views]
+            if self._on_cpu[first]:
+                views = [
+                    np.asarray(a) for a in arrays if a.sharding is first or self._on_cpu[a.sharding]
+                ]
+                if len(views) == len(arrays):
+                    return [v if v.dtype.kind == "f" else bits(v) for v in views]
         except (KeyError, AttributeError, jax.errors.ConcretizationTypeError):
             # A sharding that was not met before, or a traced value, which has none.
             pass
@@ -89,12 +92,14 @@ class JaxBackend(Backend):
         return str(array.dtype.name)
 
     def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
-        small = sum(a.size for a in arrays) < _LARGE * len(arrays)
-        if small and len({a.sharding for a in arrays}) == 1:
-            result: list[Array] = _multiply_all(list(arrays), factor)
-            return result
-        # One compiled call can not span devices.
-        return [_multiply_one(a, factor) for a in arrays]
+        first = arrays[0].sharding
+        together = all(a.sharding is first or a.sharding == first for a in arrays)
+        size = sum([math.prod(a.shape) for a in arrays])
+        if not together or size >= _LARGE * len(arrays):
+            # One compiled call can not span devices.
+            return [_multiply_one(a, factor) for a in arrays]
+        parts = _bins(arrays, _CHEAP) if size < _FEW else [list(arrays)]
+        return [product for part in parts for product in _multiply_all(part, factor)]
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         return _multiply(array, jnp.asarray(factors, jnp.promote_types(array.dtype, jnp.float32)))
@@ -164,7 +169,10 @@ class JaxBackend(Backend):
     def _scaled_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         norms = []
         for group in members:
-            pairs = [self._scaled_square_sum(a) for a in _joined([arrays[i] for i in group])]
+            # Each operation of a branch costs time under jit, whether it is taken or not; but
+            # what is reserved for a branch that is hardly ever taken must not be much.
+            bins = _bins([arrays[i].ravel() for i in group], _JOINED)
+            pairs = [self._scaled_square_sum(jnp.concatenate(some)) for some in bins]
             peak = jnp.stack([p for _, p in pairs]).astype(float)
             sums = jnp.stack([s for s, _ in pairs]).astype(float)
             top = jnp.max(peak)

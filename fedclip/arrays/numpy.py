@@ -21,6 +21,9 @@ def bits(array: HostView) -> HostView:
     return array.view(np.uint16) if array.dtype.kind == "V" else array
 
 
+_ARRAY = {np.ndarray}
+
+
 @cache
 def _name(dtype: np.dtype[Any]) -> str:
     # NumPy works it out anew each time, which takes as long as a step over twenty tensors.
@@ -47,13 +50,16 @@ class NumpyBackend(Backend):
         if dtype.itemsize == 2:
             return [self._multiply_half(np.asarray(a), np.float32(factor)) for a in arrays]
         k = dtype.type(factor)
-        return [
-            np.multiply(a, k, out=arena.empty(a.shape, dtype))
-            if a.nbytes >= arena.least and a.flags.c_contiguous
-            # The product of a 0-d array is a scalar, and is made an array again.
-            else (a * k if a.ndim else np.asarray(a * k))
-            for a in arrays
-        ]
+        if arena.wanted:
+            return [
+                np.multiply(a, k, out=arena.empty(a.shape, dtype))
+                if a.flags.c_contiguous
+                else np.multiply(a, k)
+                for a in arrays
+            ]
+        products = [a * k for a in arrays]
+        # The product of a 0-d array is a scalar, and is made an array again.
+        return products if {*map(type, products)} == _ARRAY else [np.asarray(p) for p in products]
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         if array.dtype.itemsize == 2:

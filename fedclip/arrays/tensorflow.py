@@ -16,7 +16,10 @@ from fedclip.arrays.numpy import bits
 
 __all__ = ["TensorflowBackend"]
 
-_Eager = tf.__internal__.EagerTensor
+_EAGER = {tf.__internal__.EagerTensor}
+_product = tf.raw_ops.Mul
+# So few elements, of all tensors together, are copied in less time than each is looked at.
+_SMALL = 1 << 14
 
 
 @cache
@@ -32,13 +35,13 @@ class TensorflowBackend(Backend):
 
     def host(self, arrays: Sequence[Array]) -> list[HostView | None]:
         # The usual case first, and without a call for each: a model has hundreds of tensors.
-        if _only_cpu() and all(type(t) is _Eager for t in arrays):
+        if _only_cpu() and {type(t) for t in arrays} == _EAGER:
             try:
                 views = [np.asarray(t) for t in arrays]
             except ValueError:
                 # Of bfloat16 without dimensions.
                 views = []
-            if views and all(v.dtype.kind == "f" for v in views):
+            if views and {v.dtype.kind for v in views} == {"f"}:
                 return views  # type: ignore[return-value]
         return [self._view(t) for t in arrays]
 
@@ -69,6 +72,9 @@ class TensorflowBackend(Backend):
 
     def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
         k = tf.constant(factor, self._product_dtype(arrays[0]))
+        if k.dtype == arrays[0].dtype and {type(t) for t in arrays} == _EAGER:
+            # The usual case, without a call of our own for each.
+            return [_product(x=t, y=k) for t in arrays]
         return [self._multiply(t, k) for t in arrays]
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
@@ -82,7 +88,7 @@ class TensorflowBackend(Backend):
         return tf.float64 if tensor.dtype == tf.float64 else tf.float32
 
     @staticmethod
-    def _multiply(tensor: Array, factor: Array, product: Any = tf.raw_ops.Mul) -> Array:
+    def _multiply(tensor: Array, factor: Array, product: Any = _product) -> Array:
         if isinstance(tensor, tf.IndexedSlices):
             # Scaling is linear, so rows that repeat need not be merged to be scaled.
             values = TensorflowBackend._multiply(tensor.values, factor, product)
@@ -161,6 +167,9 @@ class TensorflowBackend(Backend):
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         values = [self._values(t) for t in arrays]
+        if self._are_small(values):
+            joined = [self._joined([values[i] for i in m]) for m in members]
+            return tf.sqrt(2.0 * tf.stack([tf.raw_ops.L2Loss(t=j) for j in joined]))
         wide = [self._wide(v) for v in values]
         # One operation for each tensor, and as few as can be besides.
         halves = [tf.raw_ops.L2Loss(t=v) for v in wide]
@@ -182,6 +191,22 @@ class TensorflowBackend(Backend):
             return tf.stack([self._scaled_norm([tensors[i] for i in m]) for m in members])
 
         return self._choose(sound, fast, again, [sums, *values])
+
+    @staticmethod
+    def _are_small(values: Sequence[Array]) -> bool:
+        """Return whether these are best joined in float64, in which no square is lost."""
+        sizes = [v.shape.num_elements() for v in values]
+        if any(size is None for size in sizes) or any(v.dtype == tf.float64 for v in values):
+            return False
+        return bool(sum(sizes) < _SMALL)
+
+    @staticmethod
+    def _joined(values: Sequence[Array]) -> Array:
+        """Return the elements of all as one flat array of float64."""
+        flat = [v if v.shape.rank == 1 else tf.reshape(v, [-1]) for v in values]
+        if len({v.dtype for v in flat}) > 1:
+            flat = [tf.cast(v, tf.float32) for v in flat]
+        return tf.cast(tf.concat(flat, axis=0), tf.float64)
 
     @staticmethod
     def _choose(
@@ -221,7 +246,7 @@ class TensorflowBackend(Backend):
         return tf.reduce_all(x)
 
     def multiply(
-        self, arrays: Sequence[Array], factor: Array, product: Any = tf.raw_ops.Mul
+        self, arrays: Sequence[Array], factor: Array, product: Any = _product
     ) -> list[Array]:
         k = tf.cast(factor, self._product_dtype(arrays[0]))
         return [self._multiply(t, k, product) for t in arrays]

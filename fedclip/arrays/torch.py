@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from fedclip.arrays.arena import Arena
 from fedclip.arrays.base import Array, Backend, HostView
 
 __all__ = ["TorchBackend", "TorchInPlace"]
+
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class TorchBackend(Backend):
@@ -53,11 +57,15 @@ class TorchBackend(Backend):
 
     def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
         k = self._number(factor, arrays[0])
-        if type(k) is float:
+        if any(map(_requires_grad, arrays)):
+            # Together, a gradient of one of them would become one of all.
             return [torch.mul(t, k) for t in arrays]
+        if type(k) is float or not arena.wanted:
+            products: Sequence[torch.Tensor] = torch._foreach_mul(list(arrays), k)
+            return list(products)
         return [
             torch.mul(t, k, out=torch.from_numpy(arena.empty(tuple(t.shape), k.numpy().dtype)))
-            if t.nbytes >= arena.least and self._fits(t)
+            if self._fits(t)
             else torch.mul(t, k)
             for t in arrays
         ]
@@ -65,14 +73,15 @@ class TorchBackend(Backend):
     @staticmethod
     def _fits(tensor: torch.Tensor) -> bool:
         """Return whether a product may be written to memory that is NumPy's."""
-        return tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad
+        dense = tensor.layout is torch.strided
+        return dense and tensor.is_cpu and tensor.is_contiguous()
 
     @staticmethod
     def _number(factor: float, like: torch.Tensor) -> Any:
         # A tensor of shape () is multiplied with faster than a Python float; but half precision
         # is only multiplied in float32, and rounded once, by a Python float.
         if like.dtype in (torch.float32, torch.float64) and like.layout == torch.strided:
-            return torch.tensor(factor, dtype=like.dtype)
+            return torch.scalar_tensor(factor, dtype=like.dtype)
         return factor
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:

@@ -146,7 +146,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         """Return the clipped gradients; the very same object if nothing is clipped."""
         coefs = gradients.coefs
         outputs = self.clip(coefs)
-        return gradients if outputs is coefs else type(gradients)(cast(dict[str, Any], outputs))
+        return gradients if outputs is coefs else type(gradients)(cast("dict[str, Any]", outputs))
 
     def on_round_start(self) -> None:
         """Begin the records of a new round; statistics go on."""
@@ -277,7 +277,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
                 values, groups, backend, measured, self._state, views, self._arrays
             )
         # The record of a step must not keep its gradient alive.
-        self._outcome = outcome if outcome.outputs is None else outcome._replace(outputs=None)
+        self._outcome = Outcome(None, *outcome[1:])
         self._state, self._bad = outcome.state, ()
         self._recorder.add(groups.labels, outcome.norms, outcome.limits, outcome.clipped)
         return outcome.outputs
