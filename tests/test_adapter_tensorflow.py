@@ -90,6 +90,38 @@ def test_traced_once_over_100_steps():
     assert traces == 1
 
 
+# Few elements are joined before they are measured, many are measured one by one.
+@pytest.mark.parametrize("sizes", [(5, 0, 700), (9_000, 9_000, 40)])
+@pytest.mark.parametrize("scale", [1e30, 1.0, 1e-30])
+@pytest.mark.parametrize("dtypes", ["float32 float32 float32", "bfloat16 float16 float32"])
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_any_size_is_measured_in_a_function(sizes, scale, dtypes, scope):
+    kinds = dtypes.split()
+    if "float16" in kinds and scale != 1.0:
+        scale = scale**0.1
+    rng = np.random.default_rng(3)
+    arrays = [rng.standard_normal((n, 1)).astype(np.float32) * np.float32(scale) for n in sizes]
+    tensors = [tf.cast(tf.constant(a), k) for a, k in zip(arrays, kinds, strict=True)]
+    held = [tf.Variable(tf.zeros(t.shape, t.dtype), name=f"v{i}") for i, t in enumerate(tensors)]
+    exact = [float(np.linalg.norm(tf.cast(t, tf.float64))) for t in tensors]
+    if scope == "global":
+        exact = [float(np.linalg.norm(exact))]
+    clipper = NormClip(float(min(n for n in exact if n)) / 2, scope=scope)
+    outputs = tf.function(lambda: [g for g, _ in clip(zip(tensors, held, strict=True), clipper)])()
+    compiled_clipper = CompiledClipper.of(clipper)
+    np.testing.assert_allclose(compiled_clipper.norm, exact, rtol=1e-6)
+    norms = [float(np.linalg.norm(tf.cast(t, tf.float64))) for t in outputs]
+    bound = clipper.max_norm
+    assert (float(np.linalg.norm(norms)) if scope == "global" else max(norms)) <= bound
+    assert [t.dtype for t in outputs] == [t.dtype for t in tensors]
+
+
+def test_before_the_first_gradient_there_is_nothing_to_read():
+    compiled_clipper = CompiledClipper(NormClip(1.0))
+    assert compiled_clipper.steps is None
+    assert compiled_clipper.limit is None
+
+
 def test_gradients_of_none_and_indexed_slices():
     table, other = tf.Variable(tf.zeros((5, 2)), name="table"), tf.Variable(0.0, name="other")
     slices = tf.IndexedSlices(tf.constant([[3.0, 0], [4.0, 0]]), tf.constant([1, 1]), [5, 2])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -67,25 +68,21 @@ def clip(grads_and_vars: Iterable[tuple[Array, Any]], clipper: Clipper) -> list[
 
 def _names(variables: Sequence[Any]) -> list[str]:
     """Return a name for each variable, all different: Keras' path, or TensorFlow's name."""
-    names: list[str] = []
+    names: dict[str, None] = {}
+    counts: Counter[str] = Counter()
     for variable in variables:
-        name = getattr(variable, "path", None) or variable.name.removesuffix(":0")
-        count = sum(n == name or n.startswith(f"{name}#") for n in names)
-        names.append(f"{name}#{count}" if count else name)
-    return names
+        name = unique = getattr(variable, "path", None) or variable.name.removesuffix(":0")
+        while unique in names:
+            counts[name] += 1
+            unique = f"{name}#{counts[name]}"
+        names[unique] = None
+    return list(names)
 
 
 class CompiledClipper(tf.Module):  # type: ignore[misc]
     """A clipper whose statistics are TensorFlow variables, for use in a ``tf.function``.
 
     Being a `tf.Module` it is saved and restored by ``tf.train.Checkpoint``.
-
-    Attributes
-    ----------
-    steps, clipped, nonfinite
-        Counters of steps, of those clipped, of those with NaN or infinity.
-    norm, limit
-        Norms before clipping and limits of the last step, one for each group.
     """
 
     def __init__(self, clipper: Clipper) -> None:
@@ -93,12 +90,9 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         self.clipper = clipper
         self._backend = backend_named("tensorflow")
         self._labels: tuple[str, ...] = ()
-        # Variables, once the groups are known.
-        self.steps: Any = None
-        self.clipped: Any = None
-        self.nonfinite: Any = None
-        self.norm: Any = None
-        self.limit: Any = None
+        # Variables, once the groups are known: few, as each costs an operation in every step.
+        self._counts: Any = None
+        self._last: Any = None
         self._statistics: list[Any] = []
 
     @classmethod
@@ -134,18 +128,16 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         )
         for variable, value in zip(self._statistics, step.state, strict=True):
             variable.assign(value)
-        self.norm.assign(step.norms)
-        self.limit.assign(step.limits)
-        self.steps.assign_add(1)
-        self.clipped.assign_add(tf.cast(tf.reduce_any(step.clipped), tf.int64))
-        self.nonfinite.assign_add(tf.cast(~step.finite, tf.int64))
+        self._last.assign(tf.stack([step.norms, step.limits]))
+        happened = [True, tf.reduce_any(step.clipped), ~step.finite]
+        self._counts.assign_add(tf.cast(tf.stack(happened), tf.int64))
         for i, output in zip(chosen, step.outputs, strict=True):
             pairs[i] = (output, pairs[i][1])
         return pairs
 
     def build(self, groups: Groups) -> None:
         """Make the variables, from the statistics that the clipper has."""
-        if self.steps is not None:
+        if self._counts is not None:
             if groups.labels != self._labels:
                 raise ValueError(
                     f"{self.clipper.name} was compiled for the groups {list(self._labels)}, and "
@@ -163,10 +155,33 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
                 self._variable(np.atleast_1d(value), field)
                 for field, value in zip(start._fields, start, strict=True)
             ]
-            self.norm = self._variable(np.zeros(len(groups)), "norm")
-            self.limit = self._variable(np.zeros(len(groups)), "limit")
-            counters = (tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(3))
-            self.steps, self.clipped, self.nonfinite = counters
+            self._last = self._variable(np.zeros((2, len(groups))), "norm_and_limit")
+            self._counts = tf.Variable(np.zeros(3, np.int64), trainable=False, name="counts")
+
+    @property
+    def steps(self) -> Any:
+        """Number of steps."""
+        return _row(self._counts, 0)
+
+    @property
+    def clipped(self) -> Any:
+        """Number of steps in which a group was clipped."""
+        return _row(self._counts, 1)
+
+    @property
+    def nonfinite(self) -> Any:
+        """Number of steps with NaN or infinity."""
+        return _row(self._counts, 2)
+
+    @property
+    def norm(self) -> Any:
+        """Norms before clipping of the last step, one for each group."""
+        return _row(self._last, 0)
+
+    @property
+    def limit(self) -> Any:
+        """Limits of the last step, one for each group."""
+        return _row(self._last, 1)
 
     @staticmethod
     def _variable(values: Any, name: str) -> Any:
@@ -179,6 +194,11 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         fresh = self.clipper.transform(_bare(self._labels)).init(_bare(self._labels))
         state["groups"] = states.dump(type(fresh)(*fields), self._labels)
         self.clipper.set_state(state)
+
+
+def _row(variable: Any, row: int) -> Any:
+    """Return a row of a variable; None before the first gradient, when there is none yet."""
+    return None if variable is None else variable[row]
 
 
 def _bare(labels: tuple[str, ...]) -> Groups:
@@ -280,8 +300,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def _clip_variables(self) -> dict[str, Any]:
         compiled = self.compiled_clipper
-        names = ("norm", "limit", "steps", "clipped", "nonfinite")
-        named = {f"fedclip_{name}": getattr(compiled, name) for name in names}
+        named = {"fedclip_norm_and_limit": compiled._last, "fedclip_counts": compiled._counts}
         for i, variable in enumerate(compiled._statistics):
             named[f"fedclip_statistics_{i}"] = variable
         return named
