@@ -158,8 +158,13 @@ class JaxBackend(Backend):
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         wide = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in arrays]
-        squares = [jnp.sum(jnp.square(a)).astype(float) for a in wide]
-        sums = jnp.stack([sum(squares[i] for i in group) for group in members])
+        if sum(math.prod(a.shape) for a in arrays) < _FEW:
+            # Fewer operations: one for each group.
+            joined = [jnp.concatenate([wide[i].ravel() for i in group]) for group in members]
+            sums = jnp.stack([jnp.sum(jnp.square(j)).astype(float) for j in joined])
+        else:
+            squares = [jnp.sum(jnp.square(a)).astype(float) for a in wide]
+            sums = jnp.stack([sum(squares[i] for i in group) for group in members])
         # What has over- or underflowed is measured again, relative to the maximum.
         sound = jnp.all((sums >= UNDERFLOW) & (sums < jnp.inf))
         return jax.lax.cond(
