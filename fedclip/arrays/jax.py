@@ -13,7 +13,7 @@ import numpy as np
 
 from fedclip.arrays.arena import Arena
 from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView
-from fedclip.arrays.numpy import bits
+from fedclip.arrays.numpy import bits, dtype_name
 
 __all__ = ["JaxBackend"]
 
@@ -89,7 +89,7 @@ class JaxBackend(Backend):
         return bits(np.asarray(array)) if on_cpu else None
 
     def dtype(self, array: Array) -> str:
-        return str(array.dtype.name)
+        return dtype_name(array.dtype)
 
     def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
         first = arrays[0].sharding

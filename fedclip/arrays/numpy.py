@@ -12,7 +12,7 @@ import numpy as np
 from fedclip.arrays.arena import Arena
 from fedclip.arrays.base import Array, Backend, HostView
 
-__all__ = ["NumpyBackend", "bits"]
+__all__ = ["NumpyBackend", "bits", "dtype_name"]
 
 
 def bits(array: HostView) -> HostView:
@@ -25,7 +25,8 @@ _ARRAY = {np.ndarray}
 
 
 @cache
-def _name(dtype: np.dtype[Any]) -> str:
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return a dtype as "float32", "bfloat16", ..."""
     # NumPy works it out anew each time, which takes as long as a step over twenty tensors.
     return str(dtype.name)
 
@@ -43,7 +44,7 @@ class NumpyBackend(Backend):
         ]
 
     def dtype(self, array: Array) -> str:
-        return _name(array.dtype)
+        return dtype_name(array.dtype)
 
     def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
         dtype = arrays[0].dtype

@@ -15,8 +15,11 @@ from fedclip.arrays.base import Array, Backend, HostView
 
 __all__ = ["TorchBackend", "TorchInPlace"]
 
-
 _requires_grad = attrgetter("requires_grad")
+
+
+# A table, as torch.compile looks into it, and not into what `functools.cache` holds.
+_NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
 
 
 class TorchBackend(Backend):
@@ -53,7 +56,7 @@ class TorchBackend(Backend):
         )
 
     def dtype(self, array: Array) -> str:
-        return str(array.dtype).removeprefix("torch.")
+        return _NAMES.get(array.dtype) or str(array.dtype).removeprefix("torch.")
 
     def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
         k = self._number(factor, arrays[0])
