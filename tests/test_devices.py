@@ -8,7 +8,10 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
 from helpers import needs
+
+from fedclip.arrays import Arena
 
 
 def python(code: str, **environment: str) -> str:
@@ -94,3 +97,21 @@ def test_tensorflow_on_two_logical_devices() -> None:
         """
     )
     assert out == "0.6 0.8"
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_torch_on_another_device_is_multiplied_by_a_number(in_place: bool) -> None:
+    # A tensor on the host that multiplies many on a device at once is refused by torch there;
+    # "meta" stands for the device, as it computes nothing.
+    needs("torch")
+    import torch
+
+    from fedclip.arrays.torch import TorchBackend, TorchInPlace
+
+    backend = TorchInPlace() if in_place else TorchBackend()
+    far = [torch.empty(3, 2, device="meta"), torch.empty((), device="meta")]
+    assert type(backend._number(0.5, far[0])) is float
+    outputs = backend.scale(far, 0.5, Arena([None, None]))
+    assert [(t.device.type, t.shape) for t in outputs] == [("meta", t.shape) for t in far]
+    near = [torch.ones(3), torch.tensor(2.0)]
+    assert [t.tolist() for t in backend.scale(near, 0.5, Arena())] == [[0.5] * 3, 1.0]

@@ -81,11 +81,11 @@ class TorchBackend(Backend):
 
     @staticmethod
     def _number(factor: float, like: torch.Tensor) -> Any:
-        # A tensor of shape () is multiplied with faster than a Python float; but half precision
-        # is only multiplied in float32, and rounded once, by a Python float.
-        if like.dtype in (torch.float32, torch.float64) and like.layout == torch.strided:
-            return torch.scalar_tensor(factor, dtype=like.dtype)
-        return factor
+        # On the CPU a tensor of shape () is multiplied with faster than a Python float; but half
+        # precision is only multiplied in float32, and rounded once, by a Python float; and for
+        # tensors on another device, which torch multiplies all together, it would have to be there.
+        wide = like.dtype in (torch.float32, torch.float64) and like.layout == torch.strided
+        return torch.scalar_tensor(factor, dtype=like.dtype) if wide and like.is_cpu else factor
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         k = torch.from_numpy(np.asarray(factors, order="C")).to(array.device)
