@@ -6,33 +6,26 @@ asserts nothing. The torch rows that clip include putting the gradients back.
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from benchmarks.measure import side_by_side
 from fedclip import NormClip, ZScoreClip
 
-CASES = ((20, (135,), 200), (200, (136, 136), 40), (1000, (64, 64), 20))
+CASES = ((20, (135,), 200), (200, (136, 136), 60), (1000, (64, 64), 20))
 LIMITS = {"nothing clipped": 1e9, "clipped": 1.0}
 
 Calls = dict[str, Callable[[], Any]]
 
 
 def medians(calls: Calls, rounds: int) -> dict[str, float]:
-    for call in calls.values():
-        call()
-        call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
-    return {name: 1e6 * sorted(seen)[rounds // 2] for name, seen in times.items()}
+    times = side_by_side(calls, rounds)
+    return {name: statistics.median(seen) for name, seen in times.items()}
 
 
 def torch_calls(arrays: list[Any], limit: float) -> dict[str, Calls]:

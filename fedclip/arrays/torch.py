@@ -15,7 +15,7 @@ from fedclip.arrays.base import Array, Backend, HostView
 
 __all__ = ["TorchBackend", "TorchInPlace"]
 
-_requires_grad = attrgetter("requires_grad")
+_layout, _requires_grad = attrgetter("layout"), attrgetter("requires_grad")
 
 
 # A table, as torch.compile looks into it, and not into what `functools.cache` holds.
@@ -266,12 +266,14 @@ class TorchInPlace(TorchBackend):
     """Tensors that are changed in place, as the gradients of a training loop are."""
 
     def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
-        dense = [t for t in arrays if t.layout == torch.strided]
+        dense = list(arrays)
+        if {*map(_layout, arrays)} != {torch.strided}:
+            dense = [t for t in arrays if t.layout == torch.strided]
+            for tensor in arrays:
+                if tensor.layout != torch.strided:
+                    tensor.mul_(factor)
         if dense:
             torch._foreach_mul_(dense, self._number(factor, dense[0]))
-        for tensor in arrays:
-            if tensor.layout != torch.strided:
-                tensor.mul_(factor)
         return list(arrays)
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
