@@ -6,7 +6,6 @@ asserts nothing. The torch rows that clip include putting the gradients back.
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,18 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import side_by_side
+from benchmarks.measure import medians
 from fedclip import NormClip, ZScoreClip
 
 CASES = ((20, (135,), 200), (200, (136, 136), 60), (1000, (64, 64), 20))
 LIMITS = {"nothing clipped": 1e9, "clipped": 1.0}
 
 Calls = dict[str, Callable[[], Any]]
-
-
-def medians(calls: Calls, rounds: int) -> dict[str, float]:
-    times = side_by_side(calls, rounds)
-    return {name: statistics.median(seen) for name, seen in times.items()}
 
 
 def torch_calls(arrays: list[Any], limit: float) -> dict[str, Calls]:

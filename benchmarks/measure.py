@@ -119,6 +119,12 @@ def side_by_side(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
     return times
 
 
+def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Return the median microseconds of every call."""
+    times = side_by_side(calls, rounds)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
 def measure_quiet(framework: str, shapes: list[tuple[int, ...]], rounds: int) -> dict[str, float]:
     """Return medians in microseconds where nothing is clipped, and what zscore-clip costs more."""
     gradient = vector_of(framework, shapes)
@@ -128,8 +134,7 @@ def measure_quiet(framework: str, shapes: list[tuple[int, ...]], rounds: int) ->
         "norm-clip": runner(framework, fedclip.NormClip(FAR), gradient),
         "declearn": runner(framework, L2GlobalClipping(FAR), gradient),
     }
-    times = side_by_side(calls, rounds)
-    result = {name: statistics.median(values) for name, values in times.items()}
+    result = medians(calls, rounds)
     scopes = {"zscore minus norm": "global"}
     if len(shapes) >= 100:
         scopes["zscore minus norm, by tensor"] = "tensor"
@@ -154,8 +159,7 @@ def measure_clipped(framework: str, shapes: list[tuple[int, ...]], rounds: int) 
         "declearn, clipped": runner(framework, L2GlobalClipping(1.0), gradient),
         "multiply": multiplier(framework, arrays),
     }
-    times = side_by_side(calls, rounds)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return medians(calls, rounds)
 
 
 def _more(times: list[float], others: list[float]) -> float:
@@ -181,23 +185,21 @@ def measure_clippers(framework: str, rounds: int) -> dict[str, dict[str, float |
         except (TypeError, ValueError) as exc:
             print(f"{name} is left out: {exc}", file=sys.stderr)
             continue
-        times = side_by_side(
-            {
-                "norm-clip": runner(framework, fedclip.NormClip(FAR), large),
-                name + "*": runner(framework, module, large),
-            },
-            rounds,
-        )
-        ours = statistics.median(times[name + "*"])
+        calls = {
+            "norm-clip": runner(framework, fedclip.NormClip(FAR), large),
+            name + "*": runner(framework, module, large),
+        }
+        times = medians(calls, rounds)
+        ours = times[name + "*"]
         entry: dict[str, float | None] = {
             "microseconds": ours,
-            "times norm-clip": ours / statistics.median(times["norm-clip"]),
+            "times norm-clip": ours / times["norm-clip"],
             "changed": float(module.run(large) is not large),
             "by tensor, ms": None,
         }
         if by_tensor is not None:
-            steps = side_by_side({"step": runner(framework, by_tensor, many)}, rounds * 3)
-            entry["by tensor, ms"] = statistics.median(steps["step"]) / 1000
+            steps = medians({"step": runner(framework, by_tensor, many)}, rounds * 3)
+            entry["by tensor, ms"] = steps["step"] / 1000
         found[name] = entry
     return found
 

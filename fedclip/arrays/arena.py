@@ -4,7 +4,7 @@
 An allocator maps hundreds of middling arrays page by page, and gives them back after each step:
 the page faults then cost several times what the multiplication does.
 
-- Up to 32 MiB, one allocation of that size is made and freed, untouched: from then on glibc
+- From 4 to 32 MiB, one allocation of that size is made and freed, untouched: from then on glibc
   keeps as much of what is freed (its threshold for trimming follows the largest block that was
   mapped and freed, up to that size), and every array finds memory that was used before.
 - Above, middling arrays are cut out of one allocation, for which NumPy asks the kernel for huge

@@ -52,12 +52,9 @@ class NumpyBackend(Backend):
             return [self._multiply_half(np.asarray(a), np.float32(factor)) for a in arrays]
         k = dtype.type(factor)
         if arena.wanted:
-            return [
-                np.multiply(a, k, out=arena.empty(a.shape, dtype))
-                if a.flags.c_contiguous
-                else np.multiply(a, k)
-                for a in arrays
-            ]
+            # An array that is not C-contiguous keeps its layout, in memory of its own.
+            outs = [arena.empty(a.shape, dtype) if a.flags.c_contiguous else None for a in arrays]
+            return [np.multiply(a, k, out=o) for a, o in zip(arrays, outs, strict=True)]
         products = [a * k for a in arrays]
         # The product of a 0-d array is a scalar, and is made an array again.
         return products if {*map(type, products)} == _ARRAY else [np.asarray(p) for p in products]
