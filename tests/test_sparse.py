@@ -10,6 +10,7 @@ import pytest
 from helpers import SPECIMENS, Specimen, apply, needs, norm, specimens
 
 from fedclip import NoOp, NormClip, ValueClip
+from fedclip.arrays import Arena
 
 ROWS = np.array([1, 3, 1, 0])
 VALUES = np.array([[3.0, 4.0], [0.0, 12.0], [1.0, -1.0], [0.5, 0.5]])
@@ -128,3 +129,26 @@ def test_unsupported_layouts_are_named() -> None:
         table = torch.tensor(VALUES).to_sparse_csr()
     with pytest.raises(TypeError, match=r"sparse COO tensors, got one of layout torch\.sparse_csr"):
         NormClip(1.0).run(TorchVector({"w": table}))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_torch_rounds_products_once(dtype: str, in_place: bool) -> None:
+    torch = pytest.importorskip("torch")
+    from fedclip.arrays.torch import TorchBackend, TorchInPlace
+
+    kind = getattr(torch, dtype)
+    wide = torch.float64 if dtype == "float64" else torch.float32
+    values = torch.from_numpy(np.random.default_rng(4).standard_normal(1000)).to(kind)
+    once = (values.to(wide) * torch.tensor(0.3217, dtype=wide)).to(kind)
+    dense, single = values.clone(), values[0].clone()
+    table = torch.sparse_coo_tensor(torch.arange(1000)[None], values.clone(), check_invariants=True)
+    backend = TorchInPlace() if in_place else TorchBackend()
+    outputs = backend.scale([dense, table, single], 0.3217, Arena())
+    found = [outputs[0], outputs[1].to_dense(), outputs[2]]
+    for output, expected in zip(found, [once, once, once[0]], strict=True):
+        assert output.dtype == kind
+        assert torch.equal(output, expected)
+    assert all((a is b) == in_place for a, b in zip(outputs, [dense, table, single], strict=True))
+    product = backend.multiply([values[0].clone()], torch.tensor(0.3217, dtype=torch.float64))
+    assert product[0].dtype == kind

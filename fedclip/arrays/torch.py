@@ -15,9 +15,7 @@ from fedclip.arrays.base import Array, Backend, HostView
 
 __all__ = ["TorchBackend", "TorchInPlace"]
 
-_layout, _requires_grad = attrgetter("layout"), attrgetter("requires_grad")
-
-
+_requires_grad = attrgetter("requires_grad")
 # A table, as torch.compile looks into it, and not into what `functools.cache` holds.
 _NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
 
@@ -63,6 +61,8 @@ class TorchBackend(Backend):
         if any(map(_requires_grad, arrays)):
             # Together, a gradient of one of them would become one of all.
             return [torch.mul(t, k) for t in arrays]
+        if arrays[0].dtype.itemsize == 2:
+            return [self._multiply_half(t, factor) for t in arrays]
         if type(k) is float or not arena.wanted:
             products: Sequence[torch.Tensor] = torch._foreach_mul(list(arrays), k)
             return list(products)
@@ -72,6 +72,19 @@ class TorchBackend(Backend):
             else torch.mul(t, k)
             for t in arrays
         ]
+
+    @staticmethod
+    def _multiply_half(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        if tensor.layout is torch.strided:
+            return torch.mul(tensor, factor)
+        # Of a sparse tensor, torch would round the factor to half precision as well.
+        return torch.sparse_coo_tensor(
+            tensor._indices(),
+            torch.mul(tensor._values(), factor),
+            tensor.shape,
+            is_coalesced=tensor.is_coalesced(),
+            check_invariants=False,
+        )
 
     @staticmethod
     def _fits(tensor: torch.Tensor) -> bool:
@@ -219,7 +232,8 @@ class TorchBackend(Backend):
         return torch.all(x)
 
     def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
-        return [torch.mul(t, self._factor(factor, t)) for t in arrays]
+        # Between two tensors of shape () the product would be as wide as the factor.
+        return [torch.mul(t, self._factor(factor, t)).to(t.dtype) for t in arrays]
 
     @staticmethod
     def _factor(factor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -266,14 +280,15 @@ class TorchInPlace(TorchBackend):
     """Tensors that are changed in place, as the gradients of a training loop are."""
 
     def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
-        dense = list(arrays)
-        if {*map(_layout, arrays)} != {torch.strided}:
-            dense = [t for t in arrays if t.layout == torch.strided]
-            for tensor in arrays:
-                if tensor.layout != torch.strided:
-                    tensor.mul_(factor)
-        if dense:
-            torch._foreach_mul_(dense, self._number(factor, dense[0]))
+        like = arrays[0]
+        k: Any = factor
+        if like.is_cpu:
+            # A Python float would be rounded to half precision before it multiplies in place.
+            wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+            k = torch.scalar_tensor(factor, dtype=wide)
+        # Scaling is linear: the values of a sparse tensor need not be merged to be scaled.
+        values = [t if t.layout is torch.strided else t._values() for t in arrays]
+        torch._foreach_mul_(values, k)
         return list(arrays)
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
