@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import NUMPY, Array, Backend, HostView
+from fedclip.arrays import NUMPY, Array, Backend, HostView, Views
 from fedclip.clipping import CLOSE, NormClipping, Outcome
 from fedclip.elements import PAST, dense_views, recall
 from fedclip.measures import Order, degree
@@ -71,7 +71,7 @@ class AverageClipping:
     def measure(
         self,
         arrays: Sequence[Array],
-        views: Sequence[HostView | None],
+        views: Views,
         groups: Groups,
         backend: Backend,
     ) -> Numbers:
@@ -88,7 +88,7 @@ class AverageClipping:
         backend: Backend,
         measured: Numbers,
         state: AverageState,
-        views: Sequence[HostView | None],
+        views: Views,
         kept: Statistics,
     ) -> Outcome:
         """Clip one gradient whose norms, all finite, have been measured."""
@@ -131,7 +131,7 @@ class AverageClipping:
         self, means: list[Any], groups: Groups, state: AverageState, first: Any
     ) -> Float64:
         """Return the norms of the averages, which are shrunk in place if they grow too fast."""
-        sizes = np.array(self.measure(means, means, groups, NUMPY), ndmin=1)
+        sizes = np.array(self.measure(means, Views(means), groups, NUMPY), ndmin=1)
         if self.max_growth is None:
             return sizes
         before = np.where(first, sizes, np.atleast_1d(state.norm))

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
-from fedclip.arrays import NUMBER, NUMPY, Arena, Array, Backend, HostView
+from fedclip.arrays import NUMBER, NUMPY, Arena, Array, Backend, Views
 from fedclip.measures import Order, degree, measure
 from fedclip.norms import UNCERTAINTY, Numbers, exact_norm, l2_norms
 from fedclip.rules import Rule, State
@@ -139,14 +139,6 @@ def multiplied(
     return outputs
 
 
-def _dtypes(arrays: Sequence[Array], views: Sequence[HostView | None]) -> set[Any]:
-    try:
-        # NumPy tells a dtype faster than other frameworks do.
-        return {view.dtype for view in views}  # type: ignore[union-attr]
-    except AttributeError:
-        return {array.dtype for array in arrays}
-
-
 @dataclass(frozen=True)
 class NormClipping:
     """Rule × measure × action; the scope comes with the groups of each call.
@@ -186,7 +178,7 @@ class NormClipping:
     def measure(
         self,
         arrays: Sequence[Array],
-        views: Sequence[HostView | None],
+        views: Views,
         groups: Groups,
         backend: Backend,
     ) -> Numbers:
@@ -208,7 +200,7 @@ class NormClipping:
         backend: Backend,
         measured: Numbers,
         state: State,
-        views: Sequence[HostView | None],
+        views: Views,
         kept: Statistics,
     ) -> Outcome:
         """Clip one gradient whose norms, all finite, have been measured."""
@@ -228,7 +220,7 @@ class NormClipping:
         groups: Groups,
         norms: Numbers,
         state: State,
-        views: Sequence[HostView | None],
+        views: Views,
     ) -> tuple[Numbers, Numbers, bool | Bools, State]:
         """Return norms, limits, which groups are over theirs, and the state after."""
         limits, after = self._ask(norms, state)
@@ -253,7 +245,7 @@ class NormClipping:
 
     @staticmethod
     def _measure_again(
-        close: Bools, views: Sequence[HostView | None], groups: Groups, norms: Numbers
+        close: Bools, views: Views, groups: Groups, norms: Numbers
     ) -> Numbers | None:
         """Return the norms with those close to their limit measured in float64; None if none."""
         refined = np.array(norms, ndmin=1)
@@ -272,15 +264,15 @@ class NormClipping:
     def _apply(
         self,
         arrays: Sequence[Array],
-        views: Sequence[HostView | None],
+        views: Views,
         groups: Groups,
         backend: Backend,
         norms: Numbers,
         limits: Numbers,
         moved: bool | Bools,
     ) -> list[Array]:
-        power, arena = 1.0 / degree(self.ord), Arena(views)
-        if len(groups) == 1 and len(_dtypes(arrays, views)) == 1:
+        power, arena = 1.0 / degree(self.ord), Arena(views.sizes)
+        if len(groups) == 1 and not views.remote and len(views.dtypes) == 1:
             factor = self._factor(float(norms), float(limits), power)
             return multiplied(arrays, factor, backend, arena)
         factors: dict[int, tuple[float, ...]] = {}

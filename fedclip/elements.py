@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedclip.arrays import Arena, Array, Backend, HostView
+from fedclip.arrays import Arena, Array, Backend, HostView, Views
 from fedclip.arrays.numpy import bits
 from fedclip.clipping import Outcome, replaced
 from fedclip.norms import CHUNK, Float64, Numbers, decode, encode, extremes
@@ -50,9 +50,7 @@ def host_dtype(backend: Backend, array: Array) -> np.dtype[Any]:
     return np.dtype(np.uint16 if name == "bfloat16" else name)
 
 
-def dense_views(
-    arrays: Sequence[Array], views: Sequence[HostView | None], backend: Backend
-) -> list[HostView]:
+def dense_views(arrays: Sequence[Array], views: Views, backend: Backend) -> list[HostView]:
     """Return the arrays in host memory, C-contiguous; sparse ones with all their zeros."""
     result = []
     for array, view in zip(arrays, views, strict=True):
@@ -64,16 +62,14 @@ def dense_views(
     return result
 
 
-def _local(
-    arrays: Sequence[Array], views: Sequence[HostView | None], backend: Backend
-) -> list[HostView]:
+def _local(arrays: Sequence[Array], views: Views, backend: Backend) -> list[HostView]:
     """Return the arrays in host memory; of sparse ones, the merged rows."""
     return [
         bits(backend.to_host(a)) if v is None else v for a, v in zip(arrays, views, strict=True)
     ]
 
 
-def _ranges(arrays: Sequence[Array], views: Sequence[HostView | None], backend: Backend) -> Float64:
+def _ranges(arrays: Sequence[Array], views: Views, backend: Backend) -> Float64:
     """Return the smallest and the largest element of each array; zeros for an empty one."""
     local = _local(arrays, views, backend)
     return np.array([extremes(v) if v.size else (0.0, 0.0) for v in local])
@@ -124,7 +120,7 @@ class ValueClipping:
     def measure(
         self,
         arrays: Sequence[Array],
-        views: Sequence[HostView | None],
+        views: Views,
         groups: Groups,
         backend: Backend,
     ) -> Float64:
@@ -138,7 +134,7 @@ class ValueClipping:
         backend: Backend,
         measured: Numbers,
         state: NoState,
-        views: Sequence[HostView | None],
+        views: Views,
         kept: Statistics,
     ) -> Outcome:
         """Clip one gradient; for the record, a norm is the largest absolute element."""
@@ -153,7 +149,7 @@ class ValueClipping:
                 dtype = host_dtype(backend, arrays[i])
                 boxes[i] = dtype, _inwards(low, dtype, True), _inwards(high, dtype, False)
                 clipped[group] = True
-        arena = Arena(views)
+        arena = Arena(views.sizes)
         outputs = replaced(arrays, boxes, lambda some, box: backend.clip(some, *box[1:], arena))
         limits = np.maximum(np.negative(self.lows), self.highs)
         return Outcome(outputs if clipped.any() else None, state, largest, limits, clipped)
@@ -175,7 +171,7 @@ class PercentileClipping:
     def measure(
         self,
         arrays: Sequence[Array],
-        views: Sequence[HostView | None],
+        views: Views,
         groups: Groups,
         backend: Backend,
     ) -> Float64:
@@ -189,7 +185,7 @@ class PercentileClipping:
         backend: Backend,
         measured: Numbers,
         state: NoState,
-        views: Sequence[HostView | None],
+        views: Views,
         kept: Statistics,
     ) -> Outcome:
         """Clip one gradient; for the record, a norm is the largest absolute element."""
@@ -227,7 +223,7 @@ class PastClipping:
     def measure(
         self,
         arrays: Sequence[Array],
-        views: Sequence[HostView | None],
+        views: Views,
         groups: Groups,
         backend: Backend,
     ) -> Float64:
@@ -242,14 +238,14 @@ class PastClipping:
         backend: Backend,
         measured: Numbers,
         state: NoState,
-        views: Sequence[HostView | None],
+        views: Views,
         kept: Statistics,
     ) -> Outcome:
         """Clip one gradient; for the record, norm and limit are the largest of all elements."""
         local = dense_views(arrays, views, backend)
         # All at once, so that nothing is changed if one of them does not fit.
         memories = [recall(n, view, kept) for n, view in zip(groups.names, local, strict=True)]
-        arena = Arena(local)
+        arena = Arena([view.nbytes for view in local])
         outputs = list(arrays)
         limits = np.zeros(len(groups))
         clipped = np.zeros(len(groups), dtype=bool)

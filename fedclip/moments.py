@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedclip.arrays import Arena, Array, Backend, HostView
+from fedclip.arrays import Arena, Array, Backend, HostView, Views
 from fedclip.clipping import Outcome
 from fedclip.elements import dense_views, host_dtype
 from fedclip.measures import measure
@@ -86,7 +86,7 @@ class Centralizing:
     def measure(
         self,
         arrays: Sequence[Array],
-        views: Sequence[HostView | None],
+        views: Views,
         groups: Groups,
         backend: Backend,
     ) -> Float64:
@@ -114,12 +114,12 @@ class Centralizing:
         backend: Backend,
         measured: Numbers,
         state: NoState,
-        views: Sequence[HostView | None],
+        views: Views,
         kept: Statistics,
     ) -> Outcome:
         """Centre one gradient; for the record, a norm is the largest mean, and the limit 0."""
         local = dense_views(arrays, views, backend)
-        arena = Arena(local)
+        arena = Arena([view.nbytes for view in local])
         outputs = list(arrays)
         largest = np.zeros(len(groups))
         for i, centre in enumerate(self._centres(local, groups, np.asarray(measured))):
@@ -170,7 +170,7 @@ class Standardizing:
     def measure(
         self,
         arrays: Sequence[Array],
-        views: Sequence[HostView | None],
+        views: Views,
         groups: Groups,
         backend: Backend,
     ) -> Float64:
@@ -201,12 +201,12 @@ class Standardizing:
         backend: Backend,
         measured: Numbers,
         state: NoState,
-        views: Sequence[HostView | None],
+        views: Views,
         kept: Statistics,
     ) -> Outcome:
         """Standardise one gradient; for the record, a norm is a deviation, and the limit 1."""
         local = dense_views(arrays, views, backend)
-        arena = Arena(local)
+        arena = Arena([view.nbytes for view in local])
         means, deviations = np.asarray(measured).T
         outputs = list(arrays)
         for mean, deviation, members in zip(means, deviations, groups.members, strict=True):

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedclip.arrays import Array, Backend, HostView
+from fedclip.arrays import Array, Backend, Views
 from fedclip.clipping import MARGIN, Outcome
 from fedclip.elements import dense_views
 from fedclip.measures import Order, degree, slice_measures
@@ -94,7 +94,7 @@ class SliceClipping:
     def measure(
         self,
         arrays: Sequence[Array],
-        views: Sequence[HostView | None],
+        views: Views,
         groups: Groups,
         backend: Backend,
     ) -> Float64:
@@ -113,7 +113,7 @@ class SliceClipping:
         backend: Backend,
         measured: Numbers,
         state: NoState,
-        views: Sequence[HostView | None],
+        views: Views,
         kept: Statistics,
     ) -> Outcome:
         """Clip one gradient; for the record, the norm of an array is that of its worst slice."""

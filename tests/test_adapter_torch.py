@@ -12,6 +12,7 @@ from declearn.model.torch import TorchVector  # noqa: E402
 
 from fedclip import FedclipWarning, NoOp, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.adapters.torch import PureClipping, attach, clip_  # noqa: E402
+from fedclip.arrays import Views  # noqa: E402
 from fedclip.arrays.torch import TorchBackend, TorchInPlace  # noqa: E402
 
 CLIPPERS = {
@@ -51,7 +52,7 @@ class Device(TorchBackend):
     """CPU tensors treated as if they lay on a device that the host can not read."""
 
     def host(self, arrays):
-        return [None] * len(arrays)
+        return Views([None] * len(arrays))
 
 
 class DeviceInPlace(TorchInPlace):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fedclip.arrays.arena import Arena
-from fedclip.arrays.base import UNDERFLOW, Arithmetic, Array, Backend, HostView
+from fedclip.arrays.base import UNDERFLOW, Arithmetic, Array, Backend, HostView, Views
 from fedclip.arrays.number import NumberArithmetic
 from fedclip.arrays.numpy import NumpyBackend
 
@@ -26,6 +26,7 @@ __all__ = [
     "Array",
     "Backend",
     "HostView",
+    "Views",
     "backend_named",
     "backend_of",
 ]

@@ -14,7 +14,7 @@ the page faults then cost several times what the multiplication does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,6 @@ _HUGE = 1 << 22
 _SMALL = 1 << 16
 # Of a cache line, and what frameworks ask for to share memory.
 _ALIGNMENT = 64
-_NOTHING = np.empty(0, np.uint8)
 
 
 class Arena:
@@ -35,22 +34,24 @@ class Arena:
 
     Parameters
     ----------
-    views
-        As many bytes will be asked for as these have, or not many more; None has none.
+    sizes
+        Bytes of the arrays of a step: as many will be asked for, or not many more.
     """
 
-    def __init__(self, views: Iterable[np.ndarray[Any, Any] | None] = ()) -> None:
-        self._views = views
-        self._wanted: bool | None = None
-        self._block = _NOTHING
-        self._next = 0
+    # The same of all until something is written: most arenas are never asked for anything.
+    _wanted: bool | None = None
+    _block = np.empty(0, np.uint8)
+    _next = 0
+
+    def __init__(self, sizes: Sequence[int] = ()) -> None:
+        self._sizes = sizes
 
     @property
     def wanted(self) -> bool:
         """Whether some arrays of this step are to be cut out of one allocation."""
         # Only worked out for frameworks that write to it.
         if self._wanted is None:
-            total = sum([v.nbytes for v in self._views if v is not None])
+            total = sum(self._sizes)
             self._wanted = total >= _KEPT
             if _HUGE <= total < _KEPT:
                 np.empty(total, np.uint8)
@@ -72,6 +73,6 @@ class Arena:
 
     def _allocate(self, size: int) -> int:
         """Make a new block, and return where its first array starts."""
-        sizes = [v.nbytes + _ALIGNMENT for v in self._views if v is not None and v.nbytes < _HUGE]
+        sizes = [n + _ALIGNMENT for n in self._sizes if n < _HUGE]
         self._block = np.empty(max(sum(sizes), size) + _ALIGNMENT, np.uint8)
         return -self._block.ctypes.data % _ALIGNMENT

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from fedclip.arrays.arena import Arena
 
-__all__ = ["UNDERFLOW", "Arithmetic", "Array", "Backend", "HostView"]
+__all__ = ["UNDERFLOW", "Arithmetic", "Array", "Backend", "HostView", "Views"]
 
 UNDERFLOW = 2.0**-70
 """Below this sum, float32 squares may have been lost (each at least 2^-126, of up to 2^35)."""
@@ -31,6 +32,40 @@ Array: TypeAlias = Any
 
 HostView: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 """A NumPy view; of bfloat16 data it shows the bits, as uint16 (see `fedclip.norms.decode`)."""
+
+
+_dtype = attrgetter("dtype")
+_nbytes = attrgetter("nbytes")
+
+
+class Views(list["HostView | None"]):
+    """NumPy views of the arrays of a gradient, with what is asked of all of them, asked once.
+
+    An array that is not in host memory has None.
+
+    Attributes
+    ----------
+    dtypes
+        Of the views.
+    sizes
+        Bytes of each view; 0 for None.
+    remote
+        Positions of None.
+    """
+
+    __slots__ = ("dtypes", "remote", "sizes")
+
+    def __init__(self, views: Iterable[HostView | None]) -> None:
+        super().__init__(views)
+        self.remote: Sequence[int] = ()
+        try:
+            # The usual case without a look at each: a model has hundreds of arrays.
+            self.sizes: list[int] = [*map(_nbytes, self)]
+            self.dtypes: set[np.dtype[Any]] = {*map(_dtype, self)}
+        except AttributeError:
+            self.remote = [i for i, view in enumerate(self) if view is None]
+            self.sizes = [0 if view is None else view.nbytes for view in self]
+            self.dtypes = {view.dtype for view in self if view is not None}
 
 
 class Arithmetic:
@@ -77,7 +112,7 @@ class Backend(Arithmetic, ABC):
 
     # -- host ---------------------------------------------------------------------------------
     @abstractmethod
-    def host(self, arrays: Sequence[Array]) -> list[HostView | None]:
+    def host(self, arrays: Sequence[Array]) -> Views:
         """Return a NumPy view of each array, or None for one that is not in host memory.
 
         Sparse arrays answer with their merged values: rows that repeat are added up first,

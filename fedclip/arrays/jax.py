@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedclip.arrays.arena import Arena
-from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView
+from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView, Views
 from fedclip.arrays.numpy import bits, dtype_name
 
 __all__ = ["JaxBackend"]
@@ -66,20 +66,22 @@ class JaxBackend(Backend):
     def __init__(self) -> None:
         self._on_cpu: dict[Any, bool] = {}
 
-    def host(self, arrays: Sequence[Array]) -> list[HostView | None]:
+    def host(self, arrays: Sequence[Array]) -> Views:
         try:
             # Mostly one object for all of them, and hashing it takes as long as a view.
             first = arrays[0].sharding
             if self._on_cpu[first]:
-                views = [
+                found = [
                     np.asarray(a) for a in arrays if a.sharding is first or self._on_cpu[a.sharding]
                 ]
-                if len(views) == len(arrays):
-                    return [v if v.dtype.kind == "f" else bits(v) for v in views]
+                if len(found) == len(arrays):
+                    views = Views(found)
+                    plain = {dtype.kind for dtype in views.dtypes} == {"f"}
+                    return views if plain else Views([bits(view) for view in found])
         except (KeyError, AttributeError, jax.errors.ConcretizationTypeError):
             # A sharding that was not met before, or a traced value, which has none.
             pass
-        return [self._view(a) for a in arrays]
+        return Views([self._view(a) for a in arrays])
 
     def _view(self, array: Array) -> HostView | None:
         if isinstance(array, jax.core.Tracer):

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from fedclip.arrays.arena import Arena
-from fedclip.arrays.base import Array, Backend, HostView
+from fedclip.arrays.base import Array, Backend, HostView, Views
 
 __all__ = ["NumpyBackend", "bits", "dtype_name"]
 
@@ -22,6 +23,7 @@ def bits(array: HostView) -> HostView:
 
 
 _ARRAY = {np.ndarray}
+_FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
 
 
 @cache
@@ -36,12 +38,12 @@ class NumpyBackend(Backend):
 
     name = "numpy"
 
-    def host(self, arrays: Sequence[Array]) -> list[HostView | None]:
-        # The usual case without a call: a model has hundreds of arrays.
-        return [
-            a if type(a) is np.ndarray and a.dtype.kind == "f" else bits(np.asarray(a))
-            for a in arrays
-        ]
+    def host(self, arrays: Sequence[Array]) -> Views:
+        if {*map(type, arrays)} == _ARRAY:
+            views = Views(arrays)
+            if views.dtypes <= _FLOATS:
+                return views
+        return Views([bits(np.asarray(a)) for a in arrays])
 
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)
@@ -50,14 +52,15 @@ class NumpyBackend(Backend):
         dtype = arrays[0].dtype
         if dtype.itemsize == 2:
             return [self._multiply_half(np.asarray(a), np.float32(factor)) for a in arrays]
-        k = dtype.type(factor)
+        # NumPy takes an array of shape () as it is, where it would look into a scalar.
+        k = np.asarray(factor, dtype)
         if arena.wanted:
             # An array that is not C-contiguous keeps its layout, in memory of its own.
             outs = [arena.empty(a.shape, dtype) if a.flags.c_contiguous else None for a in arrays]
             return [np.multiply(a, k, out=o) for a, o in zip(arrays, outs, strict=True)]
-        products = [a * k for a in arrays]
+        products = [*map(np.multiply, arrays, repeat(k))]
         # The product of a 0-d array is a scalar, and is made an array again.
-        return products if {*map(type, products)} == _ARRAY else [np.asarray(p) for p in products]
+        return [np.asarray(p) for p in products] if dtype.type in map(type, products) else products
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         if array.dtype.itemsize == 2:
@@ -134,7 +137,9 @@ class NumpyBackend(Backend):
         return np.all(x)
 
     def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
-        return self.scale(arrays, float(factor), Arena(arrays)) if arrays else []
+        if not arrays:
+            return []
+        return self.scale(arrays, float(factor), Arena([a.nbytes for a in arrays]))
 
     def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays) if condition else [self.zeros_like(a) for a in arrays]

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from fedclip.arrays.arena import Arena
-from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView
+from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView, Views
 from fedclip.arrays.numpy import bits
 
 __all__ = ["TensorflowBackend"]
@@ -33,17 +33,17 @@ class TensorflowBackend(Backend):
 
     name = "tensorflow"
 
-    def host(self, arrays: Sequence[Array]) -> list[HostView | None]:
+    def host(self, arrays: Sequence[Array]) -> Views:
         # The usual case first, and without a call for each: a model has hundreds of tensors.
         if _only_cpu() and {type(t) for t in arrays} == _EAGER:
             try:
-                views = [np.asarray(t) for t in arrays]
+                views = Views([np.asarray(t) for t in arrays])
             except ValueError:
                 # Of bfloat16 without dimensions.
-                views = []
-            if views and {v.dtype.kind for v in views} == {"f"}:
-                return views  # type: ignore[return-value]
-        return [self._view(t) for t in arrays]
+                views = Views([])
+            if {dtype.kind for dtype in views.dtypes} == {"f"}:
+                return views
+        return Views([self._view(t) for t in arrays])
 
     def _view(self, tensor: Array) -> HostView | None:
         tensor = self._values(tensor)

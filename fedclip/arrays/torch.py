@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fedclip.arrays.arena import Arena
-from fedclip.arrays.base import Array, Backend, HostView
+from fedclip.arrays.base import Array, Backend, HostView, Views
 
 __all__ = ["TorchBackend", "TorchInPlace"]
 
@@ -25,12 +25,12 @@ class TorchBackend(Backend):
 
     name = "torch"
 
-    def host(self, arrays: Sequence[Array]) -> list[HostView | None]:
+    def host(self, arrays: Sequence[Array]) -> Views:
         try:
             # Dense CPU tensors of a dtype that NumPy has: by far the most usual case.
-            return [t.numpy() for t in arrays]
+            return Views([t.numpy() for t in arrays])
         except (TypeError, RuntimeError):
-            return [self._view(t) for t in arrays]
+            return Views([self._view(t) for t in arrays])
 
     def _view(self, tensor: torch.Tensor) -> HostView | None:
         tensor = self._values(tensor)

@@ -11,14 +11,14 @@ import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip import checks, states
-from fedclip.arrays import Arena, Array, Backend, HostView, backend_of
+from fedclip.arrays import Arena, Array, Backend, Views, backend_of
 from fedclip.clipping import MARGIN, Outcome
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
 from fedclip.native import NativeStep, is_native, native_step
@@ -44,7 +44,7 @@ class Transform(Protocol):
     def measure(
         self,
         arrays: Sequence[Array],
-        views: Sequence[HostView | None],
+        views: Views,
         groups: Groups,
         backend: Backend,
     ) -> Numbers:
@@ -57,7 +57,7 @@ class Transform(Protocol):
         backend: Backend,
         measured: Numbers,
         state: Any,
-        views: Sequence[HostView | None],
+        views: Views,
         kept: Statistics,
     ) -> Outcome:
         """Clip one gradient; what was measured is finite.
@@ -136,7 +136,8 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         # Arrays that the transform keeps, by tensor and field, in host memory.
         self._arrays: Statistics = {}
         self._loaded = False
-        self._outcome: Outcome | None = None
+        # Norms, limits and what was clipped: the record of a step must not keep arrays alive.
+        self._last: tuple[Any, Any, Any] | None = None
         self._bad: tuple[str, ...] = ()
         self._on_client = False
         self._warned = -1
@@ -146,7 +147,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         """Return the clipped gradients; the very same object if nothing is clipped."""
         coefs = gradients.coefs
         outputs = self.clip(coefs)
-        return gradients if outputs is coefs else type(gradients)(cast("dict[str, Any]", outputs))
+        return gradients if outputs is coefs else type(gradients)(outputs)  # type: ignore[arg-type]
 
     def on_round_start(self) -> None:
         """Begin the records of a new round; statistics go on."""
@@ -232,62 +233,60 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             How to treat the arrays; found from their type if None.
         """
         groups = self._resolve(arrays)
-        values = [arrays[name] for name in groups.names]
+        # A mapping without exclusions has the groups' names, in their order.
+        excluded = groups.excluded
+        values = [arrays[name] for name in groups.names] if excluded else [*arrays.values()]
         if not values:
             return arrays
         backend = backend or self._backend(groups.names, values)
         views = backend.host(values)
         transform = self.transform(groups)
-        if not any(view is None or view.size for view in views):
+        if not (views.remote or any(views.sizes)):
             # There is nothing to measure, and nothing that statistics should learn from.
             return arrays
         outputs: Sequence[Array] | None
-        if self._stays_on_device(transform, views):
+        if views.remote and self._stays_on_device(transform, views):
             outputs = self._clip_on_device(transform, values, groups, backend)
         else:
             outputs = self._clip_on_host(transform, values, groups, backend, views)
         if outputs is None:
             return arrays
         clipped = dict(zip(groups.names, outputs, strict=True))
-        if not groups.excluded:
+        if not excluded:
             return clipped
         return {name: clipped.get(name, array) for name, array in arrays.items()}
 
+    @np.errstate(all="ignore")
     def _clip_on_host(
         self,
         transform: Transform,
         values: Sequence[Array],
         groups: Groups,
         backend: Backend,
-        views: Sequence[HostView | None],
+        views: Views,
     ) -> Sequence[Array] | None:
         if self._on_device:
             fresh, labels = transform.init(groups), groups.labels
             self._state = states.load(fresh, states.dump(self._state, labels), labels)
             self._on_device = False
-        with np.errstate(all="ignore"):
-            measured = transform.measure(values, views, groups, backend)
-            finite = (
-                math.isfinite(measured) if type(measured) is float else np.isfinite(measured).all()
-            )
-            if not finite:
-                bad = self._report_nonfinite(values, groups, backend)
-                return self._replace_nonfinite(values, groups, backend, bad)
-            outcome = transform.step(
-                values, groups, backend, measured, self._state, views, self._arrays
-            )
-        # The record of a step must not keep its gradient alive.
-        self._outcome = Outcome(None, *outcome[1:])
-        self._state, self._bad = outcome.state, ()
-        self._recorder.add(groups.labels, outcome.norms, outcome.limits, outcome.clipped)
-        return outcome.outputs
+        measured = transform.measure(values, views, groups, backend)
+        finite = math.isfinite(measured) if type(measured) is float else np.isfinite(measured).all()
+        if not finite:
+            bad = self._report_nonfinite(values, groups, backend)
+            return self._replace_nonfinite(values, groups, backend, bad)
+        outputs, self._state, norms, limits, clipped = transform.step(
+            values, groups, backend, measured, self._state, views, self._arrays
+        )
+        self._last, self._bad = (norms, limits, clipped), ()
+        self._recorder.add(groups.labels, norms, limits, clipped)
+        return outputs
 
-    def _stays_on_device(self, transform: Transform, views: Sequence[HostView | None]) -> bool:
+    def _stays_on_device(self, transform: Transform, views: Views) -> bool:
         # To raise, or to do what has no form for devices, the host has to wait for the device.
         return (
-            is_native(transform)
+            len(views.remote) == len(views)
             and self.on_nonfinite != "raise"
-            and all(view is None for view in views)
+            and is_native(transform)
         )
 
     def _clip_on_device(
@@ -298,9 +297,9 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             columns = (backend.asarray(np.atleast_1d(c), like=values[0]) for c in state)
             state, self._on_device = type(state)(*columns), True
         step = self._native_step(transform, values, groups, backend, state)
-        self._outcome = Outcome(None, step.state, step.norms, step.limits, step.clipped)
-        self._state, self._bad = step.state, ()
-        self._recorder.add(groups.labels, step.norms, step.limits, step.clipped, lazy=True)
+        numbers = step.norms, step.limits, step.clipped
+        self._last, self._state, self._bad = numbers, step.state, ()
+        self._recorder.add(groups.labels, *numbers, lazy=True)
         return step.outputs
 
     def _native_step(
@@ -323,10 +322,10 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         """What the last step did; None before the first."""
         if self._groups is None:
             return None
-        labels, outcome = self._groups.labels, self._outcome
-        if self._bad or outcome is None:
+        labels = self._groups.labels
+        if self._bad or self._last is None:
             return StepRecord(labels, nonfinite=self._bad)
-        return StepRecord(labels, outcome.norms, outcome.limits, outcome.clipped)
+        return StepRecord(labels, *self._last)
 
     def transform(self, groups: Groups) -> Transform:
         """Return what the clipper is made of, for these groups."""
@@ -394,7 +393,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
     @staticmethod
     def _backend(names: Sequence[str], values: Sequence[Array]) -> Backend:
         backend = backend_of(values[0])
-        if len({type(v) for v in values}) > 1:
+        if len({*map(type, values)}) > 1:
             others = [n for n, v in zip(names, values, strict=True) if backend_of(v) is not backend]
             if others:
                 raise TypeError(
