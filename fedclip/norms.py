@@ -26,6 +26,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +69,7 @@ _WIDE = {np.dtype(np.float32), np.dtype(np.float64)}
 _NOTHING = np.zeros(0)
 _vdot = np.vdot
 _vecdot = np.vecdot
+_itemsize = attrgetter("itemsize")
 
 
 def decode(view: HostView) -> HostView:
@@ -127,9 +129,13 @@ def extremes(view: HostView) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=4096)
-def _row_size(size: int) -> int:
-    """Return a number of elements, at most a block, of which rows leave nothing over if it can."""
-    return next((n for n in range(_BLOCK, _BLOCK // 4, -1) if size % n == 0), _BLOCK)
+def _rows(size: int) -> tuple[tuple[int, int], int]:
+    """Return number and length of rows of at most a block, and how many elements are left over.
+
+    There are none left over if that can be had.
+    """
+    row = next((n for n in range(_BLOCK, _BLOCK // 4, -1) if size % n == 0), _BLOCK)
+    return (size // row, row), size % row
 
 
 class _Pieces(NamedTuple):
@@ -137,8 +143,9 @@ class _Pieces(NamedTuple):
 
     sums: list[float]
     """One for each view: its sum of squares, as far as it is known."""
-    dots: list[HostView]
-    """Sums of squares of the rows of large views, and the places of those views."""
+    dots: HostView
+    """Sums of squares of the rows of large views, how many rows they have, and their places."""
+    counts: list[int]
     rows: list[int]
     tails: list[HostView]
     """What is small, or left over from rows, and the places of those views."""
@@ -147,41 +154,49 @@ class _Pieces(NamedTuple):
 
 def _pieces(views: Sequence[HostView]) -> _Pieces:
     """Square rows of up to 1024 elements, by BLAS."""
-    pieces = _Pieces([0.0] * len(views), [], [], [], [])
-    sums, dots, rows, tails, rest = pieces
+    sums = [0.0] * len(views)
+    tables: list[HostView] = []
+    tails: list[HostView] = []
+    rows: list[int] = []
+    rest: list[int] = []
     for place, view in enumerate(views):
         size = view.size
         if view.itemsize == 2:
             sums[place] = _half_square_sum(view)
-        elif size < _SMALL:
-            if size:
-                tails.append(view)
-                rest.append(place)
-        elif size < _BLOCK:
-            sums[place] = float(_vdot(view, view))
-        else:
+        elif size >= _BLOCK:
             flat = view if view.flags.c_contiguous else _flat(view)
-            row = _row_size(size)
-            if size % row:
+            shape, left = _rows(size)
+            if left:
                 flat = flat.reshape(-1)
-                whole = size - size % row
-                tails.append(flat[whole:])
+                tails.append(flat[-left:])
                 rest.append(place)
-                flat = flat[:whole]
-            table = flat.reshape(-1, row)
-            dots.append(_vecdot(table, table))
+                flat = flat[:-left]
+            tables.append(flat.reshape(shape))
             rows.append(place)
-    return pieces
+        elif size >= _SMALL:
+            sums[place] = float(_vdot(view, view))
+        elif size:
+            tails.append(view)
+            rest.append(place)
+    counts = [*map(len, tables)]
+    # To one array: an array for each would be strewn over memory that gradients want.
+    dots = np.empty(sum(counts), np.float64 if 8 in map(_itemsize, tables) else np.float32)
+    start = 0
+    for table, count in zip(tables, counts, strict=True):
+        stop = start + count
+        _vecdot(table, table, dots[start:stop])
+        start = stop
+    return _Pieces(sums, dots, counts, rows, tails, rest)
 
 
 def square_sums(views: Sequence[HostView]) -> list[float]:
     """Return the sum of squares of each view on the fast path; it may over- or underflow."""
-    sums, dots, rows, tails, rest = _pieces(views)
-    if dots:
-        _add_up(np.concatenate(dots).astype(np.float64), dots, rows, sums)
+    sums, dots, counts, rows, tails, rest = _pieces(views)
+    if rows:
+        _add_up(dots.astype(np.float64), counts, rows, sums)
     if tails:
         values = np.concatenate(tails, axis=None, dtype=np.float64)
-        _add_up(values * values, tails, rest, sums)
+        _add_up(values * values, [tail.size for tail in tails], rest, sums)
     return sums
 
 
@@ -195,14 +210,16 @@ def total_square_sum(views: Views) -> float:
     # To copy what is small costs less than a call, or a look, for each.
     if max(views.sizes) < 4 * _SMALL and views.dtypes <= _WIDE:
         return _joined_square_sum(local)
-    small = [v for v in local if v.size < _SMALL and v.itemsize > 2]
-    large = [v for v in local if v.size >= _SMALL or v.itemsize == 2] if small else local
-    sums, dots, _, tails, _ = _pieces(large)
+    small: list[HostView] = []
+    large = local
+    if min(views.sizes) < 8 * _SMALL:
+        small = [v for v in local if v.size < _SMALL and v.itemsize > 2]
+        large = [v for v in local if v.size >= _SMALL or v.itemsize == 2]
+    sums, dots, _, _, tails, _ = _pieces(large)
     small += tails
     if small:
         sums.append(_joined_square_sum(small))
-    if dots:
-        sums.append(float(np.concatenate(dots).sum(dtype=np.float64)))
+    sums.append(float(dots.sum(dtype=np.float64)))
     return sum(sums)
 
 
@@ -212,10 +229,10 @@ def _joined_square_sum(views: Sequence[HostView]) -> float:
 
 
 def _add_up(
-    values: Float64, pieces: Sequence[HostView], places: Sequence[int], sums: list[float]
+    values: Float64, counts: Sequence[int], places: Sequence[int], sums: list[float]
 ) -> None:
-    """Add to each place of `sums` the values of its piece; `values` joins the pieces."""
-    starts = list(accumulate([piece.size for piece in pieces[:-1]], initial=0))
+    """Add to each place of `sums` as many of the values, one after another, as are its own."""
+    starts = list(accumulate(counts[:-1], initial=0))
     for place, total in zip(places, np.add.reduceat(values, starts).tolist(), strict=True):
         sums[place] += total
 

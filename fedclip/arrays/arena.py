@@ -38,6 +38,8 @@ class Arena:
         Bytes of the arrays of a step: as many will be asked for, or not many more.
     """
 
+    # What glibc was made to keep, which it does for as long as the process lives.
+    _largest = 0
     # The same of all until something is written: most arenas are never asked for anything.
     _wanted: bool | None = None
     _block = np.empty(0, np.uint8)
@@ -53,8 +55,9 @@ class Arena:
         if self._wanted is None:
             total = sum(self._sizes)
             self._wanted = total >= _KEPT
-            if _HUGE <= total < _KEPT:
+            if _HUGE <= total < _KEPT and total > Arena._largest:
                 np.empty(total, np.uint8)
+                Arena._largest = total
         return self._wanted
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

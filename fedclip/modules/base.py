@@ -234,8 +234,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         """
         groups = self._resolve(arrays)
         # A mapping without exclusions has the groups' names, in their order.
-        excluded = groups.excluded
-        values = [arrays[name] for name in groups.names] if excluded else [*arrays.values()]
+        values = [arrays[name] for name in groups.names] if groups.excluded else [*arrays.values()]
         if not values:
             return arrays
         backend = backend or self._backend(groups.names, values)
@@ -251,10 +250,9 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             outputs = self._clip_on_host(transform, values, groups, backend, views)
         if outputs is None:
             return arrays
-        clipped = dict(zip(groups.names, outputs, strict=True))
-        if not excluded:
-            return clipped
-        return {name: clipped.get(name, array) for name, array in arrays.items()}
+        clipped = dict(arrays)
+        clipped.update(zip(groups.names, outputs, strict=True))
+        return clipped
 
     @np.errstate(all="ignore")
     def _clip_on_host(
