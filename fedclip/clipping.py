@@ -132,9 +132,8 @@ def multiplied(
     arrays: Sequence[Array], factor: tuple[float, ...], backend: Backend, arena: Arena
 ) -> list[Array]:
     """Return arrays of one dtype times a factor, shrunk by the margin of the dtype."""
-    first, *rest = factor
-    outputs = backend.scale(arrays, first * (1.0 - MARGIN[backend.dtype(arrays[0])]), arena)
-    for k in rest:
+    outputs = backend.scale(arrays, factor[0] * (1.0 - MARGIN[backend.dtype(arrays[0])]), arena)
+    for k in factor[1:]:
         outputs = backend.scale(outputs, k, arena)
     return outputs
 
