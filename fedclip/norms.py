@@ -201,12 +201,15 @@ def square_sums(views: Sequence[HostView]) -> list[float]:
 
 
 def total_square_sum(views: Views) -> float:
-    """Return the sum of squares of all views, none of them None, on the fast path."""
+    """Return the sum of squares of all views, none of them None, on the fast path.
+
+    It may over- or underflow.
+    """
     # A plain list: NumPy is slower with a class of ours.
     local: list[HostView] = [*views]
-    if len(local) == 1:
+    if len(local) < 2:
         # To the last bit what it is beside others, in a group of its own.
-        return square_sums(local)[0]
+        return sum(square_sums(local))
     # To copy what is small costs less than a call, or a look, for each.
     if max(views.sizes) < 4 * _SMALL and views.dtypes <= _WIDE:
         return _joined_square_sum(local)

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from declearn.model.torch import TorchVector  # noqa: E402
 
-from fedclip import FedclipWarning, NoOp, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip import FedclipWarning, NonFiniteError, NoOp, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.adapters.torch import PureClipping, attach, clip_  # noqa: E402
 from fedclip.arrays import Views  # noqa: E402
 from fedclip.arrays.torch import TorchBackend, TorchInPlace  # noqa: E402
@@ -76,6 +76,28 @@ def test_clip_in_place_does_what_the_module_does(name):
         assert record.limit == module.last.limit
         assert record.clipped == module.last.clipped
     assert loop.get_state() == module.get_state()
+
+
+class Half(TorchBackend):
+    """Every other tensor lies on the device."""
+
+    def host(self, arrays):
+        views = super().host(arrays)
+        return Views([None if i % 2 else view for i, view in enumerate(views)])
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+@pytest.mark.parametrize("backend", [Device(), Half()])
+def test_with_raise_what_lies_on_a_device_is_measured_there(backend, scope):
+    # To raise, the host has to know the norm, of what it can not read as of what it can.
+    gradient = {f"t{i}": torch.full((5,), 10.0 + i) for i in range(4)}
+    found = NormClip(1.0, scope=scope, on_nonfinite="raise").clip(gradient, backend=backend)
+    expected = NormClip(1.0, scope=scope).clip(gradient)
+    for name in gradient:
+        torch.testing.assert_close(found[name], expected[name], rtol=3e-6, atol=0)
+    gradient["t1"][2] = torch.nan
+    with pytest.raises(NonFiniteError, match="'t1'"):
+        NormClip(1.0, scope=scope, on_nonfinite="raise").clip(gradient, backend=backend)
 
 
 @pytest.mark.parametrize("backend", [Device(), DeviceInPlace()])

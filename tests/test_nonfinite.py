@@ -46,6 +46,12 @@ def test_skip_gives_zero(specimen: Specimen, value: float, framework: str) -> No
     assert clipper.last.nonfinite == ("enc.bias",)
 
 
+def test_the_warning_points_to_the_caller() -> None:
+    with pytest.warns(FedclipWarning) as caught:
+        NormClip().run(to_vector(poisoned(3, np.nan), "numpy"))
+    assert caught[0].filename == __file__
+
+
 @each_framework()
 @specimens()
 def test_raise_names_the_tensors(specimen: Specimen, framework: str) -> None:

@@ -421,7 +421,8 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
                 f"{self.name}: NaN or infinity in {names}; the step is {done} "
                 f"(round {self._recorder.round}; more of them are counted without a warning)",
                 FedclipWarning,
-                stacklevel=4,
+                # Up to who called `run`: NumPy's decorator is between two of our calls.
+                stacklevel=6,
             )
         return bad
 
