@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import apply, each_framework, needs, norm, specimens
+from helpers import Specimen, apply, assert_same, each_framework, needs, norm, run, specimens
 
 from fedclip import NoOp, NormClip
-from fedclip.testing import FRAMEWORKS, to_numpy, to_vector
+from fedclip.testing import FRAMEWORKS, gradient_stream, to_numpy, to_vector
 
 # What one norm may lose, relatively, when an output is rounded to its dtype.
 BELOW = {"float16": 1.1e-3, "bfloat16": 8e-3, "float32": 2e-6, "float64": 2e-6}
@@ -179,3 +179,19 @@ def test_memory_layout_does_not_matter() -> None:
         assert clip.last.norm_before[0] == pytest.approx(norm(view), rel=1e-6)
         assert out.shape == view.shape
         assert 1 - 2e-6 <= norm(out) <= 1
+
+
+@specimens()
+def test_numpy_s_error_state_changes_nothing(specimen: Specimen) -> None:
+    # Squares that overflow, squares and products that underflow; before, between, after others.
+    sizes = [1.0, 1e30, 1e-30, 1.0, 1e-42, 3.0]
+    steps = [
+        {name: np.array(size * g, np.float32) for name, g in step.items()}
+        for size, step in zip(sizes, gradient_stream(len(sizes)), strict=True)
+    ]
+    for array in steps[-1].values():
+        array.flat[:1] = 1.2e-38
+    expected = run(specimen.make(), steps)
+    with np.errstate(all="raise"):
+        found = run(specimen.make(), steps)
+    assert_same(found, expected)
