@@ -26,7 +26,6 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +68,6 @@ _WIDE = {np.dtype(np.float32), np.dtype(np.float64)}
 _NOTHING = np.zeros(0)
 _vdot = np.vdot
 _vecdot = np.vecdot
-_itemsize = attrgetter("itemsize")
 
 
 def decode(view: HostView) -> HostView:
@@ -152,8 +150,10 @@ class _Pieces(NamedTuple):
     rest: list[int]
 
 
-def _pieces(views: Sequence[HostView]) -> _Pieces:
-    """Square rows of up to 1024 elements, by BLAS."""
+def _pieces(views: Sequence[HostView], dtypes: set[np.dtype[Any]]) -> _Pieces:
+    """Square rows of up to 1024 elements, by BLAS; the views are of these dtypes."""
+    widths = {dtype.itemsize for dtype in dtypes}
+    halves = 2 in widths
     sums = [0.0] * len(views)
     tables: list[HostView] = []
     tails: list[HostView] = []
@@ -161,7 +161,7 @@ def _pieces(views: Sequence[HostView]) -> _Pieces:
     rest: list[int] = []
     for place, view in enumerate(views):
         size = view.size
-        if view.itemsize == 2:
+        if halves and view.itemsize == 2:
             sums[place] = _half_square_sum(view)
         elif size >= _BLOCK:
             flat = view if view.flags.c_contiguous else _flat(view)
@@ -180,7 +180,7 @@ def _pieces(views: Sequence[HostView]) -> _Pieces:
             rest.append(place)
     counts = [*map(len, tables)]
     # To one array: an array for each would be strewn over memory that gradients want.
-    dots = np.empty(sum(counts), np.float64 if 8 in map(_itemsize, tables) else np.float32)
+    dots = np.empty(sum(counts), np.float64 if 8 in widths else np.float32)
     start = 0
     for table, count in zip(tables, counts, strict=True):
         stop = start + count
@@ -191,7 +191,7 @@ def _pieces(views: Sequence[HostView]) -> _Pieces:
 
 def square_sums(views: Sequence[HostView]) -> list[float]:
     """Return the sum of squares of each view on the fast path; it may over- or underflow."""
-    sums, dots, counts, rows, tails, rest = _pieces(views)
+    sums, dots, counts, rows, tails, rest = _pieces(views, {view.dtype for view in views})
     if rows:
         _add_up(dots.astype(np.float64), counts, rows, sums)
     if tails:
@@ -218,7 +218,7 @@ def total_square_sum(views: Views) -> float:
     if min(views.sizes) < 8 * _SMALL:
         small = [v for v in local if v.size < _SMALL and v.itemsize > 2]
         large = [v for v in local if v.size >= _SMALL or v.itemsize == 2]
-    sums, dots, _, _, tails, _ = _pieces(large)
+    sums, dots, _, _, tails, _ = _pieces(large, views.dtypes)
     small += tails
     if small:
         sums.append(_joined_square_sum(small))
