@@ -56,7 +56,7 @@ class Views(list["HostView | None"]):
     __slots__ = ("dtypes", "remote", "sizes")
 
     def __init__(self, views: Iterable[HostView | None]) -> None:
-        super().__init__(views)
+        self.extend(views)
         self.remote: Sequence[int] = ()
         try:
             # The usual case without a look at each: a model has hundreds of arrays.
