@@ -52,6 +52,20 @@ def test_the_warning_points_to_the_caller() -> None:
     assert caught[0].filename == __file__
 
 
+@pytest.mark.parametrize("policy", ["skip", "propagate"])
+@specimens()
+def test_numpy_s_error_state_changes_nothing(specimen: Specimen, policy: str) -> None:
+    if specimen.name == "no-op" and policy == "skip":
+        return
+    steps = [poisoned(3, np.nan), poisoned(4, -np.inf), *gradient_stream(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FedclipWarning)
+        expected = run(specimen.make(on_nonfinite=policy), steps)
+        with np.errstate(all="raise"):
+            found = run(specimen.make(on_nonfinite=policy), steps)
+    assert_same(found, expected)
+
+
 @each_framework()
 @specimens()
 def test_raise_names_the_tensors(specimen: Specimen, framework: str) -> None:
