@@ -35,7 +35,7 @@ class Arena:
     Parameters
     ----------
     sizes
-        Bytes of the arrays of a step: as many will be asked for, or not many more.
+        Bytes of all arrays of a step, or nothing if not known: about as many will be asked for.
     """
 
     # What glibc was made to keep, which it does for as long as the process lives.
@@ -46,14 +46,14 @@ class Arena:
     _next = 0
 
     def __init__(self, sizes: Sequence[int] = ()) -> None:
-        self._sizes = sizes
+        self.sizes = sizes
 
     @property
     def wanted(self) -> bool:
         """Whether some arrays of this step are to be cut out of one allocation."""
         # Only worked out for frameworks that write to it.
         if self._wanted is None:
-            total = sum(self._sizes)
+            total = sum(self.sizes)
             self._wanted = total >= _KEPT
             if _HUGE <= total < _KEPT and total > Arena._largest:
                 np.empty(total, np.uint8)
@@ -76,6 +76,6 @@ class Arena:
 
     def _allocate(self, size: int) -> int:
         """Make a new block, and return where its first array starts."""
-        sizes = [n + _ALIGNMENT for n in self._sizes if n < _HUGE]
+        sizes = [n + _ALIGNMENT for n in self.sizes if n < _HUGE]
         self._block = np.empty(max(sum(sizes), size) + _ALIGNMENT, np.uint8)
         return -self._block.ctypes.data % _ALIGNMENT

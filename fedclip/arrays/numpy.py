@@ -60,7 +60,8 @@ class NumpyBackend(Backend):
             return [np.multiply(a, k, out=o) for a, o in zip(arrays, outs, strict=True)]
         products = [*map(np.multiply, arrays, repeat(k))]
         # The product of a 0-d array is a scalar, and is made an array again.
-        return [np.asarray(p) for p in products] if dtype.type in map(type, products) else products
+        no_scalars = arena.sizes and min(arena.sizes) > dtype.itemsize
+        return products if no_scalars else [np.asarray(p) for p in products]
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         if array.dtype.itemsize == 2:
