@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
+from helpers import needs
 
-from fedclip import FedclipWarning, compat
-from fedclip.testing import apply, to_vector
+from fedclip import FedclipWarning, NormClip, compat
+from fedclip.testing import FRAMEWORKS, apply, to_vector
 
 CASES = json.loads((Path(__file__).parent / "golden" / "edge_cases.json").read_text())
 OPERATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -121,3 +122,15 @@ def test_nonfinite_input_becomes_zero_and_is_told(operation: str, name: str) -> 
 def test_no_tensors(operation: str) -> None:
     vector = to_vector({})
     assert apply(make(operation), vector) is vector
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS[1:])
+def test_arrays_of_two_frameworks_are_refused(framework: str) -> None:
+    needs(framework)
+    (alien,) = to_vector({"b": np.ones(3)}, framework).coefs.values()
+    own = np.ones(3)
+    clipper = NormClip()
+    clipper.clip({"a": own, "b": own})
+    for arrays in ({"a": own, "b": alien}, {"a": alien, "b": own}):
+        with pytest.raises(TypeError, match="one framework: 'a' is of [a-z]+, 'b'"):
+            clipper.clip(arrays)
