@@ -132,5 +132,5 @@ def test_arrays_of_two_frameworks_are_refused(framework: str) -> None:
     clipper = NormClip()
     clipper.clip({"a": own, "b": own})
     for arrays in ({"a": own, "b": alien}, {"a": alien, "b": own}):
-        with pytest.raises(TypeError, match="one framework: 'a' is of [a-z]+, 'b'"):
+        with pytest.raises(TypeError, match=r"one framework: 'a' is of [a-z]+, 'b'"):
             clipper.clip(arrays)
