@@ -20,8 +20,8 @@ from declearn.optimizer import list_optim_modules
 from declearn.optimizer.modules import L2GlobalClipping
 
 import fedclip
-from fedclip.check import is_ours
 from fedclip.modules.base import signature_of
+from fedclip.tools.check import is_ours
 
 # Name, shapes, rounds of measuring.
 GRADIENTS = (

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import fedclip  # noqa: F401  (registers the clippers)
-from fedclip.cli import catalogue
 from fedclip.toml import toml_value
+from fedclip.tools.cli import catalogue
 
 DOCS = Path(__file__).parent
 PAGES = DOCS / "clippers"

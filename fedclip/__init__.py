@@ -8,12 +8,9 @@ Importing it registers its clippers with declearn::
 """
 
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError
-from fedclip.federation import (
-    ClippedAveraging,
-    NamedClients,
-    UpdateClipClient,
-    UpdateClipServer,
-)
+from fedclip.federation.senders import NamedClients
+from fedclip.federation.update.averaging import ClippedAveraging
+from fedclip.federation.update.bound import UpdateClipClient, UpdateClipServer
 from fedclip.modules import (
     AGC,
     AdaptiveClip,

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fedclip import checks
+from fedclip import parameters
 from fedclip.errors import nearest
 
 __all__ = ["Groups", "Scope", "check_exclude", "check_scope", "resolve"]
@@ -95,7 +95,7 @@ def check_scope(scope: Any, *, limits: bool = False) -> Scope:
         return scope
     if isinstance(scope, Mapping) and limits:
         _check_patterns("scope", list(scope), allowed)
-        return {key: checks.positive(**{f"scope[{key!r}]": v}) for key, v in scope.items()}
+        return {key: parameters.positive(**{f"scope[{key!r}]": v}) for key, v in scope.items()}
     if isinstance(scope, (list, tuple)):
         _check_patterns("scope", scope, allowed)
         return list(scope)

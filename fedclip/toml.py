@@ -10,7 +10,7 @@ import tomlkit
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 
-from fedclip.modules.base import signature_of
+from fedclip import parameters
 
 __all__ = ["to_toml", "toml_line", "toml_value"]
 
@@ -69,10 +69,10 @@ def to_toml(clipper: OptiModule[Any] | Regularizer) -> str:
     modules = [["zscore-clip", {warmup = 10, scope = ["enc.*", "head.*"]}]]
     """
     kind = "regularizer" if isinstance(clipper, Regularizer) else "module"
-    parameters = signature_of(type(clipper))
+    signature = parameters.signature_of(type(clipper))
     config = {
         key: value
         for key, value in clipper.get_config().items()
-        if key not in parameters or value != parameters[key].default
+        if key not in signature or value != signature[key].default
     }
     return toml_line(kind, clipper.name, config)

@@ -25,8 +25,8 @@ from declearn.training import TrainingManager
 from declearn.utils import setup_client_loggers, setup_server_loggers
 
 import fedclip
-from fedclip.federation.shared_messages import FedclipSharedCounts
-from fedclip.federation.update_clip import UpdateClipVotes
+from fedclip.federation.statistics.messages import FedclipSharedCounts
+from fedclip.federation.update.bound import UpdateClipVotes
 
 if __name__ == "__main__":
     role, settings = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())

@@ -19,8 +19,8 @@ from declearn.optimizer import list_optim_modules
 from typer.testing import CliRunner, Result
 
 import fedclip
-import fedclip.cli
-from fedclip.check import check_config
+import fedclip.tools.cli
+from fedclip.tools.check import check_config
 
 Write = Callable[..., Path]
 
@@ -46,7 +46,7 @@ batch_size = 8
 
 
 def call(*args: object) -> Result:
-    return CliRunner().invoke(fedclip.cli.app, [str(arg) for arg in args])
+    return CliRunner().invoke(fedclip.tools.cli.app, [str(arg) for arg in args])
 
 
 def one_sentence(result: Result) -> str:
@@ -100,7 +100,7 @@ def test_doctor_names_versions_and_clippers() -> None:
 
 
 def test_doctor_refuses_an_old_declearn(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fedclip.cli.importlib.metadata.version
+    real = fedclip.tools.cli.importlib.metadata.version
     monkeypatch.setattr(
         "importlib.metadata.version", lambda name: "2.4.0" if name == "declearn" else real(name)
     )
@@ -420,7 +420,7 @@ def test_it_works_without_torch_tensorflow_and_jax() -> None:
     import numpy as np
     from declearn.model.sklearn import NumpyVector
     from declearn.optimizer import Optimizer
-    from fedclip.cli import app
+    from fedclip.tools.cli import app
     (clipper,) = Optimizer(0.1, modules=["norm-clip"]).modules
     print(clipper.run(NumpyVector({"w": np.array([3.0, 4.0])})).coefs["w"].round(3))
     assert not Without.missing & set(sys.modules)

@@ -15,8 +15,8 @@ from helpers import SPECIMENS, Specimen, needs
 
 import fedclip.rules
 from fedclip.arrays import NUMBER, NUMPY, backend_named
-from fedclip.clipping import NormClipping
 from fedclip.testing import to_vector
+from fedclip.transforms.norm import NormClipping
 
 GROUPS, STEPS = 3, 25
 # Those of the specimens that clip norms.

@@ -15,8 +15,8 @@ from declearn.optimizer import Optimizer, list_optim_modules
 from helpers import SPECIMENS, Specimen, apply, gradient, specimens
 
 from fedclip import NormClip, ValueClip, ZScoreClip, to_toml
-from fedclip.check import is_ours
 from fedclip.testing import check_config_round_trip, to_vector
+from fedclip.tools.check import is_ours
 
 ABOVE_0 = "a finite number > 0"
 INSIDE_0_1 = "a number strictly between 0 and 1"

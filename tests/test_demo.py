@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fedclip.check import check_config
-from fedclip.demo import WAYS, DemoError, run, run_demo
-from fedclip.demo.data import FACTOR, SITES, write_data
 from fedclip.report import read_report
+from fedclip.tools.check import check_config
+from fedclip.tools.demo import WAYS, DemoError, run, run_demo
+from fedclip.tools.demo.data import FACTOR, SITES, write_data
 
 pytestmark = [pytest.mark.timeout(240)]
 

@@ -20,8 +20,8 @@ from declearn.optimizer import Optimizer
 from typer.testing import CliRunner
 
 import fedclip
-import fedclip.cli
-from fedclip.check import check_config
+import fedclip.tools.cli
+from fedclip.tools.check import check_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
@@ -135,7 +135,7 @@ def run_console(block: Block, where: str) -> None:
         if words[0] not in RUN or (words[0] == "report" and not Path(words[-1]).exists()):
             continue
         words = [word.strip("'\"") for word in words]
-        result = CliRunner().invoke(fedclip.cli.app, words)
+        result = CliRunner().invoke(fedclip.tools.cli.app, words)
         if shown.strip():
             same = doctest.OutputChecker().check_output(shown, result.output, FLAGS)
             assert same, f"{where}: {command} printed\n{result.output}"
@@ -144,7 +144,7 @@ def run_console(block: Block, where: str) -> None:
 
 
 def commands() -> list[Any]:
-    return fedclip.cli.app.registered_commands
+    return fedclip.tools.cli.app.registered_commands
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -171,7 +171,7 @@ def pages_tool() -> Any:
     return module
 
 
-@pytest.mark.parametrize("entry", fedclip.cli.catalogue(), ids=lambda entry: entry["name"])
+@pytest.mark.parametrize("entry", fedclip.tools.cli.catalogue(), ids=lambda entry: entry["name"])
 def test_page_of_a_clipper_is_its_docstring(entry: dict[str, Any]) -> None:
     file = ROOT / "docs" / "clippers" / f"{entry['name']}.md"
     assert file.exists(), "run: python docs/clippers.py"

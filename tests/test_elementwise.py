@@ -27,7 +27,7 @@ from fedclip import (
     elements,
     norms,
 )
-from fedclip.norms import decode, encode
+from fedclip.measures.l2 import decode, encode
 from fedclip.rules.elementwise import blend
 from fedclip.testing import gradient_stream, to_numpy, to_vector
 
@@ -128,8 +128,8 @@ def test_resumed_is_uninterrupted_bit_for_bit(name: str) -> None:
 def test_pieces_may_be_cut_anywhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = gradient_stream(8)
     wanted = run(ALL[name](), stream)
-    monkeypatch.setattr("fedclip.elements.CHUNK", 7)
-    monkeypatch.setattr("fedclip.averages.CHUNK", 7)
+    monkeypatch.setattr("fedclip.transforms.value.CHUNK", 7)
+    monkeypatch.setattr("fedclip.transforms.average.CHUNK", 7)
     for got, expected in zip(run(ALL[name](), stream), wanted, strict=True):
         for key in expected:
             np.testing.assert_array_equal(got[key], expected[key])

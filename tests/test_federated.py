@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from fedclip.check import check_config
 from fedclip.report import read_report
+from fedclip.tools.check import check_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-import fedclip.cli
+import fedclip.tools.cli
 from fedclip import AGC, NormClip, ValueClip, ZScoreClip
-from fedclip.check import check_config
 from fedclip.privacy import MAPS, Analysis, Context, Map, analyse
 from fedclip.privacy.bounds import l2_of, outwards, root_of_squares, stretch
+from fedclip.tools.check import check_config
 
 SHAPES = {"enc.w": (3, 2), "enc.b": (2,), "head.w": (2, 2), "none": (0, 7)}
 
@@ -356,9 +356,11 @@ def test_check_says_what_is_clipped_where(write: Write) -> None:
     assert update.startswith("update: clipped-averaging: the L2 norm is at most 0.3.")
     assert "the sensitivity of the sum is 0.3 if a client is added or removed" in update
     assert "at most 1·√k for k tensors" in aggregate
-    result = CliRunner().invoke(fedclip.cli.app, ["check", str(file)])
+    result = CliRunner().invoke(fedclip.tools.cli.app, ["check", str(file)])
     assert "What is clipped where:\n  step: norm-clip" in result.stdout
-    found = json.loads(CliRunner().invoke(fedclip.cli.app, ["check", str(file), "--json"]).stdout)
+    found = json.loads(
+        CliRunner().invoke(fedclip.tools.cli.app, ["check", str(file), "--json"]).stdout
+    )
     assert found["places"] == [step, update, aggregate]
 
 

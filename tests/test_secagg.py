@@ -18,10 +18,10 @@ from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_message
 from federation_helpers import Clients, Server, norm
 
 import fedclip
-from fedclip.federation.coupling import CLIENT, OPENED, SERVER
-from fedclip.federation.secagg import plan
-from fedclip.federation.update_clip import UpdateClipBound, UpdateClipVotes
-from fedclip.federation.updates import ClippedUpdates
+from fedclip.federation.update.bound import UpdateClipBound, UpdateClipVotes
+from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER
+from fedclip.federation.update.messages import ClippedUpdates
+from fedclip.federation.update.secagg import plan
 
 CLIPPED = {"name": "clipped-averaging"}
 KINDS = ["masking", "joye-libert"]

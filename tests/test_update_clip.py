@@ -19,9 +19,9 @@ from helpers import FRAMEWORKS, to_numpy, to_vector
 
 import fedclip
 from fedclip.errors import NonFiniteError, StateError
-from fedclip.federation.coupling import CLIENT, OPENED, SERVER
-from fedclip.federation.update_clip import UpdateClipBound, UpdateClipVotes, next_bound
-from fedclip.federation.updates import ClippedUpdates
+from fedclip.federation.update.bound import UpdateClipBound, UpdateClipVotes, next_bound
+from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER
+from fedclip.federation.update.messages import ClippedUpdates
 from fedclip.privacy.accounting import split_noise
 
 CLIPPED = {"name": "clipped-averaging"}
@@ -816,7 +816,7 @@ NOISE = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 5%s}
     ],
 )
 def test_check_finds_it_before_the_run(tmp_path: Any, old: str, new: str, text: str) -> None:
-    from fedclip.check import check_config
+    from fedclip.tools.check import check_config
 
     path = tmp_path / "optim.toml"
     path.write_text(PAIR + "[run]\nrounds = 40\n")
@@ -827,7 +827,7 @@ def test_check_finds_it_before_the_run(tmp_path: Any, old: str, new: str, text: 
 
 
 def test_check_says_what_the_rounds_will_cost(tmp_path: Any) -> None:
-    from fedclip.check import check_config
+    from fedclip.tools.check import check_config
 
     path = tmp_path / "optim.toml"
     text = PAIR.replace('"update-clip-server"', NOISE % "") + "[run]\nrounds = 40\n"
@@ -838,7 +838,7 @@ def test_check_says_what_the_rounds_will_cost(tmp_path: Any) -> None:
 
 
 def test_check_of_a_bound_that_nobody_sends(tmp_path: Any) -> None:
-    from fedclip.check import check_config
+    from fedclip.tools.check import check_config
 
     path = tmp_path / "optim.toml"
     path.write_text('aggregator = "clipped-averaging"\nclient_opt = 0.1\n')
@@ -848,7 +848,7 @@ def test_check_of_a_bound_that_nobody_sends(tmp_path: Any) -> None:
 
 
 def test_check_leaves_no_trace_in_the_process(tmp_path: Any) -> None:
-    from fedclip.check import check_config
+    from fedclip.tools.check import check_config
 
     path = tmp_path / "optim.toml"
     path.write_text(PAIR)
@@ -862,7 +862,7 @@ def test_check_leaves_no_trace_in_the_process(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("name", ["optim.toml", "private.toml"])
 def test_configurations_of_the_example(name: str) -> None:
-    from fedclip.check import check_config
+    from fedclip.tools.check import check_config
 
     folder = Path(__file__).parents[1] / "examples" / "update_clipping"
     assert check_config(folder / name).problems == []

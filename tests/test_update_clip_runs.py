@@ -18,7 +18,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from declearn.main.utils import Checkpointer
 
-from fedclip.federation.secagg import plan
+from fedclip.federation.update.secagg import plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

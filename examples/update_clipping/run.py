@@ -28,7 +28,7 @@ from declearn.utils import setup_server_loggers
 from sklearn.datasets import load_digits
 
 import fedclip  # noqa: F401  (registers the plug-ins)
-from fedclip.federation.secagg import plan
+from fedclip.federation.update.secagg import plan
 
 BRIGHT = 3
 

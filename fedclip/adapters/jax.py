@@ -17,9 +17,9 @@ except ImportError as error:
 from fedclip import states
 from fedclip.arrays import Array, backend_named
 from fedclip.modules import AGC, Clipper
-from fedclip.native import native_step, weight_step
 from fedclip.rules import NoState
 from fedclip.scopes import Groups, resolve
+from fedclip.transforms.native import native_step, weight_step
 
 __all__ = ["ClipState", "as_optax", "load_state"]
 

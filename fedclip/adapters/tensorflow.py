@@ -22,8 +22,8 @@ from declearn.optimizer.modules import OptiModule
 from fedclip import states
 from fedclip.arrays import Array, backend_named
 from fedclip.modules import Clipper
-from fedclip.native import native_step
 from fedclip.scopes import Groups, resolve
+from fedclip.transforms.native import native_step
 
 __all__ = ["ClippedOptimizer", "CompiledClipper", "clip"]
 

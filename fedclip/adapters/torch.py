@@ -25,9 +25,9 @@ from fedclip import states
 from fedclip.arrays.torch import TorchBackend, TorchInPlace
 from fedclip.errors import FedclipWarning
 from fedclip.modules import AGC, Clipper
-from fedclip.native import native_step
 from fedclip.records import StepRecord
 from fedclip.scopes import resolve
+from fedclip.transforms.native import native_step
 
 __all__ = ["ClipHandle", "LightningClipping", "NamedParameters", "PureClipping", "attach", "clip_"]
 

@@ -31,11 +31,12 @@ Array: TypeAlias = Any
 """An array of any of the supported frameworks."""
 
 HostView: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-"""A NumPy view; of bfloat16 data it shows the bits, as uint16 (see `fedclip.norms.decode`)."""
+"""A NumPy view; of bfloat16 data it shows the bits, as uint16 (`fedclip.measures.l2.decode`)."""
 
 
 _dtype = attrgetter("dtype")
 _nbytes = attrgetter("nbytes")
+_FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
 
 
 class Views(list["HostView | None"]):
@@ -66,6 +67,11 @@ class Views(list["HostView | None"]):
             self.remote = [i for i, view in enumerate(self) if view is None]
             self.sizes = [0 if view is None else view.nbytes for view in self]
             self.dtypes = {view.dtype for view in self if view is not None}
+
+    @property
+    def plain(self) -> bool:
+        """Whether there are any, all of floats that NumPy has: there are no bits to show."""
+        return bool(self.dtypes) and self.dtypes <= _FLOATS
 
 
 class Arithmetic:
@@ -163,7 +169,7 @@ class Backend(Arithmetic, ABC):
         The values are of its dtype already, bfloat16 as bits; they may be shared, not copied.
         """
 
-    # -- gradients that stay on their device, or are only traced (fedclip.native) ---------------
+    # -- gradients that stay on their device, or are only traced -------------------------------
     @abstractmethod
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         """Return the L2 norm of each group of arrays, as one array in the best float there is."""

@@ -76,8 +76,7 @@ class JaxBackend(Backend):
                 ]
                 if len(found) == len(arrays):
                     views = Views(found)
-                    plain = {dtype.kind for dtype in views.dtypes} == {"f"}
-                    return views if plain else Views([bits(view) for view in found])
+                    return views if views.plain else Views([bits(view) for view in found])
         except (KeyError, AttributeError, jax.errors.ConcretizationTypeError):
             # A sharding that was not met before, or a traced value, which has none.
             pass

@@ -23,7 +23,6 @@ def bits(array: HostView) -> HostView:
 
 
 _ARRAY = {np.ndarray}
-_FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
 
 
 @cache
@@ -41,7 +40,7 @@ class NumpyBackend(Backend):
     def host(self, arrays: Sequence[Array]) -> Views:
         if {*map(type, arrays)} == _ARRAY:
             views = Views(arrays)
-            if views.dtypes <= _FLOATS:
+            if views.plain:
                 return views
         return Views([bits(np.asarray(a)) for a in arrays])
 

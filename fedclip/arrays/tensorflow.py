@@ -41,7 +41,7 @@ class TensorflowBackend(Backend):
             except ValueError:
                 # Of bfloat16 without dimensions.
                 views = Views([])
-            if {dtype.kind for dtype in views.dtypes} == {"f"}:
+            if views.plain:
                 return views
         return Views([self._view(t) for t in arrays])
 

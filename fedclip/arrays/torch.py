@@ -78,11 +78,16 @@ class TorchBackend(Backend):
         if tensor.layout is torch.strided:
             return torch.mul(tensor, factor)
         # Of a sparse tensor, torch would round the factor to half precision as well.
+        return TorchBackend._sparse(torch.mul(tensor._values(), factor), tensor)
+
+    @staticmethod
+    def _sparse(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return a sparse tensor that has other values at the same indices."""
         return torch.sparse_coo_tensor(
-            tensor._indices(),
-            torch.mul(tensor._values(), factor),
-            tensor.shape,
-            is_coalesced=tensor.is_coalesced(),
+            like._indices(),
+            values,
+            like.shape,
+            is_coalesced=like.is_coalesced(),
             check_invariants=False,
         )
 
@@ -113,10 +118,7 @@ class TorchBackend(Backend):
     def _clip(array: torch.Tensor, low: float, high: float) -> torch.Tensor:
         if array.layout == torch.sparse_coo:
             merged = array.coalesce()
-            values = torch.clamp(merged.values(), low, high)
-            return torch.sparse_coo_tensor(
-                merged.indices(), values, merged.shape, is_coalesced=True, check_invariants=False
-            )
+            return TorchBackend._sparse(torch.clamp(merged.values(), low, high), merged)
         return torch.clamp(array, low, high)
 
     def zeros_like(self, array: Array) -> Array:
@@ -237,10 +239,13 @@ class TorchBackend(Backend):
 
     @staticmethod
     def _factor(factor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        # A 0-d tensor does not widen the product; half precision is multiplied in float32.
-        return factor.to(
-            like.device, torch.float64 if like.dtype == torch.float64 else torch.float32
-        )
+        # A 0-d tensor does not widen the product.
+        return factor.to(like.device, TorchBackend._product_dtype(like))
+
+    @staticmethod
+    def _product_dtype(tensor: torch.Tensor) -> torch.dtype:
+        # Half precision is multiplied in float32.
+        return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
     def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
         return [torch.where(condition.to(t.device), t, torch.zeros_like(t)) for t in arrays]
@@ -284,8 +289,7 @@ class TorchInPlace(TorchBackend):
         k: Any = factor
         if like.is_cpu:
             # A Python float would be rounded to half precision before it multiplies in place.
-            wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-            k = torch.scalar_tensor(factor, dtype=wide)
+            k = torch.scalar_tensor(factor, dtype=self._product_dtype(like))
         # Scaling is linear: the values of a sparse tensor need not be merged to be scaled.
         values = [t if t.layout is torch.strided else t._values() for t in arrays]
         torch._foreach_mul_(values, k)

@@ -17,6 +17,13 @@ from fedclip.modules.norm_clip import NormClip
 from fedclip.modules.normalize import Normalize
 from fedclip.modules.percentile_clip import PercentileClip
 from fedclip.modules.percentile_norm_clip import PercentileNormClip
+from fedclip.modules.servers import (
+    AdaptiveClipServer,
+    AutoClipServer,
+    EmaClipServer,
+    PercentileNormClipServer,
+    ZScoreClipServer,
+)
 from fedclip.modules.standardize import Standardize
 from fedclip.modules.value_clip import ValueClip
 from fedclip.modules.zscore_clip import ZScoreClip
@@ -24,10 +31,13 @@ from fedclip.modules.zscore_clip import ZScoreClip
 __all__ = [
     "AGC",
     "AdaptiveClip",
+    "AdaptiveClipServer",
     "AutoClip",
+    "AutoClipServer",
     "Centralize",
     "Clipper",
     "EmaClip",
+    "EmaClipServer",
     "EmaNormClip",
     "EmaNormalize",
     "EmaValueClip",
@@ -38,7 +48,9 @@ __all__ = [
     "Normalize",
     "PercentileClip",
     "PercentileNormClip",
+    "PercentileNormClipServer",
     "Standardize",
     "ValueClip",
     "ZScoreClip",
+    "ZScoreClipServer",
 ]

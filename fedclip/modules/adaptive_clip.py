@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from fedclip import checks
-from fedclip.clipping import NormClipping
+from fedclip import parameters
 from fedclip.measures import Order, check_order
-from fedclip.modules.shared import SharedClipper
+from fedclip.modules.sharing import SharedClipper
 from fedclip.rules.adaptive import Adaptive
 from fedclip.scopes import Scope
+from fedclip.transforms.norm import NormClipping
 
 __all__ = ["AdaptiveClip"]
 
@@ -134,15 +134,15 @@ class AdaptiveClip(SharedClipper):
         shared: bool = False,
         shared_name: str | None = None,
     ) -> None:
-        self.quantile = checks.unit_interval(quantile=quantile)
-        self.rate = checks.number("a number > 0 and <= 10", 0.0, 10.0, open_low=True, rate=rate)
-        self.start_norm = checks.positive(start_norm=start_norm)
-        self.every = checks.integer(1, every=every)
-        self.min_norm = checks.positive(min_norm=min_norm)
-        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
-        self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
+        self.quantile = parameters.unit_interval(quantile=quantile)
+        self.rate = parameters.number("a number > 0 and <= 10", 0.0, 10.0, open_low=True, rate=rate)
+        self.start_norm = parameters.positive(start_norm=start_norm)
+        self.every = parameters.integer(1, every=every)
+        self.min_norm = parameters.positive(min_norm=min_norm)
+        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
+        self.on_spike = parameters.choice(("clip", "skip"), on_spike=on_spike)
         self.ord = check_order(ord)
-        self.eps = checks.non_negative(eps=eps)
+        self.eps = parameters.non_negative(eps=eps)
         high = self.start_norm if self.max_norm is None else self.max_norm
         if not self.min_norm <= self.start_norm <= high:
             raise ValueError(

@@ -11,18 +11,18 @@ import numpy as np
 from declearn.model.api import Vector
 from declearn.optimizer.regularizers import Regularizer
 
-from fedclip import checks
+from fedclip import parameters
 from fedclip.arrays import Array, Backend, backend_of
-from fedclip.clipping import NormClipping
-from fedclip.elements import dense_views
 from fedclip.measures import slice_measures
-from fedclip.modules.base import Clipper, Transform, parameters, refuse_unknown
-from fedclip.native import NativeStep, weight_step
-from fedclip.norms import Float64, l2_norms
+from fedclip.measures.l2 import Float64, l2_norms
+from fedclip.modules.base import Clipper, Transform
 from fedclip.records import RoundRecord, StepRecord
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups
-from fedclip.slices import SliceClipping, check_dims, spanned
+from fedclip.transforms.native import NativeStep, weight_step
+from fedclip.transforms.norm import NormClipping
+from fedclip.transforms.slice import SliceClipping, check_dims, spanned
+from fedclip.transforms.value import dense_views
 
 __all__ = ["AGC"]
 
@@ -121,7 +121,7 @@ class AGC(Regularizer):
 
     def __new__(cls, *args: Any, **config: Any) -> Self:
         """Refuse unknown parameters, with the nearest name."""
-        refuse_unknown(cls, config)
+        parameters.refuse_unknown(cls, config)
         return super().__new__(cls)
 
     def __init__(
@@ -137,8 +137,8 @@ class AGC(Regularizer):
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.ratio = checks.positive(ratio=ratio)
-        self.unit = checks.choice(_UNITS, unit=unit)
+        self.ratio = parameters.positive(ratio=ratio)
+        self.unit = parameters.choice(_UNITS, unit=unit)
         if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
             raise TypeError(f"axis must be an int or None, got {axis!r} ({type(axis).__name__})")
         self.axis = axis
@@ -147,9 +147,9 @@ class AGC(Regularizer):
             raise ValueError(f"axis and dims go with unit='output', got unit={unit!r}")
         if self.axis is not None and self.dims is not None:
             raise ValueError(f"give axis or dims, not both; got axis={axis!r}, dims={dims!r}")
-        self.min_norm = checks.positive(min_norm=min_norm)
-        self.eps = checks.non_negative(eps=eps)
-        self.skip_vectors = checks.boolean(skip_vectors=skip_vectors)
+        self.min_norm = parameters.positive(min_norm=min_norm)
+        self.eps = parameters.non_negative(eps=eps)
+        self.skip_vectors = parameters.boolean(skip_vectors=skip_vectors)
         self._clipper = _WeightClipper(self, exclude, on_nonfinite)
         self.exclude, self.on_nonfinite = self._clipper.exclude, self._clipper.on_nonfinite
 
@@ -202,7 +202,7 @@ class AGC(Regularizer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the parameters, as they would be written in a TOML file."""
-        return parameters(self)
+        return parameters.config_of(self)
 
     @property
     def rounds(self) -> list[RoundRecord]:
@@ -256,7 +256,7 @@ class _WeightClipper(Clipper, register=False):
         weights = [self.weights[name] for name in groups.names]
         backend = backend_of(weights[0])
         views = backend.host(weights)
-        if weights and all(view is None for view in views):
+        if weights and len(views.remote) == len(views):
             # On a device the limits are worked out there (see `_native_step`).
             return self._agc.slices(()) if self._agc.unit == "output" else self._whole(())
         with np.errstate(all="ignore"):

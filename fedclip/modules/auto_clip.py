@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from fedclip import checks
-from fedclip.clipping import NormClipping
+from fedclip import parameters
 from fedclip.measures import Order, check_order
-from fedclip.modules.shared import SharedClipper
+from fedclip.modules.sharing import SharedClipper
 from fedclip.rules.auto import Auto
 from fedclip.rules.quantiles import Markers, Window, check_window
 from fedclip.scopes import Scope
+from fedclip.transforms.norm import NormClipping
 
 __all__ = ["AutoClip"]
 
@@ -142,23 +142,23 @@ class AutoClip(SharedClipper):
         shared: bool = False,
         shared_name: str | None = None,
     ) -> None:
-        self.std_factor = checks.positive(std_factor=std_factor)
-        self.median = checks.choice(("p2", "window"), median=median)
+        self.std_factor = parameters.positive(std_factor=std_factor)
+        self.median = parameters.choice(("p2", "window"), median=median)
         self.window = None if window is None else check_window(5, window)
-        self.feedback = checks.choice(("clipped", "raw", "none"), feedback=feedback)
-        self.include_current = checks.boolean(include_current=include_current)
-        self.warmup = checks.integer(0, warmup=warmup)
-        self.warmup_norm = checks.optional(checks.positive, warmup_norm=warmup_norm)
-        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
-        self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
+        self.feedback = parameters.choice(("clipped", "raw", "none"), feedback=feedback)
+        self.include_current = parameters.boolean(include_current=include_current)
+        self.warmup = parameters.integer(0, warmup=warmup)
+        self.warmup_norm = parameters.optional(parameters.positive, warmup_norm=warmup_norm)
+        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
+        self.on_spike = parameters.choice(("clip", "skip"), on_spike=on_spike)
         self.ord = check_order(ord)
-        self.eps = checks.non_negative(eps=eps)
+        self.eps = parameters.non_negative(eps=eps)
         if self.window is not None and self.median != "window":
             raise ValueError(
                 f"window goes with median='window' only, got window={window!r} "
                 f"with median={median!r}"
             )
-        checks.raw_if_current(self.include_current, self.feedback)
+        parameters.raw_if_current(self.include_current, self.feedback)
         rule = Auto(
             median=Markers(0.5) if self.median == "p2" else Window(0.5, self.window or 256),
             std_factor=self.std_factor,

@@ -7,7 +7,6 @@ else is here, once.
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,15 +17,15 @@ import numpy as np
 from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar, OptiModule
 
-from fedclip import checks, states
+from fedclip import parameters, states
 from fedclip.arrays import Arena, Array, Backend, Views, backend_of
-from fedclip.clipping import MARGIN, Outcome
-from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
-from fedclip.native import NativeStep, is_native, native_step
-from fedclip.norms import Numbers
+from fedclip.errors import FedclipWarning, NonFiniteError, StateError
+from fedclip.measures.l2 import Numbers
 from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
 from fedclip.scopes import Groups, Scope, check_exclude, check_scope, resolve
 from fedclip.states import Statistics
+from fedclip.transforms.native import NativeStep, is_native, native_step
+from fedclip.transforms.norm import MARGIN, Outcome
 
 __all__ = ["Clipper", "Transform"]
 
@@ -38,7 +37,7 @@ _QUIET.run(np.seterr, all="ignore")
 
 
 class Transform(Protocol):
-    """What a clipper is made of, such as `fedclip.clipping.NormClipping`."""
+    """What a clipper is made of, such as `fedclip.transforms.norm.NormClipping`."""
 
     array_fields: ClassVar[tuple[str, ...]]
     """Names of the arrays that are kept for each tensor, if any."""
@@ -71,30 +70,6 @@ class Transform(Protocol):
         """
 
 
-def signature_of(cls: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters that a plug-in's constructor takes, by name."""
-    # Of the initialiser, if the class does not say it itself: a clipper's `__new__`, which
-    # refuses typos, takes anything.
-    signature = getattr(cls, "__signature__", None) or inspect.signature(cls.__init__)
-    return {name: p for name, p in signature.parameters.items() if name != "self"}
-
-
-def refuse_unknown(cls: Any, config: Mapping[str, Any]) -> None:
-    """Raise a TypeError, with the nearest name, for a parameter that a plug-in does not have."""
-    known = signature_of(cls)
-    for key in config:
-        if key not in known:
-            raise TypeError(
-                f"{cls.name} has no parameter {key!r}{nearest(key, known)}; "
-                f"its parameters are {', '.join(known)}"
-            )
-
-
-def parameters(plugin: Any) -> dict[str, Any]:
-    """Return the parameters of a plug-in, which keeps them under their own names."""
-    return {name: getattr(plugin, name) for name in signature_of(type(plugin))}
-
-
 class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
     """Base of fedclip's clippers.
 
@@ -114,7 +89,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         """Refuse unknown parameters, with the nearest name."""
         # Here and not in __init__, so that a typo is answered with the nearest name whether the
         # clipper is built in Python, from declearn's specs or from TOML.
-        refuse_unknown(cls, config)
+        parameters.refuse_unknown(cls, config)
         return super().__new__(cls)
 
     def __init__(
@@ -128,7 +103,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
     ) -> None:
         self.scope = check_scope(scope, limits=limits_in_scope)
         self.exclude = check_exclude(exclude)
-        self.on_nonfinite = checks.choice(_POLICIES, on_nonfinite=on_nonfinite)
+        self.on_nonfinite = parameters.choice(_POLICIES, on_nonfinite=on_nonfinite)
         self._transform = transform
         self._recorder = Recorder()
         # Known from the first gradient on: names, groups, and the statistics of each group.
@@ -168,7 +143,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
 
     def get_config(self) -> dict[str, Any]:
         """Return the parameters, as they would be written in a TOML file."""
-        return parameters(self)
+        return parameters.config_of(self)
 
     def get_state(self) -> dict[str, Any]:
         """Return the statistics by group, and the records, as plain numbers, strings and lists."""
@@ -249,7 +224,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             # There is nothing to measure, and nothing that statistics should learn from.
             return arrays
         outputs: Sequence[Array] | None
-        if views.remote and self._stays_on_device(transform, views):
+        if self._stays_on_device(transform, views):
             outputs = self._clip_on_device(transform, values, groups, backend)
         else:
             outputs = self._clip_on_host(transform, values, groups, backend, views)
@@ -272,29 +247,19 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             fresh, labels = transform.init(groups), groups.labels
             self._state = states.load(fresh, states.dump(self._state, labels), labels)
             self._on_device = False
-        outcome = _QUIET.copy().run(self._outcome, transform, values, groups, backend, views)
-        if outcome is None:
+        quiet = _QUIET.copy()
+        measured = quiet.run(transform.measure, values, views, groups, backend)
+        finite = math.isfinite(measured) if type(measured) is float else np.isfinite(measured).all()
+        if not finite:
             bad = self._report_nonfinite(values, groups, backend)
             return self._replace_nonfinite(values, groups, backend, bad)
-        outputs, self._state, norms, limits, clipped = outcome
+        state, kept = self._state, self._arrays
+        outputs, self._state, norms, limits, clipped = quiet.run(
+            transform.step, values, groups, backend, measured, state, views, kept
+        )
         self._last, self._bad = (norms, limits, clipped), ()
         self._recorder.add(groups.labels, norms, limits, clipped)
         return outputs
-
-    def _outcome(
-        self,
-        transform: Transform,
-        values: Sequence[Array],
-        groups: Groups,
-        backend: Backend,
-        views: Views,
-    ) -> Outcome | None:
-        """Return what a step does; None if what is measured is not finite."""
-        measured = transform.measure(values, views, groups, backend)
-        finite = math.isfinite(measured) if type(measured) is float else np.isfinite(measured).all()
-        if not finite:
-            return None
-        return transform.step(values, groups, backend, measured, self._state, views, self._arrays)
 
     def _stays_on_device(self, transform: Transform, views: Views) -> bool:
         # To raise, or to do what has no form for devices, the host has to wait for the device.

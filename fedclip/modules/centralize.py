@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from fedclip import checks
+from fedclip import parameters
 from fedclip.modules.base import Clipper
-from fedclip.moments import Centralizing
 from fedclip.scopes import Scope
-from fedclip.slices import check_dims
+from fedclip.transforms.moment import Centralizing
+from fedclip.transforms.slice import check_dims
 
 __all__ = ["Centralize"]
 
@@ -94,8 +94,8 @@ class Centralize(Clipper):
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.inverse_dims = checks.boolean(inverse_dims=inverse_dims)
-        self.min_size = checks.integer(1, min_size=min_size)
+        self.inverse_dims = parameters.boolean(inverse_dims=inverse_dims)
+        self.min_size = parameters.integer(1, min_size=min_size)
         # Groups have a size here too, so that `min_size` goes with every scope.
         self.dims = check_dims(dims, scope, self.inverse_dims, 1)
         super().__init__(

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from fedclip import checks
-from fedclip.clipping import NormClipping
+from fedclip import parameters
 from fedclip.measures import Order, check_order
-from fedclip.modules.shared import SharedClipper
+from fedclip.modules.sharing import SharedClipper
 from fedclip.rules.ema import Ema
 from fedclip.scopes import Scope
+from fedclip.transforms.norm import NormClipping
 
 __all__ = ["EmaClip"]
 
@@ -148,20 +148,20 @@ class EmaClip(SharedClipper):
         shared: bool = False,
         shared_name: str | None = None,
     ) -> None:
-        self.ratio = checks.positive(ratio=ratio)
-        self.decay = checks.unit_interval(decay=decay)
-        self.action = checks.choice(("max", "mean", "reciprocal"), action=action)
-        self.feedback = checks.choice(("clipped", "raw", "none"), feedback=feedback)
-        self.include_current = checks.boolean(include_current=include_current)
-        self.warmup = checks.integer(0, warmup=warmup)
-        self.warmup_norm = checks.optional(checks.positive, warmup_norm=warmup_norm)
-        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
-        self.warmup_scope = checks.choice(("group", "global"), warmup_scope=warmup_scope)
-        self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
-        self.estimator = checks.choice(("adagc", "drytorch"), estimator=estimator)
+        self.ratio = parameters.positive(ratio=ratio)
+        self.decay = parameters.unit_interval(decay=decay)
+        self.action = parameters.choice(("max", "mean", "reciprocal"), action=action)
+        self.feedback = parameters.choice(("clipped", "raw", "none"), feedback=feedback)
+        self.include_current = parameters.boolean(include_current=include_current)
+        self.warmup = parameters.integer(0, warmup=warmup)
+        self.warmup_norm = parameters.optional(parameters.positive, warmup_norm=warmup_norm)
+        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
+        self.warmup_scope = parameters.choice(("group", "global"), warmup_scope=warmup_scope)
+        self.on_spike = parameters.choice(("clip", "skip"), on_spike=on_spike)
+        self.estimator = parameters.choice(("adagc", "drytorch"), estimator=estimator)
         self.ord = check_order(ord)
-        self.eps = checks.non_negative(eps=eps)
-        checks.raw_if_current(self.include_current, self.feedback)
+        self.eps = parameters.non_negative(eps=eps)
+        parameters.raw_if_current(self.include_current, self.feedback)
         if self.ratio < 1 and self.feedback != "raw":
             raise ValueError(
                 "ratio < 1 needs feedback='raw': a mean that learns clipped norms only would fall "

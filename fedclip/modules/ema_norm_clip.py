@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from fedclip import checks
-from fedclip.averages import AverageClipping
+from fedclip import parameters
 from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
 from fedclip.scopes import Scope
+from fedclip.transforms.average import AverageClipping
 
 __all__ = ["EmaNormClip"]
 
@@ -18,9 +18,9 @@ __all__ = ["EmaNormClip"]
 def _check_start(init: Any, debias: bool) -> float | None:
     """Return what the averages start at; None if at the first gradient."""
     if isinstance(init, str):
-        checks.choice(("first",), init=init)
+        parameters.choice(("first",), init=init)
     else:
-        init = checks.number("a finite number or 'first'", init=init)
+        init = parameters.number("a finite number or 'first'", init=init)
     if debias and init != 0:
         raise ValueError(f"debias=True is for averages that start at 0; got init={init!r}")
     return None if init == "first" else init
@@ -119,11 +119,11 @@ class EmaNormClip(Clipper):
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.decay = checks.unit_interval(decay=decay)
+        self.decay = parameters.unit_interval(decay=decay)
         self.ord = check_order(ord)
-        self.max_growth = checks.optional(checks.at_least_one, max_growth=max_growth)
-        self.min_norm = checks.positive(min_norm=min_norm)
-        self.debias = checks.boolean(debias=debias)
+        self.max_growth = parameters.optional(parameters.at_least_one, max_growth=max_growth)
+        self.min_norm = parameters.positive(min_norm=min_norm)
+        self.debias = parameters.boolean(debias=debias)
         start = _check_start(init, self.debias)
         self.init = "first" if start is None else start
         super().__init__(

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from fedclip import checks
-from fedclip.elements import PastClipping
+from fedclip import parameters
 from fedclip.modules.base import Clipper
 from fedclip.rules.elementwise import EmaValue
 from fedclip.scopes import Scope
+from fedclip.transforms.value import PastClipping
 
 __all__ = ["EmaValueClip"]
 
@@ -96,9 +96,9 @@ class EmaValueClip(Clipper):
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.decay = checks.unit_interval(decay=decay)
-        self.init = checks.non_negative(init=init)
-        self.debias = checks.boolean(debias=debias)
+        self.decay = parameters.unit_interval(decay=decay)
+        self.init = parameters.non_negative(init=init)
+        self.debias = parameters.boolean(debias=debias)
         if self.debias and self.init:
             raise ValueError(f"debias=True is for averages that start at 0; got init={init!r}")
         super().__init__(

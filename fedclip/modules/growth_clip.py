@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from fedclip import checks
-from fedclip.clipping import NormClipping
+from fedclip import parameters
 from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
 from fedclip.rules.growth import Growth
 from fedclip.scopes import Scope
+from fedclip.transforms.norm import NormClipping
 
 __all__ = ["GrowthClip"]
 
@@ -116,15 +116,15 @@ class GrowthClip(Clipper):
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.mul = checks.optional(checks.at_least_one, mul=mul)
-        self.add = checks.optional(checks.positive, add=add)
-        self.min_norm = checks.optional(checks.positive, min_norm=min_norm)
-        self.max_decay = checks.optional(checks.at_least_one, max_decay=max_decay)
-        self.warmup_norm = checks.optional(checks.positive, warmup_norm=warmup_norm)
-        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
-        self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
+        self.mul = parameters.optional(parameters.at_least_one, mul=mul)
+        self.add = parameters.optional(parameters.positive, add=add)
+        self.min_norm = parameters.optional(parameters.positive, min_norm=min_norm)
+        self.max_decay = parameters.optional(parameters.at_least_one, max_decay=max_decay)
+        self.warmup_norm = parameters.optional(parameters.positive, warmup_norm=warmup_norm)
+        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
+        self.on_spike = parameters.choice(("clip", "skip"), on_spike=on_spike)
         self.ord = check_order(ord)
-        self.eps = checks.non_negative(eps=eps)
+        self.eps = parameters.non_negative(eps=eps)
         rule = Growth(
             mul=self.mul,
             add=self.add,

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from fedclip import checks
-from fedclip.elements import PastClipping
+from fedclip import parameters
 from fedclip.modules.base import Clipper
 from fedclip.rules.elementwise import GrowthValue
 from fedclip.scopes import Scope
+from fedclip.transforms.value import PastClipping
 
 __all__ = ["GrowthValueClip"]
 
@@ -98,10 +98,10 @@ class GrowthValueClip(Clipper):
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.mul = checks.optional(checks.positive, mul=mul)
-        self.add = checks.optional(checks.non_negative, add=add)
-        self.min_value = checks.optional(checks.positive, min_value=min_value)
-        self.max_decay = checks.optional(checks.at_least_one, max_decay=max_decay)
+        self.mul = parameters.optional(parameters.positive, mul=mul)
+        self.add = parameters.optional(parameters.non_negative, add=add)
+        self.min_value = parameters.optional(parameters.positive, min_value=min_value)
+        self.max_decay = parameters.optional(parameters.at_least_one, max_decay=max_decay)
         super().__init__(
             PastClipping(GrowthValue(self.mul, self.add, self.min_value, self.max_decay)),
             scope=scope,

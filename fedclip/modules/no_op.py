@@ -7,13 +7,13 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from fedclip import checks
+from fedclip import parameters
 from fedclip.arrays import Array, Backend
-from fedclip.clipping import NormClipping
 from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope
+from fedclip.transforms.norm import NormClipping
 
 __all__ = ["NoOp"]
 
@@ -74,8 +74,8 @@ class NoOp(Clipper):
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "propagate",
     ) -> None:
-        checks.choice(("propagate", "raise"), on_nonfinite=on_nonfinite)
-        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
+        parameters.choice(("propagate", "raise"), on_nonfinite=on_nonfinite)
+        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
         self.ord = check_order(ord)
         limit = math.inf if self.max_norm is None else self.max_norm
         super().__init__(

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from fedclip import checks
-from fedclip.clipping import NormClipping
+from fedclip import parameters
 from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper, Transform
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope
-from fedclip.slices import SliceClipping, check_dims
+from fedclip.transforms.norm import NormClipping
+from fedclip.transforms.slice import SliceClipping, check_dims
 
 __all__ = ["NormClip"]
 
@@ -117,17 +117,17 @@ class NormClip(Clipper):
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.min_norm = checks.optional(checks.positive, min_norm=min_norm)
+        self.min_norm = parameters.optional(parameters.positive, min_norm=min_norm)
         self.max_norm = None
         if max_norm is not None or min_norm is None:
-            self.max_norm = checks.positive(max_norm=max_norm)
+            self.max_norm = parameters.positive(max_norm=max_norm)
         limit = math.inf if self.max_norm is None else self.max_norm
         if self.min_norm is not None and self.min_norm > limit:
             raise ValueError(f"min_norm must be <= max_norm, got {min_norm!r} > {max_norm!r}")
         self.ord = check_order(ord)
-        self.eps = checks.non_negative(eps=eps)
-        self.inverse_dims = checks.boolean(inverse_dims=inverse_dims)
-        self.min_size = checks.integer(1, min_size=min_size)
+        self.eps = parameters.non_negative(eps=eps)
+        self.inverse_dims = parameters.boolean(inverse_dims=inverse_dims)
+        self.min_size = parameters.integer(1, min_size=min_size)
         self.dims = check_dims(dims, scope, self.inverse_dims, self.min_size)
         transform: Transform
         if self.dims is None and self.min_size == 1:

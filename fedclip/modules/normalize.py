@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from fedclip import checks
-from fedclip.clipping import NormClipping
+from fedclip import parameters
 from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper, Transform
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope
-from fedclip.slices import SliceClipping, check_dims
+from fedclip.transforms.norm import NormClipping
+from fedclip.transforms.slice import SliceClipping, check_dims
 
 __all__ = ["Normalize"]
 
@@ -110,11 +110,11 @@ class Normalize(Clipper):
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.norm = checks.positive(norm=norm)
+        self.norm = parameters.positive(norm=norm)
         self.ord = check_order(ord)
-        self.eps = checks.non_negative(eps=eps)
-        self.inverse_dims = checks.boolean(inverse_dims=inverse_dims)
-        self.min_size = checks.integer(1, min_size=min_size)
+        self.eps = parameters.non_negative(eps=eps)
+        self.inverse_dims = parameters.boolean(inverse_dims=inverse_dims)
+        self.min_size = parameters.integer(1, min_size=min_size)
         self.dims = check_dims(dims, scope, self.inverse_dims, self.min_size)
         transform: Transform
         if self.dims is None and self.min_size == 1:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import ClassVar
 
-from fedclip import checks
-from fedclip.elements import PercentileClipping
+from fedclip import parameters
 from fedclip.modules.base import Clipper
 from fedclip.scopes import Scope
+from fedclip.transforms.value import PercentileClipping
 
 __all__ = ["PercentileClip"]
 
@@ -95,8 +95,8 @@ class PercentileClip(Clipper):
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.percentile = checks.number("a number in [0, 100]", 0, 100, percentile=percentile)
-        self.method = checks.choice(("lower", "linear"), method=method)
+        self.percentile = parameters.number("a number in [0, 100]", 0, 100, percentile=percentile)
+        self.method = parameters.choice(("lower", "linear"), method=method)
         super().__init__(
             # The decimal number that was written, not the nearest binary one.
             PercentileClipping(Fraction(repr(self.percentile)), self.method == "linear"),

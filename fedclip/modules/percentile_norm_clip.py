@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from fedclip import checks
-from fedclip.clipping import NormClipping
+from fedclip import parameters
 from fedclip.measures import Order, check_order
-from fedclip.modules.shared import SharedClipper
+from fedclip.modules.sharing import SharedClipper
 from fedclip.rules.percentile import Percentile
 from fedclip.rules.quantiles import LARGEST, Markers, Quantile, Stream, Window, check_window
 from fedclip.scopes import Scope
+from fedclip.transforms.norm import NormClipping
 
 __all__ = ["PercentileNormClip"]
 
@@ -158,22 +158,22 @@ class PercentileNormClip(SharedClipper):
         shared: bool = False,
         shared_name: str | None = None,
     ) -> None:
-        self.percentile = checks.number(
+        self.percentile = parameters.number(
             "a number > 0 and <= 100", 0.0, 100.0, open_low=True, percentile=percentile
         )
-        self.history = checks.choice(("window", "stream", "p2"), history=history)
+        self.history = parameters.choice(("window", "stream", "p2"), history=history)
         self.window = None if window is None else check_window(1, window)
-        self.rate = checks.number("a number > 0 and <= 1", 0.0, 1.0, open_low=True, rate=rate)
-        self.decay = checks.unit_interval(decay=decay)
-        self.feedback = checks.choice(("clipped", "raw"), feedback=feedback)
-        self.include_current = checks.boolean(include_current=include_current)
-        self.warmup = checks.integer(0, warmup=warmup)
-        self.warmup_norm = checks.optional(checks.positive, warmup_norm=warmup_norm)
-        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
-        self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
+        self.rate = parameters.number("a number > 0 and <= 1", 0.0, 1.0, open_low=True, rate=rate)
+        self.decay = parameters.unit_interval(decay=decay)
+        self.feedback = parameters.choice(("clipped", "raw"), feedback=feedback)
+        self.include_current = parameters.boolean(include_current=include_current)
+        self.warmup = parameters.integer(0, warmup=warmup)
+        self.warmup_norm = parameters.optional(parameters.positive, warmup_norm=warmup_norm)
+        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
+        self.on_spike = parameters.choice(("clip", "skip"), on_spike=on_spike)
         self.ord = check_order(ord)
-        self.eps = checks.non_negative(eps=eps)
-        checks.raw_if_current(self.include_current, self.feedback, "history has")
+        self.eps = parameters.non_negative(eps=eps)
+        parameters.raw_if_current(self.include_current, self.feedback, "history has")
         if self.percentile == 100.0 and self.history != "window":
             raise ValueError(
                 "percentile=100, the largest norm, needs history='window': an estimate that only "

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from fedclip import checks
+from fedclip import parameters
 from fedclip.modules.base import Clipper
-from fedclip.moments import Standardizing
 from fedclip.scopes import Scope
+from fedclip.transforms.moment import Standardizing
 
 __all__ = ["Standardize"]
 
@@ -86,7 +86,7 @@ class Standardize(Clipper):
         exclude: str | Sequence[str] | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.eps = checks.non_negative(eps=eps)
+        self.eps = parameters.non_negative(eps=eps)
         super().__init__(
             Standardizing(self.eps), scope=scope, exclude=exclude, on_nonfinite=on_nonfinite
         )

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from fedclip import checks
-from fedclip.elements import ValueClipping
+from fedclip import parameters
 from fedclip.modules.base import Clipper, Transform
 from fedclip.scopes import Groups, Scope
+from fedclip.transforms.value import ValueClipping
 
 __all__ = ["ValueClip"]
 
@@ -76,10 +76,10 @@ class ValueClip(Clipper):
     ) -> None:
         if min_value is None:
             self.min_value = None
-            self.max_value = checks.positive(max_value=max_value)
+            self.max_value = parameters.positive(max_value=max_value)
         else:
-            self.min_value = checks.number("a finite number", min_value=min_value)
-            self.max_value = checks.number("a finite number", max_value=max_value)
+            self.min_value = parameters.number("a finite number", min_value=min_value)
+            self.max_value = parameters.number("a finite number", max_value=max_value)
             if self.min_value > self.max_value:
                 raise ValueError(
                     f"min_value must be <= max_value, got {min_value!r} > {max_value!r}"

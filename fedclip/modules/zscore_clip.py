@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from fedclip import checks
-from fedclip.clipping import NormClipping
+from fedclip import parameters
 from fedclip.measures import Order, check_order
-from fedclip.modules.shared import SharedClipper
+from fedclip.modules.sharing import SharedClipper
 from fedclip.rules.zscore import ZScore
 from fedclip.scopes import Scope
+from fedclip.transforms.norm import NormClipping
 
 __all__ = ["ZScoreClip"]
 
@@ -154,21 +154,21 @@ class ZScoreClip(SharedClipper):
         shared: bool = False,
         shared_name: str | None = None,
     ) -> None:
-        self.z_max = checks.positive(z_max=z_max)
-        self.decay = checks.unit_interval(decay=decay)
-        self.action = checks.choice(("reciprocal", "max", "mean"), action=action)
-        self.feedback = checks.choice(("clipped", "raw", "none"), feedback=feedback)
-        self.include_current = checks.boolean(include_current=include_current)
-        self.warmup = checks.integer(0, warmup=warmup)
-        self.warmup_norm = checks.optional(checks.positive, warmup_norm=warmup_norm)
-        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
-        self.factor = checks.positive(factor=factor)
-        self.on_spike = checks.choice(("clip", "skip"), on_spike=on_spike)
-        self.estimator = checks.choice(("zclip", "drytorch", "smartclip"), estimator=estimator)
-        self.std_eps = checks.non_negative(std_eps=std_eps)
+        self.z_max = parameters.positive(z_max=z_max)
+        self.decay = parameters.unit_interval(decay=decay)
+        self.action = parameters.choice(("reciprocal", "max", "mean"), action=action)
+        self.feedback = parameters.choice(("clipped", "raw", "none"), feedback=feedback)
+        self.include_current = parameters.boolean(include_current=include_current)
+        self.warmup = parameters.integer(0, warmup=warmup)
+        self.warmup_norm = parameters.optional(parameters.positive, warmup_norm=warmup_norm)
+        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
+        self.factor = parameters.positive(factor=factor)
+        self.on_spike = parameters.choice(("clip", "skip"), on_spike=on_spike)
+        self.estimator = parameters.choice(("zclip", "drytorch", "smartclip"), estimator=estimator)
+        self.std_eps = parameters.non_negative(std_eps=std_eps)
         self.ord = check_order(ord)
-        self.eps = checks.non_negative(eps=eps)
-        checks.raw_if_current(self.include_current, self.feedback)
+        self.eps = parameters.non_negative(eps=eps)
+        parameters.raw_if_current(self.include_current, self.feedback)
         if self.factor != 1.0 and self.action != "reciprocal":
             raise ValueError(
                 f"factor goes with action='reciprocal' only, got factor={factor!r} "

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedclip import checks
+from fedclip import parameters
 from fedclip.errors import StateError
 
 __all__ = ["Accountant", "default_bits_noise", "split_noise"]
@@ -150,7 +150,7 @@ class Accountant:
         for entry in spent:
             try:
                 z, rounds = entry
-                result.append((checks.positive(noise=z), checks.integer(1, rounds=rounds)))
+                result.append((parameters.positive(noise=z), parameters.integer(1, rounds=rounds)))
             except (TypeError, ValueError) as exc:
                 raise StateError(
                     f"'spent' must be a list of [noise, rounds], got {entry!r:.100} in it"

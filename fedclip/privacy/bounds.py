@@ -38,7 +38,7 @@ import numpy as np
 from fedclip.arrays import backend_of
 from fedclip.arrays.numpy import bits
 from fedclip.measures import Order, slice_measures
-from fedclip.norms import decode
+from fedclip.measures.l2 import decode
 from fedclip.scopes import Groups, resolve
 
 __all__ = ["MAPS", "Context", "Map", "Shapes", "look_up"]

@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fedclip.arrays import Array, backend_of
-from fedclip.norms import encode
+from fedclip.measures.l2 import encode
 
 __all__ = ["Normals", "add_noise", "insecure_normals", "secure_normals"]
 

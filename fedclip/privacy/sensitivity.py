@@ -25,7 +25,7 @@ from declearn.optimizer import Optimizer, list_optim_modules, list_optim_regular
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 
-from fedclip import checks
+from fedclip import parameters
 from fedclip.errors import nearest
 from fedclip.privacy.bounds import COARSEST, Context, Map, Shapes, look_up, number, outwards
 
@@ -106,8 +106,8 @@ class Analysis:
         TypeError, ValueError
             If a parameter is not as above.
         """
-        checks.choice(RELATIONS, relation=relation)
-        if checks.choice(_PLACES, on=on) == "record":
+        parameters.choice(RELATIONS, relation=relation)
+        if parameters.choice(_PLACES, on=on) == "record":
             if incoming is not None:
                 raise ValueError(f"incoming goes with on='aggregate', got incoming={incoming!r}")
             if not self.per_record_safe or self.l2_bound is None:
@@ -115,7 +115,7 @@ class Analysis:
             return self.l2_bound * (2.0 if relation == "replace-one" else 1.0)
         if self.noised:
             return None
-        found = math.inf if incoming is None else checks.non_negative(incoming=incoming)
+        found = math.inf if incoming is None else parameters.non_negative(incoming=incoming)
         for map_, bound in zip(self.maps, _bounds(self.maps), strict=True):
             # Two values in a ball are at most its diameter apart.
             found = min(found * map_.lipschitz if found else 0.0, 2.0 * bound)
@@ -161,12 +161,12 @@ class Analysis:
         TypeError, ValueError
             If a parameter is not as above, or the learning rate is not known.
         """
-        checks.integer(1, steps=steps)
+        parameters.integer(1, steps=steps)
         if lrate is None:
             if self.lrate is None:
                 raise ValueError("round_bound needs lrate: none is known that does not change")
             lrate = self.lrate
-        rate = abs(checks.number("a finite number", lrate=lrate))
+        rate = abs(parameters.number("a finite number", lrate=lrate))
         # Weight decay adds weights, which may be of any size.
         if self.l2_bound is None or self.w_decay != 0.0:
             return None
@@ -331,7 +331,7 @@ def analyse(
     >>> print(analyse(["norm-clip", "adam"], shapes).reasons[0])
     adam: it divides by the size of past gradients, which makes small ones large
     """
-    checks.boolean(finite=finite)
+    parameters.boolean(finite=finite)
     arrays = weights.coefs if isinstance(weights, Vector) else weights
     if shapes is None and arrays is not None:
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}
@@ -354,7 +354,7 @@ def _checked(shapes: Any) -> Shapes | None:
         if not isinstance(shape, Sequence) or isinstance(shape, str):
             raise TypeError(f"{allowed}, got {shape!r} for {name!r}")
         for length in shape:
-            checks.integer(0, **{f"shapes[{name!r}]": length})
+            parameters.integer(0, **{f"shapes[{name!r}]": length})
     return {name: tuple(shape) for name, shape in shapes.items()}
 
 

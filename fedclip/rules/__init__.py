@@ -23,7 +23,7 @@ __all__ = ["CLEAR", "NoState", "Rule", "State"]
 
 
 CLEAR = 1.0 + 4e-6
-"""Times a norm: a limit that the norm is below, whatever its uncertainty (`fedclip.norms`)."""
+"""Times a norm: a limit that the norm is below, whatever its uncertainty."""
 
 
 class NoState(NamedTuple):
@@ -35,7 +35,7 @@ State = Any
 
 
 class Rule(Protocol):
-    """What `fedclip.clipping` asks of a rule."""
+    """What `fedclip.transforms.norm` asks of a rule."""
 
     def init(self, groups: int, xp: Arithmetic) -> State:
         """Return the state before the first step."""

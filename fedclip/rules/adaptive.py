@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from fedclip.arrays import NUMBER, NUMPY, Arithmetic, Array
-from fedclip.rules.shared import Counted, Floats, Judgement
+from fedclip.rules.sharing import Counted, Floats, Judgement
 
 __all__ = ["Adaptive", "AdaptiveState", "geometric_update"]
 

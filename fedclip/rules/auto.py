@@ -13,7 +13,7 @@ from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State
 from fedclip.rules.parts import choose, limits_of
 from fedclip.rules.quantiles import Given, Markers, Window
-from fedclip.rules.shared import Counted, Floats, Judgement, pooled
+from fedclip.rules.sharing import Counted, Floats, Judgement, pooled
 
 __all__ = ["LEAST", "Auto", "AutoGivenState", "AutoMarkersState", "AutoWindowState"]
 

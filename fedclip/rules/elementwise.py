@@ -23,7 +23,7 @@ __all__ = ["ElementRule", "EmaValue", "GrowthValue", "blend", "step_size"]
 
 
 class ElementRule(Protocol):
-    """What `fedclip.elements.PastClipping` asks of a rule."""
+    """What `fedclip.transforms.value.PastClipping` asks of a rule."""
 
     def __call__(
         self, values: HostView, past: HostView, count: float

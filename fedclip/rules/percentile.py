@@ -17,7 +17,7 @@ from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State
 from fedclip.rules.parts import limits_of
 from fedclip.rules.quantiles import Given, GivenState, Quantile, Window
-from fedclip.rules.shared import Counted, Floats, Judgement
+from fedclip.rules.sharing import Counted, Floats, Judgement
 
 __all__ = ["Percentile"]
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fedclip import checks
+from fedclip import parameters
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State
 
@@ -46,7 +46,7 @@ LARGEST = 65_536
 
 def check_window(low: int, window: int) -> int:
     """Return the size of a window if it is in range."""
-    result = checks.integer(low, window=window)
+    result = parameters.integer(low, window=window)
     if result > LARGEST:
         raise ValueError(f"window must be at most {LARGEST:,}, got {window!r}")
     return result
@@ -242,7 +242,7 @@ class GivenState(NamedTuple):
 
 @dataclass(frozen=True)
 class Given:
-    """A quantile that a federation's server knows, from sketches (`fedclip.federation.shared`)."""
+    """A quantile that a federation's server knows, from sketches."""
 
     quantile: float
     size: int | None

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules.parts import limits_of
-from fedclip.rules.shared import Counted, Floats, Judgement, pooled
+from fedclip.rules.sharing import Counted, Floats, Judgement, pooled
 
 __all__ = ["ZScore", "ZScoreState"]
 

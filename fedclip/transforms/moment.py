@@ -15,14 +15,23 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedclip.arrays import Arena, Array, Backend, HostView, Views
-from fedclip.clipping import Outcome
-from fedclip.elements import dense_views, host_dtype
 from fedclip.measures import measure
-from fedclip.norms import CHUNK, Float64, Numbers, blocks, decode, encode, extremes, square_sums
+from fedclip.measures.l2 import (
+    CHUNK,
+    Float64,
+    Numbers,
+    blocks,
+    decode,
+    encode,
+    extremes,
+    square_sums,
+)
 from fedclip.rules import NoState
 from fedclip.scopes import Groups
-from fedclip.slices import spanned
 from fedclip.states import Statistics
+from fedclip.transforms.norm import Outcome
+from fedclip.transforms.slice import spanned
+from fedclip.transforms.value import dense_views, host_dtype
 
 __all__ = ["Centralizing", "Standardizing"]
 

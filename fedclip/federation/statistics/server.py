@@ -16,32 +16,17 @@ import numpy as np
 from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar, OptiModule
 
-from fedclip import checks, states
+from fedclip import parameters, states
 from fedclip.arrays import NUMPY
 from fedclip.errors import StateError
 from fedclip.federation.senders import sender_of
-from fedclip.federation.shared import MAX_STEPS, centre_of, tally_of
-from fedclip.federation.shared_counts import BUCKETS, Bounds, Counts, Round, quantile_of
-from fedclip.federation.shared_messages import FedclipSharedCounts, FedclipSharedState
-from fedclip.modules.adaptive_clip import AdaptiveClip
-from fedclip.modules.auto_clip import AutoClip
-from fedclip.modules.base import refuse_unknown
-from fedclip.modules.ema_clip import EmaClip
-from fedclip.modules.percentile_norm_clip import PercentileNormClip
-from fedclip.modules.shared import SharedClipper
-from fedclip.modules.zscore_clip import ZScoreClip
-from fedclip.rules.shared import Counted, Shareable
+from fedclip.federation.statistics.client import MAX_STEPS, centre_of, tally_of
+from fedclip.federation.statistics.counts import BUCKETS, Bounds, Counts, Round, quantile_of
+from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
+from fedclip.rules.sharing import Counted, Shareable
 from fedclip.scopes import resolve
 
-__all__ = [
-    "AdaptiveClipServer",
-    "AutoClipServer",
-    "EmaClipServer",
-    "History",
-    "PercentileNormClipServer",
-    "SharedServer",
-    "ZScoreClipServer",
-]
+__all__ = ["History", "SharedServer"]
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
@@ -90,10 +75,10 @@ class History:
                 if len(places) != len(counts):
                     raise ValueError
                 for place, count in zip(places, counts, strict=True):
-                    if checks.integer(0, place=place) >= BUCKETS or count < 1:
+                    if parameters.integer(0, place=place) >= BUCKETS or count < 1:
                         raise ValueError
                 buckets = np.zeros(BUCKETS, dtype=np.int64)
-                buckets[places] = [checks.integer(1, count=count) for count in counts]
+                buckets[places] = [parameters.integer(1, count=count) for count in counts]
                 history.add(buckets)
         except (TypeError, ValueError, OverflowError) as exc:
             raise StateError(
@@ -160,7 +145,8 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         own defaults. Both sides must have the same.
     """
 
-    clipper: ClassVar[type[SharedClipper]]
+    clipper: ClassVar[Any]
+    """The clipper that this is the counterpart of, a `fedclip.modules.sharing.SharedClipper`."""
     auxvar_cls = FedclipSharedState
 
     def __init_subclass__(cls, register: bool = True, **kwargs: Any) -> None:
@@ -179,13 +165,12 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
     def __init__(
         self, *, max_steps: int = MAX_STEPS, shared_name: str | None = None, **settings: Any
     ) -> None:
-        refuse_unknown(type(self), settings)
-        self.max_steps = checks.integer(1, max_steps=max_steps)
+        parameters.refuse_unknown(type(self), settings)
+        self.max_steps = parameters.integer(1, max_steps=max_steps)
         if self.max_steps > 2**31:
             raise ValueError(f"max_steps must be at most 2^31, got {max_steps!r}")
         # Checks the parameters, and knows the rule that follows from them.
-        known_clipper: Any = self.clipper
-        clipper = known_clipper(shared=True, shared_name=shared_name, **settings)
+        clipper = self.clipper(shared=True, shared_name=shared_name, **settings)
         self.shared_name = clipper.shared_name
         self.aux_name = clipper.aux_name  # type: ignore[misc]
         self.settings: dict[str, Any] = clipper.sharing.settings
@@ -368,60 +353,3 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
 def _columns(state: Any) -> Any:
     """Return a state as one array of float64 for each field."""
     return type(state)(*(np.array(column, dtype=np.float64, ndmin=1) for column in state))
-
-
-class ZScoreClipServer(SharedServer):
-    """Keep mean and variance of all clients' norms, for `zscore-clip` with ``shared = true``.
-
-    With N norms in a round, their mean m and population variance V, and ``D = decay^N``: mean and
-    variance of all norms so far, for whole rounds, until there are `warmup`; afterwards
-    ``mean <- D mean + (1-D) m`` and ``variance <- D variance + (1-D) (V + (m - mean)^2)``.
-    Exact to 1e-12, whatever the number of clients.
-    """
-
-    name: ClassVar[str] = "zscore-clip-server"
-    clipper = ZScoreClip
-
-
-class EmaClipServer(SharedServer):
-    """Keep the moving average of all clients' norms, for `ema-clip` with ``shared = true``.
-
-    With N norms in a round and their mean m: the smallest m, for whole rounds, until there are
-    `warmup` norms; afterwards ``mean <- decay^N mean + (1 - decay^N) m``. Exact to 1e-12.
-    """
-
-    name: ClassVar[str] = "ema-clip-server"
-    clipper = EmaClip
-
-
-class AutoClipServer(SharedServer):
-    """Keep median and deviation of all clients' norms, for `auto-clip` with ``shared = true``.
-
-    Mean and variance are of all norms, exact to 1e-12; the median, of all norms or of the last
-    rounds that hold `window`, is that of a sketch, within 3 %.
-    """
-
-    name: ClassVar[str] = "auto-clip-server"
-    clipper = AutoClip
-
-
-class PercentileNormClipServer(SharedServer):
-    """Keep a percentile of all clients' norms, for `percentile-norm-clip` with ``shared = true``.
-
-    The percentile, of all norms or of the last rounds that hold `window`, is that of a sketch:
-    within 3 % for norms between 1e-8 and 2e5.
-    """
-
-    name: ClassVar[str] = "percentile-norm-clip-server"
-    clipper = PercentileNormClip
-
-
-class AdaptiveClipServer(SharedServer):
-    """Keep one limit for all clients' norms, for `adaptive-clip` with ``shared = true``.
-
-    One update a round, from how many norms of all clients were at most the limit, once there are
-    `every` of them.
-    """
-
-    name: ClassVar[str] = "adaptive-clip-server"
-    clipper = AdaptiveClip

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fedclip.demo.data import FACTOR, SITES, write_data
 from fedclip.report import Report, draw_norms, read_report
+from fedclip.tools.demo.data import FACTOR, SITES, write_data
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -226,7 +226,7 @@ def _run_federation(
             (folder / node).mkdir()
             with (folder / node / "log.txt").open("wb") as log:
                 processes[node] = subprocess.Popen(
-                    [sys.executable, "-m", "fedclip.demo.node", node, str(config)],
+                    [sys.executable, "-m", "fedclip.tools.demo.node", node, str(config)],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,

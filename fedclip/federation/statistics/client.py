@@ -28,10 +28,10 @@ import numpy as np
 from fedclip import states
 from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.errors import FedclipWarning, StateError
-from fedclip.federation.shared_counts import Tally
-from fedclip.federation.shared_messages import FedclipSharedCounts, FedclipSharedState
+from fedclip.federation.statistics.counts import Tally
+from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.rules import State
-from fedclip.rules.shared import Shareable
+from fedclip.rules.sharing import Shareable
 from fedclip.states import Statistics
 
 __all__ = ["MAX_STEPS", "SharedRule", "SharedStatistics", "centre_of"]

@@ -29,11 +29,10 @@ from rich.console import Console
 from rich.markup import escape
 
 import fedclip
-from fedclip import compat
-from fedclip.check import Check, check_config, is_ours
-from fedclip.modules.base import signature_of
+from fedclip import compat, parameters
 from fedclip.report import Report, ReportError, read_report
 from fedclip.toml import toml_line, toml_value
+from fedclip.tools.check import Check, check_config, is_ours
 
 __all__ = ["app", "main"]
 
@@ -102,12 +101,12 @@ def catalogue() -> list[dict[str, Any]]:
                     "summary": (inspect.getdoc(cls) or "").partition("\n")[0],
                     "parameters": {
                         key: None if p.default is p.empty else p.default
-                        for key, p in signature_of(cls).items()
+                        for key, p in parameters.signature_of(cls).items()
                         if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
                     },
                     "required": [
                         key
-                        for key, p in signature_of(cls).items()
+                        for key, p in parameters.signature_of(cls).items()
                         if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
                     ],
                 }
@@ -400,7 +399,7 @@ def demo(
     ] = 120.0,
 ) -> None:
     """Train over three hospitals, without clipping and with; print a table, write a plot."""
-    from fedclip.demo import DemoError, run_demo
+    from fedclip.tools.demo import DemoError, run_demo
 
     if port and not port_is_free("127.0.0.1", port):
         fail(f"port {port} on 127.0.0.1 is in use; choose another, or leave --port out")

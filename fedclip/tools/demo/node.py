@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of the demo's federation: ``python -m fedclip.demo.node server|SITE CONFIG``.
+"""One process of the demo's federation: ``python -m fedclip.tools.demo.node server|SITE CONFIG``.
 
 It reads the very file that ``fedclip quickrun`` would run in one process. Whoever starts a
 node holds the other end of its standard input: when that closes, the node ends, so that no
@@ -24,7 +24,7 @@ from declearn.quickrun import ExperimentConfig
 from declearn.utils import setup_client_loggers, setup_server_loggers
 
 import fedclip  # noqa: F401  (registers the clippers)
-from fedclip.demo.data import SITES
+from fedclip.tools.demo.data import SITES
 
 __all__ = ["serve", "take_part"]
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from fedclip.arrays import HostView
 from fedclip.errors import nearest
-from fedclip.norms import CHUNK, Float64, blocks, decode, exact_norm, extremes, square_sums
+from fedclip.measures.l2 import CHUNK, Float64, blocks, decode, exact_norm, extremes, square_sums
 
 __all__ = ["Order", "check_order", "degree", "measure", "slice_measures"]
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from declearn.optimizer.modules import AuxVar
 
-from fedclip.federation.shared_counts import Counts
+from fedclip.federation.statistics.counts import Counts
 
 __all__ = ["FedclipSharedCounts", "FedclipSharedState"]
 
@@ -61,7 +61,7 @@ class FedclipSharedCounts(AuxVar):
     members
         How many clients it is from.
     counts
-        Whole numbers >= 0, of shape (rows, groups); see `fedclip.federation.shared_counts`.
+        Whole numbers >= 0, of shape (rows, groups); see `fedclip.federation.statistics.counts`.
     parts
         The messages of single clients, where they came in cleartext.
     """

@@ -32,7 +32,7 @@ import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State
-from fedclip.rules.shared import Floats
+from fedclip.rules.sharing import Floats
 
 __all__ = ["BUCKETS", "ERROR", "LARGEST", "Counts", "Round", "Tally", "quantile_of"]
 

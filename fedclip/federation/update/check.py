@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fedclip.federation.averaging import ClippedAveraging
-from fedclip.federation.update_clip import UpdateClipClient, UpdateClipServer
-from fedclip.federation.updates import DECLEARN_RANGE
+from fedclip.federation.update.averaging import ClippedAveraging
+from fedclip.federation.update.bound import UpdateClipClient, UpdateClipServer
+from fedclip.federation.update.messages import DECLEARN_RANGE
 
 __all__ = ["update_problems"]
 

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from declearn.optimizer.modules import AuxVar
 
-from fedclip import checks
+from fedclip import parameters
+from fedclip.federation.statistics.client import SharedStatistics
+from fedclip.federation.statistics.messages import FedclipSharedState
 from fedclip.modules.base import Clipper, Transform
-
-if TYPE_CHECKING:
-    from fedclip.federation.shared import SharedStatistics
 
 __all__ = ["SharedClipper"]
 
@@ -26,7 +25,7 @@ class SharedClipper(Clipper, register=False):
         What every clipper has (see `Clipper`).
     shared, shared_name
         Whether to have one state with all clients of a federation, and the name that tells
-        this pair of clipper and counterpart from others (see `fedclip.federation.shared`).
+        this pair of clipper and counterpart from others (`fedclip.federation.statistics`).
     """
 
     shared_settings: ClassVar[tuple[str, ...]]
@@ -35,12 +34,9 @@ class SharedClipper(Clipper, register=False):
     def __init__(
         self, transform: Transform, *, shared: bool, shared_name: str | None, **options: Any
     ) -> None:
-        # Not at the top: the package of the counterparts is made of clippers.
-        from fedclip.federation.shared import SharedStatistics
-
         super().__init__(transform, **options)
-        self.shared = checks.boolean(shared=shared)
-        self.shared_name = checks.optional(checks.name, shared_name=shared_name)
+        self.shared = parameters.boolean(shared=shared)
+        self.shared_name = parameters.optional(parameters.name, shared_name=shared_name)
         self.sharing: SharedStatistics | None = None
         if not self.shared:
             if self.shared_name is not None:
@@ -76,8 +72,6 @@ class SharedClipper(Clipper, register=False):
         ValueError
             If clipper and counterpart do not go together, or what was sent is not sound.
         """
-        from fedclip.federation.shared_messages import FedclipSharedState
-
         if self.sharing is not None and isinstance(aux_var, FedclipSharedState):
             statistics = self.sharing.receive(aux_var, self._statistics())
             self._transform = self.sharing.transform(self.sharing.version)

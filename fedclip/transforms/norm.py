@@ -3,7 +3,7 @@ r"""The way of a gradient: groups, norms, limits, and a new gradient only where 
 
 ::
 
-    n      = measure of each group                                    (fedclip.norms)
+    n      = measure of each group                                    (fedclip.measures.l2)
     limit  = rule(n, state)                                           (fedclip.rules)
     k      = limit / (n + eps)  where n + eps > limit, else 1
     output = the array itself where k = 1, else  k (1 - margin) * array
@@ -29,7 +29,7 @@ import numpy as np
 
 from fedclip.arrays import NUMBER, NUMPY, Arena, Array, Backend, Views
 from fedclip.measures import Order, degree, measure
-from fedclip.norms import UNCERTAINTY, Numbers, exact_norm, l2_norms
+from fedclip.measures.l2 import UNCERTAINTY, Numbers, exact_norm, l2_norms
 from fedclip.rules import Rule, State
 from fedclip.scopes import Groups
 from fedclip.states import Statistics

@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedclip.arrays import Arena, Arithmetic, Array, Backend
-from fedclip.clipping import MARGIN, NormClipping
-from fedclip.elements import ValueClipping
 from fedclip.rules import NoState
 from fedclip.scopes import Groups
-from fedclip.slices import SliceClipping
+from fedclip.transforms.norm import MARGIN, NormClipping
+from fedclip.transforms.slice import SliceClipping
+from fedclip.transforms.value import ValueClipping
 
 if TYPE_CHECKING:
     from fedclip.modules.agc import AGC

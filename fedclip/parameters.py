@@ -8,9 +8,10 @@ Comparisons are written as "not inside", so that NaN always fails.
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fedclip.errors import nearest
@@ -19,6 +20,7 @@ __all__ = [
     "at_least_one",
     "boolean",
     "choice",
+    "config_of",
     "integer",
     "name",
     "non_negative",
@@ -26,6 +28,8 @@ __all__ = [
     "optional",
     "positive",
     "raw_if_current",
+    "refuse_unknown",
+    "signature_of",
     "unit_interval",
 ]
 
@@ -137,3 +141,27 @@ def raw_if_current(include_current: bool, feedback: str, seen_by: str = "statist
             f"include_current=True needs feedback='raw': a norm that the {seen_by} already seen "
             f"can not be fed back clipped; got feedback={feedback!r}"
         )
+
+
+def signature_of(cls: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters that a plug-in's constructor takes, by name."""
+    # Of the initialiser, if the class does not say it itself: a clipper's `__new__`, which
+    # refuses typos, takes anything.
+    signature = getattr(cls, "__signature__", None) or inspect.signature(cls.__init__)
+    return {name: p for name, p in signature.parameters.items() if name != "self"}
+
+
+def refuse_unknown(cls: Any, config: Mapping[str, Any]) -> None:
+    """Raise a TypeError, with the nearest name, for a parameter that a plug-in does not have."""
+    known = signature_of(cls)
+    for key in config:
+        if key not in known:
+            raise TypeError(
+                f"{cls.name} has no parameter {key!r}{nearest(key, known)}; "
+                f"its parameters are {', '.join(known)}"
+            )
+
+
+def config_of(plugin: Any) -> dict[str, Any]:
+    """Return the parameters of a plug-in, which keeps them under their own names."""
+    return {name: getattr(plugin, name) for name in signature_of(type(plugin))}

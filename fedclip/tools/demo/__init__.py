@@ -6,6 +6,6 @@ them, watches them and shows what came out. Nothing in the numbers is prepared: 
 the run.
 """
 
-from fedclip.demo.run import WAYS, DemoError, Way, run_demo
+from fedclip.tools.demo.run import WAYS, DemoError, Way, run_demo
 
 __all__ = ["WAYS", "DemoError", "Way", "run_demo"]

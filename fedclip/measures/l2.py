@@ -210,7 +210,8 @@ def total_square_sum(views: Views) -> float:
     if len(local) < 2:
         # To the last bit what it is beside others, in a group of its own.
         return sum(square_sums(local))
-    # To copy what is small costs less than a call, or a look, for each.
+    # To copy what is small costs less than a call, or a look, for each. Sizes are in bytes: the
+    # narrowest of what is wide has 4 for an element, and the widest has 8.
     if max(views.sizes) < 4 * _SMALL and views.dtypes <= _WIDE:
         return _joined_square_sum(local)
     small: list[HostView] = []

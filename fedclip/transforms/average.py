@@ -20,15 +20,15 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from fedclip.arrays import NUMPY, Array, Backend, HostView, Views
-from fedclip.clipping import CLOSE, NormClipping, Outcome
-from fedclip.elements import PAST, dense_views, recall
 from fedclip.measures import Order, degree
-from fedclip.norms import CHUNK, Float64, Numbers, decode, exact_norm
+from fedclip.measures.l2 import CHUNK, Float64, Numbers, decode, exact_norm
 from fedclip.rules import CLEAR, NoState
 from fedclip.rules.constant import Constant
 from fedclip.rules.elementwise import blend, step_size
 from fedclip.scopes import Groups
 from fedclip.states import Statistics
+from fedclip.transforms.norm import CLOSE, NormClipping, Outcome
+from fedclip.transforms.value import PAST, dense_views, recall
 
 __all__ = ["AverageClipping", "AverageState"]
 

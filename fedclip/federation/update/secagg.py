@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fedclip import checks
+from fedclip import parameters
 
 __all__ = ["Plan", "plan"]
 
@@ -121,20 +121,20 @@ def plan(
     >>> round(plan(1.0, 5, 10**6, clipval=1e5, bitsize=32, tolerance=1).norm_added, 2)
     0.19
     """
-    limit = checks.positive(limit=limit)
-    clients = checks.integer(1, clients=clients)
-    dimension = checks.integer(1, dimension=dimension)
-    kind = checks.choice(_KINDS, kind=kind)
-    tolerance = checks.positive(tolerance=tolerance)
+    limit = parameters.positive(limit=limit)
+    clients = parameters.integer(1, clients=clients)
+    dimension = parameters.integer(1, dimension=dimension)
+    kind = parameters.choice(_KINDS, kind=kind)
+    tolerance = parameters.positive(tolerance=tolerance)
     if clipval is None:
         clipval = 2.0 ** math.ceil(math.log2(limit))
-    clipval = checks.positive(clipval=clipval)
+    clipval = parameters.positive(clipval=clipval)
     if clipval < limit:
         raise ValueError(
             f"clipval must be at least the bound, got {clipval!r} < {limit!r}: what is beyond it "
             "would be clipped value by value"
         )
-    candidates = _BITS if bitsize is None else (checks.integer(1, bitsize=bitsize),)
+    candidates = _BITS if bitsize is None else (parameters.integer(1, bitsize=bitsize),)
     found = None
     for bits in candidates:
         left = bits - (math.ceil(math.log2(clients)) if kind == "masking" else 0)

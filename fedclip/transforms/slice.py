@@ -23,13 +23,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedclip.arrays import Array, Backend, Views
-from fedclip.clipping import MARGIN, Outcome
-from fedclip.elements import dense_views
 from fedclip.measures import Order, degree, slice_measures
-from fedclip.norms import Float64, Numbers
+from fedclip.measures.l2 import Float64, Numbers
 from fedclip.rules import NoState
 from fedclip.scopes import Groups, check_scope
 from fedclip.states import Statistics
+from fedclip.transforms.norm import MARGIN, Outcome
+from fedclip.transforms.value import dense_views
 
 __all__ = ["SliceClipping", "check_dims", "spanned"]
 
@@ -65,7 +65,7 @@ def spanned(ndim: int, dims: tuple[int, ...] | None, inverse: bool) -> tuple[int
 
 @dataclass(frozen=True)
 class SliceClipping:
-    """A limit on the measure of every slice; see `fedclip.clipping.NormClipping`.
+    """A limit on the measure of every slice; see `fedclip.transforms.norm.NormClipping`.
 
     Attributes
     ----------

@@ -13,12 +13,11 @@ from typing import Any, ClassVar, Self
 from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar, OptiModule
 
-from fedclip import checks
+from fedclip import parameters
 from fedclip.errors import StateError
-from fedclip.federation.coupling import CLIENT, OPENED, SERVER, ClientRound, ServerRound
 from fedclip.federation.senders import faulty_senders
-from fedclip.federation.updates import zeros_like
-from fedclip.modules.base import parameters, refuse_unknown
+from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER, ClientRound, ServerRound
+from fedclip.federation.update.messages import zeros_like
 from fedclip.privacy.accounting import Accountant, default_bits_noise, split_noise
 from fedclip.privacy.noise import Normals, add_noise, insecure_normals, secure_normals
 from fedclip.records import Recorder, RoundRecord, read_rounds
@@ -187,7 +186,7 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
             )
         if aux_var.stop:
             raise RuntimeError(f"update-clip-server stops the training: {aux_var.stop}")
-        bound = checks.positive(bound=aux_var.bound)
+        bound = parameters.positive(bound=aux_var.bound)
         self._round = ClientRound(bound, private=bool(aux_var.private))
         self._adaptive = bool(aux_var.adaptive)
         CLIENT.set(self._round)
@@ -328,7 +327,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
 
     Examples
     --------
-    >>> from fedclip.federation.update_clip import UpdateClipVotes
+    >>> from fedclip.federation.update.bound import UpdateClipVotes
     >>> server = UpdateClipServer(start_norm=1.0)
     >>> server.collect_aux_var().bound
     1.0
@@ -343,7 +342,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
 
     def __new__(cls, *args: Any, **config: Any) -> Self:
         """Refuse unknown parameters, with the nearest name."""
-        refuse_unknown(cls, config)
+        parameters.refuse_unknown(cls, config)
         return super().__new__(cls)
 
     def __init__(
@@ -363,26 +362,26 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         generator: str = "secure",
         seed: int | None = None,
     ) -> None:
-        self.start_norm = checks.positive(start_norm=start_norm)
-        self.quantile = checks.unit_interval(quantile=quantile)
-        self.learning_rate = checks.non_negative(learning_rate=learning_rate)
-        self.min_norm = checks.positive(min_norm=min_norm)
-        self.max_norm = checks.positive(max_norm=max_norm)
+        self.start_norm = parameters.positive(start_norm=start_norm)
+        self.quantile = parameters.unit_interval(quantile=quantile)
+        self.learning_rate = parameters.non_negative(learning_rate=learning_rate)
+        self.min_norm = parameters.positive(min_norm=min_norm)
+        self.max_norm = parameters.positive(max_norm=max_norm)
         if not self.min_norm <= self.start_norm <= self.max_norm:
             raise ValueError(
                 f"start_norm must be within [min_norm, max_norm], got {start_norm!r} and "
                 f"[{min_norm!r}, {max_norm!r}]"
             )
-        self.noise_multiplier = checks.non_negative(noise_multiplier=noise_multiplier)
-        self.bits_noise = checks.optional(checks.non_negative, bits_noise=bits_noise)
-        self.expected_clients = checks.optional(
-            checks.integer, 1, expected_clients=expected_clients
+        self.noise_multiplier = parameters.non_negative(noise_multiplier=noise_multiplier)
+        self.bits_noise = parameters.optional(parameters.non_negative, bits_noise=bits_noise)
+        self.expected_clients = parameters.optional(
+            parameters.integer, 1, expected_clients=expected_clients
         )
-        self.delta = checks.unit_interval(delta=delta)
-        self.max_epsilon = checks.optional(checks.positive, max_epsilon=max_epsilon)
-        self.relation = checks.choice(("add-remove", "replace-one"), relation=relation)
-        self.generator = checks.choice(("secure", "insecure"), generator=generator)
-        self.seed = checks.optional(checks.integer, 0, seed=seed)
+        self.delta = parameters.unit_interval(delta=delta)
+        self.max_epsilon = parameters.optional(parameters.positive, max_epsilon=max_epsilon)
+        self.relation = parameters.choice(("add-remove", "replace-one"), relation=relation)
+        self.generator = parameters.choice(("secure", "insecure"), generator=generator)
+        self.seed = parameters.optional(parameters.integer, 0, seed=seed)
         if self.seed is not None and self.generator == "secure":
             raise ValueError(
                 f"a seed goes with generator='insecure' only, got seed={seed!r}: noise that can "
@@ -597,7 +596,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
     # -- configuration and state ----------------------------------------------------------------
     def get_config(self) -> dict[str, Any]:
         """Return the parameters, as they would be written in a TOML file."""
-        return parameters(self)
+        return parameters.config_of(self)
 
     def get_state(self) -> dict[str, Any]:
         """Return the bound, the number of rounds, and what was spent of the budget."""
@@ -615,8 +614,8 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         if not isinstance(state, Mapping) or not {"bound", "round", "spent"} <= set(state):
             raise StateError(f"the state must have bound, round and spent, got {state!r:.200}")
         try:
-            bound = checks.positive(bound=state["bound"])
-            round_ = checks.integer(0, round=state["round"])
+            bound = parameters.positive(bound=state["bound"])
+            round_ = parameters.integer(0, round=state["round"])
         except (TypeError, ValueError) as exc:
             raise StateError(str(exc)) from exc
         spent = Accountant.check_state(state["spent"])

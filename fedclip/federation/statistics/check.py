@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fedclip.federation.shared_server import SharedServer
-from fedclip.modules.shared import SharedClipper
+from fedclip.federation.statistics.server import SharedServer
 
 __all__ = ["is_shared", "shared_problems"]
 
@@ -16,9 +15,7 @@ CLIENT, SERVER = "client_opt", "server_opt"
 
 def is_shared(plugin: Any) -> bool:
     """Whether a plug-in is a clipper with ``shared = true``, or the counterpart of one."""
-    return isinstance(plugin, SharedServer) or (
-        isinstance(plugin, SharedClipper) and plugin.sharing is not None
-    )
+    return isinstance(plugin, SharedServer) or getattr(plugin, "sharing", None) is not None
 
 
 def shared_problems(plugins: Mapping[str, Iterable[Any]]) -> list[tuple[str, str]]:
@@ -33,7 +30,7 @@ def shared_problems(plugins: Mapping[str, Iterable[Any]]) -> list[tuple[str, str
     problems = [
         (CLIENT, f"{p.name} belongs in {SERVER}") for p in both if isinstance(p, SharedServer)
     ]
-    clients = [p for p in both if isinstance(p, SharedClipper)]
+    clients = [p for p in both if not isinstance(p, SharedServer)]
     # A shared clipper in the server's optimizer is an ordinary one, and nobody's counterpart.
     servers = [p for p in plugins.get(SERVER, ()) if isinstance(p, SharedServer)]
     clippers = {p.aux_name: p for p in clients}

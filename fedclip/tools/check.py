@@ -25,10 +25,10 @@ from declearn.optimizer import Optimizer, list_optim_modules, list_optim_regular
 from declearn.utils import access_types_mapping
 
 import fedclip
+from fedclip import parameters
 from fedclip.errors import nearest
-from fedclip.federation.shared_check import is_shared, shared_problems
-from fedclip.federation.update_check import update_problems
-from fedclip.modules.base import signature_of
+from fedclip.federation.statistics.check import is_shared, shared_problems
+from fedclip.federation.update.check import update_problems
 from fedclip.privacy import places
 
 __all__ = ["Check", "Finding", "check_config", "find_config", "is_ours"]
@@ -267,7 +267,7 @@ def _check_optimizer(check: Check, value: Any, key: str, where: str) -> list[Any
         check.add("problem", where, f"must be a learning rate or a section, got {value!r}")
         return []
     for name in value:
-        allowed = signature_of(Optimizer)
+        allowed = parameters.signature_of(Optimizer)
         if name not in allowed:
             check.add(
                 "problem",
@@ -329,7 +329,7 @@ def _check_plugin(
             check.add("problem", where, f"unknown {field.removesuffix('s')} {name!r}{hint}")
         return None
     cls: Any = registry[name]
-    allowed = signature_of(cls)
+    allowed = parameters.signature_of(cls)
     if not any(p.kind is p.VAR_KEYWORD for p in allowed.values()):
         unknown = [key for key in config if key not in allowed]
         for key in unknown:

@@ -23,12 +23,12 @@ import numpy as np
 
 from fedclip.arrays import Arena, Array, Backend, HostView, Views
 from fedclip.arrays.numpy import bits
-from fedclip.clipping import Outcome, replaced
-from fedclip.norms import CHUNK, Float64, Numbers, decode, encode, extremes
+from fedclip.measures.l2 import CHUNK, Float64, Numbers, decode, encode, extremes
 from fedclip.rules import NoState
 from fedclip.rules.elementwise import ElementRule
 from fedclip.scopes import Groups
 from fedclip.states import Statistics
+from fedclip.transforms.norm import Outcome, replaced
 
 __all__ = [
     "PAST",

@@ -16,18 +16,18 @@ import numpy as np
 from declearn.aggregator import Aggregator
 from declearn.model.api import Vector
 
-from fedclip import checks
+from fedclip import parameters
 from fedclip.arrays import Array, backend_of
-from fedclip.clipping import NormClipping
 from fedclip.errors import NonFiniteError
-from fedclip.federation.coupling import CLIENT, SERVER, ClientRound
 from fedclip.federation.senders import UPDATES, sender_of
-from fedclip.federation.updates import ClippedUpdates, beyond, zeros_like
+from fedclip.federation.update.coupling import CLIENT, SERVER, ClientRound
+from fedclip.federation.update.messages import ClippedUpdates, beyond, zeros_like
 from fedclip.measures import Order, check_order, measure
-from fedclip.modules.base import Clipper, Transform, parameters, refuse_unknown
-from fedclip.norms import l2_norms
+from fedclip.measures.l2 import l2_norms
+from fedclip.modules.base import Clipper, Transform
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope, resolve
+from fedclip.transforms.norm import NormClipping
 
 __all__ = ["ClippedAveraging"]
 
@@ -170,7 +170,7 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
 
     def __new__(cls, *args: Any, **config: Any) -> Self:
         """Refuse unknown parameters, with the nearest name."""
-        refuse_unknown(cls, config)
+        parameters.refuse_unknown(cls, config)
         return super().__new__(cls)
 
     def __init__(
@@ -185,8 +185,8 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
         secagg_range: float | None = None,
         on_nonfinite: str = "skip",
     ) -> None:
-        self.max_norm = checks.optional(checks.positive, max_norm=max_norm)
-        self.on_nonfinite = checks.choice(("skip", "raise"), on_nonfinite=on_nonfinite)
+        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
+        self.on_nonfinite = parameters.choice(("skip", "raise"), on_nonfinite=on_nonfinite)
         self._engine = _Engine(scope, exclude, self.on_nonfinite)
         self.scope, self.exclude = self._engine.scope, self._engine.exclude
         if isinstance(self.scope, Mapping) and self.max_norm is None:
@@ -194,16 +194,20 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
                 "a table in scope gives fixed limits, and the tensors that it does not name need "
                 f"max_norm; for a bound from update-clip-server, write scope={list(self.scope)!r}"
             )
-        self.zeroing_norm = checks.optional(checks.positive, zeroing_norm=zeroing_norm)
-        self.zeroing_factor = checks.optional(
-            checks.number, "a finite number > 1", 1.0, open_low=True, zeroing_factor=zeroing_factor
+        self.zeroing_norm = parameters.optional(parameters.positive, zeroing_norm=zeroing_norm)
+        self.zeroing_factor = parameters.optional(
+            parameters.number,
+            "a finite number > 1",
+            1.0,
+            open_low=True,
+            zeroing_factor=zeroing_factor,
         )
         self.zeroing_ord = check_order(zeroing_ord)
-        self.secagg_range = checks.optional(checks.positive, secagg_range=secagg_range)
+        self.secagg_range = parameters.optional(parameters.positive, secagg_range=secagg_range)
 
     def get_config(self) -> dict[str, Any]:
         """Return the name and the parameters, as they would be written in a TOML file."""
-        return {"name": self.name, **parameters(self)}
+        return {"name": self.name, **parameters.config_of(self)}
 
     # -- on a client ----------------------------------------------------------------------------
     def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:

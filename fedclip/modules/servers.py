@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The counterparts of shared clippers, for the server's optimizer: one small class each."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fedclip.federation.statistics.server import SharedServer
+from fedclip.modules.adaptive_clip import AdaptiveClip
+from fedclip.modules.auto_clip import AutoClip
+from fedclip.modules.ema_clip import EmaClip
+from fedclip.modules.percentile_norm_clip import PercentileNormClip
+from fedclip.modules.zscore_clip import ZScoreClip
+
+__all__ = [
+    "AdaptiveClipServer",
+    "AutoClipServer",
+    "EmaClipServer",
+    "PercentileNormClipServer",
+    "ZScoreClipServer",
+]
+
+
+class ZScoreClipServer(SharedServer):
+    """Keep mean and variance of all clients' norms, for `zscore-clip` with ``shared = true``.
+
+    With N norms in a round, their mean m and population variance V, and ``D = decay^N``: mean and
+    variance of all norms so far, for whole rounds, until there are `warmup`; afterwards
+    ``mean <- D mean + (1-D) m`` and ``variance <- D variance + (1-D) (V + (m - mean)^2)``.
+    Exact to 1e-12, whatever the number of clients.
+    """
+
+    name: ClassVar[str] = "zscore-clip-server"
+    clipper = ZScoreClip
+
+
+class EmaClipServer(SharedServer):
+    """Keep the moving average of all clients' norms, for `ema-clip` with ``shared = true``.
+
+    With N norms in a round and their mean m: the smallest m, for whole rounds, until there are
+    `warmup` norms; afterwards ``mean <- decay^N mean + (1 - decay^N) m``. Exact to 1e-12.
+    """
+
+    name: ClassVar[str] = "ema-clip-server"
+    clipper = EmaClip
+
+
+class AutoClipServer(SharedServer):
+    """Keep median and deviation of all clients' norms, for `auto-clip` with ``shared = true``.
+
+    Mean and variance are of all norms, exact to 1e-12; the median, of all norms or of the last
+    rounds that hold `window`, is that of a sketch, within 3 %.
+    """
+
+    name: ClassVar[str] = "auto-clip-server"
+    clipper = AutoClip
+
+
+class PercentileNormClipServer(SharedServer):
+    """Keep a percentile of all clients' norms, for `percentile-norm-clip` with ``shared = true``.
+
+    The percentile, of all norms or of the last rounds that hold `window`, is that of a sketch:
+    within 3 % for norms between 1e-8 and 2e5.
+    """
+
+    name: ClassVar[str] = "percentile-norm-clip-server"
+    clipper = PercentileNormClip
+
+
+class AdaptiveClipServer(SharedServer):
+    """Keep one limit for all clients' norms, for `adaptive-clip` with ``shared = true``.
+
+    One update a round, from how many norms of all clients were at most the limit, once there are
+    `every` of them.
+    """
+
+    name: ClassVar[str] = "adaptive-clip-server"
+    clipper = AdaptiveClip
