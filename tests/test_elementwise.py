@@ -23,13 +23,13 @@ from fedclip import (
     Standardize,
     StateError,
     ValueClip,
-    averages,
-    elements,
-    norms,
 )
+from fedclip.measures import l2
 from fedclip.measures.l2 import decode, encode
 from fedclip.rules.elementwise import blend
 from fedclip.testing import gradient_stream, to_numpy, to_vector
+from fedclip.transforms import average
+from fedclip.transforms import value as by_value
 
 HALVES = ["float16", "bfloat16"]
 
@@ -619,7 +619,7 @@ def test_the_data_is_read_three_times_at_most(name: str, monkeypatch: pytest.Mon
         return decode(view)
 
     # Half precision, as all that is read of it passes here.
-    for module in (norms, elements, averages):
+    for module in (l2, by_value, average):
         monkeypatch.setattr(module, "decode", counted)
     clipper = OptiModule.from_specs(name, {})
     values = np.random.default_rng(3).standard_normal((4, 300_000)).astype(np.float16)
