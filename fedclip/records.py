@@ -2,9 +2,8 @@
 """What one step, and one round, reports.
 
 Steps are only noted down while training runs; they are added up when a round ends or somebody
-looks. A round keeps counts, extremes, and a histogram of the norms whose buckets grow by the
-factor ``gamma = 1.01 / 0.99`` (Masson, Rim & Lee, 2019, "DDSketch", arXiv:1908.10693), so that
-every quantile of the norms is known within 1 %, and nothing grows with the number of steps.
+looks. A round keeps counts, extremes, and a sketch of the norms (`fedclip.measures.sketch`), so
+that every quantile of the norms is known within 1 %, and nothing grows with the number of steps.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ import numpy as np
 
 from fedclip.arrays import on_host
 from fedclip.errors import StateError
+from fedclip.measures.sketch import Sketch, holder
 
 __all__ = ["Recorder", "RoundRecord", "StepRecord", "read_rounds"]
 
 ALL = "all"
-_GAMMA = 1.01 / 0.99
+_SKETCH = Sketch(error=0.01)
 _ROUNDS = 100
 # Of the groups of a scope, the last rounds only: hundreds of tensors × hundreds of rounds are
 # more than a checkpoint should carry.
@@ -130,13 +130,12 @@ class RoundRecord:
         total = sum(self.counts)
         if not total or self.norm_min is None or self.norm_max is None:
             return None
-        rank, seen = q * (total - 1), 0
-        for bucket, count in zip(self.buckets, self.counts, strict=True):
-            seen += count
-            if seen > rank:
-                value = 0.0 if bucket == _ZERO else 2 * _GAMMA**bucket / (_GAMMA + 1)
-                return min(max(value, self.norm_min), self.norm_max)
-        return self.norm_max
+        place = holder(self.counts, q * (total - 1))
+        if place == len(self.counts):
+            return self.norm_max
+        bucket = self.buckets[place]
+        value = 0.0 if bucket == _ZERO else _SKETCH.middle(_SKETCH.gamma**bucket)
+        return min(max(value, self.norm_min), self.norm_max)
 
     @property
     def norm_median(self) -> float | None:
@@ -180,7 +179,7 @@ def _batches(norms: Floats, limits: Floats, clipped: Bools) -> Iterator[_Batch]:
     last = steps - 1 - np.argmax(finite[::-1], axis=0)
     buckets = np.full(norms.shape, _ZERO)
     positive = norms > 0
-    buckets[positive] = np.ceil(np.log(norms[positive]) / math.log(_GAMMA)).astype(np.int64)
+    buckets[positive] = _SKETCH.bucket(norms[positive])
     columns = (
         clipped.sum(axis=0),
         norms.min(axis=0),

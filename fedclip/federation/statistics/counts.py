@@ -11,8 +11,7 @@ counter    rows    what it is
 moments   44      ``sum(u - c)``, its positive and its negative part, and ``sum((u - c)^2)``,
                   each a fixed-point number in digits of 16 bits; c is the mean that the server
                   has sent, so that nothing cancels
-sketch    512     how many u are in each bucket; buckets grow by the factor 1.03 / 0.97
-                  (Masson, Rim & Lee, 2019, "DDSketch", arXiv:1908.10693), so that a quantile
+sketch    512     how many u are in each bucket (`fedclip.measures.sketch`), so that a quantile
                   between 1e-8 and 2e5 is known within 3 %, and what is smaller counts as 0
 bits      1       how many norms were at most the limit
 all       1       how many norms were learnt
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
+from fedclip.measures.sketch import Integers, Sketch, holder
 from fedclip.rules import State
 from fedclip.rules.sharing import Floats
 
@@ -47,10 +47,10 @@ ERROR = 0.03
 
 BUCKETS = 512
 
-_GAMMA = (1 + ERROR) / (1 - ERROR)
-_EDGES = 1e-8 * _GAMMA ** np.arange(BUCKETS - 1.0)
+_SKETCH = Sketch(ERROR, lowest=1e-8)
+_EDGES = _SKETCH.edges(BUCKETS - 1)
 # What a bucket stands for: the first for 0, the last, which has no end, for where it begins.
-_VALUES = np.concatenate([[0.0], 2.0 * _EDGES[1:] / (_GAMMA + 1.0), _EDGES[-1:]])
+_VALUES = np.concatenate([[0.0], _SKETCH.middle(_EDGES[1:]), _EDGES[-1:]])
 
 _BITS = 16
 _DIGITS = 12
@@ -69,7 +69,7 @@ class Round(NamedTuple):
     """Sum of ``u - c``."""
     second: Fraction = Fraction(0)
     """Sum of ``(u - c)^2``."""
-    buckets: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    buckets: Integers | None = None
 
     def moments(self, centre: float) -> tuple[float, float]:
         """Return mean and population variance of the u, once rounded from exact arithmetic."""
@@ -287,15 +287,11 @@ def _number(digits: Sequence[int], scale: int) -> Fraction:
     return Fraction(whole, 2**scale)
 
 
-def quantile_of(buckets: np.ndarray[Any, np.dtype[np.int64]], quantile: float) -> float:
+def quantile_of(buckets: Integers, quantile: float) -> float:
     """Return a quantile of what a sketch has counted, between neighbours as NumPy does it."""
     total = int(buckets.sum())
     if not total:
         return 0.0
     place = quantile * (total - 1)
-    upto = np.cumsum(buckets)
-    low, high = (
-        float(_VALUES[np.searchsorted(upto, rank, side="right")])
-        for rank in (math.floor(place), math.ceil(place))
-    )
+    low, high = (float(_VALUES[holder(buckets, rank)]) for rank in (place, math.ceil(place)))
     return low + (place - math.floor(place)) * (high - low)
