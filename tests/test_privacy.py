@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,7 @@ from typer.testing import CliRunner
 import fedclip.tools.cli
 from fedclip import AGC, NormClip, ValueClip, ZScoreClip
 from fedclip.privacy import MAPS, Analysis, Context, Map, analyse
-from fedclip.privacy.bounds import l2_of, outwards, root_of_squares, stretch
+from fedclip.privacy.lengths import l2_of, outwards, root_of_squares, stretch
 from fedclip.tools.check import check_config
 
 SHAPES = {"enc.w": (3, 2), "enc.b": (2,), "head.w": (2, 2), "none": (0, 7)}
@@ -447,3 +449,41 @@ def test_check_does_not_warn_of_what_holds(write: Write, modules: str) -> None:
     found = check_config(write(f"[client_opt]\nlrate = 0.5\nmodules = {modules}"))
     notes = [f.message for f in found.findings if f.level == "note"]
     assert all("clients need fedclip" in note for note in notes)
+
+
+# -- without declearn -------------------------------------------------------------------------
+WITHOUT = """
+import sys, types, importlib.abc
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("declearn", "torch", "tensorflow", "jax", "opacus"):
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+sys.meta_path.insert(0, Block())
+package = types.ModuleType("fedclip")
+package.__path__ = [sys.argv[1]]
+sys.modules["fedclip"] = package
+"""
+
+
+def test_the_arithmetic_works_without_declearn() -> None:
+    code = """
+    import numpy as np
+    from fedclip.privacy import Context, Map, kinds
+    from fedclip.privacy.accounting import Accountant, split_noise
+    from fedclip.privacy.noise import add_noise, secure_normals
+    from fedclip.privacy.sensitivity import compose
+    class Clip:
+        name, scope, exclude, ord, on_nonfinite = "mine", "tensor", None, 2, "skip"
+        max_norm, min_norm = 0.5, None
+    found = compose((kinds.fixed_limit(Clip(), Context({"a": (3,), "b": (2, 2)})),))
+    assert 0.70 < found.sensitivity("add-remove") < 0.71
+    assert split_noise(1.0, 1.0) > 1.0
+    assert add_noise({"w": np.zeros(3)}, 1.0, secure_normals)["w"].shape == (3,)
+    assert not [name for name in sys.modules if name.startswith(("declearn", "opacus"))]
+    """
+    script = WITHOUT + textwrap.dedent(code)
+    folder = Path(fedclip.__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -21,7 +21,10 @@ from declearn.optimizer.modules import OptiModule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedclip import Clipper, NormClip
 from fedclip.privacy import MAPS, Analysis, analyse
+from fedclip.rules.constant import Constant
+from fedclip.transforms.norm import NormClipping
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Function = Callable[[Array], Array]
@@ -681,10 +684,41 @@ def test_any_pipeline_keeps_what_is_said_of_it(pipeline: list[Spec], seed: int) 
         assert went_out <= limit * SLACK + 1e-12
 
 
-def test_every_plugin_is_in_the_table() -> None:
+def forgetful(plugins: Mapping[str, type]) -> set[str]:
+    """Return the names of the plug-ins that do not say what they guarantee."""
+    return {
+        name
+        for name, cls in plugins.items()
+        if name not in MAPS and getattr(cls, "guarantee", Clipper.guarantee) is Clipper.guarantee
+    }
+
+
+def test_every_plugin_says_what_it_guarantees() -> None:
     plugins = {**list_optim_modules(), **list_optim_regularizers()}
     # Other tests register plug-ins of their own, and frameworks bring some.
     ours = ("fedclip.", "declearn.optimizer.")
-    names = {name for name, cls in plugins.items() if cls.__module__.startswith(ours)}
-    assert names
-    assert names - set(MAPS) == set()
+    found = {name: cls for name, cls in plugins.items() if cls.__module__.startswith(ours)}
+    assert len(found) > 30
+    assert forgetful(found) == set()
+
+
+def test_the_table_keeps_plugins_of_declearn_only() -> None:
+    plugins: dict[str, type] = {**list_optim_modules(), **list_optim_regularizers()}
+    assert {plugins[name].__module__.partition(".")[0] for name in MAPS} == {"declearn"}
+
+
+def test_a_clipper_that_forgot_is_found_and_bounds_nothing() -> None:
+    class Forgot(Clipper, register=False):
+        name = "forgot"
+
+        def __init__(self) -> None:
+            super().__init__(NormClipping(Constant((1.0,))))
+
+    class Inherits(NormClip, register=False):
+        name = "inherits"
+
+    assert forgetful({"forgot": Forgot, "inherits": Inherits}) == {"forgot"}
+    found = analyse(["norm-clip", Forgot()], SHAPES)
+    assert found.l2_bound is None
+    assert "forgot: fedclip does not know what it does" in found.reasons
+    assert Inherits(0.5).l2_bound(SHAPES) == 0.5

@@ -9,6 +9,7 @@ from typing import ClassVar
 from fedclip import parameters
 from fedclip.measures import Order, check_order
 from fedclip.modules.sharing import SharedClipper
+from fedclip.privacy import kinds
 from fedclip.rules.adaptive import Adaptive
 from fedclip.scopes import Scope
 from fedclip.transforms.norm import NormClipping
@@ -104,6 +105,7 @@ class AdaptiveClip(SharedClipper):
     """
 
     name: ClassVar[str] = "adaptive-clip"
+    guarantee = kinds.learnt_limit
     shared_settings: ClassVar[tuple[str, ...]] = (
         "quantile",
         "rate",

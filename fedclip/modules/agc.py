@@ -16,6 +16,7 @@ from fedclip.arrays import Array, Backend, backend_of
 from fedclip.measures import slice_measures
 from fedclip.measures.l2 import Float64, l2_norms
 from fedclip.modules.base import Clipper, Transform
+from fedclip.privacy import kinds
 from fedclip.records import RoundRecord, StepRecord
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups
@@ -118,6 +119,7 @@ class AGC(Regularizer):
     """
 
     name: ClassVar[str] = "agc"
+    guarantee = kinds.weight_limit
 
     def __new__(cls, *args: Any, **config: Any) -> Self:
         """Refuse unknown parameters, with the nearest name."""

@@ -9,6 +9,7 @@ from typing import ClassVar
 from fedclip import parameters
 from fedclip.measures import Order, check_order
 from fedclip.modules.sharing import SharedClipper
+from fedclip.privacy import kinds
 from fedclip.rules.auto import Auto
 from fedclip.rules.quantiles import Markers, Window, check_window
 from fedclip.scopes import Scope
@@ -111,6 +112,7 @@ class AutoClip(SharedClipper):
     """
 
     name: ClassVar[str] = "auto-clip"
+    guarantee = kinds.learnt_limit
     shared_settings: ClassVar[tuple[str, ...]] = (
         "std_factor",
         "median",

@@ -21,6 +21,8 @@ from fedclip import parameters, states
 from fedclip.arrays import Arena, Array, Backend, Views, backend_of
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError
 from fedclip.measures.l2 import Numbers
+from fedclip.privacy import Context as Known
+from fedclip.privacy import Map, analyse, kinds
 from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
 from fedclip.scopes import Groups, Scope, check_exclude, check_scope, resolve
 from fedclip.states import Statistics
@@ -179,14 +181,15 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._warned = -1
 
     # -- what it guarantees -------------------------------------------------------------------
+    def guarantee(self, context: Known) -> Map:
+        """Return what this clipper guarantees, as a clipper of each kind says (`privacy.kinds`)."""
+        return kinds.unknown(self, context)
+
     def l2_bound(self, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
         """Return the largest L2 norm of an output for tensors of these shapes; None: no bound.
 
         `fedclip.privacy.analyse` says why not, and the same of whole optimizers.
         """
-        # Clippers work without what is known about them, and it imports them.
-        from fedclip.privacy import analyse
-
         return analyse(self, shapes).l2_bound
 
     def sensitivity(self, relation: str, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
@@ -194,8 +197,6 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
 
         `relation` is "add-remove" or "replace-one".
         """
-        from fedclip.privacy import analyse
-
         return analyse(self, shapes).sensitivity(relation)
 
     # -- the way of a gradient ----------------------------------------------------------------

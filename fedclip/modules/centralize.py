@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
+from fedclip.privacy import kinds
 from fedclip.scopes import Scope
 from fedclip.transforms.moment import Centralizing
 from fedclip.transforms.slice import check_dims
@@ -83,6 +84,7 @@ class Centralize(Clipper):
     """
 
     name: ClassVar[str] = "centralize"
+    guarantee = kinds.centred
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from typing import ClassVar
 from fedclip import parameters
 from fedclip.measures import Order, check_order
 from fedclip.modules.sharing import SharedClipper
+from fedclip.privacy import kinds
 from fedclip.rules.ema import Ema
 from fedclip.scopes import Scope
 from fedclip.transforms.norm import NormClipping
@@ -115,6 +116,7 @@ class EmaClip(SharedClipper):
     """
 
     name: ClassVar[str] = "ema-clip"
+    guarantee = kinds.learnt_limit
     shared_settings: ClassVar[tuple[str, ...]] = (
         "ratio",
         "decay",

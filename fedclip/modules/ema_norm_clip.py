@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from fedclip import parameters
 from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
+from fedclip.privacy import kinds
 from fedclip.scopes import Scope
 from fedclip.transforms.average import AverageClipping
 
@@ -104,6 +105,7 @@ class EmaNormClip(Clipper):
     """
 
     name: ClassVar[str] = "ema-norm-clip"
+    guarantee = kinds.present_values
     _rescale: ClassVar[bool] = False
 
     def __init__(

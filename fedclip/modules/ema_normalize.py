@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fedclip.modules.ema_norm_clip import EmaNormClip
+from fedclip.privacy import kinds
 
 __all__ = ["EmaNormalize"]
 
@@ -86,4 +87,5 @@ class EmaNormalize(EmaNormClip):
     """
 
     name: ClassVar[str] = "ema-normalize"
+    guarantee = kinds.divided_by_average
     _rescale: ClassVar[bool] = True

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
+from fedclip.privacy import kinds
 from fedclip.rules.elementwise import EmaValue
 from fedclip.scopes import Scope
 from fedclip.transforms.value import PastClipping
@@ -85,6 +86,7 @@ class EmaValueClip(Clipper):
     """
 
     name: ClassVar[str] = "ema-value-clip"
+    guarantee = kinds.present_values
 
     def __init__(
         self,

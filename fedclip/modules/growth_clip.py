@@ -9,6 +9,7 @@ from typing import ClassVar
 from fedclip import parameters
 from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
+from fedclip.privacy import kinds
 from fedclip.rules.growth import Growth
 from fedclip.scopes import Scope
 from fedclip.transforms.norm import NormClipping
@@ -99,6 +100,7 @@ class GrowthClip(Clipper):
     """
 
     name: ClassVar[str] = "growth-clip"
+    guarantee = kinds.learnt_limit
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
+from fedclip.privacy import kinds
 from fedclip.rules.elementwise import GrowthValue
 from fedclip.scopes import Scope
 from fedclip.transforms.value import PastClipping
@@ -86,6 +87,7 @@ class GrowthValueClip(Clipper):
     """
 
     name: ClassVar[str] = "growth-value-clip"
+    guarantee = kinds.past_values
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from fedclip import parameters
 from fedclip.arrays import Array, Backend
 from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
+from fedclip.privacy import kinds
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope
 from fedclip.transforms.norm import NormClipping
@@ -64,6 +65,7 @@ class NoOp(Clipper):
     """
 
     name: ClassVar[str] = "no-op"
+    guarantee = kinds.unchanged
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from typing import ClassVar
 from fedclip import parameters
 from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper, Transform
+from fedclip.privacy import kinds
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope
 from fedclip.transforms.norm import NormClipping
@@ -102,6 +103,7 @@ class NormClip(Clipper):
     """
 
     name: ClassVar[str] = "norm-clip"
+    guarantee = kinds.fixed_limit
 
     def __init__(
         self,

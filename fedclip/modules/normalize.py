@@ -10,6 +10,7 @@ from typing import ClassVar
 from fedclip import parameters
 from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper, Transform
+from fedclip.privacy import kinds
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope
 from fedclip.transforms.norm import NormClipping
@@ -96,6 +97,7 @@ class Normalize(Clipper):
     """
 
     name: ClassVar[str] = "normalize"
+    guarantee = kinds.brought_to_norm
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
+from fedclip.privacy import kinds
 from fedclip.scopes import Scope
 from fedclip.transforms.value import PercentileClipping
 
@@ -85,6 +86,7 @@ class PercentileClip(Clipper):
     """
 
     name: ClassVar[str] = "percentile-clip"
+    guarantee = kinds.own_percentile
 
     def __init__(
         self,

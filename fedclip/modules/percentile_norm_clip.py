@@ -9,6 +9,7 @@ from typing import ClassVar
 from fedclip import parameters
 from fedclip.measures import Order, check_order
 from fedclip.modules.sharing import SharedClipper
+from fedclip.privacy import kinds
 from fedclip.rules.percentile import Percentile
 from fedclip.rules.quantiles import LARGEST, Markers, Quantile, Stream, Window, check_window
 from fedclip.scopes import Scope
@@ -125,6 +126,7 @@ class PercentileNormClip(SharedClipper):
     """
 
     name: ClassVar[str] = "percentile-norm-clip"
+    guarantee = kinds.learnt_limit
     shared_settings: ClassVar[tuple[str, ...]] = (
         "percentile",
         "history",

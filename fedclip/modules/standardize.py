@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
+from fedclip.privacy import kinds
 from fedclip.scopes import Scope
 from fedclip.transforms.moment import Standardizing
 
@@ -77,6 +78,7 @@ class Standardize(Clipper):
     """
 
     name: ClassVar[str] = "standardize"
+    guarantee = kinds.standardised
 
     def __init__(
         self,

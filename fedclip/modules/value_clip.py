@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper, Transform
+from fedclip.privacy import kinds
 from fedclip.scopes import Groups, Scope
 from fedclip.transforms.value import ValueClipping
 
@@ -64,6 +65,7 @@ class ValueClip(Clipper):
     """
 
     name: ClassVar[str] = "value-clip"
+    guarantee = kinds.box
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from typing import ClassVar
 from fedclip import parameters
 from fedclip.measures import Order, check_order
 from fedclip.modules.sharing import SharedClipper
+from fedclip.privacy import kinds
 from fedclip.rules.zscore import ZScore
 from fedclip.scopes import Scope
 from fedclip.transforms.norm import NormClipping
@@ -118,6 +119,7 @@ class ZScoreClip(SharedClipper):
     """
 
     name: ClassVar[str] = "zscore-clip"
+    guarantee = kinds.learnt_limit
     shared_settings: ClassVar[tuple[str, ...]] = (
         "z_max",
         "decay",

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedclip.privacy.bounds import COARSEST, number
-from fedclip.privacy.sensitivity import Analysis, analyse
+from fedclip.privacy.lengths import COARSEST, number
+from fedclip.privacy.pipeline import analyse
+from fedclip.privacy.sensitivity import Analysis
 
 __all__ = ["in_words", "warnings"]
 

@@ -23,6 +23,7 @@ from fedclip.federation.senders import sender_of
 from fedclip.federation.statistics.client import MAX_STEPS, centre_of, tally_of
 from fedclip.federation.statistics.counts import BUCKETS, Bounds, Counts, Round, quantile_of
 from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
+from fedclip.privacy import kinds
 from fedclip.rules.sharing import Counted, Shareable
 from fedclip.scopes import resolve
 
@@ -147,6 +148,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
 
     clipper: ClassVar[Any]
     """The clipper that this is the counterpart of, a `fedclip.modules.sharing.SharedClipper`."""
+    guarantee = kinds.unchanged
     auxvar_cls = FedclipSharedState
 
     def __init_subclass__(cls, register: bool = True, **kwargs: Any) -> None:

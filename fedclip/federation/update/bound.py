@@ -18,6 +18,7 @@ from fedclip.errors import StateError
 from fedclip.federation.senders import faulty_senders
 from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER, ClientRound, ServerRound
 from fedclip.federation.update.messages import zeros_like
+from fedclip.privacy import kinds
 from fedclip.privacy.accounting import Accountant, default_bits_noise, split_noise
 from fedclip.privacy.noise import Normals, add_noise, insecure_normals, secure_normals
 from fedclip.records import Recorder, RoundRecord, read_rounds
@@ -163,6 +164,7 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
     """
 
     name: ClassVar[str] = "update-clip-client"
+    guarantee = kinds.unchanged
     aux_name: ClassVar[str] = AUX_NAME
     auxvar_cls = UpdateClipVotes
 
@@ -337,6 +339,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
     """
 
     name: ClassVar[str] = "update-clip-server"
+    guarantee = kinds.unchanged_or_noise
     aux_name: ClassVar[str] = AUX_NAME
     auxvar_cls = UpdateClipBound
 

@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each kind of clipper guarantees: functions of the clipper, for its ``guarantee``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedclip.arrays import backend_of
+from fedclip.arrays.numpy import bits
+from fedclip.measures import Order, slice_measures
+from fedclip.measures.l2 import decode
+from fedclip.privacy.lengths import (
+    COARSEST,
+    l2_of,
+    number,
+    outwards,
+    root_of_squares,
+    slope,
+    stretch,
+)
+from fedclip.privacy.maps import Context, Map, Shapes
+from fedclip.scopes import Groups, resolve
+
+__all__ = [
+    "box",
+    "brought_to_norm",
+    "centred",
+    "divided_by_average",
+    "fixed_limit",
+    "formula_of",
+    "learnt_limit",
+    "noise",
+    "own_percentile",
+    "past_values",
+    "present_values",
+    "standardised",
+    "unchanged",
+    "unchanged_or_noise",
+    "unknown",
+    "weight_limit",
+]
+
+
+class Piece(NamedTuple):
+    """So many groups of `size` elements that are held to `limit` each."""
+
+    limit: float
+    size: int
+    times: int = 1
+
+
+def formula_of(limit: float, ord: Order, noun: str) -> str:
+    """Return the bound of groups that are called `noun`; "" is all elements together."""
+    c = number(limit)
+    each = f"of each {noun}" if noun else ""
+    if ord in ("inf", "rms"):
+        return f"{c}·√d for d elements"
+    if ord == "mad":
+        return f"{c}·√(Σ dⱼ²) for dⱼ elements {each}" if noun else f"{c}·d for d elements"
+    p = float(ord)
+    if p <= 2:
+        return f"{c}·√k for k {noun}s" if noun else c
+    if noun:
+        return f"{c}·√(Σ dⱼ^(1 - 2/{p:g})) for dⱼ elements {each}"
+    return f"{c}·d^(1/2 - 1/{p:g}) for d elements"
+
+
+_LEFT_ALONE = "{} left alone, and may be of any size"
+_NAN = "NaN and infinity are passed on (on_nonfinite='propagate'), and have no norm"
+
+
+# -- which groups there are -------------------------------------------------------------------
+class _Scoped(NamedTuple):
+    """What is limited together: pieces, what the groups are called, and what is left alone."""
+
+    pieces: list[Piece] | None
+    noun: str
+    alone: str = ""
+
+
+def _sizes(groups: Groups, shapes: Shapes) -> list[int]:
+    return [sum(math.prod(shapes[groups.names[i]]) for i in m) for m in groups.members]
+
+
+def _scoped(clipper: Any, limit: float, context: Context) -> _Scoped:
+    """Return the groups of a clipper, each with its own limit, else `limit`."""
+    scope, shapes = clipper.scope, context.shapes
+    sliced = getattr(clipper, "dims", None) is not None or getattr(clipper, "min_size", 1) > 1
+    noun = (
+        "slice"
+        if sliced
+        else {"global": "", "tensor": "tensor", "layer": "layer"}.get(
+            scope if isinstance(scope, str) else "", "group"
+        )
+    )
+    if shapes is None:
+        return _without_shapes(clipper, limit, noun, sliced)
+    groups = resolve(scope, clipper.exclude, list(shapes))
+    alone = [n for n in groups.excluded if math.prod(shapes[n])]
+    pieces = []
+    if sliced:
+        axes_of = clipper.transform(groups).axes
+        for name in groups.names:
+            shape = shapes[name] or (1,)
+            axes = axes_of(shape)
+            if axes is not None:
+                count = math.prod(n for a, n in enumerate(shape) if a not in axes)
+                pieces.append(Piece(limit, math.prod(shape[a] for a in axes), count))
+            elif math.prod(shape):
+                alone.append(name)
+    else:
+        own = scope if isinstance(scope, Mapping) else {}
+        sizes = _sizes(groups, shapes)
+        pieces = [
+            Piece(own.get(label, limit), size)
+            for label, size in zip(groups.labels, sizes, strict=True)
+            if size
+        ]
+    return _Scoped(pieces, noun, _alone(alone))
+
+
+def _without_shapes(clipper: Any, limit: float, noun: str, sliced: bool) -> _Scoped:
+    alone = ""
+    if clipper.exclude:
+        alone = _LEFT_ALONE.format(f"tensors like {', '.join(map(repr, clipper.exclude))} are")
+    elif sliced:
+        alone = _LEFT_ALONE.format("tensors without these dimensions, or too small, are")
+    if isinstance(clipper.scope, str):
+        return _Scoped([Piece(limit, 0)] if noun == "" else None, noun, alone)
+    # One group for each pattern at most, and one for the rest.
+    own = clipper.scope if isinstance(clipper.scope, Mapping) else dict.fromkeys(clipper.scope)
+    limits = [limit if value is None else value for value in own.values()]
+    return _Scoped([Piece(value, 0) for value in [*limits, limit]], noun, alone)
+
+
+def _alone(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(map(repr, sorted(names)[:3])) + (" …" if len(names) > 3 else "")
+    return _LEFT_ALONE.format(f"{shown} {'is' if len(names) == 1 else 'are'}")
+
+
+# -- limits on norms --------------------------------------------------------------------------
+def _limited(clipper: Any, limit: float, context: Context) -> Map:
+    """Return the map of a clipper that scales each group down to a limit."""
+    ord: Order = clipper.ord
+    pieces, noun, alone = _scoped(clipper, limit, context)
+    finite = context.finite or (clipper.on_nonfinite != "propagate" and not alone)
+    result = Map(clipper.name, growth=1.0, finite=finite, expands=_oblique(ord))
+    if ord in (2, "rms") or pieces is None or context.shapes is None:
+        lipschitz = 1.0 if ord in (2, "rms") else math.inf
+    else:
+        lipschitz = max((stretch(ord, p.size) for p in pieces if p.times), default=1.0)
+    result = replace(result, lipschitz=lipschitz)
+    if alone:
+        return replace(result, unbounded=alone)
+    if math.isinf(l2_of(ord, 1.0, 2)):
+        return replace(result, unbounded=f"a limit on the {ord} leaves the mean alone")
+    if not finite:
+        return replace(result, unbounded=_NAN)
+    if any(math.isinf(piece.limit) for piece in pieces or [Piece(limit, 0)]):
+        return replace(result, unbounded="there is no upper limit (max_norm=None)")
+    formula = formula_of(limit, ord, noun)
+    if isinstance(clipper.scope, Mapping):
+        formula = "√(Σ Cⱼ²) for the L2 norms Cⱼ that the limits of the groups allow"
+    bound = math.inf
+    # Without shapes, what depends on the number of elements is not known.
+    if pieces is not None and (context.shapes is not None or l2_of(ord, 1.0, 4) == 1.0):
+        bound = root_of_squares((l2_of(ord, p.limit, p.size), p.times) for p in pieces)
+    return replace(result, bound=bound, formula=formula)
+
+
+def _oblique(ord: Order) -> str:
+    if ord in (2, "rms"):
+        return ""
+    return f"scaling down to a limit of order {ord!r} is no projection in the L2 norm"
+
+
+def fixed_limit(clipper: Any, context: Context) -> Map:
+    """Return the map of a fixed limit on norms, which short ones may be scaled up to."""
+    limit = math.inf if clipper.max_norm is None else clipper.max_norm
+    result = _limited(clipper, limit, context)
+    if clipper.min_norm is None:
+        return result
+    return replace(
+        result,
+        lipschitz=math.inf,
+        growth=math.inf,
+        expands="short gradients are scaled up (min_norm), in every direction",
+    )
+
+
+def brought_to_norm(clipper: Any, context: Context) -> Map:
+    """Return the map of a division by the norm."""
+    result = _limited(clipper, clipper.norm, context)
+    why = "short gradients are scaled up, in every direction"
+    if not clipper.eps:
+        return replace(result, lipschitz=math.inf, growth=math.inf, expands=why)
+    norms = [clipper.norm]
+    if isinstance(clipper.scope, Mapping):
+        norms += clipper.scope.values()
+    steepest = slope(max(norms), clipper.eps)
+    # What is left alone is neither stretched nor shrunk.
+    least = 1.0 if result.unbounded else 0.0
+    lipschitz = max(steepest * result.lipschitz, least)
+    return replace(
+        result,
+        lipschitz=lipschitz,
+        growth=lipschitz,
+        expands="" if lipschitz <= 1 else why + f" by up to norm / eps = {number(steepest)}",
+    )
+
+
+def learnt_limit(clipper: Any, context: Context) -> Map:
+    """Return the map of a limit that follows gradients; only `max_norm` does not."""
+    limit = math.inf if clipper.max_norm is None else clipper.max_norm
+    result = _limited(clipper, limit, context)
+    learnt = "its limit is learnt from the gradients of earlier steps"
+    if getattr(clipper, "include_current", False):
+        learnt += " and from the very one that it clips"
+    if clipper.max_norm is None:
+        result = replace(result, unbounded=f"{learnt}, and nothing holds it (max_norm=None)")
+    return replace(result, lipschitz=math.inf, shared=learnt, expands=learnt)
+
+
+# -- limits on values -------------------------------------------------------------------------
+def box(clipper: Any, context: Context) -> Map:
+    """Return the map of fixed limits on values."""
+    low = -clipper.max_value if clipper.min_value is None else clipper.min_value
+    high = clipper.max_value
+    own = clipper.scope if isinstance(clipper.scope, Mapping) else {}
+    pieces, _, alone = _scoped(clipper, max(-low, high), context)
+    finite = context.finite or (clipper.on_nonfinite != "propagate" and not alone)
+    # A box around 0 shortens; another one moves 0 itself.
+    growth = 1.0 if low <= 0.0 <= high else math.inf
+    result = Map(clipper.name, lipschitz=1.0, growth=growth, finite=finite)
+    if alone or not finite:
+        return replace(result, unbounded=alone or _NAN)
+    bound = math.inf
+    if pieces is not None and context.shapes is not None:
+        bound = root_of_squares((piece.limit, piece.size) for piece in pieces)
+    formula = f"{number(max(-low, high))}·√d for d elements"
+    if own:
+        formula = "√(Σ cⱼ² dⱼ) for dⱼ elements of each group, limited to cⱼ"
+    return replace(result, bound=bound, formula=formula)
+
+
+def own_percentile(clipper: Any, context: Context) -> Map:
+    """Return the map of a limit at a percentile of the very gradient that it clips."""
+    _, _, alone = _scoped(clipper, 1.0, context)
+    return Map(
+        clipper.name,
+        growth=1.0,
+        finite=context.finite or (clipper.on_nonfinite != "propagate" and not alone),
+        unbounded="its limit is a percentile of the very gradient that it clips",
+        expands="one element moves the limit of all",
+    )
+
+
+def past_values(clipper: Any, context: Context) -> Map:
+    """Return the map of a limit that follows the gradients of earlier steps, and nothing else."""
+    return _followed(clipper, context, "its limit is learnt from the gradients of earlier steps")
+
+
+def present_values(clipper: Any, context: Context) -> Map:
+    """Return the map of a limit that follows the gradients up to the very one that it clips."""
+    learnt = "its limit is learnt from the gradients of earlier steps"
+    return _followed(clipper, context, f"{learnt} and from the very one that it clips")
+
+
+def divided_by_average(clipper: Any, context: Context) -> Map:
+    """Return the map of a division by an average of norms, the present one among them."""
+    return replace(present_values(clipper, context), growth=math.inf)
+
+
+def _followed(clipper: Any, context: Context, learnt: str) -> Map:
+    _, _, alone = _scoped(clipper, 1.0, context)
+    return Map(
+        clipper.name,
+        growth=1.0,
+        finite=context.finite or (clipper.on_nonfinite != "propagate" and not alone),
+        unbounded=f"{learnt}, and nothing holds it",
+        shared=learnt,
+        expands=learnt,
+    )
+
+
+# -- means and deviations ---------------------------------------------------------------------
+def centred(clipper: Any, context: Context) -> Map:
+    """Return the map that takes the mean away."""
+    return Map(
+        clipper.name,
+        lipschitz=1.0,
+        # An orthogonal projection, whose elements are rounded.
+        growth=1.0 + COARSEST,
+        finite=context.finite or (clipper.on_nonfinite != "propagate" and not clipper.exclude),
+        unbounded="it takes the mean away, and limits nothing",
+    )
+
+
+def standardised(clipper: Any, context: Context) -> Map:
+    """Return the map that takes the mean away and divides by the deviation."""
+    pieces, noun, alone = _scoped(clipper, 1.0, context)
+    finite = context.finite or (clipper.on_nonfinite != "propagate" and not alone)
+    steepest = slope(1.0, clipper.eps)
+    why = "gradients that vary little are scaled up"
+    if not math.isinf(steepest):
+        why += f" by up to 1 / eps = {number(steepest)}"
+    result = Map(
+        clipper.name,
+        lipschitz=max(1.0, steepest),
+        growth=max(1.0, steepest) * (1.0 + COARSEST),
+        finite=finite,
+        expands="" if steepest <= 1 else why,
+    )
+    single = context.shapes is not None and any(p.size == 1 for p in pieces or ())
+    if alone or single or not finite:
+        what = "a group of one element has no deviation, and is left alone"
+        return replace(result, unbounded=alone or (what if single else _NAN))
+    bound = math.inf
+    if pieces is not None and context.shapes is not None:
+        freedom = sum(piece.size - 1 for piece in pieces)
+        bound = outwards(math.sqrt(freedom)) * (1.0 + COARSEST)
+    formula = f"√(d - k) for d elements in k {noun}s, if none has only one"
+    return replace(result, bound=bound, formula=formula if noun else "√(d - 1) for d elements")
+
+
+def unchanged(clipper: Any, context: Context) -> Map:
+    """Return the map of a plug-in that leaves gradients as they are."""
+    return Map(
+        clipper.name,
+        lipschitz=1.0,
+        growth=1.0,
+        finite=context.finite,
+        unbounded="it leaves gradients as they are",
+    )
+
+
+# -- the regularizers -------------------------------------------------------------------------
+def weight_limit(regularizer: Any, context: Context) -> Map:
+    """Return the map of limits relative to the norms of weights."""
+    shapes = context.shapes
+    if shapes is not None:
+        patterns = regularizer.excluded(shapes)
+        groups = resolve("tensor", patterns, list(shapes))
+        alone = [n for n in groups.excluded if math.prod(shapes[n])]
+        axes_of = _unit_axes(regularizer)
+        alone += [n for n in groups.names if math.prod(shapes[n]) and axes_of(shapes[n]) is None]
+        why = _alone(alone)
+    elif regularizer.exclude or regularizer.skip_vectors or regularizer.dims is not None:
+        why = _LEFT_ALONE.format("tensors that are excluded, or without these dims, are")
+    else:
+        why = ""
+    finite = context.finite or (regularizer.on_nonfinite != "propagate" and not why)
+    result = Map(regularizer.name, lipschitz=1.0, growth=1.0, finite=finite)
+    if why or not finite:
+        return replace(result, unbounded=why or _NAN)
+    formula = (
+        f"{number(regularizer.ratio)}·√(Σ max(|W|, {number(regularizer.min_norm)})²) over the "
+        "units of weights W, which have to be public"
+    )
+    bound = math.inf
+    if context.weights is not None:
+        bound = root_of_squares(_unit_limits(regularizer, context.weights))
+    return replace(result, bound=bound, formula=formula)
+
+
+def _unit_axes(regularizer: Any) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:
+    if regularizer.unit == "output":
+        axes: Callable[[tuple[int, ...]], tuple[int, ...] | None] = regularizer.slices(()).axes
+        return axes
+    return lambda shape: tuple(range(len(shape or (1,))))
+
+
+def _unit_limits(regularizer: Any, weights: Mapping[str, Any]) -> list[tuple[float, int]]:
+    """Return the limit of each unit at these weights, and how many there are of it."""
+    norms = []
+    axes_of = _unit_axes(regularizer)
+    for array in weights.values():
+        view = np.atleast_1d(decode(bits(backend_of(array).to_host(array))))
+        axes = axes_of(view.shape)
+        if axes is not None and view.size:
+            norms += slice_measures(view, axes, 2).ravel().tolist()
+    if regularizer.unit == "global":
+        norms = [math.hypot(*norms)]
+    sound = [norm if math.isfinite(norm) else 0.0 for norm in norms]
+    limit = [regularizer.ratio * (max(n, regularizer.min_norm) + regularizer.eps) for n in sound]
+    return [(outwards(value), 1) for value in limit]
+
+
+def noise(module: Any, context: Context) -> Map:
+    """Return the map of a plug-in that adds noise."""
+    return Map(
+        module.name,
+        noise=True,
+        unbounded="noise is of any size",
+        expands="it adds noise",
+    )
+
+
+def unchanged_or_noise(module: Any, context: Context) -> Map:
+    """Return the map of a module of update clipping, which leaves steps alone but for noise."""
+    if getattr(module, "noise_multiplier", 0.0):
+        return noise(module, context)
+    return unchanged(module, context)
+
+
+def unknown(plugin: Any, context: Context) -> Map:
+    """Return the map of a plug-in that does not say what it does."""
+    why = "fedclip does not know what it does"
+    return Map(plugin.name, unbounded=why, shared=why, expands=why)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What each map does to the L2 norm: one small function per kind of map, in one table.
+
+====================================  ===============================  ========================
+map                                   largest L2 norm of its output    stretches distances by
+====================================  ===============================  ========================
+L2 limit C                            C, or C √k for k groups          1
+order p <= 2                          C √k                             d^(1/p - 1/2), p >= 1
+order p > 2, of d elements            C d^(1/2 - 1/p)                  d^(1/2 - 1/p)
+maximum, root mean square             C √d                             √d; 1
+mean of absolute values               C d                              √d
+standard deviation, variance          none: the mean is left alone     without limit
+values in [-c, c]                     c √d                             1
+slices, units: r each, u of them      r √u                             1
+brought to a norm N (+ eps)           as a limit at N                  N / eps
+mean 0, deviation 1                   √(d - k)                         1 / eps
+mean taken away                       none of its own                  1
+limit learnt from gradients           that of max_norm                 without limit
+momentum, moving average              1/(1-beta) times, 1 times        the same
+                                      what comes in
+====================================  ===============================  ========================
+
+Several groups have the root of the sum of their squared bounds. Bounds are rounded up: none is
+below the truth. Those of fedclip's clippers hold in every dtype, as what is clipped is scaled to
+a little below the limit; those of declearn's modules in float32 and wider. How far distances
+are stretched is said in exact arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+__all__ = ["Context", "Guarantee", "Map", "Shapes"]
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shape of each tensor, by name."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is known about the gradients that a map gets.
+
+    Attributes
+    ----------
+    shapes
+        Shape of each tensor; None if not known.
+    weights
+        The public weights at which `agc` is asked for its limits.
+    finite
+        Whether they hold no NaN and no infinity, and no norm is beyond float64.
+    """
+
+    shapes: Shapes | None = None
+    weights: Mapping[str, Any] | None = None
+    finite: bool = False
+
+
+@dataclass(frozen=True)
+class Map:
+    """What one map guarantees, and why not more.
+
+    Attributes
+    ----------
+    name
+        Registered name of the plug-in.
+    bound
+        Largest L2 norm of what comes out, whatever comes in; infinity: none is known.
+    formula
+        The bound in words; if there is one while `bound` is infinite, shapes would give it.
+    lipschitz
+        By how much at most it stretches the distance of two inputs; of two histories of inputs,
+        if it has a memory. Infinity if there is no such number.
+    growth
+        By how much at most it stretches the norm of its input.
+    finite
+        Whether what comes out is finite.
+    noise
+        Whether it adds noise.
+    unbounded, shared, expands
+        Why it has no bound of its own; why its output depends on more than the record that it
+        is given and public values; why it is not non-expansive. Empty where that is not so.
+    """
+
+    name: str
+    bound: float = math.inf
+    formula: str = ""
+    lipschitz: float = math.inf
+    growth: float = math.inf
+    finite: bool = False
+    noise: bool = False
+    unbounded: str = ""
+    shared: str = ""
+    expands: str = ""
+
+
+Guarantee: TypeAlias = Callable[[Any, Context], Map]
+"""A function that returns what a plug-in guarantees."""
