@@ -9,8 +9,9 @@ Importing it registers its clippers with declearn::
 
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError
 from fedclip.federation.senders import NamedClients
-from fedclip.federation.update.averaging import ClippedAveraging
-from fedclip.federation.update.bound import UpdateClipClient, UpdateClipServer
+from fedclip.federation.update.aggregator import ClippedAveraging
+from fedclip.federation.update.client import UpdateClipClient
+from fedclip.federation.update.server import UpdateClipServer
 from fedclip.modules import (
     AGC,
     AdaptiveClip,

@@ -26,7 +26,7 @@ from declearn.utils import setup_client_loggers, setup_server_loggers
 
 import fedclip
 from fedclip.federation.statistics.messages import FedclipSharedCounts
-from fedclip.federation.update.bound import UpdateClipVotes
+from fedclip.federation.update.messages import UpdateClipVotes
 
 if __name__ == "__main__":
     role, settings = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())

@@ -18,9 +18,8 @@ from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_message
 from federation_helpers import Clients, Server, norm
 
 import fedclip
-from fedclip.federation.update.bound import UpdateClipBound, UpdateClipVotes
 from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER
-from fedclip.federation.update.messages import ClippedUpdates
+from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
 from fedclip.federation.update.secagg import plan
 
 CLIPPED = {"name": "clipped-averaging"}

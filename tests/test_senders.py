@@ -16,8 +16,7 @@ from declearn.model.sklearn import NumpyVector
 from federation_helpers import Server
 
 import fedclip
-from fedclip.federation.update.bound import UpdateClipVotes
-from fedclip.federation.update.messages import ClippedUpdates
+from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes
 
 BOUND = [("update-clip-server", {"start_norm": 1.0})]
 

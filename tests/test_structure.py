@@ -23,8 +23,8 @@ def drawing() -> Any:
 
 parts = drawing()
 
-# Two circles that are being taken apart; each row goes with its circle.
-CIRCLES = {("transforms", "modules"), ("federation", "modules")}
+# A circle that is being taken apart; the row goes with it.
+CIRCLES = {("transforms", "modules")}
 
 FRAMEWORKS = (
     *("torch", "tensorflow", "keras", "jax", "haiku", "flax", "optax"),

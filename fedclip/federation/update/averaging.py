@@ -1,38 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`clipped-averaging`: each client's round update is clipped before it is shared."""
+"""What becomes of a client's round update, and of the updates of all, as mappings of arrays.
+
+::
+
+    client   zeros, if it is not finite or far out of range; else each group clipped to its limit
+    server   what no honest client can have sent counts as zeros; average with equal weights
+"""
 
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import operator
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, Self
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from declearn.aggregator import Aggregator
-from declearn.model.api import Vector
 
-from fedclip import parameters
 from fedclip.arrays import Array, backend_of
-from fedclip.errors import NonFiniteError
-from fedclip.federation.senders import UPDATES, sender_of
-from fedclip.federation.update.coupling import CLIENT, SERVER, ClientRound
-from fedclip.federation.update.messages import ClippedUpdates, beyond, zeros_like
-from fedclip.measures import Order, check_order, measure
-from fedclip.measures.l2 import l2_norms
-from fedclip.modules.base import Clipper, Transform
+from fedclip.errors import FedclipWarning, NonFiniteError
+from fedclip.federation.update.coupling import ClientRound
+from fedclip.measures import Order, measure
+from fedclip.measures.l2 import Float64, l2_norms
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope, resolve
-from fedclip.transforms.norm import NormClipping
+from fedclip.transforms.norm import MARGIN, NormClipping
 
-__all__ = ["ClippedAveraging"]
+__all__ = ["Clipped", "UpdateClipping", "averaged", "peaks", "signature", "zeros"]
 
-_LOGGER = logging.getLogger("declearn.server.fedclip")
-_CLIENT_LOGGER = logging.getLogger("declearn.client.fedclip")
+Arrays = Mapping[str, Array]
 
 # A client that clipped is below its limit by more than what float32 adds to the norm.
 _SLACK = 1.0 + 1e-5
@@ -40,215 +37,95 @@ _SLACK = 1.0 + 1e-5
 _SUM_SLACK = 2.0
 
 
-class _Engine(Clipper, register=False):
-    """The clipper behind the aggregator; its limits are set anew each round."""
+class Clipped(NamedTuple):
+    """What is shared of an update, and why it is zeros, if it is."""
 
-    name: ClassVar[str] = "clipped-averaging"
+    arrays: Arrays
+    zeroed: str = ""
 
-    def __init__(self, scope: Scope, exclude: Any, on_nonfinite: str) -> None:
-        super().__init__(
-            NormClipping(Constant((math.inf,))),
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-            limits_in_scope=True,
-        )
-        self.bound, self.whole = math.inf, False
 
-    @property
-    def groups(self) -> Groups:
-        """The groups of the last update."""
-        assert self._groups is not None
-        return self._groups
+class UpdateClipping:
+    """How far an update may go, group by group.
 
-    def transform(self, groups: Groups) -> Transform:
-        """Return what clips to the limits of this round."""
-        return replace(self._transform, rule=Constant(self.limits(groups)))  # type: ignore[type-var]
+    Parameters
+    ----------
+    scope, exclude
+        Which tensors share a norm, and which are shared as they are.
+    zeroing_norm, zeroing_ord, zeroing_factor
+        From what on an update is replaced by zeros, if at all.
+    on_nonfinite
+        "skip": what is not finite is replaced by zeros; "raise": it is an error.
+    """
 
-    def limits(self, groups: Groups) -> tuple[float, ...]:
+    def __init__(
+        self,
+        scope: Scope,
+        exclude: Sequence[str] | None,
+        *,
+        zeroing_norm: float | None,
+        zeroing_ord: Order,
+        zeroing_factor: float | None,
+        on_nonfinite: str,
+    ) -> None:
+        self.scope, self.exclude = scope, exclude
+        self.zeroing_norm, self.zeroing_ord = zeroing_norm, zeroing_ord
+        self.zeroing_factor = zeroing_factor
+        self.on_nonfinite = on_nonfinite
+
+    def limits(self, groups: Groups, bound: float, whole: bool) -> tuple[float, ...]:
         """Return the limit of each group.
 
         A bound that the server sent is of the whole update: k groups get C / sqrt(k) each.
         """
-        if self.whole:
-            return (self.bound / math.sqrt(max(1, len(groups))),) * len(groups)
+        if whole:
+            return (bound / math.sqrt(max(1, len(groups))),) * len(groups)
         table = self.scope if isinstance(self.scope, Mapping) else {}
-        return tuple(table.get(label, self.bound) for label in groups.labels)
+        return tuple(table.get(label, bound) for label in groups.labels)
 
+    # -- on a client --------------------------------------------------------------------------
+    def prepare(self, arrays: Arrays, round_: ClientRound, whole: bool) -> Clipped:
+        """Return what is shared of an update, and note down in the round what was done to it.
 
-class ClippedAveraging(Aggregator[ClippedUpdates]):
-    """Clip each client's round update before it is shared; average with equal weights.
+        Raises
+        ------
+        NonFiniteError
+            If it is not finite, and that is to be an error; the tensors are named.
+        TypeError
+            If a tensor is of a type that can not be clipped.
+        """
+        groups = resolve(self.scope, self.exclude, tuple(arrays))
+        _check_dtypes(arrays, groups)
+        norms, outputs, over = _clip(arrays, groups, self.limits(groups, round_.bound, whole))
+        if not np.isfinite(norms).all() or _nonfinite(arrays, groups.excluded):
+            return Clipped(zeros(arrays), self._not_finite(arrays))
+        limits = self.limits(groups, round_.bound, whole)
+        # By what the bound would have to be multiplied for the update to be left alone.
+        need = max((n / c for n, c in zip(norms.tolist(), limits, strict=False)), default=0.0)
+        round_.clipped = over
+        # Close calls have been decided exactly; the ratio must agree with that.
+        need = max(need, math.nextafter(1.0, 2.0)) if over else min(need, 1.0)
+        round_.norm = need * round_.bound
+        if far := self._far(arrays, round_):
+            return Clipped(zeros(arrays), far)
+        return Clipped(arrays if outputs is None else outputs)
 
-    ::
-
-        Client(updates, C):
-            if any value is not finite, or norm(updates) is far out of range:
-                updates = 0
-            for each group of tensors:
-                group *= min(1, limit / norm(group))
-            share updates, 1, clipped?, zeroed?
-        Server(replies, C):
-            if a reply (in cleartext) is not finite, above the limit, or malformed:
-                its update = 0
-            average = sum of updates / number of replies
-
-    Parameters
-    ----------
-    max_norm : float or None, default=None
-        Largest norm of a group of the update, > 0. None: the bound comes from
-        `update-clip-server`, each round, through `update-clip-client`.
-    scope : {"global", "tensor", "layer"}, list of patterns or table, default="global"
-        Which tensors share a norm. With `max_norm`, each group may reach it (k groups together
-        ``max_norm * sqrt(k)``), and a table ``{"head.*" = 0.1}`` gives groups their own limit.
-        A bound from the server is one of the whole update: k groups get ``C / sqrt(k)`` each.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors that are shared as they are. They void any bound on the update.
-    zeroing_norm : float or None, default=None
-        Replace the whole update by zeros if its norm of order `zeroing_ord` is above this.
-    zeroing_factor : float or None, default=None
-        Replace the whole update by zeros if it would take a bound so many times the present
-        one to leave it alone, > 1.
-    zeroing_ord : float or "inf", default="inf"
-        Order of the norm that `zeroing_norm` is about; TFF offers 1, 2 and "inf".
-    secagg_range : float or None, default=None
-        Refuse, by name, updates with values beyond ± this, before they are encrypted: the
-        `clipval` of the server's secure aggregation. None: 1e5, declearn's default, once
-        secure aggregation is at work, with zeros in their place.
-    on_nonfinite : {"skip", "raise"}, default="skip"
-        What becomes of an update with NaN or infinity: zeros, counted; or an error, which in
-        declearn cancels training for everybody.
-
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above; when an update is prepared, if there
-        is no bound, or two (the client reports this to the server, and training ends).
-
-    Notes
-    -----
-    Guarantees: what leaves a client is finite and within its limit, in float64; an update
-    below it is shared as the very same object. A zeroed update keeps its weight, as in TFF, and
-    pulls the average towards 0. Weights are equal: with weights that depend on the number of
-    steps, the shared norm would be ``n_steps * max_norm``. A client that took no step shares
-    zeros.
-
-    In cleartext the server measures each reply again: one that is malformed or beyond the
-    limit counts as a zeroed one, so that a client that does not clip moves the average no more
-    than one that sends nothing. Under secure aggregation it sees the sum alone, and refuses one
-    that honest clients could not have made.
-
-    ====================  ================================================================
-    update                shared
-    ====================  ================================================================
-    zero, empty tensors   the same object
-    norm equal to limit   the same object
-    NaN or infinity       zeros, and 1 more in ``n_zeroed``
-    far out of range      zeros, and 1 more in ``n_zeroed``
-    ====================  ================================================================
-
-    References
-    ----------
-    McMahan, Ramage, Talwar & Zhang, 2018, "Learning differentially private recurrent language
-    models", arXiv:1710.06963. The zeroing is that of TensorFlow Federated
-    (`tff.aggregators.zeroing_factory`).
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
-    >>> aggregator = ClippedAveraging(max_norm=1.0)
-    >>> shared = [
-    ...     aggregator.prepare_for_sharing(updates=NumpyVector({"w": np.array(w)}), n_steps=5)
-    ...     for w in ([0.3, 0.4], [30.0, 40.0])
-    ... ]
-    >>> aggregator.finalize_updates(sum(shared)).coefs["w"].round(6)
-    array([0.45, 0.6 ])
-    """
-
-    name: ClassVar[str] = "clipped-averaging"
-    updates_cls = ClippedUpdates
-
-    def __new__(cls, *args: Any, **config: Any) -> Self:
-        """Refuse unknown parameters, with the nearest name."""
-        parameters.refuse_unknown(cls, config)
-        return super().__new__(cls)
-
-    def __init__(
-        self,
-        max_norm: float | None = None,
-        *,
-        scope: Scope = "global",
-        exclude: str | Sequence[str] | None = None,
-        zeroing_norm: float | None = None,
-        zeroing_factor: float | None = None,
-        zeroing_ord: Order = "inf",
-        secagg_range: float | None = None,
-        on_nonfinite: str = "skip",
-    ) -> None:
-        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
-        self.on_nonfinite = parameters.choice(("skip", "raise"), on_nonfinite=on_nonfinite)
-        self._engine = _Engine(scope, exclude, self.on_nonfinite)
-        self.scope, self.exclude = self._engine.scope, self._engine.exclude
-        if isinstance(self.scope, Mapping) and self.max_norm is None:
-            raise ValueError(
-                "a table in scope gives fixed limits, and the tensors that it does not name need "
-                f"max_norm; for a bound from update-clip-server, write scope={list(self.scope)!r}"
-            )
-        self.zeroing_norm = parameters.optional(parameters.positive, zeroing_norm=zeroing_norm)
-        self.zeroing_factor = parameters.optional(
-            parameters.number,
-            "a finite number > 1",
-            1.0,
-            open_low=True,
-            zeroing_factor=zeroing_factor,
+    def _not_finite(self, arrays: Arrays) -> str:
+        named = ", ".join(map(repr, _nonfinite(arrays, tuple(arrays)))) or "a norm beyond float64"
+        if self.on_nonfinite == "raise":
+            raise NonFiniteError(f"clipped-averaging: NaN or infinity in {named}")
+        text = f"NaN or infinity in {named}"
+        warnings.warn(
+            f"clipped-averaging: {text}; zeros are shared for the update",
+            FedclipWarning,
+            # Up to who called `prepare_for_sharing`.
+            stacklevel=4,
         )
-        self.zeroing_ord = check_order(zeroing_ord)
-        self.secagg_range = parameters.optional(parameters.positive, secagg_range=secagg_range)
+        return text
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the name and the parameters, as they would be written in a TOML file."""
-        return {"name": self.name, **parameters.config_of(self)}
-
-    # -- on a client ----------------------------------------------------------------------------
-    def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:
-        """Clip the update of a round, or zero it, and count which."""
-        round_ = CLIENT.get() or ClientRound(self._fixed_bound())
-        self._engine.bound, self._engine.whole = round_.bound, CLIENT.get() is not None
-        if self._engine.whole and self.max_norm is not None:
-            raise ValueError(
-                f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-client brings "
-                "another bound from the server: leave max_norm out, or the modules"
-            )
-        shared = self._clip(updates, round_)
-        far = "NaN or infinity" if shared is None else self._far(updates.coefs, round_)
-        round_.zeroed = bool(far)
-        if n_steps == 0:
-            # Zeros that say nothing about how far an update goes.
-            round_.norm = None
-        if far:
-            _CLIENT_LOGGER.warning("clipped-averaging shares zeros for the update: %s", far)
-        vector = zeros_like(updates) if shared is None or far else shared
-        self._check_range(vector)
-        round_.done = True
-        result = ClippedUpdates(vector, 1)
-        if not round_.private:
-            result.n_zeroed = int(round_.zeroed)
-            result.n_clipped = int(round_.clipped and not round_.zeroed)
-        result.secagg_range = self.secagg_range
-        return result
-
-    def _fixed_bound(self) -> float:
-        if self.max_norm is None:
-            raise ValueError(
-                "clipped-averaging has no bound: give it max_norm, or put update-clip-client into "
-                "client_opt and update-clip-server into server_opt"
-            )
-        return self.max_norm
-
-    def _far(self, coefs: Mapping[str, Array], round_: ClientRound) -> str:
+    def _far(self, arrays: Arrays, round_: ClientRound) -> str:
         """Say that a finite update is far out of range, if it is."""
         if self.zeroing_norm is not None:
-            norm = measure(_views(coefs), self.zeroing_ord)
+            norm = measure(_views(arrays), self.zeroing_ord)
             if norm > self.zeroing_norm:
                 return f"its norm is {norm:.4g}, above zeroing_norm={self.zeroing_norm!r}"
         if self.zeroing_factor is not None and round_.norm is not None:
@@ -257,131 +134,110 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
                 return f"it is {times:.4g} times the bound, above {self.zeroing_factor!r}"
         return ""
 
-    def _clip(self, updates: Vector[Any], round_: ClientRound) -> Vector[Any] | None:
-        """Return the update, clipped; None if it is not finite."""
-        coefs, engine = updates.coefs, self._engine
-        clipped = engine.clip(coefs)
-        kept = {k: v for k, v in coefs.items() if k not in engine.groups.excluded}
-        left = {k: v for k, v in coefs.items() if k in engine.groups.excluded}
-        last = engine.last
-        norms = last.norm_before if last is not None and kept else ()
-        bad = [k for k, v in left.items() if not math.isfinite(measure(_views({k: v}), "inf"))]
-        if bad and self.on_nonfinite == "raise":
-            raise NonFiniteError(f"clipped-averaging: NaN or infinity in {', '.join(bad)}")
-        if bad or (last is not None and last.nonfinite) or not all(map(math.isfinite, norms)):
-            return None
-        limits = engine.limits(engine.groups)
-        # By what the bound would have to be multiplied for the update to be left alone.
-        need = max((n / c for n, c in zip(norms, limits, strict=False)), default=0.0)
-        round_.clipped = last is not None and any(last.clipped)
-        # The engine has decided close calls exactly; the ratio must agree with it.
-        need = max(need, math.nextafter(1.0, 2.0)) if round_.clipped else min(need, 1.0)
-        round_.norm = need * round_.bound
-        return updates if clipped is coefs else type(updates)(dict(clipped))
+    # -- on the server ------------------------------------------------------------------------
+    def excess(self, arrays: Arrays, bound: float, whole: bool, clients: int = 1) -> str:
+        """Say by how much an update is beyond what its client should have clipped it to.
 
-    def _check_range(self, vector: Vector[Any]) -> None:
-        if self.secagg_range is None:
-            return
-        if found := beyond(vector, self.secagg_range):
-            named = ", ".join(f"{name!r} ({peak:.4g})" for name, peak in found.items())
-            raise ValueError(
-                f"values beyond secagg_range=±{self.secagg_range:g} in {named}: lower the bound "
-                "of clipped-averaging, or raise clipval on the server and secagg_range with it"
-            )
-
-    # -- on the server --------------------------------------------------------------------------
-    def finalize_updates(self, updates: ClippedUpdates) -> Vector[Any]:
-        """Return the average of the replies that are sound, the others counting as zeros."""
-        if not isinstance(updates, ClippedUpdates):
-            raise TypeError(
-                f"clipped-averaging averages ClippedUpdates, got {type(updates).__name__}: "
-                "no client has replied, or clients have another aggregator"
-            )
-        round_ = SERVER.get()
-        parts = updates.parts
-        faults = self._faults(parts)
-        sound = [part.updates for part, fault in zip(parts, faults, strict=True) if not fault]
-        template = next((p.updates for p in parts if isinstance(p.updates, Vector)), None)
-        if template is None:
-            raise ValueError(f"clipped-averaging: no reply holds an update ({'; '.join(faults)})")
-        replies = sum(max(1, part.n_clients) for part in parts)
-        self._report(updates, replies, faults)
-        clients = replies
-        if round_ is not None and round_.clients is not None:
-            clients = round_.clients
-        if sound:
-            average = functools.reduce(operator.add, sound) / float(clients)
-        else:
-            average = zeros_like(template)
-        if round_ is not None:
-            round_.average = average
-            if self.exclude:
-                round_.trouble = f"clipped-averaging excludes {self.exclude} from the bound"
-        return average
-
-    def _faults(self, parts: Sequence[ClippedUpdates]) -> list[str]:
-        """Say of each reply why it can not be what an honest client shares; "" if it can."""
-        round_, engine = SERVER.get(), self._engine
-        engine.bound = round_.bound if round_ is not None else (self.max_norm or math.inf)
-        engine.whole = round_ is not None
-        shapes = [None if part.fault else _shape(part.updates) for part in parts]
-        # What most replies have is what the model has.
-        common = Counter(shape for shape in shapes if shape).most_common(1)
-        faults = []
-        for part, shape in zip(parts, shapes, strict=True):
-            if not part.fault and shape != common[0][0]:
-                part.fault = "it has other tensors than most"
-            faults.append(part.fault or self._excess(part))
-        return faults
-
-    def _excess(self, part: ClippedUpdates) -> str:
-        """Say by how much an update is beyond what its client should have clipped it to."""
-        coefs = part.updates.coefs
-        groups = resolve(self.scope, self.exclude, tuple(coefs))
-        left = {k: v for k, v in coefs.items() if k in groups.excluded}
-        values = [coefs[name] for name in groups.names]
-        norms: Any = []
-        if values:
-            backend = backend_of(values[0])
-            norms = np.atleast_1d(l2_norms(values, backend.host(values), groups, backend))
-        if not (np.isfinite(norms).all() and math.isfinite(measure(_views(left), "inf"))):
+        Parameters
+        ----------
+        arrays
+            The update, or the sum of those of several `clients`.
+        bound, whole
+            What they were to be clipped to.
+        """
+        groups = resolve(self.scope, self.exclude, tuple(arrays))
+        _check_dtypes(arrays, groups)
+        norms = _norms(arrays, groups)
+        if not np.isfinite(norms).all() or _nonfinite(arrays, groups.excluded):
             return "it holds NaN or infinity"
-        slack = _SLACK if part.n_clients == 1 else _SUM_SLACK
-        for label, norm, limit in zip(
-            groups.labels, norms, self._engine.limits(groups), strict=True
-        ):
-            if norm > limit * max(1, part.n_clients) * slack:
+        slack = _SLACK if clients == 1 else _SUM_SLACK
+        limits = self.limits(groups, bound, whole)
+        for label, norm, limit in zip(groups.labels, norms.tolist(), limits, strict=True):
+            if norm > limit * clients * slack:
                 return f"its norm of {label!r} is {norm:.4g}, beyond the limit of {limit:.4g}"
         return ""
 
-    @staticmethod
-    def _report(updates: ClippedUpdates, replies: int, faults: Sequence[str]) -> None:
-        round_ = SERVER.get()
-        counts = f"{updates.n_clipped} clipped, {updates.n_zeroed} zeroed by their clients, "
-        if round_ is not None and round_.clients is not None:
-            # With noise, clients do not say.
-            counts = ""
-        refused = sum(map(bool, faults))
-        _LOGGER.info("clipped-averaging: %d updates, %s%d refused", replies, counts, refused)
-        for position, fault in enumerate(faults):
-            if fault:
-                sender = sender_of(UPDATES, position, len(faults))
-                _LOGGER.warning(
-                    "clipped-averaging: the update of %s counts as zero: %s",
-                    repr(sender) if sender else f"one of {replies} replies",
-                    fault,
-                )
+
+def averaged(updates: Sequence[Arrays], clients: int) -> dict[str, Array]:
+    """Return the sum of updates, tensor by tensor, divided by the number of clients."""
+    sums = {
+        name: functools.reduce(operator.add, [update[name] for update in updates])
+        for name in updates[0]
+    }
+    return {name: total / float(clients) for name, total in sums.items()}
 
 
-def _views(coefs: Mapping[str, Array]) -> list[Any]:
+def zeros(arrays: Arrays) -> dict[str, Array]:
+    """Return zeros of the same shapes, whatever the arrays hold."""
+    return {name: backend_of(array).zeros_like(array) for name, array in arrays.items()}
+
+
+def peaks(arrays: Arrays, limit: float) -> dict[str, float]:
+    """Return the tensors that hold a value beyond ±limit, or NaN, with the largest of each."""
+    found = {}
+    for name, array in arrays.items():
+        peak = measure(_views({name: array}), "inf")
+        if not peak <= limit:
+            found[name] = peak
+    return found
+
+
+def signature(arrays: Arrays) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    """Return names, shapes and dtypes."""
+    return tuple(
+        (name, tuple(array.shape), backend_of(array).dtype(array)) for name, array in arrays.items()
+    )
+
+
+def _clip(
+    arrays: Arrays, groups: Groups, limits: tuple[float, ...]
+) -> tuple[Float64, dict[str, Array] | None, bool]:
+    """Return the norms of the groups, the clipped arrays (None: as they were), and whether."""
+    values = [arrays[name] for name in groups.names]
+    if not values:
+        return np.zeros(0), None, False
+    backend = backend_of(values[0])
+    views = backend.host(values)
+    transform = NormClipping(Constant(limits))
+    with np.errstate(all="ignore"):
+        norms = transform.measure(values, views, groups, backend)
+        if not np.isfinite(norms).all():
+            return np.atleast_1d(norms), None, False
+        outcome = transform.step(values, groups, backend, norms, transform.init(groups), views, {})
+    outputs = None
+    if outcome.outputs is not None:
+        outputs = {**arrays, **dict(zip(groups.names, outcome.outputs, strict=True))}
+    return np.atleast_1d(outcome.norms), outputs, bool(np.any(outcome.clipped))
+
+
+def _norms(arrays: Arrays, groups: Groups) -> Float64:
+    values = [arrays[name] for name in groups.names]
+    if not values:
+        return np.zeros(0)
+    backend = backend_of(values[0])
+    with np.errstate(all="ignore"):
+        return np.atleast_1d(l2_norms(values, backend.host(values), groups, backend))
+
+
+def _check_dtypes(arrays: Arrays, groups: Groups) -> None:
+    for name in groups.names:
+        dtype = backend_of(arrays[name]).dtype(arrays[name])
+        if dtype not in MARGIN:
+            raise TypeError(
+                f"clipped-averaging clips {', '.join(MARGIN)}; {name!r} is {dtype}: convert it, "
+                "or put its name in exclude"
+            )
+
+
+def _nonfinite(arrays: Arrays, names: Iterable[str]) -> list[str]:
+    """Return which of the named tensors hold NaN or infinity."""
+    return [n for n in names if not math.isfinite(measure(_views({n: arrays[n]}), "inf"))]
+
+
+def _views(arrays: Arrays) -> list[Any]:
     views = []
-    for array in coefs.values():
+    for array in arrays.values():
         backend = backend_of(array)
         (view,) = backend.host([array])
         views.append(backend.to_host(array) if view is None else view)
     return views
-
-
-def _shape(vector: Vector[Any]) -> tuple[Any, ...]:
-    shapes = tuple((name, tuple(shape)) for name, shape in vector.shapes().items())
-    return (type(vector), shapes)

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fedclip.federation.update.averaging import ClippedAveraging
-from fedclip.federation.update.bound import UpdateClipClient, UpdateClipServer
+from fedclip.federation.update.aggregator import ClippedAveraging
+from fedclip.federation.update.client import UpdateClipClient
 from fedclip.federation.update.messages import DECLEARN_RANGE
+from fedclip.federation.update.server import UpdateClipServer
 
 __all__ = ["update_problems"]
 
@@ -98,7 +99,7 @@ def _noise(
     regularizers: bool,
     rounds: Any,
 ) -> list[Problem]:
-    if not module.noise_multiplier:
+    if module.budget is None:
         return []
     found: list[Problem] = []
     if next(iter(plugins[SERVER])) is not module or regularizers:
@@ -119,8 +120,7 @@ def _noise(
             )
             found.append(("problem", SERVER, text))
         else:
-            assert module._accountant is not None
-            cost = module._accountant.epsilon(module.noise_multiplier, rounds)
+            cost = module.budget.cost(rounds)
             text = f"{rounds} rounds cost epsilon = {cost:.4g} at delta = {module.delta:g}"
             found.append(("note", SERVER, text))
     return found

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client shares of a round under `clipped-averaging`, and how replies are added up.
+"""What server and clients tell each other of a round update, and how replies are added up.
 
-In cleartext the replies are kept side by side until the aggregator has looked at each of them:
+In cleartext the updates are kept side by side until the aggregator has looked at each of them:
 a client that did not clip, or whose reply makes no sense, must not reach the model. Under secure
 aggregation only the sum is ever seen.
 """
@@ -9,16 +9,26 @@ aggregation only the sum is ever seen.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from declearn.aggregator import ModelUpdates
 from declearn.model.api import Vector
+from declearn.optimizer.modules import AuxVar
 
-from fedclip.arrays import backend_of
-from fedclip.measures import measure
+from fedclip.federation.update.averaging import peaks, zeros
 
-__all__ = ["DECLEARN_RANGE", "ClippedUpdates", "beyond", "zeros_like"]
+__all__ = [
+    "AUX_NAME",
+    "DECLEARN_RANGE",
+    "ClippedUpdates",
+    "UpdateClipBound",
+    "UpdateClipVotes",
+    "zeros_like",
+]
+
+AUX_NAME = "update-clip"
+"""Under which bound and votes are exchanged."""
 
 DECLEARN_RANGE = 1e5
 """The `clipval` of declearn's secure aggregation where nobody sets another."""
@@ -26,16 +36,76 @@ DECLEARN_RANGE = 1e5
 _LOGGER = logging.getLogger("declearn.client.fedclip")
 
 
-def beyond(vector: Vector[Any], limit: float) -> dict[str, float]:
-    """Return the tensors that hold a value beyond ±limit, or NaN, with the largest of each."""
-    found = {}
-    for name, array in vector.coefs.items():
-        backend = backend_of(array)
-        (view,) = backend.host([array])
-        peak = measure([backend.to_host(array) if view is None else view], "inf")
-        if not peak <= limit:
-            found[name] = peak
-    return found
+@dataclass
+class UpdateClipBound(AuxVar):
+    """What the server tells each client at the start of a round.
+
+    Attributes
+    ----------
+    bound
+        Largest norm of this round's update.
+    adaptive
+        Whether the server wants to know which updates were within it.
+    private
+        Whether noise is added.
+    stop
+        Why training has to end, as a sentence; empty as long as it need not.
+    """
+
+    bound: float
+    adaptive: bool = True
+    private: bool = False
+    stop: str = ""
+
+    def prepare_for_secagg(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Refuse: the server sends this to everybody, and clients do not send it at all."""
+        raise NotImplementedError("UpdateClipBound goes from the server to its clients only")
+
+
+@dataclass
+class UpdateClipVotes(AuxVar):
+    """What a client tells the server of its update, or the sum over clients.
+
+    Four ints >= 0 each round, whatever happened: a secure sum takes no less.
+
+    Attributes
+    ----------
+    n_clients
+        1 for each client.
+    n_votes
+        1 if the client has an update to speak of: it took a step, and the update is finite.
+    n_within
+        1 if that update was within the bound.
+    n_faults
+        Replies that made no sense; set where they arrive, not by clients.
+    """
+
+    n_clients: int = 1
+    n_votes: int = 0
+    n_within: int = 0
+    n_faults: int = 0
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> UpdateClipVotes:
+        """Return a client's votes; an abstention, counted, if they are not one client's.
+
+        An exception here would be one in the server's loop, which would never end.
+        """
+        votes = [data.get(key) for key in ("n_clients", "n_votes", "n_within")]
+        if all(type(n) is int for n in votes) and votes in ([1, 0, 0], [1, 1, 0], [1, 1, 1]):
+            return cls(*votes)
+        return cls(n_faults=1)
+
+    def aggregate(self, other: Any) -> UpdateClipVotes:
+        """Return the sum; what is of another type is an abstention, counted."""
+        if not isinstance(other, UpdateClipVotes):
+            other = UpdateClipVotes(n_faults=1)
+        mine, others = asdict(self), asdict(other)
+        return UpdateClipVotes(**{key: mine[key] + others[key] for key in mine})
+
+    def __radd__(self, other: Any) -> UpdateClipVotes:
+        """Add to 0, as declearn does, or to what a client sent of another type."""
+        return self if isinstance(other, int) and not other else self.aggregate(other)
 
 
 @dataclass
@@ -122,7 +192,7 @@ class ClippedUpdates(ModelUpdates):
         """
         content = self.to_dict()
         limit = self.secagg_range or DECLEARN_RANGE
-        if found := beyond(self.updates, limit):
+        if found := peaks(self.updates.coefs, limit):
             _LOGGER.error(
                 "%s beyond the range ±%g of secure aggregation: zeros are sent instead. Lower "
                 "the bound of clipped-averaging, or set the server's clipval, and secagg_range",
@@ -136,7 +206,7 @@ class ClippedUpdates(ModelUpdates):
 
 def zeros_like(vector: Vector[Any]) -> Vector[Any]:
     """Return a vector of zeros, whatever this one holds."""
-    return type(vector)({k: backend_of(v).zeros_like(v) for k, v in vector.coefs.items()})
+    return type(vector)(zeros(vector.coefs))
 
 
 def _stranger(reply: Any) -> ClippedUpdates:

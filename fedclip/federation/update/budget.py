@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The noise of a round, and what it costs: how much goes on what, and when to stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from fedclip.arrays import Array
+from fedclip.errors import StateError
+from fedclip.privacy.accounting import Accountant, default_bits_noise, split_noise
+from fedclip.privacy.noise import Normals, add_noise, insecure_normals, secure_normals
+
+__all__ = ["MANY_ROUNDS", "Budget"]
+
+MANY_ROUNDS = 10**6
+
+
+class Budget:
+    """Noise on the average and on the votes of each round, within a budget.
+
+    Parameters
+    ----------
+    noise_multiplier
+        What a round is accounted with, > 0.
+    clients
+        How many clients the average is divided by.
+    votes
+        Whether the clients vote, which has to be paid for.
+    bits_noise
+        Standard deviation of the noise on the sum of the votes; None for one that does.
+    delta, relation
+        What the guarantee is about (`fedclip.privacy.accounting`).
+    max_epsilon
+        What may be spent; None for any amount.
+    generator, seed
+        Where the noise comes from.
+
+    Raises
+    ------
+    ValueError
+        If the settings are impossible; the message says which would do.
+    """
+
+    def __init__(
+        self,
+        noise_multiplier: float,
+        clients: int,
+        *,
+        votes: bool,
+        bits_noise: float | None,
+        delta: float,
+        relation: str,
+        max_epsilon: float | None,
+        generator: str,
+        seed: int | None,
+    ) -> None:
+        self.noise_multiplier, self.clients = noise_multiplier, clients
+        self.max_epsilon, self.delta = max_epsilon, delta
+        self._generator, self._seed = generator, seed
+        self.update_noise, self.bits_noise = noise_multiplier, 0.0
+        if votes:
+            self.bits_noise = (
+                default_bits_noise(noise_multiplier, clients) if bits_noise is None else bits_noise
+            )
+            self.update_noise = split_noise(noise_multiplier, self.bits_noise)
+        self.accountant = Accountant(delta, relation)
+        if max_epsilon is not None:
+            first = self.accountant.epsilon(noise_multiplier, 1)
+            if first > max_epsilon:
+                raise ValueError(
+                    f"one round with noise_multiplier={noise_multiplier!r} costs epsilon = "
+                    f"{first:.4g} at delta={delta!r}, above max_epsilon={max_epsilon!r}: take "
+                    f"noise_multiplier >= {self._enough_noise(max_epsilon):g}"
+                )
+
+    def _enough_noise(self, max_epsilon: float) -> float:
+        """Return a noise multiplier with which one round is within the budget."""
+        z = self.noise_multiplier
+        while self.accountant.epsilon(z, 1) > max_epsilon:
+            z *= 1.01
+        return math.ceil(100 * z) / 100
+
+    @property
+    def epsilon(self) -> float:
+        """What has been spent so far."""
+        return self.accountant.epsilon()
+
+    def cost(self, rounds: int) -> float:
+        """Return the epsilon after so many more rounds."""
+        return self.accountant.epsilon(self.noise_multiplier, rounds)
+
+    def rounds_left(self, most: int = MANY_ROUNDS) -> int:
+        """Return how many more rounds the budget allows, up to `most`."""
+        if self.max_epsilon is None:
+            return most
+        return self.accountant.affordable(self.noise_multiplier, self.max_epsilon, most)
+
+    def spend(self) -> None:
+        """Count one round, before anything of it is released."""
+        self.accountant.add(self.noise_multiplier)
+
+    def refusal(self) -> str:
+        """Say why there can be no further round; "" if there can."""
+        if self.max_epsilon is None:
+            return ""
+        after = self.cost(1)
+        if after <= self.max_epsilon:
+            return ""
+        return (
+            f"the privacy budget is spent; epsilon is {self.epsilon:.4g} after "
+            f"{self.accountant.rounds} rounds, and one more would make it {after:.4g}, above "
+            f"max_epsilon = {self.max_epsilon:g}"
+        )
+
+    def noise_on_votes(self, round_: int) -> float:
+        """Return the noise on the sum of the votes of a round."""
+        return self.bits_noise * float(self._normals(round_, 0)(1)[0])
+
+    def noised(self, average: Mapping[str, Array], bound: float, round_: int) -> dict[str, Array]:
+        """Return the average of a round with noise on it, sized on the bound that was sent."""
+        std = self.update_noise * bound / self.clients
+        return dict(add_noise(average, std, self._normals(round_, 1)))
+
+    def _normals(self, round_: int, use: int) -> Normals:
+        if self._generator == "secure":
+            return secure_normals
+        # By round, so that a run that is resumed continues as if it had not been interrupted.
+        return insecure_normals(*(() if self._seed is None else (self._seed, round_, use)))
+
+    @staticmethod
+    def check_state(spent: object, budget: Budget | None) -> list[tuple[float, int]]:
+        """Return what was spent, as a state says it, if it can be gone on with.
+
+        Raises
+        ------
+        StateError
+            If it is not well formed, or nothing can be spent here.
+        """
+        found = Accountant.check_state(spent)
+        if found and budget is None:
+            raise StateError(
+                "the state has spent a privacy budget, and this update-clip-server adds no noise: "
+                "what it releases would void the guarantee; give it its noise_multiplier"
+            )
+        return found

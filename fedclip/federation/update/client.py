@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`update-clip-client`: brings the bound of a round to the aggregator, and the vote back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from declearn.model.api import Vector
+from declearn.optimizer.modules import OptiModule
+
+from fedclip import parameters
+from fedclip.errors import StateError
+from fedclip.federation.update.coupling import CLIENT, ClientRound
+from fedclip.federation.update.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
+from fedclip.privacy import kinds
+from fedclip.records import Recorder, RoundRecord, read_rounds
+
+__all__ = ["UpdateClipClient"]
+
+
+class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
+    """Bring the bound of this round to `clipped-averaging`, and the vote back.
+
+    ::
+
+        Start of a round:  receive C
+        Steps:             nothing; gradients pass as they are
+        End of the round:  the aggregator has clipped the update to C
+                           vote 1 if norm(update) <= C, else 0; none without an update
+
+    It has no parameters: all of them are the server's. Its counterpart is `update-clip-server`,
+    and it needs the aggregator `clipped-averaging` without `max_norm`.
+
+    Raises
+    ------
+    RuntimeError
+        Where it can be reported to the server: if the server sends no bound, or has decided to
+        stop; if the aggregator is another.
+
+    Notes
+    -----
+    A client that took no step, or whose update is not finite, abstains: its zeros would count
+    as "within the bound" and drag it down, round by round. An update that is zeroed because it
+    is out of range counts as above the bound: otherwise a bound that is far too low, and has
+    everything zeroed, would stay there. Of the update, the server learns that one bit and,
+    without noise, whether it was clipped or zeroed.
+
+    Reports of the rounds (norm before, bound, clipped or not) stay on the client.
+
+    References
+    ----------
+    Andrew, Thakkar, McMahan & Ramaswamy, 2021, "Differentially private learning with adaptive
+    clipping", arXiv:1905.03871.
+
+    Examples
+    --------
+    >>> from declearn.optimizer import Optimizer
+    >>> client = Optimizer(lrate=0.1, modules=["update-clip-client"])
+    >>> try:
+    ...     client.start_round()
+    ... except RuntimeError as error:
+    ...     print(str(error).partition(":")[0])
+    update-clip-client has received no bound
+    """
+
+    name: ClassVar[str] = "update-clip-client"
+    guarantee = kinds.unchanged
+    aux_name: ClassVar[str] = AUX_NAME
+    auxvar_cls = UpdateClipVotes
+
+    def __init__(self) -> None:
+        self._round: ClientRound | None = None
+        self._adaptive = True
+        self._recorder = Recorder()
+
+    def run(self, gradients: Vector[Any]) -> Vector[Any]:
+        """Return the gradients: it is the round's update that is clipped."""
+        return gradients
+
+    def process_aux_var(self, aux_var: Any) -> None:
+        """Receive the bound of this round."""
+        self._round = None
+        CLIENT.set(None)
+        if not isinstance(aux_var, UpdateClipBound):
+            raise TypeError(
+                f"update-clip-client takes its bound from update-clip-server, got "
+                f"{type(aux_var).__name__}: another module uses the name {AUX_NAME!r}"
+            )
+        if aux_var.stop:
+            raise RuntimeError(f"update-clip-server stops the training: {aux_var.stop}")
+        bound = parameters.positive(bound=aux_var.bound)
+        self._round = ClientRound(bound, private=bool(aux_var.private))
+        self._adaptive = bool(aux_var.adaptive)
+        CLIENT.set(self._round)
+
+    def on_round_start(self) -> None:
+        """Begin a round, for which there must be a bound."""
+        if self._round is None:
+            raise RuntimeError(
+                "update-clip-client has received no bound: put update-clip-server into "
+                "server_opt, and update-clip-client into client_opt once only"
+            )
+        self._recorder.start_round()
+
+    def collect_aux_var(self) -> UpdateClipVotes | None:
+        """Return this client's vote; None outside of a round, which begins with a bound."""
+        round_, self._round = self._round, None
+        CLIENT.set(None)
+        if round_ is None:
+            return None
+        if not round_.done:
+            raise RuntimeError(
+                "update-clip-client goes with the aggregator 'clipped-averaging', and the update "
+                "of this round went past it, unclipped: set aggregator = 'clipped-averaging'"
+            )
+        if round_.norm is None:
+            return UpdateClipVotes()
+        self._recorder.add(("all",), round_.norm, round_.bound, round_.clipped)
+        if not self._adaptive:
+            # A bit that nobody needs is not sent.
+            return UpdateClipVotes()
+        return UpdateClipVotes(n_votes=1, n_within=int(not round_.clipped))
+
+    @property
+    def rounds(self) -> list[RoundRecord]:
+        """What happened to the updates of the last rounds."""
+        return self._recorder.rounds()
+
+    def get_config(self) -> dict[str, Any]:
+        """Return no parameters."""
+        return {}
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the records of the rounds."""
+        return self._recorder.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take over the records of the rounds."""
+        round_ = state.get("round") if isinstance(state, Mapping) else None
+        if isinstance(round_, bool) or not isinstance(round_, int) or round_ < 0:
+            raise StateError(f"'round' must be an int >= 0, got {round_!r}")
+        self._recorder.set_state(round_, read_rounds(state))

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`update-clip-server`: sends the bound of each round, counts the votes, and adds the noise."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from declearn.model.api import Vector
+from declearn.optimizer.modules import OptiModule
+
+from fedclip import parameters
+from fedclip.errors import StateError
+from fedclip.federation.senders import faulty_senders
+from fedclip.federation.update.bound import BoundRule, share_within
+from fedclip.federation.update.budget import MANY_ROUNDS, Budget
+from fedclip.federation.update.coupling import OPENED, SERVER, ServerRound
+from fedclip.federation.update.messages import (
+    AUX_NAME,
+    UpdateClipBound,
+    UpdateClipVotes,
+    zeros_like,
+)
+from fedclip.privacy import kinds
+
+__all__ = ["UpdateClipServer"]
+
+_LOGGER = logging.getLogger("declearn.server.fedclip")
+
+
+class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
+    """A bound of the clients' updates that follows a quantile of their norms; central noise.
+
+    ::
+
+        Init(start_norm):
+            C = start_norm
+        Round:
+            send C                             clients clip to C and vote: b = (norm <= C)
+            u    = sum of the updates / m
+            b    = sum(b - 1/2) / m + 1/2      clamped to [0, 1]
+            if noise_multiplier = z > 0:       m is fixed: expected_clients
+                u += z_delta * C / m * normal,   z_delta = (z^-2 - (2 bits_noise)^-2)^(-1/2)
+                b += bits_noise / m * normal   (before it is clamped)
+            C    = C * exp(-learning_rate * (b - quantile)),   within [min_norm, max_norm]
+
+    Its counterpart is `update-clip-client`; both need the aggregator `clipped-averaging`
+    without `max_norm`. With noise it has to come first in the server's modules.
+
+    Parameters
+    ----------
+    start_norm : float, default=0.1
+        Bound of the first round, > 0.
+    quantile : float, default=0.5
+        Share of the updates that the bound should leave alone, in (0, 1).
+    learning_rate : float, default=0.2
+        How fast the bound moves: by a factor of at most ``exp(± learning_rate)`` a round; from
+        10 times below, 23 rounds at the median. 0 fixes the bound, and clients do not vote.
+    min_norm, max_norm : float, default=1e-6 and 1e4
+        Bounds on the bound, > 0. The upper one is well within the range of declearn's secure
+        aggregation.
+    noise_multiplier : float, default=0.0
+        Standard deviation of the noise, as a multiple of the sensitivity, that a round is
+        accounted with; 0 for no noise.
+    bits_noise : float or None, default=None
+        Standard deviation of the noise on the sum of the votes, > ``noise_multiplier / 2``.
+        None: ``max(expected_clients / 20, noise_multiplier)``, which serves 3 clients as well
+        as 1,000.
+    expected_clients : int or None, default=None
+        Number of clients a round that averages are divided by, whoever replies: needed with
+        noise, where the true number must not be used.
+    delta : float, default=1e-5
+        Probability with which the guarantee may fail; below 1 / number of clients.
+    max_epsilon : float or None, default=None
+        Stop before a round that would exceed this.
+    relation : {"add-remove", "replace-one"}, default="add-remove"
+        Which federations the guarantee makes hard to tell apart: with and without one client
+        (whose reply is empty), or with another in its place, which costs twice the noise.
+    generator : {"secure", "insecure"}, default="secure"
+        Where the noise comes from. The insecure one is for experiments.
+    seed : int or None, default=None
+        Makes the insecure noise repeatable.
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or settings are impossible; the message
+        says which would do.
+    ModuleNotFoundError
+        If there is noise to account for, and no Opacus.
+
+    Notes
+    -----
+    Guarantees: the noise is sized on the bound that was *sent out*, which the clients clipped
+    to, not on the next one; votes are those of the unclipped, and norm equal to the bound is
+    within it; the spent budget and the bound are part of the state, so that a server restarted
+    from a checkpoint goes on with both; no round is run that would exceed `max_epsilon`.
+
+    Without noise, the share is that of the clients that voted; if none did, the bound stays.
+    With noise, an abstention counts as half a vote for either side.
+
+    Nothing is raised on the server, where declearn would wait for its clients for ever. When
+    the bound does not hold (another aggregator, a module before this one), the round's average
+    becomes zero, the error is logged, and the next round ends at its start with that sentence
+    on every client, and on the server.
+
+    A share r of the clients that always lies moves the quantile that the bound settles on
+    among the others from q to something between ``(q - r) / (1 - r)`` and ``q / (1 - r)``, and
+    the bound by a factor of at most ``exp(learning_rate * r)`` a round.
+
+    References
+    ----------
+    Andrew, Thakkar, McMahan & Ramaswamy, 2021, "Differentially private learning with adaptive
+    clipping", arXiv:1905.03871.
+
+    Examples
+    --------
+    >>> from fedclip.federation.update.messages import UpdateClipVotes
+    >>> server = UpdateClipServer(start_norm=1.0)
+    >>> server.collect_aux_var().bound
+    1.0
+    >>> server.process_aux_var(UpdateClipVotes(n_clients=4, n_votes=4, n_within=1))
+    >>> round(server.bound, 4)  # a quarter within: up, by exp(0.2 * 0.25)
+    1.0513
+    """
+
+    name: ClassVar[str] = "update-clip-server"
+    guarantee = kinds.unchanged_or_noise
+    aux_name: ClassVar[str] = AUX_NAME
+    auxvar_cls = UpdateClipBound
+
+    def __new__(cls, *args: Any, **config: Any) -> Self:
+        """Refuse unknown parameters, with the nearest name."""
+        parameters.refuse_unknown(cls, config)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        start_norm: float = 0.1,
+        *,
+        quantile: float = 0.5,
+        learning_rate: float = 0.2,
+        min_norm: float = 1e-6,
+        max_norm: float = 1e4,
+        noise_multiplier: float = 0.0,
+        bits_noise: float | None = None,
+        expected_clients: int | None = None,
+        delta: float = 1e-5,
+        max_epsilon: float | None = None,
+        relation: str = "add-remove",
+        generator: str = "secure",
+        seed: int | None = None,
+    ) -> None:
+        self.start_norm = parameters.positive(start_norm=start_norm)
+        self.quantile = parameters.unit_interval(quantile=quantile)
+        self.learning_rate = parameters.non_negative(learning_rate=learning_rate)
+        self.min_norm = parameters.positive(min_norm=min_norm)
+        self.max_norm = parameters.positive(max_norm=max_norm)
+        if not self.min_norm <= self.start_norm <= self.max_norm:
+            raise ValueError(
+                f"start_norm must be within [min_norm, max_norm], got {start_norm!r} and "
+                f"[{min_norm!r}, {max_norm!r}]"
+            )
+        self.noise_multiplier = parameters.non_negative(noise_multiplier=noise_multiplier)
+        self.bits_noise = parameters.optional(parameters.non_negative, bits_noise=bits_noise)
+        self.expected_clients = parameters.optional(
+            parameters.integer, 1, expected_clients=expected_clients
+        )
+        self.delta = parameters.unit_interval(delta=delta)
+        self.max_epsilon = parameters.optional(parameters.positive, max_epsilon=max_epsilon)
+        self.relation = parameters.choice(("add-remove", "replace-one"), relation=relation)
+        self.generator = parameters.choice(("secure", "insecure"), generator=generator)
+        self.seed = parameters.optional(parameters.integer, 0, seed=seed)
+        if self.seed is not None and self.generator == "secure":
+            raise ValueError(
+                f"a seed goes with generator='insecure' only, got seed={seed!r}: noise that can "
+                "be repeated can be subtracted"
+            )
+        self.bound = self.start_norm
+        self.round = 0
+        self.budget = self._budget()
+        self._rule = BoundRule(self.quantile, self.learning_rate, self.min_norm, self.max_norm)
+        self._round: ServerRound | None = None
+        self._voted = False
+        self._stop = ""
+
+    def _budget(self) -> Budget | None:
+        if self.noise_multiplier == 0:
+            given = {"bits_noise": self.bits_noise, "max_epsilon": self.max_epsilon}
+            for name, value in given.items():
+                if value:
+                    raise ValueError(f"{name} goes with noise_multiplier > 0, got {value!r} with 0")
+            return None
+        if self.expected_clients is None:
+            raise ValueError(
+                "noise_multiplier needs expected_clients, the number of clients in a round: the "
+                "noise is sized on it, and the number that reply would itself tell something"
+            )
+        return Budget(
+            self.noise_multiplier,
+            self.expected_clients,
+            votes=self.learning_rate > 0,
+            bits_noise=self.bits_noise,
+            delta=self.delta,
+            relation=self.relation,
+            max_epsilon=self.max_epsilon,
+            generator=self.generator,
+            seed=self.seed,
+        )
+
+    @property
+    def noise(self) -> float:
+        """Noise multiplier of the update: z_delta."""
+        return 0.0 if self.budget is None else self.budget.update_noise
+
+    @property
+    def epsilon(self) -> float:
+        """What has been spent so far, at `delta`."""
+        return 0.0 if self.budget is None else self.budget.epsilon
+
+    def rounds_left(self, most: int = MANY_ROUNDS) -> int:
+        """Return how many more rounds the budget allows, up to `most`."""
+        return most if self.budget is None else self.budget.rounds_left(most)
+
+    # -- the round, in declearn's order ---------------------------------------------------------
+    def collect_aux_var(self) -> UpdateClipBound:
+        """Return the bound of the next round, or why there is none."""
+        if self.budget is not None and not self._stop:
+            self._halt(self.budget.refusal())
+        opened = OPENED.get()
+        # In the loop over modules that is one call before; None if it was in another life.
+        if opened is not None and opened() not in (None, self):
+            self._halt("there are two update-clip-server modules in server_opt: keep one")
+        if self._stop:
+            _LOGGER.error("update-clip-server stops the training: %s", self._stop)
+        self._round = ServerRound(self.bound)
+        self._voted = False
+        if self.budget is not None:
+            self._round.clients = self.expected_clients
+        OPENED.set(weakref.ref(self))
+        return UpdateClipBound(
+            self.bound, self.learning_rate > 0, self.budget is not None, self._stop
+        )
+
+    def process_aux_var(self, aux_var: Any) -> None:
+        """Count the votes: the next bound; the noise of this round stays with the one sent."""
+        OPENED.set(None)
+        if self._round is None:
+            self._halt("votes have come without a bound having been sent")
+            return
+        if not isinstance(aux_var, UpdateClipVotes):
+            self._halt(f"{type(aux_var).__name__} has come instead of votes")
+            return
+        self._voted = True
+        SERVER.set(self._round)
+        self.round += 1
+        if self.budget is not None:
+            self.budget.spend()
+        votes, share = self._count(aux_var)
+        if share is not None:
+            self.bound = self._rule.after(self._round.bound, share)
+        self._report(aux_var, votes, share)
+
+    def run(self, gradients: Vector[Any]) -> Vector[Any]:
+        """Return the average with noise on it; zeros if the bound does not hold."""
+        round_, self._round = self._round, None
+        SERVER.set(None)
+        trouble = self._trouble(round_, gradients)
+        if trouble or round_ is None:
+            self._halt(trouble)
+            _LOGGER.error("update-clip-server: the round is void, %s", self._stop)
+            return zeros_like(gradients)
+        if self.budget is None:
+            return gradients
+        return type(gradients)(self.budget.noised(gradients.coefs, round_.bound, self.round))
+
+    def _trouble(self, round_: ServerRound | None, gradients: Vector[Any]) -> str:
+        if round_ is None:
+            return "no bound was sent in this round"
+        if not self._voted:
+            return "no votes have come: put update-clip-client into client_opt, as last module"
+        if round_.average is None:
+            return (
+                "the updates were not averaged by 'clipped-averaging': set aggregator = "
+                "'clipped-averaging', and no fairness, which brings an aggregator of its own"
+            )
+        if self.budget is not None:
+            if round_.trouble:
+                return f"{round_.trouble}, and noise can not be sized on the rest"
+            if gradients is not round_.average:
+                return (
+                    "another module or regularizer changes the average before noise is added: "
+                    "put update-clip-server first"
+                )
+        return ""
+
+    # -- parts of it ----------------------------------------------------------------------------
+    def _halt(self, sentence: str) -> None:
+        """Remember why to stop; the clients are told, and report it, in the next round."""
+        self._stop = self._stop or sentence
+
+    def _count(self, aux_var: UpdateClipVotes) -> tuple[int, float | None]:
+        """Return how many have voted, and the share of updates within the bound."""
+        votes, within, clients = aux_var.n_votes, aux_var.n_within, aux_var.n_clients
+        if self.learning_rate == 0:
+            return 0, None
+        if self.budget is not None:
+            noise = self.budget.noise_on_votes(self.round)
+            return votes, share_within(votes, within, self.expected_clients, noise)
+        if not 0 <= within <= votes <= clients:
+            _LOGGER.warning(
+                "update-clip-server: %d of %d votes from %d clients can not be; they are not "
+                "counted",
+                within,
+                votes,
+                clients,
+            )
+            return 0, None
+        return votes, share_within(votes, within, None, 0.0)
+
+    def _report(self, aux_var: UpdateClipVotes, votes: int, share: float | None) -> None:
+        assert self._round is not None
+        parts = [f"update-clip-server: round {self.round}, bound {self._round.bound:.4g}"]
+        if share is not None:
+            parts.append(f"{share:.0%} of the updates within it, next bound {self.bound:.4g}")
+        if self.budget is not None:
+            parts.append(f"epsilon {self.epsilon:.4g} at delta {self.delta:g}")
+        elif share is not None and votes < aux_var.n_clients:
+            parts.append(f"{aux_var.n_clients - votes} of {aux_var.n_clients} clients abstained")
+        _LOGGER.info("%s", "; ".join(parts))
+        if 0 < aux_var.n_faults <= aux_var.n_clients:
+            senders = ", ".join(map(repr, faulty_senders(self.aux_name)[:5]))
+            _LOGGER.warning(
+                "update-clip-server: no proper vote in %d of %d replies%s; taken as abstention",
+                aux_var.n_faults,
+                aux_var.n_clients,
+                f" (of {senders})" if senders else "",
+            )
+
+    # -- configuration and state ----------------------------------------------------------------
+    def get_config(self) -> dict[str, Any]:
+        """Return the parameters, as they would be written in a TOML file."""
+        return parameters.config_of(self)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the bound, the number of rounds, and what was spent of the budget."""
+        spent = [] if self.budget is None else self.budget.accountant.get_state()
+        return {"bound": self.bound, "round": self.round, "spent": spent}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take over a state that `get_state` returned.
+
+        Raises
+        ------
+        StateError
+            If anything is missing or can not be. The state is then what it was before.
+        """
+        if not isinstance(state, Mapping) or not {"bound", "round", "spent"} <= set(state):
+            raise StateError(f"the state must have bound, round and spent, got {state!r:.200}")
+        try:
+            bound = parameters.positive(bound=state["bound"])
+            round_ = parameters.integer(0, round=state["round"])
+        except (TypeError, ValueError) as exc:
+            raise StateError(str(exc)) from exc
+        spent = Budget.check_state(state["spent"], self.budget)
+        self.bound, self.round = self._rule.within(bound), round_
+        if self.budget is not None:
+            self.budget.accountant.spent = spent
+        self._stop = ""
