@@ -1,72 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
 """fedclip: the gradient-clipping library of federated learning.
 
-Importing it registers its clippers with declearn::
+Importing it registers its clippers with declearn, before or after declearn itself is imported::
 
     import fedclip
     Optimizer(lrate=0.1, modules=["l2-global-clipping", "zscore-clip"])
+
+Its names are imported when they are first used, so that each part can be imported alone.
 """
 
-from fedclip.errors import FedclipWarning, NonFiniteError, StateError
-from fedclip.federation.senders import NamedClients
-from fedclip.federation.update.aggregator import ClippedAveraging
-from fedclip.federation.update.client import UpdateClipClient
-from fedclip.federation.update.server import UpdateClipServer
-from fedclip.modules import (
-    AGC,
-    AdaptiveClip,
-    AutoClip,
-    Centralize,
-    Clipper,
-    EmaClip,
-    EmaNormalize,
-    EmaNormClip,
-    EmaValueClip,
-    GrowthClip,
-    GrowthValueClip,
-    NoOp,
-    Normalize,
-    NormClip,
-    PercentileClip,
-    PercentileNormClip,
-    Standardize,
-    ValueClip,
-    ZScoreClip,
-)
-from fedclip.records import RoundRecord, StepRecord
-from fedclip.toml import to_toml
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from fedclip.errors import nearest
+from fedclip.registration import register_when_possible
+
+if TYPE_CHECKING:
+    from fedclip.errors import FedclipWarning as FedclipWarning
+    from fedclip.errors import NonFiniteError as NonFiniteError
+    from fedclip.errors import StateError as StateError
+    from fedclip.federation.senders import NamedClients as NamedClients
+    from fedclip.federation.update.aggregator import ClippedAveraging as ClippedAveraging
+    from fedclip.federation.update.client import UpdateClipClient as UpdateClipClient
+    from fedclip.federation.update.server import UpdateClipServer as UpdateClipServer
+    from fedclip.modules import AGC as AGC
+    from fedclip.modules import AdaptiveClip as AdaptiveClip
+    from fedclip.modules import AutoClip as AutoClip
+    from fedclip.modules import Centralize as Centralize
+    from fedclip.modules import Clipper as Clipper
+    from fedclip.modules import EmaClip as EmaClip
+    from fedclip.modules import EmaNormalize as EmaNormalize
+    from fedclip.modules import EmaNormClip as EmaNormClip
+    from fedclip.modules import EmaValueClip as EmaValueClip
+    from fedclip.modules import GrowthClip as GrowthClip
+    from fedclip.modules import GrowthValueClip as GrowthValueClip
+    from fedclip.modules import NoOp as NoOp
+    from fedclip.modules import Normalize as Normalize
+    from fedclip.modules import NormClip as NormClip
+    from fedclip.modules import PercentileClip as PercentileClip
+    from fedclip.modules import PercentileNormClip as PercentileNormClip
+    from fedclip.modules import Standardize as Standardize
+    from fedclip.modules import ValueClip as ValueClip
+    from fedclip.modules import ZScoreClip as ZScoreClip
+    from fedclip.records import RoundRecord as RoundRecord
+    from fedclip.records import StepRecord as StepRecord
+    from fedclip.toml import to_toml as to_toml
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AGC",
-    "AdaptiveClip",
-    "AutoClip",
-    "Centralize",
-    "ClippedAveraging",
-    "Clipper",
-    "EmaClip",
-    "EmaNormClip",
-    "EmaNormalize",
-    "EmaValueClip",
-    "FedclipWarning",
-    "GrowthClip",
-    "GrowthValueClip",
-    "NamedClients",
-    "NoOp",
-    "NonFiniteError",
-    "NormClip",
-    "Normalize",
-    "PercentileClip",
-    "PercentileNormClip",
-    "RoundRecord",
-    "Standardize",
-    "StateError",
-    "StepRecord",
-    "UpdateClipClient",
-    "UpdateClipServer",
-    "ValueClip",
-    "ZScoreClip",
-    "__version__",
-    "to_toml",
-]
+# Where each name lives. What type checkers read above says the same, as a test sees to.
+_HOMES = {
+    name: home
+    for home, names in {
+        "errors": "FedclipWarning NonFiniteError StateError",
+        "federation.senders": "NamedClients",
+        "federation.update.aggregator": "ClippedAveraging",
+        "federation.update.client": "UpdateClipClient",
+        "federation.update.server": "UpdateClipServer",
+        "modules": (
+            "AGC AdaptiveClip AutoClip Centralize Clipper EmaClip EmaNormClip EmaNormalize "
+            "EmaValueClip GrowthClip GrowthValueClip NoOp NormClip Normalize PercentileClip "
+            "PercentileNormClip Standardize ValueClip ZScoreClip"
+        ),
+        "records": "RoundRecord StepRecord",
+        "toml": "to_toml",
+    }.items()
+    for name in names.split()
+}
+
+__all__ = sorted([*_HOMES, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        try:
+            if _HOMES[name] not in ("errors", "records"):
+                # All the rest stands on declearn. Two threads that import it from within different
+                # modules of fedclip would wait for each other.
+                import_module("declearn")
+            value = getattr(import_module(f"fedclip.{_HOMES[name]}"), name)
+        except ImportError as exc:
+            if (exc.name or "").partition(".")[0] == "fedclip":
+                raise
+            raise ImportError(
+                f"fedclip.{name} needs declearn, which can not be imported: {exc}; "
+                "pip install 'declearn>=2.9.1,<3'",
+                name=exc.name,
+            ) from exc
+        globals()[name] = value
+        return value
+    if not name.startswith("_") and find_spec(f"fedclip.{name}"):
+        return import_module(f"fedclip.{name}")
+    raise AttributeError(f"module 'fedclip' has no attribute {name!r}{nearest(name, __all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_when_possible()

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`import fedclip` registers everything, imports no framework, and needs none."""
+"""`import fedclip` registers everything in any order, imports no framework, and needs none."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from helpers import SPECIMENS
+
+import fedclip
 
 # As if the packages were not installed: they are neither found nor imported.
 BLOCK = """
@@ -22,13 +27,14 @@ def find_spec(name, package=None, find=importlib.util.find_spec):
 importlib.util.find_spec = find_spec
 sys.meta_path.insert(0, Block())
 """
+QUIET = ["-W", "error::UserWarning:fedclip"]
 FRAMEWORKS = ["torch", "tensorflow", "jax", "jaxlib", "haiku", "keras"]
 
 
-def python(code: str, *blocked: str) -> str:
+def python(code: str, *blocked: str, options: list[str] | None = None) -> str:
     head = BLOCK.format(blocked=blocked) if blocked else ""
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:fedclip", "-c", head + textwrap.dedent(code)],
+        [sys.executable, *(options or QUIET), "-c", head + textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=200,
@@ -64,8 +70,6 @@ def test_every_clipper_is_registered() -> None:
 
 
 def test_every_clipper_has_a_specimen() -> None:
-    import fedclip
-
     public = {getattr(getattr(fedclip, n), "name", None) for n in fedclip.__all__}
     clippers = {name for name in public if isinstance(name, str)}
     assert clippers - {"clipped-averaging"} - SHELLS <= {s.name for s in SPECIMENS}
@@ -125,11 +129,194 @@ def test_works_without_a_framework(blocked: tuple[str, ...]) -> None:
     assert out == "[0.6, 0.8]"
 
 
-def test_importing_it_twice_and_in_any_order() -> None:
+# ------------------------------------------------------------------------- orders of import
+
+# Names of a clipper, of a counterpart, of a carrier, and of the other kinds of plug-in.
+USE = """
+from declearn.aggregator import Aggregator
+from declearn.main.config import FLOptimConfig
+from declearn.optimizer import Optimizer
+from declearn.utils import access_registered
+Optimizer(0.1, modules=["zscore-clip", "zscore-clip-server", "update-clip-server"],
+          regularizers=["agc"])
+FLOptimConfig.from_params(client_opt={"lrate": 0.1, "modules": ["auto-clip"]},
+                          aggregator="clipped-averaging")
+assert access_registered("named-clients", "ClientSampler")
+import sys
+assert not [f for f in sys.meta_path if type(f).__module__.startswith("fedclip")]
+"""
+
+ORDERS = {
+    "fedclip first": "import fedclip",
+    "declearn first": "import declearn.optimizer, fedclip",
+    "a part of declearn, then of fedclip": "import declearn.utils, fedclip.rules",
+    "a public name": "from fedclip import ZScoreClip",
+    "everything": "from fedclip import *",
+    "the core alone": "import fedclip.rules.zscore, fedclip.transforms.norm, fedclip.records",
+    "a clipper's own module": "import fedclip.modules.zscore_clip",
+    "what plug-ins import": "import fedclip.federation.statistics.server",
+    "a check": "import fedclip.federation.statistics.check",
+    "a message": "import fedclip.federation.update.messages",
+    "a public door": "import fedclip.toml, fedclip.report, fedclip.compat, fedclip.testing",
+    "the tools": "import fedclip.tools.check",
+    "declearn's parts one by one": "import fedclip, declearn.aggregator, declearn.utils",
+    "only looking for declearn": (
+        "import fedclip, importlib.util, sys; spec = importlib.util.find_spec('declearn')\n"
+        "assert spec.loader.get_filename('declearn').endswith('__init__.py')\n"
+        "assert 'declearn' not in sys.modules"
+    ),
+    "reloaded before": "import fedclip, importlib; importlib.reload(fedclip)",
+    "reloaded after": (
+        "import fedclip, declearn, importlib; importlib.reload(fedclip); importlib.reload(declearn)"
+    ),
+    "declearn reloaded first": "import declearn, importlib; importlib.reload(declearn)\n"
+    "import fedclip",
+    "a thread each": """
+import threading
+def first(): import fedclip
+def second(): import declearn.optimizer
+def third(): from fedclip import AutoClip
+def fourth(): import fedclip.rules, declearn.aggregator
+threads = [threading.Thread(target=f) for f in (third, second, fourth, first) * 3]
+for t in threads: t.start()
+for t in threads: t.join()
+""",
+    "fedclip in the middle of declearn": """
+import sys
+class Middle:
+    def find_spec(self, name, path=None, target=None):
+        if name == "declearn.version" and "fedclip" not in sys.modules:
+            import fedclip
+sys.meta_path.insert(0, Middle())
+import declearn
+import fedclip.compat
+""",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_every_name_is_registered_in_any_order_of_imports(order: str) -> None:
+    # Without the frameworks, declearn is imported in a third of the time.
+    python(f"{order}\n{USE}", *FRAMEWORKS, options=["-W", "error"])
+
+
+def test_a_clipper_unpickles_where_only_declearn_was_imported() -> None:
     python(
-        """
-        import declearn.optimizer
-        import fedclip, importlib
-        import fedclip.compat, fedclip.testing, fedclip.modules
+        f"""
+        import subprocess, sys
+        import fedclip, pickle
+        data = pickle.dumps(fedclip.ZScoreClip(z_max=2.0))
+        code = (
+            "import declearn, pickle, sys; clip = pickle.load(sys.stdin.buffer); "
+            "assert clip.z_max == 2.0;" + {"; ".join(["exec(" + repr(USE) + ")"])!r}
+        )
+        subprocess.run([sys.executable, "-c", code], input=data, check=True)
         """
     )
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_child_processes_know_the_names(tmp_path: Path, method: str) -> None:
+    (tmp_path / "main.py").write_text(
+        textwrap.dedent(
+            f"""
+            import fedclip
+            import multiprocessing
+
+            def work():
+                exec({USE!r})
+
+            if __name__ == "__main__":
+                child = multiprocessing.get_context({method!r}).Process(target=work)
+                child.start()
+                child.join()
+                raise SystemExit(child.exitcode)
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "main.py")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_declearn_the_core_works_and_plug_ins_say_what_is_missing() -> None:
+    out = python(
+        """
+        import fedclip, fedclip.rules, fedclip.records
+        print(fedclip.__version__, fedclip.StepRecord.__name__, "ZScoreClip" in dir(fedclip))
+        try:
+            from fedclip import ZScoreClip
+        except ImportError as exc:
+            print(exc)
+        """,
+        "declearn",
+    )
+    assert out.splitlines() == [
+        f"{fedclip.__version__} StepRecord True",
+        "fedclip.ZScoreClip needs declearn, which can not be imported: No module named 'declearn'; "
+        "pip install 'declearn>=2.9.1,<3'",
+    ]
+
+
+def test_a_declearn_that_breaks_can_be_imported_again(tmp_path: Path) -> None:
+    # Its own error is what is seen, and the second attempt registers.
+    python(
+        f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        import fedclip
+        (package := __import__("pathlib").Path({str(tmp_path)!r}) / "declearn").mkdir()
+        (package / "__init__.py").write_text("raise RuntimeError('broken')")
+        try:
+            import declearn
+        except RuntimeError as exc:
+            assert str(exc) == "broken"
+        else:
+            raise AssertionError
+        del sys.path[0]
+        sys.path_importer_cache.clear()
+        """
+        + textwrap.indent(USE, " " * 8)
+    )
+
+
+def test_the_part_alone_imports_no_declearn() -> None:
+    out = python(
+        """
+        import sys
+        import fedclip, fedclip.rules, fedclip.records, fedclip.errors
+        print([name for name in ("declearn", "torch", "typer") if name in sys.modules])
+        """
+    )
+    assert out == "[]"
+
+
+def test_public_names_are_those_that_type_checkers_see() -> None:
+    (block,) = (n for n in ast.parse(read(fedclip)).body if isinstance(n, ast.If))
+    seen = {
+        alias.asname: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == {name: f"fedclip.{home}" for name, home in fedclip._HOMES.items()}
+    assert fedclip.__all__ == sorted([*seen, "__version__"])
+    for name, home in seen.items():
+        assert getattr(fedclip, name) is getattr(importlib.import_module(str(home)), name)
+
+
+def read(module: object) -> str:
+    return Path(str(module.__file__)).read_text()  # type: ignore[attr-defined]
+
+
+def test_an_unknown_name_is_an_attribute_error_with_the_nearest() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'ZscoreClip'; did you mean 'ZScoreC"):
+        fedclip.ZscoreClip  # noqa: B018
+    assert not hasattr(fedclip, "_nothing")
+    assert not hasattr(fedclip, "nothing")
+    assert set(fedclip.__all__) <= set(dir(fedclip))

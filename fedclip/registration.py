@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registration with declearn, whichever of the two is imported first.
+
+Importing the module of a plug-in registers it, and needs declearn, which takes seconds to import.
+So ``import fedclip`` registers at once where declearn has been imported, and otherwise watches for
+it: when declearn has been imported, registration follows before anybody can use it.
+No plug-in is imported while another module of fedclip is half-way through its own import, because
+that is a module which the plug-in may need: registration then comes at the end of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["register", "register_when_possible"]
+
+
+def register() -> None:
+    """Register every plug-in, by importing what holds them. To do so twice changes nothing."""
+    import fedclip.federation.senders
+    import fedclip.federation.update.aggregator
+    import fedclip.federation.update.client
+    import fedclip.federation.update.server
+    import fedclip.modules  # noqa: F401
+
+
+def register_when_possible() -> None:
+    """Register now if declearn has been imported, and otherwise as soon as it has."""
+    if sys.modules.get("declearn") is not None:
+        import declearn  # noqa: F401  (waits, where another thread is importing it)
+    if _imported("declearn"):
+        register()
+    elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch())
+
+
+def _imported(name: str) -> bool:
+    """Whether a module has been imported to its end."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
+
+
+class _Watch:
+    """A finder that finds nothing itself: it adds a step to the import of declearn and fedclip."""
+
+    def __init__(self) -> None:
+        self.under_way: set[str] = set()
+        """Modules of fedclip that are being imported, in any thread."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return what the next finder finds, with a loader that tells when the module has run."""
+        if name != "declearn" and name.partition(".")[0] != "fedclip":
+            return None
+        finders = list(sys.meta_path)
+        for finder in finders[finders.index(self) + 1 :]:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                watched: Any = _Watched(spec.loader, self)
+                spec.loader = watched if spec.loader is not None else None
+                return spec
+        return None
+
+    def run(self, loader: Any, module: ModuleType) -> None:
+        """Run a module, and register once declearn is there and nothing else under way."""
+        name = module.__name__
+        if name != "declearn":
+            self.under_way.add(name)
+        try:
+            loader.exec_module(module)
+        finally:
+            self.under_way.discard(name)
+        ready = name == "declearn" or _imported("declearn")
+        if not ready or self.under_way or self not in sys.meta_path:
+            return
+        sys.meta_path.remove(self)
+        try:
+            register()
+        except (ImportError, RuntimeError):
+            # Another thread may hold a module of fedclip that waits for declearn, which this one
+            # holds. It goes on as soon as this one returns, and registers at the end of its import.
+            if not self.under_way:
+                raise
+            sys.meta_path.insert(0, self)
+
+
+class _Watched:
+    """The loader of one module, which stands aside as soon as that module runs."""
+
+    def __init__(self, loader: Any, watch: _Watch) -> None:
+        self._loader = loader
+        self._watch = watch
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Leave it to the real loader."""
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its real loader, and run it."""
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._watch.run(self._loader, module)
+
+    def __getattr__(self, name: str) -> Any:
+        # Source, path, resources: of the real loader, for whoever only looks for the module.
+        return getattr(self._loader, name)
