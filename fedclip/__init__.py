@@ -101,4 +101,13 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-register_when_possible()
+def _register() -> None:
+    """Register every plug-in, by importing what holds them. To do so twice changes nothing."""
+    import fedclip.federation.senders
+    import fedclip.federation.update.aggregator
+    import fedclip.federation.update.client
+    import fedclip.federation.update.server
+    import fedclip.modules  # noqa: F401
+
+
+register_when_possible(_register)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registration with declearn, whichever of the two is imported first.
+"""When plug-ins are registered: once declearn is there, whichever of the two is imported first.
 
 Importing the module of a plug-in registers it, and needs declearn, which takes seconds to import.
 So ``import fedclip`` registers at once where declearn has been imported, and otherwise watches for
@@ -11,31 +11,22 @@ that is a module which the plug-in may need: registration then comes at the end 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["register", "register_when_possible"]
+__all__ = ["register_when_possible"]
 
 
-def register() -> None:
-    """Register every plug-in, by importing what holds them. To do so twice changes nothing."""
-    import fedclip.federation.senders
-    import fedclip.federation.update.aggregator
-    import fedclip.federation.update.client
-    import fedclip.federation.update.server
-    import fedclip.modules  # noqa: F401
-
-
-def register_when_possible() -> None:
-    """Register now if declearn has been imported, and otherwise as soon as it has."""
+def register_when_possible(register: Callable[[], None]) -> None:
+    """Call `register` now if declearn has been imported, and otherwise as soon as it has."""
     if sys.modules.get("declearn") is not None:
         import declearn  # noqa: F401  (waits, where another thread is importing it)
     if _imported("declearn"):
         register()
     elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Watch())
+        sys.meta_path.insert(0, _Watch(register))
 
 
 def _imported(name: str) -> bool:
@@ -47,7 +38,8 @@ def _imported(name: str) -> bool:
 class _Watch:
     """A finder that finds nothing itself: it adds a step to the import of declearn and fedclip."""
 
-    def __init__(self) -> None:
+    def __init__(self, register: Callable[[], None]) -> None:
+        self.register = register
         self.under_way: set[str] = set()
         """Modules of fedclip that are being imported, in any thread."""
 
@@ -76,11 +68,14 @@ class _Watch:
         finally:
             self.under_way.discard(name)
         ready = name == "declearn" or _imported("declearn")
-        if not ready or self.under_way or self not in sys.meta_path:
+        if not ready or self.under_way:
             return
-        sys.meta_path.remove(self)
         try:
-            register()
+            sys.meta_path.remove(self)
+        except ValueError:  # it has been done, or another thread is at it
+            return
+        try:
+            self.register()
         except (ImportError, RuntimeError):
             # Another thread may hold a module of fedclip that waits for declearn, which this one
             # holds. It goes on as soon as this one returns, and registers at the end of its import.
