@@ -28,7 +28,7 @@ from fedclip.measures import l2
 from fedclip.measures.l2 import decode, encode
 from fedclip.rules.elementwise import blend
 from fedclip.testing import gradient_stream, to_numpy, to_vector
-from fedclip.transforms import average
+from fedclip.transforms import average, past
 from fedclip.transforms import value as by_value
 
 HALVES = ["float16", "bfloat16"]
@@ -128,7 +128,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(name: str) -> None:
 def test_pieces_may_be_cut_anywhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = gradient_stream(8)
     wanted = run(ALL[name](), stream)
-    monkeypatch.setattr("fedclip.transforms.value.CHUNK", 7)
+    monkeypatch.setattr("fedclip.transforms.past.CHUNK", 7)
     monkeypatch.setattr("fedclip.transforms.average.CHUNK", 7)
     for got, expected in zip(run(ALL[name](), stream), wanted, strict=True):
         for key in expected:
@@ -619,7 +619,7 @@ def test_the_data_is_read_three_times_at_most(name: str, monkeypatch: pytest.Mon
         return decode(view)
 
     # Half precision, as all that is read of it passes here.
-    for module in (l2, by_value, average):
+    for module in (l2, by_value, past, average):
         monkeypatch.setattr(module, "decode", counted)
     clipper = OptiModule.from_specs(name, {})
     values = np.random.default_rng(3).standard_normal((4, 300_000)).astype(np.float16)

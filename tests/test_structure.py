@@ -23,9 +23,6 @@ def drawing() -> Any:
 
 parts = drawing()
 
-# A circle that is being taken apart; the row goes with it.
-CIRCLES = {("transforms", "modules")}
-
 FRAMEWORKS = (
     *("torch", "tensorflow", "keras", "jax", "haiku", "flax", "optax"),
     *("declearn.model.torch", "declearn.model.tensorflow", "declearn.model.haiku"),
@@ -41,7 +38,7 @@ def test_few_rooms_and_few_arrows() -> None:
 
 def test_few_floors_and_no_circle() -> None:
     drawn = parts.arrows()
-    levels, circling = parts.floors(parts.rooms(), drawn.keys() - CIRCLES)
+    levels, circling = parts.floors(parts.rooms(), drawn)
     upward = {arrow: places for arrow, places in drawn.items() if set(arrow) <= circling}
     assert not circling, f"a circle is among {upward}"
     assert max(levels.values()) <= 10
@@ -59,7 +56,7 @@ def test_frameworks_are_imported_in_their_rooms_only() -> None:
 
 
 def test_the_table_of_parts_is_the_tree() -> None:
-    levels, circling = parts.floors(parts.rooms(), parts.arrows().keys() - CIRCLES)
+    levels, circling = parts.floors(parts.rooms(), parts.arrows())
     assert not circling
     page = parts.PAGE.read_text(encoding="utf-8")
     assert page == parts.updated(page, parts.table(levels)), "run: python docs/parts.py"

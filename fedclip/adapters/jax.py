@@ -19,7 +19,7 @@ from fedclip.arrays import Array, backend_named
 from fedclip.modules import AGC, Clipper
 from fedclip.rules import NoState
 from fedclip.scopes import Groups, resolve
-from fedclip.transforms.native import native_step, weight_step
+from fedclip.transforms import Gradient
 
 __all__ = ["ClipState", "as_optax", "load_state"]
 
@@ -109,13 +109,14 @@ def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
             return updates, state
         arrays = [leaves[i] for i in chosen]
         if isinstance(clipper, Clipper):
-            transform, policy = clipper.transform(groups), clipper.on_nonfinite
-            step = native_step(transform, arrays, groups, backend, state.statistics, policy)
+            transform = clipper.transform(groups)
         else:
             if params is None:
                 raise ValueError("agc needs the parameters: update(updates, state, params)")
             all_weights = jax.tree.leaves(params)
-            step = weight_step(clipper, arrays, [all_weights[i] for i in chosen], groups, backend)
+            transform = clipper.transform([all_weights[i] for i in chosen], groups, backend)
+        gradient = Gradient(arrays, groups, backend)
+        step = transform.device_step(gradient, state.statistics, clipper.on_nonfinite)
         for i, output in zip(chosen, step.outputs, strict=True):
             leaves[i] = output
         after = ClipState(

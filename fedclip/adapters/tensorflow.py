@@ -23,7 +23,7 @@ from fedclip import states
 from fedclip.arrays import Array, backend_named
 from fedclip.modules import Clipper
 from fedclip.scopes import Groups, resolve
-from fedclip.transforms.native import native_step
+from fedclip.transforms import Gradient
 
 __all__ = ["ClippedOptimizer", "CompiledClipper", "clip"]
 
@@ -117,15 +117,11 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         if not chosen:
             return pairs
         self.build(groups)
-        fresh = self.clipper.transform(groups).init(groups)
-        step = native_step(
-            self.clipper.transform(groups),
-            [pairs[i][0] for i in chosen],
-            groups,
-            self._backend,
-            type(fresh)(*(tf.convert_to_tensor(v) for v in self._statistics)),
-            self.clipper.on_nonfinite,
-        )
+        transform = self.clipper.transform(groups)
+        state_type = type(transform.init(groups))
+        state = state_type(*(tf.convert_to_tensor(v) for v in self._statistics))
+        gradient = Gradient([pairs[i][0] for i in chosen], groups, self._backend)
+        step = transform.device_step(gradient, state, self.clipper.on_nonfinite)
         for variable, value in zip(self._statistics, step.state, strict=True):
             variable.assign(value)
         self._last.assign(tf.stack([step.norms, step.limits]))

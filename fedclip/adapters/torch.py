@@ -27,7 +27,7 @@ from fedclip.errors import FedclipWarning
 from fedclip.modules import AGC, Clipper
 from fedclip.records import StepRecord
 from fedclip.scopes import resolve
-from fedclip.transforms.native import native_step
+from fedclip.transforms import Gradient
 
 __all__ = ["ClipHandle", "LightningClipping", "NamedParameters", "PureClipping", "attach", "clip_"]
 
@@ -267,14 +267,9 @@ class PureClipping:
     ) -> tuple[dict[str, torch.Tensor], Any]:
         """Return the clipped gradients, by name, and the state after the step."""
         groups = resolve(self.clipper.scope, self.clipper.exclude, list(gradients))
-        step = native_step(
-            self.clipper.transform(groups),
-            [gradients[name] for name in groups.names],
-            groups,
-            self._backend,
-            state,
-            self.clipper.on_nonfinite,
-        )
+        gradient = Gradient([gradients[name] for name in groups.names], groups, self._backend)
+        transform = self.clipper.transform(groups)
+        step = transform.device_step(gradient, state, self.clipper.on_nonfinite)
         return {**gradients, **dict(zip(groups.names, step.outputs, strict=True))}, step.state
 
 

@@ -12,7 +12,7 @@ from fedclip.modules.sharing import SharedClipper
 from fedclip.privacy import kinds
 from fedclip.rules.adaptive import Adaptive
 from fedclip.scopes import Scope
-from fedclip.transforms.norm import NormClipping
+from fedclip.transforms import Action, NormClipping
 
 __all__ = ["AdaptiveClip"]
 
@@ -161,7 +161,7 @@ class AdaptiveClip(SharedClipper):
             eps=self.eps,
         )
         super().__init__(
-            NormClipping(rule, self.ord, self.eps, skip=self.on_spike == "skip"),
+            NormClipping(rule, self.ord, Action(self.eps, skip=self.on_spike == "skip")),
             scope=scope,
             exclude=exclude,
             on_nonfinite=on_nonfinite,

@@ -12,18 +12,15 @@ from declearn.model.api import Vector
 from declearn.optimizer.regularizers import Regularizer
 
 from fedclip import parameters
-from fedclip.arrays import Array, Backend, backend_of
-from fedclip.measures import slice_measures
-from fedclip.measures.l2 import Float64, l2_norms
-from fedclip.modules.base import Clipper, Transform
+from fedclip.arrays import NUMPY, Arithmetic, Array, Backend, backend_of
+from fedclip.measures import l2_norms, slice_measures
+from fedclip.modules.base import Clipper
 from fedclip.privacy import kinds
 from fedclip.records import RoundRecord, StepRecord
-from fedclip.rules.constant import Constant
+from fedclip.rules.constant import Constant, Given
 from fedclip.scopes import Groups
-from fedclip.transforms.native import NativeStep, weight_step
-from fedclip.transforms.norm import NormClipping
-from fedclip.transforms.slice import SliceClipping, check_dims, spanned
-from fedclip.transforms.value import dense_views
+from fedclip.transforms import Action, Gradient, NormClipping, SliceClipping, Transform
+from fedclip.transforms.slice import check_dims, spanned
 
 __all__ = ["AGC"]
 
@@ -183,9 +180,51 @@ class AGC(Regularizer):
         vectors = [name for name, shape in shapes.items() if len(shape) < 2]
         return [*(self.exclude or ()), *map(glob.escape, vectors)] or None
 
-    def slices(self, limits: tuple[Any, ...]) -> SliceClipping:
-        """Return what clips unit by unit, with these limits for each tensor."""
-        return SliceClipping(limits, None, eps=self.eps, span=self._span)
+    def transform(
+        self, weights: Sequence[Array], groups: Groups, backend: Backend
+    ) -> NormClipping | SliceClipping:
+        """Return what clips to the limits that follow from these weights.
+
+        The limits of weights that lie on a device, or are only traced, stay there.
+        """
+        views = backend.host(weights)
+        if len(views.remote) < len(views):
+            with np.errstate(all="ignore"):
+                return self._of_host(Gradient(weights, groups, backend, views))
+        if self.unit != "output":
+            limits = self._limits(backend.group_norms(weights, groups.members), backend)
+            return NormClipping(Given(limits), action=Action(self.eps))
+        found: list[Any] = []
+        for weight in weights:
+            axes = self.axes(tuple(weight.shape))
+            matrix = weight if len(weight.shape) else weight[None]
+            norms = None if axes is None else backend.slice_norms(matrix, axes)
+            found.append(None if norms is None else self._limits(norms, backend))
+        return self._slices(tuple(found))
+
+    def _of_host(self, weights: Gradient) -> NormClipping | SliceClipping:
+        if self.unit != "output":
+            groups = weights.groups
+            norms = l2_norms(weights.arrays, weights.views, groups, weights.backend)
+            limits = self._limits(np.atleast_1d(norms), NUMPY)
+            return NormClipping(Constant(tuple(limits.tolist())), action=Action(self.eps))
+        found = []
+        for view in weights.dense():
+            axes = self.axes(view.shape)
+            norms = slice_measures(np.atleast_1d(view), axes, 2) if axes else np.zeros(())
+            found.append(self._limits(norms, NUMPY))
+        return self._slices(tuple(found))
+
+    def _limits(self, norms: Any, xp: Arithmetic) -> Any:
+        sound = xp.where(xp.isfinite(norms), norms, 0.0)
+        return self.ratio * (xp.maximum(sound, self.min_norm) + self.eps)
+
+    def axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the dims over which a unit of a tensor of this shape spans; None: left alone."""
+        return self._slices(()).axes(shape)
+
+    def _slices(self, limits: tuple[Any, ...]) -> SliceClipping:
+        return SliceClipping(limits, None, action=Action(self.eps), span=self._span)
 
     def _span(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the dims over which a unit of a tensor of this shape spans."""
@@ -228,7 +267,7 @@ class _WeightClipper(Clipper, register=False):
         self._agc = agc
         self.weights: Mapping[str, Array] = {}
         super().__init__(
-            agc.slices(()) if agc.unit == "output" else self._whole(()),
+            NormClipping(Constant((0.0,))),
             scope="global" if agc.unit == "global" else "tensor",
             exclude=exclude,
             on_nonfinite=on_nonfinite,
@@ -256,37 +295,4 @@ class _WeightClipper(Clipper, register=False):
                 f"it was given {', '.join(map(repr, self.weights))}"
             )
         weights = [self.weights[name] for name in groups.names]
-        backend = backend_of(weights[0])
-        views = backend.host(weights)
-        if weights and len(views.remote) == len(views):
-            # On a device the limits are worked out there (see `_native_step`).
-            return self._agc.slices(()) if self._agc.unit == "output" else self._whole(())
-        with np.errstate(all="ignore"):
-            if self._agc.unit != "output":
-                norms = np.atleast_1d(l2_norms(weights, views, groups, backend))
-                return self._whole(tuple(self._limits(norms).tolist()))
-            limits = []
-            axes = self._agc.slices(()).axes
-            for view in dense_views(weights, views, backend):
-                span = axes(view.shape)
-                norms = slice_measures(np.atleast_1d(view), span, 2) if span else np.zeros(())
-                limits.append(self._limits(norms))
-            return self._agc.slices(tuple(limits))
-
-    def _limits(self, norms: Float64) -> Float64:
-        norms = np.where(np.isfinite(norms), norms, 0.0)
-        return self._agc.ratio * (np.maximum(norms, self._agc.min_norm) + self._agc.eps)
-
-    def _whole(self, limits: tuple[float, ...]) -> NormClipping:
-        return NormClipping(Constant(limits), eps=self._agc.eps)
-
-    def _native_step(
-        self,
-        transform: Transform,
-        values: Sequence[Array],
-        groups: Groups,
-        backend: Backend,
-        state: Any,
-    ) -> NativeStep:
-        weights = [self.weights[name] for name in groups.names]
-        return weight_step(self._agc, values, weights, groups, backend)
+        return self._agc.transform(weights, groups, backend_of(weights[0]))

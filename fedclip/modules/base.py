@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from contextvars import Context
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from declearn.model.api import Vector
@@ -20,56 +20,20 @@ from declearn.optimizer.modules import AuxVar, OptiModule
 from fedclip import parameters, states
 from fedclip.arrays import Arena, Array, Backend, Views, backend_of
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError
-from fedclip.measures.l2 import Numbers
 from fedclip.privacy import Context as Known
 from fedclip.privacy import Map, analyse, kinds
 from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
 from fedclip.scopes import Groups, Scope, check_exclude, check_scope, resolve
 from fedclip.states import Statistics
-from fedclip.transforms.native import NativeStep, is_native, native_step
-from fedclip.transforms.norm import MARGIN, Outcome
+from fedclip.transforms import MARGIN, Gradient, Outcome, Transform
 
-__all__ = ["Clipper", "Transform"]
+__all__ = ["Clipper"]
 
 _POLICIES = ("skip", "raise", "propagate")
 # NumPy keeps in a context variable what it does about floating-point errors. To call a function
 # in a copy of this context, where it ignores them, takes a tenth of what `np.errstate` takes.
 _QUIET = Context()
 _QUIET.run(np.seterr, all="ignore")
-
-
-class Transform(Protocol):
-    """What a clipper is made of, such as `fedclip.transforms.norm.NormClipping`."""
-
-    array_fields: ClassVar[tuple[str, ...]]
-    """Names of the arrays that are kept for each tensor, if any."""
-
-    def init(self, groups: Groups) -> Any:
-        """Return the state before the first step: a NamedTuple of arrays over groups."""
-
-    def measure(
-        self,
-        arrays: Sequence[Array],
-        views: Views,
-        groups: Groups,
-        backend: Backend,
-    ) -> Numbers:
-        """Return all that is read off the arrays; finite if, and only if, they are."""
-
-    def step(
-        self,
-        arrays: Sequence[Array],
-        groups: Groups,
-        backend: Backend,
-        measured: Numbers,
-        state: Any,
-        views: Views,
-        kept: Statistics,
-    ) -> Outcome:
-        """Clip one gradient; what was measured is finite.
-
-        `kept` holds the arrays of `array_fields` by tensor, and is updated in place.
-        """
 
 
 class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
@@ -224,11 +188,12 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         if not (views.remote or any(views.sizes)):
             # There is nothing to measure, and nothing that statistics should learn from.
             return arrays
+        gradient = Gradient(values, groups, backend, views, self._arrays)
         outputs: Sequence[Array] | None
         if self._stays_on_device(transform, views):
-            outputs = self._clip_on_device(transform, values, groups, backend)
+            outputs = self._clip_on_device(transform, gradient)
         else:
-            outputs = self._clip_on_host(transform, values, groups, backend, views)
+            outputs = self._clip_on_host(transform, gradient)
         if outputs is None:
             return arrays
         clipped = dict(arrays)
@@ -236,62 +201,43 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         clipped.update(zip(groups.names, outputs))  # noqa: B905
         return clipped
 
-    def _clip_on_host(
-        self,
-        transform: Transform,
-        values: Sequence[Array],
-        groups: Groups,
-        backend: Backend,
-        views: Views,
-    ) -> Sequence[Array] | None:
+    def _clip_on_host(self, transform: Transform, gradient: Gradient) -> Any:
+        groups = gradient.groups
         if self._on_device:
             fresh, labels = transform.init(groups), groups.labels
             self._state = states.load(fresh, states.dump(self._state, labels), labels)
             self._on_device = False
         quiet = _QUIET.copy()
-        measured = quiet.run(transform.measure, values, views, groups, backend)
+        measured = quiet.run(transform.measure, gradient)
         finite = math.isfinite(measured) if type(measured) is float else np.isfinite(measured).all()
         if not finite:
-            bad = self._report_nonfinite(values, groups, backend)
-            return self._replace_nonfinite(values, groups, backend, bad)
-        state, kept = self._state, self._arrays
-        outputs, self._state, norms, limits, clipped = quiet.run(
-            transform.step, values, groups, backend, measured, state, views, kept
-        )
-        self._last, self._bad = (norms, limits, clipped), ()
-        self._recorder.add(groups.labels, norms, limits, clipped)
-        return outputs
+            return self._replace_nonfinite(gradient, self._report_nonfinite(gradient))
+        outcome = quiet.run(transform.step, gradient, measured, self._state)
+        self._note(outcome, groups)
+        return outcome.outputs
 
     def _stays_on_device(self, transform: Transform, views: Views) -> bool:
         # To raise, or to do what has no form for devices, the host has to wait for the device.
         return (
             len(views.remote) == len(views)
             and self.on_nonfinite != "raise"
-            and is_native(transform)
+            and transform.runs_on_device
         )
 
-    def _clip_on_device(
-        self, transform: Transform, values: Sequence[Array], groups: Groups, backend: Backend
-    ) -> Sequence[Array]:
+    def _clip_on_device(self, transform: Transform, gradient: Gradient) -> Any:
         state = self._state
         if not self._on_device:
-            columns = (backend.asarray(np.atleast_1d(c), like=values[0]) for c in state)
-            state, self._on_device = type(state)(*columns), True
-        step = self._native_step(transform, values, groups, backend, state)
-        numbers = step.norms, step.limits, step.clipped
-        self._last, self._state, self._bad = numbers, step.state, ()
-        self._recorder.add(groups.labels, *numbers, lazy=True)
-        return step.outputs
+            asarray, like = gradient.backend.asarray, gradient.arrays[0]
+            state = type(state)(*(asarray(np.atleast_1d(c), like=like) for c in state))
+            self._on_device = True
+        outcome = transform.device_step(gradient, state, self.on_nonfinite)
+        self._note(outcome, gradient.groups, lazy=True)
+        return outcome.outputs
 
-    def _native_step(
-        self,
-        transform: Transform,
-        values: Sequence[Array],
-        groups: Groups,
-        backend: Backend,
-        state: Any,
-    ) -> NativeStep:
-        return native_step(transform, values, groups, backend, state, self.on_nonfinite)
+    def _note(self, outcome: Outcome, groups: Groups, lazy: bool = False) -> None:
+        _, self._state, norms, limits, clipped, _ = outcome
+        self._last, self._bad = (norms, limits, clipped), ()
+        self._recorder.add(groups.labels, norms, limits, clipped, lazy=lazy)
 
     @property
     def rounds(self) -> list[RoundRecord]:
@@ -383,16 +329,14 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
                 )
         return backend
 
-    def _report_nonfinite(
-        self, values: Sequence[Array], groups: Groups, backend: Backend
-    ) -> tuple[int, ...]:
+    def _report_nonfinite(self, gradient: Gradient) -> tuple[int, ...]:
         """Count the step, warn or raise; return the positions of the arrays to blame."""
         bad = tuple(
             i
-            for i, value in enumerate(values)
-            if not np.isfinite(np.asarray(backend.to_host(value), dtype=np.float64)).all()
+            for i, value in enumerate(gradient.arrays)
+            if not np.isfinite(np.asarray(gradient.backend.to_host(value), dtype=np.float64)).all()
         )
-        self._bad = tuple(groups.names[i] for i in bad) or ("a norm beyond float64",)
+        self._bad = tuple(gradient.groups.names[i] for i in bad) or ("a norm beyond float64",)
         names = ", ".join(repr(name) for name in self._bad)
         if self.on_nonfinite == "raise":
             raise NonFiniteError(f"{self.name}: NaN or infinity in {names}")
@@ -410,12 +354,14 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         return bad
 
     def _replace_nonfinite(
-        self, values: Sequence[Array], groups: Groups, backend: Backend, bad: tuple[int, ...]
-    ) -> list[Array] | None:
+        self, gradient: Gradient, bad: tuple[int, ...]
+    ) -> Sequence[Array] | None:
+        values, backend = gradient.arrays, gradient.backend
         if self.on_nonfinite == "skip":
             return [backend.zeros_like(value) for value in values]
         # Without a single array to blame, a norm beyond float64 is everybody's.
-        hit = {i for m in groups.members if not bad or set(m) & set(bad) for i in m}
+        members = gradient.groups.members
+        hit = {i for m in members if not bad or set(m) & set(bad) for i in m}
         outputs = list(values)
         for i in hit:
             (outputs[i],) = backend.scale([values[i]], math.nan, Arena())

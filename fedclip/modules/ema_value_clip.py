@@ -11,7 +11,7 @@ from fedclip.modules.base import Clipper
 from fedclip.privacy import kinds
 from fedclip.rules.elementwise import EmaValue
 from fedclip.scopes import Scope
-from fedclip.transforms.value import PastClipping
+from fedclip.transforms.past import PastClipping
 
 __all__ = ["EmaValueClip"]
 

@@ -12,7 +12,7 @@ from fedclip.modules.base import Clipper
 from fedclip.privacy import kinds
 from fedclip.rules.growth import Growth
 from fedclip.scopes import Scope
-from fedclip.transforms.norm import NormClipping
+from fedclip.transforms import Action, NormClipping
 
 __all__ = ["GrowthClip"]
 
@@ -137,7 +137,7 @@ class GrowthClip(Clipper):
             eps=self.eps,
         )
         super().__init__(
-            NormClipping(rule, self.ord, self.eps, skip=self.on_spike == "skip"),
+            NormClipping(rule, self.ord, Action(self.eps, skip=self.on_spike == "skip")),
             scope=scope,
             exclude=exclude,
             on_nonfinite=on_nonfinite,

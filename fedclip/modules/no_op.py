@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from fedclip import parameters
-from fedclip.arrays import Array, Backend
 from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
 from fedclip.privacy import kinds
 from fedclip.rules.constant import Constant
-from fedclip.scopes import Groups, Scope
-from fedclip.transforms.norm import NormClipping
+from fedclip.scopes import Scope
+from fedclip.transforms import Gradient, NormClipping
 
 __all__ = ["NoOp"]
 
@@ -87,7 +86,5 @@ class NoOp(Clipper):
             on_nonfinite=on_nonfinite,
         )
 
-    def _replace_nonfinite(
-        self, values: Sequence[Array], groups: Groups, backend: Backend, bad: tuple[int, ...]
-    ) -> None:
+    def _replace_nonfinite(self, gradient: Gradient, bad: tuple[int, ...]) -> None:
         return None

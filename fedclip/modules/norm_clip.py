@@ -10,12 +10,12 @@ from typing import ClassVar
 
 from fedclip import parameters
 from fedclip.measures import Order, check_order
-from fedclip.modules.base import Clipper, Transform
+from fedclip.modules.base import Clipper
 from fedclip.privacy import kinds
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope
-from fedclip.transforms.norm import NormClipping
-from fedclip.transforms.slice import SliceClipping, check_dims
+from fedclip.transforms import Action, NormClipping, SliceClipping, Transform
+from fedclip.transforms.slice import check_dims
 
 __all__ = ["NormClip"]
 
@@ -132,12 +132,13 @@ class NormClip(Clipper):
         self.min_size = parameters.integer(1, min_size=min_size)
         self.dims = check_dims(dims, scope, self.inverse_dims, self.min_size)
         transform: Transform
+        action = Action(self.eps, self.min_norm)
         if self.dims is None and self.min_size == 1:
-            transform = NormClipping(Constant((limit,)), self.ord, self.eps, self.min_norm)
+            transform = NormClipping(Constant((limit,)), self.ord, action)
         else:
             dims_ = None if self.dims is None else tuple(self.dims)
             transform = SliceClipping(
-                limit, dims_, self.inverse_dims, self.min_size, self.ord, self.eps, self.min_norm
+                limit, dims_, self.inverse_dims, self.min_size, self.ord, action
             )
         super().__init__(
             transform,

@@ -9,12 +9,12 @@ from typing import ClassVar
 
 from fedclip import parameters
 from fedclip.measures import Order, check_order
-from fedclip.modules.base import Clipper, Transform
+from fedclip.modules.base import Clipper
 from fedclip.privacy import kinds
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope
-from fedclip.transforms.norm import NormClipping
-from fedclip.transforms.slice import SliceClipping, check_dims
+from fedclip.transforms import Action, NormClipping, SliceClipping, Transform
+from fedclip.transforms.slice import check_dims
 
 __all__ = ["Normalize"]
 
@@ -118,9 +118,10 @@ class Normalize(Clipper):
         self.inverse_dims = parameters.boolean(inverse_dims=inverse_dims)
         self.min_size = parameters.integer(1, min_size=min_size)
         self.dims = check_dims(dims, scope, self.inverse_dims, self.min_size)
+        action = Action(self.eps, rescale=True)
         transform: Transform
         if self.dims is None and self.min_size == 1:
-            transform = NormClipping(Constant((self.norm,)), self.ord, self.eps, rescale=True)
+            transform = NormClipping(Constant((self.norm,)), self.ord, action)
         else:
             transform = SliceClipping(
                 self.norm,
@@ -128,8 +129,7 @@ class Normalize(Clipper):
                 self.inverse_dims,
                 self.min_size,
                 self.ord,
-                self.eps,
-                rescale=True,
+                action,
             )
         super().__init__(
             transform,

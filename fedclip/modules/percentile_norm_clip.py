@@ -13,7 +13,7 @@ from fedclip.privacy import kinds
 from fedclip.rules.percentile import Percentile
 from fedclip.rules.quantiles import LARGEST, Markers, Quantile, Stream, Window, check_window
 from fedclip.scopes import Scope
-from fedclip.transforms.norm import NormClipping
+from fedclip.transforms import Action, NormClipping
 
 __all__ = ["PercentileNormClip"]
 
@@ -206,7 +206,7 @@ class PercentileNormClip(SharedClipper):
             eps=self.eps,
         )
         super().__init__(
-            NormClipping(rule, self.ord, self.eps, skip=self.on_spike == "skip"),
+            NormClipping(rule, self.ord, Action(self.eps, skip=self.on_spike == "skip")),
             scope=scope,
             exclude=exclude,
             on_nonfinite=on_nonfinite,

@@ -11,7 +11,8 @@ from declearn.optimizer.modules import AuxVar
 from fedclip import parameters
 from fedclip.federation.statistics.client import SharedStatistics
 from fedclip.federation.statistics.messages import FedclipSharedState
-from fedclip.modules.base import Clipper, Transform
+from fedclip.modules.base import Clipper
+from fedclip.transforms import Transform
 
 __all__ = ["SharedClipper"]
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from fedclip import parameters
-from fedclip.modules.base import Clipper, Transform
+from fedclip.modules.base import Clipper
 from fedclip.privacy import kinds
 from fedclip.scopes import Groups, Scope
-from fedclip.transforms.value import ValueClipping
+from fedclip.transforms import Transform, ValueClipping
 
 __all__ = ["ValueClip"]
 

@@ -372,7 +372,7 @@ def weight_limit(regularizer: Any, context: Context) -> Map:
 
 def _unit_axes(regularizer: Any) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:
     if regularizer.unit == "output":
-        axes: Callable[[tuple[int, ...]], tuple[int, ...] | None] = regularizer.slices(()).axes
+        axes: Callable[[tuple[int, ...]], tuple[int, ...] | None] = regularizer.axes
         return axes
     return lambda shape: tuple(range(len(shape or (1,))))
 

@@ -1,2 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a clipper does to a gradient, one file for each way of looking at it."""
+"""What a clipper does to a gradient: by norm, by value, by slice, by moment, by average.
+
+Each class holds its step for the host and, where it can, its step for devices and compiled code.
+"""
+
+from fedclip.transforms.action import MARGIN, Action
+from fedclip.transforms.base import Gradient, Outcome, Transform
+from fedclip.transforms.norm import NormClipping
+from fedclip.transforms.slice import SliceClipping
+from fedclip.transforms.value import ValueClipping
+
+__all__ = [
+    "MARGIN",
+    "Action",
+    "Gradient",
+    "NormClipping",
+    "Outcome",
+    "SliceClipping",
+    "Transform",
+    "ValueClipping",
+]

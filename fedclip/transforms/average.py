@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The way of a gradient that is held to the norm of its own moving average.
+r"""Limits at the norm of the moving average of the gradient itself.
 
 ::
 
@@ -13,22 +13,22 @@ The average sees every gradient before it is clipped, the current one included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import NUMPY, Array, Backend, HostView, Views
-from fedclip.measures import Order, degree
-from fedclip.measures.l2 import CHUNK, Float64, Numbers, decode, exact_norm
-from fedclip.rules import CLEAR, NoState
+from fedclip.arrays import NUMPY, HostView, Views
+from fedclip.measures import Float64, Numbers, Order, degree, exact_norm
+from fedclip.measures.l2 import CHUNK, decode
+from fedclip.rules import CLEAR, NoState, State
 from fedclip.rules.constant import Constant
 from fedclip.rules.elementwise import blend, step_size
 from fedclip.scopes import Groups
-from fedclip.states import Statistics
-from fedclip.transforms.norm import CLOSE, NormClipping, Outcome
-from fedclip.transforms.value import PAST, dense_views, recall
+from fedclip.transforms.action import Action
+from fedclip.transforms.base import Gradient, Outcome, Transform
+from fedclip.transforms.norm import CLOSE, NormClipping
+from fedclip.transforms.past import PAST, recall
 
 __all__ = ["AverageClipping", "AverageState"]
 
@@ -41,7 +41,7 @@ class AverageState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AverageClipping:
+class AverageClipping(Transform):
     """Clip to, or bring to (`rescale`), the norm of the moving average.
 
     Attributes
@@ -68,35 +68,18 @@ class AverageClipping:
         """Return the state before the first step."""
         return AverageState(np.zeros(len(groups)), np.zeros(len(groups)))
 
-    def measure(
-        self,
-        arrays: Sequence[Array],
-        views: Views,
-        groups: Groups,
-        backend: Backend,
-    ) -> Numbers:
+    def measure(self, gradient: Gradient) -> Numbers:
         """Return the norm of each group."""
-        return self._clipping(()).measure(arrays, views, groups, backend)
+        return self._clipping(()).measure(gradient)
 
     def _clipping(self, limits: tuple[float, ...]) -> NormClipping:
-        return NormClipping(Constant(limits), self.ord, rescale=self.rescale)
+        return NormClipping(Constant(limits), self.ord, Action(rescale=self.rescale))
 
-    def step(
-        self,
-        arrays: Sequence[Array],
-        groups: Groups,
-        backend: Backend,
-        measured: Numbers,
-        state: AverageState,
-        views: Views,
-        kept: Statistics,
-    ) -> Outcome:
+    def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
         """Clip one gradient whose norms, all finite, have been measured."""
-        local = dense_views(arrays, views, backend)
-        # All at once, so that nothing is changed if one of them does not fit.
-        memories = [recall(n, view, kept) for n, view in zip(groups.names, local, strict=True)]
-        for name, view, memory in zip(groups.names, local, memories, strict=True):
-            kept[name] = memory
+        groups, local = gradient.groups, gradient.dense()
+        memories = recall(gradient, local)
+        for view, memory in zip(local, memories, strict=True):
             self._learn(view, memory)
         first = np.atleast_1d(state.count) == 0
         sizes = self._restrained([m["past"] for m in memories], groups, state, first)
@@ -110,7 +93,7 @@ class AverageClipping:
             # The average of one gradient is that gradient, whatever the rounding of its norm.
             limits = np.where(first, np.maximum(sizes, CLEAR * np.atleast_1d(measured)), sizes)
         clipping = self._clipping(tuple(limits.tolist()))
-        outcome = clipping.step(arrays, groups, backend, measured, NoState(), views, kept)
+        outcome = clipping.step(gradient, measured, NoState())
         return outcome._replace(state=AverageState(sizes, np.atleast_1d(state.count) + 1))
 
     def _learn(self, view: HostView, memory: dict[str, Any]) -> None:
@@ -131,7 +114,7 @@ class AverageClipping:
         self, means: list[Any], groups: Groups, state: AverageState, first: Any
     ) -> Float64:
         """Return the norms of the averages, which are shrunk in place if they grow too fast."""
-        sizes = np.array(self.measure(means, Views(means), groups, NUMPY), ndmin=1)
+        sizes = np.array(self.measure(Gradient(means, groups, NUMPY, Views(means))), ndmin=1)
         if self.max_growth is None:
             return sizes
         before = np.where(first, sizes, np.atleast_1d(state.norm))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a gradient whose mean is taken away, and that is divided by its deviation.
+"""Mean taken away, and division by the deviation.
 
 Means and deviations are taken in float64, and so is the arithmetic on each element. What is
 larger than the largest finite number of the dtype becomes that number.
@@ -10,28 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from fedclip.arrays import Arena, Array, Backend, HostView, Views
-from fedclip.measures import measure
-from fedclip.measures.l2 import (
-    CHUNK,
-    Float64,
-    Numbers,
-    blocks,
-    decode,
-    encode,
-    extremes,
-    square_sums,
-)
-from fedclip.rules import NoState
+from fedclip.arrays import Arena, HostView
+from fedclip.measures import Float64, Numbers, measure
+from fedclip.measures.l2 import CHUNK, blocks, decode, encode, extremes, square_sums
+from fedclip.rules import State
 from fedclip.scopes import Groups
-from fedclip.states import Statistics
-from fedclip.transforms.norm import Outcome
+from fedclip.transforms.base import Gradient, Outcome, Transform
 from fedclip.transforms.slice import spanned
-from fedclip.transforms.value import dense_views, host_dtype
 
 __all__ = ["Centralizing", "Standardizing"]
 
@@ -78,31 +67,19 @@ def _shifted(view: HostView, centre: Any, dtype: np.dtype[Any], arena: Arena) ->
 
 
 @dataclass(frozen=True)
-class Centralizing:
+class Centralizing(Transform):
     """Subtract the mean of each slice, tensor, or (`pooled`) group."""
-
-    array_fields: ClassVar[tuple[str, ...]] = ()
 
     dims: tuple[int, ...] | None
     inverse_dims: bool
     min_size: int
     pooled: bool
 
-    def init(self, groups: Groups) -> NoState:
-        """Return the state, of which there is none."""
-        return NoState()
-
-    def measure(
-        self,
-        arrays: Sequence[Array],
-        views: Views,
-        groups: Groups,
-        backend: Backend,
-    ) -> Float64:
+    def measure(self, gradient: Gradient) -> Float64:
         """Return all means: of groups; or of the slices of all arrays, one after the other."""
-        local = dense_views(arrays, views, backend)
+        local = gradient.dense()
         if self.pooled:
-            return np.array([_mean([local[i] for i in m]) for m in groups.members])
+            return np.array([_mean([local[i] for i in m]) for m in gradient.groups.members])
         parts = [np.zeros(0)]
         for view in local:
             axes = self._axes(view.shape)
@@ -116,27 +93,18 @@ class Centralizing:
             return None
         return axes
 
-    def step(
-        self,
-        arrays: Sequence[Array],
-        groups: Groups,
-        backend: Backend,
-        measured: Numbers,
-        state: NoState,
-        views: Views,
-        kept: Statistics,
-    ) -> Outcome:
+    def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
         """Centre one gradient; for the record, a norm is the largest mean, and the limit 0."""
-        local = dense_views(arrays, views, backend)
+        groups, local = gradient.groups, gradient.dense()
         arena = Arena([view.nbytes for view in local])
-        outputs = list(arrays)
+        outputs = list(gradient.arrays)
         largest = np.zeros(len(groups))
         for i, centre in enumerate(self._centres(local, groups, np.asarray(measured))):
             peak = np.abs(centre).max(initial=0.0)
             largest[groups.index[i]] = max(largest[groups.index[i]], peak)
             if peak > 0:
-                result = _shifted(local[i], centre, host_dtype(backend, arrays[i]), arena)
-                outputs[i] = backend.from_host(result, backend.dense(arrays[i]))
+                result = _shifted(local[i], centre, gradient.host_dtype(i), arena)
+                outputs[i] = gradient.from_host(i, result)
         changed = largest > 0
         limits = np.zeros(len(groups))
         return Outcome(outputs if changed.any() else None, state, largest, limits, changed)
@@ -165,27 +133,15 @@ class Centralizing:
 
 
 @dataclass(frozen=True)
-class Standardizing:
+class Standardizing(Transform):
     """Subtract the mean of each group, and divide by its standard deviation + eps."""
-
-    array_fields: ClassVar[tuple[str, ...]] = ()
 
     eps: float
 
-    def init(self, groups: Groups) -> NoState:
-        """Return the state, of which there is none."""
-        return NoState()
-
-    def measure(
-        self,
-        arrays: Sequence[Array],
-        views: Views,
-        groups: Groups,
-        backend: Backend,
-    ) -> Float64:
+    def measure(self, gradient: Gradient) -> Float64:
         """Return mean and standard deviation of each group."""
-        local = dense_views(arrays, views, backend)
-        return np.array([self._moments([local[i] for i in m]) for m in groups.members])
+        local = gradient.dense()
+        return np.array([self._moments([local[i] for i in m]) for m in gradient.groups.members])
 
     @staticmethod
     def _moments(views: Sequence[HostView]) -> tuple[float, float]:
@@ -203,29 +159,20 @@ class Standardizing:
             return mean, math.sqrt(variance)
         return mean, measure(views, "std")
 
-    def step(
-        self,
-        arrays: Sequence[Array],
-        groups: Groups,
-        backend: Backend,
-        measured: Numbers,
-        state: NoState,
-        views: Views,
-        kept: Statistics,
-    ) -> Outcome:
+    def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
         """Standardise one gradient; for the record, a norm is a deviation, and the limit 1."""
-        local = dense_views(arrays, views, backend)
+        groups, local = gradient.groups, gradient.dense()
         arena = Arena([view.nbytes for view in local])
         means, deviations = np.asarray(measured).T
-        outputs = list(arrays)
+        outputs = list(gradient.arrays)
         for mean, deviation, members in zip(means, deviations, groups.members, strict=True):
             if sum(local[i].size for i in members) < 2 or not (mean or deviation):
                 continue
             for i in members:
-                result = arena.empty(local[i].shape, host_dtype(backend, arrays[i]))
+                result = arena.empty(local[i].shape, gradient.host_dtype(i))
                 self._write(local[i], mean, deviation, result)
-                outputs[i] = backend.from_host(result, backend.dense(arrays[i]))
-        changed = any(new is not old for new, old in zip(outputs, arrays, strict=True))
+                outputs[i] = gradient.from_host(i, result)
+        changed = any(new is not old for new, old in zip(outputs, gradient.arrays, strict=True))
         limits = np.ones(len(groups))
         return Outcome(outputs if changed else None, state, deviations, limits, deviations > limits)
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a gradient whose groups are slices of each array along dimensions.
+"""Limits on the norm of each slice of each array, along dimensions.
 
 ::
 
     dims   = those of the array, negative ones counted from the end; or all but those (inverse)
     m      = measure of each slice that spans `dims`
-    k      = limit / m  where m > limit, else 1     (or as `min_norm` and `rescale` say)
+    k      = limit / m  where m > limit, else 1              (fedclip.transforms.action)
     output = the array itself where all k = 1, else  k (1 - margin) * array
 
 An array without any of the dims, or whose slices have fewer than `min_size` elements, is left
@@ -16,20 +16,18 @@ that it stands for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from fedclip.arrays import Array, Backend, Views
-from fedclip.measures import Order, degree, slice_measures
-from fedclip.measures.l2 import Float64, Numbers
-from fedclip.rules import NoState
-from fedclip.scopes import Groups, check_scope
-from fedclip.states import Statistics
-from fedclip.transforms.norm import MARGIN, Outcome
-from fedclip.transforms.value import dense_views
+from fedclip.arrays import NUMPY, Array, Backend
+from fedclip.measures import Float64, Numbers, Order, degree, slice_measures
+from fedclip.rules import State
+from fedclip.scopes import check_scope
+from fedclip.transforms.action import MARGIN, SCALE_DOWN, Action
+from fedclip.transforms.base import Gradient, Outcome, Transform
 
 __all__ = ["SliceClipping", "check_dims", "spanned"]
 
@@ -64,59 +62,52 @@ def spanned(ndim: int, dims: tuple[int, ...] | None, inverse: bool) -> tuple[int
 
 
 @dataclass(frozen=True)
-class SliceClipping:
+class SliceClipping(Transform):
     """A limit on the measure of every slice; see `fedclip.transforms.norm.NormClipping`.
 
     Attributes
     ----------
     limit
         One for all slices; or an array for each array, with a limit for each of its slices.
+    dims, inverse_dims, min_size
+        What a slice spans (see `spanned`), and how many elements it must have.
+    ord, action
+        What is measured, and what becomes of a slice, given measure and limit.
     span
         The dims that slices of an array of some shape span, where `dims` can not say it.
     """
 
-    array_fields: ClassVar[tuple[str, ...]] = ()
-
-    limit: float | tuple[Float64, ...]
+    limit: float | tuple[Any, ...]
     dims: tuple[int, ...] | None
     inverse_dims: bool = False
     min_size: int = 1
     ord: Order = 2
-    eps: float = 0.0
-    min_norm: float | None = None
-    rescale: bool = False
+    action: Action = SCALE_DOWN
     span: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
 
-    def init(self, groups: Groups) -> NoState:
-        """Return the state, of which there is none."""
-        return NoState()
+    def axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the dims that the slices span; None if the array is left alone."""
+        shape = shape or (1,)
+        if self.span is None:
+            axes = spanned(len(shape), self.dims, self.inverse_dims)
+        else:
+            axes = self.span(shape)
+        size = math.prod(shape[a] for a in axes)
+        return axes if axes and size and math.prod(shape) and size >= self.min_size else None
 
-    def measure(
-        self,
-        arrays: Sequence[Array],
-        views: Views,
-        groups: Groups,
-        backend: Backend,
-    ) -> Float64:
+    # -- on the host --------------------------------------------------------------------------
+    def measure(self, gradient: Gradient) -> Float64:
         """Return the measures of all slices of all arrays, one after the other."""
         parts = [np.zeros(0)]
-        for local in dense_views(arrays, views, backend):
+        for local in gradient.dense():
             axes = self.axes(local.shape)
             if axes is not None:
                 parts.append(slice_measures(np.atleast_1d(local), axes, self.ord).ravel())
         return np.concatenate(parts)
 
-    def step(
-        self,
-        arrays: Sequence[Array],
-        groups: Groups,
-        backend: Backend,
-        measured: Numbers,
-        state: NoState,
-        views: Views,
-        kept: Statistics,
-    ) -> Outcome:
+    def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
         """Clip one gradient; for the record, the norm of an array is that of its worst slice."""
+        arrays, groups, backend = gradient.arrays, gradient.groups, gradient.backend
         measures = np.asarray(measured)
         outputs = list(arrays)
         worst = np.zeros(len(groups))
@@ -138,34 +129,19 @@ class SliceClipping:
             if ratios[most] > excess[group]:
                 excess[group] = ratios[most]
                 worst[group], limits[group] = norms[most], limit[most]
-            factors = self._factors(norms, limit)
+            factors = self._factors(norms, limit, MARGIN[backend.dtype(array)])
             if (factors != 1.0).any():
-                factors[factors != 1.0] *= 1.0 - MARGIN[backend.dtype(array)]
                 outputs[i] = self._scale(backend.dense(array), factors, backend)
         changed = any(new is not old for new, old in zip(outputs, arrays, strict=True))
-        clipped = worst + self.eps > limits
+        clipped = worst + self.action.eps > limits
         return Outcome(outputs if changed else None, state, worst, limits, clipped)
 
-    def axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the dims that the slices span; None if the array is left alone."""
-        shape = shape or (1,)
-        if self.span is None:
-            axes = spanned(len(shape), self.dims, self.inverse_dims)
-        else:
-            axes = self.span(shape)
-        size = math.prod(shape[a] for a in axes)
-        return axes if axes and size and math.prod(shape) and size >= self.min_size else None
-
-    def _factors(self, norms: Float64, limit: Float64) -> Float64:
-        k = np.where(norms + self.eps > limit, limit / (norms + self.eps), 1.0)
-        if self.rescale:
-            k = limit / (norms + self.eps)
-        elif self.min_norm is not None:
-            k = np.where(norms < self.min_norm, np.minimum(self.min_norm, limit) / norms, k)
+    def _factors(self, norms: Float64, limit: Float64, margin: float) -> Float64:
+        decision = self.action.decide(norms, limit, NUMPY)
         # A ratio beyond float64 is as large as it can be.
-        k = np.where(norms > 0, np.minimum(k, np.finfo(np.float64).max), 1.0)
-        result: Float64 = k ** (1.0 / degree(self.ord))
-        return result
+        k = np.minimum(decision.ratio(NUMPY), np.finfo(np.float64).max)
+        k = k ** (1.0 / degree(self.ord))
+        return np.where(decision.moved & (k != 1.0), k * (1.0 - margin), 1.0)
 
     @staticmethod
     def _scale(array: Array, factors: Any, backend: Backend) -> Array:
@@ -177,3 +153,49 @@ class SliceClipping:
             factors = np.ldexp(factors, -half)
         shape = factors.shape if tuple(array.shape) else ()
         return backend.scale_slices(array, factors.reshape(shape))
+
+    # -- on a device, or in compiled code -----------------------------------------------------
+    @property
+    def runs_on_device(self) -> bool:
+        """Whether there is a step for devices: for the L2 norm."""
+        return self.ord == 2
+
+    def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
+        """Clip one gradient slice by slice, in the framework's own operations.
+
+        The limit may be a tuple of arrays of the framework, one for each array.
+        """
+        if not self.runs_on_device:
+            return super().device_step(gradient, state, on_nonfinite)
+        arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
+        norms: dict[int, Array] = {}
+        for i, array in enumerate(arrays):
+            axes = self.axes(tuple(array.shape))
+            if axes is not None:
+                norms[i] = xp.slice_norms(array if len(array.shape) else array[None], axes)
+        finite = xp.asarray([1.0], like=arrays[0])[0] > 0
+        for sizes in norms.values():
+            finite = finite & xp.all(xp.isfinite(sizes))
+        outputs = list(arrays)
+        worst = [xp.asarray([0.0], like=arrays[0])[0] for _ in groups.labels]
+        limits = [xp.asarray([math.inf], like=arrays[0])[0] for _ in groups.labels]
+        for i, sizes in norms.items():
+            array, group = arrays[i], groups.index[i]
+            limit = (self.limit[i] if isinstance(self.limit, tuple) else self.limit) + 0.0 * sizes
+            decision = self.action.decide(sizes, limit, xp)
+            k = decision.ratio(xp) * (1.0 - MARGIN[xp.dtype(array)])
+            k = xp.where(decision.moved, k, 1.0)
+            if on_nonfinite == "propagate":
+                k = xp.where(xp.isfinite(sizes), k, float("nan") * sizes)
+            output = xp.multiply_slices(array if len(array.shape) else array[None], k)
+            outputs[i] = output if len(array.shape) else output[0]
+            # For the record: the slice that is furthest over its limit, or nearest to it.
+            excess = xp.max(sizes / limit)
+            ahead = excess > worst[group] / limits[group]
+            largest = xp.max(sizes)
+            worst[group] = xp.where(ahead, largest, worst[group])
+            limits[group] = xp.where(ahead, largest / excess, limits[group])
+        if on_nonfinite == "skip":
+            outputs = xp.keep_if(finite, outputs)
+        sizes, bounds = xp.stack(worst), xp.stack(limits)
+        return Outcome(outputs, state, sizes, bounds, (sizes > bounds) & finite, finite)

@@ -25,7 +25,7 @@ from fedclip.measures import Order, measure
 from fedclip.measures.l2 import Float64, l2_norms
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope, resolve
-from fedclip.transforms.norm import MARGIN, NormClipping
+from fedclip.transforms import MARGIN, Gradient, NormClipping
 
 __all__ = ["Clipped", "UpdateClipping", "averaged", "peaks", "signature", "zeros"]
 
@@ -197,13 +197,13 @@ def _clip(
     if not values:
         return np.zeros(0), None, False
     backend = backend_of(values[0])
-    views = backend.host(values)
+    gradient = Gradient(values, groups, backend, backend.host(values))
     transform = NormClipping(Constant(limits))
     with np.errstate(all="ignore"):
-        norms = transform.measure(values, views, groups, backend)
+        norms = transform.measure(gradient)
         if not np.isfinite(norms).all():
             return np.atleast_1d(norms), None, False
-        outcome = transform.step(values, groups, backend, norms, transform.init(groups), views, {})
+        outcome = transform.step(gradient, norms, transform.init(groups))
     outputs = None
     if outcome.outputs is not None:
         outputs = {**arrays, **dict(zip(groups.names, outcome.outputs, strict=True))}

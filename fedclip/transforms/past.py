@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits on single elements that follow from the past of each element.
+
+What is kept of the past is an array for each tensor, in host memory; how a limit follows from
+it is said in `fedclip.rules.elementwise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fedclip.arrays import Arena, HostView
+from fedclip.measures import Float64, Numbers
+from fedclip.measures.l2 import CHUNK, decode, encode
+from fedclip.rules import State
+from fedclip.rules.elementwise import ElementRule
+from fedclip.states import Statistics
+from fedclip.transforms.base import Gradient, Outcome, Transform
+from fedclip.transforms.value import value_ranges
+
+__all__ = ["PAST", "PastClipping", "recall"]
+
+PAST = ("past", "count")
+"""Names of the arrays kept of each tensor: its past, and the number of its gradients."""
+
+
+def recall(gradient: Gradient, local: Sequence[HostView]) -> list[dict[str, Any]]:
+    """Return what is kept of each tensor, zeros if nothing is; float64 for float64 tensors.
+
+    It stays what is kept of them, and may be written to.
+
+    Raises
+    ------
+    ValueError
+        If what is kept of one does not have its shape; then nothing has changed.
+    """
+    names = gradient.groups.names
+    found = [_recall(n, v, gradient.kept) for n, v in zip(names, local, strict=True)]
+    gradient.kept.update(zip(names, found, strict=True))
+    return found
+
+
+def _recall(name: str, view: HostView, kept: Statistics) -> dict[str, Any]:
+    wide = np.dtype(np.float64 if view.dtype == np.float64 else np.float32)
+    if name not in kept:
+        return {"past": np.zeros(view.shape, wide), "count": np.zeros(())}
+    past, count = (kept[name][field] for field in PAST)
+    if past.shape != view.shape or count.shape != ():
+        raise ValueError(
+            f"the state of {name!r} is of shape {past.shape}, its gradient of {view.shape}: "
+            "load the state of this model, or none"
+        )
+    return {"past": past.astype(wide, order="C", copy=False), "count": count}
+
+
+@dataclass(frozen=True)
+class PastClipping(Transform):
+    """A limit for each element, from what a rule keeps of that element's past."""
+
+    array_fields: ClassVar[tuple[str, ...]] = PAST
+
+    rule: ElementRule
+
+    def measure(self, gradient: Gradient) -> Float64:
+        """Return the largest absolute element of each group."""
+        ranges = value_ranges(gradient)
+        return np.array(
+            [np.abs(ranges[list(members)]).max() for members in gradient.groups.members]
+        )
+
+    def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
+        """Clip one gradient; for the record, norm and limit are the largest of all elements."""
+        groups, local = gradient.groups, gradient.dense()
+        memories = recall(gradient, local)
+        arena = Arena([view.nbytes for view in local])
+        outputs = list(gradient.arrays)
+        limits = np.zeros(len(groups))
+        clipped = np.zeros(len(groups), dtype=bool)
+        for i, (view, memory) in enumerate(zip(local, memories, strict=True)):
+            output, top = self._clip(view, memory, gradient.host_dtype(i), arena)
+            group = groups.index[i]
+            limits[group] = max(limits[group], top)
+            if output is not None:
+                outputs[i] = gradient.from_host(i, output)
+                clipped[group] = True
+        largest = np.asarray(measured)
+        return Outcome(outputs if clipped.any() else None, state, largest, limits, clipped)
+
+    def _clip(
+        self, view: HostView, memory: dict[str, Any], dtype: np.dtype[Any], arena: Arena
+    ) -> tuple[HostView | None, float]:
+        """Return the output, None if nothing is clipped, and the largest limit."""
+        flat, past, count = view.reshape(-1), memory["past"].reshape(-1), float(memory["count"])
+        output: HostView | None = None
+        top = 0.0
+        # A piece stays in the cache while it is worked on, so that memory is read once.
+        for start in range(0, flat.size, CHUNK):
+            piece = slice(start, start + CHUNK)
+            values = decode(flat[piece])
+            result, limits, after = self.rule(values, past[piece], count)
+            top = max(top, float(limits.max()))
+            past[piece] = after
+            if output is None and (result != values).any():
+                output = arena.empty(flat.shape, dtype)
+                output[:start] = encode(decode(flat[:start]), dtype)
+            if output is not None:
+                output[piece] = encode(result, dtype, towards_zero=True)
+        memory["count"] = np.asarray(count + 1)
+        return None if output is None else output.reshape(view.shape), top
