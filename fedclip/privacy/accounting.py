@@ -1,5 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What a round of noise costs: the split between update and bits, and the accountant.
+r"""What noise costs: epsilon of what was released, noise for a budget, the split with the bits.
+
+=============================  ==================================================================
+releases                       accountant
+=============================  ==================================================================
+all records, or clients,       the closed form (`fedclip.privacy.gaussian`): exact, and needs no
+each time                      other package
+Poisson samples                privacy loss distributions of dp-accounting, the tightest; else
+                               Opacus' PRV accountant, else its Rényi accountant
+=============================  ==================================================================
+
+Each of them is an upper bound. Opacus' ``gdp`` is not, and is never used.
 
 With z the noise multiplier that the accountant is told, and ``sigma_b`` the standard deviation
 of the noise on the sum of the bits, each recentred to ±1/2 (Andrew et al., 2021, theorem 1)::
@@ -8,6 +19,13 @@ of the noise on the sum of the bits, each recentred to ±1/2 (Andrew et al., 202
 
 is the multiplier of the noise on the update: both releases together cost what one Gaussian
 mechanism of multiplier z does. It exists for ``z < 2 sigma_b`` only.
+
+Examples
+--------
+>>> round(epsilon([Release(1.0)], 1e-5), 3)
+4.377
+>>> round(noise_multiplier(8.0, 1e-5, steps=100), 3)
+6.002
 """
 
 from __future__ import annotations
@@ -15,13 +33,26 @@ from __future__ import annotations
 import importlib.util
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 from fedclip import parameters
 from fedclip.errors import StateError
+from fedclip.privacy.gaussian import epsilon_of, mu_of
 
-__all__ = ["Accountant", "default_bits_noise", "split_noise"]
+__all__ = [
+    "ACCOUNTANTS",
+    "Accountant",
+    "Release",
+    "default_bits_noise",
+    "epsilon",
+    "noise_multiplier",
+    "split_noise",
+]
+
+ACCOUNTANTS = ("closed form", "pld", "prv", "rdp")
+"""Upper bounds on epsilon, the tightest first; the first does without sampling only."""
 
 # Opacus' own stop at 63, which is not the best where the budget is small.
 _ORDERS = (
@@ -30,8 +61,180 @@ _ORDERS = (
     + list(range(11, 64))
     + [2**k for k in range(6, 13)]
 )
+# Privacy losses are rounded up to multiples of a tenth of what one step loses, but within these:
+# the finer, the tighter and the slower.
+_FINEST, _COARSEST = 1e-5, 1e-3
+_INSTALL = "pip install 'fedclip[dp]'"
 
 
+class Release(NamedTuple):
+    """So many steps of the Gaussian mechanism.
+
+    Attributes
+    ----------
+    noise_multiplier
+        Standard deviation of the noise over the sensitivity to adding or removing one record,
+        above 0.
+    steps
+        How many of them, at least 1.
+    sampling
+        Probability with which a record takes part in a step, by itself (Poisson), in (0, 1].
+    """
+
+    noise_multiplier: float
+    steps: int = 1
+    sampling: float = 1.0
+
+
+def epsilon(
+    releases: Iterable[Release],
+    delta: float,
+    relation: str = "add-remove",
+    accountant: str | None = None,
+) -> float:
+    """Return the epsilon of all releases together: an upper bound.
+
+    Parameters
+    ----------
+    releases
+        What was released, in any order.
+    delta
+        Probability with which the guarantee may fail, in (0, 1).
+    relation
+        "add-remove" of one record, or "replace-one", for which noise counts half.
+    accountant
+        One of `ACCOUNTANTS`; the tightest that there is if None.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If none that can do it is installed.
+    ValueError
+        If the one that is asked for can not do it.
+    """
+    merged: dict[tuple[float, float], int] = {}
+    for z, steps, sampling in releases:
+        merged[z, sampling] = merged.get((z, sampling), 0) + steps
+    spent = tuple(sorted(Release(z, n, q) for (z, q), n in merged.items() if n and q))
+    if not spent:
+        return 0.0
+    if accountant is None:
+        accountant = _tightest(all(r.sampling == 1.0 for r in spent), relation)
+    return _epsilon(spent, delta, relation, parameters.choice(ACCOUNTANTS, accountant=accountant))
+
+
+@lru_cache(maxsize=4096)
+def _epsilon(spent: tuple[Release, ...], delta: float, relation: str, accountant: str) -> float:
+    return _BY_NAME[accountant](spent, delta, relation)
+
+
+@lru_cache(maxsize=256)
+def noise_multiplier(
+    epsilon: float, delta: float, steps: int, sampling: float = 1.0, relation: str = "add-remove"
+) -> float:
+    """Return the least noise multiplier with which so many steps stay within a budget.
+
+    Parameters
+    ----------
+    epsilon, delta
+        The budget: epsilon above 0, delta in (0, 1).
+    steps, sampling, relation
+        As in `Release` and `epsilon`.
+    """
+    mu = mu_of(epsilon, delta) / (2.0 if relation == "replace-one" else 1.0)
+    # Rounded up: the closed form is exact to 13 digits. Enough for any sampling, too.
+    high = math.sqrt(steps) / mu * (1.0 + 1e-9)
+    if sampling == 1.0:
+        return high
+    accountant = _tightest(False, relation)
+
+    def enough(z: float) -> bool:
+        return _epsilon((Release(z, steps, sampling),), delta, relation, accountant) <= epsilon
+
+    while not enough(high):
+        # A looser accountant than the closed form.
+        high *= 1.25
+    low = high / 2.0
+    while enough(low):
+        low, high = low / 2.0, low
+    while high / low > 1.0 + 5e-4:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+# -- the accountants --------------------------------------------------------------------------
+@cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _tightest(unsampled: bool, relation: str) -> str:
+    if unsampled:
+        return "closed form"
+    if _installed("dp_accounting"):
+        return "pld"
+    if _installed("opacus") and relation == "add-remove":
+        return "prv"
+    raise ModuleNotFoundError(
+        f"to account for samples ({relation}), dp-accounting is needed: {_INSTALL}"
+    )
+
+
+def _closed_form(spent: tuple[Release, ...], delta: float, relation: str) -> float:
+    if any(r.sampling != 1.0 for r in spent):
+        raise ValueError("there is no closed form with sampling: take 'pld', 'prv' or 'rdp'")
+    mu = math.hypot(*(math.sqrt(r.steps) / r.noise_multiplier for r in spent))
+    return epsilon_of(mu * (2.0 if relation == "replace-one" else 1.0) * (1.0 + 1e-15), delta)
+
+
+def _pld(spent: tuple[Release, ...], delta: float, relation: str) -> float:
+    from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
+    from dp_accounting.pld import PLDAccountant
+
+    neighbours = {
+        "add-remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
+        "replace-one": NeighboringRelation.REPLACE_ONE,
+    }
+    # The deviation of the ratio of densities, of the step that loses least.
+    loss = min(q * math.sqrt(math.expm1(min(1.0 / z**2, 9.0))) for z, _, q in spent)
+    grid = min(max(0.1 * loss, _FINEST), _COARSEST)
+    accountant = PLDAccountant(neighbours[relation], value_discretization_interval=grid)
+    for z, steps, sampling in spent:
+        noise = GaussianDpEvent(z)
+        event = noise if sampling == 1.0 else PoissonSampledDpEvent(sampling, noise)
+        accountant.compose(event, steps)
+    return float(accountant.get_epsilon(delta))
+
+
+def _opacus(name: str) -> Callable[[tuple[Release, ...], float, str], float]:
+    def epsilon(spent: tuple[Release, ...], delta: float, relation: str) -> float:
+        from opacus.accountants import PRVAccountant, RDPAccountant
+
+        unsampled = all(r.sampling == 1.0 for r in spent)
+        if relation == "replace-one" and not unsampled:
+            raise ValueError("Opacus knows samples for 'add-remove' only: take 'pld'")
+        factor = 0.5 if relation == "replace-one" else 1.0
+        history = [(z * factor, sampling, steps) for z, steps, sampling in spent]
+        with warnings.catch_warnings():
+            # Where an order beyond these would be a little better: this is an upper bound, too.
+            warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)
+            rdp = RDPAccountant()
+            rdp.history = history
+            bound = float(rdp.get_epsilon(delta=delta, alphas=_ORDERS))
+            if name == "rdp" or any(r.sampling == 1.0 for r in spent):
+                return bound
+            prv = PRVAccountant()
+            prv.history = history
+            return min(bound, float(prv.get_epsilon(delta=delta)))
+
+    return epsilon
+
+
+_BY_NAME = {"closed form": _closed_form, "pld": _pld, "prv": _opacus("prv"), "rdp": _opacus("rdp")}
+
+
+# -- update clipping --------------------------------------------------------------------------
 def default_bits_noise(noise_multiplier: float, clients: int) -> float:
     """Return the standard deviation of the noise on the sum of the bits, if none is chosen.
 
@@ -63,11 +266,11 @@ def split_noise(noise_multiplier: float, bits_noise: float) -> float:
 
 
 class Accountant:
-    """Adds up rounds, all clients taking part, and asks Opacus for their epsilon (Rényi).
+    """Adds up releases, and says what they cost and how many more a budget allows.
 
     Sampling of clients is not credited: declearn's samplers are not Poisson samplers, which is
-    what the accountant's amplification is for. The epsilon is thus that of a client who is
-    sampled every time, an upper bound for everybody.
+    what amplification is for. The epsilon of rounds is thus that of a client who is sampled every
+    time, an upper bound for everybody. Steps on Poisson samples of records have a `sampling`.
 
     Parameters
     ----------
@@ -78,65 +281,64 @@ class Accountant:
     """
 
     def __init__(self, delta: float, relation: str = "add-remove") -> None:
-        if importlib.util.find_spec("opacus") is None:
-            raise ModuleNotFoundError(
-                "a noise_multiplier needs Opacus, to account for it: pip install 'fedclip[dp]'"
-            )
         self.delta, self.relation = delta, relation
-        self.spent: list[tuple[float, int]] = []
+        self.spent: list[Release] = []
 
-    def add(self, noise_multiplier: float) -> None:
-        """Count one round."""
-        self.spent = self._with(noise_multiplier, 1)
+    def add(self, noise_multiplier: float, steps: int = 1, sampling: float = 1.0) -> None:
+        """Count one round, or so many steps."""
+        self.spent = self._with(Release(noise_multiplier, steps, sampling))
 
     @property
     def rounds(self) -> int:
-        """Rounds counted so far."""
-        return sum(rounds for _, rounds in self.spent)
+        """Rounds, or steps, counted so far."""
+        return sum(release.steps for release in self.spent)
 
-    def epsilon(self, noise_multiplier: float = 0.0, more: int = 0) -> float:
+    def epsilon(self, noise_multiplier: float = 0.0, more: int = 0, sampling: float = 1.0) -> float:
         """Return the epsilon of what was spent, and of so many `more` rounds."""
-        history = self._with(noise_multiplier, more)
-        if not history:
-            return 0.0
-        from opacus.accountants import RDPAccountant
+        history = self._with(Release(noise_multiplier, more, sampling))
+        return epsilon(history, self.delta, self.relation)
 
-        factor = 0.5 if self.relation == "replace-one" else 1.0
-        accountant = RDPAccountant()
-        accountant.history = [(z * factor, 1.0, rounds) for z, rounds in history]
-        with warnings.catch_warnings():
-            # Where an order beyond these would be a little better: this is an upper bound, too.
-            warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)
-            return float(accountant.get_epsilon(delta=self.delta, alphas=_ORDERS))
-
-    def affordable(self, noise_multiplier: float, budget: float, most: int) -> int:
+    def affordable(
+        self, noise_multiplier: float, budget: float, most: int, sampling: float = 1.0
+    ) -> int:
         """Return how many more rounds stay within an epsilon of `budget`, up to `most`."""
-        low, high = 0, most + 1
+        low, high = 0, 1
+        # From below: what is far beyond the budget takes long to be worked out.
+        while high <= most and self.epsilon(noise_multiplier, high, sampling) <= budget:
+            low, high = high, 2 * high
+        high = min(high, most + 1)
         while high - low > 1:
             middle = (low + high) // 2
-            if self.epsilon(noise_multiplier, middle) <= budget:
+            if self.epsilon(noise_multiplier, middle, sampling) <= budget:
                 low = middle
             else:
                 high = middle
         return low
 
-    def _with(self, noise_multiplier: float, more: int) -> list[tuple[float, int]]:
-        if not more:
+    def _with(self, more: Release) -> list[Release]:
+        if not more.steps:
             return self.spent
-        if self.spent and self.spent[-1][0] == noise_multiplier:
-            return [*self.spent[:-1], (noise_multiplier, self.spent[-1][1] + more)]
-        return [*self.spent, (noise_multiplier, more)]
+        last = self.spent[-1] if self.spent else None
+        if last is not None and last._replace(steps=more.steps) == more:
+            return [*self.spent[:-1], more._replace(steps=last.steps + more.steps)]
+        return [*self.spent, more]
 
     def get_state(self) -> list[list[float]]:
-        """Return what was spent: noise multipliers, and the number of rounds with each."""
-        return [[z, rounds] for z, rounds in self.spent]
+        """Return what was spent: noise multipliers, and the number of rounds with each.
+
+        Where records were sampled, their probability is third.
+        """
+        return [
+            [z, steps] if sampling == 1.0 else [z, steps, sampling]
+            for z, steps, sampling in self.spent
+        ]
 
     def set_state(self, spent: Any) -> None:
         """Take over what `get_state` returned."""
         self.spent = self.check_state(spent)
 
     @staticmethod
-    def check_state(spent: Any) -> list[tuple[float, int]]:
+    def check_state(spent: Any) -> list[Release]:
         """Return what was spent if it is well formed.
 
         Raises
@@ -149,8 +351,14 @@ class Accountant:
         result = []
         for entry in spent:
             try:
-                z, rounds = entry
-                result.append((parameters.positive(noise=z), parameters.integer(1, rounds=rounds)))
+                z, steps, sampling = entry if len(entry) == 3 else (*entry, 1.0)
+                result.append(
+                    Release(
+                        parameters.positive(noise=z),
+                        parameters.integer(1, rounds=steps),
+                        1.0 if sampling == 1.0 else parameters.unit_interval(sampling=sampling),
+                    )
+                )
             except (TypeError, ValueError) as exc:
                 raise StateError(
                     f"'spent' must be a list of [noise, rounds], got {entry!r:.100} in it"
