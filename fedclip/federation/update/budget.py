@@ -6,10 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
+
 from fedclip.arrays import Array
 from fedclip.errors import StateError
-from fedclip.privacy.accounting import Accountant, default_bits_noise, split_noise
-from fedclip.privacy.noise import Normals, add_noise, insecure_normals, secure_normals
+from fedclip.privacy.accounting import Accountant, Release, default_bits_noise, split_noise
+from fedclip.privacy.accounting import noise_multiplier as least_noise
+from fedclip.privacy.noise import Normals, add_noise, insecure_normals, noised, secure_normals
 
 __all__ = ["MANY_ROUNDS", "Budget"]
 
@@ -68,18 +71,12 @@ class Budget:
         if max_epsilon is not None:
             first = self.accountant.epsilon(noise_multiplier, 1)
             if first > max_epsilon:
+                enough = least_noise(max_epsilon, delta, 1, relation=relation)
                 raise ValueError(
                     f"one round with noise_multiplier={noise_multiplier!r} costs epsilon = "
                     f"{first:.4g} at delta={delta!r}, above max_epsilon={max_epsilon!r}: take "
-                    f"noise_multiplier >= {self._enough_noise(max_epsilon):g}"
+                    f"noise_multiplier >= {math.ceil(100 * enough) / 100:g}"
                 )
-
-    def _enough_noise(self, max_epsilon: float) -> float:
-        """Return a noise multiplier with which one round is within the budget."""
-        z = self.noise_multiplier
-        while self.accountant.epsilon(z, 1) > max_epsilon:
-            z *= 1.01
-        return math.ceil(100 * z) / 100
 
     @property
     def epsilon(self) -> float:
@@ -115,7 +112,8 @@ class Budget:
 
     def noise_on_votes(self, round_: int) -> float:
         """Return the noise on the sum of the votes of a round."""
-        return self.bits_noise * float(self._normals(round_, 0)(1)[0])
+        # A sum of votes is on the grid of its noise already.
+        return float(noised(np.zeros(1), self.bits_noise, self._normals(round_, 0))[0])
 
     def noised(self, average: Mapping[str, Array], bound: float, round_: int) -> dict[str, Array]:
         """Return the average of a round with noise on it, sized on the bound that was sent."""
@@ -129,7 +127,7 @@ class Budget:
         return insecure_normals(*(() if self._seed is None else (self._seed, round_, use)))
 
     @staticmethod
-    def check_state(spent: object, budget: Budget | None) -> list[tuple[float, int]]:
+    def check_state(spent: object, budget: Budget | None) -> list[Release]:
         """Return what was spent, as a state says it, if it can be gone on with.
 
         Raises

@@ -88,8 +88,6 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
     TypeError, ValueError
         At construction, if a parameter is not as above or settings are impossible; the message
         says which would do.
-    ModuleNotFoundError
-        If there is noise to account for, and no Opacus.
 
     Notes
     -----
