@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fedclip  # noqa: F401  (registers the clippers)
+from fedclip.parameters import signature_of
 from fedclip.toml import toml_value
 from fedclip.tools.cli import catalogue
 
@@ -77,7 +78,11 @@ def table(cls: type, text: str) -> list[str]:
             meanings[name.strip(" *")] = " ".join(meaning.split())
     rows = ["| parameter | default | meaning |", "|---|---|---|"]
     known: Any = cls
-    for name, parameter in list(inspect.signature(known.__init__).parameters.items())[1:]:
+    # A counterpart has its clipper's parameters, and says so in one entry for all of them.
+    shown = inspect.signature(known.__init__).parameters if "settings" in meanings else None
+    for name, parameter in (shown or signature_of(cls)).items():
+        if name == "self":
+            continue
         default = (
             "" if parameter.default is parameter.empty else f"`{toml_value(parameter.default)}`"
         )

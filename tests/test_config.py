@@ -7,16 +7,21 @@ import inspect
 import math
 import re
 import tomllib
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import pytest
 from declearn.optimizer import Optimizer, list_optim_modules
+from declearn.optimizer.modules import OptiModule
 from helpers import SPECIMENS, Specimen, apply, gradient, specimens
 
-from fedclip import NormClip, ValueClip, ZScoreClip, to_toml
+from fedclip import Clipper, NormClip, ValueClip, ZScoreClip, to_toml
+from fedclip.modules.common import Measured
+from fedclip.parameters import signature_of
+from fedclip.rules.constant import Constant
 from fedclip.testing import check_config_round_trip, to_vector
 from fedclip.tools.check import is_ours
+from fedclip.transforms import NormClipping, Transform
 
 ABOVE_0 = "a finite number > 0"
 INSIDE_0_1 = "a number strictly between 0 and 1"
@@ -61,8 +66,7 @@ def test_round_trip(specimen: Specimen) -> None:
 @specimens()
 def test_every_parameter_is_in_the_configuration(specimen: Specimen) -> None:
     clipper = specimen.make()
-    known = [p for p in inspect.signature(type(clipper).__init__).parameters if p != "self"]
-    assert list(clipper.get_config()) == known
+    assert list(clipper.get_config()) == list(signature_of(type(clipper)))
 
 
 @specimens()
@@ -184,3 +188,66 @@ def test_a_line_of_toml_holds_what_is_not_the_default(name: str) -> None:
             (line,) = tomllib.loads(to_toml(changed))["modules"]
             assert line == [name, {key: other}]
             assert type(plugin)(**line[1]).get_config() == changed.get_config()
+
+
+@specimens(kind="module")
+def test_every_parameter_is_documented(specimen: Specimen) -> None:
+    """The docstring has an entry for each parameter of the signature, with its default."""
+    cls = type(specimen.make())
+    section = inspect.getdoc(cls).split("\nParameters\n")[1].split("\n\nRaises\n")[0]  # type: ignore[union-attr]
+    heads = {
+        name.strip(): line.rpartition("default=")[2]
+        for line in section.splitlines()
+        if line and not line.startswith((" ", "-"))
+        for name in line.partition(" :")[0].split(",")
+    }
+    parameters = inspect.signature(cls).parameters
+    assert list(heads) == list(parameters)
+    for name, parameter in parameters.items():
+        default = f'"{parameter.default}"' if isinstance(parameter.default, str) else None
+        assert heads[name] in (
+            default,
+            repr(parameter.default),
+            str(parameter.default).rstrip(".0"),
+        )
+
+
+def test_a_common_parameter_is_checked_once_for_all() -> None:
+    """A clipper's own parameter and a common one are refused in the same words."""
+    with pytest.raises(ValueError, match=r"eps must be a finite number >= 0, got -1"):
+        OptiModule.from_specs("zscore-clip", {"eps": -1})
+    with pytest.raises(ValueError, match="on_nonfinite must be one of 'propagate', 'raise'"):
+        OptiModule.from_specs("no-op", {"on_nonfinite": "skip"})
+
+
+def test_a_clipper_of_ones_own_may_take_common_parameters_or_none() -> None:
+    """A transform given to `Clipper`, with or without common parameters, makes a clipper."""
+
+    class Bare(Clipper, register=False):
+        name = "bare"
+
+        def __init__(self, exclude: str | None = None) -> None:
+            super().__init__(NormClipping(Constant((1.0,))), exclude=exclude, ord="inf")
+
+    class Full(Clipper, register=False):
+        name = "full"
+
+        def __init__(self, **common: Unpack[Measured]) -> None:
+            super().__init__(**common)
+
+        def build(self) -> Transform:
+            return NormClipping(Constant((1.0,)), self.ord)
+
+    assert (Bare("b.*").exclude, Bare().ord, Bare().get_config()) == (
+        ["b.*"],
+        "inf",
+        {"exclude": None},
+    )
+    assert Full(ord=1).get_config() == {
+        "scope": "global",
+        "ord": 1,
+        "exclude": None,
+        "on_nonfinite": "skip",
+    }
+    with pytest.raises(TypeError, match="no parameter 'ords'; did you mean 'ord'"):
+        Full(ords=1)  # type: ignore[call-arg]

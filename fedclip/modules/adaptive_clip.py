@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from fedclip import parameters
-from fedclip.measures import Order, check_order
+from fedclip.modules.common import Shared
 from fedclip.modules.sharing import SharedClipper
 from fedclip.privacy import kinds
 from fedclip.rules.adaptive import Adaptive
-from fedclip.scopes import Scope
-from fedclip.transforms import Action, NormClipping
+from fedclip.transforms import Transform
 
 __all__ = ["AdaptiveClip"]
 
@@ -48,25 +46,6 @@ class AdaptiveClip(SharedClipper):
         Number of steps that an update is made from, >= 1.
     min_norm : float, default=1e-6
         The limit never falls below this, > 0.
-    max_norm : float or None, default=None
-        The limit never rises above this.
-    on_spike : {"clip", "skip"}, default="clip"
-        "skip" zeroes a group that is over its limit instead of clipping it.
-    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
-        Which tensors share a norm, and a limit.
-    ord : float or {"inf", "rms", "mad", "std"}, default=2
-        What is measured (see `fedclip.measures`).
-    eps : float, default=0.0
-        Added to the norm in the factor ``limit / (n + eps)``; 0 is exact.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
-    shared : bool, default=False
-        Whether all clients of a federation have one state, and so one limit; `adaptive-clip-server`
-        must then be in the server's optimizer. The state stays as it is during a round.
-    shared_name : str or None, default=None
-        Name of this pair of clipper and counterpart, where there are several of a kind.
 
     Raises
     ------
@@ -126,45 +105,22 @@ class AdaptiveClip(SharedClipper):
         start_norm: float = 0.1,
         every: int = 1,
         min_norm: float = 1e-6,
-        max_norm: float | None = None,
-        on_spike: str = "clip",
-        scope: Scope = "global",
-        ord: Order = 2,
-        eps: float = 0.0,
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
-        shared: bool = False,
-        shared_name: str | None = None,
+        **common: Unpack[Shared],
     ) -> None:
         self.quantile = parameters.unit_interval(quantile=quantile)
         self.rate = parameters.number("a number > 0 and <= 10", 0.0, 10.0, open_low=True, rate=rate)
         self.start_norm = parameters.positive(start_norm=start_norm)
         self.every = parameters.integer(1, every=every)
         self.min_norm = parameters.positive(min_norm=min_norm)
-        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
-        self.on_spike = parameters.choice(("clip", "skip"), on_spike=on_spike)
-        self.ord = check_order(ord)
-        self.eps = parameters.non_negative(eps=eps)
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
         high = self.start_norm if self.max_norm is None else self.max_norm
         if not self.min_norm <= self.start_norm <= high:
             raise ValueError(
-                f"start_norm must be between min_norm and max_norm, got start_norm={start_norm!r} "
-                f"with min_norm={min_norm!r} and max_norm={max_norm!r}"
+                f"start_norm must be between min_norm and max_norm, "
+                f"got start_norm={self.start_norm!r} "
+                f"with min_norm={self.min_norm!r} and max_norm={self.max_norm!r}"
             )
-        rule = Adaptive(
-            quantile=self.quantile,
-            rate=self.rate,
-            start_norm=self.start_norm,
-            every=self.every,
-            min_norm=self.min_norm,
-            max_norm=self.max_norm,
-            eps=self.eps,
-        )
-        super().__init__(
-            NormClipping(rule, self.ord, Action(self.eps, skip=self.on_spike == "skip")),
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-            shared=shared,
-            shared_name=shared_name,
-        )
+        return self._clipping(Adaptive)

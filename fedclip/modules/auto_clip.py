@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from fedclip import parameters
-from fedclip.measures import Order, check_order
+from fedclip.modules.common import Remembering
 from fedclip.modules.sharing import SharedClipper
 from fedclip.privacy import kinds
 from fedclip.rules.auto import Auto
 from fedclip.rules.quantiles import Markers, Window, check_window
-from fedclip.scopes import Scope
-from fedclip.transforms import Action, NormClipping
+from fedclip.transforms import Transform
 
 __all__ = ["AutoClip"]
 
@@ -49,32 +47,11 @@ class AutoClip(SharedClipper):
     feedback : {"clipped", "raw", "none"}, default="clipped"
         What the statistics learn from a spike: its limit, its norm, or nothing. With "raw" a
         single spike pulls the limit up for long.
-    include_current : bool, default=False
-        Let the statistics see a norm before it is judged by them; needs ``feedback="raw"``.
     warmup : int, default=5
         Number of steps that only fill the statistics, >= 0; less than 5 counts as 5.
     warmup_norm : float or None, default=1.0
         Fixed limit during these steps; None for none. The statistics learn the norms as they
         are, so that a limit that is too low is forgotten with the warm-up.
-    max_norm : float or None, default=None
-        Fixed limit at every step, above which no adaptive limit goes.
-    on_spike : {"clip", "skip"}, default="clip"
-        "skip" zeroes a group that is over its limit instead of clipping it.
-    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
-        Which tensors share a norm, and statistics.
-    ord : float or {"inf", "rms", "mad", "std"}, default=2
-        What is measured (see `fedclip.measures`).
-    eps : float, default=0.0
-        Added to the norm in the factor ``limit / (n + eps)``; 0 is exact.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
-    shared : bool, default=False
-        Whether all clients of a federation have one state, and so one limit; `auto-clip-server`
-        must then be in the server's optimizer. The state stays as it is during a round.
-    shared_name : str or None, default=None
-        Name of this pair of clipper and counterpart, where there are several of a kind.
 
     Raises
     ------
@@ -131,51 +108,26 @@ class AutoClip(SharedClipper):
         median: str = "p2",
         window: int | None = None,
         feedback: str = "clipped",
-        include_current: bool = False,
         warmup: int = 5,
         warmup_norm: float | None = 1.0,
-        max_norm: float | None = None,
-        on_spike: str = "clip",
-        scope: Scope = "global",
-        ord: Order = 2,
-        eps: float = 0.0,
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
-        shared: bool = False,
-        shared_name: str | None = None,
+        **common: Unpack[Remembering],
     ) -> None:
         self.std_factor = parameters.positive(std_factor=std_factor)
         self.median = parameters.choice(("p2", "window"), median=median)
         self.window = None if window is None else check_window(5, window)
         self.feedback = parameters.choice(("clipped", "raw", "none"), feedback=feedback)
-        self.include_current = parameters.boolean(include_current=include_current)
         self.warmup = parameters.integer(0, warmup=warmup)
         self.warmup_norm = parameters.optional(parameters.positive, warmup_norm=warmup_norm)
-        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
-        self.on_spike = parameters.choice(("clip", "skip"), on_spike=on_spike)
-        self.ord = check_order(ord)
-        self.eps = parameters.non_negative(eps=eps)
         if self.window is not None and self.median != "window":
             raise ValueError(
                 f"window goes with median='window' only, got window={window!r} "
                 f"with median={median!r}"
             )
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
         parameters.raw_if_current(self.include_current, self.feedback)
-        rule = Auto(
-            median=Markers(0.5) if self.median == "p2" else Window(0.5, self.window or 256),
-            std_factor=self.std_factor,
-            feedback=self.feedback,
-            include_current=self.include_current,
-            warmup=self.warmup,
-            warmup_norm=self.warmup_norm,
-            max_norm=self.max_norm,
-            eps=self.eps,
-        )
-        super().__init__(
-            NormClipping(rule, self.ord, Action(self.eps, skip=self.on_spike == "skip")),
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-            shared=shared,
-            shared_name=shared_name,
-        )
+        exact = self.median == "window"
+        median = Window(0.5, self.window or 256) if exact else Markers(0.5)
+        return self._clipping(Auto, median=median)

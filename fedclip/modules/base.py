@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
-from typing import Any, Self
+from dataclasses import fields
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from declearn.model.api import Vector
@@ -19,17 +20,19 @@ from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip import parameters, states
 from fedclip.arrays import Arena, Array, Backend, Views, backend_of
-from fedclip.errors import FedclipWarning, NonFiniteError, StateError
+from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
+from fedclip.measures import Order
+from fedclip.modules.common import COMMON, Parameter, common_of, docstring_of, signature_of
 from fedclip.privacy import Context as Known
 from fedclip.privacy import Map, analyse, kinds
 from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
-from fedclip.scopes import Groups, Scope, check_exclude, check_scope, resolve
+from fedclip.rules import Rule
+from fedclip.scopes import Groups, Scope, resolve
 from fedclip.states import Statistics
-from fedclip.transforms import MARGIN, Gradient, Outcome, Transform
+from fedclip.transforms import MARGIN, Action, Gradient, NormClipping, Outcome, Transform
 
 __all__ = ["Clipper"]
 
-_POLICIES = ("skip", "raise", "propagate")
 # NumPy keeps in a context variable what it does about floating-point errors. To call a function
 # in a copy of this context, where it ignores them, takes a tenth of what `np.errstate` takes.
 _QUIET = Context()
@@ -42,7 +45,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
     Parameters
     ----------
     transform
-        What the clipper is made of.
+        What the clipper is made of; what `build` returns if None.
     scope, exclude
         Which arrays share a norm, and which are left alone (see `fedclip.scopes`).
     on_nonfinite
@@ -51,6 +54,28 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         "propagate": each group that holds one becomes NaN. No statistic ever sees such a step.
     """
 
+    differs: ClassVar[Mapping[str, Parameter]] = {}
+    """The common parameters that have another default, check or meaning here."""
+
+    # The common parameters, those that a clipper has.
+    scope: Scope
+    exclude: list[str] | None
+    on_nonfinite: str
+    ord: Order
+    eps: float
+    max_norm: float | None
+    on_spike: str
+    include_current: bool
+    shared: bool
+    shared_name: str | None
+
+    def __init_subclass__(cls, register: bool = True, **kwargs: Any) -> None:
+        """Write the common parameters into signature and docstring of the class."""
+        super().__init_subclass__(register=register, **kwargs)
+        cls.__signature__ = signature_of(cls)  # type: ignore[attr-defined]
+        if register and cls.__dict__.get("__doc__"):
+            cls.__doc__ = docstring_of(cls)
+
     def __new__(cls, *args: Any, **config: Any) -> Self:
         """Refuse unknown parameters, with the nearest name."""
         # Here and not in __init__, so that a typo is answered with the nearest name whether the
@@ -58,19 +83,15 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         parameters.refuse_unknown(cls, config)
         return super().__new__(cls)
 
-    def __init__(
-        self,
-        transform: Transform,
-        *,
-        scope: Scope = "global",
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
-        limits_in_scope: bool = False,
-    ) -> None:
-        self.scope = check_scope(scope, limits=limits_in_scope)
-        self.exclude = check_exclude(exclude)
-        self.on_nonfinite = parameters.choice(_POLICIES, on_nonfinite=on_nonfinite)
-        self._transform = transform
+    def __init__(self, transform: Transform | None = None, **common: Any) -> None:
+        own = common_of(type(self))
+        for name in (*own, *(name for name in common if name not in own)):
+            if name not in COMMON:
+                raise TypeError(f"{self.name} has no parameter {name!r}{nearest(name, COMMON)}")
+            parameter = own.get(name, COMMON[name])
+            value = common.get(name, parameter.default)
+            setattr(self, name, parameter.check(**{name: value}))
+        self._transform = self.build() if transform is None else transform
         self._recorder = Recorder()
         # Known from the first gradient on: names, groups, and the statistics of each group.
         self._names: tuple[str, ...] = ()
@@ -87,6 +108,21 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._bad: tuple[str, ...] = ()
         self._on_client = False
         self._warned = -1
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of; all of its parameters are set."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must have a method build, or give a transform to Clipper"
+        )
+
+    def _clipping(self, rule: Callable[..., Rule], **own: Any) -> NormClipping:
+        """Return what brings norms to the limits of a rule.
+
+        The rule's parameters are the clipper's, by the same names, but for those given.
+        """
+        names = [f.name for f in fields(rule) if f.name not in own]  # type: ignore[arg-type]
+        made = rule(**{name: getattr(self, name) for name in names}, **own)
+        return NormClipping(made, self.ord, Action(self.eps, skip=self.on_spike == "skip"))
 
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: Vector[Any]) -> Vector[Any]:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Unpack
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
+from fedclip.modules.common import COMMON, Common, Parameter
 from fedclip.privacy import kinds
-from fedclip.scopes import Scope
+from fedclip.transforms import Transform
 from fedclip.transforms.moment import Centralizing
 from fedclip.transforms.slice import check_dims
 
@@ -27,8 +28,6 @@ class Centralize(Clipper):
 
     Parameters
     ----------
-    scope : {"global", "tensor", "layer"} or list of patterns, default="tensor"
-        Which tensors share a mean.
     dims : int, list of int or None, default=None
         Take the mean of each slice that spans these dimensions (negative ones count from the
         end) instead of each tensor; goes with the scopes "global" and "tensor", which then
@@ -38,10 +37,6 @@ class Centralize(Clipper):
         gradient centralisation of the paper, for torch's layout of weights.
     min_size : int, default=2
         Leave alone what has fewer elements: by slice, by tensor, or by group.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone; the paper leaves out those of one dimension.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
 
     Raises
     ------
@@ -85,29 +80,33 @@ class Centralize(Clipper):
 
     name: ClassVar[str] = "centralize"
     guarantee = kinds.centred
+    differs: ClassVar[Mapping[str, Parameter]] = {
+        "scope": COMMON["scope"].but(default="tensor", meaning="Which tensors share a mean."),
+        "exclude": COMMON["exclude"].but(
+            meaning="Tensors left alone; the paper leaves out those of one dimension."
+        ),
+    }
 
     def __init__(
         self,
         *,
-        scope: Scope = "tensor",
         dims: int | Sequence[int] | None = None,
         inverse_dims: bool = False,
         min_size: int = 2,
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
+        **common: Unpack[Common],
     ) -> None:
         self.inverse_dims = parameters.boolean(inverse_dims=inverse_dims)
         self.min_size = parameters.integer(1, min_size=min_size)
+        self.dims = dims
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
         # Groups have a size here too, so that `min_size` goes with every scope.
-        self.dims = check_dims(dims, scope, self.inverse_dims, 1)
-        super().__init__(
-            Centralizing(
-                None if self.dims is None else tuple(self.dims),
-                self.inverse_dims,
-                self.min_size,
-                pooled=self.dims is None and scope != "tensor",
-            ),
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
+        self.dims = check_dims(self.dims, self.scope, self.inverse_dims, 1)
+        return Centralizing(
+            None if self.dims is None else tuple(self.dims),
+            self.inverse_dims,
+            self.min_size,
+            pooled=self.dims is None and self.scope != "tensor",
         )

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from fedclip import parameters
-from fedclip.measures import Order, check_order
+from fedclip.modules.common import Remembering
 from fedclip.modules.sharing import SharedClipper
 from fedclip.privacy import kinds
 from fedclip.rules.ema import Ema
-from fedclip.scopes import Scope
-from fedclip.transforms import Action, NormClipping
+from fedclip.transforms import Transform
 
 __all__ = ["EmaClip"]
 
@@ -46,8 +44,6 @@ class EmaClip(SharedClipper):
     feedback : {"clipped", "raw", "none"}, default="clipped"
         What the mean learns from a spike: the norm after clipping, that before it, or nothing.
         With "raw" a burst of spikes pulls the limit up within a few steps.
-    include_current : bool, default=False
-        Let the mean see a norm before it is judged by it; needs ``feedback="raw"``.
     warmup : int, default=20
         Number of steps that only fill the statistics, >= 0. The first step always does.
     warmup_norm : float or None, default=1.0
@@ -56,28 +52,9 @@ class EmaClip(SharedClipper):
     warmup_scope : {"group", "global"}, default="group"
         What `warmup_norm` bounds: the norm of each group, or that of all groups together (so
         AdaGC, with the scope "tensor"); "global" needs ``ord=2``.
-    max_norm : float or None, default=None
-        Fixed limit at every step, above which no adaptive limit goes.
-    on_spike : {"clip", "skip"}, default="clip"
-        "skip" zeroes a group that is over its limit instead of clipping it.
     estimator : {"adagc", "drytorch"}, default="adagc"
         What the mean starts from: the smallest norm of the warm-up (but 0), or their mean.
         "drytorch" without warm-up starts from 0, and is far too low for a while.
-    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
-        Which tensors share a norm, and statistics.
-    ord : float or {"inf", "rms", "mad", "std"}, default=2
-        What is measured (see `fedclip.measures`).
-    eps : float, default=0.0
-        Added to the norm in the factor ``limit / (n + eps)``; 0 is exact.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
-    shared : bool, default=False
-        Whether all clients of a federation have one state, and so one limit; `ema-clip-server`
-        must then be in the server's optimizer. The state stays as it is during a round.
-    shared_name : str or None, default=None
-        Name of this pair of clipper and counterpart, where there are several of a kind.
 
     Raises
     ------
@@ -135,63 +112,33 @@ class EmaClip(SharedClipper):
         decay: float = 0.98,
         action: str = "max",
         feedback: str = "clipped",
-        include_current: bool = False,
         warmup: int = 20,
         warmup_norm: float | None = 1.0,
         warmup_scope: str = "group",
-        max_norm: float | None = None,
-        on_spike: str = "clip",
         estimator: str = "adagc",
-        scope: Scope = "global",
-        ord: Order = 2,
-        eps: float = 0.0,
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
-        shared: bool = False,
-        shared_name: str | None = None,
+        **common: Unpack[Remembering],
     ) -> None:
         self.ratio = parameters.positive(ratio=ratio)
         self.decay = parameters.unit_interval(decay=decay)
         self.action = parameters.choice(("max", "mean", "reciprocal"), action=action)
         self.feedback = parameters.choice(("clipped", "raw", "none"), feedback=feedback)
-        self.include_current = parameters.boolean(include_current=include_current)
         self.warmup = parameters.integer(0, warmup=warmup)
         self.warmup_norm = parameters.optional(parameters.positive, warmup_norm=warmup_norm)
-        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
         self.warmup_scope = parameters.choice(("group", "global"), warmup_scope=warmup_scope)
-        self.on_spike = parameters.choice(("clip", "skip"), on_spike=on_spike)
         self.estimator = parameters.choice(("adagc", "drytorch"), estimator=estimator)
-        self.ord = check_order(ord)
-        self.eps = parameters.non_negative(eps=eps)
-        parameters.raw_if_current(self.include_current, self.feedback)
         if self.ratio < 1 and self.feedback != "raw":
             raise ValueError(
                 "ratio < 1 needs feedback='raw': a mean that learns clipped norms only would fall "
                 f"to 0; got ratio={ratio!r} with feedback={feedback!r}"
             )
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
+        parameters.raw_if_current(self.include_current, self.feedback)
         if self.warmup_scope == "global" and self.ord != 2:
             raise ValueError(
                 "warmup_scope='global' needs ord=2: only L2 norms of groups add up to the norm of "
                 f"all; got ord={ord!r}"
             )
-        rule = Ema(
-            ratio=self.ratio,
-            decay=self.decay,
-            action=self.action,
-            feedback=self.feedback,
-            estimator=self.estimator,
-            include_current=self.include_current,
-            warmup=self.warmup,
-            warmup_norm=self.warmup_norm,
-            joint_warmup=self.warmup_scope == "global",
-            max_norm=self.max_norm,
-            eps=self.eps,
-        )
-        super().__init__(
-            NormClipping(rule, self.ord, Action(self.eps, skip=self.on_spike == "skip")),
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-            shared=shared,
-            shared_name=shared_name,
-        )
+        return self._clipping(Ema, joint_warmup=self.warmup_scope == "global")

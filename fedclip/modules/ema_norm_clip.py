@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Unpack
 
 from fedclip import parameters
-from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
+from fedclip.modules.common import ORD_VAR, SCOPE_NORM, Measured, Parameter
 from fedclip.privacy import kinds
-from fedclip.scopes import Scope
+from fedclip.transforms import Transform
 from fedclip.transforms.average import AverageClipping
 
 __all__ = ["EmaNormClip"]
@@ -50,10 +50,6 @@ class EmaNormClip(Clipper):
     ----------
     decay : float, default=0.99
         Weight of the past in the average, in (0, 1); 0.99 remembers some 100 steps.
-    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
-        Which tensors share a norm.
-    ord : float or {"inf", "rms", "mad", "std", "var"}, default=2
-        What is measured (see `fedclip.measures`).
     max_growth : float or None, default=1.5
         Largest factor by which the norm of the average may grow in a step, >= 1; None for no
         such limit.
@@ -66,10 +62,6 @@ class EmaNormClip(Clipper):
     debias : bool, default=False
         Divide the average by ``1 - decay^t``, so that it is not too short for having started
         at 0; the first gradient is then not clipped. Needs ``init=0.0``.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
 
     Raises
     ------
@@ -106,39 +98,35 @@ class EmaNormClip(Clipper):
 
     name: ClassVar[str] = "ema-norm-clip"
     guarantee = kinds.present_values
+    differs: ClassVar[Mapping[str, Parameter]] = {"scope": SCOPE_NORM, "ord": ORD_VAR}
     _rescale: ClassVar[bool] = False
 
     def __init__(
         self,
         decay: float = 0.99,
         *,
-        scope: Scope = "global",
-        ord: Order = 2,
         max_growth: float | None = 1.5,
         init: float | str = 0.0,
         min_norm: float = 1e-6,
         debias: bool = False,
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
+        **common: Unpack[Measured],
     ) -> None:
         self.decay = parameters.unit_interval(decay=decay)
-        self.ord = check_order(ord)
         self.max_growth = parameters.optional(parameters.at_least_one, max_growth=max_growth)
         self.min_norm = parameters.positive(min_norm=min_norm)
         self.debias = parameters.boolean(debias=debias)
-        start = _check_start(init, self.debias)
-        self.init = "first" if start is None else start
-        super().__init__(
-            AverageClipping(
-                decay=self.decay,
-                ord=self.ord,
-                max_growth=self.max_growth,
-                start=start,
-                min_norm=self.min_norm,
-                debias=self.debias,
-                rescale=self._rescale,
-            ),
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
+        self._start = _check_start(init, self.debias)
+        self.init = "first" if self._start is None else self._start
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
+        return AverageClipping(
+            decay=self.decay,
+            ord=self.ord,
+            max_growth=self.max_growth,
+            start=self._start,
+            min_norm=self.min_norm,
+            debias=self.debias,
+            rescale=self._rescale,
         )

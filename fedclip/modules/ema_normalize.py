@@ -33,10 +33,6 @@ class EmaNormalize(EmaNormClip):
     ----------
     decay : float, default=0.99
         Weight of the past in the average, in (0, 1); 0.99 remembers some 100 steps.
-    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
-        Which tensors share a norm.
-    ord : float or {"inf", "rms", "mad", "std", "var"}, default=2
-        What is measured (see `fedclip.measures`).
     max_growth : float or None, default=1.5
         Largest factor by which the norm of the average may grow in a step, >= 1; None for no
         such limit.
@@ -48,10 +44,6 @@ class EmaNormalize(EmaNormClip):
     debias : bool, default=False
         Divide the average by ``1 - decay^t``, so that it is not too short for having started
         at 0. Needs ``init=0.0``.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
 
     Raises
     ------

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Unpack
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
+from fedclip.modules.common import COMMON, Common, Parameter
 from fedclip.privacy import kinds
 from fedclip.rules.elementwise import EmaValue
-from fedclip.scopes import Scope
+from fedclip.transforms import Transform
 from fedclip.transforms.past import PastClipping
 
 __all__ = ["EmaValueClip"]
@@ -40,12 +41,6 @@ class EmaValueClip(Clipper):
     debias : bool, default=False
         Divide the average by ``1 - decay^t``, so that it is never too small for having
         started at 0; the first output is then the gradient. Needs ``init=0``.
-    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
-        Which tensors are reported on together; every element has its own limit.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
 
     Raises
     ------
@@ -87,6 +82,11 @@ class EmaValueClip(Clipper):
 
     name: ClassVar[str] = "ema-value-clip"
     guarantee = kinds.present_values
+    differs: ClassVar[Mapping[str, Parameter]] = {
+        "scope": COMMON["scope"].but(
+            meaning="Which tensors are reported on together; every element has its own limit."
+        )
+    }
 
     def __init__(
         self,
@@ -94,18 +94,15 @@ class EmaValueClip(Clipper):
         *,
         init: float = 0.0,
         debias: bool = False,
-        scope: Scope = "global",
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
+        **common: Unpack[Common],
     ) -> None:
         self.decay = parameters.unit_interval(decay=decay)
         self.init = parameters.non_negative(init=init)
         self.debias = parameters.boolean(debias=debias)
         if self.debias and self.init:
             raise ValueError(f"debias=True is for averages that start at 0; got init={init!r}")
-        super().__init__(
-            PastClipping(EmaValue(self.decay, self.init, self.debias)),
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-        )
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
+        return PastClipping(EmaValue(self.decay, self.init, self.debias))

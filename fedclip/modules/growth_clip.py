@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from fedclip import parameters
-from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
+from fedclip.modules.common import Limited
 from fedclip.privacy import kinds
 from fedclip.rules.growth import Growth
-from fedclip.scopes import Scope
-from fedclip.transforms import Action, NormClipping
+from fedclip.transforms import Transform
 
 __all__ = ["GrowthClip"]
 
@@ -48,20 +46,6 @@ class GrowthClip(Clipper):
     warmup_norm : float or None, default=1.0
         Fixed limit at the first step; None for none. The default protects from the first step
         on, and is outgrown within a few.
-    max_norm : float or None, default=None
-        Fixed limit at every step, above which no adaptive limit goes.
-    on_spike : {"clip", "skip"}, default="clip"
-        "skip" zeroes a group that is over its limit instead of clipping it.
-    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
-        Which tensors share a norm, and a past.
-    ord : float or {"inf", "rms", "mad", "std"}, default=2
-        What is measured (see `fedclip.measures`).
-    eps : float, default=0.0
-        Added to the norm in the factor ``limit / (n + eps)``; 0 is exact.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
 
     Raises
     ------
@@ -110,35 +94,15 @@ class GrowthClip(Clipper):
         min_norm: float | None = 1e-4,
         max_decay: float | None = 2.0,
         warmup_norm: float | None = 1.0,
-        max_norm: float | None = None,
-        on_spike: str = "clip",
-        scope: Scope = "global",
-        ord: Order = 2,
-        eps: float = 0.0,
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
+        **common: Unpack[Limited],
     ) -> None:
         self.mul = parameters.optional(parameters.at_least_one, mul=mul)
         self.add = parameters.optional(parameters.positive, add=add)
         self.min_norm = parameters.optional(parameters.positive, min_norm=min_norm)
         self.max_decay = parameters.optional(parameters.at_least_one, max_decay=max_decay)
         self.warmup_norm = parameters.optional(parameters.positive, warmup_norm=warmup_norm)
-        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
-        self.on_spike = parameters.choice(("clip", "skip"), on_spike=on_spike)
-        self.ord = check_order(ord)
-        self.eps = parameters.non_negative(eps=eps)
-        rule = Growth(
-            mul=self.mul,
-            add=self.add,
-            min_norm=self.min_norm,
-            max_decay=self.max_decay,
-            warmup_norm=self.warmup_norm,
-            max_norm=self.max_norm,
-            eps=self.eps,
-        )
-        super().__init__(
-            NormClipping(rule, self.ord, Action(self.eps, skip=self.on_spike == "skip")),
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-        )
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
+        return self._clipping(Growth)

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Unpack
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
+from fedclip.modules.common import COMMON, Common, Parameter
 from fedclip.privacy import kinds
 from fedclip.rules.elementwise import GrowthValue
-from fedclip.scopes import Scope
+from fedclip.transforms import Transform
 from fedclip.transforms.past import PastClipping
 
 __all__ = ["GrowthValueClip"]
@@ -44,12 +45,6 @@ class GrowthValueClip(Clipper):
     max_decay : float or None, default=2
         Largest factor by which the past output may fall in a step, >= 1, so that a single
         small gradient does not hold back those after it; None for no such limit.
-    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
-        Which tensors are reported on together; every element has its own limit.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
 
     Raises
     ------
@@ -88,6 +83,11 @@ class GrowthValueClip(Clipper):
 
     name: ClassVar[str] = "growth-value-clip"
     guarantee = kinds.past_values
+    differs: ClassVar[Mapping[str, Parameter]] = {
+        "scope": COMMON["scope"].but(
+            meaning="Which tensors are reported on together; every element has its own limit."
+        )
+    }
 
     def __init__(
         self,
@@ -96,17 +96,14 @@ class GrowthValueClip(Clipper):
         add: float | None = None,
         min_value: float | None = 1e-4,
         max_decay: float | None = 2.0,
-        scope: Scope = "global",
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
+        **common: Unpack[Common],
     ) -> None:
         self.mul = parameters.optional(parameters.positive, mul=mul)
         self.add = parameters.optional(parameters.non_negative, add=add)
         self.min_value = parameters.optional(parameters.positive, min_value=min_value)
         self.max_decay = parameters.optional(parameters.at_least_one, max_decay=max_decay)
-        super().__init__(
-            PastClipping(GrowthValue(self.mul, self.add, self.min_value, self.max_decay)),
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-        )
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
+        return PastClipping(GrowthValue(self.mul, self.add, self.min_value, self.max_decay))

@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping
+from functools import partial
+from typing import ClassVar, Unpack
 
 from fedclip import parameters
-from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
+from fedclip.modules.common import COMMON, ORD_VAR, SCOPE_NORM, Measured, Parameter
 from fedclip.privacy import kinds
 from fedclip.rules.constant import Constant
-from fedclip.scopes import Scope
-from fedclip.transforms import Gradient, NormClipping
+from fedclip.transforms import Gradient, NormClipping, Transform
 
 __all__ = ["NoOp"]
 
@@ -31,15 +31,6 @@ class NoOp(Clipper):
     ----------
     max_norm : float or None, default=None
         A limit to try out, > 0: steps above it are counted as clipped in the records.
-    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
-        Which tensors share a norm.
-    ord : float or {"inf", "rms", "mad", "std", "var"}, default=2
-        What is measured (see `fedclip.measures`).
-    exclude : pattern, list of patterns or None, default=None
-        Tensors that are not measured.
-    on_nonfinite : {"propagate", "raise"}, default="propagate"
-        Let NaN and infinity through, counted and warned of once a round, or raise. "skip" would
-        change the gradient.
 
     Raises
     ------
@@ -65,26 +56,31 @@ class NoOp(Clipper):
 
     name: ClassVar[str] = "no-op"
     guarantee = kinds.unchanged
+    differs: ClassVar[Mapping[str, Parameter]] = {
+        "scope": SCOPE_NORM,
+        "ord": ORD_VAR,
+        "exclude": COMMON["exclude"].but(meaning="Tensors that are not measured."),
+        "on_nonfinite": Parameter(
+            "propagate",
+            partial(parameters.choice, ("propagate", "raise")),
+            '{"propagate", "raise"}',
+            "Let NaN and infinity through, counted and warned of once a round, or raise. "
+            '"skip" would change the gradient.',
+        ),
+    }
 
     def __init__(
         self,
         max_norm: float | None = None,
-        *,
-        scope: Scope = "global",
-        ord: Order = 2,
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "propagate",
+        **common: Unpack[Measured],
     ) -> None:
-        parameters.choice(("propagate", "raise"), on_nonfinite=on_nonfinite)
         self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
-        self.ord = check_order(ord)
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
         limit = math.inf if self.max_norm is None else self.max_norm
-        super().__init__(
-            NormClipping(Constant((limit,)), self.ord, dry=True),
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-        )
+        return NormClipping(Constant((limit,)), self.ord, dry=True)
 
     def _replace_nonfinite(self, gradient: Gradient, bad: tuple[int, ...]) -> None:
         return None

@@ -6,14 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from fedclip import parameters
-from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
+from fedclip.modules.common import COMMON, ORD_VAR, SCOPE_TABLE, Exact, Parameter
 from fedclip.privacy import kinds
 from fedclip.rules.constant import Constant
-from fedclip.scopes import Groups, Scope
+from fedclip.scopes import Groups
 from fedclip.transforms import Action, NormClipping, SliceClipping, Transform
 from fedclip.transforms.slice import check_dims
 
@@ -38,11 +38,6 @@ class NormClip(Clipper):
     max_norm : float, default=1.0
         Largest norm of a group, > 0, in the units of the gradient. None (no upper limit) needs
         `min_norm`.
-    scope : {"global", "tensor", "layer"}, list of patterns or table, default="global"
-        Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups their own limit;
-        tensors that no pattern names form one more group, limited by `max_norm`.
-    ord : float or {"inf", "rms", "mad", "std", "var"}, default=2
-        What is measured (see `fedclip.measures`).
     min_norm : float or None, default=None
         Groups below this norm, unless they are zero, are scaled up to it.
     dims : int, list of int or None, default=None
@@ -53,13 +48,6 @@ class NormClip(Clipper):
         Let the slices span all dimensions but `dims`.
     min_size : int, default=1
         Leave alone what has fewer elements, by slice or (scope "tensor") by tensor.
-    eps : float, default=0.0
-        Added to the norm in the factor ``max_norm / (n + eps)``; 1e-6 gives what
-        `torch.nn.utils.clip_grad_norm_` gives, 0 is exact.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
 
     Raises
     ------
@@ -104,20 +92,27 @@ class NormClip(Clipper):
 
     name: ClassVar[str] = "norm-clip"
     guarantee = kinds.fixed_limit
+    differs: ClassVar[Mapping[str, Parameter]] = {
+        "scope": SCOPE_TABLE.but(
+            meaning='Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups their '
+            "own limit; tensors that no pattern names form one more group, limited by `max_norm`."
+        ),
+        "ord": ORD_VAR,
+        "eps": COMMON["eps"].but(
+            meaning="Added to the norm in the factor ``max_norm / (n + eps)``; 1e-6 gives what "
+            "`torch.nn.utils.clip_grad_norm_` gives, 0 is exact."
+        ),
+    }
 
     def __init__(
         self,
         max_norm: float | None = 1.0,
         *,
-        scope: Scope = "global",
-        ord: Order = 2,
         min_norm: float | None = None,
         dims: int | Sequence[int] | None = None,
         inverse_dims: bool = False,
         min_size: int = 1,
-        eps: float = 0.0,
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
+        **common: Unpack[Exact],
     ) -> None:
         self.min_norm = parameters.optional(parameters.positive, min_norm=min_norm)
         self.max_norm = None
@@ -126,27 +121,20 @@ class NormClip(Clipper):
         limit = math.inf if self.max_norm is None else self.max_norm
         if self.min_norm is not None and self.min_norm > limit:
             raise ValueError(f"min_norm must be <= max_norm, got {min_norm!r} > {max_norm!r}")
-        self.ord = check_order(ord)
-        self.eps = parameters.non_negative(eps=eps)
         self.inverse_dims = parameters.boolean(inverse_dims=inverse_dims)
         self.min_size = parameters.integer(1, min_size=min_size)
-        self.dims = check_dims(dims, scope, self.inverse_dims, self.min_size)
-        transform: Transform
+        self.dims = dims
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
+        limit = math.inf if self.max_norm is None else self.max_norm
+        self.dims = check_dims(self.dims, self.scope, self.inverse_dims, self.min_size)
         action = Action(self.eps, self.min_norm)
         if self.dims is None and self.min_size == 1:
-            transform = NormClipping(Constant((limit,)), self.ord, action)
-        else:
-            dims_ = None if self.dims is None else tuple(self.dims)
-            transform = SliceClipping(
-                limit, dims_, self.inverse_dims, self.min_size, self.ord, action
-            )
-        super().__init__(
-            transform,
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-            limits_in_scope=True,
-        )
+            return NormClipping(Constant((limit,)), self.ord, action)
+        dims = None if self.dims is None else tuple(self.dims)
+        return SliceClipping(limit, dims, self.inverse_dims, self.min_size, self.ord, action)
 
     def transform(self, groups: Groups) -> Transform:
         """Return what the clipper is made of, with the limit of each group."""

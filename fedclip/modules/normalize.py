@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from fedclip import parameters
-from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
+from fedclip.modules.common import COMMON, ORD_VAR, SCOPE_TABLE, Exact, Parameter
 from fedclip.privacy import kinds
 from fedclip.rules.constant import Constant
-from fedclip.scopes import Groups, Scope
+from fedclip.scopes import Groups
 from fedclip.transforms import Action, NormClipping, SliceClipping, Transform
 from fedclip.transforms.slice import check_dims
 
@@ -36,12 +36,6 @@ class Normalize(Clipper):
     ----------
     norm : float, default=1.0
         Norm that each group is brought to, > 0, in the units of the output.
-    scope : {"global", "tensor", "layer"}, list of patterns or table, default="global"
-        Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups their own norm;
-        tensors that no pattern names form one more group, brought to `norm`.
-    ord : float or {"inf", "rms", "mad", "std", "var"}, default=2
-        What is measured (see `fedclip.measures`). The standard deviation or variance of fewer
-        than two elements is not defined; they are left alone.
     dims : int, list of int or None, default=None
         Measure and rescale each slice that spans these dimensions (negative ones count from the
         end) instead of each tensor; goes with the scopes "global" and "tensor", which then
@@ -50,13 +44,6 @@ class Normalize(Clipper):
         Let the slices span all dimensions but `dims`.
     min_size : int, default=1
         Leave alone what has fewer elements, by slice or (scope "tensor") by tensor.
-    eps : float, default=0.0
-        Added to the measure in the factor, >= 0: groups whose norm is not much larger than
-        `eps` stay smaller than `norm`, instead of being blown up.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
 
     Raises
     ------
@@ -98,45 +85,49 @@ class Normalize(Clipper):
 
     name: ClassVar[str] = "normalize"
     guarantee = kinds.brought_to_norm
+    differs: ClassVar[Mapping[str, Parameter]] = {
+        "scope": SCOPE_TABLE.but(
+            meaning='Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups their '
+            "own norm; tensors that no pattern names form one more group, brought to `norm`."
+        ),
+        "ord": ORD_VAR.but(
+            meaning="What is measured (see `fedclip.measures`). The standard deviation or "
+            "variance of fewer than two elements is not defined; they are left alone."
+        ),
+        "eps": COMMON["eps"].but(
+            meaning="Added to the measure in the factor, >= 0: groups whose norm is not much "
+            "larger than `eps` stay smaller than `norm`, instead of being blown up."
+        ),
+    }
 
     def __init__(
         self,
         norm: float = 1.0,
         *,
-        scope: Scope = "global",
-        ord: Order = 2,
         dims: int | Sequence[int] | None = None,
         inverse_dims: bool = False,
         min_size: int = 1,
-        eps: float = 0.0,
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
+        **common: Unpack[Exact],
     ) -> None:
         self.norm = parameters.positive(norm=norm)
-        self.ord = check_order(ord)
-        self.eps = parameters.non_negative(eps=eps)
         self.inverse_dims = parameters.boolean(inverse_dims=inverse_dims)
         self.min_size = parameters.integer(1, min_size=min_size)
-        self.dims = check_dims(dims, scope, self.inverse_dims, self.min_size)
+        self.dims = dims
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
+        self.dims = check_dims(self.dims, self.scope, self.inverse_dims, self.min_size)
         action = Action(self.eps, rescale=True)
-        transform: Transform
         if self.dims is None and self.min_size == 1:
-            transform = NormClipping(Constant((self.norm,)), self.ord, action)
-        else:
-            transform = SliceClipping(
-                self.norm,
-                None if self.dims is None else tuple(self.dims),
-                self.inverse_dims,
-                self.min_size,
-                self.ord,
-                action,
-            )
-        super().__init__(
-            transform,
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-            limits_in_scope=True,
+            return NormClipping(Constant((self.norm,)), self.ord, action)
+        return SliceClipping(
+            self.norm,
+            None if self.dims is None else tuple(self.dims),
+            self.inverse_dims,
+            self.min_size,
+            self.ord,
+            action,
         )
 
     def transform(self, groups: Groups) -> Transform:

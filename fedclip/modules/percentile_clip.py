@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
+from fedclip.modules.common import COMMON, Common, Parameter
 from fedclip.privacy import kinds
-from fedclip.scopes import Scope
+from fedclip.transforms import Transform
 from fedclip.transforms.value import PercentileClipping
 
 __all__ = ["PercentileClip"]
@@ -37,12 +38,6 @@ class PercentileClip(Clipper):
         brings every element to the size of the smallest.
     method : {"lower", "linear"}, default="lower"
         Where the position falls between two elements, take the smaller one, or interpolate.
-    scope : {"global", "tensor", "layer"} or list of patterns, default="tensor"
-        Which tensors share a limit.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
 
     Raises
     ------
@@ -87,22 +82,22 @@ class PercentileClip(Clipper):
 
     name: ClassVar[str] = "percentile-clip"
     guarantee = kinds.own_percentile
+    differs: ClassVar[Mapping[str, Parameter]] = {
+        "scope": COMMON["scope"].but(default="tensor", meaning="Which tensors share a limit.")
+    }
 
     def __init__(
         self,
         percentile: float = 95,
         *,
         method: str = "lower",
-        scope: Scope = "tensor",
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
+        **common: Unpack[Common],
     ) -> None:
         self.percentile = parameters.number("a number in [0, 100]", 0, 100, percentile=percentile)
         self.method = parameters.choice(("lower", "linear"), method=method)
-        super().__init__(
-            # The decimal number that was written, not the nearest binary one.
-            PercentileClipping(Fraction(repr(self.percentile)), self.method == "linear"),
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-        )
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
+        # The decimal number that was written, not the nearest binary one.
+        return PercentileClipping(Fraction(repr(self.percentile)), self.method == "linear")

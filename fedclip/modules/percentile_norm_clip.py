@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from fedclip import parameters
-from fedclip.measures import Order, check_order
+from fedclip.modules.common import Remembering
 from fedclip.modules.sharing import SharedClipper
 from fedclip.privacy import kinds
 from fedclip.rules.percentile import Percentile
 from fedclip.rules.quantiles import LARGEST, Markers, Quantile, Stream, Window, check_window
-from fedclip.scopes import Scope
-from fedclip.transforms import Action, NormClipping
+from fedclip.transforms import Transform
 
 __all__ = ["PercentileNormClip"]
 
@@ -53,34 +51,12 @@ class PercentileNormClip(SharedClipper):
     feedback : {"clipped", "raw"}, default="clipped"
         What the history learns from a spike: twice its limit, or its norm. With "raw" a burst
         of ``(1 - percentile / 100) * window`` spikes is the new limit.
-    include_current : bool, default=False
-        Let the history see a norm before it is judged by it; needs ``feedback="raw"``.
     warmup : int, default=5
         Number of steps that only fill the history, >= 0. The first step always does, with "p2"
         the first five.
     warmup_norm : float or None, default=1.0
         Fixed limit during these steps; None for none. The history learns the norms as they are,
         so that a limit that is too low is forgotten with the warm-up.
-    max_norm : float or None, default=None
-        Fixed limit at every step, above which no adaptive limit goes.
-    on_spike : {"clip", "skip"}, default="clip"
-        "skip" zeroes a group that is over its limit instead of clipping it.
-    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
-        Which tensors share a norm, and a history.
-    ord : float or {"inf", "rms", "mad", "std"}, default=2
-        What is measured (see `fedclip.measures`).
-    eps : float, default=0.0
-        Added to the norm in the factor ``limit / (n + eps)``; 0 is exact.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
-    shared : bool, default=False
-        Whether all clients of a federation have one state, and so one limit; the server's
-        optimizer must then have `percentile-norm-clip-server`. The state stays as it is during
-        a round.
-    shared_name : str or None, default=None
-        Name of this pair of clipper and counterpart, where there are several of a kind.
 
     Raises
     ------
@@ -147,18 +123,9 @@ class PercentileNormClip(SharedClipper):
         rate: float = 0.02,
         decay: float = 0.99,
         feedback: str = "clipped",
-        include_current: bool = False,
         warmup: int = 5,
         warmup_norm: float | None = 1.0,
-        max_norm: float | None = None,
-        on_spike: str = "clip",
-        scope: Scope = "global",
-        ord: Order = 2,
-        eps: float = 0.0,
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
-        shared: bool = False,
-        shared_name: str | None = None,
+        **common: Unpack[Remembering],
     ) -> None:
         self.percentile = parameters.number(
             "a number > 0 and <= 100", 0.0, 100.0, open_low=True, percentile=percentile
@@ -168,14 +135,8 @@ class PercentileNormClip(SharedClipper):
         self.rate = parameters.number("a number > 0 and <= 1", 0.0, 1.0, open_low=True, rate=rate)
         self.decay = parameters.unit_interval(decay=decay)
         self.feedback = parameters.choice(("clipped", "raw"), feedback=feedback)
-        self.include_current = parameters.boolean(include_current=include_current)
         self.warmup = parameters.integer(0, warmup=warmup)
         self.warmup_norm = parameters.optional(parameters.positive, warmup_norm=warmup_norm)
-        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
-        self.on_spike = parameters.choice(("clip", "skip"), on_spike=on_spike)
-        self.ord = check_order(ord)
-        self.eps = parameters.non_negative(eps=eps)
-        parameters.raw_if_current(self.include_current, self.feedback, "history has")
         if self.percentile == 100.0 and self.history != "window":
             raise ValueError(
                 "percentile=100, the largest norm, needs history='window': an estimate that only "
@@ -191,28 +152,17 @@ class PercentileNormClip(SharedClipper):
                     f"{key} goes with history={needed!r} only, got {key}={getattr(self, key)!r} "
                     f"with history={history!r}"
                 )
-        if shared and self.history == "stream":
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
+        parameters.raw_if_current(self.include_current, self.feedback, "history has")
+        if self.shared and self.history == "stream":
             raise ValueError(
                 "shared=True does not go with history='stream', which depends on the order of the "
                 "norms: take 'window' or 'p2'"
             )
-        rule = Percentile(
-            history=self._quantile(),
-            feedback=self.feedback,
-            include_current=self.include_current,
-            warmup=self.warmup,
-            warmup_norm=self.warmup_norm,
-            max_norm=self.max_norm,
-            eps=self.eps,
-        )
-        super().__init__(
-            NormClipping(rule, self.ord, Action(self.eps, skip=self.on_spike == "skip")),
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-            shared=shared,
-            shared_name=shared_name,
-        )
+        return self._clipping(Percentile, history=self._quantile())
 
     def _quantile(self) -> Quantile:
         quantile = self.percentile / 100.0

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from declearn.optimizer.modules import AuxVar
 
-from fedclip import parameters
 from fedclip.federation.statistics.client import SharedStatistics
 from fedclip.federation.statistics.messages import FedclipSharedState
 from fedclip.modules.base import Clipper
+from fedclip.modules.common import Remembering
 from fedclip.transforms import Transform
 
 __all__ = ["SharedClipper"]
@@ -22,7 +22,7 @@ class SharedClipper(Clipper, register=False):
 
     Parameters
     ----------
-    transform, **options
+    transform, **common
         What every clipper has (see `Clipper`).
     shared, shared_name
         Whether to have one state with all clients of a federation, and the name that tells
@@ -32,16 +32,14 @@ class SharedClipper(Clipper, register=False):
     shared_settings: ClassVar[tuple[str, ...]]
     """The parameters that the counterpart must have as well."""
 
-    def __init__(
-        self, transform: Transform, *, shared: bool, shared_name: str | None, **options: Any
-    ) -> None:
-        super().__init__(transform, **options)
-        self.shared = parameters.boolean(shared=shared)
-        self.shared_name = parameters.optional(parameters.name, shared_name=shared_name)
+    def __init__(self, transform: Transform | None = None, **common: Unpack[Remembering]) -> None:
+        super().__init__(transform, **common)
         self.sharing: SharedStatistics | None = None
         if not self.shared:
             if self.shared_name is not None:
-                raise ValueError(f"shared_name goes with shared=True only, got {shared_name!r}")
+                raise ValueError(
+                    f"shared_name goes with shared=True only, got {self.shared_name!r}"
+                )
             return
         if getattr(self, "include_current", False):
             raise ValueError(

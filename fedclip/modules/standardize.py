@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Unpack
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
+from fedclip.modules.common import COMMON, Common, Parameter
 from fedclip.privacy import kinds
-from fedclip.scopes import Scope
+from fedclip.transforms import Transform
 from fedclip.transforms.moment import Standardizing
 
 __all__ = ["Standardize"]
@@ -31,12 +32,6 @@ class Standardize(Clipper):
     eps : float, default=1e-8
         Added to the standard deviation, >= 0, in the units of the gradient: gradients that
         vary by less are not blown up to a deviation of 1.
-    scope : {"global", "tensor", "layer"} or list of patterns, default="tensor"
-        Which tensors share mean and standard deviation.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
 
     Raises
     ------
@@ -79,16 +74,20 @@ class Standardize(Clipper):
 
     name: ClassVar[str] = "standardize"
     guarantee = kinds.standardised
+    differs: ClassVar[Mapping[str, Parameter]] = {
+        "scope": COMMON["scope"].but(
+            default="tensor", meaning="Which tensors share mean and standard deviation."
+        )
+    }
 
     def __init__(
         self,
         eps: float = 1e-8,
-        *,
-        scope: Scope = "tensor",
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
+        **common: Unpack[Common],
     ) -> None:
         self.eps = parameters.non_negative(eps=eps)
-        super().__init__(
-            Standardizing(self.eps), scope=scope, exclude=exclude, on_nonfinite=on_nonfinite
-        )
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
+        return Standardizing(self.eps)

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Unpack
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
+from fedclip.modules.common import SCOPE_TABLE, Common, Parameter
 from fedclip.privacy import kinds
-from fedclip.scopes import Groups, Scope
+from fedclip.scopes import Groups
 from fedclip.transforms import Transform, ValueClipping
 
 __all__ = ["ValueClip"]
@@ -32,13 +33,6 @@ class ValueClip(Clipper):
         Largest element, in the units of the gradient; > 0 unless `min_value` is given.
     min_value : float or None, default=None
         Smallest element, <= `max_value`; None means ``-max_value``.
-    scope : {"global", "tensor", "layer"}, list of patterns or table, default="global"
-        Which tensors are reported on together. A table ``{"head.*" = 0.1}`` gives groups their
-        own symmetric limit; the rest keeps `max_value` and `min_value`.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
 
     Raises
     ------
@@ -66,15 +60,19 @@ class ValueClip(Clipper):
 
     name: ClassVar[str] = "value-clip"
     guarantee = kinds.box
+    differs: ClassVar[Mapping[str, Parameter]] = {
+        "scope": SCOPE_TABLE.but(
+            meaning='Which tensors are reported on together. A table ``{"head.*" = 0.1}`` gives '
+            "groups their own symmetric limit; the rest keeps `max_value` and `min_value`."
+        )
+    }
 
     def __init__(
         self,
         max_value: float = 1.0,
         *,
         min_value: float | None = None,
-        scope: Scope = "global",
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
+        **common: Unpack[Common],
     ) -> None:
         if min_value is None:
             self.min_value = None
@@ -86,13 +84,11 @@ class ValueClip(Clipper):
                 raise ValueError(
                     f"min_value must be <= max_value, got {min_value!r} > {max_value!r}"
                 )
-        super().__init__(
-            self._box(1, {}),
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-            limits_in_scope=True,
-        )
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
+        return self._box(1, {})
 
     def _box(self, groups: int, own: Mapping[int, float]) -> ValueClipping:
         low = -self.max_value if self.min_value is None else self.min_value

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Unpack
 
 from fedclip import parameters
-from fedclip.measures import Order, check_order
+from fedclip.modules.common import COMMON, Parameter, Remembering
 from fedclip.modules.sharing import SharedClipper
 from fedclip.privacy import kinds
 from fedclip.rules.zscore import ZScore
-from fedclip.scopes import Scope
-from fedclip.transforms import Action, NormClipping
+from fedclip.transforms import Transform
 
 __all__ = ["ZScoreClip"]
 
@@ -47,39 +46,17 @@ class ZScoreClip(SharedClipper):
     feedback : {"clipped", "raw", "none"}, default="clipped"
         What the statistics learn from a spike: its limit, its norm, or nothing. With "raw" a
         burst of spikes pulls the limit up within a few steps.
-    include_current : bool, default=False
-        Let the statistics see a norm before it is judged by them; needs ``feedback="raw"``.
     warmup : int, default=25
         Number of steps that only fill the statistics, >= 0. The first step always does.
     warmup_norm : float or None, default=None
         Fixed limit during these steps, besides `max_norm`.
-    max_norm : float or None, default=1.0
-        Fixed limit at every step, above which no adaptive limit goes; None for none. The
-        default protects from the first step on.
     factor : float, default=1.0
         Multiplies the limit of the action "reciprocal", > 0.
-    on_spike : {"clip", "skip"}, default="clip"
-        "skip" zeroes a group that is over its limit instead of clipping it.
     estimator : {"zclip", "drytorch", "smartclip"}, default="zclip"
         How mean and variance are updated (see `fedclip.rules.zscore`): that of the paper's
         code, or of the two packages.
     std_eps : float, default=1e-6
         Added to the standard deviation in the z-score, >= 0.
-    scope : {"global", "tensor", "layer"} or list of patterns, default="global"
-        Which tensors share a norm, and statistics.
-    ord : float or {"inf", "rms", "mad", "std"}, default=2
-        What is measured (see `fedclip.measures`).
-    eps : float, default=0.0
-        Added to the norm in the factor ``limit / (n + eps)``; 0 is exact.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
-    shared : bool, default=False
-        Whether all clients of a federation have one state, and so one limit; `zscore-clip-server`
-        must then be in the server's optimizer. The state stays as it is during a round.
-    shared_name : str or None, default=None
-        Name of this pair of clipper and counterpart, where there are several of a kind.
 
     Raises
     ------
@@ -120,6 +97,13 @@ class ZScoreClip(SharedClipper):
 
     name: ClassVar[str] = "zscore-clip"
     guarantee = kinds.learnt_limit
+    differs: ClassVar[Mapping[str, Parameter]] = {
+        "max_norm": COMMON["max_norm"].but(
+            default=1.0,
+            meaning="Fixed limit at every step, above which no adaptive limit goes; None for "
+            "none. The default protects from the first step on.",
+        )
+    }
     shared_settings: ClassVar[tuple[str, ...]] = (
         "z_max",
         "decay",
@@ -140,61 +124,30 @@ class ZScoreClip(SharedClipper):
         decay: float = 0.97,
         action: str = "reciprocal",
         feedback: str = "clipped",
-        include_current: bool = False,
         warmup: int = 25,
         warmup_norm: float | None = None,
-        max_norm: float | None = 1.0,
         factor: float = 1.0,
-        on_spike: str = "clip",
         estimator: str = "zclip",
         std_eps: float = 1e-6,
-        scope: Scope = "global",
-        ord: Order = 2,
-        eps: float = 0.0,
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
-        shared: bool = False,
-        shared_name: str | None = None,
+        **common: Unpack[Remembering],
     ) -> None:
         self.z_max = parameters.positive(z_max=z_max)
         self.decay = parameters.unit_interval(decay=decay)
         self.action = parameters.choice(("reciprocal", "max", "mean"), action=action)
         self.feedback = parameters.choice(("clipped", "raw", "none"), feedback=feedback)
-        self.include_current = parameters.boolean(include_current=include_current)
         self.warmup = parameters.integer(0, warmup=warmup)
         self.warmup_norm = parameters.optional(parameters.positive, warmup_norm=warmup_norm)
-        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
         self.factor = parameters.positive(factor=factor)
-        self.on_spike = parameters.choice(("clip", "skip"), on_spike=on_spike)
         self.estimator = parameters.choice(("zclip", "drytorch", "smartclip"), estimator=estimator)
         self.std_eps = parameters.non_negative(std_eps=std_eps)
-        self.ord = check_order(ord)
-        self.eps = parameters.non_negative(eps=eps)
-        parameters.raw_if_current(self.include_current, self.feedback)
         if self.factor != 1.0 and self.action != "reciprocal":
             raise ValueError(
                 f"factor goes with action='reciprocal' only, got factor={factor!r} "
                 f"with action={action!r}"
             )
-        rule = ZScore(
-            z_max=self.z_max,
-            decay=self.decay,
-            action=self.action,
-            feedback=self.feedback,
-            estimator=self.estimator,
-            include_current=self.include_current,
-            warmup=self.warmup,
-            warmup_norm=self.warmup_norm,
-            max_norm=self.max_norm,
-            factor=self.factor,
-            std_eps=self.std_eps,
-            eps=self.eps,
-        )
-        super().__init__(
-            NormClipping(rule, self.ord, Action(self.eps, skip=self.on_spike == "skip")),
-            scope=scope,
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-            shared=shared,
-            shared_name=shared_name,
-        )
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
+        parameters.raw_if_current(self.include_current, self.feedback)
+        return self._clipping(ZScore)
