@@ -23,9 +23,10 @@ from helpers import each_framework, needs
 from fedclip import Clipper, FedclipWarning, ZScoreClip
 from fedclip.arrays import NUMPY, backend_named
 from fedclip.federation.statistics.client import SharedRule
+from fedclip.federation.statistics.counterpart import SharedServer
 from fedclip.federation.statistics.counts import _EDGES, ERROR, Tally, quantile_of
 from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
-from fedclip.federation.statistics.server import History, SharedServer
+from fedclip.federation.statistics.server import History
 from fedclip.rules.adaptive import geometric_update
 from fedclip.tools.check import check_config
 
@@ -189,7 +190,7 @@ def test_moments_that_would_cancel() -> None:
     (state,) = [fed.counterpart.collect_aux_var()]
     centre = state.state["mean"][0]
     norms = (1000.0 + 1e-3 * rng.normal(size=50)).tolist()
-    rule = SharedRule(fed.counterpart._rule)
+    rule = SharedRule(fed.counterpart.shared_state.rule)
     shared = rule.init(1, NUMPY)
     for norm in norms:
         _, shared = rule(np.array([norm]), shared, NUMPY)
@@ -273,7 +274,7 @@ def test_sketch_is_within_its_error(size: int, quantile: float) -> None:
     rng = np.random.default_rng(size)
     norms = 10.0 ** rng.uniform(-7.5, 5.0, size)
     tally = Tally(["sketch"])
-    shared = SharedRule(Federation("percentile-norm-clip").counterpart._rule)
+    shared = SharedRule(Federation("percentile-norm-clip").counterpart.shared_state.rule)
     state = shared.init(1, NUMPY)
     for norm in norms:
         state = tally.add(np.array([norm]), None, 10_000, state, NUMPY)
@@ -370,7 +371,7 @@ def test_scopes(name: str, scope: Any) -> None:
     reply = fed.counterpart.collect_aux_var()
     assert reply.labels == []
     fed.round({"client_0": [step] * 4, "client_1": [step], "client_2": []})
-    assert fed.counterpart._version == 0
+    assert fed.counterpart.shared_state.version == 0
     labels = fed.counterpart.collect_aux_var().labels
     assert labels == (["a0", "a1", "b"] if scope == "tensor" else ["*", "a*"])
     fed.round({"client_0": [step] * 2, "client_1": [], "client_2": []})
@@ -570,7 +571,7 @@ def test_a_message_of_another_kind_is_left_out(name: str, place: int) -> None:
             fed.tamper = {f"client_{place}": lambda _: FedclipSharedState(0, {}, 1, [], {})}
         fed.round({c: [1.0, 2.0] for c in fed.clients})
     assert fed.counterpart.refused == 1
-    assert fed.counterpart._version == 2
+    assert fed.counterpart.shared_state.version == 2
 
 
 class Unchecked(FedclipSharedCounts):
@@ -609,7 +610,7 @@ def test_a_secure_sum_that_can_not_be_is_left_out(name: str, value: int, row: in
 # -- liars ----------------------------------------------------------------------------------
 def said(fed: Federation, fields: Mapping[str, Any]) -> FedclipSharedCounts:
     """Return the message of a client that has counted this."""
-    column = fed.counterpart._tally.encode(fields, fed.group().get("mean", 0.0))
+    column = fed.counterpart.shared_state.tally.encode(fields, fed.group().get("mean", 0.0))
     return FedclipSharedCounts(1, np.array(column, dtype=np.uint64)[:, None])
 
 
@@ -617,7 +618,7 @@ def claim(fed: Federation, values: Sequence[float]) -> Callable[[FedclipSharedCo
     """Return what claims these norms, in sound form."""
 
     def tamper(_: FedclipSharedCounts) -> Any:
-        rule = SharedRule(fed.counterpart._rule, len(values))
+        rule = SharedRule(fed.counterpart.shared_state.rule, len(values))
         state = rule.init(1, NUMPY)
         for value in values:
             state = rule.tally.add(np.array([value]), None, len(values), state, NUMPY)
@@ -630,7 +631,7 @@ def claim(fed: Federation, values: Sequence[float]) -> Callable[[FedclipSharedCo
 
 def highest(fed: Federation) -> float:
     """Return the most that the server believes of one norm."""
-    return float(fed.counterpart._rule.ceiling(fed.counterpart._state)[0])
+    return float(fed.counterpart.shared_state.rule.ceiling(fed.counterpart.shared_state.state)[0])
 
 
 def limit_of(fed: Federation) -> float:
@@ -1006,7 +1007,7 @@ def test_the_server_clips_its_own_steps_by_their_own_statistics(
 def test_counting_is_the_same_text_in_every_arithmetic(name: str, framework: str) -> None:
     needs(framework)
     xp = backend_named(framework)
-    rule = SharedRule(Federation(name).counterpart._rule, 20)
+    rule = SharedRule(Federation(name).counterpart.shared_state.rule, 20)
     rng = np.random.default_rng(16)
     host, native = rule.init(2, NUMPY), rule.init(2, xp)
     for _ in range(25):
@@ -1055,7 +1056,9 @@ def test_merging_takes_the_same_time_for_each_client() -> None:
     """Replies are put in one list, in place, and added up one by one."""
     fed = Federation("zscore-clip", 1)
     fed.round({"client_0": [1.0]})
-    message = FedclipSharedCounts(1, np.zeros((fed.counterpart._tally.rows, 1), dtype=np.uint64))
+    message = FedclipSharedCounts(
+        1, np.zeros((fed.counterpart.shared_state.tally.rows, 1), dtype=np.uint64)
+    )
     total: Any = 0
     for _ in range(1000):
         previous, total = total, total + message

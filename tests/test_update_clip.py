@@ -19,7 +19,7 @@ from helpers import FRAMEWORKS, to_numpy, to_vector
 
 import fedclip
 from fedclip.errors import NonFiniteError, StateError
-from fedclip.federation.update.bound import next_bound
+from fedclip.federation.update.bound import next_bound, share_within
 from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
 from fedclip.privacy.accounting import split_noise
@@ -413,6 +413,46 @@ def test_denominator_is_the_expected_number_whoever_replies() -> None:
     aux = server.start()
     out = server.finish([clients.round(i, aux, np.array([5.0, 0.0])) for i in range(3)])
     assert norm(out) == pytest.approx(3 / 10)
+
+
+@pytest.mark.parametrize("replies", [1, 4, 5, 6, 10, 50])
+@pytest.mark.parametrize("within", [0.0, 0.4, 1.0])
+def test_one_client_moves_the_sum_of_the_votes_by_half_at_most(replies: int, within: float) -> None:
+    """Whoever replies: the centred sum is clamped, and a clamp is 1-Lipschitz."""
+    m, yes = 5, round(within * replies)
+    before = share_within(replies, yes, m, 0.0)
+    for vote in (0, 1):
+        after = share_within(replies + 1, yes + vote, m, 0.0)
+        assert before is not None
+        assert after is not None
+        assert abs(after - before) * m <= 0.5 + 1e-12
+
+
+@pytest.mark.parametrize(("m", "replies"), [(5, 6), (5, 10), (100, 101)])
+def test_votes_of_more_clients_than_expected_are_counted(m: int, replies: int) -> None:
+    """One more client must not turn all votes into none; noise is too small to be seen here."""
+    moves = []
+    for n in (m, replies):
+        config: dict[str, Any] = {"start_norm": 1.0, "bits_noise": 1e-6}
+        config |= {"noise_multiplier": 1e-9, "expected_clients": m}
+        server = Server([("update-clip-server", config)], CLIPPED)
+        clients = Clients(1, ADAPTIVE, CLIPPED)
+        aux = server.start()
+        server.finish([clients.round(0, aux, np.array([9.0])) for _ in range(n)])
+        moves.append(math.log(server.optim.modules[0].bound))  # type: ignore[attr-defined]
+    assert moves == pytest.approx([0.1, 0.1])
+
+
+@pytest.mark.parametrize("votes", [(10**6, 10**6), (10**6, 0), (-5, 10**9), (0, -(10**9))])
+def test_a_secure_sum_of_votes_that_can_not_be_moves_the_bound_by_one_step_at_most(
+    votes: tuple[int, int],
+) -> None:
+    for noise in ({}, {"noise_multiplier": 1e-9, "expected_clients": 3, "bits_noise": 1e-6}):
+        server = Server([("update-clip-server", {"start_norm": 1.0, **noise})], CLIPPED)
+        server.start()
+        module: Any = server.optim.modules[0]
+        module.process_aux_var(UpdateClipVotes(3, *votes))
+        assert abs(math.log(module.bound)) <= 0.1 + 1e-12
 
 
 def test_under_noise_nothing_else_is_counted() -> None:
@@ -821,6 +861,29 @@ def test_check_finds_it_before_the_run(tmp_path: Any, old: str, new: str, text: 
     path.write_text((PAIR + "[run]\nrounds = 40\n").replace(old, new))
     messages = [f.message for f in check_config(path).problems]
     assert any(re.search(text, message) for message in messages), messages
+
+
+@pytest.mark.parametrize(
+    ("register", "sampler", "found"),
+    [
+        ("max_clients = 6", "", True),
+        ("max_clients = 5", "", False),
+        ("max_clients = 60", "[client_sampler]\nstrategy = 'uniform'\nn_samples = 5", False),
+        ("max_clients = 60", "[client_sampler]\nstrategy = 'uniform'\nn_samples = 6", True),
+        ("min_clients = 6", "", True),
+        ("", "", False),
+    ],
+)
+def test_check_of_more_clients_than_noise_is_sized_on(
+    tmp_path: Any, register: str, sampler: str, found: bool
+) -> None:
+    from fedclip.tools.check import check_config
+
+    path = tmp_path / "optim.toml"
+    text = PAIR.replace('"update-clip-server"', NOISE % "")
+    path.write_text(f"{text}{sampler}\n[run]\nrounds = 3\n[run.register]\n{register}\n")
+    messages = [f.message for f in check_config(path).problems]
+    assert any("more than expected_clients=5" in message for message in messages) == found, messages
 
 
 def test_check_says_what_the_rounds_will_cost(tmp_path: Any) -> None:

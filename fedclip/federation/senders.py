@@ -7,10 +7,8 @@ part of the server that is shown them by name, and right before that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Mapping
 from typing import Any, ClassVar
-from weakref import ref
 
 from declearn.client_sampler import (
     ClientSampler,
@@ -20,18 +18,9 @@ from declearn.client_sampler import (
 from declearn.messaging import TrainReply
 from declearn.model.api import Model
 
-__all__ = ["UPDATES", "NamedClients", "faulty_senders", "sender_of"]
+from fedclip.federation.replies import UPDATES, Sender, note
 
-UPDATES = "updates"
-"""The key of what every reply has, beside the names of auxiliary variables."""
-
-# For each key the clients in the order in which replies are added up, and whether what they sent
-# said on arrival that it made no sense.
-_Senders = dict[str, list[tuple[str, bool]]]
-# With one of the replies: when that is gone, so is the round.
-_ROUND: ContextVar[tuple[ref[TrainReply], _Senders] | None] = ContextVar(
-    "fedclip_senders", default=None
-)
+__all__ = ["NamedClients"]
 
 
 class NamedClients(ClientSampler):
@@ -100,32 +89,16 @@ class NamedClients(ClientSampler):
     def update(self, client_to_reply: dict[str, TrainReply], global_model: Model[Any]) -> None:
         """Note down the order of the replies."""
         self.sampler.update(client_to_reply, global_model)
-        _ROUND.set(None)
         replies = list(client_to_reply.values())
         # Of a secure sum declearn shows the same reply for every client.
         if not replies or len({id(reply) for reply in replies}) < len(replies):
+            note(None, {})
             return
-        senders: _Senders = {}
+        senders: dict[str, list[Sender]] = {}
         for client, reply in client_to_reply.items():
-            senders.setdefault(UPDATES, []).append((client, False))
+            senders.setdefault(UPDATES, []).append(Sender(client, False))
             for key, message in reply.aux_var.items():
                 # Votes say it; in their place, what does not say it makes no sense.
                 wrong = bool(getattr(message, "n_faults", True))
-                senders.setdefault(key, []).append((client, wrong))
-        _ROUND.set((ref(replies[0]), senders))
-
-
-def _senders(key: str | None) -> list[tuple[str, bool]]:
-    round_ = _ROUND.get()
-    return [] if key is None or round_ is None or round_[0]() is None else round_[1].get(key, [])
-
-
-def sender_of(key: str | None, position: int, total: int) -> str:
-    """Return who sent one of `total` replies, as it was added up; "" if that is not known."""
-    senders = _senders(key)
-    return senders[position][0] if len(senders) == total else ""
-
-
-def faulty_senders(key: str) -> Sequence[str]:
-    """Return whose messages said on arrival that they make no sense, as far as is known."""
-    return [client for client, wrong in _senders(key) if wrong]
+                senders.setdefault(key, []).append(Sender(client, wrong))
+        note(replies[0], senders)

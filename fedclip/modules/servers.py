@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from fedclip.federation.statistics.server import SharedServer
+from fedclip.federation.statistics.counterpart import SharedServer
 from fedclip.modules.adaptive_clip import AdaptiveClip
 from fedclip.modules.auto_clip import AutoClip
 from fedclip.modules.ema_clip import EmaClip

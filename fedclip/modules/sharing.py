@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Unpack
 from declearn.optimizer.modules import AuxVar
 
 from fedclip.federation.statistics.client import SharedStatistics
-from fedclip.federation.statistics.messages import FedclipSharedState
+from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.modules.base import Clipper
 from fedclip.modules.common import Remembering
 from fedclip.transforms import Transform
@@ -60,7 +60,7 @@ class SharedClipper(Clipper, register=False):
         elif self.sharing is not None and self.sharing.heard():
             counts, statistics = self.sharing.collect(self._statistics())
             self._install(statistics)
-            return counts
+            return FedclipSharedCounts(1, counts)
         return None
 
     def process_aux_var(self, aux_var: AuxVar) -> None:

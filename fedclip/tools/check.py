@@ -389,12 +389,21 @@ def _check_updates(
         plugins,
         aggregator,
         rounds=run.get("rounds") if isinstance(run, dict) else None,
+        clients=_clients_a_round(check.config),
         fairness="fairness" in optim,
         regularizers=isinstance(server, dict) and bool(server.get("regularizers")),
         secagg=_section(check.config, "secagg"),
     )
     for level, section, message in found:
         check.add("note" if level == "note" else "problem", f"[{prefix}{section}]", message)
+
+
+def _clients_a_round(config: Mapping[str, Any]) -> Any:
+    """Return how many clients may take part in a round; None if the file does not say."""
+    run, sampler = _section(config, "run") or {}, _section(config, "client_sampler") or {}
+    register = _section(run, "register") or {}
+    most = register.get("max_clients", register.get("min_clients"))
+    return sampler.get("n_samples", most)
 
 
 def _check_bounds(

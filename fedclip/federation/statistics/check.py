@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fedclip.federation.statistics.server import SharedServer
+from fedclip.federation.statistics.counterpart import SharedServer
 
 __all__ = ["is_shared", "shared_problems"]
 

@@ -28,8 +28,7 @@ import numpy as np
 from fedclip import states
 from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.errors import FedclipWarning, StateError
-from fedclip.federation.statistics.counts import Tally
-from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
+from fedclip.federation.statistics.counts import Counts, Tally
 from fedclip.rules import State
 from fedclip.rules.sharing import Shareable
 from fedclip.states import Statistics
@@ -121,8 +120,8 @@ class SharedStatistics:
             )
         return self.version is not None
 
-    def receive(self, message: FedclipSharedState, statistics: Statistics) -> Statistics:
-        """Return the statistics as the server has sent them.
+    def receive(self, message: Any, statistics: Statistics) -> Statistics:
+        """Return the statistics as the server has sent them, in a `FedclipSharedState`.
 
         What was counted before, and never sent because the server did not know the groups yet,
         is kept if it was judged by the same state.
@@ -150,7 +149,7 @@ class SharedStatistics:
             result[label] = {**nothing, **unsent.get(label, {}), **fields}
         return result
 
-    def collect(self, statistics: Statistics) -> tuple[FedclipSharedCounts, Statistics]:
+    def collect(self, statistics: Statistics) -> tuple[Counts, Statistics]:
         """Return what has been counted since the round's start, and the statistics without it."""
         tally, nothing = self.rule.tally, self._nothing()
         columns, result = [], dict(statistics)
@@ -162,7 +161,7 @@ class SharedStatistics:
                 columns.append(tally.encode(fields, centre_of(fields)))
                 result[label] = {**fields, **nothing}
         counts = np.array(columns, dtype=np.uint64).reshape(len(columns), tally.rows)
-        return FedclipSharedCounts(1, np.ascontiguousarray(counts.T)), result
+        return np.ascontiguousarray(counts.T), result
 
     def get_state(self) -> dict[str, Any] | None:
         """Return what a checkpoint needs besides the statistics; None before anything was heard."""

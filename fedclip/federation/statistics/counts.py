@@ -34,7 +34,17 @@ from fedclip.measures.sketch import Integers, Sketch, holder
 from fedclip.rules import State
 from fedclip.rules.sharing import Floats
 
-__all__ = ["BUCKETS", "ERROR", "LARGEST", "Counts", "Round", "Tally", "quantile_of"]
+__all__ = [
+    "BUCKETS",
+    "ERROR",
+    "LARGEST",
+    "Counts",
+    "Integers",
+    "Round",
+    "Tally",
+    "counts_of",
+    "quantile_of",
+]
 
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 """Whole numbers, of shape (rows, groups)."""
@@ -285,6 +295,29 @@ def _number(digits: Sequence[int], scale: int) -> Fraction:
     """Return the number whose digits, or sums of such, these are."""
     whole = sum(digit << (_BITS * place) for place, digit in enumerate(digits))
     return Fraction(whole, 2**scale)
+
+
+def counts_of(members: Any, counts: Any, shape: tuple[int, int]) -> tuple[Counts | None, str]:
+    """Return what came as the counts of so many clients as an array, or None and what is wrong.
+
+    It may be anything, of any size: nothing here raises.
+    """
+    if type(members) is not int or not 0 < members < 2**24:
+        return None, f"from {members!r:.30} clients"
+    if isinstance(counts, np.ndarray) and counts.dtype != np.uint64:
+        return None, f"numbers of the type {counts.dtype}"
+    if isinstance(counts, list):
+        # Before NumPy may be asked for an array of any size or kind.
+        if len(counts) != shape[0] * shape[1]:
+            return None, f"not {shape[0]} rows of {shape[1]} numbers"
+        if set(map(type, counts)) != {int} or min(counts) < 0 or max(counts) >= 2**48:
+            return None, "numbers that are no counts"
+        counts = np.array(counts, dtype=np.uint64).reshape(shape)
+    if not isinstance(counts, np.ndarray):
+        return None, f"{type(counts).__name__} in place of counts"
+    if counts.shape != shape:
+        return None, f"of shape {counts.shape}, not {shape}"
+    return counts, ""
 
 
 def quantile_of(buckets: Integers, quantile: float) -> float:

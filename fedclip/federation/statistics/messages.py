@@ -13,8 +13,6 @@ from typing import Any, Self
 import numpy as np
 from declearn.optimizer.modules import AuxVar
 
-from fedclip.federation.statistics.counts import Counts
-
 __all__ = ["FedclipSharedCounts", "FedclipSharedState"]
 
 
@@ -54,7 +52,7 @@ class FedclipSharedCounts(AuxVar):
 
     Nothing here raises, whatever a client may have sent: an exception while a round's replies
     are added up would leave declearn's server waiting for ever. What is no sound message is
-    found when it is looked at (`check`), and left out.
+    found when it is looked at (`counts_of`), and left out.
 
     Attributes
     ----------
@@ -109,23 +107,3 @@ class FedclipSharedCounts(AuxVar):
         if counts.size and int(counts.max()) >= 2**48:
             raise ValueError(f"counts must be below 2^48 to be encrypted, got {counts.max()}")
         return {"members": members, "counts": counts}, None
-
-    def check(self, shape: tuple[int, int]) -> tuple[Counts | None, str]:
-        """Return the counts as an array, or None and what is wrong with them."""
-        if type(self.members) is not int or not 0 < self.members < 2**24:
-            return None, f"from {self.members!r} clients"
-        counts = self.counts
-        if isinstance(counts, np.ndarray) and counts.dtype != np.uint64:
-            return None, f"numbers of the type {counts.dtype}"
-        if isinstance(counts, list):
-            # Before NumPy may be asked for an array of any size or kind.
-            if len(counts) != shape[0] * shape[1]:
-                return None, f"not {shape[0]} rows of {shape[1]} numbers"
-            if set(map(type, counts)) != {int} or min(counts) < 0 or max(counts) >= 2**48:
-                return None, "numbers that are no counts"
-            counts = np.array(counts, dtype=np.uint64).reshape(shape)
-        if not isinstance(counts, np.ndarray):
-            return None, f"{type(counts).__name__} in place of counts"
-        if counts.shape != shape:
-            return None, f"of shape {counts.shape}, not {shape}"
-        return counts, ""

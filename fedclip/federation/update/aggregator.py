@@ -13,7 +13,7 @@ from declearn.aggregator import Aggregator
 from declearn.model.api import Vector
 
 from fedclip import parameters
-from fedclip.federation.senders import UPDATES, sender_of
+from fedclip.federation.replies import UPDATES, sender_of
 from fedclip.federation.update.averaging import UpdateClipping, averaged, peaks, signature
 from fedclip.federation.update.coupling import CLIENT, SERVER, ClientRound
 from fedclip.federation.update.messages import ClippedUpdates, zeros_like

@@ -27,6 +27,7 @@ def update_problems(
     aggregator: Any,
     *,
     rounds: Any = None,
+    clients: Any = None,
     fairness: bool = False,
     regularizers: bool = False,
     secagg: Mapping[str, Any] | None = None,
@@ -41,6 +42,8 @@ def update_problems(
         The aggregator, or its name where it is not fedclip's; None for declearn's default.
     rounds
         How many are planned, if that is known.
+    clients
+        How many may take part in a round, if that is known.
     fairness, regularizers
         Whether the configuration has a fairness section, and the server regularizers.
     secagg
@@ -70,7 +73,7 @@ def update_problems(
         text = "declearn's fairness puts an aggregator of its own in the place of clipped-averaging"
         found.append(("problem", AGGREGATOR, text))
     for module in server[:1]:
-        found += _noise(aggregator, module, plugins, regularizers, rounds)
+        found += _noise(aggregator, module, plugins, regularizers, rounds, clients)
     limit = server[0].max_norm if server else aggregator.max_norm
     found += _range(aggregator, limit, secagg)
     return found
@@ -98,6 +101,7 @@ def _noise(
     plugins: Mapping[str, Iterable[Any]],
     regularizers: bool,
     rounds: Any,
+    clients: Any,
 ) -> list[Problem]:
     if module.budget is None:
         return []
@@ -111,6 +115,13 @@ def _noise(
     if aggregator.exclude:
         text = f"noise can not be sized on what exclude={aggregator.exclude} leaves without a bound"
         found.append(("problem", AGGREGATOR, text))
+    if type(clients) is int and clients > module.budget.clients:
+        text = (
+            f"{clients} clients may take part in a round, more than expected_clients="
+            f"{module.expected_clients}, which the average is divided by and the noise sized on: "
+            "raise expected_clients, or lower max_clients"
+        )
+        found.append(("problem", SERVER, text))
     if type(rounds) is int and rounds > 0:
         left = module.rounds_left(rounds)
         if left < rounds:

@@ -13,7 +13,7 @@ from declearn.optimizer.modules import OptiModule
 
 from fedclip import parameters
 from fedclip.errors import StateError
-from fedclip.federation.senders import faulty_senders
+from fedclip.federation.replies import faulty_senders
 from fedclip.federation.update.bound import BoundRule, share_within
 from fedclip.federation.update.budget import MANY_ROUNDS, Budget
 from fedclip.federation.update.coupling import OPENED, SERVER, ServerRound

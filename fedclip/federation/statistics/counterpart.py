@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The counterparts of shared clippers, in the server's optimizer.
+
+One class does it all; how a state follows from counts is said by the clipper's rule.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from declearn.model.api import Vector
+from declearn.optimizer.modules import AuxVar, OptiModule
+
+from fedclip import parameters
+from fedclip.errors import StateError
+from fedclip.federation.replies import sender_of
+from fedclip.federation.statistics.client import MAX_STEPS
+from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
+from fedclip.federation.statistics.server import SharedState
+from fedclip.privacy import kinds
+from fedclip.scopes import resolve
+
+__all__ = ["SharedServer"]
+
+_LOGGER = logging.getLogger("declearn.server.fedclip")
+
+_OWN = ("max_steps", "shared_name")
+
+
+# What all counterparts say of themselves, round about what each of them says.
+_DOC = """{summary}
+
+It belongs in the server's optimizer, whose steps it leaves alone.
+
+Parameters
+----------
+max_steps : int, default=10000
+    How many norms of a group one client counts in a round at most; what a client claims
+    beyond that is left out.
+shared_name : str or None, default=None
+    The clipper's `shared_name`, if it has one.
+**settings
+    The parameters of `{clipper}` that its statistics depend on, by the same
+    names and with the same defaults. They must be the same on both sides.
+
+Notes
+-----
+{notes}
+
+State: what is sent to clients, and what has been counted; a server that is restarted from
+its checkpoint goes on as if uninterrupted. What is no sound count is left out, and logged.
+"""
+
+
+def _told(fault: str, senders: Sequence[str]) -> str:
+    names = ", ".join([sender for sender in senders if sender][:5])
+    return f"{fault} ({len(senders)}×{': ' if names else ''}{names})"
+
+
+class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
+    """Counterpart of a shared clipper: merges what clients count, and sends the state back.
+
+    ::
+
+        Round start:
+            send the state, the same to every client
+        Replies:
+            leave out what can not be counts, and say so
+            counts = sum of the rest
+            state  = rule.merge(state, counts)
+        Step:
+            nothing: the server's gradients pass as they are
+
+    Parameters
+    ----------
+    max_steps : int, default=10000
+        How many norms of a group one client counts in a round at most. What a client claims
+        beyond that is refused, so that the number of steps that a client really takes bounds
+        the weight of one that lies.
+    shared_name : str or None, default=None
+        The name that the clipper has been given, if any.
+    **settings
+        The parameters of the clipper that its state depends on, by its own names and with its
+        own defaults. Both sides must have the same.
+    """
+
+    clipper: ClassVar[Any]
+    """The clipper that this is the counterpart of, a `fedclip.modules.sharing.SharedClipper`."""
+    guarantee = kinds.unchanged
+    auxvar_cls = FedclipSharedState
+
+    def __init_subclass__(cls, register: bool = True, **kwargs: Any) -> None:
+        """Give the class the signature and the docstring that it has, for all who look at it."""
+        super().__init_subclass__(register=register, **kwargs)
+        summary, _, notes = (inspect.getdoc(cls) or "").partition("\n\n")
+        cls.__doc__ = _DOC.format(summary=summary, clipper=cls.clipper.name, notes=notes)
+        theirs = inspect.signature(cls.clipper).parameters
+        own = inspect.signature(SharedServer.__init__).parameters
+        chosen = [theirs[name] for name in cls.clipper.shared_settings] + [own[n] for n in _OWN]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [parameter.replace(kind=keyword) for parameter in chosen]
+        )
+
+    def __init__(
+        self, *, max_steps: int = MAX_STEPS, shared_name: str | None = None, **settings: Any
+    ) -> None:
+        parameters.refuse_unknown(type(self), settings)
+        self.max_steps = parameters.integer(1, max_steps=max_steps)
+        if self.max_steps > 2**31:
+            raise ValueError(f"max_steps must be at most 2^31, got {max_steps!r}")
+        # Checks the parameters, and knows the rule that follows from them.
+        clipper = self.clipper(shared=True, shared_name=shared_name, **settings)
+        self.shared_name = clipper.shared_name
+        self.aux_name = clipper.aux_name  # type: ignore[misc]
+        self.settings: dict[str, Any] = clipper.sharing.settings
+        self.shared_state = SharedState(clipper.sharing.rule.rule, self.max_steps)
+        self._refused = 0
+        if self.settings["scope"] == "global":
+            self.shared_state.begin(("all",))
+
+    # -- declearn's interface -----------------------------------------------------------------
+    def run(self, gradients: Vector[Any]) -> Vector[Any]:
+        """Return the gradients; the first ones say which groups there are."""
+        if not self.shared_state.labels:
+            # The update has the names that the clients' gradients have, and no client is asked.
+            try:
+                groups = resolve(
+                    self.settings["scope"], self.settings["exclude"], list(gradients.coefs)
+                )
+                self.shared_state.begin(tuple(sorted(groups.labels)))
+            except ValueError as exc:
+                # The clients say the same, and declearn's server survives that.
+                _LOGGER.error("%s: %s", self.name, exc)
+        return gradients
+
+    def collect_aux_var(self) -> FedclipSharedState:
+        """Return the state, for all clients; before any of them has ever sent a thing."""
+        return FedclipSharedState(
+            version=self.shared_state.version,
+            settings=self.settings,
+            max_steps=self.max_steps,
+            labels=list(self.shared_state.labels),
+            state=self.shared_state.fields(),
+        )
+
+    def process_aux_var(self, aux_var: AuxVar) -> None:
+        """Merge what clients have counted; what is not sound is left out, counted and logged."""
+        parts = getattr(aux_var, "parts", None) or [aux_var]
+        round_ = self.shared_state.version + 1
+        merged = self.shared_state.merge(
+            [
+                (part.members, part.counts)
+                if isinstance(part, FedclipSharedCounts)
+                else f"a {type(part).__name__}"
+                for part in parts
+            ]
+        )
+        self._report(merged.faults, round_)
+        if merged.members:
+            _LOGGER.debug("%s: %d norms of %d clients", self.name, merged.most, merged.members)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the parameters, as they would be written in a TOML file."""
+        return {**self.settings, **{name: getattr(self, name) for name in _OWN}}
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the shared state by group, as plain numbers, strings and lists."""
+        return {"clipper": self.name, **self.shared_state.get_state(), "refused": self._refused}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take over a state that `get_state` of the same module returned.
+
+        Raises
+        ------
+        StateError
+            If anything is missing, of a wrong type, or another module's. The state is then what
+            it was before.
+        """
+        keys = ("clipper", "groups", "history", "version", "refused")
+        if not isinstance(state, Mapping) or any(key not in state for key in keys):
+            raise StateError(f"a state of {self.name} must have {', '.join(keys)}")
+        if state["clipper"] != self.name:
+            raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
+        refused = state["refused"]
+        if isinstance(refused, bool) or not isinstance(refused, int) or refused < 0:
+            raise StateError(f"'refused' must be an int >= 0, got {refused!r}")
+        self.shared_state.set_state(state)
+        self._refused = refused
+
+    @property
+    def refused(self) -> int:
+        """How many messages of clients have been left out so far."""
+        return self._refused
+
+    def _report(self, faults: Sequence[str], round_: int) -> None:
+        found: dict[str, list[str]] = {}
+        for position, fault in enumerate(faults):
+            if fault:
+                sender = sender_of(self.aux_name, position, len(faults))
+                found.setdefault(fault, []).append(repr(sender) if sender else "")
+        if not found:
+            return
+        refused = sum(map(len, found.values()))
+        self._refused += refused
+        # Of many clients, some names and reasons.
+        told = [_told(fault, senders) for fault, senders in list(found.items())[:5]]
+        _LOGGER.warning(
+            "%s: left out what %d of %d messages say, round %d: %s (%d so far)",
+            self.name,
+            refused,
+            len(faults),
+            round_,
+            "; ".join(told),
+            self._refused,
+        )
