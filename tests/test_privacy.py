@@ -136,7 +136,8 @@ def test_what_is_no_sensitivity(arguments: Any, error: type, message: str) -> No
         (("norm-clip", {"exclude": "b"}), None, ""),
         (("norm-clip", {"dims": 0}), None, ""),
         (("norm-clip", {"max_norm": None, "min_norm": 1.0, "scope": "tensor"}), None, ""),
-        (["norm-clip", "adam"], None, ""),
+        (["norm-clip", "adam"], None, "2.34543·√d for d elements"),
+        (["norm-clip", "yogi"], None, ""),
     ],
     ids=str,
 )

@@ -503,6 +503,83 @@ def test_high_orders_clip_too() -> None:
         assert 0.5 < norm(output) <= bound
 
 
+# -- divisions by the size of past gradients --------------------------------------------------
+DIVIDED = [
+    ("adagrad", {}, 1.0),
+    ("rmsprop", {}, 0.1**-0.5),
+    ("rmsprop", {"beta": 0.5}, 0.5**-0.5),
+    ("adam", {}, 0.1 / 0.01**0.5 / (1 - 0.81 / 0.99) ** 0.5),
+    ("adam", {"beta_2": 0.999}, 0.1 / 0.001**0.5 / (1 - 0.81 / 0.999) ** 0.5),
+    ("adam", {"beta_1": 0.5, "beta_2": 0.3}, 0.5 / 0.7**0.5 / (1 - 0.25 / 0.3) ** 0.5),
+    ("adam", {"beta_1": 0.0, "beta_2": 0.9}, 0.1**-0.5),
+    ("adam", {"amsgrad": True}, 0.1 / 0.01**0.5 / (1 - 0.81 / 0.99) ** 0.5),
+]
+
+
+def last(name: str, config: dict[str, Any], history: Array, dtype: str) -> list[float]:
+    """Return the L2 norm of each output for gradients of two equal elements."""
+    (module,) = built([(name, config)])
+    found = []
+    with np.errstate(over="ignore", under="ignore"):
+        for value in history:
+            out = module.run(NumpyVector({"w": np.full(2, value, dtype=dtype)}))
+            found.append(norm(out.coefs["w"].astype(np.float64)))
+    return found
+
+
+@pytest.mark.parametrize(("name", "config", "each"), DIVIDED, ids=str)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_no_division_by_past_gradients_exceeds_its_bound(
+    name: str, config: dict[str, Any], each: float, dtype: str
+) -> None:
+    bound = analyse((name, config), {"w": (2,)}, finite=True).l2_bound
+    assert bound == pytest.approx(each * 2**0.5, rel=2e-2 if "0.999" in str(config) else 1e-3)
+    assert bound >= each * 2**0.5
+    a, b = config.get("beta_1", 0.9), config.get("beta_2", 0.99)
+    rng = np.random.default_rng(1)
+    # What the proof says is worst: after many zeros, growth by b / a a step.
+    rate = b / a if a else 1e9
+    span = 300 if dtype == "float64" else 50
+    steps = min(2000, int(span / abs(np.log(rate))))
+    start = 1e-5
+    worst = start * rate ** np.arange(steps) if rate > 1 else 1e8 * rate ** np.arange(60)
+    zeros = np.zeros(3000)
+    histories = [np.concatenate([zeros, worst]), worst]
+    # Others, and what a search makes of them.
+    histories += [rng.standard_cauchy(60), np.full(60, 1e30), np.full(60, 1e-30)]
+    histories += [np.geomspace(1e-15, 1e15, 60), np.r_[1e20, np.full(60, 1e-20)]]
+    reached = max(max(last(name, config, h, dtype)) for h in histories)
+    found, _ = climb(
+        lambda h: last(name, config, h, dtype)[-1], rng.normal(size=30), rng, steps=150
+    )
+    assert max(reached, found) <= bound
+    if name != "adam" or dtype == "float64":
+        assert reached >= 0.98 * each * 2**0.5
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("adam", "for finite gradients it is 2.3454"),
+        ("adagrad", "for finite gradients it is 1"),
+        (["norm-clip", ("adam", {"beta_1": 0.95, "beta_2": 0.9})], "adam: it divides by"),
+        (["norm-clip", ("rmsprop", {"eps": 0.0})], "rmsprop: it divides by"),
+        (["norm-clip", "yogi"], "yogi: it divides by"),
+    ],
+    ids=str,
+)
+def test_divisions_that_nothing_bounds(spec: Spec, why: str) -> None:
+    found = analyse(as_list(spec), SHAPES)
+    assert found.l2_bound is None
+    assert why in found.reasons[0]
+
+
+def test_adam_with_a_longer_memory_of_gradients_than_of_squares_has_no_bound() -> None:
+    config = {"beta_1": 0.95, "beta_2": 0.5}
+    worst = 1e150 * (0.5 / 0.95) ** np.arange(200)
+    assert last("adam", config, np.concatenate([np.zeros(200), worst]), "float64")[-1] > 1e6
+
+
 @pytest.mark.parametrize("name", ["adam", "adagrad", "rmsprop", "yogi", "momentum"])
 def test_what_comes_after_a_clip_exceeds_its_bound(name: str) -> None:
     spec = [("norm-clip", {"max_norm": 0.01}), name]
@@ -511,6 +588,12 @@ def test_what_comes_after_a_clip_exceeds_its_bound(name: str) -> None:
     assert max(norm(y) for y in outputs) > 0.05
     if name == "momentum":
         assert found.l2_bound == pytest.approx(0.1, rel=1e-5)
+    elif name != "yogi":
+        # A bound of its own, which has nothing to do with the one before it.
+        assert found.l2_bound == pytest.approx(
+            {"adam": 2.3454, "adagrad": 1.0, "rmsprop": 3.1623}[name] * SIZE**0.5, rel=1e-4
+        )
+        assert not found.per_record_safe
     else:
         assert found.l2_bound is None
         assert any(name in reason for reason in found.reasons)

@@ -66,10 +66,83 @@ def _linear_memory(module: Any, context: Context) -> Map:
     return replace(result, expands=why)
 
 
-def _preconditioner(module: Any, context: Context) -> Map:
-    why = "it divides by the size of past gradients, which makes small ones large"
-    shared = "its divisor is learnt from the gradients of earlier steps"
-    return Map(module.name, unbounded=why, shared=shared, expands=why)
+_DIVIDES = "it divides by the size of past gradients, which makes small ones large"
+# What squares below the normal numbers of float32 can hide of a gradient, and twice that.
+_HIDDEN = 2.0**-62
+_LEAST_EPS = 1e-10
+
+
+def _divided(module: Any, context: Context, each: float, forgets: float = 1.0) -> Map:
+    """Return the map of a division by the root of past squares, `each` element at most so long.
+
+    `forgets` is the least share of what is kept that a step forgets: rounding adds up over as
+    many steps as are remembered.
+    """
+    result = Map(
+        module.name,
+        finite=context.finite,
+        unbounded=_DIVIDES,
+        shared="its divisor is learnt from the gradients of earlier steps",
+        expands=_DIVIDES,
+    )
+    if math.isinf(each) or module.eps < _LEAST_EPS:
+        return result
+    each *= 1.0 + 16 * SINGLE * (1.0 + 1.0 / forgets) + _HIDDEN / (forgets * module.eps)
+    formula = f"{number(each)}·√d for d elements"
+    if not context.finite:
+        passed = "it passes NaN and infinity on, which have no norm; for finite gradients it is"
+        return replace(result, unbounded=f"{passed} {formula}")
+    bound = math.inf
+    if context.shapes is not None:
+        bound = root_of_squares([(each, sum(map(math.prod, context.shapes.values())))])
+    return replace(result, bound=bound, formula=formula)
+
+
+def _adagrad(module: Any, context: Context) -> Map:
+    """Return the map of AdaGrad: no element is above 1.
+
+    The divisor is the root of a sum of squares, the present one among them:
+    ``|g_t| / sqrt(g_1^2 + … + g_t^2) <= 1``, reached by the first gradient.
+    """
+    return _divided(module, context, 1.0)
+
+
+def _rmsprop(module: Any, context: Context) -> Map:
+    """Return the map of RMSProp: no element is above ``1 / sqrt(1 - beta)``.
+
+    ``v_t >= (1 - beta) g_t^2``, as nothing else in it is negative; reached by the first gradient
+    that is not 0.
+    """
+    beta = module.ewma.beta
+    if not 0.0 < beta < 1.0:
+        return _divided(module, context, math.inf)
+    return _divided(module, context, 1.0 / math.sqrt(1.0 - beta), 1.0 - beta)
+
+
+def _adam(module: Any, context: Context) -> Map:
+    r"""Return the map of Adam: no element is above c, if ``beta_1^2 < beta_2``.
+
+    With a and b for ``beta_1`` and ``beta_2``, and ``r = a^2 / b``::
+
+        m_t = (1 - a) sum_i a^i g_(t-i)          v_t = (1 - b) sum_i b^i g_(t-i)^2
+        |sum_i a^i g_(t-i)| <= sqrt(sum_i r^i) sqrt(sum_i b^i g_(t-i)^2)    (Cauchy & Schwarz)
+        |m_t| / sqrt(v_t) <= c = (1 - a) / sqrt(1 - b) / sqrt(1 - r)
+
+    The corrections of both averages only shorten: with ``x = b^t`` and ``y = r^t``, the first
+    t terms and the corrections together have c times ``sqrt((1 - x)(1 - y)) / (1 - sqrt(x y))``,
+    which is at most 1, as ``2 sqrt(x y) <= x + y``. So does ``amsgrad``, which divides by the
+    largest average so far. c is reached in the limit, by gradients that grow by b / a a step.
+    Where ``r >= 1``, the sum of its powers grows with t, and nothing bounds the quotient.
+    """
+    a, b = module.ewma_1.beta, module.ewma_2.beta
+    if not (0.0 <= a < 1.0 and 0.0 < b < 1.0 and a * a < b):
+        return _divided(module, context, math.inf)
+    each = (1.0 - a) / math.sqrt(1.0 - b) / math.sqrt(1.0 - a * a / b)
+    return _divided(module, context, each, min(1.0 - a, 1.0 - b))
+
+
+def _yogi(module: Any, context: Context) -> Map:
+    return _divided(module, context, math.inf)
 
 
 def _yogi_momentum(module: Any, context: Context) -> Map:
@@ -96,10 +169,10 @@ MAPS: dict[str, Guarantee] = {
     "momentum": _linear_memory,
     "ewma": _linear_memory,
     "yogi-momentum": _yogi_momentum,
-    "adagrad": _preconditioner,
-    "rmsprop": _preconditioner,
-    "adam": _preconditioner,
-    "yogi": _preconditioner,
+    "adagrad": _adagrad,
+    "rmsprop": _rmsprop,
+    "adam": _adam,
+    "yogi": _yogi,
     "scaffold-client": _scaffold,
     "scaffold-server": _scaffold,
     "gaussian-noise": kinds.noise,

@@ -16,6 +16,7 @@ brought to a norm N (+ eps)           as a limit at N                  N / eps
 mean 0, deviation 1                   √(d - k)                         1 / eps
 mean taken away                       none of its own                  1
 limit learnt from gradients           that of max_norm                 without limit
+divided by the root of past squares   √d times a number of its betas   without limit
 momentum, moving average              1/(1-beta) times, 1 times        the same
                                       what comes in
 ====================================  ===============================  ========================

@@ -57,8 +57,8 @@ def analyse(
     (0.5, True, True)
     >>> found.sensitivity("replace-one"), found.sensitivity("add-remove", "aggregate", 0.01)
     (1.0, 0.01)
-    >>> print(analyse(["norm-clip", "adam"], shapes).reasons[0])
-    adam: it divides by the size of past gradients, which makes small ones large
+    >>> print(analyse(["norm-clip", "yogi"], shapes).reasons[0])
+    yogi: it divides by the size of past gradients, which makes small ones large
     """
     parameters.boolean(finite=finite)
     arrays = weights.coefs if isinstance(weights, Vector) else weights
