@@ -21,7 +21,7 @@ from declearn.optimizer.modules import L2GlobalClipping
 
 import fedclip
 from fedclip.modules.base import signature_of
-from fedclip.tools.check import is_ours
+from fedclip.tools.catalogue import is_ours
 
 # Name, shapes, rounds of measuring.
 GRADIENTS = (

@@ -16,7 +16,7 @@ from typing import Any
 import fedclip  # noqa: F401  (registers the clippers)
 from fedclip.parameters import signature_of
 from fedclip.toml import toml_value
-from fedclip.tools.cli import catalogue
+from fedclip.tools.catalogue import catalogue
 
 DOCS = Path(__file__).parent
 PAGES = DOCS / "clippers"

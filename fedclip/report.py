@@ -8,17 +8,21 @@ of every node's optimizer, so nothing has to be switched on, sent or logged:
 2. of each node, all state files are read in the order they were written, and a later file
    replaces what an earlier one said of the same round (it may have been cut short),
 3. the rest is presentation: a table, a CSV file, a plot, a sentence.
+
+A damaged file is skipped and named, whatever its bytes are. Names of nodes, clippers and groups
+are other people's text: they are shown as they are, never read as markup.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from declearn.utils.serialize import msgpack_load
+import msgpack
 
 from fedclip.records import RoundRecord, read_rounds
 
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-__all__ = ["Report", "ReportError", "Row", "read_report"]
+__all__ = ["Report", "ReportError", "Row", "printable", "read_report"]
 
 ALL = "all"
 """The group that stands for the whole gradient."""
@@ -116,33 +120,35 @@ class Report:
         groups
             Show each group of a scope, not only the whole gradient.
         """
+        from rich import box
         from rich.table import Table
+        from rich.text import Text
 
         rows = [row for row in self.rows if groups or row.record.group == ALL]
         pairs = {(row.node, row.module) for row in rows}
         modules = len(pairs) > len({node for node, _ in pairs})
-        table = Table(title=f"Clipping in {self.folder.name or self.folder}", title_justify="left")
-        widest = max(len(row.node) for row in rows)
-        table.add_column("node", overflow="fold", min_width=min(widest, 24))
-        if modules:
-            table.add_column("clipper", overflow="fold")
-        if groups:
-            table.add_column("group", overflow="fold")
+        title = Text(f"Clipping in {printable(self.folder.name or str(self.folder))}")
+        table = Table(
+            title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0)
+        )
+        # Where it is narrow, names are folded, and numbers stay whole.
+        for head in ["node", *["clipper"] * modules, *["group"] * groups]:
+            table.add_column(head, overflow="fold", min_width=4)
         bad = any(row.record.nonfinite for row in rows)
-        heads = ["round", "steps", "clipped", "median norm", "max norm", "limit"]
+        heads = ["round", "steps", "clipped", "median\nnorm", "max\nnorm", "limit"]
         for head in heads + ["non-finite"] * bad:
-            table.add_column(head, justify="right")
+            table.add_column(head, justify="right", no_wrap=True)
         previous = ""
         for row in rows:
             if previous and row.node != previous:
                 table.add_section()
             record = row.record
-            cells = [row.node if row.node != previous else ""]
-            cells += [row.module] if modules else []
-            cells += [record.group] if groups else []
+            names = [row.node if row.node != previous else ""]
+            names += [row.module] if modules else []
+            names += [record.group] if groups else []
             limit = record.limit if groups else self._limit(row)
             table.add_row(
-                *cells,
+                *(Text(printable(name)) for name in names),
                 str(record.round) if record.round else "all",
                 str(record.steps),
                 f"{record.clipped_share:.0%}" if record.steps else "-",
@@ -187,7 +193,7 @@ class Report:
         axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
         for ax, (node, rows) in zip(axes.flat, panels, strict=False):
             draw_norms(ax, rows)
-            ax.set_title(node, fontsize="medium")
+            ax.set_title(printable(node), fontsize="medium", parse_math=False)
         for ax in axes.flat[len(panels) :]:
             ax.set_axis_off()
         for ax in axes[-1]:
@@ -211,7 +217,7 @@ class Report:
             names += [module] if len({key[1] for key in runs}) > 1 else []
             limits = [limit for row in rows if (limit := self._limit(row)) is not None]
             prefix = f"{', '.join(names)}: " if names else ""
-            sentences.extend(prefix + sentence for sentence in _sentences(rows, limits))
+            sentences.extend(printable(prefix + text) for text in _sentences(rows, limits))
         return sentences
 
 
@@ -229,10 +235,11 @@ def read_report(folder: str | Path) -> Report:
     ReportError
         If there is no such folder, no checkpoint in it, or no fedclip clipper in those.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
+    # `Path.is_dir` raises where a path is too long for the system.
+    if not os.path.isdir(folder):
+        what = "is a file" if os.path.isfile(folder) else "does not exist"
         raise ReportError(f"{folder} {what}; give the folder with the experiment's checkpoints")
+    folder = Path(folder)
     found: list[Row] = []
     skipped: list[Path] = []
     others: set[str] = set()
@@ -243,22 +250,18 @@ def read_report(folder: str | Path) -> Report:
             "(checkpoint = … in [experiment], or checkpoint=… for FederatedClient and "
             "FederatedServer)"
         )
+    files = 0
     for node in nodes:
         label = node.relative_to(folder).as_posix() if node != folder else node.resolve().name
         rows: dict[tuple[int, str, str, int], Row] = {}
         last = 0
         for path in sorted(node.glob(STATES)):
+            files += 1
             try:
-                modules = list(_modules(path))
-            except Exception:  # msgpack's own errors, and any type in a file cut short
+                read = list(_read(path, label, others))
+            except Exception:  # a file cut short or damaged may hold anything in any place
                 skipped.append(path)
                 continue
-            read = []
-            for position, name, state in modules:
-                if isinstance(state, dict) and "rounds" in state:
-                    read += [Row(label, position, name, record) for record in read_rounds(state)]
-                else:
-                    others.add(name)
             # Rounds only ever go up within a run: this is another run, in the same folder.
             reached = max((row.record.round for row in read), default=0)
             if reached < last:
@@ -268,12 +271,13 @@ def read_report(folder: str | Path) -> Report:
                 rows[row.position, row.name, row.record.group, row.record.round] = row
         found.extend(rows.values())
     if not found:
-        if skipped:
-            raise ReportError(f"none of the {len(skipped)} state files in {folder} can be read")
+        if len(skipped) == files:
+            raise ReportError(f"none of the {files} state files in {folder} can be read")
         names = ", ".join(sorted(others)) or "no module at all"
         raise ReportError(
-            f"no optimizer in {folder} uses a fedclip clipper (they use: {names}), or none has "
-            "taken a step yet; the module 'no-op' measures without changing anything"
+            f"no records: no optimizer in {folder} uses a fedclip clipper (they use: {names}), or "
+            "none has taken a step yet; the module 'no-op' measures without changing anything"
+            + (f"; {len(skipped)} of its {files} state files can not be read" if skipped else "")
         )
     found.sort(key=lambda row: (row.node, row.position, row.name, row.record.round))
     return Report(folder, tuple(found), tuple(skipped))
@@ -323,16 +327,38 @@ def draw_norms(ax: Any, rows: Iterable[Row]) -> None:
     ax.patch.set_visible(False)
 
 
-def _modules(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """Yield place, name and state of the modules in one optimizer state file.
+def _read(path: Path, node: str, others: set[str]) -> Iterator[Row]:
+    """Yield the rows of one optimizer state file, and add the names of modules without records.
 
     The place counts modules of the same name only: a clipper keeps its label when another
     kind of module is put in front of it.
     """
+    # What declearn wraps, vectors of other modules say, stays wrapped: nobody looks at it.
+    modules = msgpack.unpackb(path.read_bytes())["modules"]
     seen: dict[str, int] = {}
-    for name, state in msgpack_load(str(path))["modules"]:
-        yield seen.setdefault(name, 0), name, state
+    for name, state in modules:
+        if not isinstance(name, str):
+            raise TypeError(f"a module's name must be a string, got {name!r}")
+        position = seen.setdefault(name, 0)
         seen[name] += 1
+        if not isinstance(state, dict) or "rounds" not in state:
+            others.add(name)
+            continue
+        for record in read_rounds(state):
+            row = Row(node, position, name, record)
+            row.as_dict()  # Damaged counts show when quantiles are worked out, if not before.
+            yield row
+
+
+def printable(text: str) -> str:
+    r"""Return other people's text as it can be shown: control characters as escapes.
+
+    Examples
+    --------
+    >>> print(printable("a\x1b[31mb\nc [red]"))
+    a\x1b[31mb\nc [red]
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _drawn(value: float | None) -> float:

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomlkit
-from declearn.optimizer.modules import OptiModule
-from declearn.optimizer.regularizers import Regularizer
 
 from fedclip import parameters
+
+if TYPE_CHECKING:
+    from declearn.optimizer.modules import OptiModule
+    from declearn.optimizer.regularizers import Regularizer
 
 __all__ = ["to_toml", "toml_line", "toml_value"]
 
@@ -68,6 +70,9 @@ def to_toml(clipper: OptiModule[Any] | Regularizer) -> str:
     >>> print(to_toml(ZScoreClip(warmup=10, scope=["enc.*", "head.*"])))
     modules = [["zscore-clip", {warmup = 10, scope = ["enc.*", "head.*"]}]]
     """
+    # Imported here: to write a line of TOML needs no declearn otherwise.
+    from declearn.optimizer.regularizers import Regularizer
+
     kind = "regularizer" if isinstance(clipper, Regularizer) else "module"
     signature = parameters.signature_of(type(clipper))
     config = {

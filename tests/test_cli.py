@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import io
 import json
 import os
 import re
@@ -14,12 +16,15 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import msgpack
 import pytest
 from declearn.optimizer import list_optim_modules
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import fedclip
 import fedclip.tools.cli
+from fedclip.report import read_report
 from fedclip.tools.check import check_config
 
 Write = Callable[..., Path]
@@ -100,7 +105,7 @@ def test_doctor_names_versions_and_clippers() -> None:
 
 
 def test_doctor_refuses_an_old_declearn(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fedclip.tools.cli.importlib.metadata.version
+    real = importlib.metadata.version
     monkeypatch.setattr(
         "importlib.metadata.version", lambda name: "2.4.0" if name == "declearn" else real(name)
     )
@@ -400,7 +405,86 @@ def test_report_says_how_to_get_matplotlib(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = call("report", checkpoints, "--plot", "r.png")
     assert result.exit_code == 1
-    assert "pip install 'fedclip[plot]'" in one_sentence(result)
+    assert "pip install matplotlib" in one_sentence(result)
+
+
+def test_report_shows_other_peoples_names_as_they_are(tmp_path: Path) -> None:
+    rounds = [{**ROUND, "group": "all"}, {**ROUND, "group": "[/x]"}]
+    for name in ("[red]", "$a_$", "<script>", "\x1b[31mred", "\udcff"):
+        folder = tmp_path / "run" / name
+        folder.mkdir(parents=True)
+        state = {"rounds": rounds, "name": "norm-clip"}
+        packed = msgpack.packb({"modules": [["norm-clip", state], ["[/]", state]]})
+        (folder / "optimizer_state_1.mpk").write_bytes(packed)
+    for words in ([], ["--groups"], ["--csv", tmp_path / "r.csv"]):
+        result = call("report", tmp_path / "run", *words)
+        assert result.exit_code == 0, result.stderr
+        assert "\x1b" not in result.stdout
+    shown = call("report", tmp_path / "run", "--groups").stdout
+    for name in ("[red]", "$a_$", "<script>", r"\x1b[31mred", r"\udcff", "[/x]", "[/]"):
+        assert name in shown
+    pytest.importorskip("matplotlib")
+    result = call("report", tmp_path / "run", "--plot", tmp_path / "r.png")
+    assert result.exit_code == 0, result.stderr
+
+
+ROUND = {
+    **dict.fromkeys(("round", "clipped"), 1),
+    **dict.fromkeys(("norm_min", "norm_max", "limit", "limit_min", "limit_max"), 1.0),
+    "steps": 2,
+    "nonfinite": 0,
+    "buckets": [],
+    "counts": [],
+}
+
+LONG = "x" * 5_000
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["report", LONG], 2),
+        (["check", LONG], 2),
+        (["check", "a/" * 2_500], 2),
+        (["quickrun", LONG], 2),
+        (["run", LONG], 2),
+        (["demo", LONG], 1),
+    ],
+)
+def test_a_path_that_no_system_takes_is_a_sentence(words: list[str], code: int) -> None:
+    result = call(*words)
+    assert result.exit_code == code, result.output
+    one_sentence(result)
+
+
+def test_what_can_not_be_written_is_a_sentence(checkpoints: Path, tmp_path: Path) -> None:
+    for option in ("--plot", "--csv"):
+        for file in (tmp_path, tmp_path / LONG):
+            result = call("report", checkpoints, option, file)
+            assert result.exit_code == 1
+            assert "can not write" in one_sentence(result)
+
+
+def test_report_in_a_pipe_and_at_80_columns_keeps_its_numbers(tmp_path: Path) -> None:
+    for node in ("hospital-of-the-holy-spirit-in-the-north", "short"):
+        folder = tmp_path / node
+        folder.mkdir()
+        numbers = {"round": 100, "steps": 12345, "clipped": 12345, "limit": 1.234e-05}
+        records = [
+            {**ROUND, **numbers, "group": group, "norm_max": 1.23e10}
+            for group in ("all", "encoder.layers.11.attention.weight")
+        ]
+        modules = [[name, {"rounds": records}] for name in ("percentile-norm-clip", "no-op")]
+        packed = msgpack.packb({"modules": modules})
+        (folder / "optimizer_state_1.mpk").write_bytes(packed)
+    shown = call("report", tmp_path, "--groups").stdout
+    row = "hospital-of-the-holy-spirit-in-the-north +no-op +all +100 +12345 +100%"
+    assert re.search(row + r" +- +1\.23e\+10 +1\.23e-05", shown)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(read_report(tmp_path).table(groups=True))
+    narrow = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert len(re.findall(r"100 +12345 +100% +- +1\.23e\+10 +1\.23e-05", narrow)) == 8
 
 
 # --------------------------------------------------------------------------- without extras

@@ -20,7 +20,7 @@ from fedclip.modules.common import Measured
 from fedclip.parameters import signature_of
 from fedclip.rules.constant import Constant
 from fedclip.testing import check_config_round_trip, to_vector
-from fedclip.tools.check import is_ours
+from fedclip.tools.catalogue import is_ours
 from fedclip.transforms import NormClipping, Transform
 
 ABOVE_0 = "a finite number > 0"

@@ -20,6 +20,7 @@ from declearn.optimizer import Optimizer
 from typer.testing import CliRunner
 
 import fedclip
+import fedclip.tools.catalogue
 import fedclip.tools.cli
 from fedclip.tools.check import check_config
 
@@ -171,7 +172,9 @@ def pages_tool() -> Any:
     return module
 
 
-@pytest.mark.parametrize("entry", fedclip.tools.cli.catalogue(), ids=lambda entry: entry["name"])
+@pytest.mark.parametrize(
+    "entry", fedclip.tools.catalogue.catalogue(), ids=lambda entry: entry["name"]
+)
 def test_page_of_a_clipper_is_its_docstring(entry: dict[str, Any]) -> None:
     file = ROOT / "docs" / "clippers" / f"{entry['name']}.md"
     assert file.exists(), "run: python docs/clippers.py"

@@ -13,6 +13,7 @@ does not know ends that client with a `KeyError` and leaves the server waiting f
 from __future__ import annotations
 
 import dataclasses
+import os
 import tomllib
 import warnings
 from collections.abc import Iterable, Mapping
@@ -30,8 +31,9 @@ from fedclip.errors import nearest
 from fedclip.federation.statistics.check import is_shared, shared_problems
 from fedclip.federation.update.check import update_problems
 from fedclip.privacy import places
+from fedclip.tools.catalogue import is_ours
 
-__all__ = ["Check", "Finding", "check_config", "find_config", "is_ours"]
+__all__ = ["Check", "Finding", "check_config", "find_config"]
 
 Level = Literal["ok", "note", "problem"]
 
@@ -92,9 +94,10 @@ def find_config(path: str | Path) -> Path:
         If there is none.
     """
     path = Path(path)
-    file = path / "config.toml" if path.is_dir() else path
-    if not file.is_file():
-        where = f"{path} holds no config.toml" if path.is_dir() else f"{path} does not exist"
+    folder = os.path.isdir(path)  # `Path.is_dir` raises where a path is too long for the system.
+    file = path / "config.toml" if folder else path
+    if not os.path.isfile(file):
+        where = f"{path} holds no config.toml" if folder else f"{path} does not exist"
         raise FileNotFoundError(f"{where}; give a declearn configuration file, or its folder")
     return file
 
@@ -130,11 +133,6 @@ def check_config(path: str | Path) -> Check:
     else:
         _check_quickrun(check, config)
     return check
-
-
-def is_ours(cls: type) -> bool:
-    """Whether a class comes with fedclip."""
-    return cls.__module__.partition(".")[0] == "fedclip"
 
 
 def _load(check: Check, path: Path, where: str) -> dict[str, Any] | None:

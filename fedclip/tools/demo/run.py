@@ -147,8 +147,11 @@ def run_demo(
         have ended by then.
     """
     console = console or Console(highlight=False)
-    folder = folder.resolve()
-    _prepare(folder)
+    try:
+        folder = folder.resolve()
+        _prepare(folder)
+    except OSError as exc:
+        raise DemoError(f"can not write to {folder}: {exc.strerror}") from exc
     console.print(
         f"{len(SITES)} hospitals train one model on {folder.name}/data; {SITES[-1]} reports its "
         f"perimeters in a unit {FACTOR:.0f} times smaller than the others do.",
@@ -177,15 +180,12 @@ def _prepare(folder: Path) -> None:
         raise DemoError(f"{folder} is a file; give a folder to write the demo to")
     if folder.is_dir() and any(folder.iterdir()) and not marker.exists():
         raise DemoError(f"{folder} holds something else; give an empty or new folder")
-    try:
-        for old in ("data", *(way.name for way in WAYS)):
-            shutil.rmtree(folder / old, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        marker.touch()
-        (folder / "model.py").write_text(MODEL, encoding="utf-8")
-        write_data(folder / "data")
-    except OSError as exc:
-        raise DemoError(f"can not write to {folder}: {exc.strerror}") from exc
+    for old in ("data", *(way.name for way in WAYS)):
+        shutil.rmtree(folder / old, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+    (folder / "model.py").write_text(MODEL, encoding="utf-8")
+    write_data(folder / "data")
 
 
 def _write_config(folder: Path, way: Way, rounds: int, port: int) -> Path:
