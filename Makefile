@@ -11,7 +11,7 @@ PY  := $(BIN)/python
 PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench build clean
+.PHONY: help demo quick test soak lint format docs bench build clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -19,8 +19,14 @@ help:  ## show this list
 demo: $(VENV)/.demo  ## train over three hospitals, with and without clipping; write a table and a plot
 	$(BIN)/fedclip demo $(DEMO)
 
+quick: $(VENV)/.dev  ## run what takes a minute: all behaviours on NumPy and torch
+	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not soak" --backends numpy,torch
+
 test: $(VENV)/.dev  ## run the whole test suite
 	$(PY) -m pytest -n $(JOBS) --dist worksteal
+
+soak: $(VENV)/.dev  ## run searches and audits that take an hour or two
+	$(PY) -m pytest -n $(JOBS) --dist worksteal -m soak
 
 lint: $(VENV)/.dev  ## check format, style and types
 	$(BIN)/ruff format --check
@@ -30,6 +36,10 @@ lint: $(VENV)/.dev  ## check format, style and types
 format: $(VENV)/.dev  ## rewrite the files in the format that lint asks for
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+docs: $(VENV)/.dev  ## write what the documentation takes from the code
+	$(PY) docs/clippers.py
+	$(PY) docs/parts.py
 
 bench: $(VENV)/.dev  ## measure the clippers against declearn's own
 	$(PY) -m benchmarks

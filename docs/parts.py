@@ -41,18 +41,16 @@ def imports(file: Path, package: Path = PACKAGE) -> Iterator[tuple[int, str]]:
             base = [*here[: len(here) - node.level]] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{origin}.{name.name}") for name in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            path = package.parent / node.value.replace(".", "/")
-            if node.value.startswith(f"{package.name}.") and is_module(path):
-                yield node.lineno, node.value
+        elif isinstance(node, ast.Constant) and is_module(str(node.value), package):
+            yield node.lineno, str(node.value)
 
 
-def is_module(path: Path) -> bool:
-    """Return whether a path without its suffix is a file or folder of Python."""
-    try:
-        return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
-    except (OSError, ValueError):
+def is_module(text: str, package: Path) -> bool:
+    """Return whether a text is the full name of a file or folder of the package."""
+    if not text.startswith(f"{package.name}.") or not text.replace(".", "").isidentifier():
         return False
+    path = package.parent / text.replace(".", "/")
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def arrows(package: Path = PACKAGE) -> dict[Arrow, list[str]]:

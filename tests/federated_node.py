@@ -1,4 +1,4 @@
-"""One node of a real federation: ``python federated_node.py server|client_i SETTINGS.json``.
+"""One node of a real federation, in a process of its own: see `federation_runs`.
 
 What a user of declearn writes; the settings say which protocol, secure aggregation and sampling.
 A server that ends, however it ends, leaves what it knows in ``server.json``; a client that has
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,27 @@ import fedclip
 from fedclip.federation.statistics.messages import FedclipSharedCounts
 from fedclip.federation.update.messages import UpdateClipVotes
 
-if __name__ == "__main__":
-    role, settings = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+Settings = dict[str, Any]
+
+
+def main(name: str, folder: Path) -> None:
+    """Be the server or a client, in a folder with its settings; the log takes all output."""
+    with (folder / f"{name}.txt").open("wb") as log, Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.chdir(folder)
+    settings = json.loads(Path("settings.json").read_text())
+    if name == "server":
+        server(settings)
+    else:
+        client(name, settings)
+
+
+def server(settings: Settings) -> None:
+    setup_server_loggers(level=logging.INFO)
     address = {"protocol": settings["protocol"], "port": settings["port"]}
     secagg = settings.get("secagg")
-
-
-def server() -> None:
-    setup_server_loggers(level=logging.INFO)
     saved = Checkpointer(settings["restart"]) if settings.get("restart") else None
     fresh = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss")
     node = FederatedServer(
@@ -91,8 +104,10 @@ def lie() -> None:
     TrainingManager.training_round = lying  # type: ignore[method-assign]
 
 
-def client(i: int) -> None:
-    setup_client_loggers(role)
+def client(name: str, settings: Settings) -> None:
+    setup_client_loggers(name)
+    i = int(name.rpartition("_")[2])
+    secagg = settings.get("secagg")
     if settings.get("liar") == i:
         lie()
     rng = np.random.default_rng(i)
@@ -109,24 +124,17 @@ def client(i: int) -> None:
     if settings["protocol"] == "websockets":
         uri = "ws://" + uri
     specs: dict[str, Any] = {
-        "netwk": {"protocol": settings["protocol"], "server_uri": uri, "name": role},
+        "netwk": {"protocol": settings["protocol"], "server_uri": uri, "name": name},
         "train_data": InMemoryDataset(
             data, target=(data[:, 0] > 0).astype(int), expose_classes=True
         ),
         "secagg": keys,
-        "checkpoint": f"saved_{role}" if settings.get("checkpoint") else None,
+        "checkpoint": f"saved_{name}" if settings.get("checkpoint") else None,
         "verbose": False,
     }
     saved = settings.get("client_restart")
-    node = RestartedClient(f"{saved}_{role}", **specs) if saved else FederatedClient(**specs)
+    node = RestartedClient(f"{saved}_{name}", **specs) if saved else FederatedClient(**specs)
     node.run()
     assert node.trainmanager is not None
     modules = [m for m in node.trainmanager.optim.modules if isinstance(m, fedclip.Clipper)]
-    Path(f"{role}.json").write_text(json.dumps({m.name: m.get_state() for m in modules}))
-
-
-if __name__ == "__main__":
-    if role == "server":
-        server()
-    else:
-        client(int(role.rpartition("_")[2]))
+    Path(f"{name}.json").write_text(json.dumps({m.name: m.get_state() for m in modules}))

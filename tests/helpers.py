@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clippers under test, one row each.
+"""The clippers under test, one row each, and the frameworks that they are tested with.
 
 To put a new clipper under test, add its row to `SPECIMENS`: every file of behaviours goes over
-the table.
+the table. ``pytest --backends numpy,torch`` tests with these frameworks only, and imports no
+other: tests ask for a framework through `each_framework`, `needs` and `require`.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +22,17 @@ from declearn.optimizer.regularizers import Regularizer
 from fedclip.testing import FRAMEWORKS, SHAPES, apply, installed, to_numpy, to_vector
 
 Arrays = Mapping[str, Any]
+
+PATIENCE = 600.0
+"""Seconds after which a process counts as hanging, on a machine that is busy with much else."""
+
+BACKENDS = [name for name in os.environ["FEDCLIP_BACKENDS"].split(",") if name]
+"""The frameworks to test with, of those that are installed."""
+if unknown := set(BACKENDS) - set(FRAMEWORKS):
+    raise pytest.UsageError(f"--backends knows {', '.join(FRAMEWORKS)}; got {', '.join(unknown)}")
+
+# What else stands for a framework.
+_FRAMEWORK_OF = {"keras": "tensorflow", "haiku": "jax", "optax": "jax"}
 
 
 @dataclass(frozen=True)
@@ -169,13 +183,23 @@ def specimens(rows: Sequence[Specimen] = SPECIMENS, **traits: Any) -> Any:
 
 def each_framework(*, oracle: bool = True) -> Any:
     """Return the decorator that runs a test for each framework; NumPy is the oracle."""
-    return pytest.mark.parametrize("framework", FRAMEWORKS if oracle else FRAMEWORKS[1:])
+    chosen = [name for name in FRAMEWORKS if name in BACKENDS and (oracle or name != "numpy")]
+    return pytest.mark.parametrize("framework", chosen)
 
 
 def needs(framework: str) -> None:
-    """Skip the test if the framework is not installed."""
+    """Skip the test, or the whole file, if the framework is not there or not to be tested with."""
+    if framework not in BACKENDS:
+        pytest.skip(f"{framework} is not among --backends", allow_module_level=True)
     if framework not in installed():
-        pytest.skip(f"{framework} is not installed")
+        pytest.skip(f"{framework} is not installed", allow_module_level=True)
+
+
+def require(module: str) -> Any:
+    """Return a module of a framework, or skip as `needs` does."""
+    root = module.partition(".")[0]
+    needs(_FRAMEWORK_OF.get(root, root))
+    return importlib.import_module(module)
 
 
 def gradient(seed: int = 0, scale: float = 0.15) -> dict[str, np.ndarray]:

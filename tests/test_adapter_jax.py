@@ -4,9 +4,10 @@ import warnings
 
 import numpy as np
 import pytest
+from helpers import require
 
-jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
+jax = require("jax")
+optax = require("optax")
 import jax.numpy as jnp  # noqa: E402
 
 from fedclip import AGC, FedclipWarning, NormClip, ValueClip, ZScoreClip  # noqa: E402

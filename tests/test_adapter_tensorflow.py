@@ -5,9 +5,10 @@ import warnings
 
 import numpy as np
 import pytest
+from helpers import require
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
+tf = require("tensorflow")
+keras = require("keras")
 
 from fedclip import FedclipWarning, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.adapters.tensorflow import ClippedOptimizer, CompiledClipper, clip  # noqa: E402

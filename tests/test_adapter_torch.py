@@ -5,8 +5,9 @@ import warnings
 
 import numpy as np
 import pytest
+from helpers import require
 
-torch = pytest.importorskip("torch")
+torch = require("torch")
 
 from declearn.model.torch import TorchVector  # noqa: E402
 
@@ -285,6 +286,7 @@ def test_accumulated_gradients_are_clipped_once():
     assert clipper.rounds[0].steps == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["norm by tensor", "z-score", "values"])
 def test_compiled_once_without_graph_breaks(name):
     from torch._dynamo.utils import counters
@@ -353,6 +355,7 @@ def test_lightning_clips_saves_and_refuses_to_clip_twice(tmp_path):
             lightning.Trainer(gradient_clip_val=1.0, **options).fit(Model(), loader)
 
 
+@pytest.mark.slow
 def test_transformers_callback(tmp_path):
     transformers = pytest.importorskip("transformers")
     from fedclip.adapters.transformers import ClipCallback

@@ -25,6 +25,7 @@ def test_they_can_be_imported(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_what_is_compared() -> None:
     """Of a small gradient, so that it takes a moment; every number of the tables is there."""
     code = (

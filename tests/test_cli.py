@@ -19,6 +19,7 @@ from pathlib import Path
 import msgpack
 import pytest
 from declearn.optimizer import list_optim_modules
+from helpers import PATIENCE
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -310,13 +311,14 @@ def script(tmp_path: Path, text: str, *args: str) -> subprocess.CompletedProcess
         [sys.executable, "-m", "fedclip", "run", str(file), *args],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         check=False,
     )
 
 
+@pytest.mark.slow
 def test_run_gives_a_script_its_arguments_its_folder_and_the_clippers(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 42")
     done = script(
@@ -337,6 +339,7 @@ def test_run_gives_a_script_its_arguments_its_folder_and_the_clippers(tmp_path: 
     assert "['--port', '80', '--help'] 42 [<fedclip" in done.stdout
 
 
+@pytest.mark.slow
 def test_run_shows_the_traceback_of_the_script(tmp_path: Path) -> None:
     done = script(tmp_path, "raise RuntimeError('mine')")
     assert done.returncode == 1
@@ -490,6 +493,7 @@ def test_report_in_a_pipe_and_at_80_columns_keeps_its_numbers(tmp_path: Path) ->
 # --------------------------------------------------------------------------- without extras
 
 
+@pytest.mark.slow
 def test_it_works_without_torch_tensorflow_and_jax() -> None:
     code = """
     import sys
@@ -514,7 +518,7 @@ def test_it_works_without_torch_tensorflow_and_jax() -> None:
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         check=False,
     )

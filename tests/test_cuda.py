@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from helpers import require
 
-torch = pytest.importorskip("torch")
+torch = require("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 

@@ -8,8 +8,9 @@ import tarfile
 from importlib.metadata import version
 
 import pytest
+from helpers import PATIENCE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def suite(tmp_path_factory):
     name = f"declearn=={version('declearn')}"
     options = ["--quiet", "--no-deps", "--no-binary=:all:", "--dest", str(folder)]
     command = [sys.executable, "-m", "pip", "download", *options, name]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     archives = list(folder.glob("declearn-*.tar.gz"))
     if not archives:
         pytest.skip(f"{name} could not be downloaded: {found.stderr.strip()[-200:]}")
@@ -37,7 +38,7 @@ def test_declearns_tests_pass_for_every_clipper(suite):
     files = ["test/optimizer/test_modules.py", "test/optimizer/test_regularizers.py"]
     command = [sys.executable, "-m", "pytest", *options, *files]
     found = subprocess.run(
-        command, cwd=suite, capture_output=True, text=True, timeout=590, check=False
+        command, cwd=suite, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert found.returncode == 0, found.stdout[-4000:]
     from declearn.optimizer import list_optim_modules, list_optim_regularizers

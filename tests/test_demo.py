@@ -14,14 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import PATIENCE
 from rich.console import Console
 
 from fedclip.report import read_report
 from fedclip.tools.check import check_config
 from fedclip.tools.demo import WAYS, DemoError, run, run_demo
 from fedclip.tools.demo.data import FACTOR, SITES, write_data
-
-pytestmark = [pytest.mark.timeout(240)]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +46,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_for(condition: object, seconds: float = 60.0) -> None:
+def wait_for(condition: object, seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "waited in vain"
@@ -157,8 +156,8 @@ def test_no_process_outlives_the_demo(tmp_path: Path, kill: signal.Signals) -> N
         # A node listens to its parent from when it has imported what it needs.
         wait_for(lambda: any((tmp_path / "demo").rglob("server/metrics.csv")))
         demo.send_signal(kill)
-        _, said = demo.communicate(timeout=30)
-        wait_for(lambda: not any(alive(pid) for pid in nodes), 10)
+        _, said = demo.communicate(timeout=PATIENCE)
+        wait_for(lambda: not any(alive(pid) for pid in nodes))
     finally:
         demo.kill()
         demo.wait()

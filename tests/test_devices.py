@@ -9,9 +9,11 @@ import sys
 import textwrap
 
 import pytest
-from helpers import needs
+from helpers import PATIENCE, needs
 
 from fedclip.arrays import Arena
+
+pytestmark = pytest.mark.slow
 
 
 def python(code: str, **environment: str) -> str:
@@ -19,7 +21,7 @@ def python(code: str, **environment: str) -> str:
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=PATIENCE,
         check=False,
         env={**os.environ, **environment},
     )

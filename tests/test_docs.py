@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from declearn.main.config import FLOptimConfig
 from declearn.optimizer import Optimizer
+from helpers import BACKENDS, FRAMEWORKS
 from typer.testing import CliRunner
 
 import fedclip
@@ -59,6 +60,8 @@ def missing(block: Block) -> list[str]:
 
 
 def is_there(module: str) -> bool:
+    if module in FRAMEWORKS and module not in BACKENDS:
+        return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

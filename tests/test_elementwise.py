@@ -10,7 +10,7 @@ import pytest
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer.modules import OptiModule
 from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
-from helpers import each_framework, needs, norm, run
+from helpers import each_framework, needs, norm, require, run
 
 from fedclip import (
     Centralize,
@@ -192,7 +192,7 @@ def test_encode_towards_zero_never_exceeds(kind: str) -> None:
 
 
 def test_bfloat16_is_rounded_to_nearest_as_torch_does() -> None:
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     values = np.random.default_rng(0).normal(0, 1, 100_000).astype(np.float32)
     values[:3] = 1.00390625, 1.01171875, 3.3895e38
     theirs = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
@@ -201,7 +201,7 @@ def test_bfloat16_is_rounded_to_nearest_as_torch_does() -> None:
 
 @pytest.mark.parametrize("dtype", [*HALVES, "float32"])
 def test_limits_hold_exactly(dtype: str) -> None:
-    pytest.importorskip("torch")
+    require("torch")
     for limit in (0.1, 0.3, 1.0 - 1e-12, 1e-9, 12345.678):
         box = ValueClip(limit, min_value=0.7 * limit)
         values = {"w": np.linspace(-2, 2, 41) * limit}
@@ -363,7 +363,7 @@ def test_linear_percentile_is_numpys() -> None:
 
 
 def test_linear_percentile_is_torchs() -> None:
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     values = np.random.default_rng(0).normal(0, 1, 500)
     limit = torch.quantile(torch.from_numpy(values).abs(), 0.9).item()
     got = one(PercentileClip(90, method="linear"), values)
@@ -506,7 +506,7 @@ def test_no_growth_limit_is_the_identity() -> None:
 
 # -- sparse gradients -------------------------------------------------------------------------
 def indexed_slices() -> Any:
-    tf = pytest.importorskip("tensorflow")
+    tf = require("tensorflow")
     needs("tensorflow")
     values = tf.constant([[1.0, 1.0], [2.0, 8.0], [1.0, 5.0]])
     return tf.IndexedSlices(values, tf.constant([2, 0, 2]), tf.constant([4, 2]))
@@ -517,7 +517,7 @@ DENSE = np.array([[2.0, 8.0], [0.0, 0.0], [2.0, 6.0], [0.0, 0.0]], np.float32)
 
 @each([n for n in ALL if not n.startswith(("normalize", "percentile"))])
 def test_indexed_slices_are_the_dense_tensor_that_they_stand_for(name: str) -> None:
-    tf = pytest.importorskip("tensorflow")
+    tf = require("tensorflow")
     from declearn.model.tensorflow import TensorflowVector
 
     sparse, dense = ALL[name](), ALL[name]()
@@ -530,7 +530,7 @@ def test_indexed_slices_are_the_dense_tensor_that_they_stand_for(name: str) -> N
 
 @each([n for n in ALL if not n.startswith(("normalize", "percentile"))])
 def test_sparse_coo_is_the_dense_tensor_that_it_stands_for(name: str) -> None:
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     needs("torch")
     from declearn.model.torch import TorchVector
 
@@ -543,7 +543,7 @@ def test_sparse_coo_is_the_dense_tensor_that_it_stands_for(name: str) -> None:
 
 
 def test_percentile_of_indexed_slices_is_that_of_their_rows() -> None:
-    tf = pytest.importorskip("tensorflow")
+    tf = require("tensorflow")
     from declearn.model.tensorflow import TensorflowVector
 
     got = PercentileClip(70).run(TensorflowVector({"w": indexed_slices()})).coefs["w"]
@@ -552,7 +552,7 @@ def test_percentile_of_indexed_slices_is_that_of_their_rows() -> None:
 
 
 def test_slices_of_indexed_slices_are_normalized_as_dense() -> None:
-    tf = pytest.importorskip("tensorflow")
+    tf = require("tensorflow")
     from declearn.model.tensorflow import TensorflowVector
 
     got = Normalize(dims=1).run(TensorflowVector({"w": indexed_slices()})).coefs["w"]
@@ -591,7 +591,7 @@ def test_wrong_parameters_are_refused_in_words(cls: Any, config: Any, message: s
 @each()
 @pytest.mark.parametrize("sparse", [False, True])
 def test_torch_gradients_are_clipped_in_place(name: str, sparse: bool) -> None:
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     from fedclip.adapters.torch import clip_
 
     if sparse and name.startswith(("normalize", "percentile")):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import require
 
 LOOPS = Path(__file__).parent.parent / "examples" / "loops"
 
@@ -21,7 +22,7 @@ def _loops_importable(monkeypatch):
 @pytest.mark.usefixtures("_loops_importable")
 def test_the_same_clipper_has_the_same_limits_in_each_loop(capsys):
     for framework in ("torch", "keras", "jax", "optax"):
-        pytest.importorskip(framework)
+        require(framework)
     import keras
 
     before = keras.config.floatx()

@@ -113,6 +113,7 @@ def test_every_clipper_stays_finite(specimen: Any, dtype: str, magnitude: float)
             assert value.dtype == dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["constant", "random"])
 def test_a_hundred_million_elements(kind: str) -> None:
     # One float32 dot over so many is off by 10^-3; that is a bound broken by size alone.

@@ -19,11 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import PATIENCE
 
 from fedclip.report import read_report
 from fedclip.tools.check import check_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -40,7 +41,7 @@ FederatedServer(
     checkpoint=folder + "/server",
 ).run({
     "rounds": 3,
-    "register": {"min_clients": 2, "max_clients": 2, "timeout": 60},
+    "register": {"min_clients": 2, "max_clients": 2, "timeout": 600},
     "training": {"batch_size": 10},
 })
 """
@@ -98,7 +99,7 @@ class Federation:
                 },
             )
 
-    def wait(self, name: str, seconds: float = 90) -> int:
+    def wait(self, name: str, seconds: float = PATIENCE) -> int:
         return self.processes[name].wait(seconds)
 
     def said(self, name: str) -> str:
@@ -209,7 +210,7 @@ def test_the_quickrun_example(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            timeout=120,
+            timeout=PATIENCE,
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),

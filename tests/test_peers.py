@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
-from helpers import norm
+from helpers import norm, require
 
 from fedclip import compat
 from fedclip.testing import apply, to_numpy, to_vector
@@ -105,7 +105,7 @@ def run_ours(clipper: Any, problem: Problem) -> list[Arrays]:
 
 def torch_model(weights: Mapping[str, Array]) -> Any:
     """Return a model whose parameters have these names and values."""
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     root = torch.nn.Module()
     for name, value in weights.items():
         *path, leaf = name.split(".")
@@ -120,7 +120,7 @@ def torch_model(weights: Mapping[str, Array]) -> Any:
 
 def in_place(problem: Problem, operation: Callable[[Any], Any]) -> list[Arrays]:
     """Return the gradients of a torch model after the operation on it."""
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     model = torch_model(problem.weights)
     parameters = dict(model.named_parameters())
     outputs = []
@@ -160,7 +160,7 @@ def smartclip(cls: str, config: Config, problem: Problem) -> list[Arrays]:
 
 
 def smartclip_tf(cls: str, config: Config, problem: Problem) -> list[Arrays]:
-    tf = pytest.importorskip("tensorflow")
+    tf = require("tensorflow")
     package = pytest.importorskip("smartclip")
     backend = pytest.importorskip("smartclip.backends.tf")
     clipper = getattr(package, cls)(**config)
@@ -187,7 +187,7 @@ def torchzero(cls: str, config: Config, problem: Problem) -> list[Arrays]:
 
 def torchzero_steps(package: Any, module: Any, problem: Problem) -> list[Arrays]:
     """Return the updates: the weights start from zero at each step."""
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     model = torch_model({name: np.zeros_like(g) for name, g in problem.steps[0].items()})
     parameters = dict(model.named_parameters())
     optimizer = package.Optimizer(list(parameters.values()), module)
@@ -206,15 +206,15 @@ def only(problem: Problem, name: str) -> Problem:
 
 
 def torch_utils(cls: str, config: Config, problem: Problem) -> list[Arrays]:
-    utils = pytest.importorskip("torch.nn.utils")
+    utils = require("torch.nn.utils")
     return in_place(problem, lambda model: getattr(utils, cls)(model.parameters(), **config))
 
 
 def optax(cls: str, config: Config, problem: Problem) -> list[Arrays]:
     # This turns on float64 for all of JAX.
-    pytest.importorskip("haiku")
+    require("haiku")
     weights = dict(to_vector(problem.weights, "jax").coefs)
-    jax, package = pytest.importorskip("jax"), pytest.importorskip("optax")
+    jax, package = require("jax"), require("optax")
     clip = getattr(package, cls)(**config)
     # Compiled as a whole, which takes less time than each operation does for each shape.
     update = jax.jit(clip.update)
@@ -226,7 +226,7 @@ def optax(cls: str, config: Config, problem: Problem) -> list[Arrays]:
 
 
 def tensorflow(cls: str, config: Config, problem: Problem) -> list[Arrays]:
-    tf = pytest.importorskip("tensorflow")
+    tf = require("tensorflow")
     function = getattr(tf, cls)
     if cls == "clip_by_global_norm":
         return as_lists(lambda values: function(values, **config)[0], problem)
@@ -235,7 +235,7 @@ def tensorflow(cls: str, config: Config, problem: Problem) -> list[Arrays]:
 
 def as_lists(clip: Callable[[list[Any]], list[Any]], problem: Problem) -> list[Arrays]:
     """Return what a function makes of lists of TensorFlow's tensors."""
-    tf = pytest.importorskip("tensorflow")
+    tf = require("tensorflow")
     outputs = []
     for step in problem.steps:
         values = clip([tf.constant(value) for value in step.values()])
@@ -614,7 +614,7 @@ def test_auto_clip_but_for_a_division(scope: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_adaptive_bound() -> None:
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     opacus = pytest.importorskip("opacus.optimizers.adaclipoptimizer")
     for seed in SEEDS:
         draw = Draw(len(ROWS) + 1, seed)
@@ -949,7 +949,7 @@ def test_below_the_limit_bits_change() -> None:
 
 @pytest.mark.parametrize("cls", ["L2Clipping", "L2GlobalClipping"])
 def test_shape_and_dtype_change(cls: str) -> None:
-    pytest.importorskip("torch")
+    require("torch")
     names = {"L2Clipping": "l2-clipping", "L2GlobalClipping": "l2-global-clipping"}
     their: Any = OptiModule.from_specs(names[cls], {"max_norm": 1.0})
     for gradient, dtype in ((np.array(3.0), "float32"), (np.array([3.0, 4.0]), "float16")):

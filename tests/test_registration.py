@@ -11,9 +11,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from helpers import SPECIMENS
+from helpers import PATIENCE, SPECIMENS
 
 import fedclip
+
+pytestmark = pytest.mark.slow
 
 # As if the packages were not installed: they are neither found nor imported.
 BLOCK = """
@@ -37,7 +39,7 @@ def python(code: str, *blocked: str, options: list[str] | None = None) -> str:
         [sys.executable, *(options or QUIET), "-c", head + textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

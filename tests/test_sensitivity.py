@@ -326,6 +326,7 @@ def test_no_rounding_takes_an_output_above_its_bound(row: Bounded, dtype: str) -
             assert norm(once(row.spec, dtype)(x * rng.uniform(0.5, 1.0, x.size))) <= bound
 
 
+@pytest.mark.slow
 @bounded([*PER_RECORD, *DECLEARN])
 def test_no_neighbours_are_further_apart_than_the_sensitivity(row: Bounded) -> None:
     """A sum over records is changed by one of them: added, removed, or another one."""
@@ -350,6 +351,7 @@ def test_no_neighbours_are_further_apart_than_the_sensitivity(row: Bounded) -> N
         assert reached >= 0.99 * row.reach * replace
 
 
+@pytest.mark.slow
 @bounded(WITH_MEMORY)
 def test_no_history_brings_an_output_above_its_bound(row: Bounded) -> None:
     found = of(row)
@@ -379,6 +381,7 @@ def steepest(row: Bounded, seed: int = 0) -> float:
     return max(climb(partial(slope, f), x, rng, steps=15)[0] for _, _, x in ranked[:2])
 
 
+@pytest.mark.slow
 @bounded([row for row in [*PER_RECORD, *DECLEARN] if row.slope is not None])
 def test_no_two_inputs_are_stretched_apart_beyond_the_slope(row: Bounded) -> None:
     found = of(row, finite=row in DECLEARN)
@@ -396,6 +399,7 @@ def test_no_two_inputs_are_stretched_apart_beyond_the_slope(row: Bounded) -> Non
         assert norm(f(x) - f(y)) <= row.slope * norm(x - y) * SLACK + 1e-12
 
 
+@pytest.mark.slow
 @bounded([row for row in PER_RECORD if row.slope is None or row.slope > 1])
 def test_what_is_not_non_expansive_has_a_pair_that_shows_it(row: Bounded) -> None:
     assert not of(row).non_expansive

@@ -409,6 +409,7 @@ def test_what_is_sent_has_the_same_form_every_round(name: str) -> None:
 
 
 # -- secure aggregation ---------------------------------------------------------------------
+@pytest.mark.slow
 @every_clipper
 @pytest.mark.parametrize("secagg", [masked, joye_libert])
 def test_secure_aggregation_gives_the_same_state_to_the_bit(name: str, secagg: Any) -> None:
@@ -745,6 +746,7 @@ LIES: list[tuple[Any, ...]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "config", "lies", "bounds", "error", "rounds"), LIES)
 def test_liars_move_a_limit_no_further_than_stated(
     name: str,
@@ -766,6 +768,7 @@ def test_liars_move_a_limit_no_further_than_stated(
     assert max(reached.values()) >= without + 0.8 * (top - without), reached
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "lies"), [("zscore-clip", 7), ("auto-clip", 12)])
 def test_from_some_share_on_there_is_no_bound(name: str, lies: int) -> None:
     """13.8 % with 2.5 deviations about the mean, 12.7 % with 3 about the median."""
@@ -823,6 +826,7 @@ def test_a_client_in_single_precision_whose_norms_are_all_spikes_is_believed(nam
         assert fed.group() != before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["percentile-norm-clip", "adaptive-clip"])
 @pytest.mark.parametrize("high", [False, True])
 def test_liars_move_a_quantile_between_honest_quantiles(name: str, high: bool) -> None:

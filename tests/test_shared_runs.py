@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_update_clip_runs import running
+from federation_runs import complete, running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("zscore-clip", {"warmup": 10, "max_norm": None}),
@@ -41,14 +41,6 @@ def optim(
         "client_opt": {"lrate": 0.5, "modules": shared if client is None else client},
         "server_opt": {"lrate": 1.0, "modules": counterparts if server is None else server},
     }
-
-
-def complete(folder: Path, **settings: Any) -> Any:
-    """Return a run that has ended well, within two minutes on a busy machine."""
-    with running(folder, **settings) as run:
-        codes = {name: process.wait(120) for name, process in run.processes.items()}
-        assert set(codes.values()) == {0}, {name: run.said(name)[-3000:] for name in codes}
-    return run
 
 
 def states(run: Any) -> dict[str, Any]:

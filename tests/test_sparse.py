@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import SPECIMENS, Specimen, apply, needs, norm, specimens
+from helpers import SPECIMENS, Specimen, apply, needs, norm, require, specimens
 
 from fedclip import NoOp, NormClip, ValueClip
 from fedclip.arrays import Arena
@@ -23,12 +23,12 @@ def dense_values() -> np.ndarray:
 
 
 def indexed_slices(rows: np.ndarray = ROWS, values: np.ndarray = VALUES) -> Any:
-    tf = pytest.importorskip("tensorflow")
+    tf = require("tensorflow")
     return tf.IndexedSlices(tf.constant(values), tf.constant(rows), tf.constant([5, 2], tf.int64))
 
 
 def sparse_coo() -> Any:
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     return torch.sparse_coo_tensor(
         torch.tensor(ROWS)[None], torch.tensor(VALUES), (5, 2), check_invariants=True
     )
@@ -122,7 +122,7 @@ def array_like(value: np.ndarray, framework: str) -> Any:
 
 
 def test_unsupported_layouts_are_named() -> None:
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     from declearn.model.torch import TorchVector
 
     with pytest.warns(UserWarning, match="CSR"):
@@ -134,7 +134,7 @@ def test_unsupported_layouts_are_named() -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_torch_rounds_products_once(dtype: str, in_place: bool) -> None:
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     from fedclip.arrays.torch import TorchBackend, TorchInPlace
 
     kind = getattr(torch, dtype)

@@ -197,6 +197,7 @@ def test_a_difference_between_frameworks_is_found() -> None:
         testing.check_equivalence(OffOnTorch, "torch")
 
 
+@pytest.mark.slow
 @specimens()
 def test_all_checks_at_once(specimen: Specimen) -> None:
     testing.check_clipper(specimen.make, frameworks=["numpy"])

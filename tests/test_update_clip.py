@@ -221,6 +221,7 @@ def rounds_in_theory(start: float, spread: float, quantile: float, rate: float) 
     return rounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 @pytest.mark.parametrize("times", [0.1, 10.0])
 @pytest.mark.parametrize("m", [5, 20, 200, 1000])
@@ -251,6 +252,7 @@ def test_bound_converges_to_the_quantile_in_time(m: int, times: float, noise: fl
     assert abs(np.mean(after[3:])) < (0.35 if m == 5 else 0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantile", [0.2, 0.8])
 def test_other_quantiles(quantile: float) -> None:
     rng = np.random.default_rng(0)
@@ -767,6 +769,7 @@ def test_sum_that_honest_clients_could_not_have_made(caplog: pytest.LogCaptureFi
     assert "beyond the limit" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", [0, 1])
 def test_liars_move_the_bound_no_further_than_documented(lie: int) -> None:
     """One in five always votes the same: the median becomes a quantile known in advance."""

@@ -2,114 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from declearn.main.utils import Checkpointer
+from federation_runs import ADAPTIVE, PATIENCE, N, complete, running
 
 from fedclip.federation.update.secagg import plan
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
-NODE = Path(__file__).with_name("federated_node.py")
-N = 3
-ADAPTIVE: dict[str, Any] = {
-    "aggregator": "clipped-averaging",
-    "client_opt": {"lrate": 0.5, "modules": ["update-clip-client"]},
-    "server_opt": {"lrate": 1.0, "modules": [["update-clip-server", {"start_norm": 0.2}]]},
-}
-
-
-class Run:
-    """The processes of one federation, each with its output in a file."""
-
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        self.folder = folder
-        folder.mkdir(exist_ok=True)
-        self.settings = {
-            "protocol": "websockets",
-            "network": {"heartbeat": 0.02},
-            "port": port,
-            "optim": ADAPTIVE,
-            "keys": [Ed25519PrivateKey.generate().private_bytes_raw().hex() for _ in range(N)],
-            **settings,
-            "run": {
-                "rounds": 4,
-                "register": {"min_clients": N, "max_clients": N, "timeout": 120},
-                "training": {"batch_size": 10},
-                # With all clients, which declearn's secure aggregation over some does not survive.
-                "evaluate": {"batch_size": 60, "frequency": 1000},
-                **settings.get("run", {}),
-            },
-        }
-        (folder / "settings.json").write_text(json.dumps(self.settings))
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self) -> None:
-        for name in ["server", *(f"client_{i}" for i in range(N))]:
-            with (self.folder / f"{name}.txt").open("wb") as log:
-                self.processes[name] = subprocess.Popen(
-                    [sys.executable, str(NODE), name, "settings.json"],
-                    cwd=self.folder,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={
-                        **os.environ,
-                        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-                        "OMP_NUM_THREADS": "1",
-                    },
-                )
-
-    def said(self, name: str) -> str:
-        return (self.folder / f"{name}.txt").read_text(errors="replace")
-
-    def wait(self) -> dict[str, int]:
-        """Return the exit codes; nobody may wait for ever, on a busy machine either."""
-        end = time.monotonic() + 150
-        return {n: p.wait(max(0.1, end - time.monotonic())) for n, p in self.processes.items()}
-
-    def result(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "server.json").read_text())
-        return found
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of update-clip-server."""
-        return next(s for name, s in self.result()["modules"] if name == "update-clip-server")
-
-
-@contextlib.contextmanager
-def running(folder: Path, **settings: Any) -> Iterator[Run]:
-    """Start a federation, and end what still runs of it."""
-    run = Run(folder, **settings)
-    try:
-        run.start()
-        yield run
-    finally:
-        for process in run.processes.values():
-            process.kill()
-            process.wait()
-
-
-def complete(folder: Path, **settings: Any) -> Run:
-    with running(folder, **settings) as run:
-        codes = run.wait()
-        assert set(codes.values()) == {0}, {name: run.said(name)[-3000:] for name in codes}
-    return run
+pytestmark = pytest.mark.slow
 
 
 def test_equal_results_in_cleartext_and_under_secure_aggregation(tmp_path: Path) -> None:
@@ -193,9 +98,10 @@ def test_ends_in_a_sentence_on_the_server_and_on_each_client(
 def killed(folder: Path, rounds: int, **settings: Any) -> int:
     """Kill all processes of a run after so many rounds or more, and return how many are saved."""
     with running(folder, **{**settings, "checkpoint": "saved"}) as run:
-        end = time.monotonic() + 150
+        end = time.monotonic() + PATIENCE
         while f"Initiating training round {rounds + 1}" not in run.said("server"):
             assert time.monotonic() < end, run.said("server")[-3000:]
+            assert run.running("server"), run.said("server")[-3000:]
             time.sleep(0.02)
     # A checkpoint takes the place of one of the same second, so that the last one is to be asked.
     modules = Checkpointer(str(folder / "saved")).load_optimizer().get_state()["modules"]
