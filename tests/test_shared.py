@@ -283,6 +283,10 @@ def test_sketch_is_within_its_error(size: int, quantile: float) -> None:
     assert buckets is not None
     exact = np.quantile(norms, quantile)
     assert abs(quantile_of(buckets, quantile) - exact) <= ERROR * exact * (1 + 1e-12)
+    # Distances are known as well as the larger of the norms that they are of.
+    distances = quantile_of(buckets, quantile, 1.0)
+    known = np.quantile(abs(norms - 1.0), quantile)
+    assert abs(distances - known) <= ERROR * (known + 1.0) * (1 + 1e-12)
 
 
 # -- one client equals local ----------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from fedclip.arrays import NUMBER, NUMPY, Arithmetic, Array
-from fedclip.rules.sharing import Counted, Floats, Judgement
+from fedclip.rules.sharing import Counted, Floats, Judgement, Sketched
 
 __all__ = ["Adaptive", "AdaptiveState", "geometric_update"]
 
@@ -77,7 +77,7 @@ class Adaptive:
     """
 
     counters: ClassVar[tuple[str, ...]] = ("bits",)
-    sketched: ClassVar[tuple[float, int | None]] = (0.5, None)
+    remembered: ClassVar[int | None] = None
 
     quantile: float
     rate: float
@@ -103,6 +103,9 @@ class Adaptive:
 
     def shared(self) -> Adaptive:
         return self
+
+    def levels(self, sketch: Sketched) -> tuple[float, ...]:
+        return ()
 
     def merge(self, state: AdaptiveState, counted: Counted) -> AdaptiveState:
         unclipped, count = state.unclipped + counted.unclipped, state.count + counted.n

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -11,9 +10,9 @@ import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State
-from fedclip.rules.parts import choose, limits_of
+from fedclip.rules.history import History, choose
 from fedclip.rules.quantiles import Given, Markers, Window
-from fedclip.rules.sharing import Counted, Floats, Judgement, pooled
+from fedclip.rules.sharing import Counted, Floats, Judgement, Sketched, pooled
 
 __all__ = ["LEAST", "Auto", "AutoGivenState", "AutoMarkersState", "AutoWindowState"]
 
@@ -57,8 +56,8 @@ class AutoGivenState(NamedTuple):
     count: Array
 
 
-@dataclass(frozen=True)
-class Auto:
+@dataclass(frozen=True, kw_only=True)
+class Auto(History):
     """Limits at so many standard deviations above the median.
 
     ::
@@ -82,12 +81,6 @@ class Auto:
 
     median: Markers | Window | Given
     std_factor: float
-    feedback: str
-    include_current: bool
-    warmup: int
-    warmup_norm: float | None
-    max_norm: float | None
-    eps: float
 
     def init(self, groups: int, xp: Arithmetic) -> State:
         zeros = xp.asarray([0.0] * groups)
@@ -97,15 +90,6 @@ class Auto:
         ]
         return cls(**fields, mean=zeros, variance=zeros)
 
-    def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
-        if self.include_current:
-            state = self._observe(norms, state, xp)
-        limits, seen, skipped = self.judge(norms, state, xp)
-        if not self.include_current:
-            after = self._observe(seen, state, xp)
-            state = after if skipped is None else choose(skipped, state, after, xp)
-        return limits, state
-
     def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
         median = self.median.estimate(state, xp)
         few = xp.maximum(state.count - 1.0, 1.0)
@@ -113,42 +97,40 @@ class Auto:
         threshold = median + self.std_factor * xp.maximum(std, _FLOOR * median)
         ready = (state.count >= max(self.warmup, LEAST)) & (threshold > 0)
         spike = ready & (norms + self.eps > threshold)
-        limits = limits_of(
+        limits = self.limits(
             norms,
             threshold,
             spike,
             ready,
             xp,
             target=threshold,
-            before=math.inf if self.warmup_norm is None else self.warmup_norm,
-            max_norm=self.max_norm,
-            eps=self.eps,
         )
         clipped = xp.where(spike, xp.minimum(norms, threshold), norms)
         seen = norms if self.feedback == "raw" else clipped
         return Judgement(limits, seen, spike if self.feedback == "none" else None)
 
     @property
-    def sketched(self) -> tuple[float, int | None]:
-        return 0.5, self.median.size if isinstance(self.median, (Window, Given)) else None
+    def remembered(self) -> int | None:
+        return self.median.size if isinstance(self.median, (Window, Given)) else None
+
+    def levels(self, sketch: Sketched) -> tuple[float, ...]:
+        return (sketch.quantile(0.5),)
 
     def shared(self) -> Auto:
-        return replace(self, median=Given(*self.sketched, least=self.median.least))
+        return replace(self, median=Given(0.5, self.remembered, least=self.median.least))
 
     def merge(self, state: AutoGivenState, counted: Counted) -> AutoGivenState:
         count, mean, variance = pooled(state.count, state.mean, state.variance, counted)
-        return AutoGivenState(counted.level, mean, variance, count)
+        return AutoGivenState(counted.levels[0], mean, variance, count)
 
     def ceiling(self, state: AutoGivenState) -> Floats:
         few = np.maximum(state.count - 1.0, 1.0)
         std = np.sqrt(state.variance * (state.count / few))
         threshold = state.level + self.std_factor * np.maximum(std, _FLOOR * state.level)
         ready = (state.count >= max(self.warmup, LEAST)) & (threshold > 0)
-        if self.feedback == "raw":
-            return np.full_like(threshold, math.inf)
-        return np.where(ready, threshold, math.inf)
+        return self.known(threshold, ready)
 
-    def _observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         count = state.count + 1.0
         delta = seen - state.mean
         mean = state.mean + delta / count

@@ -14,8 +14,8 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules.parts import TINY, choose, limits_of
-from fedclip.rules.sharing import Counted, Floats, Judgement, pooled
+from fedclip.rules.history import TINY, History
+from fedclip.rules.sharing import Counted, Floats, Judgement, Sketched, pooled
 
 __all__ = ["Ema", "EmaState"]
 
@@ -27,8 +27,8 @@ class EmaState(NamedTuple):
     count: Array
 
 
-@dataclass(frozen=True)
-class Ema:
+@dataclass(frozen=True, kw_only=True)
+class Ema(History):
     """Limits at `ratio` times the running mean.
 
     ::
@@ -57,39 +57,24 @@ class Ema:
     """
 
     counters: ClassVar[tuple[str, ...]] = ("moments",)
-    sketched: ClassVar[tuple[float, int | None]] = (0.5, None)
+    remembered: ClassVar[int | None] = None
 
     ratio: float
     decay: float
     action: str
-    feedback: str
     estimator: str
-    include_current: bool
-    warmup: int
-    warmup_norm: float | None
     joint_warmup: bool
-    max_norm: float | None
-    eps: float
 
     def init(self, groups: int, xp: Arithmetic) -> EmaState:
         zeros = xp.asarray([0.0] * groups)
         return EmaState(zeros, zeros)
-
-    def __call__(self, norms: Array, state: EmaState, xp: Arithmetic) -> tuple[Array, EmaState]:
-        if self.include_current:
-            state = self._observe(norms, state, xp)
-        limits, seen, skipped = self.judge(norms, state, xp)
-        if not self.include_current:
-            after = self._observe(seen, state, xp)
-            state = after if skipped is None else choose(skipped, state, after, xp)
-        return limits, state
 
     def judge(self, norms: Array, state: EmaState, xp: Arithmetic) -> Judgement:
         ready = (state.count >= max(self.warmup, 1)) & (state.mean > 0)
         threshold = self.ratio * state.mean
         spike = ready & (norms > threshold)
         before, warmed = self._warm(norms, xp)
-        limits = limits_of(
+        limits = self.limits(
             norms,
             threshold,
             spike,
@@ -97,8 +82,6 @@ class Ema:
             xp,
             target=self._target(norms, state.mean, xp),
             before=before,
-            max_norm=self.max_norm,
-            eps=self.eps,
         )
         passed = xp.minimum(xp.where(ready, norms, warmed), limits)
         seen = norms if self.feedback == "raw" else passed
@@ -106,6 +89,9 @@ class Ema:
 
     def shared(self) -> Ema:
         return self
+
+    def levels(self, sketch: Sketched) -> tuple[float, ...]:
+        return ()
 
     def merge(self, state: EmaState, counted: Counted) -> EmaState:
         mean, before = state
@@ -122,9 +108,7 @@ class Ema:
 
     def ceiling(self, state: EmaState) -> Floats:
         ready = (state.count >= max(self.warmup, 1)) & (state.mean > 0)
-        if self.feedback == "raw":
-            return np.full_like(state.count, math.inf)
-        return np.where(ready, max(self.ratio, 1.0) * state.mean, math.inf)
+        return self.known(max(self.ratio, 1.0) * state.mean, ready)
 
     def _warm(self, norms: Array, xp: Arithmetic) -> tuple[Array | float, Array]:
         """Return the limit during warm-up, and the norm of what such a step lets through."""
@@ -145,7 +129,7 @@ class Ema:
             return threshold
         return threshold * (threshold / xp.maximum(norms, TINY))
 
-    def _observe(self, seen: Array, state: EmaState, xp: Arithmetic) -> EmaState:
+    def observe(self, seen: Array, state: EmaState, xp: Arithmetic) -> EmaState:
         mean, count = state
         delta = seen - mean
         moved = mean + (1 - self.decay) * delta

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules.parts import limits_of
+from fedclip.rules.history import limits_of
 
 __all__ = ["Growth", "GrowthState"]
 
@@ -61,10 +61,10 @@ class Growth:
             ready & (norms > threshold),
             ready,
             xp,
-            target=threshold,
-            before=math.inf if self.warmup_norm is None else self.warmup_norm,
-            max_norm=self.max_norm,
-            eps=self.eps,
+            threshold,
+            math.inf if self.warmup_norm is None else self.warmup_norm,
+            self.max_norm,
+            self.eps,
         )
         after = xp.minimum(norms, limits)
         if self.max_decay is not None:

@@ -20,7 +20,7 @@ import numpy as np
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State
 
-__all__ = ["Counted", "Floats", "Judgement", "Shareable", "pooled"]
+__all__ = ["Counted", "Floats", "Judgement", "Shareable", "Sketched", "pooled"]
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -36,6 +36,16 @@ class Judgement(NamedTuple):
     """The groups from which they learn nothing; None where there are none of that kind."""
 
 
+class Sketched(Protocol):
+    """Norms of a whole federation, as far as a sketch knows them."""
+
+    def quantile(self, p: float) -> float:
+        """Return a quantile of the norms."""
+
+    def deviation(self, p: float, centre: float) -> float:
+        """Return a quantile of the distances of the norms from a centre."""
+
+
 class Counted(NamedTuple):
     """What all clients have seen in one round; one number for each group."""
 
@@ -44,8 +54,8 @@ class Counted(NamedTuple):
     mean: Floats
     variance: Floats
     """Mean and population variance of the round, where the rule asks for "moments"."""
-    level: Floats
-    """Quantile of the history, this round included, where the rule asks for a "sketch"."""
+    levels: Floats
+    """What the rule has read off the history, this round included: one row for each number."""
     unclipped: Floats
     """Number of norms that were at most the limit, where the rule asks for "bits"."""
 
@@ -61,8 +71,11 @@ class Shareable(Protocol):
         """Return the rule that judges by a state that is merged elsewhere."""
 
     @property
-    def sketched(self) -> tuple[float, int | None]:
-        """Which quantile the sketch is asked for, and of how many norms; None for all."""
+    def remembered(self) -> int | None:
+        """Of how many norms the sketch is, at least; None for all."""
+
+    def levels(self, sketch: Sketched) -> tuple[float, ...]:
+        """Return what `merge` needs to know of the history, where the rule asks for a "sketch"."""
 
     def init(self, groups: int, xp: Arithmetic) -> State:
         """Return the state before the first round."""

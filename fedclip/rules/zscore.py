@@ -6,15 +6,14 @@ Kumar et al., 2025, "ZClip: adaptive spike mitigation for LLM pre-training", arX
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules.parts import limits_of
-from fedclip.rules.sharing import Counted, Floats, Judgement, pooled
+from fedclip.rules.history import History, choose
+from fedclip.rules.sharing import Counted, Floats, Judgement, Sketched, pooled
 
 __all__ = ["ZScore", "ZScoreState"]
 
@@ -27,8 +26,8 @@ class ZScoreState(NamedTuple):
     count: Array
 
 
-@dataclass(frozen=True)
-class ZScore:
+@dataclass(frozen=True, kw_only=True)
+class ZScore(History):
     """Limits at so many standard deviations above the running mean.
 
     ::
@@ -63,20 +62,14 @@ class ZScore:
     """
 
     counters: ClassVar[tuple[str, ...]] = ("moments",)
-    sketched: ClassVar[tuple[float, int | None]] = (0.5, None)
+    remembered: ClassVar[int | None] = None
 
     z_max: float
     decay: float
     action: str
-    feedback: str
     estimator: str
-    include_current: bool
-    warmup: int
-    warmup_norm: float | None
-    max_norm: float | None
     factor: float
     std_eps: float
-    eps: float
 
     def init(self, groups: int, xp: Arithmetic) -> ZScoreState:
         zeros = xp.asarray([0.0] * groups)
@@ -87,21 +80,6 @@ class ZScore:
         # drytorch without a warm-up starts its moving averages at mean 0 and variance 1.
         return self.estimator == "drytorch" and self.warmup == 0
 
-    def __call__(
-        self, norms: Array, state: ZScoreState, xp: Arithmetic
-    ) -> tuple[Array, ZScoreState]:
-        if self.include_current:
-            state = self._observe(norms, state, xp)
-        limits, seen, skipped = self.judge(norms, state, xp)
-        if not self.include_current:
-            after = self._observe(seen, state, xp)
-            if skipped is not None:
-                after = ZScoreState(
-                    *(xp.where(skipped, old, new) for old, new in zip(state, after, strict=True))
-                )
-            state = after
-        return limits, state
-
     def judge(self, norms: Array, state: ZScoreState, xp: Arithmetic) -> Judgement:
         # The first norm has nothing to be judged by, except itself if it is included.
         ready = state.count >= max(self.warmup, 1)
@@ -110,22 +88,22 @@ class ZScore:
         measured = norms + self.eps if self.estimator == "smartclip" else norms
         spike = ready & (measured > threshold)
         target = self._target(norms, state.mean, std, xp)
-        limits = limits_of(
+        limits = self.limits(
             norms,
             threshold,
             spike,
             ready,
             xp,
             target=target,
-            before=math.inf if self.warmup_norm is None else self.warmup_norm,
-            max_norm=self.max_norm,
-            eps=self.eps,
         )
         seen = xp.where(spike, target, norms) if self.feedback == "clipped" else norms
         return Judgement(limits, seen, spike if self.feedback == "none" else None)
 
     def shared(self) -> ZScore:
         return self
+
+    def levels(self, sketch: Sketched) -> tuple[float, ...]:
+        return ()
 
     def merge(self, state: ZScoreState, counted: Counted) -> ZScoreState:
         mean, variance, before = state
@@ -154,11 +132,8 @@ class ZScore:
         )
 
     def ceiling(self, state: ZScoreState) -> Floats:
-        if self.feedback == "raw":
-            return np.full_like(state.count, math.inf)
         threshold = state.mean + self.z_max * (np.sqrt(state.variance) + self.std_eps)
-        highest = max(self.factor, 1.0) * threshold
-        return np.where(state.count >= max(self.warmup, 1), highest, math.inf)
+        return self.known(max(self.factor, 1.0) * threshold, state.count >= max(self.warmup, 1))
 
     def _target(self, norms: Array, mean: Array, std: Array, xp: Arithmetic) -> Array:
         if self.action == "mean":
@@ -169,13 +144,10 @@ class ZScore:
         excess = xp.maximum(norms - mean, 1.2e-38)
         return self.factor * (mean + self.z_max**2 * (std + self.std_eps) / excess * std)
 
-    def _observe(self, seen: Array, state: ZScoreState, xp: Arithmetic) -> ZScoreState:
+    def observe(self, seen: Array, state: ZScoreState, xp: Arithmetic) -> ZScoreState:
         after = self._update(seen, state, xp)
         # The square of a norm may be beyond the floats; nothing is learnt from such a norm.
-        sound = xp.isfinite(after.variance)
-        return ZScoreState(
-            *(xp.where(sound, new, old) for old, new in zip(state, after, strict=True))
-        )
+        return choose(xp.isfinite(after.variance), after, state, xp)
 
     def _update(self, seen: Array, state: ZScoreState, xp: Arithmetic) -> ZScoreState:
         d = self.decay

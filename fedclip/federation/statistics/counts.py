@@ -320,11 +320,19 @@ def counts_of(members: Any, counts: Any, shape: tuple[int, int]) -> tuple[Counts
     return counts, ""
 
 
-def quantile_of(buckets: Integers, quantile: float) -> float:
-    """Return a quantile of what a sketch has counted, between neighbours as NumPy does it."""
+def quantile_of(buckets: Integers, quantile: float, centre: float = 0.0) -> float:
+    """Return a quantile of the distances from a centre of what a sketch has counted.
+
+    It is taken between neighbours, as NumPy does it. The distance of a norm x is known within
+    ``ERROR * x``.
+    """
     total = int(buckets.sum())
     if not total:
         return 0.0
+    distances = abs(_VALUES - centre)
+    order = np.argsort(distances, kind="stable")
     place = quantile * (total - 1)
-    low, high = (float(_VALUES[holder(buckets, rank)]) for rank in (place, math.ceil(place)))
+    low, high = (
+        float(distances[order[holder(buckets[order], rank)]]) for rank in (place, math.ceil(place))
+    )
     return low + (place - math.floor(place)) * (high - low)

@@ -53,6 +53,14 @@ class History:
             self.total[places_] -= counts
             held -= sum(counts)
 
+    def quantile(self, p: float) -> float:
+        """Return a quantile of the norms."""
+        return quantile_of(self.total, p)
+
+    def deviation(self, p: float, centre: float) -> float:
+        """Return a quantile of the distances of the norms from a centre."""
+        return quantile_of(self.total, p, centre)
+
     def get_state(self) -> list[list[list[int]]]:
         """Return, for each round, the buckets that are not empty and their counts."""
         if self.size is not None:
@@ -116,7 +124,7 @@ class SharedState:
         """Start with nothing seen of groups of these labels."""
         self.labels = labels
         self.state = _columns(self.rule.init(len(labels), NUMPY))
-        size = self.rule.sketched[1]
+        size = self.rule.remembered
         self._histories = [History(size) for _ in labels]
 
     def fields(self) -> dict[str, list[float]]:
@@ -174,16 +182,15 @@ class SharedState:
         return [centre_of(fields[label]) for label in self.labels]
 
     def _move(self, rounds: Sequence[Round]) -> None:
-        quantile, _ = self.rule.sketched
-        centres, rows = self._centres(), []
+        centres, rows, levels = self._centres(), [], []
         for centre, history, round_ in zip(centres, self._histories, rounds, strict=True):
-            level = 0.0
             if round_.buckets is not None and round_.n:
                 history.add(round_.buckets)
-                level = quantile_of(history.total, quantile)
+            levels.append(self.rule.levels(history))
             mean, variance = round_.moments(centre)
-            rows.append((round_.n, mean, variance, level, round_.unclipped))
-        counted = Counted(*np.array(rows, dtype=np.float64).T)
+            rows.append((round_.n, mean, variance, round_.unclipped))
+        n, means, variances, unclipped = np.array(rows, dtype=np.float64).T
+        counted = Counted(n, means, variances, np.array(levels).T, unclipped)
         with np.errstate(all="ignore"):
             after = self.rule.merge(self.state, counted)
         sound = (counted.n > 0) & np.all([np.isfinite(column) for column in after], axis=0)
@@ -218,7 +225,7 @@ class SharedState:
         wanted = set(labels) if self.tally.has_sketch else set()
         if not isinstance(history, Mapping) or set(history) != wanted:
             raise StateError(f"'history' must have {sorted(wanted)}, got {history!r:.100}")
-        size = self.rule.sketched[1]
+        size = self.rule.remembered
         histories = [History.from_state(size, history.get(label, ())) for label in labels]
         fresh = self.rule.init(len(labels), NUMPY)
         loaded = states.load(fresh, groups, labels) if labels else None
