@@ -252,7 +252,7 @@ def test_check_notes_what_costs_time_or_means_something_else(write: Write) -> No
     text += "[run.privacy]\nbudget = [1.0, 1e-5]\nsclip_norm = 1.0\n"
     result = call("check", write(text))
     assert "without max_clients" in result.stdout
-    assert "declearn adds its noise before" in result.stdout
+    assert "declearn clips each tensor of a sample by itself" in result.stdout
     assert result.exit_code == 0
 
 

@@ -12,9 +12,11 @@ aggregate   ``server_opt``   the average of the clients' updates, once a round
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from declearn.optimizer.regularizers import Regularizer
 
 from fedclip.privacy.lengths import COARSEST, number
 from fedclip.privacy.pipeline import analyse
@@ -31,7 +33,7 @@ def in_words(
     lrate: Any = None,
     w_decay: Any = 0.0,
     steps: Any = None,
-    noise_first: bool = False,
+    privacy: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Return what is clipped where: a line for each place.
 
@@ -45,17 +47,40 @@ def in_words(
         Of the client's optimizer, as in the configuration.
     steps
         Number of local steps in a round, if it is fixed.
-    noise_first
-        Whether declearn adds its noise before the first module ([run.privacy]).
+    privacy
+        The section [run.privacy], with which declearn clips samples and adds noise.
     """
     return [
-        f"step: {_step(client, lrate, w_decay, steps, noise_first)}",
+        f"step: {_noised(client, privacy) if privacy else _step(client, lrate, w_decay, steps)}",
         f"update: {_update(aggregator, server)}",
         f"aggregate: {_aggregate(server)}",
     ]
 
 
-def _step(client: Sequence[Any], lrate: Any, w_decay: Any, steps: Any, noise_first: bool) -> str:
+def _noised(client: Sequence[Any], privacy: Mapping[str, Any]) -> str:
+    """Return what declearn does to a batch, and what the plug-ins before and after its noise do."""
+    limit = privacy.get("sclip_norm")
+    shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
+    said = (
+        f"declearn clips each tensor of each sample to {shown}, a sample of k tensors to "
+        f"{shown}·√k, and adds noise of z·{shown} to the mean of the batch: no step has a bound."
+    )
+    # Regularizers get weights, and come first.
+    before = [p for p in client if isinstance(p, Regularizer)]
+    after = [p for p in client if not isinstance(p, Regularizer)]
+    if before:
+        found = analyse(before, finite=True)
+        said += f" Before the noise, {found.name}: {found.aggregate_in_words}"
+    if after:
+        found = analyse(after)
+        said += (
+            f" After it, {found.bound_in_words} It acts on noise, which [run.privacy] adds first: "
+            "it bounds no sensitivity."
+        )
+    return said
+
+
+def _step(client: Sequence[Any], lrate: Any, w_decay: Any, steps: Any) -> str:
     if not client:
         return "nothing is clipped."
     found = replace(
@@ -64,9 +89,7 @@ def _step(client: Sequence[Any], lrate: Any, w_decay: Any, steps: Any, noise_fir
         w_decay=w_decay if isinstance(w_decay, float) else None,
     )
     said = found.bound_in_words
-    if noise_first:
-        said += " It acts on noise, which [run.privacy] adds first: it bounds no sensitivity."
-    elif found.noised:
+    if found.noised:
         said += f" {found.record_in_words}"
     elif found.formula:
         said += " That is the gradient of a batch: it bounds no single sample."

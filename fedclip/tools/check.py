@@ -32,6 +32,7 @@ from fedclip.federation.statistics.check import is_shared, shared_problems
 from fedclip.federation.update.check import update_problems
 from fedclip.privacy import places
 from fedclip.tools.catalogue import is_ours
+from fedclip.tools.exposure import exposures
 
 __all__ = ["Check", "Finding", "check_config", "find_config"]
 
@@ -160,7 +161,7 @@ def _check_quickrun(check: Check, config: dict[str, Any]) -> None:
         _check_optim(check, optim, run or {}, prefix="optim.")
     if run is not None:
         _declearn(check, "[run]", FLRunConfig, run)
-        _check_run(check, run, optim or {})
+        _check_run(check, run)
     network = _section(config, "network")
     if network is not None:
         _declearn(check, "[network]", NetworkServerConfig, network)
@@ -171,7 +172,7 @@ def _section(config: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _check_run(check: Check, run: Mapping[str, Any], optim: Mapping[str, Any]) -> None:
+def _check_run(check: Check, run: Mapping[str, Any]) -> None:
     register = run.get("register")
     if isinstance(register, dict) and register.get("timeout") and not register.get("max_clients"):
         check.add(
@@ -179,14 +180,6 @@ def _check_run(check: Check, run: Mapping[str, Any], optim: Mapping[str, Any]) -
             "[run.register]",
             f"without max_clients, registration lasts the whole timeout ({register['timeout']} s), "
             "even when everybody has joined",
-        )
-    client = optim.get("client_opt")
-    if "privacy" in run and isinstance(client, dict) and client.get("modules"):
-        check.add(
-            "note",
-            "[run.privacy]",
-            "declearn adds its noise before the client's modules: those do not bound the "
-            "sensitivity, sclip_norm does",
         )
 
 
@@ -419,15 +412,20 @@ def _check_bounds(
     client, shared = optim.get("client_opt"), optim.get("aggregator")
     options = client if isinstance(client, dict) else {}
     config = shared if isinstance(shared, dict) else {"name": shared}
+    clipping = aggregator.from_config(config) if aggregator and is_ours(aggregator) else None
+    secagg = _section(check.config, "secagg")
+    for level, section, message in exposures(plugins, run, aggregator=clipping, secagg=secagg):
+        own = section.partition(".")[0] in ("run", "secagg")
+        check.add(level, f"[{section}]" if own else f"[{prefix}{section}]", message)
     training = _section(run, "training") or {}
     check.places = places.in_words(
         plugins.get("client_opt", []),
         plugins.get("server_opt", []),
-        aggregator.from_config(config) if aggregator and is_ours(aggregator) else None,
+        clipping,
         lrate=options.get("lrate"),
         w_decay=options.get("w_decay", 0.0),
         steps=training.get("n_steps"),
-        noise_first="privacy" in run,
+        privacy=_section(run, "privacy"),
     )
 
 

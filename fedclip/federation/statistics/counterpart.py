@@ -20,6 +20,7 @@ from fedclip.federation.replies import sender_of
 from fedclip.federation.statistics.client import MAX_STEPS
 from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.federation.statistics.server import SharedState
+from fedclip.federation.update.coupling import OPENED, SERVER
 from fedclip.privacy import kinds
 from fedclip.scopes import resolve
 
@@ -125,6 +126,8 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: Vector[Any]) -> Vector[Any]:
         """Return the gradients; the first ones say which groups there are."""
+        if (round_ := SERVER.get()) is not None and round_.clients is not None:
+            raise ValueError(f"{self.name} stands before the noise: put update-clip-server first")
         if not self.shared_state.labels:
             # The update has the names that the clients' gradients have, and no client is asked.
             try:
@@ -138,7 +141,17 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         return gradients
 
     def collect_aux_var(self) -> FedclipSharedState:
-        """Return the state, for all clients; before any of them has ever sent a thing."""
+        """Return the state, for all clients; before any of them has ever sent a thing.
+
+        Raises
+        ------
+        ValueError
+            If it would go out without noise beside averages that are noised, and may not.
+        """
+        opened = OPENED.get()
+        noised = None if opened is None else opened()
+        if noised is not None:
+            noised.admit(self.name)
         return FedclipSharedState(
             version=self.shared_state.version,
             settings=self.settings,

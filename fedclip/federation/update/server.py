@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from declearn.model.api import Vector
@@ -82,6 +82,10 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         Where the noise comes from. The insecure one is for experiments.
     seed : int or None, default=None
         Makes the insecure noise repeatable.
+    unnoised : list of names or None, default=None
+        Other modules of the server whose statistics may go out without noise beside the noised
+        average, such as ``["zscore-clip-server"]``; epsilon does not cover what they tell.
+        They are refused otherwise.
 
     Raises
     ------
@@ -150,6 +154,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         relation: str = "add-remove",
         generator: str = "secure",
         seed: int | None = None,
+        unnoised: str | Sequence[str] | None = None,
     ) -> None:
         self.start_norm = parameters.positive(start_norm=start_norm)
         self.quantile = parameters.unit_interval(quantile=quantile)
@@ -176,6 +181,8 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
                 f"a seed goes with generator='insecure' only, got seed={seed!r}: noise that can "
                 "be repeated can be subtracted"
             )
+        names = [unnoised] if isinstance(unnoised, str) else unnoised
+        self.unnoised = None if names is None else [parameters.name(unnoised=n) for n in names]
         self.bound = self.start_norm
         self.round = 0
         self.budget = self._budget()
@@ -186,7 +193,11 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
 
     def _budget(self) -> Budget | None:
         if self.noise_multiplier == 0:
-            given = {"bits_noise": self.bits_noise, "max_epsilon": self.max_epsilon}
+            given = {
+                "bits_noise": self.bits_noise,
+                "max_epsilon": self.max_epsilon,
+                "unnoised": self.unnoised,
+            }
             for name, value in given.items():
                 if value:
                     raise ValueError(f"{name} goes with noise_multiplier > 0, got {value!r} with 0")
@@ -221,6 +232,26 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
     def rounds_left(self, most: int = MANY_ROUNDS) -> int:
         """Return how many more rounds the budget allows, up to `most`."""
         return most if self.budget is None else self.budget.rounds_left(most)
+
+    def admit(self, name: str) -> None:
+        """Refuse a module that sends statistics without noise, unless it is named in `unnoised`.
+
+        Raises
+        ------
+        ValueError
+            Before anything has been sent.
+        """
+        if self.budget is not None and name not in (self.unnoised or ()):
+            raise ValueError(self.refusal_of(name))
+
+    @staticmethod
+    def refusal_of(name: str) -> str:
+        """Say why a module has no place beside the noise."""
+        return (
+            f"{name} sends what it has learnt from the clients without noise, beside averages that "
+            "are noised: one client may show in it, whatever epsilon is; take it out, or write in "
+            f"update-clip-server that it may, unnoised = [{name!r}]"
+        )
 
     # -- the round, in declearn's order ---------------------------------------------------------
     def collect_aux_var(self) -> UpdateClipBound:

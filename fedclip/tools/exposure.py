@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in the way of a privacy guarantee, found before a run: findings for `check`.
+
+Nothing is said of a configuration without noise, except that secure aggregation is too coarse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from fedclip.federation.statistics.check import is_shared
+from fedclip.federation.update.messages import DECLEARN_RANGE
+from fedclip.federation.update.secagg import plan
+from fedclip.privacy import analyse
+from fedclip.privacy.accounting import Release, epsilon
+from fedclip.privacy.bounds import look_up
+from fedclip.privacy.lengths import number
+from fedclip.privacy.maps import Context
+
+__all__ = ["exposures"]
+
+CLIENT, SERVER = "client_opt", "server_opt"
+
+Found = tuple[Literal["problem", "note"], str, str]
+"""Level, section (of [optim], or "run.…", "secagg"), message."""
+
+# Beyond this, a claim of privacy is one in name only.
+_ABSURD = 10.0
+
+
+def exposures(
+    plugins: Mapping[str, Sequence[Any]],
+    run: Mapping[str, Any],
+    *,
+    aggregator: Any = None,
+    secagg: Mapping[str, Any] | None = None,
+) -> list[Found]:
+    """Return what voids a guarantee that the configuration seems to give.
+
+    Parameters
+    ----------
+    plugins
+        Plug-ins of client_opt and server_opt, in the order in which they act.
+    run
+        The section [run]; empty if there is none.
+    aggregator
+        The aggregator, if it is fedclip's.
+    secagg
+        Section about secure aggregation, if there is one.
+    """
+    server = plugins.get(SERVER, ())
+    central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)
+    privacy = run.get("privacy")
+    found: list[Found] = []
+    if central is not None:
+        found += _central(central, server, run.get("rounds"))
+    if isinstance(privacy, Mapping):
+        found += _per_record(privacy, run)
+    own = [f for side in plugins for f in _own_noise(side, plugins[side])]
+    found += own
+    if central is not None or isinstance(privacy, Mapping) or own:
+        found += _weights(plugins.get(CLIENT, ()), isinstance(privacy, Mapping))
+        found += _released_by_declearn(run)
+    limit = getattr(aggregator, "max_norm", None)
+    adaptive = next((p for p in server if p.name == "update-clip-server"), None)
+    if adaptive is not None:
+        limit = adaptive.start_norm
+    found += _resolution(secagg, limit, run)
+    return found
+
+
+# -- noise on the average ---------------------------------------------------------------------
+def _central(module: Any, server: Sequence[Any], rounds: Any) -> Iterator[Found]:
+    """Look at what goes out beside the noised average, and at the numbers."""
+    for plugin in server:
+        if plugin is module or not _tells(plugin):
+            continue
+        if plugin.name in (module.unnoised or ()):
+            text = f"{plugin.name} goes out without noise, as unnoised says: epsilon is not of it"
+            yield "note", SERVER, text
+        else:
+            yield "problem", SERVER, module.refusal_of(plugin.name)
+    for name in module.unnoised or ():
+        if name not in [p.name for p in server]:
+            yield "note", SERVER, f"unnoised names {name!r}, which is not in server_opt"
+    if module.generator == "insecure":
+        text = (
+            "update-clip-server draws its noise from a generator that can be predicted, for "
+            "experiments: there is no guarantee without generator = 'secure'"
+        )
+        yield "note", SERVER, text
+    clients = module.expected_clients
+    if module.delta * clients >= 1:
+        text = (
+            f"delta = {module.delta:g} is not below 1 / expected_clients = {1 / clients:.3g}: to "
+            "publish one client, drawn at random, would pass; take a hundredth of that or less"
+        )
+        yield "note", SERVER, text
+    planned = rounds if type(rounds) is int and rounds > 0 else 1
+    yield from _absurd(module.budget.cost(planned), f"{planned} rounds", SERVER)
+
+
+def _tells(plugin: Any) -> bool:
+    """Whether a module of the server sends clients what it has learnt from them."""
+    return is_shared(plugin) or plugin.name == "scaffold-server"
+
+
+def _absurd(spent: float, what: str, section: str) -> Iterator[Found]:
+    if spent > _ABSURD:
+        text = (
+            f"epsilon = {spent:.4g} for {what} is a guarantee in name only: the odds that somebody "
+            f"took part may rise by a factor of exp({spent:.4g}); `fedclip privacy plan` says "
+            "which noise would do"
+        )
+        yield "note", section, text
+
+
+# -- noise on the gradient of a batch ---------------------------------------------------------
+def _per_record(privacy: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[Found]:
+    where = "run.privacy"
+    limit = privacy.get("sclip_norm")
+    shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
+    yield (
+        "note",
+        where,
+        "declearn clips each tensor of a sample by itself: a sample's gradient reaches "
+        f"{shown}·√k for k tensors, which is what sclip_norm bounds. Noise of z·{shown} is added "
+        "to the mean of a batch, after regularizers and before the client's modules: those bound "
+        "no sensitivity",
+    )
+    if not privacy.get("use_csprng"):
+        seed = privacy.get("seed")
+        with_seed = (
+            "" if seed is None else ", and the server, which sends the seed, can subtract it"
+        )
+        text = f"noise is drawn from a generator that can be predicted{with_seed}"
+        yield "note", where, f"{text}: set use_csprng = true"
+    if privacy.get("accountant") == "gdp":
+        text = "accountant = 'gdp' is no upper bound on epsilon: take 'prv' or 'rdp'"
+        yield "note", where, text
+    training = run.get("training")
+    if isinstance(training, Mapping) and training.get("poisson") is False:
+        text = (
+            "poisson = false: epsilon is that of Poisson samples, and batches that are shuffled "
+            "have a larger one; leave it out"
+        )
+        yield "note", "run.training", text
+    budget = privacy.get("budget")
+    if isinstance(budget, (list, tuple)) and len(budget) == 2:
+        numbers = [float(b) for b in budget if isinstance(b, (int, float))]
+        if len(numbers) == 2:
+            yield from _absurd(numbers[0], "each client's budget", where)
+            if numbers[1] >= 1e-3:
+                text = (
+                    f"delta = {numbers[1]:g} has to be far below 1 / number of records of the "
+                    "smallest client: to publish one record, drawn at random, would pass"
+                )
+                yield "note", where, text
+
+
+# -- noise modules ----------------------------------------------------------------------------
+def _own_noise(side: str, plugins: Sequence[Any]) -> Iterator[Found]:
+    """Look at declearn's noise modules: what they are sized on, and what goes out beside them."""
+    for i, plugin in enumerate(plugins):
+        std = getattr(plugin, "std", None)
+        if not look_up(plugin, Context()).noise or not isinstance(std, float):
+            continue
+        if not getattr(plugin, "safe_mode", True):
+            text = (
+                f"{plugin.name} draws from a generator that can be predicted: set safe_mode = true"
+            )
+            yield "note", side, text
+        before = analyse(plugins[:i], finite=True)
+        least = _least_bound(plugins[:i])
+        if least and before.formula:
+            spent = math.inf if std <= 0 else epsilon([Release(std / least)], 1e-5)
+            if spent > _ABSURD:
+                text = (
+                    f"{plugin.name} of deviation {std:g} is too little for a sensitivity of "
+                    f"{before.formula}: one step alone costs epsilon = {spent:.4g} at delta = 1e-5"
+                    + (", and more with more tensors" if before.l2_bound is None else "")
+                )
+                yield "note", side, text
+        for other in plugins[:i]:
+            if is_shared(other) and side == CLIENT:
+                text = f"{other.name} is shared, and sends statistics from before {plugin.name}"
+                yield "note", side, text
+        for other in plugins if side == SERVER else ():
+            if _tells(other):
+                text = f"{other.name} sends its statistics without the noise of {plugin.name}"
+                yield "note", side, text
+
+
+def _least_bound(plugins: Sequence[Any]) -> float | None:
+    """Return what the bound is for a model of one value: for others it is no less."""
+    try:
+        return analyse(plugins, {"one": (1,)}, finite=True).l2_bound
+    except ValueError:  # a pattern that fits none of these tensors
+        return None
+
+
+# -- what else is there -----------------------------------------------------------------------
+def _weights(client: Sequence[Any], noise_first: bool) -> Iterator[Found]:
+    if noise_first or not any(p.name == "agc" for p in client):
+        return
+    text = (
+        "agc limits by the norms of the weights, which are private from the second local step on: "
+        "it bounds no sensitivity"
+    )
+    yield "note", CLIENT, text
+
+
+def _released_by_declearn(run: Mapping[str, Any]) -> Iterator[Found]:
+    if not run:
+        return
+    text = (
+        "declearn sends each client's evaluation loss and metrics, its number of steps and of "
+        "samples, without noise: epsilon does not cover them"
+    )
+    yield "note", "run.evaluate", text
+    text = (
+        "the weights that declearn keeps in the end are those of the lowest loss: a choice made "
+        "by what has no noise; take the last checkpoint instead"
+    )
+    yield "note", "run.evaluate", text
+    if run.get("early_stop") is not None:
+        text = "training is stopped by losses without noise: the number of rounds tells of them"
+        yield "note", "run.early_stop", text
+
+
+def _resolution(
+    secagg: Mapping[str, Any] | None, limit: float | None, run: Mapping[str, Any]
+) -> Iterator[Found]:
+    """Look at what the integers of secure aggregation add to an update."""
+    if secagg is None or not limit:
+        return
+    register = run.get("register")
+    clients = register.get("max_clients") if isinstance(register, Mapping) else None
+    clipval, bitsize = secagg.get("clipval", DECLEARN_RANGE), secagg.get("bitsize", 64)
+    try:
+        found = plan(
+            min(float(limit), float(clipval)),
+            clients if type(clients) is int else 2,
+            1,
+            kind=str(secagg.get("secagg_type", "masking")),
+            clipval=float(clipval),
+            bitsize=bitsize,
+            tolerance=1e300,
+        )
+    except (TypeError, ValueError):
+        return  # declearn, or the check of the aggregator, says so
+    each = found.norm_added
+    if each * 1e3 > 0.01 * limit:
+        text = (
+            f"clipval = {clipval:g} with bitsize = {bitsize} rounds to multiples of "
+            f"{found.step:.3g}: that adds up to {each:.3g}·√d to an update of norm {limit:g} and d "
+            f"values, {each * 1e3:.3g} for a million; lower clipval, or raise bitsize (see "
+            "fedclip.federation.update.secagg.plan)"
+        )
+        yield ("problem" if each > limit else "note"), "secagg", text

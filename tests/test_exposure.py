@@ -1,0 +1,284 @@
+"""What voids a guarantee is found by `check`, and refused where fedclip itself would do it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.model.sklearn import NumpyVector
+from declearn.optimizer import Optimizer
+
+from fedclip import UpdateClipServer, ZScoreClip
+from fedclip.modules import ZScoreClipServer
+from fedclip.tools.check import Check, check_config
+
+NOISE = '["update-clip-server", {{noise_multiplier = 5.0, expected_clients = 10{}}}]'
+RUN = """
+[network]
+protocol = "websockets"
+host = "127.0.0.1"
+port = 8765
+[data]
+[run]
+rounds = 10
+[run.register]
+min_clients = 1
+max_clients = 5
+[run.training]
+batch_size = 8
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Any:
+    def check(client: str = "", server: str = "", run: str = "", **text: str) -> Check:
+        """Check a quickrun file: a line each in the two optimizers, and what else is in it."""
+        optim = f"""
+        [optim]
+        aggregator = {text.get("aggregator", '"averaging"')}
+        [optim.client_opt]
+        lrate = 0.5
+        {client}
+        [optim.server_opt]
+        lrate = 1.0
+        {server}
+        """
+        path = tmp_path / "config.toml"
+        path.write_text(RUN + run + optim)
+        return check_config(path)
+
+    return check
+
+
+def said(found: Check, level: str = "note") -> str:
+    return "\n".join(f"{f.where} {f.message}" for f in found.findings if f.level == level)
+
+
+def central(check: Any, more: str = "", server: str = "", client: str = "", run: str = "") -> Any:
+    return check(
+        client=f'modules = ["update-clip-client"{client}]',
+        server=f"modules = [{NOISE.format(more)}{server}]",
+        aggregator='"clipped-averaging"',
+        run=run,
+    )
+
+
+# -- statistics beside central noise ----------------------------------------------------------
+SHARED = ', ["zscore-clip", {shared = true}]'
+
+
+def test_shared_statistics_beside_noise_are_refused_unless_it_is_written(check: Any) -> None:
+    found = central(check, server=', "zscore-clip-server"', client=SHARED)
+    assert not found.ok
+    assert "zscore-clip-server sends what it has learnt from the clients without noise" in said(
+        found, "problem"
+    )
+    assert "unnoised = ['zscore-clip-server']" in said(found, "problem")
+    found = central(
+        check, ', unnoised = ["zscore-clip-server"]', ', "zscore-clip-server"', client=SHARED
+    )
+    assert found.ok
+    assert "zscore-clip-server goes out without noise, as unnoised says" in said(found)
+
+
+def test_scaffold_beside_noise_is_refused(check: Any) -> None:
+    found = central(check, server=', "scaffold-server"', client=', "scaffold-client"')
+    assert "scaffold-server sends what it has learnt" in said(found, "problem")
+
+
+def test_a_name_that_is_not_there_is_noted(check: Any) -> None:
+    found = central(check, ', unnoised = "zscore-clip-serve"')
+    assert "unnoised names 'zscore-clip-serve', which is not in server_opt" in said(found)
+
+
+def test_a_server_refuses_them_before_its_first_message() -> None:
+    """One client's norm of 40 would give all others a mean of 14."""
+    config = {"noise_multiplier": 1.0, "expected_clients": 3}
+    server = Optimizer(lrate=1.0, modules=[UpdateClipServer(**config), ZScoreClipServer()])
+    with pytest.raises(ValueError, match="zscore-clip-server sends what it has learnt"):
+        server.collect_aux_var()
+    may = UpdateClipServer(**config, unnoised=["zscore-clip-server"])
+    server = Optimizer(lrate=1.0, modules=[may, ZScoreClipServer()])
+    assert set(server.collect_aux_var()) == {"update-clip", "zscore-clip-shared"}
+    # Nothing is refused without noise.
+    server = Optimizer(lrate=1.0, modules=[UpdateClipServer(), ZScoreClipServer()])
+    server.collect_aux_var()
+
+
+def test_what_unnoised_may_be() -> None:
+    config: dict[str, Any] = {"noise_multiplier": 1.0, "expected_clients": 3}
+    assert UpdateClipServer(**config, unnoised="a").get_config()["unnoised"] == ["a"]
+    with pytest.raises(ValueError, match="unnoised goes with noise_multiplier > 0"):
+        UpdateClipServer(unnoised=["a"])
+    with pytest.raises((TypeError, ValueError), match="unnoised"):
+        UpdateClipServer(**config, unnoised=[3])
+
+
+# -- numbers that guarantee nothing -----------------------------------------------------------
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (', generator = "insecure"', "from a generator that can be predicted"),
+        (", delta = 0.1", "delta = 0.1 is not below 1 / expected_clients = 0.1"),
+    ],
+)
+def test_notes_on_central_noise(check: Any, more: str, text: str) -> None:
+    found = central(check, more)
+    assert found.ok
+    assert f"[optim.server_opt] {text}" in said(found) or text in said(found)
+    assert text not in said(central(check))
+
+
+def test_an_absurd_epsilon_is_called_that(check: Any) -> None:
+    weak = '["update-clip-server", {noise_multiplier = 0.5, expected_clients = 10}]'
+    found = check(
+        client='modules = ["update-clip-client"]',
+        server=f"modules = [{weak}]",
+        aggregator='"clipped-averaging"',
+    )
+    assert "for 10 rounds is a guarantee in name only" in said(found)
+    assert "in name only" not in said(central(check))
+
+
+# -- what declearn releases -------------------------------------------------------------------
+def test_what_declearn_itself_releases_is_named(check: Any) -> None:
+    found = said(central(check, run="[run.early_stop]\ntolerance = 0.1\npatience = 3\n"))
+    assert "evaluation loss and metrics, its number of steps and of samples, without noise" in found
+    assert "the weights that declearn keeps in the end are those of the lowest loss" in found
+    assert "[run.early_stop] training is stopped by losses without noise" in found
+    assert "early_stop" not in said(central(check))
+    assert "evaluation loss" not in said(check())
+
+
+# -- declearn's own noise ---------------------------------------------------------------------
+PRIVATE = "[run.privacy]\nbudget = [3.0, 1e-5]\nsclip_norm = 0.5\nuse_csprng = true\n"
+
+
+def test_run_privacy_is_read_as_declearn_does_it(check: Any) -> None:
+    step = check(run=PRIVATE).places[0]
+    assert "each tensor of each sample to 0.5, a sample of k tensors to 0.5·√k" in step
+    assert "nothing is clipped" not in step
+    assert "no step has a bound" in step
+    assert "a sample's gradient reaches 0.5·√k for k tensors" in said(check(run=PRIVATE))
+
+
+def test_declearn_clips_each_tensor_of_a_sample_by_itself() -> None:
+    """What the sentence says: a sample's norm reaches C·√k."""
+    from declearn.model.sklearn import SklearnSGDModel
+
+    model = SklearnSGDModel.from_parameters(kind="regressor", penalty="none")
+    model.initialize({"features_shape": (3,), "data_type": "float64"})
+    batch = (np.full((1, 3), 100.0), np.array([1e4]), None)
+    gradients = model.compute_batch_gradients(batch, max_norm=0.5)
+    norms = [float(np.linalg.norm(value)) for value in gradients.coefs.values()]
+    assert norms == pytest.approx([0.5, 0.5], rel=1e-6)
+
+
+def test_agc_before_declearns_noise_promises_no_bound(check: Any) -> None:
+    step = check('regularizers = [["agc", {ratio = 0.02}]]', run=PRIVATE).places[0]
+    assert "Before the noise, agc: On an aggregate: non-expansive" in step
+    assert "at most 0.02" not in step
+    step = check('regularizers = ["ridge"]\nmodules = ["norm-clip"]', run=PRIVATE).places[0]
+    assert "Before the noise, ridge" in step
+    assert "After it, norm-clip: the L2 norm is at most 1. It acts on noise" in step
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("use_csprng = true", "", "predicted: set use_csprng = true"),
+        ("use_csprng = true", "seed = 3", "the server, which sends the seed, can subtract it"),
+        ("[3.0, 1e-5]", "[180.0, 1e-5]", "epsilon = 180 for each client's budget is a guarantee"),
+        ("[3.0, 1e-5]", "[3.0, 0.01]", "delta = 0.01 has to be far below 1 / number of records"),
+        ("use_csprng", 'accountant = "gdp"\nuse_csprng', "'gdp' is no upper bound on epsilon"),
+    ],
+)
+def test_notes_on_run_privacy(check: Any, old: str, new: str, text: str) -> None:
+    assert text in said(check(run=PRIVATE.replace(old, new)))
+    assert text not in said(check(run=PRIVATE))
+
+
+def test_shuffled_batches_are_no_poisson_samples(check: Any) -> None:
+    found = check(run="poisson = false\n" + PRIVATE)
+    assert "poisson = false: epsilon is that of Poisson samples" in said(found)
+
+
+# -- noise modules ----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("modules", "text"),
+    [
+        (
+            '["l2-clipping", ["gaussian-noise", {std = 0.001}]]',
+            "deviation 0.001 is too little for a sensitivity of 1·√k for k tensors",
+        ),
+        ('["norm-clip", ["gaussian-noise", {std = 0.1}]]', "one step alone costs epsilon = 9"),
+        (
+            '["norm-clip", ["gaussian-noise", {std = 5.0, safe_mode = false}]]',
+            "draws from a generator that can be predicted: set safe_mode = true",
+        ),
+        (
+            '["norm-clip", ["zscore-clip", {shared = true}], ["gaussian-noise", {std = 5.0}]]',
+            "zscore-clip is shared, and sends statistics from before gaussian-noise",
+        ),
+    ],
+)
+def test_notes_on_noise_modules(check: Any, modules: str, text: str) -> None:
+    server = 'modules = ["zscore-clip-server"]' if "shared" in modules else ""
+    assert text in said(check(f"modules = {modules}", server))
+    assert text not in said(check('modules = ["norm-clip", ["gaussian-noise", {std = 5.0}]]'))
+
+
+def test_agc_at_private_weights_is_noted(check: Any) -> None:
+    found = check(
+        'regularizers = ["agc"]\nmodules = ["update-clip-client"]',
+        f"modules = [{NOISE.format('')}]",
+        aggregator='"clipped-averaging"',
+    )
+    assert "agc limits by the norms of the weights, which are private" in said(found)
+    assert "agc limits" not in said(check('regularizers = ["agc"]'))
+
+
+# -- secure aggregation -----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("bits", "level", "text"),
+    [
+        (8, "problem", "·√d to an update of norm 1 and d values"),
+        (32, "note", "for a million; lower clipval, or raise bitsize"),
+        (64, "", ""),
+    ],
+)
+def test_integers_that_are_too_coarse(check: Any, bits: int, level: str, text: str) -> None:
+    found = check(
+        run=f"[secagg]\nsecagg_type = 'masking'\nclipval = 1e5\nbitsize = {bits}\n",
+        aggregator='{name = "clipped-averaging", max_norm = 1.0, secagg_range = 1e5}',
+    )
+    lines = [f for f in found.findings if f.where == "[secagg]"]
+    assert [f.level for f in lines] == ([level] if level else [])
+    assert all(text in f.message for f in lines)
+
+
+def test_without_noise_nothing_is_said(check: Any) -> None:
+    quiet = check('modules = ["norm-clip", "adam"]')
+    assert quiet.ok
+    assert "epsilon" not in said(quiet)
+    assert "without noise" not in said(quiet)
+
+
+def test_a_server_refuses_statistics_that_stand_before_its_noise() -> None:
+    from fedclip.federation.update.messages import UpdateClipVotes
+
+    config = {"noise_multiplier": 1.0, "expected_clients": 3}
+    noise, shared = UpdateClipServer(**config), ZScoreClipServer()
+    server = Optimizer(lrate=1.0, modules=[shared, noise])
+    server.collect_aux_var()
+    noise.process_aux_var(UpdateClipVotes(n_clients=3, n_votes=3, n_within=3))
+    with pytest.raises(ValueError, match="stands before the noise: put update-clip-server first"):
+        shared.run(NumpyVector({"w": np.ones(2)}))
+    noise.run(NumpyVector({"w": np.ones(2)}))
+
+
+def test_a_clipper_of_its_own_is_no_matter(check: Any) -> None:
+    assert ZScoreClip().sharing is None
+    assert central(check, client=', "zscore-clip"').ok
