@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's log names whose reply was left out, where declearn lets it know."""
+"""Replies are vetted before they are added up, and the server's log says whose they were."""
 
 from __future__ import annotations
 
@@ -13,11 +13,27 @@ import pytest
 from declearn.client_sampler import UniformClientSampler, instantiate_client_sampler
 from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector
+from declearn.optimizer.modules import AuxVar as _AuxVar
 from federation_helpers import Server
 
 import fedclip
+from fedclip.federation.statistics.messages import FedclipSharedCounts
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes
 
+
+class AuxVar(_AuxVar, register=False):
+    """What another module sends."""
+
+
+class Model:
+    """As much of a model as the sampler looks at."""
+
+    def get_weights(self, trainable: bool) -> NumpyVector:
+        assert trainable
+        return NumpyVector({"w": np.zeros(1)})
+
+
+MODEL: Any = Model()
 BOUND = [("update-clip-server", {"start_norm": 1.0})]
 
 
@@ -39,7 +55,7 @@ def finish(replies: dict[str, TrainReply], sampler: fedclip.NamedClients | None)
     server = Server(BOUND, {"name": "clipped-averaging"})
     server.start()
     if sampler is not None:
-        sampler.update(replies, None)  # type: ignore[arg-type]
+        sampler.update(replies, MODEL)
     return server.finish(list(replies.values()))
 
 
@@ -68,12 +84,112 @@ def test_names_do_not_outlive_their_round(caplog: pytest.LogCaptureFixture) -> N
 
 def test_of_a_secure_sum_nobody_is_named(caplog: pytest.LogCaptureFixture) -> None:
     sampler, total = fedclip.NamedClients(), reply(math.nan)
-    sampler.update({"a": total, "b": total}, None)  # type: ignore[arg-type]
+    sampler.update({"a": total, "b": total}, MODEL)
     with caplog.at_level(logging.WARNING):
         server = Server(BOUND, {"name": "clipped-averaging"})
         server.start()
         server.finish([total, reply(0.5)])
     assert "the update of one of" in caplog.text
+
+
+Aux = dict[str, Any]
+
+
+def votes(within: int = 1) -> UpdateClipVotes:
+    return UpdateClipVotes(1, 1, within)
+
+
+COUNTS = FedclipSharedCounts(1, [0])
+SENT: dict[str, tuple[Any, str]] = {
+    "a list": ([1], ""),
+    "a string in the place of votes": ({"update-clip": "votes"}, "no proper vote"),
+    "counts in the place of votes": ({"update-clip": COUNTS}, "no proper vote"),
+    "votes under another name": ({"update-clip": votes(), "other": votes()}, "receives 'other'"),
+    "a name that is none": ({"update-clip": votes(), 3: votes()}, "receives 3"),
+    "another module's": ({"update-clip": votes(), "other": AuxVar()}, "receives 'other'"),
+    "nothing": ({}, ""),
+}
+
+
+@pytest.mark.parametrize("kind", SENT)
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_what_is_no_vote_is_an_abstention_in_any_order(
+    kind: str, place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two of the three others are within the bound; neither is lost, whoever replies first."""
+    names = ["a", "b", "c"]
+    replies = {name: reply(0.5) for name in names}
+    replies["c"].aux_var["update-clip"] = votes(0)
+    bad = reply(0.5)
+    bad.aux_var, said = SENT[kind]
+    items = list(replies.items())
+    items.insert(place, ("liar", bad))
+    server = Server(BOUND, {"name": "clipped-averaging"})
+    server.start()
+    with caplog.at_level(logging.WARNING):
+        fedclip.NamedClients().update(dict(items), MODEL)
+        server.finish([sent for _, sent in items])
+    share = 3 / 4 if "update-clip" in SENT[kind][0] and "place" not in kind else 2 / 3
+    bound = server.optim.modules[0].bound  # type: ignore[attr-defined]
+    assert bound == pytest.approx(math.exp(-0.2 * (share - 0.5)))
+    assert said in caplog.text
+    assert "liar" in caplog.text
+    assert server.start()["update-clip"].stop == ""
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [
+        NumpyVector({"w": np.zeros(2)}),
+        NumpyVector({"v": np.zeros(1)}),
+        NumpyVector({"w": np.zeros(1, dtype=np.complex128)}),
+        NumpyVector({"w": np.zeros(1, dtype=np.float32)}),
+        NumpyVector({"w": "no array"}),
+        NumpyVector({"w": np.zeros(1), 3: np.zeros(1)}),  # type: ignore[dict-item]
+        NumpyVector({}),
+    ],
+    ids=["shape", "name", "complex", "float32", "text", "a number as name", "empty"],
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_of_two_updates_that_of_the_model_counts(
+    vector: NumpyVector, place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which of the two makes no sense is known from the model, not from the majority."""
+    bad = reply(0.5)
+    bad.updates = ClippedUpdates(vector, 1)
+    items = [("honest", reply(0.5))]
+    items.insert(place, ("liar", bad))
+    with caplog.at_level(logging.WARNING):
+        out = finish(dict(items), fedclip.NamedClients())
+    np.testing.assert_array_equal(out.coefs["w"], [0.25])
+    assert "the update of 'liar' counts as zero: its tensors" in caplog.text
+
+
+def test_what_only_one_module_of_the_server_receives_is_kept() -> None:
+    sampler = fedclip.NamedClients(receives=["other"])
+    replies = {"a": reply(0.5), "b": reply(0.5), "c": reply(0.5)}
+    replies["a"].aux_var |= {"other": AuxVar(), "another": AuxVar()}
+    Server(BOUND, {"name": "clipped-averaging"}).start()
+    sampler.update(replies, MODEL)
+    assert set(replies["a"].aux_var) == {"update-clip", "other"}
+
+
+def test_a_missing_module_is_still_told_of() -> None:
+    """If nobody votes, in the first round, that is no lie: the module is not there."""
+    server = Server(BOUND, {"name": "clipped-averaging"})
+    replies = {"a": reply(0.5), "b": reply(0.5)}
+    for sent in replies.values():
+        sent.aux_var = {}
+    server.start()
+    fedclip.NamedClients().update(replies, MODEL)
+    server.finish(list(replies.values()))
+    assert "no votes have come" in server.start()["update-clip"].stop
+
+
+@pytest.mark.parametrize("receives", ["other", [3], 7])
+def test_what_receives_nothing(receives: Any) -> None:
+    with pytest.raises(TypeError, match="receives"):
+        fedclip.NamedClients(receives=receives)
 
 
 def test_it_samples_as_the_other_does() -> None:

@@ -22,6 +22,7 @@ from fedclip.errors import NonFiniteError, StateError
 from fedclip.federation.update.bound import next_bound, share_within
 from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
+from fedclip.federation.version import VERSION
 from fedclip.privacy.accounting import split_noise
 
 CLIPPED = {"name": "clipped-averaging"}
@@ -175,6 +176,7 @@ def test_configuration_is_complete() -> None:
         "zeroing_ord": 2,
         "secagg_range": 5.0,
         "on_nonfinite": "raise",
+        "fedclip": VERSION,
     }
     aggregator = Aggregator.from_config({**CLIPPED, **config})
     assert aggregator.get_config() == {**CLIPPED, **config}

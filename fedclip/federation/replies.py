@@ -1,14 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sent which reply of the present round, as far as somebody has noted it down."""
+"""What clients are to reply with in the present round, and who sent which reply.
+
+Server modules note down what they expect; the sampler, which is shown the replies, who sent them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import ref
 
-__all__ = ["UPDATES", "Sender", "faulty_senders", "note", "sender_of"]
+__all__ = [
+    "UPDATES",
+    "Expected",
+    "Sender",
+    "blank",
+    "expect",
+    "expected",
+    "faulty_senders",
+    "note",
+    "sender_of",
+]
 
 UPDATES = "updates"
 """The key of what every reply has, beside the names of auxiliary variables."""
@@ -21,23 +35,66 @@ class Sender(NamedTuple):
     faulty: bool
 
 
-# With one of the replies: when that is gone, so is the round.
-_ROUND: ContextVar[tuple[ref[Any], dict[str, list[Sender]]] | None] = ContextVar(
-    "fedclip_senders", default=None
+class Expected(NamedTuple):
+    """What a module of the server is to be sent."""
+
+    kind: type
+    abstention: Callable[[], Any]
+    """What stands for a reply that is of another kind."""
+
+
+_EXPECTED: ContextVar[Mapping[str, Expected]] = ContextVar(
+    "fedclip_expected", default=MappingProxyType({})
 )
 
 
-def note(reply: Any, senders: dict[str, list[Sender]]) -> None:
+class _Round(NamedTuple):
+    # One of the replies: when that is gone, so is the round.
+    reply: ref[Any]
+    senders: dict[str, list[Sender]]
+    blank: Callable[[], Any] | None
+
+
+_ROUND: ContextVar[_Round | None] = ContextVar("fedclip_senders", default=None)
+
+
+def expect(key: str, kind: type, abstention: Callable[[], Any]) -> None:
+    """Note down what is expected under the name of an auxiliary variable."""
+    _EXPECTED.set({**_EXPECTED.get(), key: Expected(kind, abstention)})
+
+
+def expected() -> Mapping[str, Expected]:
+    """Return what has been noted down, and forget it: the next round says it anew."""
+    found = _EXPECTED.get()
+    _EXPECTED.set({})
+    return found
+
+
+def note(
+    reply: Any, senders: dict[str, list[Sender]], blank: Callable[[], Any] | None = None
+) -> None:
     """Note down, for each key, the senders in the order in which replies are added up.
 
     It is forgotten as soon as the `reply`, one of the round, is gone; without one, at once.
+    `blank` returns an update of zeros, of the model's shapes.
     """
-    _ROUND.set(None if reply is None else (ref(reply), senders))
+    _ROUND.set(None if reply is None else _Round(ref(reply), senders, blank))
+
+
+def _round() -> _Round | None:
+    round_ = _ROUND.get()
+    return None if round_ is None or round_.reply() is None else round_
 
 
 def _senders(key: str | None) -> list[Sender]:
-    round_ = _ROUND.get()
-    return [] if key is None or round_ is None or round_[0]() is None else round_[1].get(key, [])
+    round_ = _round()
+    return [] if key is None or round_ is None else round_.senders.get(key, [])
+
+
+def blank() -> Any:
+    """Return an update of zeros, of the model's shapes; None where nobody knows them."""
+    round_ = _round()
+    return None if round_ is None or round_.blank is None else round_.blank()
 
 
 def sender_of(key: str | None, position: int, total: int) -> str:

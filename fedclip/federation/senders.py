@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sent what, for the server's log.
+"""Replies are looked at before declearn adds them up, and the server's log says whose they were.
 
-declearn adds replies up before aggregators and modules see them. Its client sampler is the one
-part of the server that is shown them by name, and right before that.
+declearn's client sampler is the one part of a server that is shown the replies of a round by
+name, and right before aggregator and modules get their sums. What makes no sense would end the
+run there, or take honest replies with it; here it is replaced by an abstention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from declearn.client_sampler import (
@@ -16,19 +19,34 @@ from declearn.client_sampler import (
     instantiate_client_sampler,
 )
 from declearn.messaging import TrainReply
-from declearn.model.api import Model
+from declearn.model.api import Model, Vector
+from declearn.optimizer.modules import AuxVar
 
-from fedclip.federation.replies import UPDATES, Sender, note
+from fedclip import parameters
+from fedclip.federation.replies import UPDATES, Expected, Sender, expected, note
+from fedclip.federation.statistics.messages import FedclipSharedCounts
+from fedclip.federation.tolerant import FromServer
+from fedclip.federation.update.averaging import Signature, signature
+from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes, zeros_like
 
 __all__ = ["NamedClients"]
 
+_LOGGER = logging.getLogger("declearn.server.fedclip")
+
 
 class NamedClients(ClientSampler):
-    """Sample clients as another sampler does, and let the server's log name who sent what.
+    """Sample clients as another sampler does; vet their replies, and name who sent what.
 
-    With it, the warning about a reply that `clipped-averaging`, `update-clip-server` or the
-    counterpart of a shared clipper leaves out says whose it was. Under secure aggregation there
-    is only a sum, and nobody to be named.
+    ::
+
+        of each reply, before replies are added up:
+            what stands in the place of a message of fedclip's and is none: an abstention
+            an update that is none, or not of the model's tensors: zeros, counted as refused
+            an auxiliary variable that no module receives: left out
+
+    So nothing that one client sends ends the run, or costs another client its reply, in any
+    order of arrival. The warning about a reply that is left out says whose it was. Under secure
+    aggregation there is only a sum, and nobody to be named.
 
     Parameters
     ----------
@@ -37,11 +55,14 @@ class NamedClients(ClientSampler):
         all clients in every round.
     max_retries : int, default=5
         How often to sample again where no client was chosen.
+    receives : list of str or None, default=None
+        Names of the auxiliary variables that the server's modules receive. None: those of
+        fedclip's modules, and what at least half of the clients send.
 
     Raises
     ------
     TypeError
-        If `sampler` is none of these.
+        If `sampler` or `receives` is none of these.
 
     Examples
     --------
@@ -59,6 +80,7 @@ class NamedClients(ClientSampler):
         self,
         sampler: Mapping[str, Any] | ClientSampler | None = None,
         max_retries: int = ClientSampler.DEFAULT_MAX_RETRIES,
+        receives: Sequence[str] | None = None,
     ) -> None:
         super().__init__(max_retries=max_retries)
         if sampler is None:
@@ -70,7 +92,14 @@ class NamedClients(ClientSampler):
                 "sampler must be a ClientSampler, or a dict with its 'strategy' and parameters, "
                 f"got {sampler!r}"
             )
+        if receives is not None and not isinstance(receives, (list, tuple)):
+            raise TypeError(f"receives must be a list of names, got {receives!r}")
         self.sampler = sampler
+        self.receives = (
+            None if receives is None else [parameters.name(receives=name) for name in receives]
+        )
+        # What clients of earlier rounds have sent, so that a client can no longer withhold it.
+        self._known: set[str] = set()
 
     @property
     def secagg_compatible(self) -> bool:
@@ -87,18 +116,93 @@ class NamedClients(ClientSampler):
         return set(self.sampler.sample(eligible_clients))
 
     def update(self, client_to_reply: dict[str, TrainReply], global_model: Model[Any]) -> None:
-        """Note down the order of the replies."""
-        self.sampler.update(client_to_reply, global_model)
+        """Vet the replies, and note down their order."""
         replies = list(client_to_reply.values())
+        awaited = expected()
         # Of a secure sum declearn shows the same reply for every client.
-        if not replies or len({id(reply) for reply in replies}) < len(replies):
+        if len({id(reply) for reply in replies}) < len(replies) or not replies:
             note(None, {})
+            self.sampler.update(client_to_reply, global_model)
             return
         senders: dict[str, list[Sender]] = {}
+        self._vet_variables(client_to_reply, awaited)
+        self._vet_updates(client_to_reply, global_model)
         for client, reply in client_to_reply.items():
             senders.setdefault(UPDATES, []).append(Sender(client, False))
             for key, message in reply.aux_var.items():
-                # Votes say it; in their place, what does not say it makes no sense.
-                wrong = bool(getattr(message, "n_faults", True))
-                senders.setdefault(key, []).append(Sender(client, wrong))
-        note(replies[0], senders)
+                faulty = bool(getattr(message, "n_faults", False))
+                senders.setdefault(key, []).append(Sender(client, faulty))
+        note(replies[0], senders, lambda: zeros_like(global_model.get_weights(trainable=True)))
+        self.sampler.update(client_to_reply, global_model)
+
+    def _vet_variables(
+        self, replies: Mapping[str, TrainReply], awaited: Mapping[str, Expected]
+    ) -> None:
+        """Leave in each reply what the server's modules can add up, and nothing else."""
+        sent: dict[str, dict[Any, Any]] = {}
+        for client, reply in replies.items():
+            variables: Any = reply.aux_var
+            sent[client] = dict(variables) if isinstance(variables, Mapping) else {}
+        votes = Counter(key for found in sent.values() for key in found)
+        self._known |= awaited.keys() & votes.keys()
+        for client, reply in replies.items():
+            kept: dict[str, Any] = {}
+            for key, message in sent[client].items():
+                if key in awaited:
+                    kind, abstention = awaited[key]
+                    kept[key] = message if type(message) is kind else abstention()
+                elif self._receives(key, message, votes[key], len(replies)):
+                    kept[key] = message
+                else:
+                    _LOGGER.warning(
+                        "named-clients: no module receives %.60r, which %r has sent; left out",
+                        key,
+                        client,
+                    )
+            for key in awaited.keys() - kept.keys():
+                # If nobody sends it, something else is wrong, which the module says.
+                if key in self._known:
+                    kept[key] = awaited[key].abstention()
+            reply.aux_var = kept
+
+    def _receives(self, key: Any, message: Any, votes: int, clients: int) -> bool:
+        if not isinstance(key, str) or not isinstance(message, AuxVar):
+            return False
+        if isinstance(message, (FromServer, UpdateClipVotes, FedclipSharedCounts)):
+            return False
+        return 2 * votes >= clients if self.receives is None else key in self.receives
+
+    def _vet_updates(self, replies: Mapping[str, TrainReply], model: Model[Any]) -> None:
+        """Replace what is no update of this model, where updates are fedclip's to average."""
+        ours = sum(type(reply.updates) is ClippedUpdates for reply in replies.values())
+        if ours and 2 * ours >= len(replies):
+            self._known.add(UPDATES)
+        if UPDATES not in self._known:
+            return
+        weights: Vector[Any] = model.get_weights(trainable=True)
+        wanted = signature(weights.coefs)
+        found = {client: _look(reply.updates) for client, reply in replies.items()}
+        # Dtypes are compared where they can be: a framework may share another than it keeps.
+        columns = 3 if wanted in [kind for kind, _ in found.values()] else 2
+        for client, reply in replies.items():
+            kind, fault = found[client]
+            if not fault and sorted(t[:columns] for t in kind) != sorted(
+                t[:columns] for t in wanted
+            ):
+                fault = "its tensors are not the model's"
+            if fault:
+                reply.updates = ClippedUpdates.refused(zeros_like(weights), fault)
+
+
+def _look(updates: Any) -> tuple[Signature, str]:
+    """Return the signature of an update, and why it is none, if so."""
+    if type(updates) is not ClippedUpdates:
+        return (), f"it is of type {type(updates).__name__}"
+    if updates.fault:
+        return (), updates.fault
+    try:
+        kind = signature(updates.updates.coefs)
+    except Exception as exc:  # it may be anything, and must not end the run
+        return (), f"its tensors can not be read ({type(exc).__name__})"
+    odd = any(not isinstance(name, str) for name, *_ in kind)
+    return kind, "its tensors have no names" if odd else ""

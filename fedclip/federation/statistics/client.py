@@ -29,6 +29,7 @@ from fedclip import states
 from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.errors import FedclipWarning, StateError
 from fedclip.federation.statistics.counts import Counts, Tally
+from fedclip.federation.version import other
 from fedclip.rules import State
 from fedclip.rules.sharing import Shareable
 from fedclip.states import Statistics
@@ -131,14 +132,21 @@ class SharedStatistics:
         ValueError
             If clipper and counterpart do not go together, or the message is not sound.
         """
+        if lacking := message.missing():
+            raise ValueError(f"{self.clipper}: {lacking}")
         self._compare(message.settings)
         rule = SharedRule(self.rule.rule, int(message.max_steps))
         one = rule.rule.init(1, NUMPY)
-        columns = message.state
-        received: Statistics = {
-            label: {name: columns[name][place] for name in one._fields}
-            for place, label in enumerate(message.labels)
-        }
+        try:
+            received: Statistics = {
+                label: {name: message.state[name][place] for name in one._fields}
+                for place, label in enumerate(message.labels)
+            }
+        except (TypeError, LookupError) as exc:
+            raise ValueError(
+                f"{self.clipper} can not read the state that the server has sent"
+                f"{other(message.fedclip)}"
+            ) from exc
         states.check_groups(received, one)
         self.rule, self.labels = rule, tuple(message.labels)
         unsent = statistics if self.version == message.version else {}

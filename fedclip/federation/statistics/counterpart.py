@@ -16,7 +16,7 @@ from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip import parameters
 from fedclip.errors import StateError
-from fedclip.federation.replies import sender_of
+from fedclip.federation.replies import expect, sender_of
 from fedclip.federation.statistics.client import MAX_STEPS
 from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.federation.statistics.server import SharedState
@@ -152,6 +152,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         noised = None if opened is None else opened()
         if noised is not None:
             noised.admit(self.name)
+        expect(str(self.aux_name), FedclipSharedCounts, lambda: FedclipSharedCounts(1, None))
         return FedclipSharedState(
             version=self.shared_state.version,
             settings=self.settings,

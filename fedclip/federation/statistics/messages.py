@@ -13,11 +13,13 @@ from typing import Any, Self
 import numpy as np
 from declearn.optimizer.modules import AuxVar
 
+from fedclip.federation.tolerant import FromServer
+
 __all__ = ["FedclipSharedCounts", "FedclipSharedState"]
 
 
 @dataclass
-class FedclipSharedState(AuxVar):
+class FedclipSharedState(FromServer):
     """The server to every client, at the start of each round.
 
     Attributes
@@ -35,15 +37,11 @@ class FedclipSharedState(AuxVar):
         The numbers of each field of the state, one for each label.
     """
 
-    version: int
-    settings: dict[str, Any]
-    max_steps: int
-    labels: list[str]
-    state: dict[str, list[float]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields."""
-        return dict(self.__dict__)
+    version: Any
+    settings: Any
+    max_steps: Any
+    labels: Any
+    state: Any
 
 
 @dataclass

@@ -13,10 +13,11 @@ from declearn.aggregator import Aggregator
 from declearn.model.api import Vector
 
 from fedclip import parameters
-from fedclip.federation.replies import UPDATES, sender_of
+from fedclip.federation.replies import UPDATES, blank, sender_of
 from fedclip.federation.update.averaging import UpdateClipping, averaged, peaks, signature
 from fedclip.federation.update.coupling import CLIENT, SERVER, ClientRound
 from fedclip.federation.update.messages import ClippedUpdates, zeros_like
+from fedclip.federation.version import VERSION, refuse_unknown
 from fedclip.measures import Order, check_order
 from fedclip.scopes import Scope, check_exclude, check_scope
 
@@ -120,7 +121,7 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
 
     def __new__(cls, *args: Any, **config: Any) -> Self:
         """Refuse unknown parameters, with the nearest name."""
-        parameters.refuse_unknown(cls, config)
+        refuse_unknown(cls, config)
         return super().__new__(cls)
 
     def __init__(
@@ -134,6 +135,7 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
         zeroing_ord: Order = "inf",
         secagg_range: float | None = None,
         on_nonfinite: str = "skip",
+        fedclip: str = VERSION,
     ) -> None:
         self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
         self.on_nonfinite = parameters.choice(("skip", "raise"), on_nonfinite=on_nonfinite)
@@ -166,6 +168,11 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
     def get_config(self) -> dict[str, Any]:
         """Return the name and the parameters, as they would be written in a TOML file."""
         return {"name": self.name, **parameters.config_of(self)}
+
+    @property
+    def fedclip(self) -> str:
+        """The version that the configuration is of: this one."""
+        return VERSION
 
     # -- on a client ----------------------------------------------------------------------------
     def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:
@@ -214,7 +221,7 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
             )
 
     # -- on the server --------------------------------------------------------------------------
-    def finalize_updates(self, updates: ClippedUpdates) -> Vector[Any]:
+    def finalize_updates(self, updates: Any) -> Vector[Any]:
         """Return the average of the replies that are sound, the others counting as zeros."""
         if not isinstance(updates, ClippedUpdates):
             raise TypeError(
@@ -226,6 +233,7 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
         faults = self._faults(parts)
         sound = [part.updates.coefs for part, fault in zip(parts, faults, strict=True) if not fault]
         template = next((p.updates for p in parts if isinstance(p.updates, Vector)), None)
+        template = blank() if template is None else template
         if template is None:
             raise ValueError(f"clipped-averaging: no reply holds an update ({'; '.join(faults)})")
         replies = sum(max(1, part.n_clients) for part in parts)
@@ -244,12 +252,12 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
 
     def _faults(self, parts: Sequence[ClippedUpdates]) -> list[str]:
         """Say of each reply why it can not be what an honest client shares; "" if it can."""
-        shapes = [None if part.fault else _shape(part.updates) for part in parts]
+        kinds = [None if part.fault else _kind(part.updates) for part in parts]
         # What most replies have is what the model has.
-        common = Counter(shape for shape in shapes if shape).most_common(1)
+        common = Counter(kind for kind in kinds if kind).most_common(1)
         faults = []
-        for part, shape in zip(parts, shapes, strict=True):
-            if not part.fault and shape != common[0][0]:
+        for part, kind in zip(parts, kinds, strict=True):
+            if not part.fault and (kind is None or kind != common[0][0]):
                 part.fault = "it has other tensors than most"
             faults.append(part.fault or self._excess(part))
         return faults
@@ -257,9 +265,11 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
     def _excess(self, part: ClippedUpdates) -> str:
         round_ = SERVER.get()
         bound = round_.bound if round_ is not None else (self.max_norm or math.inf)
-        return self._clipping.excess(
-            part.updates.coefs, bound, round_ is not None, max(1, part.n_clients)
-        )
+        clients = max(1, part.n_clients)
+        try:
+            return self._clipping.excess(part.updates.coefs, bound, round_ is not None, clients)
+        except Exception as exc:  # what clients send may be anything, and must not end the run
+            return f"it can not be measured ({type(exc).__name__}: {exc!s:.200})"
 
     @staticmethod
     def _report(updates: ClippedUpdates, replies: int, faults: Sequence[str]) -> None:
@@ -280,5 +290,9 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
                 )
 
 
-def _shape(vector: Vector[Any]) -> tuple[Any, ...]:
-    return (type(vector), signature(vector.coefs))
+def _kind(vector: Vector[Any]) -> tuple[Any, ...] | None:
+    """Return types, names and shapes of what a client sent; None if it has none."""
+    try:
+        return (type(vector), signature(vector.coefs))
+    except Exception:  # it may be anything, and must not end the run
+        return None

@@ -27,9 +27,12 @@ from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope, resolve
 from fedclip.transforms import MARGIN, Gradient, NormClipping
 
-__all__ = ["Clipped", "UpdateClipping", "averaged", "peaks", "signature", "zeros"]
+__all__ = ["Clipped", "Signature", "UpdateClipping", "averaged", "peaks", "signature", "zeros"]
 
 Arrays = Mapping[str, Array]
+
+Signature = tuple[tuple[str, tuple[int, ...], str], ...]
+"""Names, shapes and dtypes."""
 
 # A client that clipped is below its limit by more than what float32 adds to the norm.
 _SLACK = 1.0 + 1e-5
@@ -145,6 +148,10 @@ class UpdateClipping:
         bound, whole
             What they were to be clipped to.
         """
+        for name, array in arrays.items():
+            dtype = backend_of(array).dtype(array)
+            if not dtype.startswith(("float", "bfloat", "int", "uint")):
+                return f"its tensor {name!r:.60} is of {dtype}"
         groups = resolve(self.scope, self.exclude, tuple(arrays))
         _check_dtypes(arrays, groups)
         norms = _norms(arrays, groups)
@@ -182,7 +189,7 @@ def peaks(arrays: Arrays, limit: float) -> dict[str, float]:
     return found
 
 
-def signature(arrays: Arrays) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+def signature(arrays: Arrays) -> Signature:
     """Return names, shapes and dtypes."""
     return tuple(
         (name, tuple(array.shape), backend_of(array).dtype(array)) for name, array in arrays.items()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from declearn.model.api import Vector
 from declearn.optimizer.modules import OptiModule
@@ -13,6 +13,7 @@ from fedclip import parameters
 from fedclip.errors import StateError
 from fedclip.federation.update.coupling import CLIENT, ClientRound
 from fedclip.federation.update.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
+from fedclip.federation.version import VERSION, refuse_unknown
 from fedclip.privacy import kinds
 from fedclip.records import Recorder, RoundRecord, read_rounds
 
@@ -29,8 +30,13 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
         End of the round:  the aggregator has clipped the update to C
                            vote 1 if norm(update) <= C, else 0; none without an update
 
-    It has no parameters: all of them are the server's. Its counterpart is `update-clip-server`,
-    and it needs the aggregator `clipped-averaging` without `max_norm`.
+    It has no parameters to choose: all of them are the server's. Its counterpart is
+    `update-clip-server`, and it needs the aggregator `clipped-averaging` without `max_norm`.
+
+    Parameters
+    ----------
+    fedclip : str, default=the version of this fedclip
+        The version that a configuration is of; a server writes it there for its clients.
 
     Raises
     ------
@@ -69,7 +75,12 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
     aux_name: ClassVar[str] = AUX_NAME
     auxvar_cls = UpdateClipVotes
 
-    def __init__(self) -> None:
+    def __new__(cls, *args: Any, **config: Any) -> Self:
+        """Refuse unknown parameters, and say whose they may be."""
+        refuse_unknown(cls, config)
+        return super().__new__(cls)
+
+    def __init__(self, *, fedclip: str = VERSION) -> None:
         self._round: ClientRound | None = None
         self._adaptive = True
         self._recorder = Recorder()
@@ -87,6 +98,8 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
                 f"update-clip-client takes its bound from update-clip-server, got "
                 f"{type(aux_var).__name__}: another module uses the name {AUX_NAME!r}"
             )
+        if lacking := aux_var.missing():
+            raise ValueError(f"update-clip-client: {lacking}")
         if aux_var.stop:
             raise RuntimeError(f"update-clip-server stops the training: {aux_var.stop}")
         bound = parameters.positive(bound=aux_var.bound)
@@ -128,8 +141,8 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
         return self._recorder.rounds()
 
     def get_config(self) -> dict[str, Any]:
-        """Return no parameters."""
-        return {}
+        """Return the version that this configuration is of."""
+        return {"fedclip": VERSION}
 
     def get_state(self) -> dict[str, Any]:
         """Return the records of the rounds."""

@@ -9,6 +9,7 @@ aggregation only the sum is ever seen.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -16,6 +17,7 @@ from declearn.aggregator import ModelUpdates
 from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar
 
+from fedclip.federation.tolerant import FromServer
 from fedclip.federation.update.averaging import peaks, zeros
 
 __all__ = [
@@ -37,7 +39,7 @@ _LOGGER = logging.getLogger("declearn.client.fedclip")
 
 
 @dataclass
-class UpdateClipBound(AuxVar):
+class UpdateClipBound(FromServer):
     """What the server tells each client at the start of a round.
 
     Attributes
@@ -52,14 +54,10 @@ class UpdateClipBound(AuxVar):
         Why training has to end, as a sentence; empty as long as it need not.
     """
 
-    bound: float
-    adaptive: bool = True
-    private: bool = False
-    stop: str = ""
-
-    def prepare_for_secagg(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Refuse: the server sends this to everybody, and clients do not send it at all."""
-        raise NotImplementedError("UpdateClipBound goes from the server to its clients only")
+    bound: Any
+    adaptive: Any = True
+    private: Any = False
+    stop: Any = ""
 
 
 @dataclass
@@ -86,11 +84,12 @@ class UpdateClipVotes(AuxVar):
     n_faults: int = 0
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> UpdateClipVotes:
+    def from_dict(cls, data: Any) -> UpdateClipVotes:
         """Return a client's votes; an abstention, counted, if they are not one client's.
 
         An exception here would be one in the server's loop, which would never end.
         """
+        data = data if isinstance(data, Mapping) else {}
         votes = [data.get(key) for key in ("n_clients", "n_votes", "n_within")]
         if all(type(n) is int for n in votes) and votes in ([1, 0, 0], [1, 1, 0], [1, 1, 1]):
             return cls(*votes)
@@ -141,32 +140,43 @@ class ClippedUpdates(ModelUpdates):
         return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> ClippedUpdates:
+    def from_dict(cls, data: Any) -> ClippedUpdates:
         """Return what a client sent, with `fault` set if it is not what a client may send.
 
         An exception here would be one in the server's loop, which would never end.
         """
-        fault = ""
+        data = data if isinstance(data, Mapping) else {}
         counts = [data.get(key) for key in ("n_clients", "n_clipped", "n_zeroed")]
         vector = data.get("updates")
+        tensors: Any = getattr(vector, "coefs", None)
+        fault = ""
         if not isinstance(vector, Vector):
             fault = f"the update is {type(vector).__name__}, not a Vector"
+        elif not isinstance(tensors, dict):
+            fault = f"the update is of {type(tensors).__name__}, not of tensors"
         elif any(type(n) is not int for n in counts) or counts not in (
             [1, 0, 0],
             [1, 1, 0],
             [1, 0, 1],
         ):
-            fault = f"its counts are {counts!s:.60}, not of one client"
+            fault = "its counts are not of one client"
         if fault:
             counts = [1, 0, 0]
-        result = cls(vector, 1, *counts)  # type: ignore[arg-type]
+        result = cls(vector, 1, *counts)
+        result.fault = fault
+        return result
+
+    @classmethod
+    def refused(cls, vector: Vector[Any] | None, fault: str) -> ClippedUpdates:
+        """Return what stands in the place of a reply that is none."""
+        result = cls(vector, 1)  # type: ignore[arg-type]
         result.fault = fault
         return result
 
     def aggregate(self, other: Any) -> ClippedUpdates:
         """Return both, side by side, with the counts added up."""
         if not isinstance(other, ClippedUpdates):
-            other = _stranger(other)
+            other = ClippedUpdates.refused(None, _stranger(other))
         total = ClippedUpdates(
             None,  # type: ignore[arg-type]
             self.weights + other.weights,
@@ -181,7 +191,7 @@ class ClippedUpdates(ModelUpdates):
         """Add to 0, as `sum` does, or to a reply of another type."""
         if isinstance(other, int) and not other:
             return self
-        return _stranger(other).aggregate(self)
+        return ClippedUpdates.refused(None, _stranger(other)).aggregate(self)
 
     def prepare_for_secagg(self) -> tuple[dict[str, Any], None]:
         """Return all fields, for encryption; out-of-range updates as zeros, said and counted.
@@ -209,8 +219,5 @@ def zeros_like(vector: Vector[Any]) -> Vector[Any]:
     return type(vector)(zeros(vector.coefs))
 
 
-def _stranger(reply: Any) -> ClippedUpdates:
-    """Return the reply of a client that sent an object of another type."""
-    result = ClippedUpdates(None, 1)  # type: ignore[arg-type]
-    result.fault = f"it is of type {type(reply).__name__}"
-    return result
+def _stranger(reply: Any) -> str:
+    return f"it is of type {type(reply).__name__}"

@@ -13,7 +13,7 @@ from declearn.optimizer.modules import OptiModule
 
 from fedclip import parameters
 from fedclip.errors import StateError
-from fedclip.federation.replies import faulty_senders
+from fedclip.federation.replies import expect, faulty_senders
 from fedclip.federation.update.bound import BoundRule, share_within
 from fedclip.federation.update.budget import MANY_ROUNDS, Budget
 from fedclip.federation.update.coupling import OPENED, SERVER, ServerRound
@@ -269,6 +269,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         if self.budget is not None:
             self._round.clients = self.expected_clients
         OPENED.set(weakref.ref(self))
+        expect(self.aux_name, UpdateClipVotes, lambda: UpdateClipVotes(n_faults=1))
         return UpdateClipBound(
             self.bound, self.learning_rate > 0, self.budget is not None, self._stop
         )

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing that one client sends ends a round, costs another its reply, or moves the rest far.
+
+Replies are serialised messages with anything in any field; a round is what declearn's server
+does with them, in its order.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.messaging import SerializedMessage, TrainReply
+from declearn.model.sklearn import NumpyVector
+from federation_helpers import Clients, Server
+from federation_liars import forge
+
+import fedclip
+from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER
+
+N = 4
+CLIPPED = {"name": "clipped-averaging"}
+SHARED: dict[str, Any] = {"max_norm": None}
+CLIENT_MODULES: list[Any] = [
+    ("zscore-clip", {**SHARED, "shared": True}),
+    ("percentile-norm-clip", {"shared": True}),
+    "update-clip-client",
+]
+RATE = 0.2
+SERVER_MODULES: list[Any] = [
+    ("update-clip-server", {"start_norm": 1.0, "learning_rate": RATE}),
+    ("zscore-clip-server", {}),
+    "percentile-norm-clip-server",
+]
+
+
+class Model:
+    """As much of a model as the sampler looks at."""
+
+    def get_weights(self, trainable: bool) -> NumpyVector:
+        assert trainable
+        return NumpyVector({"w": np.zeros(2), "b": np.zeros(())})
+
+
+def update(size: float) -> NumpyVector:
+    return NumpyVector({"w": np.array([size, 0.0]), "b": np.zeros(())})
+
+
+class Table:
+    """One server, its honest clients' replies as bytes, and what comes of them alone."""
+
+    def __init__(self) -> None:
+        self.server = Server(SERVER_MODULES, CLIPPED)
+        clients = Clients(N, CLIENT_MODULES, CLIPPED)
+        self.sizes = [0.5, 5.0, 0.9, 20.0]
+        self.start = self.server.optim.get_state()
+        aux = self.server.start()
+        self.honest = []
+        for i, size in enumerate(self.sizes):
+            for module in clients.optimizers[i].modules:
+                module.process_aux_var(aux[module.aux_name or ""])  # type: ignore[arg-type]
+            for step in (1.0, 2.0, 3.0):
+                clients.optimizers[i].modules[0].run(update(step * size))
+                clients.optimizers[i].modules[1].run(update(step * size))
+            self.honest.append(clients.round(i, aux, update(size)).serialize())
+
+    def round(self, replies: list[bytes]) -> NumpyVector:
+        """Do what declearn's server does with these replies; the update of the model."""
+        self.server.optim.set_state(self.start)
+        sampler = fedclip.NamedClients()
+        # As after a first round, in which everybody replied.
+        keys = {"update-clip", "zscore-clip-shared", "percentile-norm-clip-shared"}
+        sampler._known = {"updates", *keys}
+        self.server.start()
+        arrived: dict[str, TrainReply] = {
+            f"client_{i}": SerializedMessage.from_bin_message(reply).deserialize()
+            for i, reply in enumerate(replies)
+        }
+        sampler.update(arrived, Model())  # type: ignore[arg-type]
+        return self.server.finish(list(arrived.values()))
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.server.optim.get_state()["modules"])
+
+
+@pytest.fixture(scope="module")
+def table() -> Table:
+    return Table()
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+    for variable in (CLIENT, OPENED, SERVER):
+        variable.set(None)
+
+
+def clipped(sizes: list[float]) -> float:
+    return sum(min(1.0, size) for size in sizes)
+
+
+def play(table: Table, seed: int) -> None:
+    """One round with one liar at a random place, which must not matter to the others."""
+    rng = random.Random(seed)
+    place = rng.randrange(N)
+    replies = list(table.honest)
+    honest: Any = SerializedMessage.from_bin_message(replies[place]).deserialize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        replies[place] = forge(rng, honest)
+        out = table.round(replies)
+    others = [size for i, size in enumerate(table.sizes) if i != place]
+    # Whatever the liar's update is, it is within the bound.
+    rest = N * np.array([*np.ravel(out.coefs["w"]), float(out.coefs["b"])])
+    rest -= np.array([clipped(others), 0.0, 0.0])
+    assert out.coefs["w"].dtype == np.float64
+    assert out.coefs["w"].shape == (2,)
+    assert math.sqrt(float(np.square(rest).sum())) <= 1.0 + 1e-4
+    # The votes of the others are all there, and the liar's is one of them, or none.
+    state = table.state()
+    within = sum(size <= 1.0 for size in others)
+    shares = {within / (N - 1), within / N, (within + 1) / N}
+    bounds = [math.exp(-RATE * (share - 0.5)) for share in shares]
+    assert min(abs(state["update-clip-server"]["bound"] - b) for b in bounds) < 1e-12
+    # So are their counts: three norms each, of at most so many that the liar may claim.
+    group = state["zscore-clip-server"]["groups"]["all"]
+    assert group["count"] >= 3 * (N - 1)
+    assert group["count"] <= 3 * (N - 1) + 10_000
+    assert sum(state["percentile-norm-clip-server"]["history"]["all"][0][1]) >= 3 * (N - 1)
+    assert table.server.start()["update-clip"].stop == ""
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_one_liar_among_four(table: Table, block: int) -> None:
+    for seed in range(50 * block, 50 * (block + 1)):
+        try:
+            play(table, seed)
+        except Exception as exc:
+            raise AssertionError(f"seed {seed}") from exc
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_one_liar_among_four_a_hundred_thousand_times(table: Table) -> None:
+    for seed in range(1000, 101_000):
+        try:
+            play(table, seed)
+        except Exception as exc:
+            raise AssertionError(f"seed {seed}") from exc
+
+
+def test_a_liar_that_is_alone_in_its_round(table: Table) -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        honest: Any = SerializedMessage.from_bin_message(table.honest[0]).deserialize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = table.round([forge(rng, honest)])
+        assert float(np.linalg.norm(out.coefs["w"])) <= 1.0 + 1e-4, seed
+        assert table.server.start()["update-clip"].stop == "", seed
