@@ -27,7 +27,7 @@ from fedclip.tools.check import check_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
-RUN = ("list", "check", "translate", "report", "doctor", "--version", "--help")
+RUN = ("list", "check", "translate", "report", "doctor", "privacy", "--version", "--help")
 """Commands that are over within two seconds; of others, only that they exist is checked."""
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

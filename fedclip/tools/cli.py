@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``fedclip list | translate | check | quickrun | run | report | doctor | demo``.
+"""The command line: ``fedclip list | check | quickrun | run | report | privacy | demo | …``.
 
 Exit codes: 0 all is well, 1 there is a problem (one sentence on standard error says which),
 2 the command was called wrongly. ``fedclip run`` returns the exit code of the script.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import fedclip
+from fedclip.tools import privacy
 
 if TYPE_CHECKING:
     from fedclip.report import Report
@@ -33,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(privacy.app, name="privacy")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 ConfigPath = Annotated[

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""From a privacy budget to the noise of each round, and what that noise does to the model.
+
+With T rounds of m clients, a model of d values, and mu the largest one that the budget allows
+(`fedclip.privacy.gaussian`), halved under "replace-one"::
+
+    z        = sqrt(T) / mu                            noise_multiplier of a round
+    z_delta  = (z^-2 - (2 bits_noise)^-2)^(-1/2)       on the update, the votes being paid for
+    noise    = z_delta / m                             on each value of the average, relative to C
+    length   = noise sqrt(d)                           of a round's noise, relative to C
+    drift    = length / sqrt(T)                        of the noise of all rounds together, relative
+                                                       to T C, the longest way that there is
+
+An average of updates that are clipped to C is at most C long, and far shorter where clients
+differ. The drift is the same for any T, but for what the votes cost (15 % at most): more rounds
+need more noise each, and average it out.
+
+Examples
+--------
+>>> found = plan(8.0, 1e-5, rounds=100, clients=100, values=10_000)
+>>> found.noise_multiplier, round(found.noise, 4), round(found.length, 2), round(found.drift, 2)
+(6.003, 0.0693, 6.93, 0.69)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fedclip import parameters
+from fedclip.privacy.accounting import (
+    Release,
+    default_bits_noise,
+    epsilon,
+    noise_multiplier,
+    split_noise,
+)
+from fedclip.privacy.sensitivity import RELATIONS
+
+__all__ = ["Plan", "plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a budget buys; made by `plan`.
+
+    Attributes
+    ----------
+    epsilon, delta, rounds, clients, relation, values
+        What was asked for.
+    noise_multiplier
+        Of each round, rounded up to four digits.
+    spent
+        The epsilon of all rounds, at most the one asked for.
+    bits_noise, update_noise
+        Standard deviations of the noise on the sum of the votes, and on the sum of the updates
+        relative to the bound.
+    noise
+        Standard deviation on each value of the average, relative to the bound.
+    """
+
+    epsilon: float
+    delta: float
+    rounds: int
+    clients: int
+    relation: str
+    values: int | None
+    noise_multiplier: float
+    spent: float
+    bits_noise: float
+    update_noise: float
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the noise on each value of the average, relative to the bound."""
+        return self.update_noise / self.clients
+
+    @property
+    def length(self) -> float | None:
+        """Length of a round's noise relative to the bound; None if the model is not known."""
+        return None if self.values is None else self.noise * math.sqrt(self.values)
+
+    @property
+    def drift(self) -> float | None:
+        """Length of all rounds' noise, relative to the longest way that they can go."""
+        return None if self.length is None else self.length / math.sqrt(self.rounds)
+
+    @property
+    def clients_for(self) -> int | None:
+        """With how many clients the drift would be a tenth."""
+        # At most: the votes of many clients cost less.
+        return None if self.drift is None else math.ceil(10 * self.drift * self.clients)
+
+    @property
+    def config(self) -> dict[str, float | int | str]:
+        """The parameters of `update-clip-server`, those that are not its defaults."""
+        found: dict[str, float | int | str] = {
+            "noise_multiplier": self.noise_multiplier,
+            "expected_clients": self.clients,
+            "delta": self.delta,
+            "max_epsilon": self.epsilon,
+        }
+        return found if self.relation == "add-remove" else {**found, "relation": self.relation}
+
+    def __str__(self) -> str:
+        lines = [
+            f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.rounds} rounds of "
+            f"{self.clients} clients, {self.relation}:",
+            f"  noise_multiplier {self.noise_multiplier:g}; all rounds together cost epsilon "
+            f"{self.spent:.4g}",
+            f"  on the sum of the updates {self.update_noise:.4g} C, on that of the votes "
+            f"{self.bits_noise:.4g}; C is the bound of an update",
+            f"  on each value of the average {self.noise:.3g} C, which is itself at most C long",
+        ]
+        if self.delta * self.clients >= 1:
+            lines.append(
+                f"  delta is not below 1 / clients = {1 / self.clients:.3g}: take a hundredth of it"
+            )
+        if self.length is None or self.drift is None:
+            lines.append("  with --values, the number of values of the model: what that adds up to")
+            return "\n".join(lines)
+        lines.append(
+            f"  over {self.values:,} values, noise {self.length:.3g} C long in a round; over all "
+            f"rounds {self.drift:.3g} of the longest way that the model can go"
+        )
+        if self.drift <= 0.1:
+            lines.append("  that is little: expect about the accuracy of the bound alone")
+        else:
+            much = "more than all there is to learn from" if self.drift > 1 else "not little"
+            lines.append(
+                f"  that is {much}: with {self.clients_for:,} clients it would be a tenth; fewer "
+                "values to train, or a larger epsilon, do the same"
+            )
+        return "\n".join(lines)
+
+
+def plan(
+    epsilon_: float,
+    delta: float,
+    rounds: int,
+    clients: int,
+    *,
+    relation: str = "add-remove",
+    values: int | None = None,
+) -> Plan:
+    """Return the noise of each round that a budget allows.
+
+    Parameters
+    ----------
+    epsilon_, delta
+        The budget of all rounds: epsilon above 0, delta in (0, 1).
+    rounds, clients
+        Number of rounds, and of clients in each; sampling is not credited.
+    relation : {"add-remove", "replace-one"}, default="add-remove"
+        Which federations shall be hard to tell apart.
+    values : int or None, default=None
+        How many values the model has.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a parameter is not as above.
+    """
+    budget = parameters.positive(epsilon=epsilon_)
+    delta = parameters.unit_interval(delta=delta)
+    rounds = parameters.integer(1, rounds=rounds)
+    clients = parameters.integer(1, clients=clients)
+    relation = parameters.choice(RELATIONS, relation=relation)
+    values = parameters.optional(parameters.integer, 1, values=values)
+    z = _rounded_up(noise_multiplier(budget, delta, rounds, relation=relation))
+    bits = default_bits_noise(z, clients)
+    spent = epsilon([Release(z, rounds)], delta, relation)
+    update = split_noise(z, bits)
+    return Plan(budget, delta, rounds, clients, relation, values, z, spent, bits, update)
+
+
+def _rounded_up(value: float) -> float:
+    """Return a number to four digits, none of them below.
+
+    >>> _rounded_up(6.00234), _rounded_up(0.5)
+    (6.003, 0.5)
+    """
+    power = 3 - math.floor(math.log10(value))
+    return float(f"{math.ceil(round(value * 10.0**power, 6)) / 10.0**power:.4g}")

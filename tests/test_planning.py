@@ -1,0 +1,101 @@
+"""From a privacy budget to noise, to what it does, and to lines that run."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.main.config import FLOptimConfig
+from typer.testing import CliRunner
+
+from fedclip import UpdateClipServer
+from fedclip.privacy.gaussian import mu_of
+from fedclip.privacy.planning import plan
+from fedclip.tools.check import check_config
+from fedclip.tools.cli import app
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["privacy", "plan", *arguments])
+
+
+BUDGET = ("--epsilon", "8", "--rounds", "100", "--clients", "100")
+
+
+@pytest.mark.parametrize("relation", ["add-remove", "replace-one"])
+@pytest.mark.parametrize(("epsilon", "rounds", "clients"), [(8.0, 100, 100), (0.5, 7, 3)])
+def test_a_plan_is_worth_its_rounds_and_no_more(
+    relation: str, epsilon: float, rounds: int, clients: int
+) -> None:
+    found = plan(epsilon, 1e-5, rounds, clients, relation=relation)
+    server = UpdateClipServer(**found.config)
+    assert server.rounds_left() == rounds
+    assert server.noise == found.update_noise
+    assert 0.99 * epsilon <= found.spent <= epsilon
+
+
+def test_the_drift_is_what_noise_adds_up_to() -> None:
+    """Rounds of the very noise: its sum, relative to steps of length C in one direction."""
+    rng = np.random.default_rng(0)
+    for rounds in (4, 100):
+        found = plan(8.0, 1e-5, rounds, 100, values=5000)
+        total = sum(found.noise * rng.standard_normal(5000) for _ in range(rounds))
+        assert np.linalg.norm(total) / rounds == pytest.approx(found.drift, rel=0.05)
+        least = math.sqrt(5000) / (mu_of(8.0, 1e-5) * 100)
+        assert least <= found.drift <= 1.001 * math.sqrt(4 / 3) * least
+
+
+def test_the_lines_of_a_plan_are_a_configuration(tmp_path: Path) -> None:
+    done = call(*BUDGET, "--values", "10000")
+    assert done.exit_code == 0
+    text = done.stdout[done.stdout.index("[optim]") :]
+    optim = tomllib.loads(text)["optim"]
+    for side in ("client_opt", "server_opt"):
+        optim[side]["lrate"] = 1.0
+    FLOptimConfig.from_params(**optim)
+    path = tmp_path / "config.toml"
+    path.write_text(
+        "[network]\nprotocol = 'websockets'\nhost = '127.0.0.1'\nport = 8765\n[data]\n"
+        "[run]\nrounds = 100\n[run.register]\nmin_clients = 100\nmax_clients = 100\n"
+        "[run.training]\nbatch_size = 8\n" + text.replace("modules", "lrate = 1.0\nmodules")
+    )
+    checked = check_config(path)
+    assert checked.ok
+    said = [f.message for f in checked.findings]
+    assert any("100 rounds cost epsilon = 7.999 at delta = 1e-05" in m for m in said)
+    assert not any("in name only" in m for m in said)
+
+
+def test_what_a_plan_says() -> None:
+    little = call(*BUDGET, "--values", "100").stdout
+    assert "that is little: expect about the accuracy of the bound alone" in little
+    much = call(*BUDGET, "--values", "1000000").stdout
+    assert "more than all there is to learn from: with 6,932 clients it would be a tenth" in much
+    enough = plan(8.0, 1e-5, 100, 6932, values=10**6)
+    assert enough.drift is not None
+    assert enough.drift <= 0.1
+    assert "with --values" in call(*BUDGET).stdout
+    assert "delta is not below 1 / clients" in call(*BUDGET, "--delta", "0.02").stdout
+    facts = json.loads(call(*BUDGET, "--json").stdout)
+    assert facts["noise_multiplier"] == 6.003
+    assert facts["toml"][-1].startswith("modules = ")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (("--epsilon", "-1"), "epsilon must be"),
+        (("--delta", "1"), "delta must be"),
+        (("--rounds", "0"), "rounds must be an int >= 1"),
+        (("--relation", "add-remov"), "relation must be one of 'add-remove', 'replace-one'"),
+    ],
+)
+def test_what_can_not_be_planned(given: tuple[str, ...], text: str) -> None:
+    done = call(*BUDGET, *given)
+    assert done.exit_code == 2
+    assert text in done.output
