@@ -148,7 +148,8 @@ def run_console(block: Block, where: str) -> None:
 
 
 def commands() -> list[Any]:
-    return fedclip.tools.cli.app.registered_commands
+    app = fedclip.tools.cli.app
+    return [*app.registered_commands, *app.registered_groups]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
