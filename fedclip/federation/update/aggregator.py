@@ -68,6 +68,8 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
     on_nonfinite : {"skip", "raise"}, default="skip"
         What becomes of an update with NaN or infinity: zeros, counted; or an error, which in
         declearn cancels training for everybody.
+    fedclip : str, default=the version of this fedclip
+        The version that a configuration is of; a server writes it there for its clients.
 
     Raises
     ------

@@ -19,6 +19,7 @@ from declearn.optimizer.modules import AuxVar
 
 from fedclip.federation.tolerant import FromServer
 from fedclip.federation.update.averaging import peaks, zeros
+from fedclip.federation.update.secagg import inside
 
 __all__ = [
     "AUX_NAME",
@@ -199,6 +200,8 @@ class ClippedUpdates(ModelUpdates):
         declearn would clip them in silence, and an exception here is outside the client's
         error handling: the server would wait for ever. With the aggregator's `secagg_range`
         the same values are refused earlier, by an error that the server hears of.
+
+        Values at the very edge of the range, whose sign declearn would change, are moved inside.
         """
         content = self.to_dict()
         limit = self.secagg_range or DECLEARN_RANGE
@@ -211,6 +214,10 @@ class ClippedUpdates(ModelUpdates):
             )
             content["updates"] = zeros_like(self.updates)
             content["n_clipped"], content["n_zeroed"] = 0, 1
+            return content, None
+        coefs = inside(self.updates.coefs, limit)
+        if coefs is not self.updates.coefs:
+            content["updates"] = type(self.updates)(dict(coefs))
         return content, None
 
 

@@ -7,10 +7,12 @@ A value x of a client is sent as an integer (`declearn.secagg.utils.Quantizer`):
                                           bits' = bitsize                         (joye-libert)
     q    = round((min(max(x, -clipval), clipval) + clipval) / step)
 
-What is beyond ``clipval`` is clipped without a word. What is not is off by up to ``step / 2``,
-and by what float64 adds where the step is smaller than its own precision near ``clipval``::
+What is beyond ``clipval`` is clipped without a word. With 64 bits, q reaches 2^64 and wraps where
+x is within one rounding of ``clipval``: -1 comes out for +1. So fedclip moves such values inside,
+to ``clipval * (1 - 1e-14)`` (`inside`; in float32 and below to the next value within that). What
+is sent is off by up to ``step / 2``, and by that::
 
-    error of one client's value   e = step / 2 + clipval * 2^-51
+    error of one client's value   e = step / 2 + clipval * 2^-46
     added to a norm               e * sqrt(dimension)
     error of the average          2 e
 
@@ -22,11 +24,16 @@ average by ``(clients - 1) / clients * step / 2``, the same for all values, what
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedclip import parameters
+import numpy as np
 
-__all__ = ["Plan", "plan"]
+from fedclip import parameters
+from fedclip.arrays import Array, backend_of
+from fedclip.measures.l2 import encode
+
+__all__ = ["Plan", "inside", "plan"]
 
 _KINDS = ("masking", "joye-libert")
 _BITS = (8, 16, 24, 32, 40, 48, 56, 64)
@@ -41,7 +48,8 @@ class Plan:
     limit, clients, dimension, kind
         Norm that updates are clipped to, how many are summed, of how many values, and how.
     clipval, bitsize
-        What to give declearn's server, and `clipval` the aggregator as `secagg_range`.
+        What to give declearn's server, and `clipval` the aggregator as `secagg_range`. It may
+        equal the limit: values at the very edge are sent as 1e-14 inside it.
     step
         Distance between two values that can be sent.
     error
@@ -141,7 +149,7 @@ def plan(
         if left < 1:
             continue
         step = 2 * clipval / (2**left - 1)
-        error = step / 2 + clipval * 2.0**-51
+        error = step / 2 + clipval * 2.0**-46
         added = error * math.sqrt(dimension)
         found = Plan(limit, clients, dimension, kind, clipval, bits, step, 2 * error, added)
         if added <= tolerance * limit:
@@ -153,3 +161,31 @@ def plan(
         f"{found.norm_added:.3g} to a norm of {limit:g}, above the tolerance of {tolerance:g} of "
         "it: lower clipval, raise bitsize, or clip to tight_limit with a larger tolerance"
     )
+
+
+_EDGE = 1.0 - 1e-14
+_MANTISSA = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
+
+
+def inside(arrays: Mapping[str, Array], clipval: float) -> Mapping[str, Array]:
+    """Return arrays without values beyond ``clipval * (1 - 1e-14)``, in any direction.
+
+    Those within come back as the same objects, and all of them as the same mapping.
+    """
+    moved = {}
+    for name, array in arrays.items():
+        backend = backend_of(array)
+        dtype = backend.dtype(array)
+        if dtype not in _MANTISSA:
+            continue
+        values = np.array(backend.to_host(backend.dense(array)), dtype=np.float64)
+        if np.max(np.abs(values), initial=0.0) <= clipval * _EDGE:
+            continue
+        # The largest number of the dtype that is inside.
+        part, exponent = math.frexp(clipval * _EDGE)
+        bits = _MANTISSA[dtype]
+        edge = math.ldexp(math.floor(math.ldexp(part, bits)), exponent - bits)
+        kind = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
+        clipped = encode(np.clip(values, -edge, edge), kind)
+        moved[name] = backend.from_host(clipped, backend.dense(array))
+    return {**arrays, **moved} if moved else arrays
