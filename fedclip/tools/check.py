@@ -5,24 +5,30 @@ declearn parses a configuration on the server and sends it to the clients; a nam
 does not know ends that client with a `KeyError` and leaves the server waiting for ever. So:
 
 1. the file is parsed as declearn does it,
-2. every plug-in of ``client_opt`` and ``server_opt`` is looked up and built on its own, so that
+2. its settings are compared with those that declearn has (`fedclip.tools.settings`),
+3. every plug-in of ``client_opt`` and ``server_opt`` is looked up and built on its own, so that
    each mistake is found, not only the first,
-3. declearn's own parsers have the last word on what is left.
+4. declearn's own parsers have the last word on what is left.
+
+Whatever the bytes of the file are, the answer is findings, never an error.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import math
 import os
 import tomllib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from declearn.communication import NetworkServerConfig
-from declearn.main.config import FLOptimConfig, FLRunConfig
+from declearn.main.config import FLOptimConfig
 from declearn.optimizer import Optimizer, list_optim_modules, list_optim_regularizers
+from declearn.optimizer.schedulers import Scheduler
+from declearn.quickrun import DataSourceConfig, parse_data_folder
 from declearn.utils import access_types_mapping
 
 import fedclip
@@ -33,57 +39,13 @@ from fedclip.federation.update.check import update_problems
 from fedclip.privacy import places
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.exposure import exposures
+from fedclip.tools.findings import Check, Finding, brief, text_of
+from fedclip.tools.settings import SECTIONS, argument_faults, elsewhere, section_faults
 
 __all__ = ["Check", "Finding", "check_config", "find_config"]
 
-Level = Literal["ok", "note", "problem"]
-
-QUICKRUN_SECTIONS = ("network", "data", "optim", "run")
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One thing that the check has to say, and about which part of the file."""
-
-    level: Level
-    where: str
-    message: str
-
-
-@dataclasses.dataclass
-class Check:
-    """What was found in one file.
-
-    Attributes
-    ----------
-    path
-        The file.
-    config
-        Its parsed contents; empty if it is not TOML.
-    findings
-        In the order of the file.
-    places
-        What is clipped where, and what that guarantees: a line for each place.
-    """
-
-    path: Path
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
-    findings: list[Finding] = dataclasses.field(default_factory=list)
-    places: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing stands in the way of a run."""
-        return not self.problems
-
-    @property
-    def problems(self) -> list[Finding]:
-        """The findings that would stop a run."""
-        return [finding for finding in self.findings if finding.level == "problem"]
-
-    def add(self, level: Level, where: str, message: str) -> None:
-        """Add a finding, its message on one line."""
-        self.findings.append(Finding(level, where, " ".join(message.split())))
+REQUIRED = ("network", "data", "optim", "run")
+"""The sections without which declearn's quickrun does not start."""
 
 
 def find_config(path: str | Path) -> Path:
@@ -103,13 +65,15 @@ def find_config(path: str | Path) -> Path:
     return file
 
 
-def check_config(path: str | Path) -> Check:
+def check_config(path: str | Path, *, quickrun: bool = False) -> Check:
     """Check a declearn configuration: a quickrun file, or one for `FLOptimConfig`.
 
     Parameters
     ----------
     path
         The TOML file, or a folder that holds it as ``config.toml``.
+    quickrun
+        Whether it has to be a quickrun file; otherwise that is seen from its sections.
 
     Raises
     ------
@@ -121,9 +85,14 @@ def check_config(path: str | Path) -> Check:
     if config is None:
         return check
     check.config = config
-    if "client_opt" in config and "optim" not in config:
+    # A script may keep its [network] and [run] beside client_opt; [data] is quickrun's alone.
+    whole = "data" in config and not {"network", "run"}.isdisjoint(config)
+    alone = "run" in config and "client_opt" not in config
+    if quickrun or "optim" in config or whole or alone:
+        _check_quickrun(check, config)
+    elif "client_opt" in config:
         _check_optim(check, config, {}, prefix="")
-    elif not {"optim", "run"} & set(config):
+    else:
         hint = nearest("client_opt", config)
         check.add(
             "problem",
@@ -131,8 +100,6 @@ def check_config(path: str | Path) -> Check:
             "holds neither [optim], as a quickrun file does, nor client_opt, as a file for "
             f"FLOptimConfig does{hint}",
         )
-    else:
-        _check_quickrun(check, config)
     return check
 
 
@@ -141,30 +108,74 @@ def _load(check: Check, path: Path, where: str) -> dict[str, Any] | None:
     try:
         with path.open("rb") as file:
             return tomllib.load(file, parse_float=lambda s: None if s == "nan" else float(s))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
-        check.add("problem", where, f"{path.name} is not valid TOML: {exc}")
+    except RecursionError:
+        check.add("problem", where, f"{path.name} nests its values too deeply")
+    except ValueError as exc:  # no TOML, no UTF-8, or an int of thousands of digits
+        check.add("problem", where, f"{path.name} is not valid TOML: {text_of(exc)}")
     except OSError as exc:
         check.add("problem", where, f"{path} can not be read: {exc.strerror}")
     return None
 
 
+# --------------------------------------------------------------------------------- quickrun
+
+
 def _check_quickrun(check: Check, config: dict[str, Any]) -> None:
-    for section in QUICKRUN_SECTIONS:
+    for section in REQUIRED:
         if section not in config:
-            hint = nearest(section, set(config) - set(QUICKRUN_SECTIONS))
+            hint = nearest(section, config.keys() - SECTIONS.keys())
             empty = " (it may be empty, but declearn looks for it)" if section == "data" else ""
             check.add("problem", f"[{section}]", f"this section is missing{empty}{hint}")
-        elif not isinstance(config[section], dict):
-            check.add("problem", f"[{section}]", f"must be a section, got {config[section]!r}")
-    optim, run = (_section(config, name) for name in ("optim", "run"))
+    for key in config:
+        _check_section(check, config, key)
+    secagg = _section(config, "secagg") or {}
+    if "clipval" in secagg and _secagg(check) is None:
+        text = f"clipval must be a number > 0, got {brief(secagg['clipval'])}"
+        check.add("problem", "[secagg]", text)
+    optim, run, data = (_section(config, name) for name in ("optim", "run", "data"))
     if optim is not None:
-        _check_optim(check, optim, run or {}, prefix="optim.")
+        wrong = any(finding.where.startswith("[run") for finding in check.problems)
+        _check_optim(check, optim, {} if run is None or wrong else run, prefix="optim.")
     if run is not None:
-        _declearn(check, "[run]", FLRunConfig, run)
         _check_run(check, run)
-    network = _section(config, "network")
-    if network is not None:
-        _declearn(check, "[network]", NetworkServerConfig, network)
+    model = (_section(config, "model") or {}).get("model_file")
+    if isinstance(model, str) and not os.path.isfile(model):
+        check.add("problem", "[model]", f"there is no model file {brief(model)}")
+    if data is not None and not any(f.where == "[data]" for f in check.problems):
+        _check_data(check, data, run or {})
+
+
+def _check_section(check: Check, config: Mapping[str, Any], key: str) -> None:
+    """Check one section of a quickrun file, but for its optimizers."""
+    where = f"[{key}]"
+    if key not in SECTIONS:
+        home = elsewhere(key, "")
+        if home:
+            text = f"this file is for quickrun: write [{home}.{key}]"
+            if not isinstance(config[key], dict):
+                text = f"this file is for quickrun: write {key} in [{home}]"
+            check.add("problem", where, text)
+        else:
+            _ignored(check, "the file", key, SECTIONS)
+    elif not isinstance(config[key], dict):
+        check.add("problem", where, f"must be a section, got {brief(config[key])}")
+    elif key != "optim":
+        before = len(check.problems)
+        for section, message in section_faults(key, config[key]):
+            check.add("problem", f"[{section}]", message)
+        if len(check.problems) == before:
+            _declearn(check, where, SECTIONS[key], config[key])
+
+
+def _ignored(check: Check, where: str, key: str, known: Iterable[str]) -> None:
+    """Say that declearn does not look at a section; where it is a slip, the run is another one."""
+    slip = difflib.get_close_matches(key, list(known), n=1, cutoff=0.8)
+    what = f"[{key}]" if where == "the file" else "this section"
+    if slip:
+        text = f"declearn ignores {what}; did you mean {slip[0]!r}?"
+        check.add("problem", where, text)
+    else:
+        check.add("note", where, f"declearn ignores {what}")
 
 
 def _section(config: Mapping[str, Any], name: str) -> dict[str, Any] | None:
@@ -178,9 +189,34 @@ def _check_run(check: Check, run: Mapping[str, Any]) -> None:
         check.add(
             "note",
             "[run.register]",
-            f"without max_clients, registration lasts the whole timeout ({register['timeout']} s), "
-            "even when everybody has joined",
+            "without max_clients, registration lasts the whole timeout "
+            f"({brief(register['timeout'])} s), even when everybody has joined",
         )
+
+
+def _check_data(check: Check, data: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    """Look for the clients' files, as far as there are any yet, and compare their number."""
+    folder = check.path.resolve().parent
+    if data.get("data_folder") is None and not any(folder.glob("data*")):
+        return  # The data may be on another machine, or come later.
+    try:
+        # Parsed once more: what was found there is not part of the check.
+        clients = parse_data_folder(DataSourceConfig.from_params(**data), str(folder))
+    except (OSError, ValueError, RuntimeError) as exc:
+        check.add("problem", "[data]", text_of(exc))
+        return
+    register = run.get("register")
+    low = register.get("min_clients", 1) if isinstance(register, dict) else register
+    high = register.get("max_clients") if isinstance(register, dict) else register
+    if isinstance(low, int) and len(clients) < low:
+        text = f"{low} clients are waited for, and the data folder holds {len(clients)}"
+        check.add("problem", "[data]", text)
+    elif isinstance(high, int) and len(clients) > high:
+        text = f"{high} clients are admitted, and the data folder holds {len(clients)}"
+        check.add("problem", "[data]", text)
+
+
+# -------------------------------------------------------------------------------- optimizers
 
 
 def _check_optim(check: Check, optim: dict[str, Any], run: Mapping[str, Any], prefix: str) -> None:
@@ -189,15 +225,26 @@ def _check_optim(check: Check, optim: dict[str, Any], run: Mapping[str, Any], pr
     plugins: dict[str, list[Any]] = {}
     for key in known[:2]:
         where = f"[{prefix}{key}]"
-        if key not in optim:
-            if key == "client_opt":
-                hint = nearest(key, optim)
-                check.add("problem", where, f"the clients' optimizer is missing{hint}")
-            continue
-        plugins[key] = _check_optimizer(check, optim[key], key, where)
-    _check_counterparts(check, plugins, prefix)
+        if key in optim:
+            plugins[key] = _check_optimizer(check, optim[key], key, where)
+        elif key == "client_opt" and key not in check.config:
+            hint = nearest(key, optim)
+            check.add("problem", where, f"the clients' optimizer is missing{hint}")
+    whole = len(check.problems) == before
     aggregator = _check_aggregator(check, optim.get("aggregator"), f"[{prefix}aggregator]")
-    _check_updates(check, optim, plugins, prefix)
+    # Of a plug-in that could not be built, nobody knows what it would have gone with.
+    if whole:
+        _check_counterparts(check, plugins, prefix)
+        if "aggregator" not in optim or aggregator is not None:
+            _check_updates(check, optim, plugins, aggregator, prefix)
+    for key in optim:
+        # A file for FLOptimConfig may hold sections for others; one nearly right is a slip.
+        if key not in known and (prefix or difflib.get_close_matches(key, known, cutoff=0.8)):
+            home = elsewhere(key, prefix.rstrip("."))
+            if prefix and home:
+                check.add("problem", f"[{prefix}{key}]", f"write it in [{home}]")
+            else:
+                _ignored(check, f"[{prefix}{key}]", key, known)
     # What declearn checks beyond that is worth a line only if nothing explains it already.
     if len(check.problems) == before:
         _declearn(
@@ -209,41 +256,27 @@ def _check_optim(check: Check, optim: dict[str, Any], run: Mapping[str, Any], pr
     # A pipeline of which a part is missing guarantees something else.
     if len(check.problems) == before:
         _check_bounds(check, optim, run, plugins, aggregator, prefix)
-    for key in optim:
-        hint = "" if key in known else nearest(key, known)
-        # A file for FLOptimConfig may hold sections for others; one nearly right is a slip.
-        if hint or (prefix and key not in known):
-            check.add("note", f"[{prefix}{key}]", f"declearn ignores this section{hint}")
     ours = [p.name for p in plugins.get("client_opt", []) if is_ours(type(p))]
-    ours += [aggregator.name] if aggregator is not None and is_ours(aggregator) else []
+    ours += [aggregator.name] if aggregator is not None and is_ours(type(aggregator)) else []
     if ours:
         check.add(
             "note",
             f"[{prefix}client_opt]",
-            f"clients need fedclip>={fedclip.__version__} for {', '.join(dict.fromkeys(ours))}: "
-            f"pip install 'fedclip>={fedclip.__version__}' on each, and `import fedclip` in the "
-            "client's script, or start it with `fedclip run`",
+            f"clients need fedclip>={fedclip.__version__} for {', '.join(dict.fromkeys(ours))} "
+            "(`make build` writes the wheel to hand to them), and `import fedclip` in the client's "
+            "script, or `fedclip run` to start it",
         )
 
 
 def _check_optimizer(check: Check, value: Any, key: str, where: str) -> list[Any]:
     """Check one optimizer in any of the forms it may take; return the plug-ins it holds."""
-    if isinstance(value, bool) or value is None:
-        check.add("problem", where, f"must be a learning rate or a section, got {value!r}")
-        return []
-    if isinstance(value, int):
-        check.add("problem", where, f"{value} is an int, declearn wants a float: write {value}.0")
-        return []
-    if isinstance(value, float):
-        check.add("ok", where, f"plain SGD, learning rate {value}")
-        return []
     if isinstance(value, str):
         # Relative to the working directory, not to the file: so does declearn.
-        path = Path(value)
-        if not path.is_file():
-            check.add("problem", where, f"there is no file {value!r} in {Path.cwd().name}/")
+        if not os.path.isfile(value):
+            text = f"there is no file {brief(value)} in {Path.cwd().name}/"
+            check.add("problem", where, text)
             return []
-        loaded = _load(check, path, where)
+        loaded = _load(check, Path(value), where)
         if loaded is None:
             return []
         try:
@@ -252,33 +285,39 @@ def _check_optimizer(check: Check, value: Any, key: str, where: str) -> list[Any
             if "Unsupported inputs" in str(exc):
                 text = f"this declearn takes no path here: write the section of {value!r} itself"
                 check.add("problem", where, text)
+        where = f"{value} {where}"
         value = loaded.get(key, loaded)
-        where = f"{path} {where}"
-    if not isinstance(value, dict):
-        check.add("problem", where, f"must be a learning rate or a section, got {value!r}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        before = len(check.problems)
+        for text in _rate_faults("the learning rate", value):
+            check.add("problem", where, text)
+        if len(check.problems) == before:
+            check.add("ok", where, f"plain SGD, learning rate {value}")
         return []
+    if not isinstance(value, dict):
+        check.add("problem", where, f"must be a learning rate or a section, got {brief(value)}")
+        return []
+    allowed = parameters.signature_of(Optimizer)
     for name in value:
-        allowed = parameters.signature_of(Optimizer)
         if name not in allowed:
-            check.add(
-                "problem",
-                where,
-                f"unknown field {name!r}{nearest(name, allowed)} (allowed: {', '.join(allowed)})",
-            )
+            known = ", ".join(allowed)
+            hint = nearest(name, allowed)
+            check.add("problem", where, f"unknown field {brief(name)}{hint} (allowed: {known})")
     if "lrate" not in value:
         check.add("problem", where, "lrate is missing")
     for name in ("lrate", "w_decay"):
-        rate = value.get(name)
-        if isinstance(rate, int) and not isinstance(rate, bool):
-            check.add("problem", where, f"{name} = {rate} must be a float: write {rate}.0")
+        if name in value:
+            for text in _rate_faults(name, value[name]):
+                check.add("problem", where, text)
     plugins = []
     for field, registry, other in (
         ("regularizers", list_optim_regularizers(), list_optim_modules()),
         ("modules", list_optim_modules(), list_optim_regularizers()),
     ):
-        specs = value.get(field) or []
+        specs = value.get(field, [])
         if not isinstance(specs, list):
-            check.add("problem", where, f"{field} must be a list, got {specs!r}: write [{specs!r}]")
+            text = f"{field} must be a list, got {brief(specs)}"
+            check.add("problem", where, text + (f": write [{brief(specs)}]" if specs else ""))
             continue
         for spec in specs:
             plugin = _check_plugin(check, spec, field, registry, other, where)
@@ -287,6 +326,49 @@ def _check_optimizer(check: Check, value: Any, key: str, where: str) -> list[Any
     if not (value.get("modules") or value.get("regularizers")):
         check.add("ok", where, "no module")
     return plugins
+
+
+def _rate_faults(name: str, value: Any) -> Iterator[str]:
+    """Say what is wrong with a learning rate or a decay: a number, or a schedule."""
+    if isinstance(value, list):
+        match value:
+            case [str() as kind, dict() as config]:
+                known: Mapping[str, Any] = access_types_mapping("Scheduler")
+                if kind not in known:
+                    yield f"{name}: unknown schedule {brief(kind)}{nearest(kind, known)}"
+                    return
+                faults = [*_unknown(known[kind], config), *argument_faults(known[kind], config)]
+                yield from (f"{name}: {kind}: {text}" for text in faults)
+                if not faults:
+                    try:
+                        Scheduler.from_specs(kind, dict(config))
+                    except Exception as exc:  # whatever a schedule's constructor may raise
+                        yield f"{name}: {kind}: {text_of(exc)}"
+            case _:
+                yield f"{name} must be a number, or [schedule, {{parameter = value}}]"
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        yield f"{name} must be a number, got {brief(value)}"
+    elif not math.isfinite(value) if isinstance(value, float) else False:
+        yield f"{name} must be a finite number, got {value!r}"
+    elif value < 0 or (value == 0 and name != "w_decay"):
+        yield f"{name} must be {'>= 0' if name == 'w_decay' else '> 0'}, got {brief(value)}"
+    elif isinstance(value, int):
+        text = "" if name == "the learning rate" else f"{name} = "
+        yield f"{text}{brief(value)} must be a float: write {brief(value)}.0"
+
+
+def _unknown(cls: Any, config: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each parameter that a plug-in does not have."""
+    allowed = parameters.signature_of(cls)
+    if any(p.kind is p.VAR_KEYWORD for p in allowed.values()):
+        return []
+    takes = f" (it takes: {', '.join(allowed)})" if allowed else " (it takes none)"
+    return [
+        f"unknown parameter {brief(key)}{nearest(key, allowed)}{takes}"
+        for key in config
+        if key not in allowed
+    ]
 
 
 def _check_plugin(
@@ -305,11 +387,8 @@ def _check_plugin(
         case [str() as name, dict() as config]:
             pass
         case _:
-            check.add(
-                "problem",
-                where,
-                f"{spec!r} in {field} must be a name, or [name, {{parameter = value}}]",
-            )
+            text = f"{brief(spec)} in {field} must be a name, or [name, {{parameter = value}}]"
+            check.add("problem", where, text)
             return None
     if name not in registry:
         if name in other:
@@ -317,26 +396,24 @@ def _check_plugin(
             check.add("problem", where, f"{name!r} is not one of the {field}: put it in {right}")
         else:
             hint = nearest(name, registry) or "; `fedclip list` shows the names"
-            check.add("problem", where, f"unknown {field.removesuffix('s')} {name!r}{hint}")
+            check.add("problem", where, f"unknown {field.removesuffix('s')} {brief(name)}{hint}")
         return None
     cls: Any = registry[name]
-    allowed = parameters.signature_of(cls)
-    if not any(p.kind is p.VAR_KEYWORD for p in allowed.values()):
-        unknown = [key for key in config if key not in allowed]
-        for key in unknown:
-            takes = f" (it takes: {', '.join(allowed)})" if allowed else " (it takes none)"
-            hint = nearest(key, allowed)
-            check.add("problem", where, f"{name}: unknown parameter {key!r}{hint}{takes}")
-        if unknown:
-            return None
+    faults = _unknown(cls, config)
+    if not is_ours(cls):
+        faults += argument_faults(cls, config)
+    for text in faults:
+        check.add("problem", where, f"{name}: {text}")
+    if faults:
+        return None
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             plugin = cls.from_config(dict(config))
     except Exception as exc:  # anything at all that a plug-in's constructor may raise
-        check.add("problem", where, f"{name}: {_text(exc)}")
+        check.add("problem", where, f"{name}: {text_of(exc)}")
         return None
-    shown = ", ".join(f"{key} = {value!r}" for key, value in config.items())
+    shown = ", ".join(f"{key} = {brief(value)}" for key, value in config.items())
     check.add("ok", where, f"{name} {{{shown}}}" if shown else name)
     for warning in caught:
         check.add("note", where, f"{name}: {warning.message}")
@@ -344,46 +421,51 @@ def _check_plugin(
 
 
 def _check_aggregator(check: Check, value: Any, where: str) -> Any:
-    """Check the aggregator's name; return its class, or None where there is nothing to say."""
-    name = value.get("name") if isinstance(value, dict) else value
-    if name is None:
+    """Check the aggregator; return it, or None where there is none, or none that can be built."""
+    if value is None:
         return None
+    config = dict(value) if isinstance(value, dict) else {"name": value}
+    name = config.pop("name", None)
     registry = access_types_mapping("Aggregator")
-    if name not in registry:
-        check.add("problem", where, f"unknown aggregator {name!r}{nearest(str(name), registry)}")
+    if not isinstance(name, str) or name not in registry:
+        hint = nearest(name, registry) if isinstance(name, str) else ": give the name of one"
+        check.add("problem", where, f"unknown aggregator {brief(name)}{hint}")
         return None
-    if isinstance(value, dict) and is_ours(registry[name]):
-        try:
-            registry[name].from_config(value)
-        except (TypeError, ValueError) as exc:
-            check.add("problem", where, f"{name}: {_text(exc)}")
-            return None
-    check.add("ok", where, str(name))
-    return registry[name]
+    cls: Any = registry[name]
+    faults = _unknown(cls, config)
+    if not is_ours(cls):
+        faults += argument_faults(cls, config)
+    try:
+        aggregator = None if faults else cls(**config)
+    except Exception as exc:  # anything at all that a plug-in's constructor may raise
+        faults.append(text_of(exc))
+    for text in faults:
+        check.add("problem", where, f"{name}: {text}")
+    if faults:
+        return None
+    check.add("ok", where, name)
+    return aggregator
 
 
 def _check_updates(
-    check: Check, optim: Mapping[str, Any], plugins: Mapping[str, list[Any]], prefix: str
+    check: Check,
+    optim: Mapping[str, Any],
+    plugins: Mapping[str, list[Any]],
+    aggregator: Any,
+    prefix: str,
 ) -> None:
     """Find what keeps the bound of the round update from holding."""
-    value = optim.get("aggregator")
-    aggregator: Any = value.get("name") if isinstance(value, dict) else value
-    cls = access_types_mapping("Aggregator").get(str(aggregator))
-    if cls is not None and is_ours(cls):
-        try:
-            aggregator = cls.from_config(value if isinstance(value, dict) else {"name": value})
-        except (TypeError, ValueError):
-            return  # `_check_aggregator` has said so
+    ours = aggregator is not None and is_ours(type(aggregator))
     server = optim.get("server_opt")
     run = check.config.get("run")
     found = update_problems(
         plugins,
-        aggregator,
+        aggregator if ours else getattr(aggregator, "name", None),
         rounds=run.get("rounds") if isinstance(run, dict) else None,
         clients=_clients_a_round(check.config),
         fairness="fairness" in optim,
         regularizers=isinstance(server, dict) and bool(server.get("regularizers")),
-        secagg=_section(check.config, "secagg"),
+        secagg=_secagg(check),
     )
     for level, section, message in found:
         check.add("note" if level == "note" else "problem", f"[{prefix}{section}]", message)
@@ -395,6 +477,14 @@ def _clients_a_round(config: Mapping[str, Any]) -> Any:
     register = _section(run, "register") or {}
     most = register.get("max_clients", register.get("min_clients"))
     return sampler.get("n_samples", most)
+
+
+def _secagg(check: Check) -> dict[str, Any] | None:
+    """Return the section about secure aggregation, where its range is a number."""
+    section = _section(check.config, "secagg")
+    clipval = (section or {}).get("clipval", 1.0)
+    fine = isinstance(clipval, (int, float)) and not isinstance(clipval, bool) and clipval > 0
+    return section if fine else None
 
 
 def _check_bounds(
@@ -409,19 +499,18 @@ def _check_bounds(
     for key, chosen in plugins.items():
         for warning in places.warnings(chosen):
             check.add("note", f"[{prefix}{key}]", warning)
-    client, shared = optim.get("client_opt"), optim.get("aggregator")
-    options = client if isinstance(client, dict) else {}
-    config = shared if isinstance(shared, dict) else {"name": shared}
-    clipping = aggregator.from_config(config) if aggregator and is_ours(aggregator) else None
-    secagg = _section(check.config, "secagg")
-    for level, section, message in exposures(plugins, run, aggregator=clipping, secagg=secagg):
+    ours = aggregator if aggregator is not None and is_ours(type(aggregator)) else None
+    secagg = _secagg(check)
+    for level, section, message in exposures(plugins, run, aggregator=ours, secagg=secagg):
         own = section.partition(".")[0] in ("run", "secagg")
         check.add(level, f"[{section}]" if own else f"[{prefix}{section}]", message)
+    client = optim.get("client_opt")
+    options = client if isinstance(client, dict) else {}
     training = _section(run, "training") or {}
     check.places = places.in_words(
         plugins.get("client_opt", []),
         plugins.get("server_opt", []),
-        clipping,
+        ours,
         lrate=options.get("lrate"),
         w_decay=options.get("w_decay", 0.0),
         steps=training.get("n_steps"),
@@ -436,12 +525,10 @@ def _check_counterparts(check: Check, plugins: Mapping[str, Iterable[Any]], pref
     """
     for side, problem in shared_problems(plugins):
         check.add("problem", f"[{prefix}{side}]", problem)
-    names = {
-        side: {plugin.aux_name for plugin in plugins.get(side, ()) if _exchanges(plugin)}
-        for side in ("client_opt", "server_opt")
-    }
     for side, other in (("client_opt", "server_opt"), ("server_opt", "client_opt")):
-        for aux in sorted(names[side] - names[other]):
+        sent = {plugin.aux_name for plugin in plugins.get(side, ()) if _sends(plugin)}
+        received = {getattr(plugin, "aux_name", None) for plugin in plugins.get(other, ())}
+        for aux in sorted(sent - received):
             mine = next(p for p in plugins[side] if getattr(p, "aux_name", None) == aux)
             candidates = [
                 name
@@ -457,7 +544,7 @@ def _check_counterparts(check: Check, plugins: Mapping[str, Iterable[Any]], pref
             )
 
 
-def _exchanges(plugin: Any) -> bool:
+def _sends(plugin: Any) -> bool:
     """Whether a module sends variables to the other side; having a name for them is not enough."""
     # Shared clippers stay silent until they are spoken to, and have been looked at already.
     if not getattr(plugin, "aux_name", None) or is_shared(plugin):
@@ -465,7 +552,9 @@ def _exchanges(plugin: Any) -> bool:
     if plugin.auxvar_cls is not None:
         return True
     try:
-        return plugin.collect_aux_var() is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return plugin.collect_aux_var() is not None
     except Exception:  # scaffold-client, for one, can not say before its first step
         return True
 
@@ -477,13 +566,7 @@ def _declearn(check: Check, where: str, parser: Any, values: Mapping[str, Any]) 
         try:
             parser.from_params(**values)
         except Exception as exc:  # declearn raises a RuntimeError, or whatever it met first
-            check.add("problem", where, _text(exc))
+            check.add("problem", where, text_of(exc))
     for warning in caught:
         if issubclass(warning.category, RuntimeWarning):
             check.add("note", where, str(warning.message))
-
-
-def _text(exc: BaseException) -> str:
-    """Return an exception's message; a KeyError would quote its own."""
-    text = str(exc.args[0]) if isinstance(exc, KeyError) and exc.args else str(exc)
-    return text or type(exc).__name__

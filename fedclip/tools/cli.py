@@ -158,11 +158,11 @@ def check(config: ConfigPath, as_json: JsonFlag = False) -> None:
     raise typer.Exit(0 if result.ok else 1)
 
 
-def _checked(config: Path) -> Check:
+def _checked(config: Path, **options: bool) -> Check:
     from fedclip.tools.check import check_config
 
     try:
-        return check_config(config)
+        return check_config(config, **options)
     except FileNotFoundError as exc:
         fail(str(exc), code=2)
 
@@ -190,7 +190,7 @@ def _print_check(result: Check) -> None:
 @app.command()
 def quickrun(config: ConfigPath) -> None:
     """Check a configuration, then run it with declearn's quickrun, fedclip registered."""
-    result = _checked(config)
+    result = _checked(config, quickrun=True)
     if not result.ok:
         for finding in result.problems:
             say(f"fedclip: {finding.where} {finding.message}", err=True)

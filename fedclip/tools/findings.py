@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a check has to say about a file, one finding for each thing."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["Check", "Finding", "brief", "text_of"]
+
+Level = Literal["ok", "note", "problem"]
+
+LONGEST = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that the check has to say, and about which part of the file."""
+
+    level: Level
+    where: str
+    message: str
+
+
+@dataclasses.dataclass
+class Check:
+    """What was found in one file.
+
+    Attributes
+    ----------
+    path
+        The file.
+    config
+        Its parsed contents; empty if it is not TOML.
+    findings
+        In the order of the file.
+    places
+        What is clipped where, and what that guarantees: a line for each place.
+    """
+
+    path: Path
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    places: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing stands in the way of a run."""
+        return not self.problems
+
+    @property
+    def problems(self) -> list[Finding]:
+        """The findings that would stop a run, or make it another one than is written."""
+        return [finding for finding in self.findings if finding.level == "problem"]
+
+    def add(self, level: Level, where: str, message: str) -> None:
+        """Add a finding, its message on one line."""
+        self.findings.append(Finding(level, where, " ".join(message.split())))
+
+
+def brief(value: Any) -> str:
+    """Return a value as it is written, and of a long one the beginning.
+
+    Examples
+    --------
+    >>> brief([1, "a"]), len(brief("x" * 5000))
+    ("[1, 'a']", 120)
+    """
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, or an int of thousands of digits
+        text = f"a {type(value).__name__} that is too large to show"
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def text_of(exc: BaseException) -> str:
+    """Return an exception's message; a KeyError would quote its own."""
+    text = str(exc.args[0]) if isinstance(exc, KeyError) and exc.args else str(exc)
+    return text if len(text) <= 1000 else text[:999] + "…"
