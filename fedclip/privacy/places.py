@@ -63,7 +63,8 @@ def _noised(client: Sequence[Any], privacy: Mapping[str, Any]) -> str:
     shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
     said = (
         f"declearn clips each tensor of each sample to {shown}, a sample of k tensors to "
-        f"{shown}·√k, and adds noise of z·{shown} to the mean of the batch: no step has a bound."
+        f"{shown}·√k, and adds noise of z·{shown} to the mean of the batch, which has no bound "
+        "then."
     )
     # Regularizers get weights, and come first.
     before = [p for p in client if isinstance(p, Regularizer)]

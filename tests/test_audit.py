@@ -1,0 +1,50 @@
+"""An attack on update clipping under noise reaches no more than is claimed, and sees faults."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.audit import CASES, NOISE, estimate, interval, observe
+
+CLAIM = 1 / NOISE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_short_attack_finds_the_faults_and_no_others(name: str) -> None:
+    found = estimate(*observe(CASES[name], 400, seed=1))
+    assert (found.low > CLAIM) == CASES[name].succeeds
+    assert found.low <= found.mu <= found.high
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CASES)
+def test_ten_thousand_rounds_reach_no_more_than_is_claimed(name: str) -> None:
+    found = estimate(*observe(CASES[name], 10_000, seed=2))
+    assert (found.low > CLAIM) == CASES[name].succeeds
+    if name == "as it is":
+        # Nor much less: the noise is what it has to be.
+        assert 0.9 * CLAIM < found.mu < 1.1 * CLAIM
+    if name == "half the noise":
+        assert found.mu == pytest.approx(2 * CLAIM, rel=0.1)
+
+
+@pytest.mark.parametrize("mu", [0.3, 1.0, 3.0])
+def test_the_estimate_of_a_known_mechanism(mu: float) -> None:
+    rng = np.random.default_rng(0)
+    absent, present = rng.standard_normal((2, 4000, 2))
+    found = estimate(absent, present + mu * np.array([0.6, 0.8]))
+    assert found.low < mu < found.high
+    assert found.high - found.low < 0.5
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(0)
+    for share in (0.02, 0.5, 0.9):
+        inside = 0
+        for successes in rng.binomial(200, share, 1000):
+            low, high = interval(int(successes), 200, 0.05)
+            inside += low <= share <= high
+        assert inside >= 940
+    assert interval(0, 10)[0] == 0.0
+    assert interval(10, 10)[1] == 1.0
