@@ -59,7 +59,10 @@ def number(
             else f" ({type(value).__name__})"
         )
         raise TypeError(f"{name} must be {allowed}, got {value!r}{hint}")
-    result = float(value)
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
     inside = (low < result if open_low else low <= result) and (
         result < high if open_high else result <= high
     )

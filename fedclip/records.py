@@ -292,7 +292,9 @@ class Recorder:
             self._record(label).add(batch)
         # The whole gradient has no single limit; its norm is that of the groups' norms.
         peak = np.maximum(norms.max(axis=1, keepdims=True), np.finfo(np.float64).tiny)
-        total = peak * np.sqrt(np.square(norms / peak).sum(axis=1, keepdims=True))
+        total = np.sqrt(np.square(norms / peak).sum(axis=1, keepdims=True))
+        # Norms near the largest float may have one beyond it.
+        total = np.minimum(peak, np.finfo(np.float64).max / total) * total
         unlimited = np.full(total.shape, np.inf)
         any_clipped: Bools = np.any(clipped, axis=1, keepdims=True)
         self._record(ALL).add(*_batches(total, unlimited, any_clipped))

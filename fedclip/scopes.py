@@ -11,15 +11,16 @@ scope                   groups
 ``{"enc.*" = 0.5}``     the same, each with its own limit; the rest keeps the common limit
 ======================  ===================================================================
 
-Arrays whose name matches `exclude` are not touched and not measured.
+Arrays whose name matches `exclude` are not clipped and have no norm. NaN or infinity in one of
+them still counts as NaN in the gradient, and `on_nonfinite` says what becomes of the step.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,6 +35,10 @@ Scope: TypeAlias = str | Sequence[str] | Mapping[str, float]
 
 _WORDS = ("global", "tensor", "layer")
 _REST = "*"
+# Names the records of the whole gradient.
+_WHOLE = "all"
+# What is not literal in a pattern: a set of characters, or a wildcard.
+_WILD = re.compile(r"\[.*|[*?]")
 _LAYER = re.compile(r"^(.+)[./][^./]+$")
 
 
@@ -133,38 +138,61 @@ def _check_patterns(parameter: str, patterns: Sequence[Any], allowed: str) -> No
 def resolve(scope: Scope, exclude: Sequence[str] | None, names: Sequence[str]) -> Groups:
     """Sort `names` into groups.
 
+    A group that would be called like the whole gradient, "all", has its name in quotes.
+
     Raises
     ------
     ValueError
         If a pattern of `scope` or `exclude` matches no name; the message lists the names.
     """
-    excluded = {n for n in names if any(fnmatchcase(n, p) for p in exclude or ())}
-    for pattern in exclude or ():
-        if not any(fnmatchcase(n, pattern) for n in names):
-            raise _no_match("exclude", pattern, names)
+    excluded = frozenset(_matched("exclude", exclude or (), names))
     measured = tuple(n for n in names if n not in excluded)
+    labels: Iterable[str]
     by_label: dict[str, list[int]] = {}
     if not isinstance(scope, str):
-        patterns = list(scope)
-        for pattern in patterns:
-            if not any(fnmatchcase(n, pattern) for n in measured):
-                raise _no_match("scope", pattern, measured)
+        found = _matched("scope", list(scope), measured)
+        labels = [found.get(name, _REST) for name in measured]
         # The order of the groups is that of the patterns, the rest comes last.
-        by_label = {pattern: [] for pattern in patterns}
-    for position, name in enumerate(measured):
-        if scope == "global":
-            label = "all"
-        elif scope == "tensor":
-            label = name
-        elif scope == "layer":
-            match = _LAYER.match(name)
-            label = match.group(1) if match else name
-        else:
-            label = next((p for p in scope if fnmatchcase(name, p)), _REST)
+        by_label = {pattern: [] for pattern in scope}
+    elif scope == "global":
+        labels = [_WHOLE] * len(measured)
+    elif scope == "tensor":
+        labels = measured
+    else:
+        labels = [_layer(name) for name in measured]
+    for position, label in enumerate(labels):
         by_label.setdefault(label, []).append(position)
     # A pattern whose names an earlier one took all is left without a group.
     members = {label: tuple(group) for label, group in by_label.items() if group}
-    return Groups(measured, tuple(members), tuple(members.values()), frozenset(excluded))
+    if scope != "global" and _WHOLE in members:
+        members = {repr(k) if k == _WHOLE else k: group for k, group in members.items()}
+    return Groups(measured, tuple(members), tuple(members.values()), excluded)
+
+
+def _layer(name: str) -> str:
+    match = _LAYER.match(name)
+    return match.group(1) if match else name
+
+
+def _matched(parameter: str, patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Return the first pattern that matches each name; raise if a pattern matches none at all."""
+    found: dict[str, str] = {}
+    left = dict.fromkeys(names)
+    for pattern in patterns:
+        hits = [pattern] if pattern in left else []
+        # Look for the longest literal part first: most names do not even have that.
+        literal = max(_WILD.split(pattern), key=len)
+        if literal != pattern:
+            matches = re.compile(translate(pattern)).match
+            hits = [name for name in left if literal in name and matches(name)]
+            if not hits and not any(literal in name and matches(name) for name in found):
+                raise _no_match(parameter, pattern, names)
+        elif not hits and pattern not in found:
+            raise _no_match(parameter, pattern, names)
+        for name in hits:
+            found[name] = pattern
+            del left[name]
+    return found
 
 
 def _no_match(parameter: str, pattern: str, names: Sequence[str]) -> ValueError:

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-from helpers import Specimen, each_framework, needs, specimens
+from typing import Any
 
-from fedclip.testing import apply, check_dtype_and_shape, to_vector
+import numpy as np
+import pytest
+from declearn.model.sklearn import NumpyVector
+from helpers import Specimen, each_framework, needs, run, specimens
+
+from fedclip import AGC, NormClip
+from fedclip.testing import apply, check_dtype_and_shape, gradient_stream, to_vector
 
 
 @each_framework()
@@ -63,3 +68,31 @@ def test_nothing_to_clip(specimen: Specimen) -> None:
     # Nothing was observed: a first norm of 0 would be in the statistics.
     if specimen.stateful:
         assert not any(s.get("count") for s in clipper.get_state()["groups"].values())
+
+
+@pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])
+@specimens()
+def test_the_other_byte_order(specimen: Specimen, dtype: str) -> None:
+    steps = gradient_stream(4)
+    swapped = [{k: v.astype(dtype) for k, v in step.items()} for step in steps]
+    native = [{k: v.astype(dtype[1:]) for k, v in step.items()} for step in steps]
+    found, expected = run(specimen.make(), swapped), run(specimen.make(), native)
+    for step, other in zip(found, expected, strict=True):
+        for name in step:
+            assert step[name].dtype == np.dtype(dtype)
+            np.testing.assert_array_equal(step[name], other[name])
+
+
+@pytest.mark.parametrize("values", [[1], [True], [1j], np.array([1.0], np.longdouble)])
+def test_each_step_is_looked_at_like_the_first(values: Any) -> None:
+    clip = NormClip(0.5)
+    clip.run(NumpyVector({"w": np.array([1.0])}))
+    with pytest.raises(TypeError, match=r"norm-clip clips float16.* 'w' is"):
+        clip.run(NumpyVector({"w": np.asarray(values)}))
+
+
+@pytest.mark.parametrize("value", [1e37, 0.5, 1e-40])
+def test_a_shape_of_no_dimensions_stays(value: float) -> None:
+    gradient = NumpyVector({"w": np.array(value, np.float32)})
+    assert NormClip(1.0, dims=0).run(gradient).coefs["w"].shape == ()
+    assert AGC(1e-3).run(gradient, gradient).coefs["w"].shape == ()

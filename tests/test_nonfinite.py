@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
+from declearn.optimizer.modules import OptiModule
 from declearn.utils.serialize import json_serialize
 from helpers import MODULES, Specimen, apply, assert_same, each_framework, needs, run, specimens
 
@@ -123,13 +125,6 @@ def test_all_bad_tensors_are_named() -> None:
         NormClip(on_nonfinite="raise").run(to_vector(arrays))
 
 
-def test_excluded_tensors_are_not_looked_at() -> None:
-    arrays = poisoned(0, np.nan)
-    out = NormClip(0.1, exclude="enc.bias").run(to_vector(arrays)).coefs
-    assert np.isnan(out["enc.bias"][0])
-    assert all(np.isfinite(out[name]).all() for name in arrays if name != "enc.bias")
-
-
 def test_no_op_lets_it_through() -> None:
     vector = to_vector(poisoned(0, np.nan))
     with pytest.warns(FedclipWarning, match="passed on"):
@@ -143,3 +138,41 @@ def test_a_nonfinite_first_step_leaves_no_trace() -> None:
             warnings.simplefilter("ignore", FedclipWarning)
             run(one, [poisoned(0, np.nan)])
         assert_same(run(one, gradient_stream(8)), run(other, gradient_stream(8)))
+
+
+LEFT_ALONE: list[tuple[str, dict[str, Any]]] = [
+    ("norm-clip", {"exclude": "b"}),
+    ("value-clip", {"exclude": "b"}),
+    ("zscore-clip", {"exclude": "b"}),
+    ("percentile-clip", {"exclude": "b"}),
+    ("standardize", {"exclude": "b"}),
+    ("norm-clip", {"dims": 1}),
+    ("normalize", {"scope": "tensor", "min_size": 3}),
+    ("centralize", {"dims": 1}),
+]
+
+
+@each_framework()
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(("name", "config"), LEFT_ALONE)
+def test_nan_in_what_is_left_alone_is_nan_in_the_gradient(
+    name: str, config: dict[str, Any], value: float, framework: str
+) -> None:
+    needs(framework)
+    step = {"w": np.full((2, 2), 3.0), "b": np.array([1.0, value])}
+    clipper = OptiModule.from_specs(name, config)
+    with pytest.warns(FedclipWarning, match="NaN or infinity in 'b'; the step is skipped"):
+        output = to_numpy(clipper.run(to_vector(step, framework)))
+    assert not any(array.any() for array in output.values())
+    assert (clipper.rounds[0].steps, clipper.rounds[0].nonfinite) == (1, 1)
+    assert clipper.last.nonfinite == ("b",)
+    loud = OptiModule.from_specs(name, {**config, "on_nonfinite": "raise"})
+    with pytest.raises(NonFiniteError, match="'b'"):
+        loud.run(to_vector(step, framework))
+
+
+def test_large_numbers_and_integers_that_are_left_alone_are_no_infinity() -> None:
+    step = {"w": np.full(2, 3.0), "b": np.array([1e300]), "n": np.array([2**62])}
+    output = NormClip(1.0, exclude=["b", "n"]).clip(step)
+    assert output["b"] is step["b"]
+    assert output["n"] is step["n"]

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 import pytest
+from declearn.optimizer.modules import OptiModule
 from helpers import gradient, norm
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fedclip import NoOp, NormClip, ValueClip
+from fedclip import FedclipWarning, NoOp, NormClip, ValueClip
 from fedclip.scopes import resolve
 from fedclip.testing import to_vector
 
@@ -168,3 +172,45 @@ def test_groups_named_in_another_order_than_the_tensors_keep_their_own_norms() -
         clipped = NormClip(1.0, scope=scope).clip(gradient)
         assert clipped["body.w"] is gradient["body.w"]
         np.testing.assert_allclose(clipped["head.w"], [0.1])
+
+
+ANY_NAMES = st.text("ab.[]1*", min_size=1, max_size=6)
+ANY_PATTERNS = st.text("ab.*?[]!1-", min_size=1, max_size=5)
+
+
+@given(
+    st.lists(ANY_NAMES, min_size=1, max_size=8, unique=True),
+    st.lists(ANY_PATTERNS, min_size=1, max_size=3, unique=True),
+)
+def test_patterns_match_as_fnmatch_does(names: list[str], patterns: list[str]) -> None:
+    first = [next((p for p in patterns if fnmatchcase(n, p)), "*") for n in names]
+    if not all(any(fnmatchcase(n, p) for n in names) for p in patterns):
+        with pytest.raises(ValueError, match="matches no tensor"):
+            resolve(patterns, None, names)
+        return
+    groups = resolve(patterns, None, names)
+    assert [groups.labels[group] for group in groups.index] == first
+
+
+def test_thousands_of_patterns_and_names_are_matched_in_one_pass() -> None:
+    names = [f"layer.{i // 10}.part.{i % 10}" for i in range(10_000)]
+    groups = resolve([f"layer.{k}.*" for k in range(1000)], None, names)
+    assert len(groups) == 1000
+    assert all(len(members) == 10 for members in groups.members)
+
+
+def test_a_tensor_called_all_is_not_the_whole_gradient() -> None:
+    look = NoOp(scope="tensor")
+    look.run(to_vector({"all": np.array([3.0]), "b": np.array([4.0])}))
+    assert {r.group: r.norm_max for r in look.rounds} == {"all": 5.0, "'all'": 3.0, "b": 4.0}
+
+
+def test_statistics_of_names_that_never_come_back_are_dropped() -> None:
+    clip = OptiModule.from_specs("zscore-clip", {"scope": "tensor"})
+    for step in range(1001):
+        clip.run(to_vector({f"w{step}": np.ones(1)}))
+    with pytest.warns(FedclipWarning, match="give tensors the same names"):
+        clip.run(to_vector({"last": np.ones(1)}))
+    groups = clip.get_state()["groups"]
+    assert len(groups) == 1001
+    assert "w0" not in groups

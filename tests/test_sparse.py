@@ -152,3 +152,37 @@ def test_torch_rounds_products_once(dtype: str, in_place: bool) -> None:
     assert all((a is b) == in_place for a, b in zip(outputs, [dense, table, single], strict=True))
     product = backend.multiply([values[0].clone()], torch.tensor(0.3217, dtype=torch.float64))
     assert product[0].dtype == kind
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_sum_of_repeated_rows_keeps_the_bound(framework: str, dtype: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 3, 64)
+    # Much of it cancels, so that the rounding of single rows would count.
+    values = rng.standard_normal((64, 2)) * 10.0 ** rng.uniform(0, 2, (64, 1))
+    if framework == "torch":
+        torch = require("torch")
+        gradient = torch.sparse_coo_tensor(
+            torch.tensor(rows)[None],
+            torch.tensor(values).to(getattr(torch, dtype)),
+            (5, 2),
+            check_invariants=True,
+        )
+    else:
+        tf = require("tensorflow")
+        cast = tf.cast(tf.constant(values), dtype)
+        gradient = tf.IndexedSlices(cast, tf.constant(rows), tf.constant([5, 2], tf.int64))
+    limit = 0.1
+    output = NormClip(limit).clip({"w": gradient})["w"]
+    dense = np.zeros((5, 2))
+    if framework == "torch":
+        # Added up in float64, as nobody rounds.
+        found = output.to(torch.float64).to_dense().numpy()
+    else:
+        np.add.at(dense, output.indices.numpy(), tf.cast(output.values, tf.float64).numpy())
+        found = dense
+    assert np.linalg.norm(found) <= limit * (1 + 1e-12)
+    quiet = {"w": gradient}
+    assert NormClip(1e6).clip(quiet)["w"] is gradient

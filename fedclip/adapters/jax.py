@@ -19,7 +19,7 @@ from fedclip.arrays import Array, backend_named
 from fedclip.modules import AGC, Clipper
 from fedclip.rules import NoState
 from fedclip.scopes import Groups, resolve
-from fedclip.transforms import Gradient
+from fedclip.transforms import clip_on_device
 
 __all__ = ["ClipState", "as_optax", "load_state"]
 
@@ -104,21 +104,23 @@ def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
         leaves, tree = jax.tree.flatten(updates)
         groups = _groups(clipper, updates)
         names = _names(updates)
-        chosen = [i for i, name in enumerate(names) if name not in groups.excluded]
-        if not chosen:
+        if not groups.names:
             return updates, state
-        arrays = [leaves[i] for i in chosen]
         if isinstance(clipper, Clipper):
             transform = clipper.transform(groups)
         else:
             if params is None:
                 raise ValueError("agc needs the parameters: update(updates, state, params)")
-            all_weights = jax.tree.leaves(params)
-            transform = clipper.transform([all_weights[i] for i in chosen], groups, backend)
-        gradient = Gradient(arrays, groups, backend)
-        step = transform.device_step(gradient, state.statistics, clipper.on_nonfinite)
-        for i, output in zip(chosen, step.outputs, strict=True):
-            leaves[i] = output
+            weights = dict(zip(names, jax.tree.leaves(params), strict=True))
+            transform = clipper.transform([weights[n] for n in groups.names], groups, backend)
+        clipped, step = clip_on_device(
+            transform,
+            dict(zip(names, leaves, strict=True)),
+            groups,
+            backend,
+            state.statistics,
+            clipper.on_nonfinite,
+        )
         after = ClipState(
             step.state,
             step.norms,
@@ -127,7 +129,7 @@ def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
             state.clipped + jnp.any(step.clipped).astype(jnp.int32),
             state.nonfinite + (~step.finite).astype(jnp.int32),
         )
-        return jax.tree.unflatten(tree, leaves), after
+        return jax.tree.unflatten(tree, [clipped[name] for name in names]), after
 
     return optax.GradientTransformationExtraArgs(init, update)
 

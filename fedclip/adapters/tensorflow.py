@@ -23,7 +23,7 @@ from fedclip import states
 from fedclip.arrays import Array, backend_named
 from fedclip.modules import Clipper
 from fedclip.scopes import Groups, resolve
-from fedclip.transforms import Gradient
+from fedclip.transforms import clip_on_device
 
 __all__ = ["ClippedOptimizer", "CompiledClipper", "clip"]
 
@@ -113,22 +113,22 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         names = _names([v for _, v in pairs])
         present = [i for i, (g, _) in enumerate(pairs) if g is not None]
         groups = resolve(self.clipper.scope, self.clipper.exclude, [names[i] for i in present])
-        chosen = [i for i in present if names[i] not in groups.excluded]
-        if not chosen:
+        if not groups.names:
             return pairs
         self.build(groups)
         transform = self.clipper.transform(groups)
         state_type = type(transform.init(groups))
         state = state_type(*(tf.convert_to_tensor(v) for v in self._statistics))
-        gradient = Gradient([pairs[i][0] for i in chosen], groups, self._backend)
-        step = transform.device_step(gradient, state, self.clipper.on_nonfinite)
+        gradients = {names[i]: pairs[i][0] for i in present}
+        policy = self.clipper.on_nonfinite
+        clipped, step = clip_on_device(transform, gradients, groups, self._backend, state, policy)
         for variable, value in zip(self._statistics, step.state, strict=True):
             variable.assign(value)
         self._last.assign(tf.stack([step.norms, step.limits]))
         happened = [True, tf.reduce_any(step.clipped), ~step.finite]
         self._counts.assign_add(tf.cast(tf.stack(happened), tf.int64))
-        for i, output in zip(chosen, step.outputs, strict=True):
-            pairs[i] = (output, pairs[i][1])
+        for i in present:
+            pairs[i] = (clipped[names[i]], pairs[i][1])
         return pairs
 
     def build(self, groups: Groups) -> None:

@@ -27,7 +27,7 @@ from fedclip.errors import FedclipWarning
 from fedclip.modules import AGC, Clipper
 from fedclip.records import StepRecord
 from fedclip.scopes import resolve
-from fedclip.transforms import Gradient
+from fedclip.transforms import clip_on_device
 
 __all__ = ["ClipHandle", "LightningClipping", "NamedParameters", "PureClipping", "attach", "clip_"]
 
@@ -267,10 +267,15 @@ class PureClipping:
     ) -> tuple[dict[str, torch.Tensor], Any]:
         """Return the clipped gradients, by name, and the state after the step."""
         groups = resolve(self.clipper.scope, self.clipper.exclude, list(gradients))
-        gradient = Gradient([gradients[name] for name in groups.names], groups, self._backend)
-        transform = self.clipper.transform(groups)
-        step = transform.device_step(gradient, state, self.clipper.on_nonfinite)
-        return {**gradients, **dict(zip(groups.names, step.outputs, strict=True))}, step.state
+        clipped, step = clip_on_device(
+            self.clipper.transform(groups),
+            gradients,
+            groups,
+            self._backend,
+            state,
+            self.clipper.on_nonfinite,
+        )
+        return clipped, step.state
 
 
 class LightningClipping:

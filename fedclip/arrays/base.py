@@ -52,11 +52,14 @@ class Views(list["HostView | None"]):
         Bytes of each view; 0 for None.
     remote
         Positions of None.
+    usual
+        Whether these are views of dense arrays of floats that NumPy has: there are no bits to
+        show, no rows to merge, and no dtype to refuse.
     """
 
-    __slots__ = ("dtypes", "remote", "sizes")
+    __slots__ = ("dtypes", "remote", "sizes", "usual")
 
-    def __init__(self, views: Iterable[HostView | None]) -> None:
+    def __init__(self, views: Iterable[HostView | None], *, dense: bool = False) -> None:
         self.extend(views)
         self.remote: Sequence[int] = ()
         try:
@@ -67,11 +70,7 @@ class Views(list["HostView | None"]):
             self.remote = [i for i, view in enumerate(self) if view is None]
             self.sizes = [0 if view is None else view.nbytes for view in self]
             self.dtypes = {view.dtype for view in self if view is not None}
-
-    @property
-    def plain(self) -> bool:
-        """Whether there are any, all of floats that NumPy has: there are no bits to show."""
-        return bool(self.dtypes) and self.dtypes <= _FLOATS
+        self.usual = dense and bool(self.dtypes) and self.dtypes <= _FLOATS
 
 
 class Arithmetic:
@@ -124,6 +123,22 @@ class Backend(Arithmetic, ABC):
         Sparse arrays answer with their merged values: rows that repeat are added up first,
         because the norm of a sum is not the norm of its parts.
         """
+
+    def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Return arrays with repeated rows merged, in the machine's byte order; most as they are.
+
+        Rows are added up as the framework does it, before they are measured and scaled: of rows
+        that are scaled one by one, the rounded sum may be above a limit that their sum keeps.
+        """
+        return arrays
+
+    def restored(self, output: Array, like: Array) -> Array:
+        """Return what has come of a prepared array in the byte order that it had before."""
+        return output
+
+    def size(self, array: Array) -> Any:
+        """Return the number of elements: an int, or a number that is only traced."""
+        return math.prod(array.shape)
 
     @abstractmethod
     def dtype(self, array: Array) -> str:

@@ -75,8 +75,8 @@ class JaxBackend(Backend):
                     np.asarray(a) for a in arrays if a.sharding is first or self._on_cpu[a.sharding]
                 ]
                 if len(found) == len(arrays):
-                    views = Views(found)
-                    return views if views.plain else Views([bits(view) for view in found])
+                    views = Views(found, dense=True)
+                    return views if views.usual else Views([bits(view) for view in found])
         except (KeyError, AttributeError, jax.errors.ConcretizationTypeError):
             # A sharding that was not met before, or a traced value, which has none.
             pass

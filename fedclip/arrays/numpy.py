@@ -39,10 +39,16 @@ class NumpyBackend(Backend):
 
     def host(self, arrays: Sequence[Array]) -> Views:
         if {*map(type, arrays)} == _ARRAY:
-            views = Views(arrays)
-            if views.plain:
+            views = Views(arrays, dense=True)
+            if views.usual:
                 return views
         return Views([bits(np.asarray(a)) for a in arrays])
+
+    def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        return [a if a.dtype.isnative else np.asarray(a, a.dtype.newbyteorder("=")) for a in arrays]
+
+    def restored(self, output: Array, like: Array) -> Array:
+        return output if output.dtype == like.dtype else output.astype(like.dtype)
 
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)

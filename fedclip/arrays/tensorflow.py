@@ -37,11 +37,11 @@ class TensorflowBackend(Backend):
         # The usual case first, and without a call for each: a model has hundreds of tensors.
         if _only_cpu() and {type(t) for t in arrays} == _EAGER:
             try:
-                views = Views([np.asarray(t) for t in arrays])
+                views = Views([np.asarray(t) for t in arrays], dense=True)
             except ValueError:
                 # Of bfloat16 without dimensions.
                 views = Views([])
-            if views.plain:
+            if views.usual:
                 return views
         return Views([self._view(t) for t in arrays])
 
@@ -58,7 +58,7 @@ class TensorflowBackend(Backend):
         return np.asarray(tensor if tensor.ndim else tensor.numpy())
 
     def _values(self, tensor: Array) -> Array:
-        return self._merge(tensor).values if isinstance(tensor, tf.IndexedSlices) else tensor
+        return tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
 
     @staticmethod
     def _merge(slices: Any) -> Any:
@@ -66,6 +66,12 @@ class TensorflowBackend(Backend):
         rows, place = tf.unique(slices.indices)
         values = tf.math.unsorted_segment_sum(slices.values, place, tf.size(rows))
         return tf.IndexedSlices(values, rows, slices.dense_shape)
+
+    def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        return [self._merge(t) if isinstance(t, tf.IndexedSlices) else t for t in arrays]
+
+    def size(self, array: Array) -> Any:
+        return tf.cast(tf.size(self._values(array)), tf.float64)
 
     def dtype(self, array: Array) -> str:
         return str(array.dtype.name)
@@ -78,8 +84,6 @@ class TensorflowBackend(Backend):
         return [self._multiply(t, k) for t in arrays]
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
-        if isinstance(array, tf.IndexedSlices):
-            array = self._merge(array)
         return self._multiply(array, tf.constant(factors, self._product_dtype(array)))
 
     @staticmethod
@@ -90,7 +94,6 @@ class TensorflowBackend(Backend):
     @staticmethod
     def _multiply(tensor: Array, factor: Array, product: Any = _product) -> Array:
         if isinstance(tensor, tf.IndexedSlices):
-            # Scaling is linear, so rows that repeat need not be merged to be scaled.
             values = TensorflowBackend._multiply(tensor.values, factor, product)
             return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
         if tensor.dtype == factor.dtype:
@@ -102,9 +105,8 @@ class TensorflowBackend(Backend):
 
     def _clip(self, array: Array, low: float, high: float) -> Array:
         if isinstance(array, tf.IndexedSlices):
-            merged = self._merge(array)
-            values = self._clip(merged.values, low, high)
-            return tf.IndexedSlices(values, merged.indices, merged.dense_shape)
+            values = self._clip(array.values, low, high)
+            return tf.IndexedSlices(values, array.indices, array.dense_shape)
         low, high = tf.constant(low, array.dtype), tf.constant(high, array.dtype)
         return tf.minimum(tf.maximum(array, low), high)
 

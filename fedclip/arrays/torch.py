@@ -28,7 +28,7 @@ class TorchBackend(Backend):
     def host(self, arrays: Sequence[Array]) -> Views:
         try:
             # Dense CPU tensors of a dtype that NumPy has: by far the most usual case.
-            return Views([t.numpy() for t in arrays])
+            return Views([t.numpy() for t in arrays], dense=True)
         except (TypeError, RuntimeError):
             return Views([self._view(t) for t in arrays])
 
@@ -52,6 +52,12 @@ class TorchBackend(Backend):
             f"fedclip reads dense and sparse COO tensors, got one of layout {tensor.layout}; "
             "convert it with .to_dense() or .to_sparse_coo() first"
         )
+
+    def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        return [t.coalesce() if t.layout is torch.sparse_coo else t for t in arrays]
+
+    def size(self, array: Array) -> Any:
+        return self._values(array).numel()
 
     def dtype(self, array: Array) -> str:
         return _NAMES.get(array.dtype) or str(array.dtype).removeprefix("torch.")
@@ -117,8 +123,7 @@ class TorchBackend(Backend):
     @staticmethod
     def _clip(array: torch.Tensor, low: float, high: float) -> torch.Tensor:
         if array.layout == torch.sparse_coo:
-            merged = array.coalesce()
-            return TorchBackend._sparse(torch.clamp(merged.values(), low, high), merged)
+            return TorchBackend._sparse(torch.clamp(array._values(), low, high), array)
         return torch.clamp(array, low, high)
 
     def zeros_like(self, array: Array) -> Array:
@@ -284,13 +289,18 @@ class TorchBackend(Backend):
 class TorchInPlace(TorchBackend):
     """Tensors that are changed in place, as the gradients of a training loop are."""
 
+    def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        for tensor in arrays:
+            if tensor.layout is torch.sparse_coo and not tensor.is_coalesced():
+                tensor.copy_(tensor.coalesce())
+        return arrays
+
     def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
         like = arrays[0]
         k: Any = factor
         if like.is_cpu:
             # A Python float would be rounded to half precision before it multiplies in place.
             k = torch.scalar_tensor(factor, dtype=self._product_dtype(like))
-        # Scaling is linear: the values of a sparse tensor need not be merged to be scaled.
         values = [t if t.layout is torch.strided else t._values() for t in arrays]
         torch._foreach_mul_(values, k)
         return list(arrays)

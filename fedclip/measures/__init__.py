@@ -4,18 +4,29 @@
 Everything here reads arrays, and never writes to one.
 """
 
-from fedclip.measures.l2 import UNCERTAINTY, Float64, Numbers, exact_norm, l2_norms
-from fedclip.measures.orders import Order, check_order, degree, measure, slice_measures
+from fedclip.measures.l2 import UNCERTAINTY, Float64, Numbers, all_finite, exact_norm, l2_norms
+from fedclip.measures.orders import (
+    MEANS,
+    Order,
+    check_order,
+    degree,
+    lowered,
+    measure,
+    slice_measures,
+)
 
 __all__ = [
+    "MEANS",
     "UNCERTAINTY",
     "Float64",
     "Numbers",
     "Order",
+    "all_finite",
     "check_order",
     "degree",
     "exact_norm",
     "l2_norms",
+    "lowered",
     "measure",
     "slice_measures",
 ]

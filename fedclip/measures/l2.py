@@ -36,6 +36,7 @@ from fedclip.scopes import Groups
 __all__ = [
     "CHUNK",
     "UNCERTAINTY",
+    "all_finite",
     "blocks",
     "decode",
     "encode",
@@ -266,6 +267,14 @@ def exact_norm(views: Sequence[HostView]) -> float:
         return math.ldexp(math.sqrt(total), exponent)
     except OverflowError:
         return math.inf
+
+
+def all_finite(views: Sequence[HostView]) -> bool:
+    """Whether there is neither NaN nor infinity."""
+    # Sums of squares of finite numbers may overflow, and are looked at again if they do.
+    return math.isfinite(sum(square_sums(views))) or all(
+        np.isfinite(decode(view)).all() for view in views
+    )
 
 
 def l2_norms(arrays: Sequence[Array], views: Views, groups: Groups, backend: Backend) -> Numbers:

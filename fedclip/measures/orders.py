@@ -31,7 +31,7 @@ from fedclip.arrays import HostView
 from fedclip.errors import nearest
 from fedclip.measures.l2 import CHUNK, Float64, blocks, decode, exact_norm, extremes, square_sums
 
-__all__ = ["Order", "check_order", "degree", "measure", "slice_measures"]
+__all__ = ["MEANS", "Order", "check_order", "degree", "lowered", "measure", "slice_measures"]
 
 Order = float | str
 """What users write for `ord`."""
@@ -39,7 +39,9 @@ Order = float | str
 # Sums of squares above this have lost nothing that counts to underflow.
 _TINY = 1e-280
 
-_WORDS = ("inf", "rms", "mad", "std", "var")
+MEANS = ("rms", "mad", "std", "var")
+"""Orders that are means over all elements, zeros as well."""
+_WORDS = ("inf", *MEANS)
 
 
 def check_order(ord: Any) -> Order:
@@ -59,6 +61,26 @@ def check_order(ord: Any) -> Order:
 def degree(ord: Order) -> int:
     """Return the power with which the measure answers to scaling."""
     return 2 if ord == "var" else 1
+
+
+def lowered(ord: Order, target: Any, size: int, error: float) -> Any:
+    """Return what to aim at so that errors of each of `size` elements keep within a target.
+
+    By the triangle inequality of the measure (below order 1, of its power); never below 0. Of
+    a number or an array of targets.
+    """
+    if ord == "var":
+        return np.square(lowered("std", np.sqrt(target), size, error))
+    if ord in ("inf", "rms", "mad"):
+        spread = error
+    elif ord == "std":
+        spread = error * math.sqrt(size / max(size - 1, 1))
+    elif float(ord) < 1:
+        p = float(ord)
+        return np.maximum(target**p - size * error**p, 0.0) ** (1 / p)
+    else:
+        spread = error * size ** (1 / float(ord))
+    return np.maximum(target - spread, 0.0)
 
 
 def measure(views: Sequence[HostView], ord: Order) -> float:
@@ -99,7 +121,8 @@ def measure(views: Sequence[HostView], ord: Order) -> float:
     # Relative to the maximum itself: a high power of anything below it may underflow.
     power, top = float(ord), math.ldexp(peak, -exponent)
     total = math.fsum(float(((np.abs(b) / top) ** power).sum()) for b in _scaled(views, exponent))
-    return _ldexp(total ** (1 / power) * top, exponent)
+    with np.errstate(over="ignore"):
+        return _ldexp(float(np.float64(total) ** (1 / power) * top), exponent)
 
 
 def _scaled(views: Sequence[HostView], exponent: int) -> Any:

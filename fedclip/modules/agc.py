@@ -166,12 +166,13 @@ class AGC(Regularizer):
         backend: Backend | None = None,
     ) -> Mapping[str, Array]:
         """Return the arrays, clipped, by name; see `fedclip.modules.Clipper.clip`."""
-        self._clipper.weights = weights
-        try:
-            return self._clipper.clip(arrays, backend=backend)
-        finally:
-            # The weights of a step must not outlive it.
-            self._clipper.weights = {}
+        with self._clipper.lock:
+            self._clipper.weights = weights
+            try:
+                return self._clipper.clip(arrays, backend=backend)
+            finally:
+                # The weights of a step must not outlive it.
+                self._clipper.weights = {}
 
     def excluded(self, shapes: Mapping[str, Sequence[int]]) -> list[str] | None:
         """Return the patterns of tensors left alone, vectors by name if they are to be."""
@@ -187,6 +188,7 @@ class AGC(Regularizer):
 
         The limits of weights that lie on a device, or are only traced, stay there.
         """
+        weights = backend.prepared(weights)
         views = backend.host(weights)
         if len(views.remote) < len(views):
             with np.errstate(all="ignore"):

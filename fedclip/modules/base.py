@@ -8,11 +8,13 @@ else is here, once.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import fields
-from typing import Any, ClassVar, Self
+from operator import is_not
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 from declearn.model.api import Vector
@@ -29,7 +31,7 @@ from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
 from fedclip.rules import Rule
 from fedclip.scopes import Groups, Scope, resolve
 from fedclip.states import Statistics
-from fedclip.transforms import MARGIN, Action, Gradient, NormClipping, Outcome, Transform
+from fedclip.transforms import MARGIN, Action, Gradient, NormClipping, Outcome, Transform, is_float
 
 __all__ = ["Clipper"]
 
@@ -37,6 +39,13 @@ __all__ = ["Clipper"]
 # in a copy of this context, where it ignores them, takes a tenth of what `np.errstate` takes.
 _QUIET = Context()
 _QUIET.run(np.seterr, all="ignore")
+
+
+_Clipped: TypeAlias = tuple[Sequence[Array] | None, Mapping[str, Array]]
+"""New arrays of the groups (None: as they were), and of the tensors that no group has."""
+
+# Of so many names that a gradient does not have, statistics are kept for when they come back.
+_MOST_ABSENT = 1000
 
 
 class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
@@ -108,6 +117,16 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._bad: tuple[str, ...] = ()
         self._on_client = False
         self._warned = -1
+        # Of a module that several threads share, one clips at a time.
+        self.lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but the lock, for a copy or a pickle."""
+        return {key: value for key, value in vars(self).items() if key != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` has returned, with a lock of its own."""
+        vars(self).update(state, lock=threading.RLock())
 
     def build(self) -> Transform:
         """Return what the clipper is made of; all of its parameters are set."""
@@ -213,31 +232,46 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         backend
             How to treat the arrays; found from their type if None.
         """
+        with self.lock:
+            return self._clip(arrays, backend)
+
+    def _clip(self, arrays: Mapping[str, Array], backend: Backend | None) -> Mapping[str, Array]:
         groups = self._resolve(arrays)
         # A mapping without exclusions has the groups' names, in their order.
         values = [arrays[name] for name in groups.names] if groups.excluded else [*arrays.values()]
         if not values:
             return arrays
         backend = backend or self._backend(groups.names, values)
-        views = backend.host(values)
+        views, prepared = backend.host(values), values
+        if not views.usual:
+            self._check_dtypes(groups.names, values, backend)
+            prepared = [*backend.prepared(values)]
+            if any(map(is_not, prepared, values)):
+                views = backend.host(prepared)
         transform = self.transform(groups)
         if not (views.remote or any(views.sizes)):
             # There is nothing to measure, and nothing that statistics should learn from.
             return arrays
-        gradient = Gradient(values, groups, backend, views, self._arrays)
-        outputs: Sequence[Array] | None
+        rest: dict[str, Array] = {}
+        if groups.excluded:
+            rest = {n: a for n, a in arrays.items() if n in groups.excluded and is_float(a)}
+        gradient = Gradient(prepared, groups, backend, views, self._arrays, rest)
         if self._stays_on_device(transform, views):
-            outputs = self._clip_on_device(transform, gradient)
+            outputs, others = self._clip_on_device(transform, gradient)
         else:
-            outputs = self._clip_on_host(transform, gradient)
+            outputs, others = self._clip_on_host(transform, gradient)
         if outputs is None:
             return arrays
+        if prepared is not values:
+            trios = zip(outputs, prepared, values, strict=True)
+            outputs = [v if o is p else backend.restored(o, v) for o, p, v in trios]
         clipped = dict(arrays)
         # The keyword `strict` would take half of the time of this.
         clipped.update(zip(groups.names, outputs))  # noqa: B905
+        clipped.update(others)
         return clipped
 
-    def _clip_on_host(self, transform: Transform, gradient: Gradient) -> Any:
+    def _clip_on_host(self, transform: Transform, gradient: Gradient) -> _Clipped:
         groups = gradient.groups
         if self._on_device:
             fresh, labels = transform.init(groups), groups.labels
@@ -246,11 +280,11 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         quiet = _QUIET.copy()
         measured = quiet.run(transform.measure, gradient)
         finite = math.isfinite(measured) if type(measured) is float else np.isfinite(measured).all()
-        if not finite:
+        if not finite or (gradient.rest and not quiet.run(gradient.rest_is_finite)):
             return self._replace_nonfinite(gradient, self._report_nonfinite(gradient))
         outcome = quiet.run(transform.step, gradient, measured, self._state)
         self._note(outcome, groups)
-        return outcome.outputs
+        return outcome.outputs, gradient.rest
 
     def _stays_on_device(self, transform: Transform, views: Views) -> bool:
         # To raise, or to do what has no form for devices, the host has to wait for the device.
@@ -260,15 +294,15 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             and transform.runs_on_device
         )
 
-    def _clip_on_device(self, transform: Transform, gradient: Gradient) -> Any:
-        state = self._state
+    def _clip_on_device(self, transform: Transform, gradient: Gradient) -> _Clipped:
+        state, backend = self._state, gradient.backend
         if not self._on_device:
-            asarray, like = gradient.backend.asarray, gradient.arrays[0]
+            asarray, like = backend.asarray, gradient.arrays[0]
             state = type(state)(*(asarray(np.atleast_1d(c), like=like) for c in state))
             self._on_device = True
         outcome = transform.device_step(gradient, state, self.on_nonfinite)
         self._note(outcome, gradient.groups, lazy=True)
-        return outcome.outputs
+        return outcome.outputs, gradient.rest_after(outcome, self.on_nonfinite)
 
     def _note(self, outcome: Outcome, groups: Groups, lazy: bool = False) -> None:
         _, self._state, norms, limits, clipped, _ = outcome
@@ -313,12 +347,29 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         # A tensor that is missing for some steps (no gradient) finds its statistics again.
         self._absent = {k: v for k, v in statistics.items() if k not in found.labels}
         self._groups, self._names, self._loaded = found, names, False
-        self._check_dtypes(arrays, found)
+        self._forget(found)
         return found
 
-    def _check_dtypes(self, arrays: Mapping[str, Array], groups: Groups) -> None:
-        for name in groups.names:
-            dtype = backend_of(arrays[name]).dtype(arrays[name])
+    def _forget(self, present: Groups) -> None:
+        """Drop the statistics of names that were not met for the longest time, if too many."""
+        for kept, now in ((self._absent, present.labels), (self._arrays, present.names)):
+            old = [name for name in kept if name not in set(now)]
+            if len(old) > _MOST_ABSENT:
+                for name in old[:-_MOST_ABSENT]:
+                    del kept[name]
+                warnings.warn(
+                    f"{self.name}: statistics of more than {_MOST_ABSENT:,} names that this "
+                    "gradient does not have, the oldest are dropped; give tensors the same names "
+                    "at each step",
+                    FedclipWarning,
+                    stacklevel=6,
+                )
+
+    def _check_dtypes(
+        self, names: Sequence[str], values: Sequence[Array], backend: Backend
+    ) -> None:
+        for name, value in zip(names, values, strict=True):
+            dtype = backend.dtype(value)
             if dtype not in MARGIN:
                 raise TypeError(
                     f"{self.name} clips {', '.join(MARGIN)}; {name!r} is {dtype}: "
@@ -367,12 +418,8 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
 
     def _report_nonfinite(self, gradient: Gradient) -> tuple[int, ...]:
         """Count the step, warn or raise; return the positions of the arrays to blame."""
-        bad = tuple(
-            i
-            for i, value in enumerate(gradient.arrays)
-            if not np.isfinite(np.asarray(gradient.backend.to_host(value), dtype=np.float64)).all()
-        )
-        self._bad = tuple(gradient.groups.names[i] for i in bad) or ("a norm beyond float64",)
+        bad = gradient.nonfinite()
+        self._bad = tuple(gradient.names[i] for i in bad) or ("a norm beyond float64",)
         names = ", ".join(repr(name) for name in self._bad)
         if self.on_nonfinite == "raise":
             raise NonFiniteError(f"{self.name}: NaN or infinity in {names}")
@@ -385,20 +432,19 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
                 f"(round {self._recorder.round}; more of them are counted without a warning)",
                 FedclipWarning,
                 # Up to who called `run`.
-                stacklevel=5,
+                stacklevel=6,
             )
         return bad
 
-    def _replace_nonfinite(
-        self, gradient: Gradient, bad: tuple[int, ...]
-    ) -> Sequence[Array] | None:
-        values, backend = gradient.arrays, gradient.backend
+    def _replace_nonfinite(self, gradient: Gradient, bad: tuple[int, ...]) -> _Clipped:
+        values, rest, backend = gradient.arrays, gradient.rest, gradient.backend
         if self.on_nonfinite == "skip":
-            return [backend.zeros_like(value) for value in values]
+            zeros = {name: backend.zeros_like(array) for name, array in rest.items()}
+            return [*map(backend.zeros_like, values)], zeros
         # Without a single array to blame, a norm beyond float64 is everybody's.
         members = gradient.groups.members
         hit = {i for m in members if not bad or set(m) & set(bad) for i in m}
         outputs = list(values)
         for i in hit:
             (outputs[i],) = backend.scale([values[i]], math.nan, Arena())
-        return outputs
+        return outputs, rest

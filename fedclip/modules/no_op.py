@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
@@ -82,5 +82,5 @@ class NoOp(Clipper):
         limit = math.inf if self.max_norm is None else self.max_norm
         return NormClipping(Constant((limit,)), self.ord, dry=True)
 
-    def _replace_nonfinite(self, gradient: Gradient, bad: tuple[int, ...]) -> None:
-        return None
+    def _replace_nonfinite(self, gradient: Gradient, bad: tuple[int, ...]) -> tuple[None, Any]:
+        return None, {}

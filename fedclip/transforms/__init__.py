@@ -5,7 +5,7 @@ Each class holds its step for the host and, where it can, its step for devices a
 """
 
 from fedclip.transforms.action import MARGIN, Action
-from fedclip.transforms.base import Gradient, Outcome, Transform
+from fedclip.transforms.base import Gradient, Outcome, Transform, clip_on_device, is_float
 from fedclip.transforms.norm import NormClipping
 from fedclip.transforms.slice import SliceClipping
 from fedclip.transforms.value import ValueClipping
@@ -19,4 +19,6 @@ __all__ = [
     "SliceClipping",
     "Transform",
     "ValueClipping",
+    "clip_on_device",
+    "is_float",
 ]

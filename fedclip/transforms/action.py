@@ -9,12 +9,15 @@
     k      = target / (n + eps)  where moved, else 1
     output = the array itself where not moved, else  k (1 - margin) * array
 
-The margin covers the uncertainty of the norm, and the rounding of factor and products.
+The margin covers the uncertainty of the norm, and the rounding of factor and products. Where
+products may become subnormal, rounding adds to the norm what does not shrink with it, and the
+target is lowered by as much; where they may become too large for the dtype, the factor is held.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -22,8 +25,11 @@ from typing import Any, NamedTuple, TypeVar
 from fedclip.arrays import Arena, Arithmetic, Array, Backend
 
 __all__ = [
+    "FLOOR",
+    "LARGEST",
     "MARGIN",
     "SCALE_DOWN",
+    "SUBNORMAL",
     "Action",
     "Decision",
     "multiplied",
@@ -43,6 +49,25 @@ MARGIN = {
 }
 """By how much, relatively, a clipped array is scaled below the limit."""
 
+SUBNORMAL = {
+    "float16": 2.0**-25,
+    "bfloat16": 2.0**-134,
+    "float32": 2.0**-150,
+    "float64": 2.0**-1074,
+}
+"""By how much, absolutely, an element that becomes subnormal may be rounded up."""
+
+FLOOR = {"float16": math.inf, "bfloat16": 2.0**-90, "float32": 2.0**-100, "float64": 2.0**-990}
+"""A target from which on the margin covers that, for any number of elements."""
+
+LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": 0xFF * 2.0**120,
+    "float32": (2.0**24 - 1) * 2.0**104,
+    "float64": sys.float_info.max,
+}
+"""The largest number of each dtype."""
+
 
 class Decision(NamedTuple):
     """What becomes of each group."""
@@ -53,6 +78,21 @@ class Decision(NamedTuple):
     """Whether it is scaled; if so, by ``target / base``."""
     target: Any
     base: Any
+
+    def factors(self, norms: Any, sizes: Sequence[Any], dtype: str, xp: Backend) -> Any:
+        """Return a factor for each group on a device: 1 where not moved.
+
+        `sizes`, numbers of elements, are needed for float16.
+        """
+        k = self.ratio(xp) * (1.0 - MARGIN[dtype])
+        if dtype == "float16":
+            # What rounding adds where products become subnormal.
+            spread = SUBNORMAL[dtype] * xp.sqrt(xp.asarray(sizes, like=norms))
+            k = xp.maximum(k - spread / xp.where(norms > 0, norms, 1.0), 0.0)
+        else:
+            # Devices differ in what they do about subnormals: there are none.
+            k = xp.where(self.target < FLOOR[dtype], 0.0 * k, k)
+        return xp.where(self.moved, k, 1.0)
 
     def ratio(self, xp: Arithmetic) -> Any:
         """Return by what to scale where `moved`; elsewhere it means nothing."""
@@ -80,6 +120,11 @@ class Action:
     rescale: bool = False
     skip: bool = False
 
+    @property
+    def raises(self) -> bool:
+        """Whether something may be scaled up."""
+        return self.rescale or self.min_norm is not None
+
     def decide(self, norms: Any, limits: Any, xp: Arithmetic) -> Decision:
         """Decide on finite norms, in host or device arithmetic."""
         base = norms + self.eps
@@ -100,11 +145,13 @@ SCALE_DOWN = Action()
 
 
 def split(numerator: float, denominator: float, power: float = 1.0) -> tuple[float, ...]:
-    """Return factors, one or two, whose product is ``(numerator / denominator) ** power``.
+    """Return factors whose product is ``(numerator / denominator) ** power``.
 
-    Two where one would leave the normal range of float32, which a product with an array in
-    two steps does not: a norm of 1e42 in float32 can be clipped to 1.
+    Several where one would leave the normal range of float32, which a product with an array in
+    as many steps does not: a norm of 1e42 in float32 can be clipped to 1.
     """
+    if not numerator:
+        return (0.0,)
     if power == 1.0 and 1e-30 < numerator < 1e30 and 1e-5 < denominator < 1e5:
         return (numerator / denominator,)
     m, e = math.frexp(numerator)
@@ -117,8 +164,11 @@ def split(numerator: float, denominator: float, power: float = 1.0) -> tuple[flo
         ratio, exponent = math.sqrt(ratio), exponent // 2
     if abs(exponent) < 120:
         return (math.ldexp(ratio, exponent),)
-    half = exponent // 2
-    return math.ldexp(ratio, half), math.ldexp(1.0, exponent - half)
+    pieces = 2 + abs(exponent) // 240
+    first = exponent // pieces
+    rest = [(exponent - first) // (pieces - 1)] * (pieces - 1)
+    rest[-1] += exponent - first - sum(rest)
+    return math.ldexp(ratio, first), *(math.ldexp(1.0, e) for e in rest)
 
 
 def scaled(

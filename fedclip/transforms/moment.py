@@ -26,6 +26,7 @@ __all__ = ["Centralizing", "Standardizing"]
 
 # Sums of float64 may overflow though no element does; 2^64 times smaller, they do not.
 _DOWN = 64
+_HIGH = 1e300
 
 
 def _mean(views: Sequence[HostView]) -> float:
@@ -181,7 +182,12 @@ class Standardizing(Transform):
             output[...] = 0
             return
         flat = output.reshape(-1)
+        # Near the largest float a difference overflows, and a quarter of it does not.
+        scale = 0.25 if deviation > _HIGH else 1.0
+        mean, divisor = scale * mean, scale * deviation + scale * self.eps
         for i, block in enumerate(blocks(view)):
+            if scale < 1.0:
+                np.multiply(block, scale, out=block)
             np.subtract(block, mean, out=block)
-            np.divide(block, deviation + self.eps, out=block)
+            np.divide(block, divisor, out=block)
             flat[i * CHUNK : i * CHUNK + block.size] = encode(block, output.dtype)

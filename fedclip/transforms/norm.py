@@ -21,17 +21,32 @@ Guarantees, for the L2 norm with ``eps = 0``
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from fedclip.arrays import NUMBER, NUMPY, Arena, Array, Views
-from fedclip.measures import UNCERTAINTY, Numbers, Order, degree, exact_norm, l2_norms, measure
+from fedclip.measures import (
+    MEANS,
+    UNCERTAINTY,
+    Numbers,
+    Order,
+    degree,
+    exact_norm,
+    l2_norms,
+    lowered,
+    measure,
+)
 from fedclip.rules import Rule, State
 from fedclip.scopes import Groups
 from fedclip.transforms.action import (
-    MARGIN,
+    FLOOR,
+    LARGEST,
     SCALE_DOWN,
+    SUBNORMAL,
     Action,
     Decision,
     multiplied,
@@ -44,7 +59,12 @@ __all__ = ["CLOSE", "NormClipping"]
 
 CLOSE = 2 * UNCERTAINTY["float32"]
 """How near to a limit, relatively, a norm has to be measured in float64."""
-_MEANS = ("rms", "mad", "std", "var")
+# Between which targets nothing can happen at either end of a dtype.
+_ENDS = {
+    np.dtype("uint16" if name == "bfloat16" else name): (FLOOR[name], LARGEST[name])
+    for name in FLOOR
+}
+_NOWHERE = (math.inf, 0.0)
 
 
 @dataclass(frozen=True)
@@ -81,7 +101,7 @@ class NormClipping(Transform):
         local = []
         for array, view in zip(arrays, views, strict=True):
             # A mean is over all elements of a sparse array, those that it does not hold too.
-            whole = backend.dense(array) if self.ord in _MEANS else array
+            whole = backend.dense(array) if self.ord in MEANS else array
             local.append(backend.to_host(whole) if view is None or whole is not array else view)
         norms = [measure([local[i] for i in m], self.ord) for m in gradient.groups.members]
         return norms[0] if len(norms) == 1 else np.array(norms)
@@ -143,6 +163,8 @@ class NormClipping(Transform):
         arrays, backend, views = gradient.arrays, gradient.backend, gradient.views
         power, arena = 1.0 / degree(self.ord), Arena(views.sizes)
         _, moved, target, base = decision
+        if not self._is_far(views, target):
+            target = self._within(gradient, decision)
         if len(gradient.groups) == 1 and not views.remote and len(views.dtypes) == 1:
             return multiplied(arrays, split(float(target), float(base), power), backend, arena)
         factors: dict[int, tuple[float, ...]] = {}
@@ -151,6 +173,45 @@ class NormClipping(Transform):
             if chosen:
                 factors.update(dict.fromkeys(members, split(top, bottom, power)))
         return scaled(arrays, factors, backend, arena)
+
+    def _is_far(self, views: Views, target: Any) -> bool:
+        """Whether targets are far from the ends of the dtypes, as they are but for extremes."""
+        raises = self.action.raises
+        if views.remote or (raises and self.ord in MEANS):
+            return False
+        ends = [_ENDS.get(dtype, _NOWHERE) for dtype in views.dtypes]
+        least, most = (target, target) if type(target) is float else (target.min(), target.max())
+        return all(low <= least and (most <= high or not raises) for low, high in ends)
+
+    def _within(self, gradient: Gradient, decision: Decision) -> Numbers:
+        """Return the targets, held to what the dtypes can represent."""
+        columns = [np.atleast_1d(column).tolist() for column in decision[1:]]
+        targets = []
+        for members, moved, target, base in zip(gradient.groups.members, *columns, strict=True):
+            targets.append(self._hold(gradient, members, target, base) if moved else target)
+        return targets[0] if len(targets) == 1 else np.array(targets)
+
+    def _hold(
+        self, gradient: Gradient, members: Sequence[int], target: float, base: float
+    ) -> float:
+        arrays = [gradient.arrays[i] for i in members]
+        dtypes = {gradient.backend.dtype(array) for array in arrays}
+        norm = base - self.action.eps
+        if target < max(FLOOR[dtype] for dtype in dtypes) and target:
+            # With eps, not the target is reached but less.
+            reached = target * (norm / base)
+            error = max(SUBNORMAL[dtype] for dtype in dtypes)
+            size = sum(math.prod(array.shape) for array in arrays)
+            low = float(lowered(self.ord, reached, size, error))
+            target = target * (low / reached) if reached else 0.0
+        if self.action.raises and target > norm:
+            largest = min(LARGEST[dtype] for dtype in dtypes)
+            local = gradient.local()
+            peak = measure([local[i] for i in members], "inf")
+            most = largest / peak if degree(self.ord) == 1 else (largest / peak) * (largest / peak)
+            if target / base > most:
+                target = base * most
+        return target
 
     # -- on a device, or in compiled code -----------------------------------------------------
     @property
@@ -165,23 +226,30 @@ class NormClipping(Transform):
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
         norms = xp.group_norms(arrays, groups.members)
         fine = xp.isfinite(norms)
-        finite = xp.all(fine)
+        finite = gradient.finite(norms)
         safe = xp.where(fine, norms, 0.0)
         limits, after = self.rule(safe, state, xp)
         after = type(state)(*(xp.where(finite, n, o) for o, n in zip(state, after, strict=True)))
         decision = self.action.decide(safe, limits, xp)
-        over, moved, ratio = decision.over, decision.moved, decision.ratio(xp)
-        if on_nonfinite == "propagate":
-            moved, ratio = moved | ~fine, xp.where(fine, ratio, norms * float("nan"))
+        over = decision.over
         outputs = list(arrays)
         if self.dry:
             return Outcome(outputs, after, norms, limits, over & finite, finite)
+        names = [xp.dtype(array) for array in arrays]
+        sizes: Sequence[Any] = ()
+        if "float16" in names:
+            sizes = [sum(xp.size(arrays[i]) for i in members) for members in groups.members]
+        keep = finite if on_nonfinite == "skip" else None
+        of_dtype: dict[str, Array] = {}
         for group, members in enumerate(groups.members):
-            for dtype in {xp.dtype(arrays[i]) for i in members}:
-                chosen = [i for i in members if xp.dtype(arrays[i]) == dtype]
-                k = xp.where(moved, ratio * (1.0 - MARGIN[dtype]), 1.0)[group]
-                keep = finite if on_nonfinite == "skip" else None
-                products = xp.rescale([arrays[i] for i in chosen], k, keep)
+            for dtype in {names[i] for i in members}:
+                if dtype not in of_dtype:
+                    k = decision.factors(safe, sizes, dtype, xp)
+                    if on_nonfinite == "propagate":
+                        k = xp.where(fine, k, norms * float("nan"))
+                    of_dtype[dtype] = k
+                chosen = [i for i in members if names[i] == dtype]
+                products = xp.rescale([arrays[i] for i in chosen], of_dtype[dtype][group], keep)
                 for i, output in zip(chosen, products, strict=True):
                     outputs[i] = output
         return Outcome(outputs, after, norms, limits, over & finite, finite)

@@ -54,6 +54,10 @@ def _recall(name: str, view: HostView, kept: Statistics) -> dict[str, Any]:
             f"the state of {name!r} is of shape {past.shape}, its gradient of {view.shape}: "
             "load the state of this model, or none"
         )
+    if wide.itemsize < past.itemsize:
+        # What a wider gradient has left may be beyond a narrower one.
+        top = float(np.finfo(np.float32).max)
+        past = np.clip(past, -top, top)
     return {"past": past.astype(wide, order="C", copy=False), "count": count}
 
 

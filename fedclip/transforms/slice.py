@@ -23,10 +23,19 @@ from typing import Any
 import numpy as np
 
 from fedclip.arrays import NUMPY, Array, Backend
-from fedclip.measures import Float64, Numbers, Order, degree, slice_measures
+from fedclip.measures import (
+    MEANS,
+    Float64,
+    Numbers,
+    Order,
+    all_finite,
+    degree,
+    lowered,
+    slice_measures,
+)
 from fedclip.rules import State
 from fedclip.scopes import check_scope
-from fedclip.transforms.action import MARGIN, SCALE_DOWN, Action
+from fedclip.transforms.action import FLOOR, LARGEST, MARGIN, SCALE_DOWN, SUBNORMAL, Action
 from fedclip.transforms.base import Gradient, Outcome, Transform
 
 __all__ = ["SliceClipping", "check_dims", "spanned"]
@@ -103,6 +112,9 @@ class SliceClipping(Transform):
             axes = self.axes(local.shape)
             if axes is not None:
                 parts.append(slice_measures(np.atleast_1d(local), axes, self.ord).ravel())
+            elif not all_finite([local]):
+                # Of what is left alone, nothing but this.
+                parts.append(np.array([math.nan]))
         return np.concatenate(parts)
 
     def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
@@ -129,30 +141,43 @@ class SliceClipping(Transform):
             if ratios[most] > excess[group]:
                 excess[group] = ratios[most]
                 worst[group], limits[group] = norms[most], limit[most]
-            factors = self._factors(norms, limit, MARGIN[backend.dtype(array)])
+            factors = self._factors(norms, limit, gradient, i)
             if (factors != 1.0).any():
                 outputs[i] = self._scale(backend.dense(array), factors, backend)
         changed = any(new is not old for new, old in zip(outputs, arrays, strict=True))
         clipped = worst + self.action.eps > limits
         return Outcome(outputs if changed else None, state, worst, limits, clipped)
 
-    def _factors(self, norms: Float64, limit: Float64, margin: float) -> Float64:
+    def _factors(self, norms: Float64, limit: Float64, gradient: Gradient, i: int) -> Float64:
+        """Return a factor for each slice of an array, which keeps to what the dtype can hold."""
+        dtype = gradient.backend.dtype(gradient.arrays[i])
         decision = self.action.decide(norms, limit, NUMPY)
         # A ratio beyond float64 is as large as it can be.
         k = np.minimum(decision.ratio(NUMPY), np.finfo(np.float64).max)
+        if np.any(decision.target < FLOOR[dtype]):
+            reached = k * norms
+            size = math.prod(gradient.arrays[i].shape) // norms.size
+            low = lowered(self.ord, reached, size, SUBNORMAL[dtype])
+            k = np.where(reached > 0, low / np.where(reached > 0, reached, 1.0), 1.0) * k
         k = k ** (1.0 / degree(self.ord))
-        return np.where(decision.moved & (k != 1.0), k * (1.0 - margin), 1.0)
+        far = self.ord not in MEANS and np.all(decision.target <= LARGEST[dtype])
+        if self.action.raises and not far:
+            view = np.atleast_1d(gradient.dense()[i])
+            axes = self.axes(view.shape)
+            peaks = slice_measures(view, axes or (), "inf")
+            k = np.minimum(k, LARGEST[dtype] / np.where(peaks > 0, peaks, 1.0))
+        return np.where(decision.moved & (k != 1.0), k * (1.0 - MARGIN[dtype]), 1.0)
 
     @staticmethod
     def _scale(array: Array, factors: Any, backend: Backend) -> Array:
+        factors = factors.reshape(factors.shape if tuple(array.shape) else ())
         # In two steps where a factor would leave the normal range of float32.
         exponents = np.frexp(factors)[1]
         if np.abs(exponents).max() >= 120:
             half = exponents // 2
-            array = backend.scale_slices(array, np.ldexp(1.0, half).reshape(factors.shape))
+            array = backend.scale_slices(array, np.ldexp(1.0, half))
             factors = np.ldexp(factors, -half)
-        shape = factors.shape if tuple(array.shape) else ()
-        return backend.scale_slices(array, factors.reshape(shape))
+        return backend.scale_slices(array, factors)
 
     # -- on a device, or in compiled code -----------------------------------------------------
     @property
@@ -169,22 +194,24 @@ class SliceClipping(Transform):
             return super().device_step(gradient, state, on_nonfinite)
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
         norms: dict[int, Array] = {}
+        alone = []
         for i, array in enumerate(arrays):
             axes = self.axes(tuple(array.shape))
             if axes is not None:
                 norms[i] = xp.slice_norms(array if len(array.shape) else array[None], axes)
-        finite = xp.asarray([1.0], like=arrays[0])[0] > 0
-        for sizes in norms.values():
-            finite = finite & xp.all(xp.isfinite(sizes))
+            else:
+                alone.append(array)
+        # Of what is left alone, it only counts whether it is finite.
+        others = [xp.group_norms(alone, [range(len(alone))])] if alone else []
+        finite = gradient.finite(*norms.values(), *others)
         outputs = list(arrays)
         worst = [xp.asarray([0.0], like=arrays[0])[0] for _ in groups.labels]
         limits = [xp.asarray([math.inf], like=arrays[0])[0] for _ in groups.labels]
         for i, sizes in norms.items():
             array, group = arrays[i], groups.index[i]
             limit = (self.limit[i] if isinstance(self.limit, tuple) else self.limit) + 0.0 * sizes
-            decision = self.action.decide(sizes, limit, xp)
-            k = decision.ratio(xp) * (1.0 - MARGIN[xp.dtype(array)])
-            k = xp.where(decision.moved, k, 1.0)
+            count = math.prod(array.shape) // math.prod(sizes.shape)
+            k = self.action.decide(sizes, limit, xp).factors(sizes, [count], xp.dtype(array), xp)
             if on_nonfinite == "propagate":
                 k = xp.where(xp.isfinite(sizes), k, float("nan") * sizes)
             output = xp.multiply_slices(array if len(array.shape) else array[None], k)

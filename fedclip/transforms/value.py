@@ -87,7 +87,7 @@ class ValueClipping(Transform):
         lows, highs = xp.group_extremes(arrays, groups.members)
         least = xp.asarray(self.lows, like=arrays[0])
         most = xp.asarray(self.highs, like=arrays[0])
-        finite = xp.all(xp.isfinite(lows) & xp.isfinite(highs))
+        finite = gradient.finite(lows, highs)
         clipped = ((lows < least) | (highs > most)) & finite
         outputs = list(arrays)
         for group, members in enumerate(groups.members):

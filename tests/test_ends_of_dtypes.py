@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds at both ends of each dtype: products that become subnormal, and those that overflow."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import each_framework, needs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedclip import EmaValueClip, Normalize, NormClip, Standardize
+from fedclip.measures import measure
+from fedclip.testing import to_numpy, to_vector
+
+LEAST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 5e-324}
+
+
+def length(arrays: dict[str, Any]) -> float:
+    return math.sqrt(math.fsum(float(x) * float(x) for a in arrays.values() for x in a.ravel()))
+
+
+@each_framework()
+@pytest.mark.parametrize("dtype", LEAST)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_no_output_that_becomes_subnormal_is_above_its_limit(
+    framework: str, dtype: str, size: int
+) -> None:
+    if framework == "numpy" and dtype == "bfloat16":
+        pytest.skip("NumPy has no bfloat16")
+    needs(framework)
+    rng = np.random.default_rng(size)
+    for times in (0.3, 1.0, 3.7, 40.0, 900.0):
+        limit = max(times * LEAST[dtype], 5e-324)
+        for values in (np.full(size, 0.5), rng.uniform(0.1, 1.0, size)):
+            output = NormClip(limit).run(to_vector({"w": values}, framework, dtype))
+            assert length(to_numpy(output)) <= limit * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("ord", [0.5, 1, 2, 3, "inf", "rms", "mad", "std"])
+@pytest.mark.parametrize("dims", [None, 1])
+def test_limits_of_all_orders_hold_among_subnormals(ord: Any, dims: int | None) -> None:
+    values = np.random.default_rng(1).standard_normal((20, 500)).astype(np.float16)
+    limit = 1e-6 * measure([values[0]], ord)
+    output = NormClip(limit, ord=ord, dims=dims).run(to_vector({"w": values}, dtype="float16"))
+    rows = to_numpy(output)["w"] if dims == 1 else [to_numpy(output)["w"]]
+    assert max(measure([row], ord) for row in rows) <= limit * (1 + 1e-9)
+
+
+def test_eps_above_the_norm_shortens_subnormals_too() -> None:
+    clipped = NormClip(1e-3).run(to_vector({"w": np.full(10**6, 0.5)}, dtype="float16"))
+    after = Normalize(1.0, eps=1.0).run(clipped)
+    assert length(to_numpy(after)) <= length(to_numpy(clipped))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.floats(-1e4, 1e4, width=16), min_size=1, max_size=30),
+    st.floats(1e-8, 1e3),
+)
+def test_half_precision_keeps_to_any_limit(values: list[float], limit: float) -> None:
+    output = NormClip(limit).run(to_vector({"w": np.array(values)}, dtype="float16"))
+    assert length(to_numpy(output)) <= limit * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("dims", [None, 0])
+@pytest.mark.parametrize("ord", [2, "inf", "rms", "std"])
+def test_what_is_scaled_up_stays_finite_and_keeps_its_direction(ord: Any, dims: Any) -> None:
+    values = np.array([1.0, 2.0, -4.0])
+    for clipper in (Normalize(1e6, ord=ord, dims=dims), NormClip(None, min_norm=1e6, ord=ord)):
+        output = to_numpy(clipper.run(to_vector({"w": values}, dtype="float16")))["w"]
+        np.testing.assert_allclose(output / output[0], values, rtol=2e-3)
+        assert 6e4 < np.abs(output).max() <= 65504
+
+
+def test_a_factor_of_two_thousand_powers_of_two() -> None:
+    output = Normalize(1e300).run(to_vector({"w": np.array([5e-324])}))
+    assert to_numpy(output)["w"][0] == pytest.approx(1e300, rel=1e-12)
+
+
+def test_deviations_near_the_largest_float() -> None:
+    output = Standardize().run(to_vector({"w": np.array([1e308, -1e308, 1e308])}))
+    np.testing.assert_allclose(to_numpy(output)["w"], [3**-0.5, -2 * 3**-0.5, 3**-0.5])
+
+
+def test_what_a_wider_gradient_left_behind_is_no_infinity_for_a_narrower_one() -> None:
+    clip = EmaValueClip(0.5)
+    clip.run(to_vector({"w": np.array([1e300])}))
+    clip.run(to_vector({"w": np.array([1.0])}, dtype="float32"))
+    assert np.isfinite(clip.get_state()["arrays"]["w"]["past"]).all()
+    clip.set_state(clip.get_state())
+
+
+def test_groups_near_the_largest_float_have_a_finite_record() -> None:
+    clip = NormClip(1.0, scope="tensor")
+    clip.run(to_vector({"a": np.array([1.5e308]), "b": np.array([1.5e308])}))
+    clip.set_state(clip.get_state())
+    assert clip.rounds[0].norm_max == pytest.approx(np.finfo(np.float64).max)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A module that several threads share counts each step once, and can be copied and pickled."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from declearn.model.sklearn import NumpyVector
+from helpers import SPECIMENS, Specimen, run, specimens
+
+from fedclip import AGC, NormClip, ZScoreClip
+from fedclip.testing import gradient_stream
+
+
+@pytest.mark.parametrize("cls", [NormClip, ZScoreClip])
+def test_steps_of_all_threads_are_counted_once(cls: type) -> None:
+    clip = cls()
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(500):
+            clip.run(NumpyVector({"w": rng.standard_normal(3)}))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert sum(record.steps for record in clip.rounds) == 2000
+    if cls is ZScoreClip:
+        assert clip.get_state()["groups"]["all"]["count"] == 2000
+
+
+def test_each_thread_clips_by_its_own_weights() -> None:
+    agc = AGC(1.0, unit="tensor")
+    gradient = NumpyVector({"w": np.array([1e3])})
+
+    def work(size: float) -> set[float]:
+        weights = NumpyVector({"w": np.array([size])})
+        return {round(float(agc.run(gradient, weights).coefs["w"][0]), 3) for _ in range(300)}
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, [1.0, 2.0, 3.0, 4.0])) == [{1.0}, {2.0}, {3.0}, {4.0}]
+
+
+@specimens(SPECIMENS)
+def test_a_copy_goes_on_by_itself(specimen: Specimen) -> None:
+    clipper = specimen.make()
+    run(clipper, gradient_stream(2))
+    for other in (copy.deepcopy(clipper), pickle.loads(pickle.dumps(clipper))):
+        assert other.get_config() == clipper.get_config()
