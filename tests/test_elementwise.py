@@ -628,3 +628,28 @@ def test_the_data_is_read_three_times_at_most(name: str, monkeypatch: pytest.Mon
         clipper.run(NumpyVector({"w": step}))
         # The product, where there is one, is NumPy's own, and one more.
         assert step.size < read <= 2.3 * step.size
+
+
+@each_framework()
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("low", "high"), [(-np.inf, 0.5), (-0.25, np.inf), (-np.inf, -1.5), (2.0, np.inf)]
+)
+def test_a_box_may_be_open_on_one_side(framework: str, dtype: str, low: float, high: float) -> None:
+    values = np.array([-3e30, -1.0, -0.25, 0.0, 0.5, 7.0, 2e30], dtype=dtype)
+    clip = ValueClip(high, min_value=low)
+    out = to_numpy(clip.run(to_vector({"w": values}, framework)))["w"]
+    np.testing.assert_array_equal(out, np.clip(values, low, high))
+    assert clip.last.limit == (abs(low if np.isfinite(low) else high),)
+    assert clip.last.clipped == (True,)
+    assert clip.l2_bound({"w": (7,)}) is None
+    again = ValueClip.from_config(clip.get_config())
+    assert (again.min_value, again.max_value) == (low, high)
+
+
+def test_a_box_that_is_open_on_both_sides_is_refused() -> None:
+    with pytest.raises(ValueError, match="limits nothing: give one of them a finite number"):
+        ValueClip(np.inf, min_value=-np.inf)
+    for wrong in ({"max_value": -np.inf}, {"max_value": np.inf}, {"min_value": np.inf}):
+        with pytest.raises(ValueError, match="must be a finite number"):
+            ValueClip(**wrong)

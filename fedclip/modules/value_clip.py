@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
@@ -30,9 +31,10 @@ class ValueClip(Clipper):
     Parameters
     ----------
     max_value : float, default=1.0
-        Largest element, in the units of the gradient; > 0 unless `min_value` is given.
+        Largest element, in the units of the gradient; > 0 unless `min_value` is given, with which
+        it may be infinity: no limit above.
     min_value : float or None, default=None
-        Smallest element, <= `max_value`; None means ``-max_value``.
+        Smallest element, <= `max_value`; None means ``-max_value``, minus infinity no limit below.
 
     Raises
     ------
@@ -44,7 +46,8 @@ class ValueClip(Clipper):
     -----
     Guarantees: no element of the output lies outside the limits; the same Vector comes back if
     none did before; it is the Euclidean projection on a box, hence idempotent and
-    non-expansive. For d elements the L2 norm of the output is at most ``max_value * sqrt(d)``.
+    non-expansive. For d elements the L2 norm of the output is at most ``max_value * sqrt(d)``;
+    with a limit on one side only there is no bound.
     Rows of an IndexedSlices that repeat are added up before they are clipped.
     There is no state but the records of past rounds, whose "norm" is the largest absolute
     element.
@@ -78,8 +81,13 @@ class ValueClip(Clipper):
             self.min_value = None
             self.max_value = parameters.positive(max_value=max_value)
         else:
-            self.min_value = parameters.number("a finite number", min_value=min_value)
-            self.max_value = parameters.number("a finite number", max_value=max_value)
+            self.min_value = _end(-math.inf, min_value=min_value)
+            self.max_value = _end(math.inf, max_value=max_value)
+            if math.isinf(self.min_value) and math.isinf(self.max_value):
+                raise ValueError(
+                    "min_value=-inf with max_value=inf limits nothing: give one of them a finite "
+                    "number, or use 'no-op'"
+                )
             if self.min_value > self.max_value:
                 raise ValueError(
                     f"min_value must be <= max_value, got {min_value!r} > {max_value!r}"
@@ -102,3 +110,11 @@ class ValueClip(Clipper):
         table = self.scope if isinstance(self.scope, Mapping) else {}
         own = {g: table[label] for g, label in enumerate(groups.labels) if label in table}
         return self._box(len(groups), own)
+
+
+def _end(open_end: float, **values: Any) -> float:
+    """Return the one keyword value as a finite float, or the infinity at its own end."""
+    (value,) = values.values()
+    if isinstance(value, float) and value == open_end:
+        return open_end
+    return parameters.number(f"a finite number, or {open_end}", **values)

@@ -239,6 +239,9 @@ def box(clipper: Any, context: Context) -> Map:
     # A box around 0 shortens; another one moves 0 itself.
     growth = 1.0 if low <= 0.0 <= high else math.inf
     result = Map(clipper.name, lipschitz=1.0, growth=growth, finite=finite)
+    if math.isinf(high - low):
+        side = "above" if math.isinf(high) else "below"
+        return replace(result, unbounded=f"there is no limit {side}")
     if alone or not finite:
         return replace(result, unbounded=alone or _NAN)
     bound = math.inf

@@ -12,10 +12,11 @@ the array's dtype, so that they hold exactly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ def value_ranges(gradient: Gradient) -> Float64:
 @lru_cache(maxsize=1024)
 def _inwards(limit: float, dtype: np.dtype[Any], up: bool) -> float:
     """Return the nearest number of the dtype that is not below (up) or above the limit."""
+    if math.isinf(limit):
+        return limit
     near = encode(np.array([limit]), dtype, towards_zero=True)
     if float(decode(near)[0]) != limit and (limit > 0) == up:
         near.view(f"u{near.itemsize}")[...] += 1
@@ -46,10 +49,16 @@ def _inwards(limit: float, dtype: np.dtype[Any], up: bool) -> float:
 
 @dataclass(frozen=True)
 class ValueClipping(Transform):
-    """A box for each group: ``[low, high]``, in the order of the groups."""
+    """A box for each group: ``[low, high]``, in the order of the groups; one side may be open."""
 
     lows: tuple[float, ...]
     highs: tuple[float, ...]
+
+    @cached_property
+    def limits(self) -> Float64:
+        """For the record: the largest absolute value that is limited at all."""
+        ends = np.abs([self.lows, self.highs])
+        return np.asarray(np.max(ends, axis=0, where=np.isfinite(ends), initial=0.0))
 
     # -- on the host --------------------------------------------------------------------------
     def measure(self, gradient: Gradient) -> Float64:
@@ -72,8 +81,7 @@ class ValueClipping(Transform):
                 clipped[group] = True
         arena = Arena(gradient.views.sizes)
         outputs = replaced(arrays, boxes, lambda some, box: backend.clip(some, *box[1:], arena))
-        limits = np.maximum(np.negative(self.lows), self.highs)
-        return Outcome(outputs if clipped.any() else None, state, largest, limits, clipped)
+        return Outcome(outputs if clipped.any() else None, state, largest, self.limits, clipped)
 
     # -- on a device, or in compiled code -----------------------------------------------------
     @property
@@ -98,7 +106,8 @@ class ValueClipping(Transform):
             for i, output in zip(members, boxed, strict=True):
                 outputs[i] = output
         norms = xp.maximum(-lows, highs)
-        return Outcome(outputs, state, norms, xp.maximum(-least, most), clipped, finite)
+        limits = xp.asarray(self.limits, like=arrays[0])
+        return Outcome(outputs, state, norms, limits, clipped, finite)
 
 
 @dataclass(frozen=True)
