@@ -308,6 +308,28 @@ def test_without_packages_samples_are_refused_or_left_to_another(
     assert epsilon([Release(1.0)], 1e-5) > 0
 
 
+@pytest.mark.parametrize(
+    ("release", "options", "text"),
+    [
+        (Release(0.0), {}, "noise_multiplier must be"),
+        (Release(math.nan), {}, "noise_multiplier must be"),
+        (Release(1.0, -1), {}, "steps must be an int >= 1"),
+        (Release(1.0, 1, 0.0), {}, "sampling must be"),
+        (Release(1.0, 1, 1.5), {}, "sampling must be"),
+        (Release(1.0), {"delta": 0.0}, "delta must be"),
+        (Release(1.0), {"relation": "replace"}, "relation must be one of"),
+    ],
+)
+def test_what_can_not_be_accounted(release: Release, options: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        epsilon([release], **{"delta": 1e-5, **options})
+    if release.noise_multiplier == 1.0:
+        with pytest.raises(ValueError, match=text):
+            noise_multiplier(
+                1.0, steps=release.steps, sampling=release.sampling, **{"delta": 1e-5, **options}
+            )
+
+
 def test_gdp_is_no_accountant() -> None:
     """Opacus' central limit theorem gives less than the truth."""
     with pytest.raises(ValueError, match="accountant must be one of 'closed form', 'pld'"):

@@ -43,6 +43,7 @@ from fedclip.privacy.gaussian import epsilon_of, mu_of
 
 __all__ = [
     "ACCOUNTANTS",
+    "RELATIONS",
     "Accountant",
     "Release",
     "default_bits_noise",
@@ -50,6 +51,9 @@ __all__ = [
     "noise_multiplier",
     "split_noise",
 ]
+
+RELATIONS = ("add-remove", "replace-one")
+"""Which data sets are neighbours: one has a record more; or one record is another one."""
 
 ACCOUNTANTS = ("closed form", "pld", "prv", "rdp")
 """Upper bounds on epsilon, the tightest first; the first does without sampling only."""
@@ -109,18 +113,35 @@ def epsilon(
     ------
     ModuleNotFoundError
         If none that can do it is installed.
-    ValueError
-        If the one that is asked for can not do it.
+    TypeError, ValueError
+        If a parameter is not as above, or the accountant that is asked for can not do it.
     """
+    delta = parameters.unit_interval(delta=delta)
+    parameters.choice(RELATIONS, relation=relation)
     merged: dict[tuple[float, float], int] = {}
-    for z, steps, sampling in releases:
-        merged[z, sampling] = merged.get((z, sampling), 0) + steps
-    spent = tuple(sorted(Release(z, n, q) for (z, q), n in merged.items() if n and q))
+    for release in releases:
+        if release.steps:
+            z, steps, sampling = _checked(release)
+            merged[z, sampling] = merged.get((z, sampling), 0) + steps
+    spent = tuple(sorted(Release(z, n, q) for (z, q), n in merged.items()))
     if not spent:
         return 0.0
     if accountant is None:
         accountant = _tightest(all(r.sampling == 1.0 for r in spent), relation)
     return _epsilon(spent, delta, relation, parameters.choice(ACCOUNTANTS, accountant=accountant))
+
+
+def _checked(release: Release) -> Release:
+    return Release(
+        parameters.positive(noise_multiplier=release.noise_multiplier),
+        parameters.integer(1, steps=release.steps),
+        _probability(release.sampling),
+    )
+
+
+def _probability(sampling: Any) -> float:
+    """Return a probability above 0; 1, for all that there are, is one."""
+    return 1.0 if sampling == 1 else parameters.unit_interval(sampling=sampling)
 
 
 @lru_cache(maxsize=4096)
@@ -140,7 +161,18 @@ def noise_multiplier(
         The budget: epsilon above 0, delta in (0, 1).
     steps, sampling, relation
         As in `Release` and `epsilon`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a parameter is not as above.
+    ModuleNotFoundError
+        If records are sampled, and no accountant that can do it is installed.
     """
+    epsilon = parameters.positive(epsilon=epsilon)
+    delta = parameters.unit_interval(delta=delta)
+    parameters.choice(RELATIONS, relation=relation)
+    _, steps, sampling = _checked(Release(1.0, steps, sampling))
     mu = mu_of(epsilon, delta) / (2.0 if relation == "replace-one" else 1.0)
     # Rounded up: the closed form is exact to 13 digits. Enough for any sampling, too.
     high = math.sqrt(steps) / mu * (1.0 + 1e-9)
@@ -356,7 +388,7 @@ class Accountant:
                     Release(
                         parameters.positive(noise=z),
                         parameters.integer(1, rounds=steps),
-                        1.0 if sampling == 1.0 else parameters.unit_interval(sampling=sampling),
+                        _probability(sampling),
                     )
                 )
             except (TypeError, ValueError) as exc:

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 
 from fedclip import parameters
 from fedclip.privacy.accounting import (
+    RELATIONS,
     Release,
     default_bits_noise,
     epsilon,
     noise_multiplier,
     split_noise,
 )
-from fedclip.privacy.sensitivity import RELATIONS
 
 __all__ = ["Plan", "plan"]
 

@@ -20,13 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedclip import parameters
+from fedclip.privacy.accounting import RELATIONS
 from fedclip.privacy.lengths import COARSEST, number, outwards
 from fedclip.privacy.maps import Map
 
 __all__ = ["RELATIONS", "Analysis", "compose"]
-
-RELATIONS = ("add-remove", "replace-one")
-"""Which data sets are neighbours: one has a record more; or one record is another one."""
 
 _PLACES = ("record", "aggregate")
 

@@ -19,7 +19,16 @@ __all__ = ["OLDEST_DECLEARN", "catalogue", "fits", "is_ours", "versions"]
 
 OLDEST_DECLEARN = (2, 9, 1)
 
-FRAMEWORKS = ("torch", "tensorflow", "jax", "scikit-learn", "opacus", "matplotlib", "websockets")
+FRAMEWORKS = (
+    "torch",
+    "tensorflow",
+    "jax",
+    "scikit-learn",
+    "opacus",
+    "dp-accounting",
+    "matplotlib",
+    "websockets",
+)
 
 
 def is_ours(cls: type) -> bool:

@@ -103,8 +103,8 @@ def _central(module: Any, server: Sequence[Any], rounds: Any) -> Iterator[Found]
 
 
 def _tells(plugin: Any) -> bool:
-    """Whether a module of the server sends clients what it has learnt from them."""
-    return is_shared(plugin) or plugin.name == "scaffold-server"
+    """Whether a module of the server sends clients what it may have learnt from them."""
+    return bool(getattr(plugin, "aux_name", None)) and plugin.name != "update-clip-server"
 
 
 def _absurd(spent: float, what: str, section: str) -> Iterator[Found]:
