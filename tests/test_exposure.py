@@ -11,8 +11,17 @@ from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 
 from fedclip import UpdateClipServer, ZScoreClip
+from fedclip.federation.update.coupling import OPENED, SERVER
 from fedclip.modules import ZScoreClipServer
 from fedclip.tools.check import Check, check_config
+
+
+@pytest.fixture(autouse=True)
+def _no_round_left_open() -> Any:
+    yield
+    for variable in (OPENED, SERVER):
+        variable.set(None)
+
 
 NOISE = '["update-clip-server", {{noise_multiplier = 5.0, expected_clients = 10{}}}]'
 RUN = """

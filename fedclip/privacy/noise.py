@@ -96,10 +96,12 @@ def noised(values: Float64, std: float, normals: Normals) -> Float64:
     # A power of two, by which one divides and multiplies without rounding.
     grid = math.ldexp(1.0, max(math.frexp(std)[1] - 31, -1074))
     with np.errstate(over="ignore"):
-        whole = result / grid
-    # From 2^52 on they are whole already; and may be too large.
-    np.copyto(result, np.rint(whole) * grid, where=np.abs(whole) < 2.0**52)
-    return result
+        rounded: Float64 = np.asarray(result / grid)
+    np.rint(rounded, out=rounded)
+    np.multiply(rounded, grid, out=rounded)
+    # Of what is too large to be counted in steps of the grid, all floats are multiples of it.
+    np.copyto(rounded, result, where=np.isinf(rounded))
+    return rounded
 
 
 def add_noise(arrays: Mapping[str, Array], std: float, normals: Normals) -> dict[str, Array]:
