@@ -47,9 +47,17 @@ def _peer(peer: str, *classes: str, **parameters: Any) -> Callable[[_Build], _Bu
     return enter
 
 
+_KINDS = {"agc": "regularizer", "clipped-averaging": "aggregator"}
+
+
 def _to(name: str, *notes: str | None, **config: Any) -> _Translation:
-    kind = "regularizer" if name == "agc" else "module"
+    kind = _KINDS.get(name, "module")
     return _Translation(kind, name, config, [note for note in notes if note])
+
+
+def _noted(translation: _Translation, *notes: str | None) -> _Translation:
+    """Return a translation with further notes."""
+    return translation._replace(notes=[*translation.notes, *filter(None, notes)])
 
 
 def translate(peer: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
@@ -67,7 +75,7 @@ def translate(peer: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str,
     Returns
     -------
     kind : str
-        "module" or "regularizer": where declearn's `Optimizer` takes it.
+        "module" or "regularizer", where declearn's `Optimizer` takes it, or "aggregator".
     name : str
         Registered name of our clipper.
     config : dict
@@ -76,8 +84,8 @@ def translate(peer: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str,
     Raises
     ------
     ValueError
-        If peer, class, parameter, or the word given for a parameter is not known, or a
-        parameter without a default is missing.
+        If peer, class, parameter, or the word given for a parameter is not known, a parameter
+        without a default is missing, or something else stands where a number has to.
 
     Examples
     --------
@@ -133,7 +141,25 @@ def _translation(peer: str, cls: str, config: Mapping[str, Any]) -> _Translation
     missing = [key for key, value in values.items() if value is _REQUIRED]
     if missing:
         raise ValueError(f"{cls} of {peer} needs {', '.join(map(repr, missing))}")
-    return entry.build(values)
+    for key, value in config.items():
+        default = entry.parameters[key]
+        if default is not None and _is_number(default, key) and not _is_number(value, key):
+            raise ValueError(f"{key} of {cls} must be a number, got {value!r:.80}")
+    try:
+        return entry.build(values)
+    except TypeError as exc:
+        raise ValueError(f"{cls} of {peer} takes no such value: {exc}") from exc
+
+
+# Orders of a norm are words as well as numbers.
+_WORDS = ("ord", "norm_type")
+
+
+def _is_number(value: Any, key: str) -> bool:
+    """Whether a value, or a default, is of a parameter that takes numbers, or None, only."""
+    if value is _REQUIRED or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return key not in _WORDS
+    return value is None
 
 
 def _unknown(what: str, given: object, allowed: Mapping[str, Any]) -> str:
@@ -291,17 +317,17 @@ def _smart_zscore(c: dict[str, Any]) -> _Translation:
     )
 
 
-@_peer(
-    "smartclip",
-    "AutoClip",
-    mode="auto",
-    percentile=95.0,
-    history="ema",
-    ema_decay=0.99,
-    window_size=1024,
-    guard_nans=True,
-    **_GATE,
-)
+_AUTO: dict[str, Any] = {
+    "mode": "auto",
+    "percentile": 95.0,
+    "history": "ema",
+    "ema_decay": 0.99,
+    "window_size": 1024,
+    "guard_nans": True,
+}
+
+
+@_peer("smartclip", "AutoClip", **_AUTO, **_GATE)
 def _smart_auto(c: dict[str, Any]) -> _Translation:
     if _word("mode", c["mode"], {"auto": "auto", "percentile": "percentile"}) == "auto":
         note = "the median is the published P2 estimate; smartclip's lacks a division"
@@ -351,6 +377,33 @@ def _smart_agc(c: dict[str, Any]) -> _Translation:
     )
 
 
+# On TensorFlow, smartclip takes each tensor by itself also where layers are asked for.
+_TF_SCOPES = {"global": "global", "per_layer": "per_param", "per_param": "per_param"}
+
+
+def _on_tensorflow(c: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    scope = _word("scope", c["scope"], _TF_SCOPES)
+    note = None
+    if scope == "global":
+        note = (
+            "the warm-up lasts as many calls as it is set to; smartclip's TensorFlow backend also "
+            "counts each tensor, so that its own is shorter, and its last call may clip by tensor"
+        )
+    return {**c, "scope": scope}, note
+
+
+@_peer("smartclip-tf", "ZScoreClip", zmax=3.0, ema_decay=0.99, guard_nans=True, **_GATE)
+def _smart_tf_zscore(c: dict[str, Any]) -> _Translation:
+    config, note = _on_tensorflow(c)
+    return _noted(_smart_zscore(config), note)
+
+
+@_peer("smartclip-tf", "AutoClip", **_AUTO, **_GATE)
+def _smart_tf_auto(c: dict[str, Any]) -> _Translation:
+    config, note = _on_tensorflow(c)
+    return _noted(_smart_auto(config), note)
+
+
 @_peer("smartclip-tf", "AGC", scope="per_layer", warmup_steps=0, min_history=0, **_AGC)
 def _smart_tf_agc(c: dict[str, Any]) -> _Translation:
     whole = _word("scope", c["scope"], _SCOPES) == "global"
@@ -375,7 +428,29 @@ def _zero_weights(c: dict[str, Any]) -> str | None:
 
 
 # -- torchzero --------------------------------------------------------------------------------
-_DIMS: dict[str, Any] = {"ord": 2, "dim": None, "inverse_dims": False, "min_size": 1}
+# What its earlier versions called by other names, or had besides.
+_TARGET: dict[str, Any] = {"target": "update"}
+_TENSORWISE: dict[str, Any] = {"tensorwise": True, "parameterwise": None, **_TARGET}
+
+
+def _target_note(c: dict[str, Any]) -> str | None:
+    first = "target='grad' clips the gradient itself: put this first among the modules"
+    note: str | None = _word("target", c["target"], {"update": None, "grad": first})
+    return note
+
+
+def _tensorwise(c: dict[str, Any]) -> str:
+    old = c["parameterwise"]
+    return "tensor" if (c["tensorwise"] if old is None else old) else "global"
+
+
+_DIMS: dict[str, Any] = {
+    "ord": 2,
+    "dim": None,
+    "inverse_dims": False,
+    "min_size": 1,
+    **_TARGET,
+}
 
 
 def _spanned(c: dict[str, Any]) -> dict[str, Any] | None:
@@ -384,6 +459,8 @@ def _spanned(c: dict[str, Any]) -> dict[str, Any] | None:
     if isinstance(dim, str):
         return _word("dim", dim, {"global": {"scope": "global"}})  # type: ignore[no-any-return]
     dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    if dims is not None and not all(type(d) is int for d in dims):
+        raise ValueError(f"dim must be an int, a list of ints or 'global', got {dim!r:.80}")
     inverse, min_size = c["inverse_dims"], c["min_size"]
     if (dims is None and inverse) or (dims == [] and not inverse):
         return None
@@ -413,7 +490,7 @@ _MEASURES = {
 def _measured(name: str, c: dict[str, Any], **config: Any) -> _Translation:
     """Translate what measures along dims; `config` holds the limits."""
     ord, spanned = _order(c["ord"]), _spanned(c)
-    notes = [*_dims_notes(c), _MEASURES.get(ord)]
+    notes = [*_dims_notes(c), _MEASURES.get(ord), _target_note(c)]
     if spanned is None or ord == 0:
         empty = None if spanned else "no dims are left to measure along: nothing is clipped"
         return _to("no-op", *notes, empty)
@@ -439,40 +516,54 @@ def _tz_normalize(c: dict[str, Any]) -> _Translation:
     return _measured("normalize", c, norm=c["norm_value"])
 
 
-@_peer("torchzero", "ClipValue", "clip_grad_value_", value=_REQUIRED)
+@_peer("torchzero", "ClipValue", "clip_grad_value_", value=_REQUIRED, **_TARGET)
 def _tz_clip_value(c: dict[str, Any]) -> _Translation:
-    return _to("value-clip", max_value=c["value"])
+    return _to("value-clip", _target_note(c), max_value=c["value"])
 
 
-@_peer("torchzero", "Centralize", dim=None, inverse_dims=False, min_size=2)
+@_peer("torchzero", "Centralize", dim=None, inverse_dims=False, min_size=2, **_TARGET)
 def _tz_centralize(c: dict[str, Any]) -> _Translation:
     spanned = _spanned(c)
     if spanned is None:
         return _to("no-op", "no dims are left to average along: nothing is changed")
     # Over all tensors together, torchzero has no smallest size.
-    return _to("centralize", *_dims_notes(c), **{"min_size": 1, **spanned})
+    notes = [*_dims_notes(c), _target_note(c)]
+    return _to("centralize", *notes, **{"min_size": 1, **spanned})
 
 
 _BY_EMA: dict[str, Any] = {
     "beta": 0.99,
     "ord": 2,
-    "tensorwise": True,
     "max_ema_growth": 1.5,
     "init": 0.0,
+    "ema_init": None,
     "min_norm": 1e-6,
+    "eps": None,
+    **_TENSORWISE,
 }
 
 
 def _by_ema(name: str, c: dict[str, Any]) -> _Translation:
+    eps = None
+    if c["eps"] is not None:
+        eps = "eps has no counterpart: it only shows where the average is shorter than eps"
     return _to(
         name,
+        _target_note(c),
+        eps,
         decay=c["beta"],
         ord=_order(c["ord"]),
-        scope="tensor" if c["tensorwise"] else "global",
+        scope=_tensorwise(c),
         max_growth=c["max_ema_growth"],
-        init=c["init"],
+        init=_start(c, "first"),
         min_norm=c["min_norm"],
     )
+
+
+def _start(c: dict[str, Any], first: float | str) -> Any:
+    """Return where an average starts; `first`: at the first update."""
+    words = {"zeros": 0.0, "update": first}
+    return c["init"] if c["ema_init"] is None else _word("ema_init", c["ema_init"], words)
 
 
 @_peer("torchzero", "ClipNormByEMA", **_BY_EMA)
@@ -485,9 +576,9 @@ def _tz_normalize_by_ema(c: dict[str, Any]) -> _Translation:
     return _by_ema("ema-normalize", c)
 
 
-@_peer("torchzero", "ClipValueByEMA", beta=0.99, init=0)
+@_peer("torchzero", "ClipValueByEMA", beta=0.99, init=0, ema_init=None, **_TARGET)
 def _tz_value_by_ema(c: dict[str, Any]) -> _Translation:
-    return _to("ema-value-clip", decay=c["beta"], init=c["init"])
+    return _to("ema-value-clip", _target_note(c), decay=c["beta"], init=_start(c, 1.0))
 
 
 @_peer(
@@ -498,7 +589,7 @@ def _tz_value_by_ema(c: dict[str, Any]) -> _Translation:
     min_value=1e-4,
     max_decay=2,
     ord=2,
-    tensorwise=True,
+    **_TENSORWISE,
 )
 def _tz_norm_growth(c: dict[str, Any]) -> _Translation:
     floor = c["min_value"]
@@ -508,19 +599,21 @@ def _tz_norm_growth(c: dict[str, Any]) -> _Translation:
     return _to(
         "growth-clip",
         note,
+        _target_note(c),
         mul=c["mul"],
         add=c["add"],
         min_norm=floor,
         max_decay=c["max_decay"],
         warmup_norm=None,
         ord=_order(c["ord"]),
-        scope="tensor" if c["tensorwise"] else "global",
+        scope=_tensorwise(c),
     )
 
 
-@_peer("torchzero", "ClipValueGrowth", add=None, mul=1.5, min_value=1e-4, max_decay=2)
+@_peer("torchzero", "ClipValueGrowth", add=None, mul=1.5, min_value=1e-4, max_decay=2, **_TARGET)
 def _tz_value_growth(c: dict[str, Any]) -> _Translation:
-    return _to("growth-value-clip", **c)
+    config = {key: value for key, value in c.items() if key != "target"}
+    return _to("growth-value-clip", _target_note(c), **config)
 
 
 # -- fixed limits of the frameworks -----------------------------------------------------------
@@ -584,10 +677,128 @@ def _tf_by_value(c: dict[str, Any]) -> _Translation:
     return _to("value-clip", max_value=c["clip_value_max"], min_value=c["clip_value_min"])
 
 
+@_peer("keras", "Optimizer", clipnorm=None, global_clipnorm=None, clipvalue=None)
+def _keras(c: dict[str, Any]) -> _Translation:
+    given = {key: value for key, value in c.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"Keras takes one of {', '.join(c)}, got {', '.join(given)}")
+    if not any(value > 0 for value in given.values()):
+        return _to("no-op", "without a limit above 0, nothing is clipped")
+    if c["clipvalue"] is not None:
+        return _to("value-clip", max_value=c["clipvalue"])
+    if c["global_clipnorm"] is not None:
+        return _to("norm-clip", max_norm=c["global_clipnorm"])
+    return _to("norm-clip", max_norm=c["clipnorm"], scope="tensor")
+
+
+@_peer("lightning", "Trainer", gradient_clip_val=None, gradient_clip_algorithm=None)
+def _lightning(c: dict[str, Any]) -> _Translation:
+    words = {"norm": "norm", "value": "value"}
+    by = _word("gradient_clip_algorithm", c["gradient_clip_algorithm"] or "norm", words)
+    limit = c["gradient_clip_val"]
+    if limit is None or limit <= 0:
+        return _to("no-op", "without a gradient_clip_val above 0, nothing is clipped")
+    if by == "value":
+        return _to("value-clip", max_value=limit)
+    return _to("norm-clip", max_norm=limit, eps=1e-6)
+
+
+_FABRIC: dict[str, Any] = {"clip_val": None, "max_norm": None, "norm_type": 2.0}
+
+
+@_peer("lightning", "Fabric.clip_gradients", **_FABRIC, error_if_nonfinite=True)
+def _fabric(c: dict[str, Any]) -> _Translation:
+    if (c["clip_val"] is None) == (c["max_norm"] is None):
+        raise ValueError("clip_gradients of Fabric takes one of clip_val and max_norm")
+    if c["max_norm"] is None:
+        return _to("value-clip", max_value=c["clip_val"])
+    return _torch_clip_grad_norm(c)
+
+
+# -- other federated frameworks ---------------------------------------------------------------
+_UPDATES = (
+    'it clips a round\'s update: write aggregator = "clipped-averaging" beside it, and '
+    "update-clip-client into client_opt; the line is for server_opt"
+)
+_WEIGHTS = "all clients weigh the same; Flower's FedAvg weighs by numbers of examples"
+_SPLIT = (
+    "noise_multiplier is what a round is accounted with, votes included, so that the noise on "
+    "updates is a little larger than Flower's"
+)
+_FLOWER: dict[str, Any] = {"noise_multiplier": _REQUIRED, "num_sampled_clients": _REQUIRED}
+
+
+def _noise(c: dict[str, Any]) -> dict[str, Any]:
+    if not c["noise_multiplier"]:
+        return {}
+    return {
+        "noise_multiplier": c["noise_multiplier"],
+        "expected_clients": c["num_sampled_clients"],
+    }
+
+
+@_peer(
+    "flower",
+    "DifferentialPrivacyServerSideFixedClipping",
+    "DifferentialPrivacyClientSideFixedClipping",
+    **_FLOWER,
+    clipping_norm=_REQUIRED,
+)
+def _flower_fixed(c: dict[str, Any]) -> _Translation:
+    limit, noise = c["clipping_norm"], _noise(c)
+    if not noise:
+        return _to("clipped-averaging", _WEIGHTS, max_norm=limit)
+    return _to(
+        "update-clip-server",
+        _UPDATES,
+        _WEIGHTS,
+        _SPLIT,
+        start_norm=limit,
+        learning_rate=0.0,
+        min_norm=limit,
+        max_norm=limit,
+        **noise,
+    )
+
+
+@_peer(
+    "flower",
+    "DifferentialPrivacyServerSideAdaptiveClipping",
+    "DifferentialPrivacyClientSideAdaptiveClipping",
+    **_FLOWER,
+    initial_clipping_norm=0.1,
+    target_clipped_quantile=0.5,
+    clip_norm_lr=0.2,
+    clipped_count_stddev=None,
+)
+def _flower_adaptive(c: dict[str, Any]) -> _Translation:
+    noise = _noise(c)
+    if noise:
+        noise["bits_noise"] = c["clipped_count_stddev"]
+    return _to(
+        "update-clip-server",
+        _UPDATES,
+        _WEIGHTS,
+        _SPLIT if noise else None,
+        "the bound settles where the share target_clipped_quantile of the updates is clipped; "
+        "Flower lowers its bound when more are, so that it runs away",
+        start_norm=c["initial_clipping_norm"],
+        quantile=1.0 - c["target_clipped_quantile"],
+        learning_rate=c["clip_norm_lr"],
+        **noise,
+    )
+
+
+@_peer("flower", "fixedclipping_mod", clipping_norm=_REQUIRED)
+def _flower_mod(c: dict[str, Any]) -> _Translation:
+    return _to("clipped-averaging", _WEIGHTS, max_norm=c["clipping_norm"])
+
+
 # -- papers -----------------------------------------------------------------------------------
 @_peer("torchlean", "clipGradientsSpec", max_norm=_REQUIRED)
 def _lean_norm(c: dict[str, Any]) -> _Translation:
-    return _to("norm-clip", max_norm=c["max_norm"], scope="tensor")
+    # The specification takes the absolute value itself.
+    return _to("norm-clip", max_norm=abs(c["max_norm"]), scope="tensor")
 
 
 @_peer("torchlean", "clipByValueSpec", min_val=_REQUIRED, max_val=_REQUIRED)

@@ -45,13 +45,15 @@ def _item(value: Any) -> Any:
 
 
 def toml_line(kind: str, name: str, config: Mapping[str, Any]) -> str:
-    """Return the line of an optimizer's section that adds one plug-in.
+    """Return the line of an optimizer's section that adds one plug-in, or that of an aggregator.
 
     Examples
     --------
     >>> toml_line("module", "norm-clip", {"max_norm": 0.5})
     'modules = [["norm-clip", {max_norm = 0.5}]]'
     """
+    if kind == "aggregator":
+        return f"aggregator = {toml_value({'name': name, **config})}"
     field = {"module": "modules", "regularizer": "regularizers"}[kind]
     return f"{field} = {toml_value([[name, config] if config else name])}"
 

@@ -141,6 +141,26 @@ def test_translate_of_nothing_known() -> None:
     assert "'0.5' must be PARAMETER=VALUE" in one_sentence(result)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "optax clip_by_global_norm max_norm=abc",
+        "optax clip_by_global_norm max_norm=0",
+        "torch clip_grad_norm_ max_norm=-2",
+        "tensorflow clip_by_value clip_value_min=2 clip_value_max=1",
+        "tensorflow clip_by_value clip_value_min=-inf clip_value_max=inf",
+        "drytorch HistClipper alpha=1.5",
+        "torchzero ClipNorm max_norm=1 dim={a=1}",
+        f"optax clip max_delta={'9' * 4000}",
+        f"optax clip max_delta={'9' * 9000}",
+    ],
+)
+def test_translate_prints_no_line_that_can_not_be_built(words: str) -> None:
+    result = call("translate", *words.split())
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert len(one_sentence(result)) < 500
+
+
 def test_toml_is_what_toml_reads_back() -> None:
     value = {"a": [1, 2.5, True], "head.*": {"b": 'quote " and \\'}, "c": float("inf")}
     assert tomllib.loads(f"v = {fedclip.toml.toml_value(value)}")["v"] == value

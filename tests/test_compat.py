@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from declearn.optimizer.modules import OptiModule
-from declearn.optimizer.regularizers import Regularizer
 
 from fedclip import compat
+from fedclip.toml import toml_line
+from fedclip.tools.catalogue import build
 
 INDEX = json.loads((Path(__file__).parent / "golden" / "index.json").read_text())["files"]
 
@@ -109,6 +111,7 @@ def test_left_out_parameters_have_the_peers_defaults(record: dict[str, Any]) -> 
 def required(parameters: dict[str, Any]) -> dict[str, Any]:
     values = {"clip_percentile": 10, "pct": 90, "sample_size": 4, "clip_value_min": -1}
     limits = {"min_clipbound": 0.1, "max_clipbound": 3.0, "target_unclipped_quantile": 0.5}
+    limits["num_sampled_clients"] = 3
     return {
         key: {**values, **limits, "min_val": -1}.get(key, 0.5)
         for key, default in parameters.items()
@@ -122,9 +125,17 @@ EVERY = [(peer, cls) for peer, classes in compat.known().items() for cls in clas
 @pytest.mark.parametrize(("peer", "cls"), EVERY)
 def test_every_translation_of_defaults_makes_a_clipper(peer: str, cls: str) -> None:
     given = required(compat._PEERS[peer][cls].parameters)
+    if cls == "Fabric.clip_gradients":
+        given["max_norm"] = 0.5
     kind, name, config = compat.translate(peer, cls, given)
-    base: Any = OptiModule if kind == "module" else Regularizer
-    assert base.from_specs(name, config).name == name
+    assert build(kind, name, config).name == name
+    # What is printed says the same.
+    field = tomllib.loads(toml_line(kind, name, config))
+    if kind == "aggregator":
+        assert field == {"aggregator": {"name": name, **config}}
+    else:
+        ((spec,),) = field.values()
+        assert spec == (name if not config else [name, spec[1]])
 
 
 @pytest.mark.parametrize(
@@ -169,3 +180,81 @@ def test_the_callers_config_is_not_changed() -> None:
     _, _, config = compat.translate("torchzero", "ClipNorm", given)
     config["dims"].append(7)
     assert given == {"max_norm": 1, "dim": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("peer", "cls", "config", "expected"),
+    [
+        ("torchlean", "clipGradientsSpec", {"max_norm": -2.5}, {"max_norm": 2.5}),
+        (
+            "tensorflow",
+            "clip_by_value",
+            {"clip_value_min": float("-inf"), "clip_value_max": 0.25},
+            {"min_value": float("-inf"), "max_value": 0.25},
+        ),
+        ("torchzero", "ClipNormGrowth", {"parameterwise": False}, {"scope": "global"}),
+        ("torchzero", "ClipNormByEMA", {"parameterwise": True, "eps": 1e-6}, {"scope": "tensor"}),
+        ("torchzero", "ClipNormByEMA", {"ema_init": "update"}, {"init": "first"}),
+        ("torchzero", "NormalizeByEMA", {"ema_init": "zeros"}, {"init": 0.0}),
+        ("torchzero", "ClipValueByEMA", {"ema_init": "update"}, {"init": 1.0}),
+        ("torchzero", "ClipNorm", {"max_norm": 3, "target": "update"}, {"max_norm": 3}),
+        ("torchzero", "ClipValueGrowth", {"target": "grad"}, {"mul": 1.5}),
+        ("smartclip-tf", "ZScoreClip", {"scope": "per_layer"}, {"scope": "tensor"}),
+        ("smartclip-tf", "AutoClip", {"scope": "global"}, {"scope": "global"}),
+        ("keras", "Optimizer", {"clipnorm": 0.7}, {"max_norm": 0.7, "scope": "tensor"}),
+        ("keras", "Optimizer", {"global_clipnorm": 0.7}, {"max_norm": 0.7}),
+        ("keras", "Optimizer", {"clipvalue": 0.7}, {"max_value": 0.7}),
+        ("keras", "Optimizer", {"clipnorm": -1.0}, {}),
+        ("lightning", "Trainer", {"gradient_clip_val": 2}, {"max_norm": 2, "eps": 1e-6}),
+        ("lightning", "Trainer", {"gradient_clip_val": 0}, {}),
+        (
+            "lightning",
+            "Trainer",
+            {"gradient_clip_val": 2, "gradient_clip_algorithm": "value"},
+            {"max_value": 2},
+        ),
+        ("lightning", "Fabric.clip_gradients", {"clip_val": 0.1}, {"max_value": 0.1}),
+        ("flower", "fixedclipping_mod", {"clipping_norm": 4.0}, {"max_norm": 4.0}),
+        (
+            "flower",
+            "DifferentialPrivacyServerSideFixedClipping",
+            {"noise_multiplier": 1.1, "clipping_norm": 4.0, "num_sampled_clients": 20},
+            {"start_norm": 4.0, "learning_rate": 0.0, "expected_clients": 20},
+        ),
+        (
+            "flower",
+            "DifferentialPrivacyClientSideAdaptiveClipping",
+            {"noise_multiplier": 0, "num_sampled_clients": 9, "target_clipped_quantile": 0.9},
+            {"start_norm": 0.1, "quantile": pytest.approx(0.1), "learning_rate": 0.2},
+        ),
+    ],
+)
+def test_what_peers_take_besides(
+    peer: str, cls: str, config: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    kind, name, translated = compat.translate(peer, cls, config)
+    assert expected.items() <= translated.items()
+    assert build(kind, name, translated).name == name
+
+
+@pytest.mark.parametrize(
+    ("peer", "cls", "config", "words"),
+    [
+        ("optax", "clip", {"max_delta": "abc"}, "max_delta of clip must be a number, got 'abc'"),
+        ("zclip", "ZClip", {"z_thresh": [1]}, "z_thresh of ZClip must be a number, got [1]"),
+        ("torch", "clip_grad_norm_", {"max_norm": True}, "max_norm of clip_grad_norm_ must be a"),
+        ("torchzero", "ClipNorm", {"max_norm": 1, "dim": 0.5}, "ClipNorm of torchzero takes no"),
+        ("torchzero", "ClipNorm", {"max_norm": 1, "dim": [0.5]}, "dim must be an int, a list of"),
+        ("torchzero", "ClipNorm", {"max_norm": 1, "target": "closure"}, "target can not be"),
+        ("torchzero", "ClipNormByEMA", {"ema_init": "one"}, "ema_init can not be 'one'"),
+        ("keras", "Optimizer", {"clipnorm": 1, "clipvalue": 1}, "Keras takes one of"),
+        ("lightning", "Trainer", {"gradient_clip_algorithm": "nrm"}, "did you mean 'norm'?"),
+        ("lightning", "Fabric.clip_gradients", {}, "takes one of clip_val and max_norm"),
+        ("flower", "fixedclipping_mod", {}, "needs 'clipping_norm'"),
+    ],
+)
+def test_what_a_peer_does_not_take_is_a_sentence(
+    peer: str, cls: str, config: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        compat.translate(peer, cls, config)

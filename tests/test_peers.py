@@ -308,6 +308,11 @@ def gate(draw: Draw, least: int = 0) -> Config:
     }
 
 
+def without_warmup(draw: Draw) -> Config:
+    """Return the gate that is always open: a warm-up counts otherwise there, as a note says."""
+    return {**gate(draw), "warmup_steps": 0, "min_history": 0}
+
+
 def along(draw: Draw, *, ord: bool = True, least: Sequence[int] = (1, 1, 2, 3)) -> Config:
     """Return what torchzero measures, and along which dims."""
     kind = draw.of("none", "int", "list", "global")
@@ -410,6 +415,32 @@ ROWS = [
         agc,
     ),
     Row("smartclip-tf", "AGC", agc, rtol=1e-6),
+    Row(
+        "smartclip-tf",
+        "ZScoreClip",
+        lambda draw: {
+            "zmax": draw.share(0.5, 3.0),
+            "ema_decay": draw.share(0.7, 0.99),
+            **without_warmup(draw),
+        },
+        steps=45,
+        zeros=False,
+        rtol=1e-6,
+    ),
+    Row(
+        "smartclip-tf",
+        "AutoClip",
+        lambda draw: {
+            "mode": "percentile",
+            "history": "window",
+            "percentile": draw.of(1.0, 10, 50.0, 83.3, 95.0, 100.0),
+            "window_size": draw.of(1, 2, 7, 20, 1024),
+            **without_warmup(draw),
+        },
+        steps=45,
+        zeros=False,
+        rtol=1e-6,
+    ),
     Row("torchzero", "ClipNorm", lambda draw: max_norm(draw, **along(draw))),
     Row(
         "torchzero",

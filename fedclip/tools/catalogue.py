@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 from declearn.aggregator import Aggregator
@@ -15,7 +16,7 @@ from declearn.utils import access_types_mapping
 import fedclip
 from fedclip import parameters
 
-__all__ = ["OLDEST_DECLEARN", "catalogue", "fits", "is_ours", "versions"]
+__all__ = ["OLDEST_DECLEARN", "build", "catalogue", "fits", "is_ours", "versions"]
 
 OLDEST_DECLEARN = (2, 9, 1)
 
@@ -34,6 +35,16 @@ FRAMEWORKS = (
 def is_ours(cls: type) -> bool:
     """Whether a class comes with fedclip."""
     return cls.__module__.partition(".")[0] == "fedclip"
+
+
+def build(kind: str, name: str, config: Mapping[str, Any]) -> Any:
+    """Return a plug-in of fedclip or declearn, made as declearn makes it from a file."""
+    registries: dict[str, Mapping[str, Any]] = {
+        "module": list_optim_modules(),
+        "regularizer": list_optim_regularizers(),
+        "aggregator": access_types_mapping(Aggregator.__name__),
+    }
+    return registries[kind][name](**config)
 
 
 def catalogue() -> list[dict[str, Any]]:

@@ -461,7 +461,7 @@ def _check_updates(
     found = update_problems(
         plugins,
         aggregator if ours else getattr(aggregator, "name", None),
-        rounds=run.get("rounds") if isinstance(run, dict) else None,
+        rounds=_count(run.get("rounds")) if isinstance(run, dict) else None,
         clients=_clients_a_round(check.config),
         fairness="fairness" in optim,
         regularizers=isinstance(server, dict) and bool(server.get("regularizers")),
@@ -471,12 +471,17 @@ def _check_updates(
         check.add("note" if level == "note" else "problem", f"[{prefix}{section}]", message)
 
 
-def _clients_a_round(config: Mapping[str, Any]) -> Any:
+def _clients_a_round(config: Mapping[str, Any]) -> int | None:
     """Return how many clients may take part in a round; None if the file does not say."""
     run, sampler = _section(config, "run") or {}, _section(config, "client_sampler") or {}
     register = _section(run, "register") or {}
     most = register.get("max_clients", register.get("min_clients"))
-    return sampler.get("n_samples", most)
+    return _count(sampler.get("n_samples", most))
+
+
+def _count(value: Any) -> int | None:
+    """Return a number of rounds or clients; None for what can not be one."""
+    return value if type(value) is int and 0 < value < 2**63 else None
 
 
 def _secagg(check: Check) -> dict[str, Any] | None:

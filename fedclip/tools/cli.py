@@ -114,6 +114,8 @@ def translate(
     """Translate another package's clipper into the line of TOML that does the same here."""
     from fedclip import compat
     from fedclip.toml import toml_line
+    from fedclip.tools.catalogue import build
+    from fedclip.tools.findings import text_of
 
     given: dict[str, Any] = {}
     for item in config or []:
@@ -123,8 +125,11 @@ def translate(
         given[key.strip()] = from_words(value.strip())
     try:
         kind, name, parameters = compat.translate(peer, cls, given)
-    except (TypeError, ValueError) as exc:
-        fail(str(exc))
+        # A line that can not be built is none: the clipper itself knows what it takes.
+        build(kind, name, parameters)
+    except (TypeError, ValueError, OverflowError) as exc:
+        text = text_of(exc)
+        fail(text if peer in text else f"{cls} of {peer}: {text}")
     typer.echo(toml_line(kind, name, parameters))
     for note in compat.notes(peer, cls, given):
         say(f"note: {note}", err=True)
@@ -138,7 +143,7 @@ def from_words(value: str) -> Any:
         return {"None": None, "True": True, "False": False}[value]
     try:
         return tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, too many digits, or nested too deeply
         return value
 
 

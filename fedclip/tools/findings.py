@@ -77,4 +77,4 @@ def brief(value: Any) -> str:
 def text_of(exc: BaseException) -> str:
     """Return an exception's message; a KeyError would quote its own."""
     text = str(exc.args[0]) if isinstance(exc, KeyError) and exc.args else str(exc)
-    return text if len(text) <= 1000 else text[:999] + "…"
+    return text if len(text) <= 400 else text[:399] + "…"
