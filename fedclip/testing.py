@@ -15,6 +15,7 @@ with.
 from __future__ import annotations
 
 import importlib.util
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -34,6 +35,8 @@ from declearn.utils.serialize import (
 )
 
 from fedclip.errors import FedclipWarning
+from fedclip.privacy import Context, kinds
+from fedclip.privacy.bounds import look_up
 
 __all__ = [
     "FRAMEWORKS",
@@ -43,6 +46,7 @@ __all__ = [
     "check_config_round_trip",
     "check_dtype_and_shape",
     "check_equivalence",
+    "check_guarantee",
     "check_identity",
     "check_nonfinite",
     "check_resume",
@@ -207,6 +211,8 @@ def check_clipper(factory: Factory, frameworks: Sequence[str] | None = None) -> 
     check_config_round_trip(factory)
     check_identity(factory)
     check_nonfinite(factory)
+    if hasattr(factory(), "guarantee"):
+        check_guarantee(factory)
     if hasattr(factory(), "get_state"):
         check_state_round_trip(factory)
         check_resume(factory)
@@ -261,6 +267,31 @@ def check_identity(factory: Factory) -> None:
             same = np.array_equal(value, before[name])
             shared = np.shares_memory(value, gradients.coefs[name])
             assert same or not shared, f"the output {name!r} shares memory with the input"
+
+
+def check_guarantee(factory: Factory) -> None:
+    """Check that the clipper says what it guarantees, and that no output is above its bound.
+
+    Examples
+    --------
+    >>> from fedclip import NormClip
+    >>> check_guarantee(NormClip)
+    """
+    clipper, weights = factory(), _weights("numpy")
+    found = look_up(clipper, Context(SHAPES, weights.coefs))
+    assert found != kinds.unknown(clipper, Context()), (
+        f"{clipper.name} does not say what it guarantees: write guarantee = kinds.… into its class "
+        "(fedclip.privacy.kinds)"
+    )
+    for arrays in gradient_stream(20):
+        for scale in (1.0, 1e3):
+            gradients = to_vector({name: scale * value for name, value in arrays.items()})
+            output = apply(clipper, gradients, weights).coefs.values()
+            length = math.hypot(*(float(np.linalg.norm(value)) for value in output))
+            assert length <= found.bound, (
+                f"an output of norm {length!r} is above the bound that guarantee states, "
+                f"{found.bound!r}"
+            )
 
 
 def check_dtype_and_shape(factory: Factory, framework: str = "numpy") -> None:

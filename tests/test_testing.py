@@ -13,8 +13,9 @@ from declearn.model.api import Vector
 from declearn.optimizer.modules import OptiModule
 from helpers import Specimen, needs, specimens
 
-from fedclip import testing
+from fedclip import Clipper, NormClip, testing
 from fedclip.errors import StateError
+from fedclip.privacy import Context, Map
 
 
 class Sound(OptiModule):
@@ -62,6 +63,7 @@ class Sound(OptiModule):
 def test_a_sound_clipper_passes() -> None:
     for check in CHECKS:
         check(Sound)
+    testing.check_guarantee(Keeps)
 
 
 class ForgetsItsConfig(Sound, register=False):
@@ -151,6 +153,25 @@ class Grows(Sound, register=False):
         return super().run(gradients)
 
 
+class Promises(Sound, register=False):
+    """States half of the bound that it keeps."""
+
+    def guarantee(self, context: Context) -> Map:
+        return Map(self.name, bound=0.5 * self.max_norm)
+
+
+class Keeps(Sound, register=False):
+    def guarantee(self, context: Context) -> Map:
+        return Map(self.name, bound=self.max_norm * (1 + 1e-12))
+
+
+class SaysNothing(Clipper, register=False):
+    name = "says-nothing"
+
+    def __init__(self) -> None:
+        super().__init__(NormClip()._transform)
+
+
 CHECKS: list[Callable[[Any], None]] = [
     testing.check_config_round_trip,
     testing.check_identity,
@@ -179,6 +200,8 @@ CHECKS: list[Callable[[Any], None]] = [
         (HalfKeeps, testing.check_state_refusals, "half kept"),
         (RaisesAnything, testing.check_state_refusals, "raises RuntimeError"),
         (Grows, testing.check_state_size, "the state grew"),
+        (Promises, testing.check_guarantee, "is above the bound that guarantee states"),
+        (SaysNothing, testing.check_guarantee, "does not say what it guarantees"),
     ],
 )
 def test_a_fault_is_found(cls: Any, check: Callable[[Any], None], words: str) -> None:
