@@ -259,13 +259,14 @@ def _history_clipper(c: dict[str, Any], scope: str) -> _Translation:
         "warmup": c["n_warmup_steps"],
         # Without a warm-up, drytorch lets the first norm pass.
         "warmup_norm": warmup_norm if c["n_warmup_steps"] else None,
+        "warmup_factor": None,
         "max_norm": None,
         "estimator": "drytorch",
         "eps": 1e-6,
         "scope": scope,
     }
     if zstat:
-        return _to("zscore-clip", z_max=given["thresh"], std_eps=1e-8, **common)
+        return _to("zscore-clip", z_max=given["thresh"], std_eps=1e-8, min_std=0.0, **common)
     note = None
     if action == "mean":
         note = "clips to the running mean, as documented; drytorch zeroes the gradient"
@@ -283,6 +284,7 @@ def _gated(c: dict[str, Any]) -> dict[str, Any]:
         "include_current": True,
         "warmup": max(c["warmup_steps"], c["min_history"]),
         "warmup_norm": None,
+        "warmup_factor": None,
         "max_norm": None,
         "eps": c["eps"],
         "scope": _word("scope", c["scope"], _SCOPES),
@@ -313,6 +315,7 @@ def _smart_zscore(c: dict[str, Any]) -> _Translation:
         action="max",
         estimator="smartclip",
         std_eps=0.0,
+        min_std=0.0,
         **_gated(c),
     )
 
@@ -332,7 +335,17 @@ def _smart_auto(c: dict[str, Any]) -> _Translation:
     if _word("mode", c["mode"], {"auto": "auto", "percentile": "percentile"}) == "auto":
         note = "the median is the published P2 estimate; smartclip's lacks a division"
         late = "a group is not clipped before its 5th norm; smartclip may erase it"
-        return _to("auto-clip", note, late, _gate_note(c), _guard_note(c), **_gated(c))
+        return _to(
+            "auto-clip",
+            note,
+            late,
+            _gate_note(c),
+            _guard_note(c),
+            median="p2",
+            decay=None,
+            min_std=1e-3,
+            **_gated(c),
+        )
     if _word("history", c["history"], {"ema": "stream", "window": "window"}) == "window":
         return _to(
             "percentile-norm-clip",
@@ -839,6 +852,8 @@ def _zclip(c: dict[str, Any]) -> _Translation:
         feedback="none" if c["skip_update_on_spike"] else "clipped",
         warmup=c["warmup_steps"],
         max_norm=c["max_grad_norm"],
+        warmup_factor=None,
+        min_std=0.0,
         # The percentile mode compares norms, and no z-scores.
         std_eps=0.0 if percentile else c["eps"],
         eps=1e-6,
@@ -857,6 +872,7 @@ def _autoclip(c: dict[str, Any]) -> _Translation:
         include_current=True,
         warmup=0,
         warmup_norm=None,
+        warmup_factor=None,
         max_norm=None,
         eps=1e-6,
     )
@@ -922,6 +938,7 @@ def _adagc(c: dict[str, Any], scope: str) -> _Translation:
         feedback="clipped",
         warmup=c["start_clip_steps"],
         warmup_norm=c["max_norm"],
+        warmup_factor=None,
         # The warm-up of both variants bounds the whole gradient.
         warmup_scope="group" if scope == "global" else "global",
         max_norm=None,

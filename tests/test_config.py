@@ -42,7 +42,7 @@ NUMBERS = [
     ("auto-clip", "max_norm", ABOVE_0, True),
     ("percentile-norm-clip", "max_norm", ABOVE_0, True),
     ("percentile-norm-clip", "decay", INSIDE_0_1, False),
-    ("adaptive-clip", "start_norm", ABOVE_0, False),
+    ("adaptive-clip", "start_norm", ABOVE_0, True),
     ("adaptive-clip", "rate", "a number > 0 and <= 10", False),
     ("growth-clip", "max_norm", ABOVE_0, True),
     ("ema-norm-clip", "decay", INSIDE_0_1, False),

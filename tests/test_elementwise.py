@@ -454,6 +454,9 @@ def test_average_grows_by_max_growth_at_most() -> None:
 def test_average_leaves_zero() -> None:
     clipper = EmaNormClip(0.5)
     one(clipper, [0.0])
+    assert one(clipper, [1.0])[0] == pytest.approx(0.5)
+    clipper = EmaNormClip(0.5, min_norm=1e-6)
+    one(clipper, [1e-9])
     outputs = [one(clipper, [1.0])[0] for _ in range(60)]
     assert outputs[0] == pytest.approx(1e-6)
     assert outputs[-1] == pytest.approx(1.0, rel=1e-4)

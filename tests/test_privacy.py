@@ -318,6 +318,10 @@ def test_explanations() -> None:
 
     assert explain("norm-clip", "replace-one") == "The sensitivity (replace-one, record) is 2."
     assert explain("zscore-clip", "add-remove") == (
+        "There is no sensitivity: its limit is learnt from the gradients of earlier steps, and "
+        "nothing holds it (max_norm=None); its limit is learnt from the gradients of earlier steps."
+    )
+    assert explain(("zscore-clip", {"max_norm": 1.0}), "add-remove") == (
         "There is no sensitivity per record: its limit is learnt from the gradients of earlier "
         "steps."
     )
@@ -421,7 +425,11 @@ def test_check_multiplies_a_fixed_number_of_steps(write: Write) -> None:
         ('["norm-clip", "normalize"]', "normalize comes after norm-clip"),
         ('["l2-global-clipping", "momentum"]', "momentum comes after l2-global-clipping"),
         ('["l2-clipping"]', "l2-clipping limits each tensor by itself, all k together to 1·√k"),
-        ('["zscore-clip", "gaussian-noise"]', "zscore-clip is an adaptive rule before gaussian"),
+        (
+            '[["zscore-clip", {max_norm = 1.0}], "gaussian-noise"]',
+            "zscore-clip is an adaptive rule before gaussian",
+        ),
+        ('["zscore-clip", "gaussian-noise"]', "nothing bounds what gaussian-noise is added to"),
         ('["ema-clip", "gaussian-noise"]', "nothing bounds what gaussian-noise is added to"),
         (
             '[["norm-clip", {scope = "tensor"}], "gaussian-noise"]',

@@ -34,6 +34,7 @@ def clipper_of(record: dict[str, Any]) -> Clipper:
             feedback="raw",
             warmup=c["n_warmup_steps"],
             warmup_norm=1.0 if c["warmup_clip_strategy"] == "norm1" else None,
+            warmup_factor=None,
             estimator="drytorch",
             eps=1e-6,
             scope="tensor" if rule == "phist_ema" else "global",
@@ -44,6 +45,8 @@ def clipper_of(record: dict[str, Any]) -> Clipper:
             decay=c["beta"],
             warmup=c["start_clip_steps"],
             warmup_norm=c["max_norm"],
+            warmup_factor=None,
+            estimator="adagc",
             warmup_scope="global" if record["cls"] == "AdaGC" else "group",
             eps=c["eps"],
             scope="tensor" if record["cls"] == "AdaGC" else "global",
@@ -64,7 +67,7 @@ def clipper_of(record: dict[str, Any]) -> Clipper:
         feedback="raw",
         include_current=True,
         warmup=0 if paper else record["first_clip_step"] + 1,
-        warmup_norm=None,
+        warmup_factor=None,
         eps=1e-6 if paper else c["eps"],
         scope="global" if paper else LAYERS[c["scope"]],
     )
@@ -220,14 +223,10 @@ ADAPTIVE = [EmaClip, AutoClip, PercentileNormClip, GrowthClip, AdaptiveClip]
 
 
 @pytest.mark.parametrize("cls", ADAPTIVE)
-def test_protected_from_the_first_step(cls: Any) -> None:
-    assert feed(cls(), [1e6])[0] <= 1.0
-
-
-# Not EmaClip: its mean starts from what the warm-up let through, and grows slowly.
-@pytest.mark.parametrize("cls", [AutoClip, PercentileNormClip, GrowthClip, AdaptiveClip])
-def test_first_steps_at_warmup_norm_are_outgrown(cls: Any) -> None:
-    assert feed(cls(), [50.0] * 80)[-1] > 40.0
+def test_protected_from_the_second_step_on(cls: Any) -> None:
+    """The first norm passes, with nothing to compare it with; see also test_defaults.py."""
+    assert feed(cls(), [1e6]) == [1e6]
+    assert feed(cls(), [1.0, 1e6])[-1] <= 3.0
 
 
 @pytest.mark.parametrize("cls", [EmaClip, AutoClip, PercentileNormClip])
@@ -246,12 +245,12 @@ def test_raw_feedback_lets_a_burst_through(cls: Any) -> None:
 def test_a_percentile_follows_norms_that_have_grown_for_good(history: str) -> None:
     config = {"window": 100} if history == "window" else {}
     config |= {"rate": 0.1, "decay": 0.9} if history == "stream" else {}
-    clipper = PercentileNormClip(90.0, history=history, warmup_norm=None, **config)
+    clipper = PercentileNormClip(90.0, history=history, **config)
     norms = lognormal(300) + [20.0 * norm for norm in lognormal(600, 1)]
     assert np.mean(limits(clipper, norms)[-100:]) > 20.0
 
 
-@pytest.mark.parametrize("cls", [*ADAPTIVE, lambda: AutoClip(median="window")])
+@pytest.mark.parametrize("cls", [*ADAPTIVE, lambda: AutoClip(median="p2")])
 def test_zeros_freeze_nothing(cls: Any) -> None:
     after = feed(cls(), [0.0] * 30 + [0.5] * 400)
     assert after[:30] == [0.0] * 30
@@ -259,7 +258,8 @@ def test_zeros_freeze_nothing(cls: Any) -> None:
 
 
 def test_a_constant_stream_can_grow() -> None:
-    assert feed(AutoClip(), [0.5] * 20 + [0.6] * 2000)[-1] == pytest.approx(0.6)
+    clipper = AutoClip(median="p2", decay=None, min_std=1e-3, warmup_factor=None)
+    assert feed(clipper, [0.5] * 20 + [0.6] * 2000)[-1] == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize("cls", ADAPTIVE)
@@ -277,7 +277,7 @@ def test_no_norm_breaks_the_state(cls: Any) -> None:
 
 # -- each by itself -----------------------------------------------------------------------------
 def test_mean_is_the_target_of_the_action_mean() -> None:
-    clipper = EmaClip(1.5, action="mean", warmup=3, warmup_norm=None, estimator="drytorch")
+    clipper = EmaClip(1.5, action="mean", warmup=3, warmup_factor=None)
     assert feed(clipper, [1.0, 2.0, 3.0, 9.0])[-1] == pytest.approx(2.0)
 
 
@@ -289,21 +289,22 @@ def test_warmup_of_all_groups_together() -> None:
 
 def test_limit_of_auto_clip() -> None:
     norms = lognormal(200)
-    clipper = AutoClip(median="window", window=50, feedback="raw", warmup_norm=None)
+    clipper = AutoClip(median="window", window=50, feedback="raw", decay=None)
     feed(clipper, norms)
     (limit,) = limits(clipper, [100.0])
     assert limit == pytest.approx(np.median(norms[-50:]) + 3 * np.std(norms, ddof=1))
 
 
 def test_auto_clip_judges_nobody_before_the_fifth_norm() -> None:
-    clipper = AutoClip(warmup=0, warmup_norm=None)
+    clipper = AutoClip(warmup=0, warmup_factor=None)
     assert feed(clipper, [1.0, 1e3, 1.0, 1.0, 1e4])[1::3] == [1e3, 1e4]
-    assert feed(AutoClip(warmup_norm=None), [1.0] * 5 + [1e4])[-1] == pytest.approx(1.003)
+    clipper = AutoClip(warmup=0, warmup_factor=None)
+    assert feed(clipper, [1.0] * 5 + [1e4])[-1] == pytest.approx(1.3)
 
 
 def test_percentile_of_past_norms_only() -> None:
     norms = lognormal(100)
-    clipper = PercentileNormClip(90.0, window=20, warmup_norm=None)
+    clipper = PercentileNormClip(90.0, window=20)
     feed(clipper, norms)
     assert limits(clipper, [100.0])[0] == pytest.approx(np.percentile(norms[-20:], 90))
 
@@ -340,12 +341,12 @@ def test_past_norm_falls_by_max_decay() -> None:
 
 
 def test_first_norm_counts_as_min_norm() -> None:
-    assert feed(GrowthClip(), [1e-9, 1.0]) == pytest.approx([1e-9, 1.5e-4])
+    assert feed(GrowthClip(min_norm=1e-4), [1e-9, 1.0]) == pytest.approx([1e-9, 1.5e-4])
 
 
 def test_growth_without_limits_is_the_identity() -> None:
     norms = [1.0, 1e6, 0.0, 1e9]
-    assert feed(GrowthClip(None, warmup_norm=None), norms) == norms
+    assert feed(GrowthClip(None), norms) == norms
 
 
 @pytest.mark.parametrize(
@@ -356,7 +357,7 @@ def test_growth_without_limits_is_the_identity() -> None:
         (EmaClip, {"warmup_scope": "global", "ord": "inf"}, "needs ord=2"),
         (AutoClip, {"include_current": True}, "needs feedback='raw'"),
         (PercentileNormClip, {"include_current": True}, "needs feedback='raw'"),
-        (AutoClip, {"window": 9}, "window goes with median='window'"),
+        (AutoClip, {"median": "p2", "window": 9}, "window goes with median='window'"),
         (AutoClip, {"median": "window", "window": 4}, "window must be an int >= 5"),
         (PercentileNormClip, {"window": 65_537}, "window must be at most 65,536"),
         (PercentileNormClip, {"percentile": 0}, "percentile must be a number > 0 and <= 100"),
@@ -376,14 +377,15 @@ def test_what_does_not_go_together(cls: Any, config: dict[str, Any], words: str)
 CONFIGS: dict[Any, list[dict[str, Any]]] = {
     EmaClip: [
         {"warmup": 3},
-        {"warmup": 3, "warmup_scope": "global"},
+        {"warmup": 3, "warmup_scope": "global", "warmup_norm": 1.0, "warmup_factor": None},
         {"feedback": "raw", "estimator": "drytorch", "action": "reciprocal", "warmup": 4},
-        {"feedback": "none", "action": "mean", "warmup": 0, "warmup_norm": None},
+        {"feedback": "none", "action": "mean", "warmup": 0, "estimator": "adagc"},
     ],
     AutoClip: [
         {},
-        {"median": "window", "window": 8, "feedback": "none"},
-        {"include_current": True, "feedback": "raw", "warmup_norm": None},
+        {"window": 8, "feedback": "none"},
+        {"median": "p2", "decay": None},
+        {"include_current": True, "feedback": "raw", "median": "p2", "warmup_factor": None},
     ],
     PercentileNormClip: [
         {"window": 8},
@@ -391,8 +393,8 @@ CONFIGS: dict[Any, list[dict[str, Any]]] = {
         {"history": "stream"},
         {"history": "p2", "max_norm": 2.0},
     ],
-    AdaptiveClip: [{"every": 3}, {"max_norm": 2.0}],
-    GrowthClip: [{}, {"add": 0.1, "min_norm": None, "max_decay": None}, {"mul": None}],
+    AdaptiveClip: [{"every": 3}, {"max_norm": 2.0}, {"start_norm": 1.0}],
+    GrowthClip: [{}, {"add": 0.1, "min_norm": 1e-4, "max_decay": None}, {"mul": None}],
 }
 CASES = [(cls, config) for cls, configs in CONFIGS.items() for config in configs]
 

@@ -235,8 +235,8 @@ PER_RECORD = [
     Bounded(("normalize", {"norm": 0.5, "eps": 0.5}), 0.5),
     Bounded(("normalize", {"norm": 0.5, "scope": "tensor"}), 0.5 * 3**0.5, slope=None),
     Bounded(("normalize", {"norm": 0.5, "ord": "inf"}), 0.5 * D**0.5, slope=None),
-    Bounded("standardize", (D - 3) ** 0.5, reach=0.99, slope=1e8, steep=0.9),
-    Bounded(("standardize", {"eps": 0.0}), (D - 3) ** 0.5, reach=0.99, slope=None),
+    Bounded(("standardize", {"eps": 1e-8}), (D - 3) ** 0.5, reach=0.99, slope=1e8, steep=0.9),
+    Bounded("standardize", (D - 3) ** 0.5, reach=0.99, slope=None),
     Bounded(("standardize", {"eps": 2.0, "scope": "global"}), (D - 1) ** 0.5, reach=0.99),
     Bounded(
         ("agc", {"ratio": 0.1}),
@@ -654,13 +654,13 @@ def test_nan_and_infinity_stay_within_the_bound(row: Bounded, bad: float) -> Non
 TINY, LONG = 0.01, 5.0
 SHARED = {
     # The first record decides what all the others are clipped to.
-    "zscore-clip": {"warmup": 1, "action": "max"},
-    "ema-clip": {"warmup": 1},
+    "zscore-clip": {"warmup": 1, "warmup_factor": None, "min_std": 0.0},
+    "ema-clip": {"warmup": 1, "warmup_factor": None, "ratio": 1.05},
     "growth-clip": {"mul": 1.001, "max_decay": None},
     "adaptive-clip": {"rate": 3.0, "quantile": 0.01, "start_norm": 1.0},
     # One of the first five does.
-    "auto-clip": {"warmup_norm": None},
-    "percentile-norm-clip": {"warmup_norm": None},
+    "auto-clip": {"warmup": 5, "warmup_factor": None, "median": "p2", "decay": None},
+    "percentile-norm-clip": {"warmup": 5, "warmup_factor": None},
 }
 
 

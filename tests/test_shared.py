@@ -27,17 +27,20 @@ from fedclip.federation.statistics.counterpart import SharedServer
 from fedclip.federation.statistics.counts import _EDGES, ERROR, Tally, quantile_of
 from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.federation.statistics.server import History
+from fedclip.rules import Judgement
 from fedclip.rules.adaptive import geometric_update
 from fedclip.tools.check import check_config
 
 Steps = Sequence[float | Mapping[str, float]]
 
-# Limits that move from early on, so that a few rounds see everything.
+# Limits that move from early on, so that a few rounds see everything; and all norms are learnt,
+# so that what is merged is known. What protects the first norms has tests of its own below.
+LEARNS_ALL = {"warmup": 20, "warmup_factor": None, "warmup_norm": 1.0}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "zscore-clip": {"warmup": 20},
-    "ema-clip": {"warmup": 20},
-    "auto-clip": {"warmup": 20},
-    "percentile-norm-clip": {"warmup": 20, "percentile": 80.0, "window": 60},
+    "zscore-clip": {**LEARNS_ALL, "action": "reciprocal", "max_norm": 1.0, "min_std": 0.0},
+    "ema-clip": {**LEARNS_ALL, "ratio": 1.05, "estimator": "adagc"},
+    "auto-clip": {**LEARNS_ALL, "median": "p2", "decay": None, "min_std": 1e-3},
+    "percentile-norm-clip": {**LEARNS_ALL, "percentile": 80.0, "window": 60},
     "adaptive-clip": {"start_norm": 1.0},
 }
 every_clipper = pytest.mark.parametrize("name", CONFIGS)
@@ -154,6 +157,12 @@ class Federation:
         return limits
 
 
+def rule_of(fed: Federation) -> Any:
+    """Return the rule that clients judge by."""
+    sharing: Any = fed.clipper("client_0")
+    return sharing.sharing.rule.rule
+
+
 def draw(rng: np.random.Generator, size: int, scale: float = 1.0) -> list[float]:
     values: list[float] = (scale * rng.lognormal(0.0, 0.5, size)).tolist()
     return values
@@ -190,7 +199,7 @@ def test_moments_that_would_cancel() -> None:
     (state,) = [fed.counterpart.collect_aux_var()]
     centre = state.state["mean"][0]
     norms = (1000.0 + 1e-3 * rng.normal(size=50)).tolist()
-    rule = SharedRule(fed.counterpart.shared_state.rule)
+    rule = SharedRule(rule_of(fed))
     shared = rule.init(1, NUMPY)
     for norm in norms:
         _, shared = rule(np.array([norm]), shared, NUMPY)
@@ -274,10 +283,11 @@ def test_sketch_is_within_its_error(size: int, quantile: float) -> None:
     rng = np.random.default_rng(size)
     norms = 10.0 ** rng.uniform(-7.5, 5.0, size)
     tally = Tally(["sketch"])
-    shared = SharedRule(Federation("percentile-norm-clip").counterpart.shared_state.rule)
+    shared = SharedRule(rule_of(Federation("percentile-norm-clip")))
     state = shared.init(1, NUMPY)
     for norm in norms:
-        state = tally.add(np.array([norm]), None, 10_000, state, NUMPY)
+        judged = Judgement(None, np.array([norm]), None)
+        state = tally.add(judged, 10_000, state, NUMPY)
     fields = {name: getattr(state, name)[..., 0].tolist() for name in tally.fields}
     buckets = tally.decode(np.array(tally.encode(fields, 0.0), dtype=np.uint64)).buckets
     assert buckets is not None
@@ -623,10 +633,12 @@ def claim(fed: Federation, values: Sequence[float]) -> Callable[[FedclipSharedCo
     """Return what claims these norms, in sound form."""
 
     def tamper(_: FedclipSharedCounts) -> Any:
-        rule = SharedRule(fed.counterpart.shared_state.rule, len(values))
+        rule = SharedRule(rule_of(fed), len(values))
         state = rule.init(1, NUMPY)
         for value in values:
-            state = rule.tally.add(np.array([value]), None, len(values), state, NUMPY)
+            seen = np.array([value])
+            judged = Judgement(None, seen, None, unclipped=seen)
+            state = rule.tally.add(judged, len(values), state, NUMPY)
         return said(
             fed, {name: getattr(state, name)[..., 0].tolist() for name in rule.tally.fields}
         )
@@ -1015,7 +1027,7 @@ def test_the_server_clips_its_own_steps_by_their_own_statistics(
 def test_counting_is_the_same_text_in_every_arithmetic(name: str, framework: str) -> None:
     needs(framework)
     xp = backend_named(framework)
-    rule = SharedRule(Federation(name).counterpart.shared_state.rule, 20)
+    rule = SharedRule(rule_of(Federation(name)), 20)
     rng = np.random.default_rng(16)
     host, native = rule.init(2, NUMPY), rule.init(2, xp)
     for _ in range(25):

@@ -91,7 +91,7 @@ def test_state_of_another_model_is_refused_at_the_first_gradient(specimen: Speci
 
 def test_missing_tensor_finds_its_statistics_again() -> None:
     clipper = ZScoreClip(warmup=2, scope="tensor")
-    for step in gradient_stream(4):
+    for step in gradient_stream(8):
         clipper.run(to_vector(step))
     before = clipper.get_state()["groups"]["enc.bias"]
     some = {k: v for k, v in gradient(9).items() if k != "enc.bias"}

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import ClassVar, Unpack
 
 from fedclip import parameters
-from fedclip.modules.common import Shared
+from fedclip.modules.common import Preset, Shared
 from fedclip.modules.sharing import SharedClipper
 from fedclip.privacy import kinds
 from fedclip.rules.adaptive import Adaptive
@@ -21,7 +23,7 @@ class AdaptiveClip(SharedClipper):
     ::
 
         Init(quantile, rate, start_norm, every):
-            limit = start_norm
+            limit = start_norm, or the median of the first five norms
         Step(grads):
             for each group of tensors:
                 n = norm(group)
@@ -40,12 +42,15 @@ class AdaptiveClip(SharedClipper):
         Fraction of the norms that shall be at most the limit, in (0, 1).
     rate : float, default=0.2
         Size of the steps, in (0, 10]: the limit moves by a factor ``exp(rate)`` at most.
-    start_norm : float, default=0.1
-        Limit at first, > 0. Low is safe: the limit doubles in some seven steps.
+    start_norm : float or None, default=None
+        Limit at first, > 0; None: the median of the first five norms, and until they are there
+        `warmup_factor` times the median of what has been seen.
     every : int, default=1
         Number of steps that an update is made from, >= 1.
-    min_norm : float, default=1e-6
-        The limit never falls below this, > 0.
+    min_norm : float or None, default=None
+        The limit never falls below this, > 0; None for no such floor.
+    warmup_factor : float, default=2.25
+        How many medians a norm may be before the limit starts, >= 1; without `start_norm`.
 
     Raises
     ------
@@ -55,7 +60,8 @@ class AdaptiveClip(SharedClipper):
 
     Notes
     -----
-    State: limit, unclipped and count since the last update, of each group; a client's rounds
+    State: limit, unclipped and count since the last update, of each group, and its last five
+    norms; a client's rounds
     continue each other, and a run that is saved and resumed gives the same outputs, bit for bit.
 
     Guarantees: no output norm is above its limit, which is known before the gradient is, nor
@@ -64,8 +70,9 @@ class AdaptiveClip(SharedClipper):
     depends on past data, so that only `max_norm` bounds a sensitivity without a further
     argument.
 
-    A norm equal to the limit counts as unclipped. Norms that are all 0 pull the limit down to
-    `min_norm`, and from 1e-6 it takes 115 steps up to 0.1: give a `min_norm` where that can be.
+    A norm equal to the limit counts as unclipped, and a norm of 0 is not counted. Norms that
+    are tiny for long pull the limit down, and from 1e-6 it takes 115 steps up to 0.1: give a
+    `min_norm` where that can be.
 
     References
     ----------
@@ -76,7 +83,7 @@ class AdaptiveClip(SharedClipper):
     --------
     >>> import numpy as np
     >>> from declearn.model.sklearn import NumpyVector
-    >>> clip = AdaptiveClip()
+    >>> clip = AdaptiveClip(start_norm=0.1)
     >>> for _ in range(100):
     ...     out = clip.run(NumpyVector({"w": np.array([1.0])}))
     >>> 0.9 <= clip.last.limit[0] <= 1.1
@@ -85,6 +92,19 @@ class AdaptiveClip(SharedClipper):
 
     name: ClassVar[str] = "adaptive-clip"
     guarantee = kinds.learnt_limit
+    presets: ClassVar[Mapping[str, Preset]] = {
+        "opacus": Preset(
+            "opacus",
+            "AdaClipDPOptimizer",
+            {
+                "clipbound_learning_rate": 0.2,
+                "target_unclipped_quantile": 0.5,
+                "initial": 0.1,
+                "min_clipbound": 1e-6,
+                "max_clipbound": None,
+            },
+        )
+    }
     shared_settings: ClassVar[tuple[str, ...]] = (
         "quantile",
         "rate",
@@ -102,25 +122,29 @@ class AdaptiveClip(SharedClipper):
         quantile: float = 0.5,
         *,
         rate: float = 0.2,
-        start_norm: float = 0.1,
+        start_norm: float | None = None,
         every: int = 1,
-        min_norm: float = 1e-6,
+        min_norm: float | None = None,
+        warmup_factor: float = 2.25,
         **common: Unpack[Shared],
     ) -> None:
         self.quantile = parameters.unit_interval(quantile=quantile)
         self.rate = parameters.number("a number > 0 and <= 10", 0.0, 10.0, open_low=True, rate=rate)
-        self.start_norm = parameters.positive(start_norm=start_norm)
+        self.start_norm = parameters.optional(parameters.positive, start_norm=start_norm)
         self.every = parameters.integer(1, every=every)
-        self.min_norm = parameters.positive(min_norm=min_norm)
+        self.min_norm = parameters.optional(parameters.positive, min_norm=min_norm)
+        self.warmup_factor = parameters.at_least_one(warmup_factor=warmup_factor)
         super().__init__(**common)
 
     def build(self) -> Transform:
         """Return what the clipper is made of."""
-        high = self.start_norm if self.max_norm is None else self.max_norm
-        if not self.min_norm <= self.start_norm <= high:
+        low = 0.0 if self.min_norm is None else self.min_norm
+        high = math.inf if self.max_norm is None else self.max_norm
+        start = max(low, min(1.0, high)) if self.start_norm is None else self.start_norm
+        if not low <= start <= high:
             raise ValueError(
-                f"start_norm must be between min_norm and max_norm, "
-                f"got start_norm={self.start_norm!r} "
-                f"with min_norm={self.min_norm!r} and max_norm={self.max_norm!r}"
+                "start_norm must be between min_norm and max_norm, got "
+                f"start_norm={self.start_norm!r} with min_norm={self.min_norm!r} and "
+                f"max_norm={self.max_norm!r}"
             )
         return self._clipping(Adaptive)

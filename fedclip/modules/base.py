@@ -22,9 +22,10 @@ from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip import parameters, states
 from fedclip.arrays import Arena, Array, Backend, Views, backend_of
+from fedclip.compat import translate
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
 from fedclip.measures import Order
-from fedclip.modules.common import COMMON, Parameter, common_of, docstring_of, signature_of
+from fedclip.modules.common import COMMON, Parameter, Preset, common_of, docstring_of, signature_of
 from fedclip.privacy import Context as Known
 from fedclip.privacy import Map, analyse, kinds
 from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
@@ -65,6 +66,8 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
 
     differs: ClassVar[Mapping[str, Parameter]] = {}
     """The common parameters that have another default, check or meaning here."""
+    presets: ClassVar[Mapping[str, Preset]] = {}
+    """Whose published defaults `preset` knows, and where `fedclip.compat` has them."""
 
     # The common parameters, those that a clipper has.
     scope: Scope
@@ -75,6 +78,9 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
     max_norm: float | None
     on_spike: str
     include_current: bool
+    warmup: int
+    warmup_norm: float | None
+    warmup_factor: float | None
     shared: bool
     shared_name: str | None
 
@@ -127,6 +133,22 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `__getstate__` has returned, with a lock of its own."""
         vars(self).update(state, lock=threading.RLock())
+
+    @classmethod
+    def preset(cls, name: str, **config: Any) -> Self:
+        """Return the clipper with the published defaults of a paper or package.
+
+        ``fedclip translate`` prints the same as a line of TOML.
+
+        Parameters
+        ----------
+        name : str
+            One of the keys of `presets`.
+        **config
+            Parameters that replace the published ones.
+        """
+        parameters.choice(tuple(cls.presets), preset=name)
+        return cls(**{**translate(*cls.presets[name])[2], **config})
 
     def build(self) -> Transform:
         """Return what the clipper is made of; all of its parameters are set."""

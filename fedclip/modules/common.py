@@ -11,8 +11,9 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, get_args, get_type_hints
 
 from fedclip import parameters
@@ -29,6 +30,7 @@ __all__ = [
     "Limited",
     "Measured",
     "Parameter",
+    "Preset",
     "Remembering",
     "Shared",
     "common_of",
@@ -62,6 +64,26 @@ COMMON = {
         parameters.boolean,
         "bool",
         'Let the statistics see a norm before it is judged by them; needs ``feedback="raw"``.',
+    ),
+    "warmup": Parameter(
+        20,
+        partial(parameters.integer, 0),
+        "int",
+        "Number of norms that only fill the statistics, >= 0; the first one always does.",
+    ),
+    "warmup_norm": Parameter(
+        None,
+        partial(parameters.optional, parameters.positive),
+        "float or None",
+        "Fixed limit until the statistics are full, in the units of the gradient; None for none.",
+    ),
+    "warmup_factor": Parameter(
+        2.25,
+        partial(parameters.optional, parameters.at_least_one),
+        "float or None",
+        "Limit until the statistics are full, in medians of the last five norms, >= 1; a norm "
+        "above is a spike, and learnt as 1.1 medians, and the first five norms are not learnt at "
+        "all (see `fedclip.rules.start`). None for none: all norms are learnt as they are.",
     ),
     "max_norm": Parameter(
         None,
@@ -128,6 +150,15 @@ ORD_VAR = COMMON["ord"].but(type='float or {"inf", "rms", "mad", "std", "var"}')
 """Orders with the variance, for limits that are fixed."""
 
 
+class Preset(NamedTuple):
+    """Published defaults, by what `fedclip.compat.translate` takes."""
+
+    peer: str
+    cls: str
+    config: Mapping[str, Any] = MappingProxyType({})
+    """What has no published default."""
+
+
 class Common(TypedDict, total=False):
     """What every clipper has."""
 
@@ -166,6 +197,9 @@ class Remembering(Shared, total=False):
     """What clippers have whose statistics are of the norms themselves."""
 
     include_current: bool
+    warmup: int
+    warmup_norm: float | None
+    warmup_factor: float | None
 
 
 @cache

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Unpack
 
 from fedclip import parameters
-from fedclip.modules.common import Remembering
+from fedclip.modules.common import Preset, Remembering
 from fedclip.modules.sharing import SharedClipper
 from fedclip.privacy import kinds
 from fedclip.rules.ema import Ema
@@ -18,14 +19,17 @@ __all__ = ["EmaClip"]
 class EmaClip(SharedClipper):
     """Limit at so many times the moving average of past norms (AdaGC).
 
+    The defaults have no scale, protect from the second step on and follow norms that rise;
+    those of the paper's code are ``EmaClip.preset("adagc")``.
+
     ::
 
-        Init(ratio, decay, warmup, warmup_norm):
-            mean = smallest norm, after clipping, of the first `warmup` steps
+        Init(ratio, decay, warmup, warmup_factor):
+            mean = mean of the first `warmup` norms, as they are learnt
         Step(grads):
             for each group of tensors:
                 n = norm(group)
-                limit = warmup_norm, during the first `warmup` steps
+                limit = warmup_factor * median of the last five norms, until there are `warmup`
                         ratio * mean, afterwards
                 u = min(n, limit)
                 mean = decay * mean + (1 - decay) * u
@@ -33,7 +37,7 @@ class EmaClip(SharedClipper):
 
     Parameters
     ----------
-    ratio : float, default=1.05
+    ratio : float, default=2.0
         Number of times the mean above which a norm is a spike, > 0; less than 1 needs
         ``feedback="raw"``.
     decay : float, default=0.98
@@ -44,16 +48,11 @@ class EmaClip(SharedClipper):
     feedback : {"clipped", "raw", "none"}, default="clipped"
         What the mean learns from a spike: the norm after clipping, that before it, or nothing.
         With "raw" a burst of spikes pulls the limit up within a few steps.
-    warmup : int, default=20
-        Number of steps that only fill the statistics, >= 0. The first step always does.
-    warmup_norm : float or None, default=1.0
-        Fixed limit during these steps; None for none. The default protects from the first step
-        on.
     warmup_scope : {"group", "global"}, default="group"
         What `warmup_norm` bounds: the norm of each group, or that of all groups together (so
         AdaGC, with the scope "tensor"); "global" needs ``ord=2``.
-    estimator : {"adagc", "drytorch"}, default="adagc"
-        What the mean starts from: the smallest norm of the warm-up (but 0), or their mean.
+    estimator : {"drytorch", "adagc"}, default="drytorch"
+        What the mean starts from: the mean of the norms of the warm-up, or the smallest of them.
         "drytorch" without warm-up starts from 0, and is far too low for a while.
 
     Raises
@@ -64,17 +63,17 @@ class EmaClip(SharedClipper):
 
     Notes
     -----
-    State: mean and count of each group; a client's rounds continue each other, and a run that
-    is saved and resumed gives the same outputs, bit for bit.
+    State: mean and count of each group, and its last five norms; a client's rounds continue
+    each other, and a run that is saved and resumed gives the same outputs, bit for bit.
 
     Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
     same Vector comes back; NaN and infinity never reach the statistics. Only `max_norm` bounds
     a sensitivity; during warm-up `warmup_norm` does too.
 
     With clipped feedback the mean grows by at most a factor
-    ``1 + (1 - decay) * (ratio - 1)`` a step, 1.001 by default: a network whose norms rise for a
-    good reason is held back, and wants a larger `ratio` or a smaller `decay`. A group whose
-    norms have all been 0 stays in warm-up, and is not frozen by them.
+    ``1 + (1 - decay) * (ratio - 1)`` a step, 1.02 by default, and 1.001 with the paper's ratio
+    of 1.05, by which norms that rise for a good reason are held back. A norm of 0 is not learnt;
+    a group whose norms have all been 0 stays in warm-up.
 
     References
     ----------
@@ -85,14 +84,18 @@ class EmaClip(SharedClipper):
     --------
     >>> import numpy as np
     >>> from declearn.model.sklearn import NumpyVector
-    >>> clip = EmaClip(warmup=4)
-    >>> for norm in (1.0, 0.9, 0.8, 1.0, 0.81, 20.0):
+    >>> clip = EmaClip(warmup=1)
+    >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 1.0, 20.0):
     ...     out = clip.run(NumpyVector({"w": np.array([norm])}))
-    >>> round(float(out.coefs["w"][0]), 4)
-    0.8402
+    >>> round(float(out.coefs["w"][0]), 3)
+    2.0
     """
 
     name: ClassVar[str] = "ema-clip"
+    presets: ClassVar[Mapping[str, Preset]] = {
+        "adagc": Preset("adagc", "AdaGC"),
+        "adagc-global": Preset("adagc", "GlobalAdaGC"),
+    }
     guarantee = kinds.learnt_limit
     shared_settings: ClassVar[tuple[str, ...]] = (
         "ratio",
@@ -107,23 +110,19 @@ class EmaClip(SharedClipper):
 
     def __init__(
         self,
-        ratio: float = 1.05,
+        ratio: float = 2.0,
         *,
         decay: float = 0.98,
         action: str = "max",
         feedback: str = "clipped",
-        warmup: int = 20,
-        warmup_norm: float | None = 1.0,
         warmup_scope: str = "group",
-        estimator: str = "adagc",
+        estimator: str = "drytorch",
         **common: Unpack[Remembering],
     ) -> None:
         self.ratio = parameters.positive(ratio=ratio)
         self.decay = parameters.unit_interval(decay=decay)
         self.action = parameters.choice(("max", "mean", "reciprocal"), action=action)
         self.feedback = parameters.choice(("clipped", "raw", "none"), feedback=feedback)
-        self.warmup = parameters.integer(0, warmup=warmup)
-        self.warmup_norm = parameters.optional(parameters.positive, warmup_norm=warmup_norm)
         self.warmup_scope = parameters.choice(("group", "global"), warmup_scope=warmup_scope)
         self.estimator = parameters.choice(("adagc", "drytorch"), estimator=estimator)
         if self.ratio < 1 and self.feedback != "raw":

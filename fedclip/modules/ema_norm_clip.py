@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Unpack
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
-from fedclip.modules.common import ORD_VAR, SCOPE_NORM, Measured, Parameter
+from fedclip.modules.common import ORD_VAR, SCOPE_NORM, Measured, Parameter, Preset
 from fedclip.privacy import kinds
 from fedclip.transforms import Transform
 from fedclip.transforms.average import AverageClipping
@@ -57,8 +57,9 @@ class EmaNormClip(Clipper):
         Where the average starts: with every element at this value, or at the first gradient.
         With 0.0 the first output is ``1 - decay`` times the gradient, and outputs grow from
         there; with "first" the first gradient is not clipped.
-    min_norm : float, default=1e-6
-        The average may always grow to this norm, > 0, so that it can leave 0.
+    min_norm : float or None, default=None
+        The average may always grow to this norm, > 0; None for no such floor. From 0 it may
+        grow to any norm.
     debias : bool, default=False
         Divide the average by ``1 - decay^t``, so that it is not too short for having started
         at 0; the first gradient is then not clipped. Needs ``init=0.0``.
@@ -97,6 +98,7 @@ class EmaNormClip(Clipper):
     """
 
     name: ClassVar[str] = "ema-norm-clip"
+    presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "ClipNormByEMA")}
     guarantee = kinds.present_values
     differs: ClassVar[Mapping[str, Parameter]] = {"scope": SCOPE_NORM, "ord": ORD_VAR}
     _rescale: ClassVar[bool] = False
@@ -107,13 +109,13 @@ class EmaNormClip(Clipper):
         *,
         max_growth: float | None = 1.5,
         init: float | str = 0.0,
-        min_norm: float = 1e-6,
+        min_norm: float | None = None,
         debias: bool = False,
         **common: Unpack[Measured],
     ) -> None:
         self.decay = parameters.unit_interval(decay=decay)
         self.max_growth = parameters.optional(parameters.at_least_one, max_growth=max_growth)
-        self.min_norm = parameters.positive(min_norm=min_norm)
+        self.min_norm = parameters.optional(parameters.positive, min_norm=min_norm)
         self.debias = parameters.boolean(debias=debias)
         self._start = _check_start(init, self.debias)
         self.init = "first" if self._start is None else self._start

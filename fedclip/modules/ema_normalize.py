@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
+from fedclip.modules.common import Preset
 from fedclip.modules.ema_norm_clip import EmaNormClip
 from fedclip.privacy import kinds
 
@@ -39,8 +41,9 @@ class EmaNormalize(EmaNormClip):
     init : float or "first", default=0.0
         Where the average starts: with every element at this value, or at the first gradient.
         With 0.0 the first output is ``1 - decay`` times the gradient.
-    min_norm : float, default=1e-6
-        The average may always grow to this norm, > 0, so that it can leave 0.
+    min_norm : float or None, default=None
+        The average may always grow to this norm, > 0; None for no such floor. From 0 it may
+        grow to any norm.
     debias : bool, default=False
         Divide the average by ``1 - decay^t``, so that it is not too short for having started
         at 0. Needs ``init=0.0``.
@@ -79,5 +82,6 @@ class EmaNormalize(EmaNormClip):
     """
 
     name: ClassVar[str] = "ema-normalize"
+    presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "NormalizeByEMA")}
     guarantee = kinds.divided_by_average
     _rescale: ClassVar[bool] = True

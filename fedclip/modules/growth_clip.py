@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Unpack
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
-from fedclip.modules.common import Limited
+from fedclip.modules.common import Limited, Preset
 from fedclip.privacy import kinds
 from fedclip.rules.growth import Growth
 from fedclip.transforms import Transform
@@ -38,14 +39,14 @@ class GrowthClip(Clipper):
     add : float or None, default=None
         What a norm may grow by, > 0, in the units of the gradient; None for no such limit.
         With both, the lower limit holds; with neither, only `warmup_norm` and `max_norm` do.
-    min_norm : float or None, default=1e-4
-        Past norms count as this at least, so that a gradient can come back from 0.
+    min_norm : float or None, default=None
+        Past norms count as this at least, so that a gradient can come back from 0; None for no
+        such floor.
     max_decay : float or None, default=2.0
         Factor by which the past norm may fall from one step to the next, >= 1, so that one small
         gradient does not make all that follow spikes; None lets it fall at once.
-    warmup_norm : float or None, default=1.0
-        Fixed limit at the first step; None for none. The default protects from the first step
-        on, and is outgrown within a few.
+    warmup_norm : float or None, default=None
+        Fixed limit at the first step, which has no step before it; None for none.
 
     Raises
     ------
@@ -84,6 +85,7 @@ class GrowthClip(Clipper):
     """
 
     name: ClassVar[str] = "growth-clip"
+    presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "ClipNormGrowth")}
     guarantee = kinds.learnt_limit
 
     def __init__(
@@ -91,9 +93,9 @@ class GrowthClip(Clipper):
         mul: float | None = 1.5,
         *,
         add: float | None = None,
-        min_norm: float | None = 1e-4,
+        min_norm: float | None = None,
         max_decay: float | None = 2.0,
-        warmup_norm: float | None = 1.0,
+        warmup_norm: float | None = None,
         **common: Unpack[Limited],
     ) -> None:
         self.mul = parameters.optional(parameters.at_least_one, mul=mul)

@@ -8,7 +8,7 @@ from typing import ClassVar, Unpack
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
-from fedclip.modules.common import COMMON, Common, Parameter
+from fedclip.modules.common import COMMON, Common, Parameter, Preset
 from fedclip.privacy import kinds
 from fedclip.rules.elementwise import GrowthValue
 from fedclip.transforms import Transform
@@ -39,9 +39,9 @@ class GrowthValueClip(Clipper):
         Largest difference from one output to the next, >= 0, in the units of the gradient;
         None for no such limit. With both, the tighter one counts; with none, nothing is
         clipped.
-    min_value : float or None, default=1e-4
+    min_value : float or None, default=None
         Past outputs below count as this, > 0, so that an element that was once small can grow
-        again. With None an element whose last output was exactly 0 is not limited by `mul`.
+        again at once. With None an element whose last output was exactly 0 is not limited by `mul`.
     max_decay : float or None, default=2
         Largest factor by which the past output may fall in a step, >= 1, so that a single
         small gradient does not hold back those after it; None for no such limit.
@@ -82,6 +82,7 @@ class GrowthValueClip(Clipper):
     """
 
     name: ClassVar[str] = "growth-value-clip"
+    presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "ClipValueGrowth")}
     guarantee = kinds.past_values
     differs: ClassVar[Mapping[str, Parameter]] = {
         "scope": COMMON["scope"].but(
@@ -94,7 +95,7 @@ class GrowthValueClip(Clipper):
         mul: float | None = 1.5,
         *,
         add: float | None = None,
-        min_value: float | None = 1e-4,
+        min_value: float | None = None,
         max_decay: float | None = 2.0,
         **common: Unpack[Common],
     ) -> None:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Unpack
 
 from fedclip import parameters
-from fedclip.modules.common import Remembering
+from fedclip.modules.common import COMMON, Parameter, Preset, Remembering
 from fedclip.modules.sharing import SharedClipper
 from fedclip.privacy import kinds
 from fedclip.rules.percentile import Percentile
@@ -19,6 +20,9 @@ __all__ = ["PercentileNormClip"]
 class PercentileNormClip(SharedClipper):
     """Limit at a percentile of past norms (AutoClip).
 
+    The defaults have no scale, protect from the second step on and follow norms that rise;
+    ``PercentileNormClip.preset("autoclip")`` is the paper's code.
+
     ::
 
         Init(percentile, window):
@@ -26,10 +30,10 @@ class PercentileNormClip(SharedClipper):
         Step(grads):
             for each group of tensors:
                 n = norm(group)
-                limit = warmup_norm, during the first `warmup` steps
+                limit = warmup_factor * median of the last five norms, until there are `warmup`
                         percentile of the last `window` norms in history, afterwards
                 append min(n, 2 * limit) to history
-                group *= min(1, min(limit, max_norm) / n)
+                group *= min(1, limit / n)
 
     Parameters
     ----------
@@ -51,12 +55,6 @@ class PercentileNormClip(SharedClipper):
     feedback : {"clipped", "raw"}, default="clipped"
         What the history learns from a spike: twice its limit, or its norm. With "raw" a burst
         of ``(1 - percentile / 100) * window`` spikes is the new limit.
-    warmup : int, default=5
-        Number of steps that only fill the history, >= 0. The first step always does, with "p2"
-        the first five.
-    warmup_norm : float or None, default=1.0
-        Fixed limit during these steps; None for none. The history learns the norms as they are,
-        so that a limit that is too low is forgotten with the warm-up.
 
     Raises
     ------
@@ -80,8 +78,7 @@ class PercentileNormClip(SharedClipper):
     ``(1 - percentile / 100) * window`` at most double the limit; norms that have grown for good
     double it again and again.
 
-    The paper's history has no end; here it is that of the last 65,536 steps at most
-    (``window=None, feedback="raw", include_current=True, warmup=0, warmup_norm=None, eps=1e-6``
+    The paper's history has no end; here it is that of the last 65,536 steps at most (the preset
     is the paper's code until then). It takes half a megabyte for each group, in the state too.
     A history that is all 0 gives no limit, and the group stays in warm-up.
 
@@ -94,14 +91,23 @@ class PercentileNormClip(SharedClipper):
     --------
     >>> import numpy as np
     >>> from declearn.model.sklearn import NumpyVector
-    >>> clip = PercentileNormClip(50.0, warmup_norm=None)
-    >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 20.0):
+    >>> clip = PercentileNormClip(50.0, warmup=1)
+    >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 1.0, 20.0):
     ...     out = clip.run(NumpyVector({"w": np.array([norm])}))
     >>> round(float(out.coefs["w"][0]), 4)
     1.0
     """
 
     name: ClassVar[str] = "percentile-norm-clip"
+    presets: ClassVar[Mapping[str, Preset]] = {
+        "autoclip": Preset("autoclip", "autoclip_gradient", {"clip_percentile": 10.0})
+    }
+    differs: ClassVar[Mapping[str, Parameter]] = {
+        "warmup": COMMON["warmup"].but(
+            meaning="Number of norms that only fill the history, >= 0. The first one always does, "
+            'with "p2" the first five.'
+        )
+    }
     guarantee = kinds.learnt_limit
     shared_settings: ClassVar[tuple[str, ...]] = (
         "percentile",
@@ -123,8 +129,6 @@ class PercentileNormClip(SharedClipper):
         rate: float = 0.02,
         decay: float = 0.99,
         feedback: str = "clipped",
-        warmup: int = 5,
-        warmup_norm: float | None = 1.0,
         **common: Unpack[Remembering],
     ) -> None:
         self.percentile = parameters.number(
@@ -135,8 +139,6 @@ class PercentileNormClip(SharedClipper):
         self.rate = parameters.number("a number > 0 and <= 1", 0.0, 1.0, open_low=True, rate=rate)
         self.decay = parameters.unit_interval(decay=decay)
         self.feedback = parameters.choice(("clipped", "raw"), feedback=feedback)
-        self.warmup = parameters.integer(0, warmup=warmup)
-        self.warmup_norm = parameters.optional(parameters.positive, warmup_norm=warmup_norm)
         if self.percentile == 100.0 and self.history != "window":
             raise ValueError(
                 "percentile=100, the largest norm, needs history='window': an estimate that only "

@@ -8,7 +8,7 @@ from typing import ClassVar, Unpack
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
-from fedclip.modules.common import COMMON, Common, Parameter
+from fedclip.modules.common import COMMON, Common, Parameter, Preset
 from fedclip.privacy import kinds
 from fedclip.transforms import Transform
 from fedclip.transforms.moment import Standardizing
@@ -29,9 +29,10 @@ class Standardize(Clipper):
 
     Parameters
     ----------
-    eps : float, default=1e-8
+    eps : float, default=0.0
         Added to the standard deviation, >= 0, in the units of the gradient: gradients that
-        vary by less are not blown up to a deviation of 1.
+        vary by less are not blown up to a deviation of 1. 0 for an output that does not depend
+        on the scale of the gradient.
 
     Raises
     ------
@@ -73,6 +74,9 @@ class Standardize(Clipper):
     """
 
     name: ClassVar[str] = "standardize"
+    presets: ClassVar[Mapping[str, Preset]] = {
+        "drytorch": Preset("drytorch", "GradZScoreNormalizer")
+    }
     guarantee = kinds.standardised
     differs: ClassVar[Mapping[str, Parameter]] = {
         "scope": COMMON["scope"].but(
@@ -82,7 +86,7 @@ class Standardize(Clipper):
 
     def __init__(
         self,
-        eps: float = 1e-8,
+        eps: float = 0.0,
         **common: Unpack[Common],
     ) -> None:
         self.eps = parameters.non_negative(eps=eps)

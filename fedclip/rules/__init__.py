@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fedclip.arrays import Arithmetic, Array
 
-__all__ = ["CLEAR", "NoState", "Rule", "State"]
+__all__ = ["CLEAR", "Judgement", "NoState", "Rule", "State"]
 
 
 CLEAR = 1.0 + 4e-6
@@ -32,6 +32,21 @@ class NoState(NamedTuple):
 
 State = Any
 """A NamedTuple of arrays over groups, the last axis being that of the groups."""
+
+
+class Judgement(NamedTuple):
+    """What a rule says of the norms of one step."""
+
+    limits: Array
+    """The limit of each group."""
+    seen: Array
+    """What statistics learn from each group."""
+    ready: Array
+    """The groups that there is something to judge by."""
+    skipped: Array | None = None
+    """The groups from which they learn nothing; None where there are none of that kind."""
+    unclipped: Array | None = None
+    """1 where a norm is at most the limit, else 0; of a rule that counts "bits"."""
 
 
 class Rule(Protocol):

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from fedclip.arrays import NUMBER, NUMPY, Arithmetic, Array
-from fedclip.rules.sharing import Counted, Floats, Judgement, Sketched
+from fedclip.rules import Judgement, State
+from fedclip.rules.history import TINY, choose
+from fedclip.rules.sharing import Counted, Floats, Sketched
+from fedclip.rules.start import FULL, Start, state_of
 
 __all__ = ["Adaptive", "AdaptiveState", "geometric_update"]
 
@@ -68,62 +72,94 @@ class Adaptive:
 
     ::
 
-        limit      = start_norm, at first
-        unclipped += [x + eps <= limit];  count += 1
+        limit      = start_norm; without one, the median of the first five norms
+        unclipped += [x + eps <= limit];  count += 1          of norms but 0
         after `every` norms:
             limit <- geometric_update(limit, unclipped / count);  unclipped = count = 0
 
-    In a federation (`merge`) a round adds what all clients counted, and makes one update at most.
+    A limit of 0 is one that is not known yet. In a federation (`merge`) a round adds what all
+    clients counted, and makes one update at most; without `start_norm` the first limit is the
+    quantile of the first round, off a sketch of the norms as each client's median protects them.
     """
 
-    counters: ClassVar[tuple[str, ...]] = ("bits",)
-    remembered: ClassVar[int | None] = None
+    remembered: ClassVar[int | None] = 1
 
     quantile: float
     rate: float
-    start_norm: float
+    start_norm: float | None
     every: int
-    min_norm: float
+    min_norm: float | None
     max_norm: float | None
+    warmup_factor: float
     eps: float
 
-    def init(self, groups: int, xp: Arithmetic) -> AdaptiveState:
+    @property
+    def counters(self) -> tuple[str, ...]:
+        return ("bits",) if self.start_norm is not None else ("bits", "sketch")
+
+    @cached_property
+    def start(self) -> Start | None:
+        """What protects groups that have no limit yet."""
+        return Start(self.warmup_factor) if self.start_norm is None else None
+
+    def begin(self, groups: int, xp: Arithmetic) -> AdaptiveState:
         zeros = xp.asarray([0.0] * groups)
-        return AdaptiveState(zeros + self.start_norm, zeros, zeros)
+        return AdaptiveState(zeros + (self.start_norm or 0.0), zeros, zeros)
 
-    def __call__(
-        self, norms: Array, state: AdaptiveState, xp: Arithmetic
-    ) -> tuple[Array, AdaptiveState]:
-        limits, seen, _ = self.judge(norms, state, xp)
-        return limits, self._move(state, state.unclipped + seen, state.count + 1.0, xp)
+    def init(self, groups: int, xp: Arithmetic) -> State:
+        limits = self.begin(groups, xp)
+        if self.start is None:
+            return limits
+        return state_of("Adaptive", limits, self.start.init(groups, xp))
 
-    def judge(self, norms: Array, state: AdaptiveState, xp: Arithmetic) -> Judgement:
-        below = norms + self.eps <= state.limit
-        return Judgement(state.limit, xp.where(below, 1.0, 0.0))
+    def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
+        judged = self.judge(norms, state, xp)
+        if self.start is not None:
+            judged, state = self.start.step(judged, norms, self.eps, state, xp)
+        unclipped, count = state.unclipped + judged.unclipped, state.count + 1.0
+        moved = state._replace(**self._move(state, unclipped, count, xp)._asdict())
+        after = choose(judged.skipped, state, moved, xp)
+        if self.start is not None:
+            begun = (state.limit <= 0) & (state.start_held >= FULL)
+            first = self._bounded(self.start.median(state, xp), xp)
+            after = after._replace(limit=xp.where(begun, first, after.limit))
+        return judged.limits, after
+
+    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
+        ready = state.limit > 0
+        below = xp.where(norms + self.eps <= state.limit, 1.0, 0.0)
+        high = math.inf if self.max_norm is None else self.max_norm
+        limits = xp.where(ready, state.limit, high)
+        return Judgement(limits, below if self.start is None else norms, ready, norms <= 0, below)
 
     def shared(self) -> Adaptive:
         return self
 
     def levels(self, sketch: Sketched) -> tuple[float, ...]:
-        return ()
+        return (sketch.quantile(self.quantile),)
 
     def merge(self, state: AdaptiveState, counted: Counted) -> AdaptiveState:
         unclipped, count = state.unclipped + counted.unclipped, state.count + counted.n
-        return self._move(state, unclipped, np.maximum(count, 1.0), NUMPY)
+        moved = self._move(state, unclipped, np.maximum(count, 1.0), NUMPY)
+        first = AdaptiveState(self._bounded(counted.levels[0], NUMPY), 0.0 * count, 0.0 * count)
+        return choose(state.limit > 0, moved, first, NUMPY)
 
     def ceiling(self, state: AdaptiveState) -> Floats:
-        return np.ones_like(state.count)
+        # Of a norm it is learnt whether it was below the limit, and without a start its size too.
+        return np.full_like(state.count, 1.0 if self.start is None else math.inf)
 
-    def _move(
-        self, state: AdaptiveState, unclipped: Array, count: Array, xp: Arithmetic
-    ) -> AdaptiveState:
+    def _bounded(self, limit: Array, xp: Arithmetic) -> Array:
+        high = math.inf if self.max_norm is None else self.max_norm
+        return xp.minimum(xp.maximum(limit, self.min_norm or TINY), high)
+
+    def _move(self, state: State, unclipped: Array, count: Array, xp: Arithmetic) -> AdaptiveState:
         limit = state.limit
         moved = geometric_update(
             limit,
             unclipped / count,
             quantile=self.quantile,
             rate=self.rate,
-            min_norm=self.min_norm,
+            min_norm=self.min_norm or TINY,
             max_norm=math.inf if self.max_norm is None else self.max_norm,
             xp=xp,
         )

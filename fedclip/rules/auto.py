@@ -9,17 +9,15 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import State
+from fedclip.rules import Judgement, State
 from fedclip.rules.history import History, choose
 from fedclip.rules.quantiles import Given, Markers, Window
-from fedclip.rules.sharing import Counted, Floats, Judgement, Sketched, pooled
+from fedclip.rules.sharing import Counted, Floats, Sketched, pooled
 
 __all__ = ["LEAST", "Auto", "AutoGivenState", "AutoMarkersState", "AutoWindowState"]
 
 LEAST = 5
 """Number of norms of a group before which it is not judged."""
-
-_FLOOR = 1e-3
 
 
 class AutoMarkersState(NamedTuple):
@@ -62,7 +60,7 @@ class Auto(History):
 
     ::
 
-        threshold = median + std_factor * max(std, 0.001 median)
+        threshold = median + std_factor * max(std, min_std * median)
         limit     = threshold, or x if that is larger    where x + eps <= threshold
                     threshold                            elsewhere
                     warmup_norm                          before `warmup` norms (5 at least), and
@@ -81,8 +79,10 @@ class Auto(History):
 
     median: Markers | Window | Given
     std_factor: float
+    decay: float | None
+    min_std: float
 
-    def init(self, groups: int, xp: Arithmetic) -> State:
+    def begin(self, groups: int, xp: Arithmetic) -> State:
         zeros = xp.asarray([0.0] * groups)
         fields = self.median.init(groups, xp)._asdict()
         cls = {Markers: AutoMarkersState, Window: AutoWindowState, Given: AutoGivenState}[
@@ -94,7 +94,7 @@ class Auto(History):
         median = self.median.estimate(state, xp)
         few = xp.maximum(state.count - 1.0, 1.0)
         std = xp.sqrt(state.variance * (state.count / few))
-        threshold = median + self.std_factor * xp.maximum(std, _FLOOR * median)
+        threshold = median + self.std_factor * xp.maximum(std, self.min_std * median)
         ready = (state.count >= max(self.warmup, LEAST)) & (threshold > 0)
         spike = ready & (norms + self.eps > threshold)
         limits = self.limits(
@@ -107,7 +107,7 @@ class Auto(History):
         )
         clipped = xp.where(spike, xp.minimum(norms, threshold), norms)
         seen = norms if self.feedback == "raw" else clipped
-        return Judgement(limits, seen, spike if self.feedback == "none" else None)
+        return Judgement(limits, seen, ready, spike if self.feedback == "none" else None)
 
     @property
     def remembered(self) -> int | None:
@@ -120,22 +120,24 @@ class Auto(History):
         return replace(self, median=Given(0.5, self.remembered, least=self.median.least))
 
     def merge(self, state: AutoGivenState, counted: Counted) -> AutoGivenState:
-        count, mean, variance = pooled(state.count, state.mean, state.variance, counted)
+        keep = 0.0 if self.decay is None else 1.0 - np.power(self.decay, counted.n)
+        count, mean, variance = pooled(state.count, state.mean, state.variance, counted, keep)
         return AutoGivenState(counted.levels[0], mean, variance, count)
 
     def ceiling(self, state: AutoGivenState) -> Floats:
         few = np.maximum(state.count - 1.0, 1.0)
         std = np.sqrt(state.variance * (state.count / few))
-        threshold = state.level + self.std_factor * np.maximum(std, _FLOOR * state.level)
+        threshold = state.level + self.std_factor * np.maximum(std, self.min_std * state.level)
         ready = (state.count >= max(self.warmup, LEAST)) & (threshold > 0)
         return self.known(threshold, ready)
 
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         count = state.count + 1.0
         delta = seen - state.mean
-        mean = state.mean + delta / count
-        # Welford's update.
-        variance = state.variance + (delta * (seen - mean) - state.variance) / count
+        # Welford's update, until the past has the weight that it keeps.
+        weight = 1.0 / count if self.decay is None else xp.maximum(1.0 / count, 1 - self.decay)
+        mean = state.mean + delta * weight
+        variance = state.variance + (delta * (seen - mean) - state.variance) * weight
         after = self.median.observe(seen, state, xp)
         after = after._replace(mean=mean, variance=variance, count=count)
         # The square of a norm may be beyond the floats; nothing is learnt from such a norm.

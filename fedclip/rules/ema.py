@@ -14,8 +14,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules.history import TINY, History
-from fedclip.rules.sharing import Counted, Floats, Judgement, Sketched, pooled
+from fedclip.rules import Judgement, State
+from fedclip.rules.history import TINY, History, choose
+from fedclip.rules.sharing import Counted, Floats, Sketched, pooled
 
 __all__ = ["Ema", "EmaState"]
 
@@ -41,7 +42,7 @@ class Ema(History):
         limit     = min(limit, max_norm)
         u         = min(x, limit) | x | no update on a spike     (feedback)
 
-    Estimators, for the first `warmup` norms and then for each u:
+    A norm of 0 is not learnt. Estimators, for the first `warmup` norms and then for each u:
 
     - "adagc": the smallest u but 0;  mean <- d mean + (1-d) u
     - "drytorch": the mean of the warm-up, without one a start at 0;
@@ -65,11 +66,11 @@ class Ema(History):
     estimator: str
     joint_warmup: bool
 
-    def init(self, groups: int, xp: Arithmetic) -> EmaState:
+    def begin(self, groups: int, xp: Arithmetic) -> EmaState:
         zeros = xp.asarray([0.0] * groups)
         return EmaState(zeros, zeros)
 
-    def judge(self, norms: Array, state: EmaState, xp: Arithmetic) -> Judgement:
+    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
         ready = (state.count >= max(self.warmup, 1)) & (state.mean > 0)
         threshold = self.ratio * state.mean
         spike = ready & (norms > threshold)
@@ -85,7 +86,10 @@ class Ema(History):
         )
         passed = xp.minimum(xp.where(ready, norms, warmed), limits)
         seen = norms if self.feedback == "raw" else passed
-        return Judgement(limits, seen, spike if self.feedback == "none" else None)
+        # A norm of 0 says nothing of the scale, and would only pull the mean down.
+        nothing = norms <= 0
+        skipped = nothing | spike if self.feedback == "none" else nothing
+        return Judgement(limits, seen, ready, skipped)
 
     def shared(self) -> Ema:
         return self
@@ -129,15 +133,15 @@ class Ema(History):
             return threshold
         return threshold * (threshold / xp.maximum(norms, TINY))
 
-    def observe(self, seen: Array, state: EmaState, xp: Arithmetic) -> EmaState:
-        mean, count = state
+    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+        mean, count = state.mean, state.count
         delta = seen - mean
         moved = mean + (1 - self.decay) * delta
         warming = count < self.warmup
         if self.estimator == "adagc":
-            # A norm of 0 would be the smallest for ever, and its group frozen at 0.
-            smallest = xp.where(seen > 0, xp.minimum(mean, seen), mean)
-            moved = xp.where(mean == 0, seen, xp.where(warming, smallest, moved))
+            moved = xp.where(warming, xp.minimum(mean, seen), moved)
+            moved = xp.where(mean == 0, seen, moved)
         elif self.warmup > 0:
             moved = xp.where(warming, mean + delta / (count + 1.0), moved)
-        return EmaState(moved, count + 1.0)
+        after = state._replace(mean=moved, count=count + 1.0)
+        return choose(seen > 0, after, state, xp)

@@ -4,6 +4,7 @@
 ::
 
     limits, seen, skipped = judge(norms, state)
+    (protected while there is nothing to judge by: `fedclip.rules.start`)
     state                 = observe(seen, state), but for the groups that are skipped
 
 or, where the current norm is included, ``state = observe(norms, state)`` first. And of a limit::
@@ -19,13 +20,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import CLEAR, State
-from fedclip.rules.sharing import Floats, Judgement
+from fedclip.rules import CLEAR, Judgement, State
+from fedclip.rules.sharing import Floats
+from fedclip.rules.start import Start, state_of
 
 __all__ = ["TINY", "History", "choose", "limits_of"]
 
@@ -47,6 +50,8 @@ class History(ABC):
         Whether a norm is learnt before it is judged.
     warmup, warmup_norm
         Number of norms before which there is nothing to judge by, and the limit until then.
+    warmup_factor
+        Limit until then, in medians of what has been seen; None for none.
     max_norm
         Limit at every step.
     eps
@@ -57,17 +62,40 @@ class History(ABC):
     include_current: bool
     warmup: int
     warmup_norm: float | None
+    warmup_factor: float | None
     max_norm: float | None
     eps: float
+
+    @cached_property
+    def start(self) -> Start | None:
+        """What protects groups that are not ready, if anything."""
+        if self.warmup_factor is None:
+            return None
+        return Start(self.warmup_factor, raw=self.feedback == "raw")
+
+    def init(self, groups: int, xp: Arithmetic) -> State:
+        statistics = self.begin(groups, xp)
+        if self.start is None:
+            return statistics
+        return state_of(type(self).__name__, statistics, self.start.init(groups, xp))
 
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         if self.include_current:
             state = self.observe(norms, state, xp)
-        limits, seen, skipped = self.judge(norms, state, xp)
+        judged = self.judge(norms, state, xp)
+        after = state
+        if self.start is not None:
+            judged, after = self.start.step(judged, norms, self.eps, state, xp)
         if self.include_current:
-            return limits, state
-        after = self.observe(seen, state, xp)
-        return limits, after if skipped is None else choose(skipped, state, after, xp)
+            return judged.limits, after
+        learnt = self.observe(judged.seen, after, xp)
+        if judged.skipped is not None:
+            learnt = choose(judged.skipped, after, learnt, xp)
+        return judged.limits, learnt
+
+    @abstractmethod
+    def begin(self, groups: int, xp: Arithmetic) -> State:
+        """Return the statistics before the first norm."""
 
     @abstractmethod
     def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:

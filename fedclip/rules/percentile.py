@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import State
+from fedclip.rules import Judgement, State
 from fedclip.rules.history import History
 from fedclip.rules.quantiles import Given, GivenState, Quantile, Window
-from fedclip.rules.sharing import Counted, Floats, Judgement, Sketched
+from fedclip.rules.sharing import Counted, Floats, Sketched
 
 __all__ = ["Percentile"]
 
@@ -42,7 +42,7 @@ class Percentile(History):
 
     history: Quantile
 
-    def init(self, groups: int, xp: Arithmetic) -> State:
+    def begin(self, groups: int, xp: Arithmetic) -> State:
         return self.history.init(groups, xp)
 
     def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
@@ -57,7 +57,7 @@ class Percentile(History):
             target=threshold,
         )
         clipped = xp.where(ready, xp.minimum(norms, 2.0 * threshold), norms)
-        return Judgement(limits, norms if self.feedback == "raw" else clipped)
+        return Judgement(limits, norms if self.feedback == "raw" else clipped, ready)
 
     @property
     def remembered(self) -> int | None:

@@ -18,22 +18,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import State
+from fedclip.rules import Judgement, State
+from fedclip.rules.start import Start
 
-__all__ = ["Counted", "Floats", "Judgement", "Shareable", "Sketched", "pooled"]
+__all__ = ["Counted", "Floats", "Shareable", "Sketched", "pooled"]
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-
-
-class Judgement(NamedTuple):
-    """What a rule says of the norms of one step."""
-
-    limits: Array
-    """The limit of each group."""
-    seen: Array
-    """What statistics learn from each group."""
-    skipped: Array | None = None
-    """The groups from which they learn nothing; None where there are none of that kind."""
 
 
 class Sketched(Protocol):
@@ -77,7 +67,15 @@ class Shareable(Protocol):
     def levels(self, sketch: Sketched) -> tuple[float, ...]:
         """Return what `merge` needs to know of the history, where the rule asks for a "sketch"."""
 
-    def init(self, groups: int, xp: Arithmetic) -> State:
+    @property
+    def start(self) -> Start | None:
+        """What protects groups that are not ready, on each client by itself."""
+
+    @property
+    def eps(self) -> float:
+        """Added to a norm where it is compared with a limit."""
+
+    def begin(self, groups: int, xp: Arithmetic) -> State:
         """Return the state before the first round."""
 
     def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
@@ -91,14 +89,16 @@ class Shareable(Protocol):
 
 
 def pooled(
-    count: Floats, mean: Floats, variance: Floats, counted: Counted
+    count: Floats, mean: Floats, variance: Floats, counted: Counted, least: Floats | float = 0.0
 ) -> tuple[Floats, Floats, Floats]:
     """Return count, mean and population variance of two sets of norms together.
+
+    The second set has the share of all norms that it is, and `least` at least.
 
     Chan, Golub & LeVeque, 1983, "Algorithms for computing the sample variance".
     """
     total = np.maximum(count + counted.n, 1.0)
-    share = counted.n / total
+    share = np.maximum(counted.n / total, least)
     delta = counted.mean - mean
     within = variance + share * (counted.variance - variance)
-    return total, mean + share * delta, within + share * (count / total) * delta * delta
+    return total, mean + share * delta, within + share * (1.0 - share) * delta * delta

@@ -12,8 +12,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
+from fedclip.rules import Judgement, State
 from fedclip.rules.history import History, choose
-from fedclip.rules.sharing import Counted, Floats, Judgement, Sketched, pooled
+from fedclip.rules.sharing import Counted, Floats, Sketched, pooled
 
 __all__ = ["ZScore", "ZScoreState"]
 
@@ -32,12 +33,13 @@ class ZScore(History):
 
     ::
 
-        z         = (x - mean) / (sqrt(variance) + std_eps)
-        threshold = mean + z_max * (sqrt(variance) + std_eps)
+        std       = max(sqrt(variance), min_std * mean)
+        z         = (x - mean) / (std + std_eps)
+        threshold = mean + z_max * (std + std_eps)
         limit     = threshold, or x if that is larger         where z <= z_max
-                    mean + z_max * sqrt(variance)             action "max"
+                    mean + z_max * std                        action "max"
                     mean                                      action "mean"
-                    factor * (mean + z_max^2/z * sqrt(variance))   action "reciprocal"
+                    factor * (mean + z_max^2/z * std)         action "reciprocal"
         limit     = min(limit, max_norm)
         u         = min(x, limit before max_norm) | x | no update on a spike     (feedback)
 
@@ -70,8 +72,9 @@ class ZScore(History):
     estimator: str
     factor: float
     std_eps: float
+    min_std: float
 
-    def init(self, groups: int, xp: Arithmetic) -> ZScoreState:
+    def begin(self, groups: int, xp: Arithmetic) -> ZScoreState:
         zeros = xp.asarray([0.0] * groups)
         return ZScoreState(zeros, zeros + (1.0 if self._starts_at_one else 0.0), zeros)
 
@@ -80,10 +83,10 @@ class ZScore(History):
         # drytorch without a warm-up starts its moving averages at mean 0 and variance 1.
         return self.estimator == "drytorch" and self.warmup == 0
 
-    def judge(self, norms: Array, state: ZScoreState, xp: Arithmetic) -> Judgement:
+    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
         # The first norm has nothing to be judged by, except itself if it is included.
         ready = state.count >= max(self.warmup, 1)
-        std = xp.sqrt(state.variance)
+        std = xp.maximum(xp.sqrt(state.variance), self.min_std * state.mean)
         threshold = state.mean + self.z_max * (std + self.std_eps)
         measured = norms + self.eps if self.estimator == "smartclip" else norms
         spike = ready & (measured > threshold)
@@ -97,7 +100,7 @@ class ZScore(History):
             target=target,
         )
         seen = xp.where(spike, target, norms) if self.feedback == "clipped" else norms
-        return Judgement(limits, seen, spike if self.feedback == "none" else None)
+        return Judgement(limits, seen, ready, spike if self.feedback == "none" else None)
 
     def shared(self) -> ZScore:
         return self
@@ -132,7 +135,8 @@ class ZScore(History):
         )
 
     def ceiling(self, state: ZScoreState) -> Floats:
-        threshold = state.mean + self.z_max * (np.sqrt(state.variance) + self.std_eps)
+        std = np.maximum(np.sqrt(state.variance), self.min_std * state.mean)
+        threshold = state.mean + self.z_max * (std + self.std_eps)
         return self.known(max(self.factor, 1.0) * threshold, state.count >= max(self.warmup, 1))
 
     def _target(self, norms: Array, mean: Array, std: Array, xp: Arithmetic) -> Array:
@@ -144,12 +148,12 @@ class ZScore(History):
         excess = xp.maximum(norms - mean, 1.2e-38)
         return self.factor * (mean + self.z_max**2 * (std + self.std_eps) / excess * std)
 
-    def observe(self, seen: Array, state: ZScoreState, xp: Arithmetic) -> ZScoreState:
+    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         after = self._update(seen, state, xp)
         # The square of a norm may be beyond the floats; nothing is learnt from such a norm.
         return choose(xp.isfinite(after.variance), after, state, xp)
 
-    def _update(self, seen: Array, state: ZScoreState, xp: Arithmetic) -> ZScoreState:
+    def _update(self, seen: Array, state: State, xp: Arithmetic) -> State:
         d = self.decay
         count = state.count + 1.0
         delta = seen - state.mean
@@ -157,15 +161,17 @@ class ZScore(History):
         if self.estimator == "smartclip":
             first = state.count == 0
             variance = d * (state.variance + (1 - d) * delta * delta)
-            return ZScoreState(
-                xp.where(first, seen, mean), xp.where(first, 0.0 * seen, variance), count
+            return state._replace(
+                mean=xp.where(first, seen, mean),
+                variance=xp.where(first, 0.0 * seen, variance),
+                count=count,
             )
         if self.estimator == "drytorch":
             variance = d * state.variance + (1 - d) * delta * delta
         else:
             variance = d * state.variance + (1 - d) * (seen - mean) * (seen - mean)
         if self._starts_at_one:
-            return ZScoreState(mean, variance, count)
+            return state._replace(mean=mean, variance=variance, count=count)
         # Warm-up: Welford's update; `variance` is that of the norms so far.
         warming = state.count < max(self.warmup, 1)
         first_mean = state.mean + delta / count
@@ -178,8 +184,8 @@ class ZScore(History):
             first_variance = xp.where(last, sample, squares / count)
         else:
             first_variance = squares / count
-        return ZScoreState(
-            xp.where(warming, first_mean, mean),
-            xp.where(warming, first_variance, variance),
-            count,
+        return state._replace(
+            mean=xp.where(warming, first_mean, mean),
+            variance=xp.where(warming, first_variance, variance),
+            count=count,
         )

@@ -60,7 +60,7 @@ class AverageClipping(Transform):
     ord: Order
     max_growth: float | None
     start: float | None
-    min_norm: float
+    min_norm: float | None
     debias: bool
     rescale: bool
 
@@ -117,8 +117,10 @@ class AverageClipping(Transform):
         sizes = np.array(self.measure(Gradient(means, groups, NUMPY, Views(means))), ndmin=1)
         if self.max_growth is None:
             return sizes
-        before = np.where(first, sizes, np.atleast_1d(state.norm))
-        allowed = np.maximum(before * self.max_growth, self.min_norm)
+        # From 0 nothing could grow, so what follows it is a first gradient again.
+        norms = np.atleast_1d(state.norm)
+        before = np.where(first | (norms == 0), sizes, norms)
+        allowed = np.maximum(before * self.max_growth, self.min_norm or 0.0)
         for group in np.flatnonzero(sizes > allowed):
             factor = float(allowed[group] / sizes[group]) ** (1.0 / degree(self.ord))
             for i in groups.members[group]:

@@ -17,7 +17,6 @@ clipper is an ordinary one with statistics of its own.
 from __future__ import annotations
 
 import warnings
-from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,6 +31,7 @@ from fedclip.federation.statistics.counts import Counts, Tally
 from fedclip.federation.version import other
 from fedclip.rules import State
 from fedclip.rules.sharing import Shareable
+from fedclip.rules.start import Start, state_of
 from fedclip.states import Statistics
 
 __all__ = ["MAX_STEPS", "SharedRule", "SharedStatistics", "centre_of"]
@@ -46,9 +46,9 @@ def tally_of(counters: tuple[str, ...]) -> Tally:
     return Tally(counters)
 
 
-@cache
-def _state_type(name: str, fields: tuple[str, ...]) -> Any:
-    return namedtuple(name, fields)
+def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of one group as plain values."""
+    return {name: np.asarray(column)[..., 0].tolist() for name, column in fields.items()}
 
 
 def centre_of(fields: Mapping[str, Any]) -> float:
@@ -68,15 +68,24 @@ class SharedRule:
         """The counters that go with the rule."""
         return tally_of(self.rule.counters)
 
+    @property
+    def start(self) -> Start | None:
+        """What protects the first norms; the rule learns from the second on."""
+        return None if self.rule.start is None else replace(self.rule.start, least=1)
+
     def init(self, groups: int, xp: Arithmetic) -> State:
         """Return the state before the first round, nothing counted."""
-        fields = {**self.rule.init(groups, xp)._asdict(), **self.tally.init(groups, xp)}
-        return _state_type(f"Shared{type(self.rule).__name__}State", tuple(fields))(**fields)
+        own = {} if self.start is None else self.start.init(groups, xp)
+        name = f"Shared{type(self.rule).__name__}"
+        return state_of(name, self.rule.begin(groups, xp), own, self.tally.init(groups, xp))
 
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         """Return the limits, and the state with this step counted."""
-        limits, seen, skipped = self.rule.judge(norms, state, xp)
-        return limits, self.tally.add(seen, skipped, self.max_steps, state, xp)
+        judged = self.rule.judge(norms, state, xp)
+        if self.start is not None:
+            # Until the server knows enough, each client judges by its own norms.
+            judged, state = self.start.step(judged, norms, self.rule.eps, state, xp)
+        return judged.limits, self.tally.add(judged, self.max_steps, state, xp)
 
 
 class SharedStatistics:
@@ -136,7 +145,7 @@ class SharedStatistics:
             raise ValueError(f"{self.clipper}: {lacking}")
         self._compare(message.settings)
         rule = SharedRule(self.rule.rule, int(message.max_steps))
-        one = rule.rule.init(1, NUMPY)
+        one = rule.rule.begin(1, NUMPY)
         try:
             received: Statistics = {
                 label: {name: message.state[name][place] for name in one._fields}
@@ -152,9 +161,12 @@ class SharedStatistics:
         unsent = statistics if self.version == message.version else {}
         self.version = int(message.version)
         nothing = self._nothing()
+        own = {} if rule.start is None else _plain(rule.start.init(1, NUMPY))
         result: Statistics = {k: v for k, v in unsent.items() if k not in received}
         for label, fields in received.items():
-            result[label] = {**nothing, **unsent.get(label, {}), **fields}
+            mine = statistics.get(label, {})
+            kept = {name: mine.get(name, value) for name, value in own.items()}
+            result[label] = {**nothing, **kept, **unsent.get(label, {}), **fields}
         return result
 
     def collect(self, statistics: Statistics) -> tuple[Counts, Statistics]:
@@ -185,8 +197,7 @@ class SharedStatistics:
         return version
 
     def _nothing(self) -> dict[str, Any]:
-        fresh = self.rule.tally.init(1, NUMPY)
-        return {name: np.asarray(column)[..., 0].tolist() for name, column in fresh.items()}
+        return _plain(self.rule.tally.init(1, NUMPY))
 
     def _compare(self, theirs: Mapping[str, Any]) -> None:
         for name, mine in self.settings.items():

@@ -31,7 +31,7 @@ import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.measures.sketch import Integers, Sketch, holder
-from fedclip.rules import State
+from fedclip.rules import Judgement, State
 from fedclip.rules.sharing import Floats
 
 __all__ = [
@@ -130,17 +130,16 @@ class Tally:
             fields["new_above"] = xp.asarray(np.zeros((BUCKETS - 1, groups)))
         return fields
 
-    def add(
-        self, seen: Array, skipped: Array | None, most: int, state: State, xp: Arithmetic
-    ) -> State:
+    def add(self, judged: Judgement, most: int, state: State, xp: Arithmetic) -> State:
         """Return the state with what one step has shown counted, up to `most` norms."""
+        _, seen, _, skipped, unclipped = judged
         learnt = (seen < LARGEST) & (state.new < most)
         weight = xp.where(learnt, 1.0, 0.0)
         if skipped is not None:
             weight = xp.where(skipped, 0.0 * weight, weight)
         fields: dict[str, Array] = {"new": state.new + weight}
         if self.has_bits:
-            fields["new_unclipped"] = state.new_unclipped + weight * seen
+            fields["new_unclipped"] = state.new_unclipped + weight * unclipped
         if self.has_moments:
             # Welford's update.
             seen = xp.where(weight > 0, seen, state.new_mean)

@@ -123,7 +123,7 @@ class SharedState:
     def begin(self, labels: tuple[str, ...]) -> None:
         """Start with nothing seen of groups of these labels."""
         self.labels = labels
-        self.state = _columns(self.rule.init(len(labels), NUMPY))
+        self.state = _columns(self.rule.begin(len(labels), NUMPY))
         size = self.rule.remembered
         self._histories = [History(size) for _ in labels]
 
@@ -220,14 +220,14 @@ class SharedState:
         version = state["version"]
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
             raise StateError(f"'version' must be an int >= 0, got {version!r}")
-        groups = states.check_groups(state["groups"], self.rule.init(1, NUMPY))
+        groups = states.check_groups(state["groups"], self.rule.begin(1, NUMPY))
         labels, history = tuple(groups), state["history"]
         wanted = set(labels) if self.tally.has_sketch else set()
         if not isinstance(history, Mapping) or set(history) != wanted:
             raise StateError(f"'history' must have {sorted(wanted)}, got {history!r:.100}")
         size = self.rule.remembered
         histories = [History.from_state(size, history.get(label, ())) for label in labels]
-        fresh = self.rule.init(len(labels), NUMPY)
+        fresh = self.rule.begin(len(labels), NUMPY)
         loaded = states.load(fresh, groups, labels) if labels else None
         self.labels, self._histories = labels, histories
         self.state = _columns(loaded) if labels else None

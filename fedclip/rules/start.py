@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What protects a group until its statistics are worth something: a median of its last norms.
+
+::
+
+    median    = of the last 5 norms but 0, the lower one of an even number
+    spike     = x > factor * median                 none before the second norm
+    limit     = factor * median                     while the rule has nothing to judge by
+    learnt    = x | 1.1 * median of a spike         by the median, and by the rule
+                nothing by the rule                 before the median is of 5 norms;
+                                                    of 1, where other clients' norms count too
+
+Two spikes among five norms leave the median alone, and what is learnt of more is hardly above
+it. There is no scale in it: norms that are s times as large have limits that are s times as
+large. Norms that have risen for good lift the median by a tenth every three steps.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from fedclip.arrays import Arithmetic, Array
+from fedclip.rules import CLEAR, Judgement, State
+
+__all__ = ["FULL", "Start", "state_of"]
+
+FULL = 5
+"""Number of norms that the median is of."""
+
+_LEARNT = 1.1
+_SLOTS = ("start_1", "start_2", "start_3", "start_4", "start_5")
+
+
+@cache
+def _type(name: str, fields: tuple[str, ...]) -> Any:
+    return namedtuple(f"{name}State", fields)
+
+
+def state_of(name: str, statistics: State, *more: Mapping[str, Array]) -> State:
+    """Return a state with the fields of the statistics, and more."""
+    fields = statistics._asdict()
+    for part in more:
+        fields.update(part)
+    return _type(name, tuple(fields))(**fields)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Protection of the first norms; its fields stand in a state beside those of a rule.
+
+    Attributes
+    ----------
+    factor
+        How many medians a norm may be.
+    raw
+        Whether the rule learns norms as they are, whatever they are.
+    least
+        How many norms must be held before the rule learns any.
+    """
+
+    factor: float
+    raw: bool = False
+    least: int = FULL
+
+    def init(self, groups: int, xp: Arithmetic) -> dict[str, Array]:
+        """Return its own fields before the first norm."""
+        return dict.fromkeys((*_SLOTS, "start_held"), xp.asarray([0.0] * groups))
+
+    def median(self, state: State, xp: Arithmetic) -> Array:
+        """Return the median of the norms that are held; 0 before the first."""
+        a, b, c, d, e = (getattr(state, slot) for slot in _SLOTS)
+        low = xp.maximum(xp.minimum(a, b), xp.minimum(c, d))
+        high = xp.minimum(xp.maximum(a, b), xp.maximum(c, d))
+        return xp.maximum(xp.minimum(low, high), xp.minimum(xp.maximum(low, high), e))
+
+    def step(
+        self, judged: Judgement, norms: Array, eps: float, state: State, xp: Arithmetic
+    ) -> tuple[Judgement, State]:
+        """Return a rule's judgement with groups protected that are not ready, and the state."""
+        ready = judged.ready
+        median = self.median(state, xp)
+        limit = self.factor * median
+        spike = (median > 0) & (norms + eps > limit)
+        learnt = xp.where(spike, _LEARNT * median, norms)
+        # What is no spike is clear of its limit.
+        clear = xp.maximum(limit, CLEAR * (norms + eps))
+        limits = xp.where(spike, xp.minimum(judged.limits, limit), judged.limits)
+        limits = xp.where(median > 0, xp.minimum(limits, clear), limits)
+        protected = judged._replace(limits=xp.where(ready, judged.limits, limits))
+        if not self.raw:
+            early = xp.where(ready | (state.start_held >= self.least), 0.0, 1.0) > 0
+            protected = protected._replace(
+                seen=xp.where(ready, judged.seen, learnt),
+                skipped=early if judged.skipped is None else judged.skipped | early,
+            )
+        return protected, self.observe(learnt, state, xp)
+
+    def observe(self, learnt: Array, state: State, xp: Arithmetic) -> State:
+        """Return the state after one norm of each group; norms of 0 say nothing."""
+        held = state.start_held
+        said = learnt > 0
+        # Before there are five, the first slots hold the smallest so far, and of two or four
+        # norms the lower one in the middle is the median.
+        _, b, c, d, e = (xp.where(held < 1, learnt, getattr(state, slot)) for slot in _SLOTS)
+        slots = (
+            xp.where(held < 4, xp.minimum(b, learnt), b),
+            xp.where(held < 3, xp.minimum(c, learnt), c),
+            xp.where(held < 2, xp.minimum(d, learnt), d),
+            e,
+            learnt,
+        )
+        changed = {
+            slot: xp.where(said, new, getattr(state, slot))
+            for slot, new in zip(_SLOTS, slots, strict=True)
+        }
+        count = xp.where(said, xp.minimum(held + 1.0, float(FULL)), held)
+        return state._replace(**changed, start_held=count)
