@@ -107,7 +107,10 @@ def _register() -> None:
     import fedclip.federation.update.aggregator
     import fedclip.federation.update.client
     import fedclip.federation.update.server
-    import fedclip.modules  # noqa: F401
+    import fedclip.modules
+
+    if find_spec("websockets"):
+        import fedclip.federation.network  # noqa: F401
 
 
 register_when_possible(_register)

@@ -47,7 +47,8 @@ def main(name: str, folder: Path) -> None:
 
 def server(settings: Settings) -> None:
     setup_server_loggers(level=logging.INFO)
-    address = {"protocol": settings["protocol"], "port": settings["port"]}
+    protocol = settings.get("server_protocol", settings["protocol"])
+    address = {"protocol": protocol, "port": settings["port"]}
     secagg = settings.get("secagg")
     saved = Checkpointer(settings["restart"]) if settings.get("restart") else None
     fresh = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss")
@@ -121,7 +122,7 @@ def client(name: str, settings: Settings) -> None:
         ]
         keys = {"secagg_type": secagg, "id_keys": IdentityKeys(own, trusted)}
     uri = f"127.0.0.1:{settings['port']}"
-    if settings["protocol"] == "websockets":
+    if settings["protocol"].endswith("websockets"):
         uri = "ws://" + uri
     specs: dict[str, Any] = {
         "netwk": {"protocol": settings["protocol"], "server_uri": uri, "name": name},

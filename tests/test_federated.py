@@ -36,7 +36,7 @@ from declearn.model.sklearn import SklearnSGDModel
 port, config, folder = sys.argv[1:]
 FederatedServer(
     model=SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss"),
-    netwk={"protocol": "websockets", "host": "127.0.0.1", "port": int(port), "heartbeat": 0.02},
+    netwk={"protocol": PROTOCOL, "host": "127.0.0.1", "port": int(port), "heartbeat": 0.02},
     optim=config,
     checkpoint=folder + "/server",
 ).run({
@@ -72,11 +72,11 @@ CLIENTS = ("client_0", "client_1")
 class Federation:
     """The processes of one federation, each with its output in a file."""
 
-    def __init__(self, folder: Path, optim: str) -> None:
+    def __init__(self, folder: Path, optim: str, protocol: str = "websockets") -> None:
         self.folder = folder
         self.config = folder / "optim.toml"
         self.config.write_text(optim)
-        (folder / "server.py").write_text(SERVER)
+        (folder / "server.py").write_text(SERVER.replace("PROTOCOL", repr(protocol)))
         (folder / "client.py").write_text(CLIENT)
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
@@ -114,9 +114,9 @@ class Federation:
 
 
 @contextlib.contextmanager
-def federation(folder: Path, optim: str) -> Iterator[Federation]:
+def federation(folder: Path, optim: str, protocol: str = "websockets") -> Iterator[Federation]:
     """Set up a federation, and end what still runs of it."""
-    made = Federation(folder, optim)
+    made = Federation(folder, optim, protocol)
     try:
         yield made
     finally:
@@ -184,6 +184,20 @@ def test_a_client_without_fedclip(tmp_path: Path) -> None:
         # The server was not told, and waits for ever: this is what the check saves one from.
         time.sleep(3)
         assert fed.processes["server"].poll() is None
+
+
+def test_a_client_without_fedclip_under_a_server_that_watches(tmp_path: Path) -> None:
+    """The server ends, and says which client it was; the other client is told."""
+    optim = "[client_opt]\nlrate = 0.5\nmodules = ['zscore-clip']"
+    with federation(tmp_path, optim, "fedclip-websockets") as fed:
+        fed.start("server", FEDCLIP_RUN)
+        fed.start("client_0", FEDCLIP_RUN)
+        fed.start("client_1", PYTHON)
+        assert fed.wait("server") == 1
+        assert fed.wait("client_0") == 1
+    assert "the connection of 'client_1' has ended" in fed.said("server")
+    assert "where fedclip is not imported on a client" in fed.said("server")
+    assert "the server has ended: the connection of 'client_1'" in fed.said("client_0")
 
 
 def test_a_server_without_fedclip(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server that watches its clients: it ends, in words, and otherwise does what declearn's does.
+
+All clients and the server are processes; who dies, falls silent or is interrupted is real.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.communication import NetworkServerConfig
+from federation_runs import PATIENCE, N, Run, complete, running
+
+import fedclip  # noqa: F401  (registers the protocol)
+
+WATCHFUL = "fedclip-websockets"
+
+
+def until(run: Run, text: str, name: str = "server") -> None:
+    """Wait until a node has said something."""
+    end = time.monotonic() + PATIENCE
+    while text not in run.said(name):
+        assert time.monotonic() < end, run.said(name)[-3000:]
+        time.sleep(0.02)
+
+
+def ended(run: Run, *names: str) -> None:
+    """Wait until these nodes have ended, each with an error."""
+    end = time.monotonic() + PATIENCE
+    for name in names:
+        process = run.processes[name]
+        process.join(max(0.1, end - time.monotonic()))
+        assert process.exitcode not in (None, 0), (name, run.said(name)[-3000:])
+
+
+@pytest.mark.slow
+def test_a_run_ends_as_with_declearns_own_server(tmp_path: Path) -> None:
+    watched = complete(tmp_path / "watched", protocol=WATCHFUL)
+    plain = complete(tmp_path / "plain")
+    assert watched.state() == plain.state()
+    for name, weights in plain.result()["weights"].items():
+        np.testing.assert_allclose(watched.result()["weights"][name], weights, rtol=1e-9)
+    assert "has ended, and the run" not in watched.said("server")
+
+
+@pytest.mark.slow
+def test_clients_of_declearns_plain_protocol(tmp_path: Path) -> None:
+    run = complete(tmp_path, protocol="websockets", server_protocol=WATCHFUL)
+    assert run.state()["round"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("secagg", [None, "masking"])
+def test_a_client_that_is_killed(tmp_path: Path, secagg: str | None) -> None:
+    settings: dict[str, Any] = {"run": {"rounds": 100_000}, "secagg": secagg}
+    with running(tmp_path, protocol=WATCHFUL, **settings) as run:
+        until(run, "Initiating training round 2")
+        run.processes["client_1"].kill()
+        ended(run, "server", "client_0", "client_2")
+    assert "the connection of 'client_1' has ended, and the run can not go on" in run.said("server")
+    for name in ("client_0", "client_2"):
+        assert "the server has ended: the connection of 'client_1'" in run.said(name)
+
+
+@pytest.mark.slow
+def test_a_client_that_falls_silent(tmp_path: Path) -> None:
+    network = {"heartbeat": 0.02, "kwargs": {"patience": 20.0}}
+    with running(tmp_path, protocol=WATCHFUL, network=network, run={"rounds": 100_000}) as run:
+        until(run, "Initiating training round 2")
+        pid = run.processes["client_1"].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        ended(run, "server", "client_0", "client_2")
+    assert "no answer from 'client_1' in 20 s" in run.said("server")
+    assert "the server has ended: no answer from 'client_1'" in run.said("client_0")
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_the_server_ends_everybody(tmp_path: Path) -> None:
+    with running(tmp_path, protocol=WATCHFUL, run={"rounds": 100_000}) as run:
+        until(run, "Initiating training round 2")
+        pid = run.processes["server"].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGINT)
+        ended(run, *run.processes)
+    assert len(run.processes) == N + 1
+
+
+@pytest.mark.parametrize("patience", [0, -1.0, "long", None])
+def test_patience_that_can_not_be(patience: Any) -> None:
+    config = NetworkServerConfig(WATCHFUL, "127.0.0.1", 8765, kwargs={"patience": patience})
+    with pytest.raises((TypeError, ValueError), match="patience must be"):
+        config.build_server()
