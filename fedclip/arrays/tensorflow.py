@@ -28,6 +28,14 @@ def _only_cpu() -> bool:
     return all(device.device_type == "CPU" for device in tf.config.list_logical_devices())
 
 
+def _of(dtype: Any, value: Any) -> Any:
+    """Return an array or a number in this dtype."""
+    # `tf.cast` would take a Python number to float32 first.
+    if isinstance(value, (int, float)):
+        return tf.constant(value, dtype)
+    return tf.cast(value, dtype)
+
+
 class TensorflowBackend(Backend):
     """Tensors of TensorFlow."""
 
@@ -138,7 +146,7 @@ class TensorflowBackend(Backend):
     def where(self, condition: Array, x: Any, y: Any) -> Array:
         # Numbers take the dtype of the other branch; two numbers are float64, as states are.
         dtype = next((v.dtype for v in (x, y) if tf.is_tensor(v)), tf.float64)
-        return tf.where(condition, tf.cast(x, dtype), tf.cast(y, dtype))
+        return tf.where(condition, _of(dtype, x), _of(dtype, y))
 
     def isfinite(self, x: Array) -> Array:
         return tf.math.is_finite(x)
@@ -150,10 +158,10 @@ class TensorflowBackend(Backend):
         return tf.exp(x)
 
     def minimum(self, x: Array, y: Any) -> Array:
-        return tf.minimum(x, tf.cast(y, x.dtype))
+        return tf.minimum(x, _of(x.dtype, y))
 
     def maximum(self, x: Array, y: Any) -> Array:
-        return tf.maximum(x, tf.cast(y, x.dtype))
+        return tf.maximum(x, _of(x.dtype, y))
 
     def sum(self, x: Array) -> Array:
         return tf.reduce_sum(x)
