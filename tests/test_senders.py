@@ -210,3 +210,26 @@ def test_it_samples_as_the_other_does() -> None:
 def test_what_is_no_sampler(sampler: Any) -> None:
     with pytest.raises(TypeError, match="sampler must be a ClientSampler, or a dict"):
         fedclip.NamedClients(sampler)
+
+
+@pytest.mark.parametrize(
+    ("modules", "sampler", "noted"),
+    [
+        ("['update-clip-client']", "", True),
+        ("['update-clip-client']", "[client_sampler]\nstrategy = 'named-clients'\n", False),
+        ("['update-clip-client']", "[client_sampler]\nstrategy = 'default'\n", True),
+    ],
+)
+def test_check_asks_for_it(tmp_path: Any, modules: str, sampler: str, noted: bool) -> None:
+    from fedclip.tools.check import check_config
+
+    path = tmp_path / "optim.toml"
+    path.write_text(
+        f"aggregator = 'clipped-averaging'\n{sampler}"
+        f"[client_opt]\nlrate = 0.1\nmodules = {modules}\n"
+        "[server_opt]\nlrate = 1.0\nmodules = ['update-clip-server']\n"
+    )
+    messages = [f.message for f in check_config(path).findings if f.level == "note"]
+    assert any("replies are not vetted" in message for message in messages) == noted
+    path.write_text("client_opt = 0.1\n")
+    assert not any("vetted" in f.message for f in check_config(path).findings)

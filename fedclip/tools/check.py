@@ -34,6 +34,7 @@ from declearn.utils import access_types_mapping
 import fedclip
 from fedclip import parameters
 from fedclip.errors import nearest
+from fedclip.federation.senders import NamedClients
 from fedclip.federation.statistics.check import is_shared, shared_problems
 from fedclip.federation.update.check import update_problems
 from fedclip.privacy import places
@@ -469,6 +470,17 @@ def _check_updates(
     )
     for level, section, message in found:
         check.add("note" if level == "note" else "problem", f"[{prefix}{section}]", message)
+    # `fedclip quickrun` and the demo do it by themselves.
+    sampler = (_section(check.config, "client_sampler") or {}).get("strategy")
+    shared = any(is_shared(p) for chosen in plugins.values() for p in chosen)
+    if not prefix and (ours or shared) and sampler != NamedClients.strategy:
+        check.add(
+            "note",
+            "[client_sampler]",
+            "replies are not vetted: give FederatedServer client_sampler = {'strategy': "
+            "'named-clients'}, and what one client sends can neither end the run nor cost another "
+            "client its reply",
+        )
 
 
 def _clients_a_round(config: Mapping[str, Any]) -> int | None:

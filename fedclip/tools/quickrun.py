@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from declearn.quickrun import DataSourceConfig, parse_data_folder
-from declearn.quickrun import quickrun as run_experiment
 
 from fedclip.tools.check import Check
+from fedclip.tools.experiment import run_experiment
 from fedclip.tools.ports import port_is_free
 
 __all__ = ["QuickrunError", "run"]

@@ -24,6 +24,7 @@ from declearn.quickrun import ExperimentConfig
 from declearn.utils import setup_client_loggers, setup_server_loggers
 
 import fedclip  # noqa: F401  (registers the clippers)
+from fedclip.federation.serving import guarded
 from fedclip.tools.demo.data import SITES
 
 __all__ = ["serve", "take_part"]
@@ -34,12 +35,13 @@ def serve(file: Path, config: dict[str, Any]) -> None:
     setup_server_loggers(level=20)
     path = str(file)
     experiment = ExperimentConfig.from_toml(path, False, "experiment")
+    optim = FLOptimConfig.from_toml(path, False, "optim")
     server = FederatedServer(
         model=runpy.run_path(config["model"]["model_file"])["model"],
-        netwk=NetworkServerConfig.from_toml(path, False, "network"),
-        optim=FLOptimConfig.from_toml(path, False, "optim"),
+        optim=optim,
         metrics=experiment.metrics,
         checkpoint=os.path.join(str(experiment.checkpoint), "server"),
+        **guarded(NetworkServerConfig.from_toml(path, False, "network"), optim),
     )
     server.run(FLRunConfig.from_toml(path, False, "run"))
 

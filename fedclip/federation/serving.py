@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A federated server that survives its clients: who vets replies, and who ends what waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from importlib.util import find_spec
+from typing import Any
+
+from declearn.client_sampler import ClientSampler
+from declearn.communication import NetworkServerConfig
+from declearn.main.config import FLOptimConfig
+
+from fedclip.federation.senders import NamedClients
+
+__all__ = ["guarded"]
+
+
+def guarded(
+    network: NetworkServerConfig,
+    optim: FLOptimConfig,
+    sampler: Mapping[str, Any] | ClientSampler | None = None,
+) -> dict[str, Any]:
+    """Return what to give `FederatedServer` in the place of its network and its sampler.
+
+    Parameters
+    ----------
+    network : NetworkServerConfig
+        Where the server listens. The plain protocol ``websockets`` becomes fedclip's own, which
+        ends in words where a client is gone or silent; clients stay as they are.
+    optim : FLOptimConfig
+        The optimizers; the server's modules say which auxiliary variables are received.
+    sampler : dict, ClientSampler or None, default=None
+        What samples the clients; its replies are vetted (`NamedClients`).
+
+    Examples
+    --------
+    >>> network = NetworkServerConfig("websockets", "127.0.0.1", 8765)
+    >>> optim = FLOptimConfig.from_params(client_opt=0.1, aggregator="clipped-averaging")
+    >>> settings = guarded(network, optim)
+    >>> settings["netwk"].protocol, settings["client_sampler"].strategy
+    ('fedclip-websockets', 'named-clients')
+    """
+    if network.protocol.strip().lower() == "websockets" and find_spec("websockets"):
+        network = copy(network)
+        network.protocol = "fedclip-websockets"
+    receives = [str(m.aux_name or m.name) for m in optim.server_opt.modules]
+    if not isinstance(sampler, NamedClients):
+        sampler = NamedClients(sampler, receives=receives)
+    return {"netwk": network, "client_sampler": sampler}
