@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other packages' clippers, translated into ours.
 
-One short function for each class of a peer says which clipper, with which parameters, gives the
-peer's numbers, and what differs. Configurations that meet a defect of the peer are translated to
-the corrected clipper; `notes` says so. Whatever the peer does with NaN and infinity, the
-translation treats them as `on_nonfinite` says.
+For each class of another package (a peer), one short function says which clipper and parameters
+give the same numbers, and what differs. If the peer has a defect, the translation is the
+corrected clipper, and `notes` says so. The translation treats NaN and infinity as `on_nonfinite`
+says, whatever the peer does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Entry(NamedTuple):
     build: Callable[[dict[str, Any]], _Translation]
 
 
-# Stands for a parameter that the peer has no default for.
+# The default of a parameter that the peer requires.
 _REQUIRED: Any = object()
 _PEERS: dict[str, dict[str, _Entry]] = {}
 
@@ -37,7 +37,7 @@ _Build = Callable[[dict[str, Any]], _Translation]
 
 
 def _peer(peer: str, *classes: str, **parameters: Any) -> Callable[[_Build], _Build]:
-    """Enter a function for classes of a peer, whose parameters and defaults these are."""
+    """Register a function for classes of a peer, with their parameters and defaults."""
 
     def enter(build: _Build) -> _Build:
         for cls in classes:
@@ -61,7 +61,7 @@ def _noted(translation: _Translation, *notes: str | None) -> _Translation:
 
 
 def translate(peer: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """Return which of our clippers does what a peer's does.
+    """Return the clipper of fedclip that does the same as a peer's.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def translate(peer: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str,
     cls : str
         Name of its class or function, e.g. "ClipNorm".
     config : mapping
-        The parameters it was given; those left out have the peer's own defaults.
+        The parameters that it was given; the others have the peer's defaults.
 
     Returns
     -------
@@ -84,8 +84,8 @@ def translate(peer: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str,
     Raises
     ------
     ValueError
-        If peer, class, parameter, or the word given for a parameter is not known, a parameter
-        without a default is missing, or something else stands where a number has to.
+        If the peer, class, parameter, or a word given for a parameter is not known; if a
+        parameter without a default is missing; or if a parameter must be a number and is not.
 
     Examples
     --------
@@ -101,9 +101,9 @@ def translate(peer: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str,
 
 
 def notes(peer: str, cls: str, config: Mapping[str, Any]) -> list[str]:
-    """Return what the translation does otherwise than the peer, a sentence each.
+    """Return how the translation differs from the peer: one sentence for each difference.
 
-    Takes the same arguments, and raises the same errors, as `translate`.
+    It takes the same arguments as `translate`, and raises the same errors.
 
     Examples
     --------
@@ -151,12 +151,12 @@ def _translation(peer: str, cls: str, config: Mapping[str, Any]) -> _Translation
         raise ValueError(f"{cls} of {peer} takes no such value: {exc}") from exc
 
 
-# Orders of a norm are words as well as numbers.
+# Orders of a norm may be words or numbers.
 _WORDS = ("ord", "norm_type")
 
 
 def _is_number(value: Any, key: str) -> bool:
-    """Whether a value, or a default, is of a parameter that takes numbers, or None, only."""
+    """Whether a value, or a default, belongs to a parameter that only takes numbers or None."""
     if value is _REQUIRED or (isinstance(value, (int, float)) and not isinstance(value, bool)):
         return key not in _WORDS
     return value is None
@@ -168,7 +168,7 @@ def _unknown(what: str, given: object, allowed: Mapping[str, Any]) -> str:
 
 
 def _word(parameter: str, given: Any, words: Mapping[str, Any]) -> Any:
-    """Return what a word of the peer means."""
+    """Return our value for a word of the peer."""
     if not isinstance(given, str) or given not in words:
         raise ValueError(_unknown(f"{parameter} can not be", given, words))
     return words[given]
@@ -390,7 +390,7 @@ def _smart_agc(c: dict[str, Any]) -> _Translation:
     )
 
 
-# On TensorFlow, smartclip takes each tensor by itself also where layers are asked for.
+# On TensorFlow, smartclip clips each tensor by itself, even with "per_layer".
 _TF_SCOPES = {"global": "global", "per_layer": "per_param", "per_param": "per_param"}
 
 
@@ -426,7 +426,7 @@ def _smart_tf_agc(c: dict[str, Any]) -> _Translation:
         ratio=c["clipping"],
         unit="global" if whole else "tensor",
         eps=c["eps"],
-        # On TensorFlow, smartclip excludes nothing whatever the parameter says.
+        # On TensorFlow, smartclip ignores this parameter and excludes nothing.
         skip_vectors=False,
     )
 
@@ -441,7 +441,7 @@ def _zero_weights(c: dict[str, Any]) -> str | None:
 
 
 # -- torchzero --------------------------------------------------------------------------------
-# What its earlier versions called by other names, or had besides.
+# Parameters of earlier versions, renamed or removed since.
 _TARGET: dict[str, Any] = {"target": "update"}
 _TENSORWISE: dict[str, Any] = {"tensorwise": True, "parameterwise": None, **_TARGET}
 
@@ -501,7 +501,7 @@ _MEASURES = {
 
 
 def _measured(name: str, c: dict[str, Any], **config: Any) -> _Translation:
-    """Translate what measures along dims; `config` holds the limits."""
+    """Translate a class that measures along dims; `config` holds the limits."""
     ord, spanned = _order(c["ord"]), _spanned(c)
     notes = [*_dims_notes(c), _MEASURES.get(ord), _target_note(c)]
     if spanned is None or ord == 0:
@@ -574,7 +574,7 @@ def _by_ema(name: str, c: dict[str, Any]) -> _Translation:
 
 
 def _start(c: dict[str, Any], first: float | str) -> Any:
-    """Return where an average starts; `first`: at the first update."""
+    """Return the start of an average; `first` means the first update."""
     words = {"zeros": 0.0, "update": first}
     return c["init"] if c["ema_init"] is None else _word("ema_init", c["ema_init"], words)
 
@@ -854,7 +854,7 @@ def _zclip(c: dict[str, Any]) -> _Translation:
         max_norm=c["max_grad_norm"],
         warmup_factor=None,
         min_std=0.0,
-        # The percentile mode compares norms, and no z-scores.
+        # The percentile mode compares norms, not z-scores.
         std_eps=0.0 if percentile else c["eps"],
         eps=1e-6,
         **factor,

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the clippers of an experiment did: read from declearn's checkpoints, while it runs or after.
 
-A clipper's state holds its record of each round, and declearn's `Checkpointer` saves the state
-of every node's optimizer, so nothing has to be switched on, sent or logged:
+The state of a clipper holds a record of each round, and declearn's `Checkpointer` saves the state
+of every node's optimizer. So there is nothing to switch on, send or log:
 
-1. every folder below the given one that holds ``optimizer_state_*.mpk`` is a node,
-2. of each node, all state files are read in the order they were written, and a later file
-   replaces what an earlier one said of the same round (it may have been cut short),
-3. the rest is presentation: a table, a CSV file, a plot, a sentence.
+1. Every folder below the given one that holds ``optimizer_state_*.mpk`` is a node.
+2. The state files of a node are read in the order in which they were written. A later file
+   replaces the rounds that an earlier one has too, as the earlier may be incomplete.
+3. The rest is presentation: a table, a CSV file, a plot, sentences.
 
-A damaged file is skipped and named, whatever its bytes are. Names of nodes, clippers and groups
-are other people's text: they are shown as they are, never read as markup.
+A damaged file is skipped, and the report names it. Names of nodes, clippers and groups are other
+people's text: they are shown as they are, never read as markup.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ COLUMNS = (
 
 
 class ReportError(ValueError):
-    """There is nothing to report on; says what was looked for and what to do."""
+    """There is nothing to report on; the message says what was looked for and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Row:
 
     @property
     def module(self) -> str:
-        """Name of the clipper that tells two of a kind apart, as in ``norm-clip#2``."""
+        """Name of the clipper, numbered if there are two of a kind, as in ``norm-clip#2``."""
         return self.name if self.position == 0 else f"{self.name}#{self.position + 1}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -88,9 +88,9 @@ class Report:
     Attributes
     ----------
     folder
-        What was read.
+        The folder that was read.
     rows
-        What was found; never empty.
+        The rows found; never empty.
     skipped
         State files that could not be read, normally because they are being written.
     """
@@ -113,7 +113,7 @@ class Report:
         )
 
     def table(self, groups: bool = False) -> Table:
-        """Return the report as a table for a terminal, without the columns that say nothing.
+        """Return the report as a table for a terminal, without columns that carry no information.
 
         Parameters
         ----------
@@ -131,7 +131,7 @@ class Report:
         table = Table(
             title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0)
         )
-        # Where it is narrow, names are folded, and numbers stay whole.
+        # In a narrow terminal, fold names and keep numbers whole.
         for head in ["node", *["clipper"] * modules, *["group"] * groups]:
             table.add_column(head, overflow="fold", min_width=4)
         bad = any(row.record.nonfinite for row in rows)
@@ -161,7 +161,7 @@ class Report:
         return table
 
     def _limit(self, row: Row) -> float | None:
-        """Return the limit to show for a whole gradient: of its groups', the smallest."""
+        """Return the limit to show for a whole gradient: the smallest of its groups."""
         if row.record.limit is not None or row.record.group != ALL:
             return row.record.limit
         limits = [
@@ -205,7 +205,7 @@ class Report:
         return figure
 
     def in_words(self) -> list[str]:
-        """Return the sentences that a reader should leave with, one or two per clipper."""
+        """Return the most important findings, one or two sentences for each clipper."""
         runs: dict[tuple[str, str], list[Row]] = {}
         for row in self.rows:
             if row.record.group == ALL:
@@ -233,7 +233,7 @@ def read_report(folder: str | Path) -> Report:
     Raises
     ------
     ReportError
-        If there is no such folder, no checkpoint in it, or no fedclip clipper in those.
+        If there is no such folder, no checkpoint in it, or no clipper of fedclip in those.
     """
     # `Path.is_dir` raises where a path is too long for the system.
     if not os.path.isdir(folder):
@@ -262,7 +262,7 @@ def read_report(folder: str | Path) -> Report:
             except Exception:  # a file cut short or damaged may hold anything in any place
                 skipped.append(path)
                 continue
-            # Rounds only ever go up within a run: this is another run, in the same folder.
+            # Rounds only go up within a run: a lower round starts another run in this folder.
             reached = max((row.record.round for row in read), default=0)
             if reached < last:
                 rows.clear()
@@ -286,8 +286,7 @@ def read_report(folder: str | Path) -> Report:
 def draw_norms(ax: Any, rows: Iterable[Row]) -> None:
     """Draw one node's rounds on matplotlib axes, always in the same colours.
 
-    With several groups, the one with the largest norm of each round is drawn: it is the one
-    that the limit has to hold.
+    With several groups, draw the one with the largest norm in each round.
     """
     worst: dict[int, RoundRecord] = {}
     for row in rows:
@@ -303,7 +302,7 @@ def draw_norms(ax: Any, rows: Iterable[Row]) -> None:
     share.bar(rounds, [r.clipped_share for r in records], color="tab:orange", alpha=0.25)
     share.set_ylim(0, 1)
     share.set_yticks([])
-    # The legend is made from `ax`, which the bars are not on.
+    # The legend is made from `ax`, but the bars are on another axes: add an entry for them.
     ax.fill_between(
         [], [], color="tab:orange", alpha=0.25, label="clipped share (full height: all)"
     )
@@ -322,7 +321,7 @@ def draw_norms(ax: Any, rows: Iterable[Row]) -> None:
     ax.set_yscale("log")
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.grid(alpha=0.3)
-    # The bars must not hide the lines, although their axes were made later.
+    # Draw the lines above the bars, although the axes of the bars were made later.
     ax.set_zorder(share.get_zorder() + 1)
     ax.patch.set_visible(False)
 
@@ -330,10 +329,10 @@ def draw_norms(ax: Any, rows: Iterable[Row]) -> None:
 def _read(path: Path, node: str, others: set[str]) -> Iterator[Row]:
     """Yield the rows of one optimizer state file, and add the names of modules without records.
 
-    The place counts modules of the same name only: a clipper keeps its label when another
-    kind of module is put in front of it.
+    The place counts only modules of the same name, so that a clipper keeps its label when you
+    put another kind of module in front of it.
     """
-    # What declearn wraps, vectors of other modules say, stays wrapped: nobody looks at it.
+    # Values that declearn wraps, such as the vectors of other modules, stay wrapped.
     modules = msgpack.unpackb(path.read_bytes())["modules"]
     seen: dict[str, int] = {}
     for name, state in modules:
@@ -346,12 +345,12 @@ def _read(path: Path, node: str, others: set[str]) -> Iterator[Row]:
             continue
         for record in read_rounds(state):
             row = Row(node, position, name, record)
-            row.as_dict()  # Damaged counts show when quantiles are worked out, if not before.
+            row.as_dict()  # Computing the quantiles reveals damaged counts.
             yield row
 
 
 def printable(text: str) -> str:
-    r"""Return other people's text as it can be shown: control characters as escapes.
+    r"""Return other people's text in a form that is safe to show: control characters escaped.
 
     Examples
     --------

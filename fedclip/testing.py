@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that every clipper of this package passes, for clippers that users write themselves.
 
-Each takes a factory: a class, or any function without arguments that returns a fresh clipper (a
-declearn `OptiModule`, or a `Regularizer`, which is handed weights). Each returns nothing, or
-raises `AssertionError` with a sentence. NumPy in float64 is what the frameworks are compared
-with.
+Each check takes a factory: a class, or a function without arguments that returns a fresh clipper
+(a declearn `OptiModule`, or a `Regularizer`, which also gets weights). It returns nothing, or
+raises `AssertionError` with a sentence. The reference for all frameworks is NumPy in float64.
 
     from fedclip.testing import check_clipper
 
@@ -64,7 +63,7 @@ Plugin: TypeAlias = Any
 """An `OptiModule` or a `Regularizer`."""
 Factory: TypeAlias = Callable[[], Plugin]
 
-# What has to be installed for declearn's Vector of the framework.
+# The package that declearn's Vector of the framework needs.
 _PACKAGES = {"numpy": "numpy", "torch": "torch", "tensorflow": "tensorflow", "jax": "haiku"}
 FRAMEWORKS = tuple(_PACKAGES)
 """Names of the frameworks."""
@@ -75,7 +74,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "head.weight": (3, 3, 2, 4),
     "head.scale": (),
 }
-"""Names and shapes of the gradients that clippers are checked with."""
+"""Names and shapes of the test gradients."""
 
 
 # -- gradients of every framework -------------------------------------------------------------
@@ -86,7 +85,7 @@ def installed() -> list[str]:
 
 @cache
 def _vector_class(framework: str) -> type[Vector[Any]]:
-    # These import the framework, so they are imported when asked for.
+    # Import on demand: each of these imports its framework.
     if framework == "torch":
         from declearn.model.torch import TorchVector
 
@@ -96,7 +95,7 @@ def _vector_class(framework: str) -> type[Vector[Any]]:
 
         return TensorflowVector
     if framework == "jax":
-        # This turns on float64 for all of JAX, as it does for every user of declearn.
+        # This import turns on float64 for all of JAX, as for every user of declearn.
         from declearn.model.haiku import JaxNumpyVector
 
         return JaxNumpyVector
@@ -113,7 +112,7 @@ def _array(value: Any, framework: str, dtype: str | None) -> Any:
     if framework == "tensorflow":
         import tensorflow as tf
 
-        # TensorFlow makes no bfloat16 constant of float64 data, but casts it.
+        # TensorFlow makes no bfloat16 constant from float64 data: cast it.
         return tf.cast(tf.constant(value), dtype)
     if framework == "jax":
         import jax.numpy as jnp
@@ -125,7 +124,7 @@ def _array(value: Any, framework: str, dtype: str | None) -> Any:
 def to_vector(arrays: Arrays, framework: str = "numpy", dtype: str | None = None) -> Vector[Any]:
     """Return a declearn Vector of the framework, in the arrays' own dtypes or in `dtype`.
 
-    "bfloat16" is a dtype on all frameworks but NumPy.
+    All frameworks but NumPy have "bfloat16".
     """
     cls = _vector_class(framework)
     return cls({name: _array(value, framework, dtype) for name, value in arrays.items()})
@@ -139,7 +138,7 @@ def to_numpy(gradients: Vector[Any]) -> dict[str, np.ndarray[Any, Any]]:
 def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
     if _dtype(value) != "bfloat16":
         return np.asarray(value)
-    # torch gives NumPy no bfloat16; TensorFlow's of no dimensions has to be asked in words.
+    # torch can not convert bfloat16 to NumPy; a 0-d tensor of TensorFlow needs `.numpy()`.
     for convert in ("float", "numpy"):
         if hasattr(value, convert):
             value = getattr(value, convert)()
@@ -170,7 +169,7 @@ def _weights(framework: str, dtype: str | None = None) -> Vector[Any]:
 
 
 def apply(clipper: Plugin, gradients: Vector[Any], weights: Vector[Any] | None = None) -> Any:
-    """Return what the clipper makes of the gradients; weights are for regularizers only."""
+    """Return the output of the clipper; only regularizers use the weights."""
     if isinstance(clipper, Regularizer):
         return clipper.run(gradients, gradients if weights is None else weights)
     return clipper.run(gradients)
@@ -200,7 +199,7 @@ def check_clipper(factory: Factory, frameworks: Sequence[str] | None = None) -> 
     Raises
     ------
     AssertionError
-        If the clipper does not keep one of the promises that fedclip's own clippers keep.
+        If the clipper fails one of the checks that fedclip's own clippers pass.
 
     Examples
     --------
@@ -245,7 +244,7 @@ def check_config_round_trip(factory: Factory) -> None:
 
 
 def check_identity(factory: Factory) -> None:
-    """Check that what is not changed is the same object, and that inputs are never changed.
+    """Check that unclipped gradients come back as the same object, and inputs never change.
 
     Examples
     --------
@@ -270,7 +269,7 @@ def check_identity(factory: Factory) -> None:
 
 
 def check_guarantee(factory: Factory) -> None:
-    """Check that the clipper says what it guarantees, and that no output is above its bound.
+    """Check that the clipper states a guarantee, and that no output exceeds its bound.
 
     Examples
     --------
@@ -323,10 +322,10 @@ def check_dtype_and_shape(factory: Factory, framework: str = "numpy") -> None:
 
 
 def check_nonfinite(factory: Factory) -> None:
-    """Check that no statistic ever sees NaN or infinity, and that outputs are as they should be.
+    """Check the treatment of NaN and infinity.
 
-    A step that holds one becomes zero, is passed on or raises; and the steps after it go on as
-    if it had never been.
+    A gradient that holds one becomes zero, stays as it is or raises. No statistic sees it: later
+    steps give the same outputs as without it.
 
     Examples
     --------
@@ -357,9 +356,9 @@ def check_nonfinite(factory: Factory) -> None:
 
 
 def check_equivalence(factory: Factory, framework: str) -> None:
-    """Check outputs against NumPy's, and that a state goes from one framework to the other.
+    """Check outputs against those of NumPy, and that a state moves between the frameworks.
 
-    To 1e-9 in float64, and to 1e-5 in float32; relative to the largest element.
+    The tolerance, relative to the largest element, is 1e-9 in float64 and 1e-5 in float32.
 
     Examples
     --------
@@ -367,7 +366,7 @@ def check_equivalence(factory: Factory, framework: str) -> None:
     >>> check_equivalence(NormClip, "numpy")
     """
     for dtype, tolerance in (("float64", 1e-9), ("float32", 1e-5)):
-        # Both see the same numbers: those that the dtype can hold.
+        # Round first, so that both frameworks see the same numbers.
         steps = [{k: v.astype(dtype) for k, v in s.items()} for s in gradient_stream(14)]
         oracle, other, moved = factory(), factory(), factory()
         wanted = _run(oracle, steps)
@@ -402,7 +401,7 @@ def check_state_round_trip(factory: Factory) -> None:
 
 
 def check_resume(factory: Factory, steps: int = 14) -> None:
-    """Check that saving and resuming at any step is as good as no interruption, bit for bit.
+    """Check that saving and resuming at any step gives the same outputs, bit for bit.
 
     Examples
     --------
@@ -416,7 +415,7 @@ def check_resume(factory: Factory, steps: int = 14) -> None:
         state = json_deserialize(json_serialize(clipper.get_state()))
         resumed = factory()
         resumed.set_state(state)
-        # To the end from some steps only: each is a run of its own.
+        # Run to the end from every fourth step only, to save time.
         length = steps if step % 4 == 0 else step + 2
         got = _run(resumed, stream[step:length])
         _assert_equal(got, wanted[step:length], f"a run resumed at step {step}")
@@ -424,7 +423,7 @@ def check_resume(factory: Factory, steps: int = 14) -> None:
 
 
 def check_state_refusals(factory: Factory) -> None:
-    """Check that what is no state is refused in words, and leaves the old state in place.
+    """Check that the clipper refuses invalid states with a message, and keeps its old state.
 
     Examples
     --------
@@ -493,7 +492,7 @@ def _wrong_states(state: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _paths(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the ways to all values in nested dicts; lists count as values."""
+    """Return the paths to all values in nested dicts; lists count as values."""
     if not isinstance(state, dict):
         return [path]
     return [p for key, value in state.items() for p in [(*path, key), *_below(value, (*path, key))]]
@@ -529,7 +528,7 @@ def _serialised(value: Any) -> list[tuple[str, Any]]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Return whether two nested values are the same; lists and tuples are alike."""
+    """Return whether two nested values are equal; a list equals a tuple."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
@@ -540,7 +539,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _count(value: Any) -> int:
-    """Return how many values there are, but for the records of rounds."""
+    """Return the number of values, without the records of rounds."""
     if isinstance(value, dict):
         return sum(_count(v) for key, v in value.items() if key != "rounds")
     if isinstance(value, (list, tuple)):

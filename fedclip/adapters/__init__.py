@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same clippers in training loops without declearn: `torch`, `tensorflow`, `jax`.
 
-Each file imports its framework and is imported by nobody else in fedclip.
+Each file imports its framework; no other part of fedclip imports these files.
 """

@@ -31,7 +31,7 @@ class ClipState(NamedTuple):
     """
 
     statistics: Any
-    """What the rule knows of past norms: arrays over groups."""
+    """The rule's statistics of past norms: arrays over groups."""
     norm: Array
     """Norm of each group at the last step, before clipping."""
     limit: Array
@@ -47,14 +47,14 @@ class ClipState(NamedTuple):
 def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
     """Return the clipper as a gradient transformation.
 
-    It works eagerly, under ``jit`` (compiled once), ``scan`` and ``vmap``; its state is a pytree
-    that any checkpoint library saves. The clipper is read and never changed: statistics that it
-    has are where the transformation starts, if they are of the same tensors.
+    It works eagerly, under ``jit`` (compiled once), ``scan`` and ``vmap``. Its state is a pytree
+    that any checkpoint library saves. The transformation starts from the clipper's statistics, if
+    they are of the same tensors, and never changes the clipper.
 
     Parameters
     ----------
     clipper
-        A clipper by L2 norms or values, or `AGC`, which is given the parameters, with
+        A clipper by L2 norms or values, or `AGC` (pass the parameters to ``update``), with
         ``on_nonfinite`` "skip" or "propagate".
 
     Raises
@@ -63,7 +63,7 @@ def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
         If the clipper works on the host only: another order than 2, or moving averages of
         arrays, or ``on_nonfinite="raise"``.
     ValueError
-        At an update, if `AGC` is given no parameters.
+        At an update with `AGC`, if it gets no parameters.
 
     Examples
     --------
@@ -137,7 +137,7 @@ def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
 def load_state(clipper: Clipper, state: ClipState, params: optax.Params) -> None:
     """Put the statistics of a transformation's state into a clipper.
 
-    So that what was learnt in a notebook goes on in a federated client.
+    A federated client can then continue with what a notebook has learnt.
     """
     groups = _groups(clipper, params)
     clipper.set_state(

@@ -33,9 +33,9 @@ _compiled: weakref.WeakKeyDictionary[Clipper, CompiledClipper] = weakref.WeakKey
 def clip(grads_and_vars: Iterable[tuple[Array, Any]], clipper: Clipper) -> list[tuple[Array, Any]]:
     """Return (gradient, variable) pairs with the gradients clipped.
 
-    Eagerly it is the clipper itself that acts, and learns. In a ``tf.function`` the statistics
-    live in variables, which start from the clipper's: `CompiledClipper.of` finds them, to be
-    saved in a checkpoint or read back into the clipper.
+    In eager code the clipper itself acts and learns. In a ``tf.function`` the statistics are
+    variables, which start from those of the clipper. `CompiledClipper.of` returns them, so that
+    you can save them in a checkpoint or read them back into the clipper.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def _names(variables: Sequence[Any]) -> list[str]:
 class CompiledClipper(tf.Module):  # type: ignore[misc]
     """A clipper whose statistics are TensorFlow variables, for use in a ``tf.function``.
 
-    Being a `tf.Module` it is saved and restored by ``tf.train.Checkpoint``.
+    It is a `tf.Module`, so ``tf.train.Checkpoint`` saves and restores it.
     """
 
     def __init__(self, clipper: Clipper) -> None:
@@ -90,14 +90,14 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         self.clipper = clipper
         self._backend = backend_named("tensorflow")
         self._labels: tuple[str, ...] = ()
-        # Variables, once the groups are known: few, as each costs an operation in every step.
+        # Variables, made when the groups are known. Few: each costs an operation in every step.
         self._counts: Any = None
         self._last: Any = None
         self._statistics: list[Any] = []
 
     @classmethod
     def of(cls, clipper: Clipper) -> CompiledClipper:
-        """Return the one that belongs to the clipper, made at the first call."""
+        """Return the compiled form of a clipper; the first call makes it."""
         if clipper not in _compiled:
             if clipper.on_nonfinite == "raise":
                 raise NotImplementedError(
@@ -108,7 +108,7 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         return _compiled[clipper]
 
     def __call__(self, grads_and_vars: Iterable[tuple[Array, Any]]) -> list[tuple[Array, Any]]:
-        """Clip (gradient, variable) pairs; learn, in the variables."""
+        """Clip (gradient, variable) pairs, and update the statistics."""
         pairs = list(grads_and_vars)
         names = _names([v for _, v in pairs])
         present = [i for i, (g, _) in enumerate(pairs) if g is not None]
@@ -132,7 +132,7 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         return pairs
 
     def build(self, groups: Groups) -> None:
-        """Make the variables, from the statistics that the clipper has."""
+        """Make the variables from the clipper's statistics."""
         if self._counts is not None:
             if groups.labels != self._labels:
                 raise ValueError(
@@ -145,7 +145,7 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         fresh = self.clipper.transform(groups).init(groups)
         start = states.load(fresh, known if fits else {}, groups.labels)
         self._labels = groups.labels
-        # Outside of the function that is being traced: variables are made once.
+        # Leave the function that is being traced: variables are made once.
         with tf.init_scope():
             self._statistics = [
                 self._variable(np.atleast_1d(value), field)
@@ -171,7 +171,7 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
 
     @property
     def norm(self) -> Any:
-        """Norms before clipping of the last step, one for each group."""
+        """Norms of the last step before clipping, one for each group."""
         return _row(self._last, 0)
 
     @property
@@ -184,7 +184,7 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         return tf.Variable(values, dtype=tf.float64, trainable=False, name=name)
 
     def update_clipper(self) -> None:
-        """Put the statistics learnt in compiled code back into the clipper."""
+        """Copy the statistics from compiled code back into the clipper."""
         state = self.clipper.get_state()
         fields = [variable.numpy() for variable in self._statistics]
         fresh = self.clipper.transform(_bare(self._labels)).init(_bare(self._labels))
@@ -193,7 +193,7 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
 
 
 def _row(variable: Any, row: int) -> Any:
-    """Return a row of a variable; None before the first gradient, when there is none yet."""
+    """Return a row of a variable; None before the first gradient, which makes the variable."""
     return None if variable is None else variable[row]
 
 
@@ -205,12 +205,12 @@ def _bare(labels: tuple[str, ...]) -> Groups:
 class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     """A Keras optimizer that clips before another one steps; for ``model.compile``.
 
-    It works compiled, and ``model.save`` keeps clipper and statistics.
+    It also works in compiled code, and ``model.save`` saves the clipper with its statistics.
 
     Parameters
     ----------
     inner_optimizer
-        The optimizer that steps; its own clipnorm, global_clipnorm and clipvalue must not be set.
+        The optimizer that steps. Do not set its clipnorm, global_clipnorm or clipvalue.
     clipper
         A clipper of fedclip by L2 norms or values, or its (name, config).
 
@@ -255,7 +255,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @property
     def variables(self) -> list[Any]:
-        """Those of the inner optimizer."""
+        """The variables of the inner optimizer."""
         return list(self._variables) + list(self.inner_optimizer.variables)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:

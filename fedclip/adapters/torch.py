@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clippers in plain PyTorch loops, in Lightning and in Transformers.
 
-Clip once for each optimizer step: after ``backward()`` (after the last one, when gradients are
-accumulated), after ``scaler.unscale_(optimizer)`` under AMP, before ``optimizer.step()``.
-`attach` does it at the right moment by itself.
+Clip once for each optimizer step: after ``backward()`` (the last one, if you accumulate
+gradients), after ``scaler.unscale_(optimizer)`` under AMP, and before ``optimizer.step()``.
+`attach` clips at the right moment by itself.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def clip_(named_parameters: NamedParameters, clipper: Clipper | AGC) -> StepReco
     Parameters
     ----------
     named_parameters
-        ``model.named_parameters()``, or a dict. Parameters without a gradient are left out; one
-        that has two names (tied weights) counts once, under its first.
+        ``model.named_parameters()``, or a dict. Parameters without a gradient are left out; a
+        parameter with two names (tied weights) counts once, under its first name.
     clipper
-        Any clipper of fedclip; it keeps its statistics from call to call. `AGC` measures the
-        parameters themselves too.
+        Any clipper of fedclip; it keeps its statistics from call to call. `AGC` also measures
+        the parameters.
 
     Returns
     -------
     StepRecord or None
-        What the step did: norms before clipping, limits, which groups were clipped. It is read
-        off the device when it is looked at, not before. None if there was no gradient.
+        What the step did: norms before clipping, limits, and which groups were clipped. The
+        numbers stay on the device until you look at them. None if there was no gradient.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def clip_(named_parameters: NamedParameters, clipper: Clipper | AGC) -> StepReco
         outputs = clipper.clip(gradients, backend=_IN_PLACE)
     if outputs is not gradients:
         for name, gradient in gradients.items():
-            # Of a sparse gradient that does not stay sparse, a new one is made.
+            # A sparse gradient that becomes dense is a new tensor.
             if outputs[name] is not gradient:
                 parameters[name].grad = outputs[name]
     return clipper.last
@@ -90,7 +90,7 @@ def clip_(named_parameters: NamedParameters, clipper: Clipper | AGC) -> StepReco
 def _with_gradient(
     named_parameters: NamedParameters,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the parameters that have a gradient, each once, and these gradients."""
+    """Return the parameters that have a gradient, each once, and their gradients."""
     if isinstance(named_parameters, Mapping):
         pairs = list(named_parameters.items())
     else:
@@ -131,7 +131,7 @@ class ClipHandle:
             raise ValueError("none of the named parameters is in the optimizer")
         self._key = f"fedclip:{clipper.name}"
         self._hooks = [optimizer.register_step_pre_hook(self._before_step)]
-        # AGC has no state to be saved.
+        # AGC has no state to save.
         if isinstance(clipper, Clipper):
             self._stateful = clipper
             self._hooks.append(optimizer.register_state_dict_post_hook(self._save))
@@ -149,7 +149,7 @@ class ClipHandle:
         return self.clipper.last
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # A GradScaler hands its scale to optimizers that unscale by themselves, in their step.
+        # A GradScaler sets `grad_scale` on optimizers that unscale the gradients in their step.
         if getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(
                 "the gradients are still scaled by the GradScaler, and would be clipped at the "
@@ -159,7 +159,7 @@ class ClipHandle:
 
     def _save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         state = self._stateful.get_state()
-        # Tensors, and not NumPy arrays: torch.load(weights_only=True) reads them.
+        # Save tensors: torch.load(weights_only=True) does not read NumPy arrays.
         state["arrays"] = {
             name: {field: torch.from_numpy(value) for field, value in fields.items()}
             for name, fields in state["arrays"].items()
@@ -189,9 +189,9 @@ def attach(
 ) -> ClipHandle:
     """Clip before every ``optimizer.step()``, until the handle's ``remove()`` is called.
 
-    It uses torch's own hooks, and patches nothing. The clipper's state is saved and loaded with
-    ``optimizer.state_dict()``. With gradient accumulation it acts once a step, and under AMP
-    after the GradScaler has unscaled the gradients.
+    It uses torch's own hooks and patches nothing. The clipper's state is saved and loaded with
+    ``optimizer.state_dict()``. With gradient accumulation it clips once a step; under AMP it
+    clips after the GradScaler has unscaled the gradients.
 
     Parameters
     ----------
@@ -200,7 +200,7 @@ def attach(
     clipper
         Any clipper of fedclip.
     named_parameters
-        ``model.named_parameters()``; those that the optimizer holds are clipped.
+        ``model.named_parameters()``. It clips the gradients of those that the optimizer holds.
 
     Raises
     ------
@@ -234,8 +234,8 @@ class PureClipping:
         state = pure.init(gradients)
         gradients, state = torch.compile(pure.update, fullgraph=True)(gradients, state)
 
-    The state is a NamedTuple of small tensors, to be saved with the model. The clipper is read
-    and never changed: statistics that it has are where the state starts.
+    The state is a NamedTuple of small tensors; save it with the model. It starts from the
+    clipper's statistics, and never changes the clipper.
 
     Parameters
     ----------
@@ -288,8 +288,8 @@ class LightningClipping:
                 super().__init__()
                 self.clipper = ZScoreClip()
 
-    Lightning calls it once for each optimizer step, after unscaling. The Trainer's own
-    ``gradient_clip_val`` must not be set: the gradients would be clipped twice.
+    Lightning calls it once for each optimizer step, after unscaling. Do not set the Trainer's
+    ``gradient_clip_val``: the gradients would be clipped twice.
     """
 
     clipper: Clipper

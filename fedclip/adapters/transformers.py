@@ -24,8 +24,8 @@ __all__ = ["ClipCallback"]
 class ClipCallback(TrainerCallback, ExportableState):
     """Clip the gradients right before each optimizer step of a Trainer.
 
-    Give ``max_grad_norm=0`` in the TrainingArguments, or the gradients are clipped twice. The
-    state is part of the Trainer's checkpoints, and comes back with
+    Set ``max_grad_norm=0`` in the TrainingArguments, or the gradients are clipped twice. The
+    Trainer saves the state in its checkpoints, and restores it with
     ``restore_callback_states_from_checkpoint=True``.
 
     Parameters

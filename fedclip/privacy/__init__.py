@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differential privacy: what a clip guarantees, noise, and what it costs.
 
-Only `analyse` knows declearn, and is loaded when it is asked for.
+Only `analyse` needs declearn; it is imported when it is first used.
 """
 
 from __future__ import annotations

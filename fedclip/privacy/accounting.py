@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What noise costs: epsilon of what was released, noise for a budget, the split with the bits.
+r"""Privacy accounting: epsilon of releases, noise for a budget, the share of the noise for bits.
 
 =============================  ==================================================================
 releases                       accountant
@@ -10,15 +10,15 @@ Poisson samples                privacy loss distributions of dp-accounting, the 
                                Opacus' PRV accountant, else its Rényi accountant
 =============================  ==================================================================
 
-Each of them is an upper bound. Opacus' ``gdp`` is not, and is never used.
+Each accountant gives an upper bound. Opacus' ``gdp`` does not, and is never used.
 
-With z the noise multiplier that the accountant is told, and ``sigma_b`` the standard deviation
-of the noise on the sum of the bits, each recentred to ±1/2 (Andrew et al., 2021, theorem 1)::
+Let z be the noise multiplier that the accountant counts, and ``sigma_b`` the standard deviation of
+the noise on the sum of the bits, each recentred to ±1/2 (Andrew et al., 2021, theorem 1). Then::
 
     z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2)
 
-is the multiplier of the noise on the update: both releases together cost what one Gaussian
-mechanism of multiplier z does. It exists for ``z < 2 sigma_b`` only.
+is the multiplier of the noise on the update: both releases together cost as much as one Gaussian
+mechanism of multiplier z. It exists only for ``z < 2 sigma_b``.
 
 Examples
 --------
@@ -53,26 +53,26 @@ __all__ = [
 ]
 
 RELATIONS = ("add-remove", "replace-one")
-"""Which data sets are neighbours: one has a record more; or one record is another one."""
+"""Which data sets are neighbours: one has a record more; or one record differs."""
 
 ACCOUNTANTS = ("closed form", "pld", "prv", "rdp")
-"""Upper bounds on epsilon, the tightest first; the first does without sampling only."""
+"""Upper bounds on epsilon, the tightest first; the first works only without sampling."""
 
-# Opacus' own stop at 63, which is not the best where the budget is small.
+# Opacus' own orders stop at 63, which is too low for small budgets.
 _ORDERS = (
     [1.01, 1.03]
     + [1 + x / 10 for x in range(1, 100)]
     + list(range(11, 64))
     + [2**k for k in range(6, 13)]
 )
-# Privacy losses are rounded up to multiples of a tenth of what one step loses, but within these:
-# the finer, the tighter and the slower.
+# Privacy losses are rounded up to multiples of a tenth of the loss of one step, within these
+# ends. A finer grid is tighter and slower.
 _FINEST, _COARSEST = 1e-5, 1e-3
 _INSTALL = "pip install 'fedclip[dp]'"
 
 
 class Release(NamedTuple):
-    """So many steps of the Gaussian mechanism.
+    """A number of steps of the Gaussian mechanism.
 
     Attributes
     ----------
@@ -80,9 +80,10 @@ class Release(NamedTuple):
         Standard deviation of the noise over the sensitivity to adding or removing one record,
         above 0.
     steps
-        How many of them, at least 1.
+        Number of steps, at least 1.
     sampling
-        Probability with which a record takes part in a step, by itself (Poisson), in (0, 1].
+        Probability with which each record, independently, takes part in a step (Poisson
+        sampling), in (0, 1].
     """
 
     noise_multiplier: float
@@ -101,20 +102,20 @@ def epsilon(
     Parameters
     ----------
     releases
-        What was released, in any order.
+        The releases, in any order.
     delta
         Probability with which the guarantee may fail, in (0, 1).
     relation
         "add-remove" of one record, or "replace-one", for which noise counts half.
     accountant
-        One of `ACCOUNTANTS`; the tightest that there is if None.
+        One of `ACCOUNTANTS`; None for the tightest one installed.
 
     Raises
     ------
     ModuleNotFoundError
-        If none that can do it is installed.
+        If no suitable accountant is installed.
     TypeError, ValueError
-        If a parameter is not as above, or the accountant that is asked for can not do it.
+        If a parameter is not as above, or the accountant chosen can not account such releases.
     """
     delta = parameters.unit_interval(delta=delta)
     parameters.choice(RELATIONS, relation=relation)
@@ -140,7 +141,7 @@ def _checked(release: Release) -> Release:
 
 
 def _probability(sampling: Any) -> float:
-    """Return a probability above 0; 1, for all that there are, is one."""
+    """Return the sampling probability if it is in (0, 1]."""
     return 1.0 if sampling == 1 else parameters.unit_interval(sampling=sampling)
 
 
@@ -153,7 +154,7 @@ def _epsilon(spent: tuple[Release, ...], delta: float, relation: str, accountant
 def noise_multiplier(
     epsilon: float, delta: float, steps: int, sampling: float = 1.0, relation: str = "add-remove"
 ) -> float:
-    """Return the least noise multiplier with which so many steps stay within a budget.
+    """Return the least noise multiplier that keeps a number of steps within a budget.
 
     Parameters
     ----------
@@ -167,14 +168,14 @@ def noise_multiplier(
     TypeError, ValueError
         If a parameter is not as above.
     ModuleNotFoundError
-        If records are sampled, and no accountant that can do it is installed.
+        If records are sampled, and no accountant for sampling is installed.
     """
     epsilon = parameters.positive(epsilon=epsilon)
     delta = parameters.unit_interval(delta=delta)
     parameters.choice(RELATIONS, relation=relation)
     _, steps, sampling = _checked(Release(1.0, steps, sampling))
     mu = mu_of(epsilon, delta) / (2.0 if relation == "replace-one" else 1.0)
-    # Rounded up: the closed form is exact to 13 digits. Enough for any sampling, too.
+    # Round up: the closed form is exact to 13 digits. This much noise is enough with sampling too.
     high = math.sqrt(steps) / mu * (1.0 + 1e-9)
     if sampling == 1.0:
         return high
@@ -184,7 +185,7 @@ def noise_multiplier(
         return _epsilon((Release(z, steps, sampling),), delta, relation, accountant) <= epsilon
 
     while not enough(high):
-        # A looser accountant than the closed form.
+        # The accountant may be looser than the closed form.
         high *= 1.25
     low = high / 2.0
     while enough(low):
@@ -228,7 +229,7 @@ def _pld(spent: tuple[Release, ...], delta: float, relation: str) -> float:
         "add-remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
         "replace-one": NeighboringRelation.REPLACE_ONE,
     }
-    # The deviation of the ratio of densities, of the step that loses least.
+    # The standard deviation of the ratio of densities, for the step with the smallest loss.
     loss = min(q * math.sqrt(math.expm1(min(1.0 / z**2, 9.0))) for z, _, q in spent)
     grid = min(max(0.1 * loss, _FINEST), _COARSEST)
     accountant = PLDAccountant(neighbours[relation], value_discretization_interval=grid)
@@ -249,7 +250,7 @@ def _opacus(name: str) -> Callable[[tuple[Release, ...], float, str], float]:
         factor = 0.5 if relation == "replace-one" else 1.0
         history = [(z * factor, sampling, steps) for z, steps, sampling in spent]
         with warnings.catch_warnings():
-            # Where an order beyond these would be a little better: this is an upper bound, too.
+            # An order beyond these would be a little better; the result is an upper bound anyway.
             warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)
             rdp = RDPAccountant()
             rdp.history = history
@@ -268,21 +269,21 @@ _BY_NAME = {"closed form": _closed_form, "pld": _pld, "prv": _opacus("prv"), "rd
 
 # -- update clipping --------------------------------------------------------------------------
 def default_bits_noise(noise_multiplier: float, clients: int) -> float:
-    """Return the standard deviation of the noise on the sum of the bits, if none is chosen.
+    """Return the default standard deviation of the noise on the sum of the bits.
 
-    A twentieth of the clients, as in the paper, is less than ``z / 2`` for few of them, and
-    impossible; z itself leaves the update with ``sqrt(4 / 3)`` = 1.155 times the noise.
+    The paper takes a twentieth of the clients. With few clients that is less than ``z / 2``,
+    which is impossible; then z itself gives the update ``sqrt(4 / 3)`` = 1.155 times the noise.
     """
     return max(clients / 20, noise_multiplier)
 
 
 def split_noise(noise_multiplier: float, bits_noise: float) -> float:
-    """Return z_delta: the noise multiplier of the update, the bits' noise being paid for.
+    """Return z_delta: the noise multiplier of the update, after the cost of the bits.
 
     Raises
     ------
     ValueError
-        If the bits' noise alone is too little; the message says which values would do.
+        If the bits have too little noise; the message says which values are possible.
     """
     z, sigma = noise_multiplier, bits_noise
     if z == 0:
@@ -293,16 +294,16 @@ def split_noise(noise_multiplier: float, bits_noise: float) -> float:
             f"bits_noise > {z / 2:.4g} ({z:.4g} costs 15 % more noise on the update, {2 * z:.4g} "
             f"costs 3 %), or noise_multiplier < {2 * sigma:.4g}"
         )
-    # 1 / sqrt(z^-2 - (2 sigma)^-2), with nothing squared that could overflow.
+    # 1 / sqrt(z^-2 - (2 sigma)^-2), written so that no square overflows.
     return z / math.sqrt((1 - z / (2 * sigma)) * (1 + z / (2 * sigma)))
 
 
 class Accountant:
     """Adds up releases, and says what they cost and how many more a budget allows.
 
-    Sampling of clients is not credited: declearn's samplers are not Poisson samplers, which is
-    what amplification is for. The epsilon of rounds is thus that of a client who is sampled every
-    time, an upper bound for everybody. Steps on Poisson samples of records have a `sampling`.
+    Sampling of clients is not credited, because amplification needs Poisson samplers, and
+    declearn's are none. The epsilon of rounds is that of a client who takes part every time: an
+    upper bound for everybody. Steps on Poisson samples of records have a `sampling`.
 
     Parameters
     ----------
@@ -317,7 +318,7 @@ class Accountant:
         self.spent: list[Release] = []
 
     def add(self, noise_multiplier: float, steps: int = 1, sampling: float = 1.0) -> None:
-        """Count one round, or so many steps."""
+        """Count one round, or a number of steps."""
         self.spent = self._with(Release(noise_multiplier, steps, sampling))
 
     @property
@@ -326,7 +327,7 @@ class Accountant:
         return sum(release.steps for release in self.spent)
 
     def epsilon(self, noise_multiplier: float = 0.0, more: int = 0, sampling: float = 1.0) -> float:
-        """Return the epsilon of what was spent, and of so many `more` rounds."""
+        """Return the epsilon of all rounds counted, plus `more` rounds."""
         history = self._with(Release(noise_multiplier, more, sampling))
         return epsilon(history, self.delta, self.relation)
 
@@ -335,7 +336,7 @@ class Accountant:
     ) -> int:
         """Return how many more rounds stay within an epsilon of `budget`, up to `most`."""
         low, high = 0, 1
-        # From below: what is far beyond the budget takes long to be worked out.
+        # Search from below: computing an epsilon far beyond the budget takes long.
         while high <= most and self.epsilon(noise_multiplier, high, sampling) <= budget:
             low, high = high, 2 * high
         high = min(high, most + 1)
@@ -356,9 +357,9 @@ class Accountant:
         return [*self.spent, more]
 
     def get_state(self) -> list[list[float]]:
-        """Return what was spent: noise multipliers, and the number of rounds with each.
+        """Return the releases: noise multipliers, and the number of rounds with each.
 
-        Where records were sampled, their probability is third.
+        If records were sampled, the probability comes third.
         """
         return [
             [z, steps] if sampling == 1.0 else [z, steps, sampling]
@@ -371,7 +372,7 @@ class Accountant:
 
     @staticmethod
     def check_state(spent: Any) -> list[Release]:
-        """Return what was spent if it is well formed.
+        """Return the releases of a state if it is well formed.
 
         Raises
         ------

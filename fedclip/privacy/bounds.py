@@ -43,7 +43,7 @@ def _declearn_clip(module: Any, context: Context) -> Map:
         if context.shapes is None:
             return replace(result, formula=formula)
         count = sum(1 for shape in context.shapes.values() if math.prod(shape))
-    # It measures and scales in the dtype of the gradient.
+    # declearn measures and scales in the dtype of the gradient.
     bound = root_of_squares([(limit, count)]) * (1.0 + 16 * SINGLE)
     return replace(result, bound=bound, formula=formula)
 
@@ -54,7 +54,7 @@ def _linear_memory(module: Any, context: Context) -> Map:
     result = Map(
         module.name,
         lipschitz=outwards(gain) if gain > 1 else 1.0,
-        # Each step rounds what is kept, and forgets a part of it.
+        # Each step rounds the average, and forgets a part of it.
         growth=gain * (1.0 + 4 * SINGLE / (1.0 - beta)),
         finite=context.finite,
         unbounded="it adds up what it is given, and limits nothing",
@@ -67,16 +67,16 @@ def _linear_memory(module: Any, context: Context) -> Map:
 
 
 _DIVIDES = "it divides by the size of past gradients, which makes small ones large"
-# What squares below the normal numbers of float32 can hide of a gradient, and twice that.
+# Twice the largest gradient whose square may underflow in float32.
 _HIDDEN = 2.0**-62
 _LEAST_EPS = 1e-10
 
 
 def _divided(module: Any, context: Context, each: float, forgets: float = 1.0) -> Map:
-    """Return the map of a division by the root of past squares, `each` element at most so long.
+    """Return the map of a division by the root of past squares; no element is above `each`.
 
-    `forgets` is the least share of what is kept that a step forgets: rounding adds up over as
-    many steps as are remembered.
+    `forgets` is the least share of the past that a step forgets. Rounding adds up over the steps
+    that are remembered.
     """
     result = Map(
         module.name,
@@ -129,10 +129,10 @@ def _adam(module: Any, context: Context) -> Map:
         |m_t| / sqrt(v_t) <= c = (1 - a) / sqrt(1 - b) / sqrt(1 - r)
 
     The corrections of both averages only shorten: with ``x = b^t`` and ``y = r^t``, the first
-    t terms and the corrections together have c times ``sqrt((1 - x)(1 - y)) / (1 - sqrt(x y))``,
-    which is at most 1, as ``2 sqrt(x y) <= x + y``. So does ``amsgrad``, which divides by the
-    largest average so far. c is reached in the limit, by gradients that grow by b / a a step.
-    Where ``r >= 1``, the sum of its powers grows with t, and nothing bounds the quotient.
+    t terms and the corrections together give c times ``sqrt((1 - x)(1 - y)) / (1 - sqrt(x y))``,
+    which is at most c, as ``2 sqrt(x y) <= x + y``. ``amsgrad`` only shortens too, as it divides
+    by the largest average so far. Gradients that grow by b / a a step reach c in the limit.
+    If ``r >= 1``, the sum of its powers grows with t, and nothing bounds the quotient.
     """
     a, b = module.ewma_1.beta, module.ewma_2.beta
     if not (0.0 <= a < 1.0 and 0.0 < b < 1.0 and a * a < b):
@@ -177,14 +177,14 @@ MAPS: dict[str, Guarantee] = {
     "scaffold-server": _scaffold,
     "gaussian-noise": kinds.noise,
 }
-"""What is known of plug-ins that do not say it themselves, by registered name.
+"""Guarantees of plug-ins without a method ``guarantee``, by registered name.
 
-fedclip's clippers have a method ``guarantee``. What stands here comes before it, and one of your
-own may be added."""
+fedclip's clippers have that method. An entry in this table comes before it; you may add one for a
+plug-in of your own."""
 
 
 def look_up(plugin: Any, context: Context) -> Map:
-    """Return what a plug-in guarantees; nothing, if neither it nor the table says so."""
+    """Return what a plug-in guarantees: no bound if neither the plug-in nor the table has one."""
     kind = MAPS.get(plugin.name)
     if kind is not None:
         return kind(plugin, context)

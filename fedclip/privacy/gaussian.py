@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""The Gaussian mechanism without sampling, in closed form (Balle & Wang, 2018; Dong et al., 2022).
 
-T releases with noise multipliers z_i together are one Gaussian mechanism with
+T releases with noise multipliers z_i together equal one Gaussian mechanism with
 
     mu = sqrt(sum of 1 / z_i^2)
 
@@ -12,7 +12,7 @@ which is (epsilon, delta)-private for exactly::
 
 where Q is the upper tail of the standard normal distribution, phi its density and R = Q / phi.
 The second form neither overflows nor cancels. All numbers are rounded so that no epsilon is
-below the truth.
+too low.
 
 Examples
 --------
@@ -30,7 +30,7 @@ from collections.abc import Callable
 __all__ = ["delta_of", "epsilon_of", "mu_of"]
 
 _ROOT_2PI = math.sqrt(2.0 * math.pi)
-# Above all that rounding can have hidden, in a tail that is exact to a few units.
+# More than the rounding error of a tail that is exact to a few units in the last place.
 _ROUNDING = 1e-13
 
 
@@ -45,7 +45,7 @@ def delta_of(epsilon: float, mu: float) -> float:
         Sensitivity over standard deviation, above 0.
     """
     a = epsilon / mu - mu / 2.0
-    # What the difference may be too large by.
+    # Subtract the largest rounding error of the difference.
     return _delta(a - (epsilon / mu + mu / 2.0) * 2.0**-52, mu)
 
 
@@ -79,7 +79,7 @@ def _mills(x: float) -> float:
     """Return Q(x) / phi(x), for x >= 0."""
     if x < 5.0:
         return 0.5 * math.erfc(x / math.sqrt(2.0)) * _ROOT_2PI * math.exp(x * x / 2.0)
-    # Laplace's continued fraction, whose rest is below the rounding from here on.
+    # Laplace's continued fraction: from here on, its remainder is below the rounding error.
     found = x
     for k in range(60, 0, -1):
         found = x + k / found
@@ -87,7 +87,7 @@ def _mills(x: float) -> float:
 
 
 def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """Return the least number for which `holds` does, as it does at `high`; from above."""
+    """Return the least number for which `holds` is true, rounded up; it is true at `high`."""
     for _ in range(100):
         middle = (low + high) / 2.0
         if not low < middle < high:

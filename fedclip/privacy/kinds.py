@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each kind of clipper guarantees: functions of the clipper, for its ``guarantee``."""
+"""What each kind of clipper guarantees: functions for the method ``guarantee`` of clippers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = [
 
 
 class Piece(NamedTuple):
-    """So many groups of `size` elements that are held to `limit` each."""
+    """A number of groups of `size` elements, each with the same `limit`."""
 
     limit: float
     size: int
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 
 def formula_of(limit: float, ord: Order, noun: str) -> str:
-    """Return the bound of groups that are called `noun`; "" is all elements together."""
+    """Return the bound, in words, of groups called `noun`; "" means all elements together."""
     c = number(limit)
     each = f"of each {noun}" if noun else ""
     if ord in ("inf", "rms"):
@@ -76,7 +76,7 @@ _NAN = "NaN and infinity are passed on (on_nonfinite='propagate'), and have no n
 
 # -- which groups there are -------------------------------------------------------------------
 class _Scoped(NamedTuple):
-    """What is limited together: pieces, what the groups are called, and what is left alone."""
+    """The groups of a clipper: pieces, their name in words, and the tensors left alone."""
 
     pieces: list[Piece] | None
     noun: str
@@ -132,7 +132,7 @@ def _without_shapes(clipper: Any, limit: float, noun: str, sliced: bool) -> _Sco
         alone = _LEFT_ALONE.format("tensors without these dimensions, or too small, are")
     if isinstance(clipper.scope, str):
         return _Scoped([Piece(limit, 0)] if noun == "" else None, noun, alone)
-    # One group for each pattern at most, and one for the rest.
+    # At most one group for each pattern, and one for the rest.
     own = clipper.scope if isinstance(clipper.scope, Mapping) else dict.fromkeys(clipper.scope)
     limits = [limit if value is None else value for value in own.values()]
     return _Scoped([Piece(value, 0) for value in [*limits, limit]], noun, alone)
@@ -169,7 +169,7 @@ def _limited(clipper: Any, limit: float, context: Context) -> Map:
     if isinstance(clipper.scope, Mapping):
         formula = "√(Σ Cⱼ²) for the L2 norms Cⱼ that the limits of the groups allow"
     bound = math.inf
-    # Without shapes, what depends on the number of elements is not known.
+    # A bound that depends on the number of elements needs shapes.
     if pieces is not None and (context.shapes is not None or l2_of(ord, 1.0, 4) == 1.0):
         bound = root_of_squares((l2_of(ord, p.limit, p.size), p.times) for p in pieces)
     return replace(result, bound=bound, formula=formula)
@@ -182,7 +182,7 @@ def _oblique(ord: Order) -> str:
 
 
 def fixed_limit(clipper: Any, context: Context) -> Map:
-    """Return the map of a fixed limit on norms, which short ones may be scaled up to."""
+    """Return the map of a fixed limit on norms; it may also scale small norms up."""
     limit = math.inf if clipper.max_norm is None else clipper.max_norm
     result = _limited(clipper, limit, context)
     if clipper.min_norm is None:
@@ -205,7 +205,7 @@ def brought_to_norm(clipper: Any, context: Context) -> Map:
     if isinstance(clipper.scope, Mapping):
         norms += clipper.scope.values()
     steepest = slope(max(norms), clipper.eps)
-    # What is left alone is neither stretched nor shrunk.
+    # Tensors left alone keep their distances.
     least = 1.0 if result.unbounded else 0.0
     lipschitz = max(steepest * result.lipschitz, least)
     return replace(
@@ -217,7 +217,7 @@ def brought_to_norm(clipper: Any, context: Context) -> Map:
 
 
 def learnt_limit(clipper: Any, context: Context) -> Map:
-    """Return the map of a limit that follows gradients; only `max_norm` does not."""
+    """Return the map of a limit that follows gradients; only `max_norm` bounds it."""
     limit = math.inf if clipper.max_norm is None else clipper.max_norm
     result = _limited(clipper, limit, context)
     learnt = "its limit is learnt from the gradients of earlier steps"
@@ -236,7 +236,7 @@ def box(clipper: Any, context: Context) -> Map:
     own = clipper.scope if isinstance(clipper.scope, Mapping) else {}
     pieces, _, alone = _scoped(clipper, max(-low, high), context)
     finite = context.finite or (clipper.on_nonfinite != "propagate" and not alone)
-    # A box around 0 shortens; another one moves 0 itself.
+    # A box that contains 0 only shortens; any other box moves 0 itself.
     growth = 1.0 if low <= 0.0 <= high else math.inf
     result = Map(clipper.name, lipschitz=1.0, growth=growth, finite=finite)
     if math.isinf(high - low):
@@ -254,7 +254,7 @@ def box(clipper: Any, context: Context) -> Map:
 
 
 def own_percentile(clipper: Any, context: Context) -> Map:
-    """Return the map of a limit at a percentile of the very gradient that it clips."""
+    """Return the map of a limit at a percentile of the gradient that it clips."""
     _, _, alone = _scoped(clipper, 1.0, context)
     return Map(
         clipper.name,
@@ -266,18 +266,18 @@ def own_percentile(clipper: Any, context: Context) -> Map:
 
 
 def past_values(clipper: Any, context: Context) -> Map:
-    """Return the map of a limit that follows the gradients of earlier steps, and nothing else."""
+    """Return the map of a limit that follows only the gradients of earlier steps."""
     return _followed(clipper, context, "its limit is learnt from the gradients of earlier steps")
 
 
 def present_values(clipper: Any, context: Context) -> Map:
-    """Return the map of a limit that follows the gradients up to the very one that it clips."""
+    """Return the map of a limit that follows all gradients, the one that it clips included."""
     learnt = "its limit is learnt from the gradients of earlier steps"
     return _followed(clipper, context, f"{learnt} and from the very one that it clips")
 
 
 def divided_by_average(clipper: Any, context: Context) -> Map:
-    """Return the map of a division by an average of norms, the present one among them."""
+    """Return the map of a division by an average of norms, the current one included."""
     return replace(present_values(clipper, context), growth=math.inf)
 
 
@@ -295,11 +295,11 @@ def _followed(clipper: Any, context: Context, learnt: str) -> Map:
 
 # -- means and deviations ---------------------------------------------------------------------
 def centred(clipper: Any, context: Context) -> Map:
-    """Return the map that takes the mean away."""
+    """Return the map that subtracts the mean."""
     return Map(
         clipper.name,
         lipschitz=1.0,
-        # An orthogonal projection, whose elements are rounded.
+        # An orthogonal projection, plus the rounding of its elements.
         growth=1.0 + COARSEST,
         finite=context.finite or (clipper.on_nonfinite != "propagate" and not clipper.exclude),
         unbounded="it takes the mean away, and limits nothing",
@@ -307,7 +307,7 @@ def centred(clipper: Any, context: Context) -> Map:
 
 
 def standardised(clipper: Any, context: Context) -> Map:
-    """Return the map that takes the mean away and divides by the deviation."""
+    """Return the map that subtracts the mean and divides by the standard deviation."""
     pieces, noun, alone = _scoped(clipper, 1.0, context)
     finite = context.finite or (clipper.on_nonfinite != "propagate" and not alone)
     steepest = slope(1.0, clipper.eps)
@@ -381,7 +381,7 @@ def _unit_axes(regularizer: Any) -> Callable[[tuple[int, ...]], tuple[int, ...] 
 
 
 def _unit_limits(regularizer: Any, weights: Mapping[str, Any]) -> list[tuple[float, int]]:
-    """Return the limit of each unit at these weights, and how many there are of it."""
+    """Return the limits of the units at these weights, and how many units have each."""
     norms = []
     axes_of = _unit_axes(regularizer)
     for array in weights.values():
@@ -407,13 +407,13 @@ def noise(module: Any, context: Context) -> Map:
 
 
 def unchanged_or_noise(module: Any, context: Context) -> Map:
-    """Return the map of a module of update clipping, which leaves steps alone but for noise."""
+    """Return the map of a module of update clipping: no change of the step, or only noise."""
     if getattr(module, "noise_multiplier", 0.0):
         return noise(module, context)
     return unchanged(module, context)
 
 
 def unknown(plugin: Any, context: Context) -> Map:
-    """Return the map of a plug-in that does not say what it does."""
+    """Return the map of a plug-in that states no guarantee."""
     why = "fedclip does not know what it does"
     return Map(plugin.name, unbounded=why, shared=why, expands=why)

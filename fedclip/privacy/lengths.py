@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""L2 norms that limits of all orders allow, rounded up; how far scaling stretches distances."""
+"""Largest L2 norms under limits of any order, rounded up, and how scaling stretches distances."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = [
     "stretch",
 ]
 
-# The uncertainty of a norm that is measured in float64, and a few roundings besides.
+# The uncertainty of a norm measured in float64, plus a few roundings.
 _ROUNDING = 2.0**-44
 SINGLE = 2.0**-24
 """Half the distance from 1 to the next number of float32."""
 COARSEST = 2.0**-8
-"""By how much, relatively, rounding single elements to the nearest bfloat16 may lengthen."""
+"""Relative amount by which rounding elements to the nearest bfloat16 may lengthen an array."""
 
 
 def outwards(value: float) -> float:
-    """Return a number that is above `value` and all that its rounding can have hidden.
+    """Return a number above `value` by more than its rounding error.
 
     >>> outwards(1.0) > 1.0, outwards(1.0) < 1.0 + 1e-13
     (True, True)
@@ -37,7 +37,7 @@ def outwards(value: float) -> float:
 
 
 def root_of_squares(bounds: Iterable[tuple[float, int]]) -> float:
-    """Return the L2 norm of so many numbers each, rounded up; of a single one, itself.
+    """Return the L2 norm of (value, count) pairs, rounded up; a single value exactly.
 
     >>> root_of_squares([(3.0, 1)])
     3.0
@@ -68,7 +68,7 @@ def l2_of(ord: Order, limit: float, size: int) -> float:
         case "inf" | "rms":
             factor = math.sqrt(size)
         case "mad":
-            # All of it in one element.
+            # The worst case: one element holds all of it.
             factor = float(size)
         case "std" | "var":
             return math.inf
@@ -79,10 +79,10 @@ def l2_of(ord: Order, limit: float, size: int) -> float:
 
 
 def stretch(ord: Order, size: int) -> float:
-    """Return by how much scaling `size` numbers down to a limit stretches distances at most.
+    """Return the most by which scaling `size` numbers down to a limit stretches distances.
 
-    Outside of the ball the derivative is a contraction times an oblique projection, of the norm
-    ``|x| |grad n(x)| / n(x)``, which is what this is an upper bound of.
+    Outside the ball the derivative is a contraction times an oblique projection. The norm of that
+    projection is ``|x| |grad n(x)| / n(x)``; the result is an upper bound of it.
 
     >>> stretch(2, 100), stretch("rms", 100)
     (1.0, 1.0)
@@ -107,7 +107,7 @@ def stretch(ord: Order, size: int) -> float:
 
 
 def slope(rise: float, eps: float) -> float:
-    """Return ``rise / eps``, rounded up but where it is at most 1.
+    """Return ``rise / eps``, rounded up if it is above 1.
 
     >>> slope(0.5, 0.5), slope(1.0, 0.0)
     (1.0, inf)
@@ -118,5 +118,5 @@ def slope(rise: float, eps: float) -> float:
 
 
 def number(value: float) -> str:
-    """Return a number in words, with as many digits as one reads."""
+    """Return a number as text, with few digits."""
     return f"{value:.6g}"

@@ -21,10 +21,10 @@ momentum, moving average              1/(1-beta) times, 1 times        the same
                                       what comes in
 ====================================  ===============================  ========================
 
-Several groups have the root of the sum of their squared bounds. Bounds are rounded up: none is
-below the truth. Those of fedclip's clippers hold in every dtype, as what is clipped is scaled to
-a little below the limit; those of declearn's modules in float32 and wider. How far distances
-are stretched is said in exact arithmetic.
+The bound of several groups is the root of the sum of their squared bounds. Bounds are rounded up,
+so that none is too low. Those of fedclip's clippers hold in every dtype, because they scale to
+a little below the limit; those of declearn's modules hold in float32 and wider. The stretching of
+distances is that of exact arithmetic.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Context:
-    """What is known about the gradients that a map gets.
+    """Facts about the gradients that a map gets.
 
     Attributes
     ----------
     shapes
         Shape of each tensor; None if not known.
     weights
-        The public weights at which `agc` is asked for its limits.
+        The public weights from which `agc` takes its limits.
     finite
-        Whether they hold no NaN and no infinity, and no norm is beyond float64.
+        Whether the gradients hold no NaN and no infinity, and no norm is beyond float64.
     """
 
     shapes: Shapes | None = None
@@ -61,28 +61,28 @@ class Context:
 
 @dataclass(frozen=True)
 class Map:
-    """What one map guarantees, and why not more.
+    """What one map guarantees, and why it guarantees no more.
 
     Attributes
     ----------
     name
         Registered name of the plug-in.
     bound
-        Largest L2 norm of what comes out, whatever comes in; infinity: none is known.
+        Largest L2 norm of the output, for any input; infinity if none is known.
     formula
-        The bound in words; if there is one while `bound` is infinite, shapes would give it.
+        The bound in words. If `bound` is infinite and there is a formula, it needs shapes.
     lipschitz
-        By how much at most it stretches the distance of two inputs; of two histories of inputs,
-        if it has a memory. Infinity if there is no such number.
+        Largest factor by which it stretches the distance of two inputs, or of two histories of
+        inputs if it has a memory. Infinity if there is none.
     growth
-        By how much at most it stretches the norm of its input.
+        Largest factor by which it stretches the norm of its input.
     finite
-        Whether what comes out is finite.
+        Whether the output is finite.
     noise
         Whether it adds noise.
     unbounded, shared, expands
-        Why it has no bound of its own; why its output depends on more than the record that it
-        is given and public values; why it is not non-expansive. Empty where that is not so.
+        Why it has no bound of its own; why its output depends on more than its input record and
+        public values; why it is not non-expansive. Empty if that is not so.
     """
 
     name: str

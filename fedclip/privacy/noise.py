@@ -11,18 +11,17 @@ r"""Gaussian noise from a cryptographically secure generator, in float64, on a g
 
 Guarantees
 ----------
-- No draw is NaN or infinite: the largest is ``sqrt(2 * 117 * ln 2)`` = 12.74. The tail beyond it,
-  which is cut off, has a probability of 1e-35.
+- No draw is NaN or infinite: the largest is ``sqrt(2 * 117 * ln 2)`` = 12.74. The tail beyond it
+  is cut off; its probability is 1e-35.
 - Noise is drawn and added in float64. The sum is rounded to the grid, then once to the dtype of
-  the array: rounding comes after the noise, and costs no privacy.
-- Every multiple of the grid can be reached from every value, so that the last bits of what comes
-  out do not tell values apart (Mironov, 2012). Draws are finer than the grid, in the tail of a
-  pair and near 0, too (Holohan & Braghin, 2021): where k is below 2^32, it gets 53 bits more.
-  Values beyond 2^22 times `std` are spaced wider than the grid by themselves.
-- A seed can only be given to the other, insecure generator, which is for experiments.
+  the array. Rounding comes after the noise, and costs no privacy.
+- Every value can reach every multiple of the grid, so that the last bits of the output do not
+  tell values apart (Mironov, 2012). Draws are finer than the grid, also in the tail and near 0
+  (Holohan & Braghin, 2021): if k is below 2^32, it gets 53 bits more. Floats beyond 2^22 times
+  `std` are themselves spaced wider than the grid.
+- Only the other, insecure generator takes a seed; it is for experiments.
 
-What is not claimed is that each point of the grid has exactly the probability that a Gaussian
-gives it.
+The points of the grid do not have exactly the probabilities of a Gaussian.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ __all__ = ["Normals", "add_noise", "insecure_normals", "noised", "secure_normals
 Float64: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 Normals: TypeAlias = Callable[[int], Float64]
-"""A function that returns so many draws of the standard normal distribution."""
+"""A function that returns a given number of standard normal draws."""
 
-# Pairs that are worked on together, so that they stay in the cache.
+# Number of pairs processed at a time, so that they stay in the cache.
 _PAIRS = 1 << 14
 _ONE = 2.0**-53
 
@@ -64,7 +63,7 @@ def secure_normals(size: int) -> Float64:
 
 
 def _exponentials(bits: np.ndarray[Any, np.dtype[np.uint64]]) -> Float64:
-    """Return -ln((k + 1) / 2^64), as fine in the tail and near 0 as between them."""
+    """Return -ln((k + 1) / 2^64), finely spaced in the tail and near 0 too."""
     result = -np.log((bits.astype(np.float64) + 1.0) * 2.0**-64)
     (tail,) = np.nonzero(bits < 1 << 32)
     if tail.size:
@@ -85,7 +84,7 @@ def insecure_normals(*seed: int) -> Normals:
 
 
 def noised(values: Float64, std: float, normals: Normals) -> Float64:
-    """Return values with Gaussian noise on each of them, on the grid of that noise.
+    """Return the values with Gaussian noise added to each, rounded to the grid of the noise.
 
     >>> float(noised(np.array([1.0]), 0.25, lambda size: np.full(size, 2.0**-40))[0])
     1.0
@@ -93,13 +92,13 @@ def noised(values: Float64, std: float, normals: Normals) -> Float64:
     result: Float64 = np.asarray(values + std * normals(values.size).reshape(values.shape))
     if std == 0.0:
         return result
-    # A power of two, by which one divides and multiplies without rounding.
+    # A power of two: dividing and multiplying by it does not round.
     grid = math.ldexp(1.0, max(math.frexp(std)[1] - 31, -1074))
     with np.errstate(over="ignore"):
         rounded: Float64 = np.asarray(result / grid)
     np.rint(rounded, out=rounded)
     np.multiply(rounded, grid, out=rounded)
-    # Of what is too large to be counted in steps of the grid, all floats are multiples of it.
+    # Values too large to be counted in steps of the grid are multiples of it already.
     np.copyto(rounded, result, where=np.isinf(rounded))
     return rounded
 
@@ -114,7 +113,7 @@ def add_noise(arrays: Mapping[str, Array], std: float, normals: Normals) -> dict
     std
         Standard deviation.
     normals
-        Where the noise comes from: `secure_normals`, or an `insecure_normals`.
+        The generator: `secure_normals`, or one made by `insecure_normals`.
     """
     result = {}
     for name, array in arrays.items():
@@ -122,7 +121,7 @@ def add_noise(arrays: Mapping[str, Array], std: float, normals: Normals) -> dict
         dense = backend.dense(array)
         values = noised(np.asarray(backend.to_host(dense), dtype=np.float64), std, normals)
         dtype = backend.dtype(dense)
-        # `encode` takes the bits of bfloat16, which NumPy does not have, for uint16.
+        # NumPy has no bfloat16: `encode` writes its bits as uint16.
         kind = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
         result[name] = backend.from_host(encode(values, kind), dense)
     return result

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole pipelines of declearn: a module, a list of them, an optimizer, or its configuration."""
+"""Analysis of a module of declearn, a list of them, an optimizer, or its configuration."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def analyse(
         A module or regularizer; its registered name; its name and configuration; a list of
         these, in the order in which they act; a declearn `Optimizer`, or its configuration.
     shapes : dict of tuples or None, default=None
-        Shape of each tensor, by name. Without it there are only the bounds that do not depend
-        on it, and formulas.
+        Shape of each tensor, by name. Without shapes, the result has formulas, and only the
+        bounds that do not depend on them.
     weights : dict of arrays, Vector or None, default=None
-        The public weights at which `agc` is to be judged.
+        The public weights from which `agc` takes its limits.
     finite : bool, default=False
-        Take for granted that gradients hold no NaN and no infinity: declearn's own clippers,
-        and those with ``on_nonfinite="propagate"``, bound nothing else.
+        Assume that gradients hold no NaN and no infinity. declearn's own clippers, and those
+        with ``on_nonfinite="propagate"``, bound nothing else.
 
     Raises
     ------
     TypeError, ValueError
-        If `pipeline` or `shapes` is none of these, or a pattern of a scope matches no tensor.
+        If `pipeline` or `shapes` is not as above, or a pattern of a scope matches no tensor.
 
     Examples
     --------
@@ -88,7 +88,7 @@ def _checked(shapes: Any) -> Shapes | None:
 
 
 def _plugins(pipeline: Any) -> tuple[list[Any], float | None, float | None]:
-    """Return the plug-ins in the order in which they act, learning rate and weight decay."""
+    """Return the plug-ins in the order in which they act, the learning rate, the weight decay."""
     if isinstance(pipeline, Optimizer):
         config = pipeline.get_config()
         rates = (config[key] for key in ("lrate", "w_decay"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a federation's configuration clips, where, and what that guarantees: in sentences.
+"""Describes in sentences what a federation's configuration clips, where, and what that guarantees.
 
 ==========  ===============  ============================================================
 place       section          what is clipped
@@ -35,7 +35,7 @@ def in_words(
     steps: Any = None,
     privacy: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Return what is clipped where: a line for each place.
+    """Return one line for each place: what is clipped there.
 
     Parameters
     ----------
@@ -44,11 +44,11 @@ def in_words(
     aggregator
         The aggregator; None if it is not fedclip's.
     lrate, w_decay
-        Of the client's optimizer, as in the configuration.
+        Learning rate and weight decay of the client's optimizer, as in the configuration.
     steps
         Number of local steps in a round, if it is fixed.
     privacy
-        The section [run.privacy], with which declearn clips samples and adds noise.
+        The section [run.privacy]: with it, declearn clips samples and adds noise.
     """
     return [
         f"step: {_noised(client, privacy) if privacy else _step(client, lrate, w_decay, steps)}",
@@ -58,7 +58,7 @@ def in_words(
 
 
 def _noised(client: Sequence[Any], privacy: Mapping[str, Any]) -> str:
-    """Return what declearn does to a batch, and what the plug-ins before and after its noise do."""
+    """Return what DP-SGD does to a batch, and what the plug-ins before and after its noise do."""
     limit = privacy.get("sclip_norm")
     shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
     said = (
@@ -66,7 +66,7 @@ def _noised(client: Sequence[Any], privacy: Mapping[str, Any]) -> str:
         f"{shown}·√k, and adds noise of z·{shown} to the mean of the batch, which has no bound "
         "then."
     )
-    # Regularizers get weights, and come first.
+    # Regularizers, which get the weights, come first.
     before = [p for p in client if isinstance(p, Regularizer)]
     after = [p for p in client if not isinstance(p, Regularizer)]
     if before:
@@ -98,7 +98,7 @@ def _step(client: Sequence[Any], lrate: Any, w_decay: Any, steps: Any) -> str:
 
 
 def _round(found: Analysis, steps: Any) -> str:
-    """Return by how much a round moves the model at most."""
+    """Return the largest distance that a round moves the model."""
     if not found.formula:
         return ""
     if found.w_decay != 0.0:
@@ -119,7 +119,7 @@ def _update(aggregator: Any, server: Sequence[Any]) -> str:
     adaptive = next((p for p in server if p.name == "update-clip-server"), None)
     limit, scope = aggregator.max_norm, aggregator.scope
     if adaptive is not None:
-        # What the server sends bounds the whole update, whatever its groups are.
+        # The server's bound is on the whole update, whatever the groups are.
         limit, scope = adaptive.max_norm, "global"
     spec = {"max_norm": limit, "scope": scope, "exclude": aggregator.exclude}
     found = analyse(["norm-clip", spec])
@@ -149,7 +149,7 @@ def _aggregate(server: Sequence[Any]) -> str:
 
 
 def warnings(plugins: Sequence[Any]) -> list[str]:
-    """Return what of an optimizer's plug-ins does not do what it may be there for."""
+    """Return warnings about plug-ins of an optimizer that may not do what the user expects."""
     maps = analyse(plugins).maps
     said = []
     for i, map_ in enumerate(maps):

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""From a privacy budget to the noise of each round, and what that noise does to the model.
+r"""The noise of each round for a privacy budget, and the effect of that noise on the model.
 
-With T rounds of m clients, a model of d values, and mu the largest one that the budget allows
+For T rounds of m clients, a model of d values, and mu, the largest one that the budget allows
 (`fedclip.privacy.gaussian`), halved under "replace-one"::
 
     z        = sqrt(T) / mu                            noise_multiplier of a round
-    z_delta  = (z^-2 - (2 bits_noise)^-2)^(-1/2)       on the update, the votes being paid for
+    z_delta  = (z^-2 - (2 bits_noise)^-2)^(-1/2)       on the update, after the cost of the votes
     noise    = z_delta / m                             on each value of the average, relative to C
     length   = noise sqrt(d)                           of a round's noise, relative to C
     drift    = length / sqrt(T)                        of the noise of all rounds together, relative
-                                                       to T C, the longest way that there is
+                                                       to T C, the farthest that T updates can go
 
-An average of updates that are clipped to C is at most C long, and far shorter where clients
-differ. The drift is the same for any T, but for what the votes cost (15 % at most): more rounds
-need more noise each, and average it out.
+The average of updates clipped to C has a length of at most C, and far less if clients differ. The
+drift hardly depends on T (the votes cost 15 % at most): more rounds need more noise each, but also
+average it out.
 
 Examples
 --------
@@ -42,16 +42,16 @@ __all__ = ["Plan", "plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a budget buys; made by `plan`.
+    """The noise for a budget; made by `plan`.
 
     Attributes
     ----------
     epsilon, delta, rounds, clients, relation, values
-        What was asked for.
+        The arguments of `plan`.
     noise_multiplier
-        Of each round, rounded up to four digits.
+        Noise multiplier of each round, rounded up to four digits.
     spent
-        The epsilon of all rounds, at most the one asked for.
+        The epsilon of all rounds, at most the budget's.
     bits_noise, update_noise
         Standard deviations of the noise on the sum of the votes, and on the sum of the updates
         relative to the bound.
@@ -77,23 +77,23 @@ class Plan:
 
     @property
     def length(self) -> float | None:
-        """Length of a round's noise relative to the bound; None if the model is not known."""
+        """Length of a round's noise, relative to the bound; None without the model's size."""
         return None if self.values is None else self.noise * math.sqrt(self.values)
 
     @property
     def drift(self) -> float | None:
-        """Length of all rounds' noise, relative to the longest way that they can go."""
+        """Length of all rounds' noise, relative to the farthest that all updates can go."""
         return None if self.length is None else self.length / math.sqrt(self.rounds)
 
     @property
     def clients_for(self) -> int | None:
-        """With how many clients the drift would be a tenth."""
-        # At most: the votes of many clients cost less.
+        """Number of clients with which the drift is at most a tenth."""
+        # An upper bound: the votes of many clients cost less.
         return None if self.drift is None else math.ceil(10 * self.drift * self.clients)
 
     @property
     def config(self) -> dict[str, float | int | str]:
-        """The parameters of `update-clip-server`, those that are not its defaults."""
+        """The parameters of `update-clip-server` that differ from its defaults."""
         found: dict[str, float | int | str] = {
             "noise_multiplier": self.noise_multiplier,
             "expected_clients": self.clients,
@@ -152,9 +152,9 @@ def plan(
     rounds, clients
         Number of rounds, and of clients in each; sampling is not credited.
     relation : {"add-remove", "replace-one"}, default="add-remove"
-        Which federations shall be hard to tell apart.
+        Which federations are neighbours.
     values : int or None, default=None
-        How many values the model has.
+        Number of values in the model.
 
     Raises
     ------
@@ -175,7 +175,7 @@ def plan(
 
 
 def _rounded_up(value: float) -> float:
-    """Return a number to four digits, none of them below.
+    """Return a number rounded up to four digits.
 
     >>> _rounded_up(6.00234), _rounded_up(0.5)
     (6.003, 0.5)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What a clipper, or a whole optimizer, guarantees: bound and sensitivity as values.
+r"""Bound and sensitivity of a clipper, or of a whole optimizer, as values.
 
-Maps follow one another::
+Each map of a pipeline updates the bound and the Lipschitz constant::
 
     bound     <- min(own bound of the map, growth of the map * bound)
     lipschitz <- lipschitz of the map * lipschitz
 
-and two questions are kept apart. *Per record*: each record goes through the pipeline by itself,
-and the results are added up; then only the bound B of what comes out counts, and the sum has a
-sensitivity of B if a record is added or removed, 2 B if one is replaced. *On an aggregate*: a sum
-or mean of records goes through; then its own sensitivity s becomes ``lipschitz * s``, and
-``2 B`` at most. What follows noise is free, and bounds nothing.
+There are two cases. *Per record*: each record goes through the pipeline by itself, and the outputs
+are added up. Only the bound B of an output counts: the sum has a sensitivity of B if a record is
+added or removed, and 2 B if one is replaced. *On an aggregate*: a sum or mean of records goes
+through. Its own sensitivity s becomes ``lipschitz * s``, at most ``2 B``. Maps after the noise cost
+no privacy, and bound nothing.
 """
 
 from __future__ import annotations
@@ -36,22 +36,21 @@ class Analysis:
     Attributes
     ----------
     maps
-        What is known of each map, in the order in which they act.
+        The guarantee of each map, in the order in which they act.
     l2_bound
-        Largest L2 norm of what comes out of the last map, before the learning rate; None: there
-        is none, or it takes shapes to know it.
+        Largest L2 norm of the output of the last map, before the learning rate; None if there is
+        none, or if it needs shapes.
     formula
         The bound in words; empty if there is none.
     per_record_safe
-        Whether what comes out depends on the record that went in and public values only, and is
-        bounded.
+        Whether the output is bounded, and depends only on the input record and public values.
     lipschitz
-        By how much distances are stretched at most; infinity if there is no such number.
+        Largest factor by which distances are stretched; infinity if there is none.
     reasons
-        Why there is no bound, why it is not safe per record, why it is not non-expansive; as
-        many sentences as apply.
+        Sentences that say why there is no bound, why the pipeline is not safe per record, and
+        why it is not non-expansive.
     lrate, w_decay
-        Those of the optimizer; None if there is none, or if they change over time.
+        Learning rate and weight decay; None without an optimizer, or if they change over time.
     """
 
     maps: tuple[Map, ...]
@@ -70,7 +69,7 @@ class Analysis:
 
     @property
     def non_expansive(self) -> bool:
-        """Whether no two inputs come out further from each other than they went in."""
+        """Whether the outputs of any two inputs are at most as far apart as the inputs."""
         return self.lipschitz <= 1.0
 
     @property
@@ -88,10 +87,10 @@ class Analysis:
         relation : {"add-remove", "replace-one"}
             Which data sets are neighbours.
         on : {"record", "aggregate"}, default="record"
-            What goes through the pipeline: each record by itself, before the sum whose
-            sensitivity this is; or an aggregate of records.
+            What goes through the pipeline: each record by itself, and the sum of the outputs has
+            this sensitivity; or an aggregate of records.
         incoming : float or None, default=None
-            With "aggregate": the sensitivity of what goes in, for the same relation.
+            With "aggregate": the sensitivity of the input, for the same relation.
 
         Raises
         ------
@@ -109,12 +108,12 @@ class Analysis:
             return None
         found = math.inf if incoming is None else parameters.non_negative(incoming=incoming)
         for map_, bound in zip(self.maps, _bounds(self.maps), strict=True):
-            # Two values in a ball are at most its diameter apart.
+            # Two outputs lie in a ball, and so are at most its diameter apart.
             found = min(found * map_.lipschitz if found else 0.0, 2.0 * bound)
         return None if math.isinf(found) else found
 
     def explain(self, relation: str, on: str = "record", incoming: float | None = None) -> str:
-        """Return `sensitivity`, or why there is none, in a sentence."""
+        """Return a sentence with the sensitivity, or why there is none."""
         found = self.sensitivity(relation, on, incoming)
         if found is not None:
             return f"The sensitivity ({relation}, {on}) is {number(found)}."
@@ -128,7 +127,7 @@ class Analysis:
 
     @property
     def before_noise(self) -> Analysis:
-        """What the maps before the first noise guarantee: its sensitivity is what noise needs."""
+        """The analysis of the maps before the first noise, whose sensitivity the noise covers."""
         first = next((i for i, m in enumerate(self.maps) if m.noise), len(self.maps))
         return compose(self.maps[:first], self.lrate, self.w_decay)
 
@@ -139,7 +138,7 @@ class Analysis:
         return f"Before the noise: {before} What follows the noise is free."
 
     def round_bound(self, steps: int, lrate: float | None = None) -> float | None:
-        """Return the largest L2 norm of the sum of so many local steps; None if there is none.
+        """Return the largest L2 norm of the sum of `steps` local steps; None if there is none.
 
         Parameters
         ----------
@@ -159,7 +158,7 @@ class Analysis:
                 raise ValueError("round_bound needs lrate: none is known that does not change")
             lrate = self.lrate
         rate = abs(parameters.number("a finite number", lrate=lrate))
-        # Weight decay adds weights, which may be of any size.
+        # Weight decay adds a share of the weights, which may be of any size.
         if self.l2_bound is None or self.w_decay != 0.0:
             return None
         return outwards(rate * steps * self.l2_bound)
@@ -177,7 +176,7 @@ class Analysis:
 
     @property
     def record_in_words(self) -> str:
-        """What holds if each record goes through by itself, in a sentence; empty if nothing."""
+        """A sentence on records that go through one by one; empty if nothing is guaranteed."""
         if self.noised:
             return self._noise_in_words()
         if self.per_record_safe:
@@ -190,7 +189,7 @@ class Analysis:
 
     @property
     def aggregate_in_words(self) -> str:
-        """What holds if a sum or mean of records goes through, in a sentence."""
+        """A sentence on a sum or mean of records that goes through."""
         if self.noised:
             return self._noise_in_words()
         if self.non_expansive:
@@ -213,7 +212,7 @@ class Analysis:
 
 # -- maps in sequence -------------------------------------------------------------------------
 def _bounds(maps: Sequence[Map]) -> list[float]:
-    """Return the bound of what comes out of each map; infinity if there is none."""
+    """Return the bound of the output of each map; infinity if there is none."""
     found, bound = [], math.inf
     for map_ in maps:
         bound = min(map_.bound, bound if map_.growth == 1.0 else bound * map_.growth)
@@ -222,7 +221,7 @@ def _bounds(maps: Sequence[Map]) -> list[float]:
 
 
 def _formula(maps: Sequence[Map]) -> str:
-    """Return the bound of what comes out of the last map, in words; empty if there is none."""
+    """Return the bound of the last map's output, in words; empty if there is none."""
     formula, bound = "", math.inf
     for map_ in maps:
         if math.isinf(map_.growth):
@@ -243,13 +242,13 @@ def _why(map_: Map, why: str, many: bool) -> str:
 
 
 def _unbounded(maps: Sequence[Map]) -> list[str]:
-    """Return why nothing bounds what comes out of the last map."""
+    """Return why nothing bounds the output of the last map."""
     if not maps:
         return ["nothing limits it"]
     if _formula(maps):
         return []
     voids = [i for i, map_ in enumerate(maps) if math.isinf(map_.growth)]
-    # Before the last map that undoes all bounds, nothing matters.
+    # Maps before the last one that undoes all bounds do not matter.
     last = voids[-1] if voids else 0
     return [_why(m, m.unbounded, len(maps) > 1) for m in maps[last:] if m.unbounded]
 
@@ -266,7 +265,7 @@ def _expands(maps: Sequence[Map]) -> list[str]:
 def compose(
     maps: tuple[Map, ...], lrate: float | None = None, w_decay: float | None = 0.0
 ) -> Analysis:
-    """Return what maps guarantee that act one after the other."""
+    """Return what several maps guarantee, applied one after the other."""
     bound = _bounds(maps)[-1] if maps else math.inf
     formula = _formula(maps)
     noised = any(m.noise for m in maps)
