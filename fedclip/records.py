@@ -293,8 +293,9 @@ class Recorder:
         # The whole gradient has no single limit; its norm is that of the groups' norms.
         peak = np.maximum(norms.max(axis=1, keepdims=True), np.finfo(np.float64).tiny)
         total = np.sqrt(np.square(norms / peak).sum(axis=1, keepdims=True))
-        # Norms near the largest float may have one beyond it.
-        total = np.minimum(peak, np.finfo(np.float64).max / total) * total
+        # Norms near the largest float may have one beyond it; a rounding must not bring that back.
+        largest = np.nextafter(np.finfo(np.float64).max, 0.0) / np.maximum(total, 1.0)
+        total = np.minimum(peak, largest) * total
         unlimited = np.full(total.shape, np.inf)
         any_clipped: Bools = np.any(clipped, axis=1, keepdims=True)
         self._record(ALL).add(*_batches(total, unlimited, any_clipped))

@@ -176,9 +176,9 @@ ORDERS = {
     "a thread each": """
 import threading
 def first(): import fedclip
-def second(): import declearn
+def second(): import declearn.optimizer
 def third(): from fedclip import AutoClip
-def fourth(): import fedclip, declearn
+def fourth(): import fedclip.rules, declearn.aggregator
 threads = [threading.Thread(target=f) for f in (third, second, fourth, first) * 3]
 for t in threads: t.start()
 for t in threads: t.join()

@@ -1,240 +1,266 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`update-clip-server` finds a bound where nobody knows how large updates are."""
+"""The search for a gradient that breaks a promise: it finds what is wrong, and nothing is."""
 
 from __future__ import annotations
 
-import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from declearn.optimizer import Optimizer
-from federation_helpers import Clients, Server, norm
+from declearn.model.sklearn import NumpyVector
+from helpers import BACKENDS, each_framework, needs
 
-import fedclip
-from fedclip.errors import StateError
-from fedclip.federation.update.bound import FIRST, BoundRule, Search, share_within
-from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER
+from fedclip import EmaNormClip, EmaValueClip, FedclipWarning, Normalize, NormClip, Standardize
+from fedclip.testing import to_vector
 
-CLIPPED = {"name": "clipped-averaging"}
-ADAPTIVE: list[Any] = ["update-clip-client"]
-RULE = BoundRule(0.5, 0.2, 1e-6, 1e4)
+# The benchmarks are no part of the package.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-
-@pytest.fixture(autouse=True)
-def _no_round_left_open() -> Any:
-    yield
-    for variable in (CLIENT, OPENED, SERVER):
-        variable.set(None)
-
-
-def play(rng: Any, times: float, spread: float, m: int, noise: float, rounds: int) -> float:
-    """Return how many times too high the bound is after so many rounds."""
-    bound, search = FIRST, Search()
-    median = FIRST / times
-    after: Any = (bound, search, False)
-    for _ in range(rounds):
-        norms = median * np.exp(spread * rng.normal(size=m))
-        within = int((norms <= after[0]).sum())
-        drawn = noise * m * float(rng.normal())
-        share = share_within(m, within, m if noise else None, drawn)
-        assert share is not None
-        after = RULE.after(after[0], share, after[1])
-    return float(after[0] / median)
-
-
-@pytest.mark.parametrize("times", [0.01, 0.1, 1.0, 10.0, 100.0])
-@pytest.mark.parametrize(
-    ("spread", "m", "noise"),
-    [(0.0, 10, 0.1), (0.25, 20, 0.1), (0.5, 100, 0.1), (0.25, 1000, 0.05), (0.25, 5, 0.0)],
+from benchmarks.search import __main__ as search
+from benchmarks.search.gradients import (
+    LAYOUTS,
+    RANGES,
+    SHAPES,
+    Tensor,
+    build,
+    draw,
+    held,
+    merged,
 )
-def test_within_a_factor_of_two_after_ten_rounds(
-    times: float, spread: float, m: int, noise: float
-) -> None:
-    """In 95 % of 1,000 searches from up to 100 times too high or too low."""
-    rng = np.random.default_rng(7)
-    found = [play(rng, times, spread, m, noise, 10) for _ in range(1000)]
-    good = sum(0.5 <= ratio <= 2.0 for ratio in found)
-    assert good >= 950, good
+from benchmarks.search.promises import Trial, size
 
 
-@pytest.mark.parametrize("quantile", [0.2, 0.35, 0.65, 0.8])
-def test_other_quantiles_are_found(quantile: float) -> None:
-    rule, rng = BoundRule(quantile, 0.2, 1e-6, 1e4), np.random.default_rng(3)
-    good = 0
-    for play_ in range(1000):
-        norms = np.exp(0.5 * rng.normal(size=200)) * (10.0 if play_ % 2 else 1e-3)
-        target, bound, search = float(np.quantile(norms, quantile)), FIRST, Search()
-        after: Any = (bound, search)
-        for _ in range(10):
-            share = float((norms <= after[0]).mean()) + 0.05 * float(rng.normal())
-            after = rule.after(after[0], min(max(share, 0.0), 1.0), after[1])
-        good += target / 2 <= after[0] <= 2 * target
-    assert good >= 950
+def report(gradients: int, seed: int, frameworks: list[str]) -> str:
+    counts, first = search.search(gradients, seed, frameworks)
+    return "\n".join(f"{counts[kind]} times: {search.shown(first[kind])}" for kind in first)
 
 
-def test_a_search_ends_and_the_usual_rule_goes_on() -> None:
-    bound, search, rounds = FIRST, Search(), 0
-    state: Any = (bound, search)
-    while state[1] is not None:
-        state = RULE.after(state[0], float(state[0] >= 3.0), state[1])
-        rounds += 1
-        assert rounds < 12
-    assert 1.5 < state[0] < 6.0
-    assert RULE.after(state[0], 0.25).bound == pytest.approx(state[0] * math.exp(0.05))
+@each_framework()
+def test_a_sample_keeps_every_promise(framework: str) -> None:
+    needs(framework)
+    gradients = {"numpy": 4000, "torch": 2000}.get(framework, 500)
+    assert not report(gradients, 1, [framework])
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_search_ends_where_the_bound_may_not_go_further(share: float) -> None:
-    """Otherwise no average would ever be released again."""
-    state: Any = (FIRST, Search())
-    for _ in range(30):
-        state = RULE.after(state[0], share, state[1])
-    assert state[0] == (1e4 if share == 0.0 else 1e-6)
-    assert state[1] is None
-    assert not state[2]
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_a_hundred_thousand_keep_every_promise(seed: int) -> None:
+    assert not report(100_000, seed, BACKENDS)
 
 
-def server_of(**config: Any) -> Server:
-    return Server([("update-clip-server", config)], CLIPPED)
+# -- what is wrong is found --------------------------------------------------------------------
+class Loose(NormClip, register=False):
+    """Scales a little too little."""
+
+    def clip(self, arrays: Any, *, backend: Any = None) -> Any:
+        outputs = super().clip(arrays, backend=backend)
+        if outputs is arrays:
+            return arrays
+        return {name: value * (1 + 1e-5) for name, value in outputs.items()}
 
 
-NOISE: dict[str, Any] = {
-    "noise_multiplier": 1e-6,
-    "expected_clients": 4,
-    "bits_noise": 1e-5,
-}
+class Copying(NormClip, register=False):
+    """Returns a copy where nothing is clipped."""
+
+    def clip(self, arrays: Any, *, backend: Any = None) -> Any:
+        outputs = super().clip(arrays, backend=backend)
+        return {name: value.copy() for name, value in outputs.items()}
 
 
-@pytest.mark.parametrize("noise", [{}, NOISE])
-def test_no_update_is_released_where_the_bound_is_too_high(noise: dict[str, Any]) -> None:
-    server = server_of(**noise)
-    module: Any = server.optim.modules[0]
-    clients = Clients(4, ADAPTIVE, CLIPPED)
-    released = []
-    for _ in range(10):
-        bound = module.bound
-        aux = server.start()
-        out = server.finish([clients.round(i, aux, np.array([1e-3, 0.0])) for i in range(4)])
-        released.append((bound, norm(out)))
-    assert [bound for bound, _ in released[:3]] == pytest.approx([0.1, 0.025, 0.00625])
-    assert [size for _, size in released[:3]] == [0.0, 0.0, 0.0]
-    # From there on it is: the bound was too low once, and the updates are near it.
-    assert sum(size > 5e-4 for _, size in released) >= 3
-    assert 5e-4 <= module.bound <= 2e-3
-    assert module.search is None
+class InPlace(NormClip, register=False):
+    """Changes what it is given."""
+
+    def clip(self, arrays: Any, *, backend: Any = None) -> Any:
+        outputs = super().clip(arrays, backend=backend)
+        for name, value in arrays.items():
+            value[...] = outputs[name]
+        return arrays
 
 
-def test_rounds_of_a_search_are_charged() -> None:
-    server = server_of(noise_multiplier=1.0, expected_clients=4, generator="insecure", seed=1)
-    module: Any = server.optim.modules[0]
-    clients = Clients(4, ADAPTIVE, CLIPPED)
-    for i in range(3):
-        aux = server.start()
-        server.finish([clients.round(j, aux, np.array([1e-3])) for j in range(4)])
-        assert module.budget.accountant.rounds == i + 1
+class Widening(NormClip, register=False):
+    """Returns another dtype."""
+
+    def clip(self, arrays: Any, *, backend: Any = None) -> Any:
+        outputs = super().clip(arrays, backend=backend)
+        return {name: value.astype(np.float64) for name, value in outputs.items()}
 
 
-def test_updates_that_were_far_too_large_are_not_clipped_for_long() -> None:
-    """Norms of 3, from 0.1: two rounds of four times, where a fixed start takes 34 rounds."""
-    server, clients = server_of(), Clients(3, ADAPTIVE, CLIPPED)
-    for _ in range(5):
-        aux = server.start()
-        server.finish([clients.round(i, aux, np.array([3.0 + i])) for i in range(3)])
-    assert 1.5 < server.optim.modules[0].bound < 10.0  # type: ignore[attr-defined]
+class Blind(NormClip, register=False):
+    """Lets NaN pass."""
+
+    def clip(self, arrays: Any, *, backend: Any = None) -> Any:
+        return arrays
 
 
-def test_a_search_is_part_of_the_state() -> None:
-    sizes = [2.0, 3.0, 5.0]
+class Timid(NormClip, register=False):
+    """Clips much more than it has to."""
 
-    def go(server: Server, rounds: int) -> list[float]:
-        clients, bounds = Clients(3, ADAPTIVE, CLIPPED), []
-        for _ in range(rounds):
-            aux = server.start()
-            server.finish([clients.round(i, aux, np.array([s])) for i, s in enumerate(sizes)])
-            bounds.append(server.optim.modules[0].bound)  # type: ignore[attr-defined]
-        return bounds
+    def clip(self, arrays: Any, *, backend: Any = None) -> Any:
+        outputs = super().clip(arrays, backend=backend)
+        if outputs is arrays:
+            return arrays
+        return {name: value / 2 for name, value in outputs.items()}
 
-    whole = go(server_of(), 9)
-    for cut in range(1, 9):
-        first, second = server_of(), server_of()
-        start = go(first, cut)
-        second.optim.set_state(first.optim.get_state())
-        assert start + go(second, 9 - cut) == whole
-    # A state that says nothing of a search goes on without one.
-    old = {"bound": 0.3, "round": 5, "spent": []}
-    module = fedclip.UpdateClipServer()
-    module.set_state(old)
-    assert module.search is None
-    assert module.get_state() == {**old, "search": None}
+
+def seen(clipper: Any, *values: float) -> set[str]:
+    gradient = {"w": Tensor(held(np.array(values), "float32"), "float32")}
+    trial = Trial("norm-clip", {"max_norm": 1.0}, "numpy", clipper)
+    return {promise for promise, _ in trial.step(gradient)}
 
 
 @pytest.mark.parametrize(
-    "search", [0, "search", [], [1.0, 1], [9.0, 1, False], [-1.0, 1, False], [1.0, 3, True]]
-)
-def test_a_search_that_can_not_be(search: Any) -> None:
-    module = fedclip.UpdateClipServer()
-    before = module.get_state()
-    with pytest.raises(StateError, match="'search' must be"):
-        module.set_state({"bound": 1.0, "round": 1, "spent": [], "search": search})
-    assert module.get_state() == before
-
-
-@pytest.mark.parametrize(
-    ("config", "text"),
+    ("cls", "values", "promise"),
     [
-        ({"start_norm": "serach"}, "start_norm must be one of 'search'.*did you mean 'search'"),
-        ({"learning_rate": 0}, "learning_rate=0 fixes the bound"),
-        ({"min_norm": 2.0, "max_norm": 1.0}, "within"),
+        (Loose, (3.0, 4.0), "limit"),
+        (Loose, (3.0, 4.0), "stated bound"),
+        (Copying, (0.3, 0.4), "same object"),
+        (InPlace, (3.0, 4.0), "input untouched"),
+        (Widening, (3.0, 4.0), "same dtype"),
+        (Blind, (np.nan, 4.0), "NaN is skipped"),
+        (Timid, (3.0, 4.0), "not far below"),
     ],
 )
-def test_parameters(config: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        fedclip.UpdateClipServer(**config)
+def test_what_breaks_a_promise_is_found(cls: Any, values: Any, promise: str) -> None:
+    assert promise in seen(cls(1.0), *values)
+    assert not seen(NormClip(1.0), *values)
 
 
-def test_it_is_the_default_and_starts_within_its_bounds() -> None:
-    assert fedclip.UpdateClipServer().start_norm == "search"
-    assert fedclip.UpdateClipServer().bound == FIRST
-    assert fedclip.UpdateClipServer(min_norm=0.5).bound == 0.5
-    assert fedclip.UpdateClipServer(start_norm=0.1).search is None
-    optim = Optimizer(lrate=1.0, modules=["update-clip-server"])
-    assert optim.get_config()["modules"][0][1]["start_norm"] == "search"
+def test_a_breach_is_shown_with_the_smallest_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search.clippers, "make", lambda name, config: Loose(**config))
+    monkeypatch.setattr(
+        search.clippers, "draw", lambda rng, scale, names: ("norm-clip", {"max_norm": scale / 10})
+    )
+    _, first = search.search(500, 1, ["numpy"])
+    smallest = [sum(t.values.size for t in b.gradient.values()) for b in first.values()]
+    assert min(smallest) == 1
+    assert "one step of a fresh clipper is enough" in search.shown(next(iter(first.values())))
 
 
-def test_how_many_rounds_it_takes_with_more_noise() -> None:
-    rounds = [RULE.rounds_to_find(noise) for noise in (0.0, 0.1, 0.2, 0.3, 0.5)]
-    assert all(r is not None for r in rounds)
-    assert rounds == sorted(rounds)  # type: ignore[type-var]
-    assert rounds[1] is not None
-    assert rounds[1] <= 10
-    assert rounds[-1] is not None
-    assert rounds[-1] > 10
-    assert RULE.rounds_to_find(3.0) is None
-
-
-TOML = """
-aggregator = "clipped-averaging"
-[client_opt]
-lrate = 0.1
-modules = ["update-clip-client"]
-[server_opt]
-lrate = 1.0
-modules = [["update-clip-server", {noise_multiplier = 1.0, expected_clients = CLIENTS START}]]
-"""
-
-
+# -- the judge and the gradients ---------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("clients", "start", "found"), [(5, "", True), (10, "", False), (5, ", start_norm = 1", False)]
+    ("values", "ord", "wanted"),
+    [
+        ([3.0, -4.0], 2, 5.0),
+        ([3.0, -4.0], 1, 7.0),
+        ([3.0, -4.0], "inf", 4.0),
+        ([3.0, -4.0], "mad", 3.5),
+        ([1.0, -7.0], "rms", 5.0),
+        ([1.0, 4.0], 0.5, 9.0),
+        ([3e200, 4e200], 2, 5e200),
+        ([15e-323, 20e-323], 2, 25e-323),
+        ([], 2, 0.0),
+    ],
 )
-def test_check_says_how_many_rounds(tmp_path: Any, clients: int, start: str, found: bool) -> None:
-    from fedclip.tools.check import check_config
+def test_size(values: list[float], ord: Any, wanted: float) -> None:
+    assert size([np.array(values)], ord) == pytest.approx(wanted, rel=1e-15)
 
-    path = tmp_path / "optim.toml"
-    path.write_text(TOML.replace("CLIENTS", str(clients)).replace("START", start))
-    check = check_config(path)
-    assert check.ok, [f.message for f in check.problems]
-    said = [f.message for f in check.findings if "too much for a quick search" in f.message]
-    assert bool(said) == found
-    if found:
-        assert "after 7 rounds" in said[0]
+
+def test_values_are_those_that_the_dtype_holds() -> None:
+    torch = pytest.importorskip("torch")
+    values = np.random.default_rng(0).standard_normal(1000) * 1e-3
+    for dtype in ("float16", "bfloat16", "float32"):
+        wanted = torch.tensor(values).to(getattr(torch, dtype)).double().numpy()
+        np.testing.assert_array_equal(held(values, dtype), wanted)
+
+
+@each_framework()
+def test_gradients_hold_what_they_say(framework: str) -> None:
+    needs(framework)
+    rng, layouts = np.random.default_rng(1), set()
+    for i in range(100):
+        gradient = draw(rng, framework, 1e-3, SHAPES[i % len(SHAPES)])
+        for name, array in build(gradient, framework).coefs.items():
+            tensor = gradient[name]
+            layouts.add(tensor.layout)
+            found, wanted = merged(array), dense(tensor)
+            assert found.shape == tensor.shape
+            # Frameworks add up repeated rows in the dtype; TensorFlow flushes subnormals there.
+            loose = {"float16": 1e-2, "bfloat16": 1e-1}.get(tensor.dtype, 1e-5)
+            far = loose * np.abs(tensor.values).max(initial=0.0) + RANGES[tensor.dtype][1]
+            sparse = tensor.layout == "sparse"
+            flushed = sparse or framework == "tensorflow"
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=far if flushed else 0)
+    assert layouts == set(LAYOUTS[framework])
+
+
+def dense(tensor: Tensor) -> np.ndarray:
+    if tensor.layout != "sparse":
+        return tensor.values
+    result = np.zeros(tensor.shape)
+    np.add.at(result, list(tensor.rows), tensor.values)
+    return result
+
+
+def test_a_trial_can_be_run_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search.main(["--seed", "5", "--trial", "3", "--frameworks", "numpy"]) == 0
+    assert isinstance(capsys.readouterr().out, str)
+    one, other = ([b.kind for b in search.trial(5, 3, ["numpy"])] for _ in range(2))
+    assert one == other
+
+
+# -- what it has found -------------------------------------------------------------------------
+def test_a_state_with_a_tensor_of_no_dimensions_can_be_saved_after_a_change_of_dtype() -> None:
+    clip = EmaValueClip()
+    clip.run(to_vector({"s": np.array(1e300)}))
+    clip.run(to_vector({"s": np.array(2.0)}, dtype="float32"))
+    assert isinstance(clip.get_state()["arrays"]["s"]["past"], np.ndarray)
+
+
+def test_an_excluded_tensor_may_have_another_byte_order() -> None:
+    clip = NormClip(1.0, exclude="v")
+    given = {"w": np.array([3.0, 4.0]), "v": np.array([7.0]).astype(">f2")}
+    output = clip.run(NumpyVector(given)).coefs
+    assert output["v"] is given["v"]
+
+
+@pytest.mark.parametrize("norms", [(1.7e308, 1.7e308), (1e-309, 0.0), (0.0, 0.0)])
+def test_a_record_of_extreme_norms_needs_no_warning(norms: tuple[float, float]) -> None:
+    clip = NormClip(1.0, scope="tensor")
+    clip.run(to_vector({"w": np.array([norms[0]]), "v": np.array([norms[1]])}))
+    (total, *_) = clip.rounds
+    assert total.norm_max == pytest.approx(min(norms[0] * 2**0.5, np.finfo(float).max))
+
+
+def test_an_empty_gradient_is_not_the_step_before_it() -> None:
+    clip = NormClip(1.0)
+    clip.run(to_vector({"w": np.array([3.0, 4.0])}))
+    clip.run(to_vector({"w": np.zeros(0)}))
+    assert clip.last is not None
+    assert clip.last.norm_before == ()
+
+
+def test_nan_in_an_excluded_tensor_is_skipped_beside_an_empty_one() -> None:
+    clip = NormClip(1.0, exclude="v")
+    with pytest.warns(FedclipWarning, match="NaN or infinity in 'v'"):
+        output = clip.run(to_vector({"w": np.zeros(0), "v": np.array([np.nan])}))
+    assert output.coefs["v"].tolist() == [0.0]
+
+
+def test_a_state_of_empty_tensors_is_taken_back() -> None:
+    first, then = EmaNormClip(), EmaNormClip()
+    first.run(to_vector({"w": np.zeros(0)}))
+    then.set_state(first.get_state())
+    assert then.run(to_vector({"w": np.zeros(0)})).coefs["w"].size == 0
+
+
+@pytest.mark.parametrize("values", [[1.4e-322, 4e-323], [-1.73e-322, 1.63e-322]])
+def test_subnormals_are_brought_to_a_norm_that_is_not_exceeded(values: list[float]) -> None:
+    vector = to_vector({"w": np.array(values)})
+    assert 0.9 < size([Normalize(1.0).run(vector).coefs["w"]]) <= 1.0
+    assert 0.8 < size([Standardize(scope="tensor").run(vector).coefs["w"]]) <= 1.0
+
+
+def test_zeros_in_a_narrow_dtype_stay_zeros_beside_wide_subnormals() -> None:
+    given = {"w": np.zeros(2, np.float32), "v": np.array([-6.4e-323])}
+    output = Normalize(1.0).run(NumpyVector(given)).coefs
+    assert output["w"].tolist() == [0.0, 0.0]
+    assert 0.9 < size([output["v"]]) <= 1.0
+
+
+def test_a_slice_near_the_largest_float_keeps_its_limit() -> None:
+    clip = NormClip(7e-5, scope="tensor", dims=0)
+    output = clip.run(to_vector({"w": np.array([-9.3e307, 1e308])}))
+    assert size([output.coefs["w"]]) <= 7e-5
+    assert clip.run(output) is output

@@ -271,14 +271,13 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             if any(map(is_not, prepared, values)):
                 views = backend.host(prepared)
         transform = self.transform(groups)
-        if not (views.remote or any(views.sizes)):
-            # There is nothing to measure, and nothing that statistics should learn from.
-            return arrays
         rest: dict[str, Array] = {}
         if groups.excluded:
             rest = {n: a for n, a in arrays.items() if n in groups.excluded and is_float(a)}
         gradient = Gradient(prepared, groups, backend, views, self._arrays, rest)
-        if self._stays_on_device(transform, views):
+        if not (views.remote or any(views.sizes)):
+            outputs, others = self._pass_by(gradient)
+        elif self._stays_on_device(transform, views):
             outputs, others = self._clip_on_device(transform, gradient)
         else:
             outputs, others = self._clip_on_host(transform, gradient)
@@ -292,6 +291,13 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         clipped.update(zip(groups.names, outputs))  # noqa: B905
         clipped.update(others)
         return clipped
+
+    def _pass_by(self, gradient: Gradient) -> _Clipped:
+        """Leave alone a gradient that has nothing to measure, and nothing to learn from."""
+        self._last, self._bad = None, ()
+        if not gradient.rest or _QUIET.copy().run(gradient.rest_is_finite):
+            return None, {}
+        return self._replace_nonfinite(gradient, self._report_nonfinite(gradient))
 
     def _clip_on_host(self, transform: Transform, gradient: Gradient) -> _Clipped:
         groups = gradient.groups
@@ -358,7 +364,8 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         fresh, fields = self._transform.init(found), self._transform.array_fields
         statistics = self._statistics()
         missing = [label for label in found.labels if fresh._fields and label not in statistics]
-        missing += [n for n in found.names if fields and n not in self._arrays and n not in missing]
+        if fields and self._arrays:
+            missing += [n for n in found.names if n not in self._arrays and n not in missing]
         if self._loaded and missing:
             known = sorted({*statistics, *self._arrays})
             raise ValueError(

@@ -1,0 +1,1 @@
+"""Search for a gradient that breaks a promise: ``python -m benchmarks.search``."""
