@@ -25,6 +25,7 @@ from declearn.training import TrainingManager
 from declearn.utils import setup_client_loggers, setup_server_loggers
 
 import fedclip
+from fedclip.federation.restart import load_round
 from fedclip.federation.statistics.messages import FedclipSharedCounts
 from fedclip.federation.update.messages import UpdateClipVotes
 
@@ -50,10 +51,10 @@ def server(settings: Settings) -> None:
     protocol = settings.get("server_protocol", settings["protocol"])
     address = {"protocol": protocol, "port": settings["port"]}
     secagg = settings.get("secagg")
-    saved = Checkpointer(settings["restart"]) if settings.get("restart") else None
+    saved = load_round(settings["restart"]) if settings.get("restart") else None
     fresh = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss")
     node = FederatedServer(
-        model=fresh if saved is None else saved.load_model(),
+        model=fresh if saved is None else saved.model,
         netwk={**address, "host": "127.0.0.1", **settings.get("network", {})},
         optim=settings["optim"],
         client_sampler=settings.get("sampler"),
@@ -61,7 +62,7 @@ def server(settings: Settings) -> None:
         checkpoint=settings.get("checkpoint"),
     )
     if saved is not None:
-        node.optim.set_state(saved.load_optimizer().get_state())
+        node.optim.set_state(saved.optimizer.get_state())
     try:
         node.run(settings["run"])
     finally:

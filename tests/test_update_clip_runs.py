@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declearn.main.utils import Checkpointer
 from federation_runs import ADAPTIVE, PATIENCE, N, complete, running
 
+from fedclip.federation.restart import load_round
 from fedclip.federation.update.secagg import plan
 
 pytestmark = pytest.mark.slow
@@ -104,7 +104,7 @@ def killed(folder: Path, rounds: int, **settings: Any) -> int:
             assert run.running("server"), run.said("server")[-3000:]
             time.sleep(0.02)
     # A checkpoint takes the place of one of the same second, so that the last one is to be asked.
-    modules = Checkpointer(str(folder / "saved")).load_optimizer().get_state()["modules"]
+    modules = load_round(folder / "saved").optimizer.get_state()["modules"]
     saved = next(state["round"] for name, state in modules if name == "update-clip-server")
     assert saved >= rounds
     return int(saved)

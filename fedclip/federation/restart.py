@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From where a server goes on after a crash: the newest round that was saved as a whole."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from declearn.main.utils import Checkpointer
+from declearn.model.api import Model
+from declearn.optimizer import Optimizer
+
+from fedclip.errors import StateError
+
+__all__ = ["SavedRound", "load_round"]
+
+_LOGGER = logging.getLogger("declearn.server.fedclip")
+
+
+class SavedRound(NamedTuple):
+    """Model and optimizer of one round."""
+
+    model: Model[Any]
+    optimizer: Optimizer
+    timestamp: str
+
+
+def load_round(folder: str | Path) -> SavedRound:
+    """Return model and optimizer of the newest round at which both can be loaded.
+
+    A server that is killed, or whose disk is full, leaves a model without its optimizer, or
+    half of a file. The newest model with the newest optimizer may then be of two rounds: with
+    noise, a budget that is a round short.
+
+    Parameters
+    ----------
+    folder : str or Path
+        The server's `checkpoint` folder.
+
+    Raises
+    ------
+    StateError
+        If there is no such round; the message says what was found.
+
+    Notes
+    -----
+    The best model, which declearn saves at the end of a run, is of no round. declearn names
+    files by the second, and writes the model first: a pair whose model is the younger one is of
+    two rounds of the same second, and left out.
+    """
+    path, saved = Path(folder), Checkpointer(str(folder))
+    models, optimizers = (
+        {
+            file.stem.removeprefix(f"{kind}_state_"): file
+            for file in path.glob(f"{kind}_state_*.mpk")
+        }
+        for kind in ("model", "optimizer")
+    )
+    faults = []
+    for timestamp in sorted(models.keys() & optimizers.keys(), reverse=True):
+        if models[timestamp].stat().st_mtime_ns > optimizers[timestamp].stat().st_mtime_ns:
+            faults.append(f"{timestamp}: the model is younger than the optimizer")
+            continue
+        try:
+            model = saved.load_model(timestamp=timestamp)
+            optimizer = saved.load_optimizer(timestamp=timestamp)
+        except Exception as exc:  # whatever a damaged file makes declearn raise
+            faults.append(f"{timestamp}: {type(exc).__name__}: {exc!s:.200}")
+            continue
+        for fault in faults:
+            _LOGGER.warning("a round was not saved as a whole, and is left out: %s", fault)
+        return SavedRound(model, optimizer, timestamp)
+    why = "; ".join(faults[:5]) or f"it has {len(models)} models and {len(optimizers)} optimizers"
+    raise StateError(f"{str(folder)!r} holds no round whose model and optimizer both load: {why}")

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server goes on from the newest round that was saved as a whole."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.main.utils import Checkpointer
+from declearn.model.sklearn import NumpyVector, SklearnSGDModel
+from declearn.optimizer import Optimizer
+
+from fedclip.errors import StateError
+from fedclip.federation.restart import load_round
+
+NAMES = [f"26-01-01_00-00-0{i}" for i in range(4)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with four rounds: weight and bound say which."""
+    saver = Checkpointer(str(tmp_path))
+    model = SklearnSGDModel.from_parameters(kind="regressor")
+    model.initialize({"features_shape": (1,)})
+    for i, name in enumerate(NAMES):
+        weights = {"intercept": np.full(1, float(i)), "coef": np.full(1, float(i))}
+        model.set_weights(NumpyVector(weights))
+        optim = Optimizer(lrate=1.0, modules=[("update-clip-server", {"start_norm": 1.0 + i})])
+        saver.save_model(model, timestamp=name)
+        saver.save_optimizer(optim, timestamp=name)
+    saver.save_model(model, timestamp="best", config=False)
+    return tmp_path
+
+
+def loaded(folder: Path) -> tuple[float, float]:
+    round_ = load_round(folder)
+    state: Any = dict(round_.optimizer.get_state()["modules"])["update-clip-server"]
+    return float(round_.model.get_weights().coefs["intercept"][0]), state["bound"] - 1.0
+
+
+def test_the_newest_round(folder: Path) -> None:
+    assert loaded(folder) == (3.0, 3.0)
+    assert load_round(str(folder)).timestamp == NAMES[3]
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+@pytest.mark.parametrize("how", ["gone", "empty", "half", "other bytes"])
+def test_a_round_of_which_a_part_is_damaged_is_left_out(
+    folder: Path, kind: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = folder / f"{kind}_state_{NAMES[3]}.mpk"
+    content = file.read_bytes()
+    if how == "gone":
+        file.unlink()
+    else:
+        damaged = {"empty": b"", "half": content[: len(content) // 2], "other bytes": b"\xff" * 50}
+        file.write_bytes(damaged[how])
+        os.utime(folder / f"optimizer_state_{NAMES[3]}.mpk")
+    with caplog.at_level(logging.WARNING):
+        assert loaded(folder) == (2.0, 2.0)
+    assert ("not saved as a whole" in caplog.text) == (how != "gone")
+
+
+def test_a_model_that_is_younger_than_its_optimizer_is_of_another_round(folder: Path) -> None:
+    """Two rounds within a second have one name, and a kill may come between the two files."""
+    model = folder / f"model_state_{NAMES[3]}.mpk"
+    later = model.stat().st_mtime_ns + 10**9
+    os.utime(model, ns=(later, later))
+    assert loaded(folder) == (2.0, 2.0)
+
+
+def test_no_round_at_all(folder: Path, tmp_path: Path) -> None:
+    for file in folder.glob("optimizer_state_*"):
+        file.unlink()
+    with pytest.raises(StateError, match=r"holds no round .* 5 models and 0 optimizers"):
+        load_round(folder)
+    for name in NAMES:
+        (folder / f"optimizer_state_{name}.mpk").write_bytes(b"")
+    with pytest.raises(StateError, match="holds no round whose model and optimizer both load"):
+        load_round(folder)
