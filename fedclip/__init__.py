@@ -6,7 +6,7 @@ Importing it registers its clippers with declearn, before or after declearn itse
     import fedclip
     Optimizer(lrate=0.1, modules=["l2-global-clipping", "zscore-clip"])
 
-Its names are imported when they are first used, so that each part can be imported alone.
+Each name is imported when it is first used, so that a part can be imported alone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each name lives. What type checkers read above says the same, as a test sees to.
+# The module of each name. A test compares it with the imports above, which type checkers read.
 _HOMES = {
     name: home
     for home, names in {
@@ -78,8 +78,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         try:
             if _HOMES[name] not in ("errors", "records"):
-                # All the rest stands on declearn. Two threads that import it from within different
-                # modules of fedclip would wait for each other.
+                # All other names need declearn. Import it here: two threads that import it from
+                # within different modules of fedclip would wait for each other.
                 import_module("declearn")
             value = getattr(import_module(f"fedclip.{_HOMES[name]}"), name)
         except ImportError as exc:
@@ -102,7 +102,7 @@ def __dir__() -> list[str]:
 
 
 def _register() -> None:
-    """Register every plug-in, by importing what holds them. To do so twice changes nothing."""
+    """Register every plug-in by importing its module; a second call changes nothing."""
     import fedclip.federation.senders
     import fedclip.federation.update.aggregator
     import fedclip.federation.update.client

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of constructor parameters.
 
-Every check takes the value by keyword, so that its message carries the user's own word:
+Every check takes the value by keyword, so that its message names the parameter:
 ``positive(max_norm=-1)`` says ``max_norm must be a finite number > 0, got -1``.
-Comparisons are written as "not inside", so that NaN always fails.
+The checks ask whether a value is "not inside" the range, so that NaN always fails.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def number(
 
 
 def optional(check: Callable[..., T], *allowed: Any, **values: Any) -> T | None:
-    """Return None for None, and for anything else what ``check(*allowed, ...)`` makes of it."""
+    """Return None for None, and ``check(*allowed, ...)`` for anything else."""
     return None if any(v is None for v in values.values()) else check(*allowed, **values)
 
 
@@ -138,7 +138,7 @@ def choice(allowed: Sequence[str], **values: Any) -> str:
 
 
 def raw_if_current(include_current: bool, feedback: str, seen_by: str = "statistics have") -> None:
-    """Raise a ValueError if norms are learnt before they are judged, and yet after clipping."""
+    """Raise a ValueError if a rule should learn a norm before clipping, but the clipped norm."""
     if include_current and feedback != "raw":
         raise ValueError(
             f"include_current=True needs feedback='raw': a norm that the {seen_by} already seen "
@@ -148,8 +148,7 @@ def raw_if_current(include_current: bool, feedback: str, seen_by: str = "statist
 
 def signature_of(cls: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters that a plug-in's constructor takes, by name."""
-    # Of the initialiser, if the class does not say it itself: a clipper's `__new__`, which
-    # refuses typos, takes anything.
+    # Look at `__init__`, not at `__new__`: a clipper's `__new__` takes anything, to refuse typos.
     signature = getattr(cls, "__signature__", None) or inspect.signature(cls.__init__)
     return {name: p for name, p in signature.parameters.items() if name != "self"}
 

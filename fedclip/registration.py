@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When plug-ins are registered: once declearn is there, whichever of the two is imported first.
+"""Registers the plug-ins with declearn, whichever of the two packages is imported first.
 
 Importing the module of a plug-in registers it, and needs declearn, which takes seconds to import.
-So ``import fedclip`` registers at once where declearn has been imported, and otherwise watches for
-it: when declearn has been imported, registration follows before anybody can use it.
-No plug-in is imported while another module of fedclip is half-way through its own import, because
-that is a module which the plug-in may need: registration then comes at the end of it.
+If declearn has been imported, ``import fedclip`` registers the plug-ins at once. Otherwise it
+waits: as soon as ``import declearn`` has run, and before anybody can use it, it registers them.
+It does not do so while a module of fedclip is still being imported, because a plug-in may need
+that module; registration then follows when that import ends.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Watch:
         return None
 
     def run(self, loader: Any, module: ModuleType) -> None:
-        """Run a module, and register once declearn is there and nothing else under way."""
+        """Run a module; then register, if declearn is imported and no other import is under way."""
         name = module.__name__
         if name != "declearn":
             self.under_way.add(name)
@@ -72,13 +72,13 @@ class _Watch:
             return
         try:
             sys.meta_path.remove(self)
-        except ValueError:  # it has been done, or another thread is at it
+        except ValueError:  # another call has registered, or is doing so
             return
         try:
             self.register()
         except (ImportError, RuntimeError):
-            # Another thread may hold a module of fedclip that waits for declearn, which this one
-            # holds. It goes on as soon as this one returns, and registers at the end of its import.
+            # Another thread may be importing a module of fedclip, and wait for declearn, which
+            # this thread holds. It goes on when this one returns, and registers at its end.
             if not self.under_way:
                 raise
             sys.meta_path.insert(0, self)
@@ -103,5 +103,5 @@ class _Watched:
         self._watch.run(self._loader, module)
 
     def __getattr__(self, name: str) -> Any:
-        # Source, path, resources: of the real loader, for whoever only looks for the module.
+        # Source, path and resources come from the real loader.
         return getattr(self._loader, name)

@@ -11,8 +11,8 @@ scope                   groups
 ``{"enc.*" = 0.5}``     the same, each with its own limit; the rest keeps the common limit
 ======================  ===================================================================
 
-Arrays whose name matches `exclude` are not clipped and have no norm. NaN or infinity in one of
-them still counts as NaN in the gradient, and `on_nonfinite` says what becomes of the step.
+Arrays whose name matches `exclude` are neither measured nor clipped. NaN or infinity in one of
+them still makes the gradient non-finite, and `on_nonfinite` says what happens to the step.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Scope: TypeAlias = str | Sequence[str] | Mapping[str, float]
 
 _WORDS = ("global", "tensor", "layer")
 _REST = "*"
-# Names the records of the whole gradient.
+# The label of the whole gradient in records.
 _WHOLE = "all"
-# What is not literal in a pattern: a set of characters, or a wildcard.
+# The parts of a pattern that are not literal: a set of characters, or a wildcard.
 _WILD = re.compile(r"\[.*|[*?]")
 _LAYER = re.compile(r"^(.+)[./][^./]+$")
 
@@ -55,7 +55,7 @@ class Groups:
     members
         For each group, the positions of its arrays in `names`.
     excluded
-        Names left alone.
+        Names of the arrays that are not clipped.
     """
 
     names: tuple[str, ...]
@@ -70,7 +70,7 @@ class Groups:
         for group, members in enumerate(self.members):
             index[list(members)] = group
         object.__setattr__(self, "index", index)
-        # As many groups as arrays is not enough: patterns may name them in another order.
+        # Comparing numbers is not enough: patterns may list the arrays in another order.
         own = all(members == (i,) for i, members in enumerate(self.members))
         object.__setattr__(self, "_each_its_own", own)
 
@@ -90,7 +90,7 @@ class Groups:
 
 
 def check_scope(scope: Any, *, limits: bool = False) -> Scope:
-    """Return `scope` if it is well formed; `limits` says whether a table may give them."""
+    """Return `scope` if it is well formed; `limits` allows a table {pattern = limit}."""
     allowed = "'global', 'tensor', 'layer' or a list of name patterns"
     if limits:
         allowed += " or a table {pattern = limit}"
@@ -138,7 +138,7 @@ def _check_patterns(parameter: str, patterns: Sequence[Any], allowed: str) -> No
 def resolve(scope: Scope, exclude: Sequence[str] | None, names: Sequence[str]) -> Groups:
     """Sort `names` into groups.
 
-    A group that would be called like the whole gradient, "all", has its name in quotes.
+    A group named "all" gets quotes, since "all" stands for the whole gradient.
 
     Raises
     ------
@@ -152,7 +152,7 @@ def resolve(scope: Scope, exclude: Sequence[str] | None, names: Sequence[str]) -
     if not isinstance(scope, str):
         found = _matched("scope", list(scope), measured)
         labels = [found.get(name, _REST) for name in measured]
-        # The order of the groups is that of the patterns, the rest comes last.
+        # Groups have the order of the patterns; the rest comes last.
         by_label = {pattern: [] for pattern in scope}
     elif scope == "global":
         labels = [_WHOLE] * len(measured)
@@ -162,7 +162,7 @@ def resolve(scope: Scope, exclude: Sequence[str] | None, names: Sequence[str]) -
         labels = [_layer(name) for name in measured]
     for position, label in enumerate(labels):
         by_label.setdefault(label, []).append(position)
-    # A pattern whose names an earlier one took all is left without a group.
+    # A pattern makes no group if earlier patterns took all its names.
     members = {label: tuple(group) for label, group in by_label.items() if group}
     if scope != "global" and _WHOLE in members:
         members = {repr(k) if k == _WHOLE else k: group for k, group in members.items()}
@@ -180,7 +180,7 @@ def _matched(parameter: str, patterns: Sequence[str], names: Sequence[str]) -> d
     left = dict.fromkeys(names)
     for pattern in patterns:
         hits = [pattern] if pattern in left else []
-        # Look for the longest literal part first: most names do not even have that.
+        # Search for the longest literal part first: most names do not contain it.
         literal = max(_WILD.split(pattern), key=len)
         if literal != pattern:
             matches = re.compile(translate(pattern)).match

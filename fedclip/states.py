@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics as plain values, and back.
 
-A transform's state is a NamedTuple of numbers over groups, the last axis being that of the
-groups; some keep arrays by tensor besides. As plain values they are::
+The state of a transform is a NamedTuple of arrays, whose last axis is that of the groups. Some
+transforms also keep arrays for each tensor. As plain values the statistics are::
 
     {"groups": {label: {field: number or list}}, "arrays": {tensor: {field: ndarray}}}
 
-keyed by name, so that they do not depend on order or framework. All statistics are finite; a
-field called ``count`` is an int, and numbers are >= 0.
+They are keyed by name, so that they do not depend on order or framework. All statistics are
+finite; a field called ``count`` is an int, and numbers are >= 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Statistics: TypeAlias = dict[str, dict[str, Any]]
 
 
 def dump(state: Any, labels: Sequence[str]) -> Statistics:
-    """Return the numbers of each group; nothing if the state has no fields."""
+    """Return the numbers of each group; an empty dict if the state has no fields."""
     result: Statistics = {}
     for field, column in zip(state._fields, state, strict=True):
         for group, label in enumerate(labels):
@@ -36,12 +36,12 @@ def dump(state: Any, labels: Sequence[str]) -> Statistics:
 
 
 def load(fresh: Any, statistics: Statistics, labels: Sequence[str]) -> Any:
-    """Return the fresh state with the numbers of the groups that have statistics put in."""
+    """Return the fresh state, filled in for the groups that have statistics."""
     columns = {f: np.array(getattr(fresh, f), dtype=np.float64, ndmin=1) for f in fresh._fields}
     for group, label in enumerate(labels):
         for field, value in statistics.get(label, {}).items():
             columns[field][..., group] = value
-    # A single group whose fields are one number each is computed with in plain floats.
+    # A single group with one number for each field uses plain floats, which are faster.
     plain = len(labels) == 1 and all(column.shape == (1,) for column in columns.values())
     return type(fresh)(**{f: float(c[0]) if plain else c for f, c in columns.items()})
 

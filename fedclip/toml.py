@@ -18,7 +18,7 @@ __all__ = ["to_toml", "toml_line", "toml_value"]
 
 
 def toml_value(value: Any) -> str:
-    """Return a value as TOML, tables inline; None as nan, which is how declearn reads it.
+    """Return a value as TOML, tables inline; None becomes nan, which declearn reads as None.
 
     Examples
     --------
@@ -45,7 +45,7 @@ def _item(value: Any) -> Any:
 
 
 def toml_line(kind: str, name: str, config: Mapping[str, Any]) -> str:
-    """Return the line of an optimizer's section that adds one plug-in, or that of an aggregator.
+    """Return the line that adds a plug-in to an optimizer's section, or an aggregator.
 
     Examples
     --------
@@ -72,7 +72,7 @@ def to_toml(clipper: OptiModule[Any] | Regularizer) -> str:
     >>> print(to_toml(ZScoreClip(warmup=10, scope=["enc.*", "head.*"])))
     modules = [["zscore-clip", {warmup = 10, scope = ["enc.*", "head.*"]}]]
     """
-    # Imported here: to write a line of TOML needs no declearn otherwise.
+    # Imported here: the other functions do not need declearn.
     from declearn.optimizer.regularizers import Regularizer
 
     kind = "regularizer" if isinstance(clipper, Regularizer) else "module"

@@ -321,6 +321,28 @@ def test_quickrun_says_what_is_not_there(write: Write, tmp_path: Path) -> None:
     assert "there is no model file" in one_sentence(call("quickrun", file))
 
 
+def test_quickrun_that_is_interrupted_points_to_the_report(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fedclip.tools.quickrun
+
+    async def interrupted(config: str) -> None:
+        raise KeyboardInterrupt
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    file = write(config(port=port) + '[experiment]\ncheckpoint = "results/today"\n')
+    client = tmp_path / "data" / "c0"
+    client.mkdir(parents=True)
+    for part in ("train_data", "train_target", "valid_data", "valid_target"):
+        (client / f"{part}.npy").touch()
+    (tmp_path / "model.py").touch()
+    monkeypatch.setattr(fedclip.tools.quickrun, "run_experiment", interrupted)
+    result = call("quickrun", file)
+    assert result.exit_code == 130
+    assert one_sentence(result).endswith("fedclip report results/today")
+
+
 # ------------------------------------------------------------------------------------- run
 
 

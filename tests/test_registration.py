@@ -176,9 +176,9 @@ ORDERS = {
     "a thread each": """
 import threading
 def first(): import fedclip
-def second(): import declearn.optimizer
+def second(): import declearn
 def third(): from fedclip import AutoClip
-def fourth(): import fedclip.rules, declearn.aggregator
+def fourth(): import fedclip, declearn
 threads = [threading.Thread(target=f) for f in (third, second, fourth, first) * 3]
 for t in threads: t.start()
 for t in threads: t.join()

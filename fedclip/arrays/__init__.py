@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only folder that knows frameworks: one small file each, chosen from the value's own type.
+"""The only folder that knows frameworks: one small file each, chosen by the type of an array.
 
-No framework is imported before a value of it is met; to add one, write its file and add a row
-to `_FILES`.
+A framework is imported when fedclip meets the first array of it. To add a framework, write its
+file and add a row to `_FILES`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def backend_of(value: Any) -> Backend:
     Raises
     ------
     TypeError
-        If the value is of no supported framework, or a torch `DTensor`, of which this
-        process holds a part only.
+        If no supported framework made the value, or if it is a torch `DTensor`: this process
+        holds only a part of it.
     """
     cls = type(value)
     backend = _by_type.get(cls)

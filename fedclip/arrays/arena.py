@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory for the arrays of a new gradient, without page faults at every step.
 
-An allocator maps hundreds of middling arrays page by page, and gives them back after each step:
-the page faults then cost several times what the multiplication does.
+An allocator maps hundreds of middle-sized arrays page by page, and unmaps them after each step.
+The page faults then cost several times as much as the multiplication.
 
-- From 4 to 32 MiB, one allocation of that size is made and freed, untouched: from then on glibc
-  keeps as much of what is freed (its threshold for trimming follows the largest block that was
-  mapped and freed, up to that size), and every array finds memory that was used before.
-- Above, middling arrays are cut out of one allocation, for which NumPy asks the kernel for huge
-  pages, of which few are needed. It lives for as long as any of them.
+- From 4 to 32 MiB in all, the arena allocates and frees one block of that size, without touching
+  it. From then on glibc keeps that much freed memory (its trimming threshold follows the largest
+  block that was mapped and freed, up to that size), and every array reuses memory.
+- Above 32 MiB, middle-sized arrays are parts of one block. NumPy asks the kernel for huge pages
+  for it, so that few pages are needed. The block lives as long as any of its arrays.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import numpy as np
 
 __all__ = ["Arena"]
 
-# What glibc keeps at most; what NumPy asks huge pages for; what is worth the detour.
+# Bytes: what glibc keeps at most; where NumPy starts to ask for huge pages; the smallest array
+# that is put into the block.
 _KEPT = 1 << 25
 _HUGE = 1 << 22
 _SMALL = 1 << 16
-# Of a cache line, and what frameworks ask for to share memory.
+# A cache line; frameworks share memory only with this alignment.
 _ALIGNMENT = 64
 
 
@@ -35,12 +36,12 @@ class Arena:
     Parameters
     ----------
     sizes
-        Bytes of all arrays of a step, or nothing if not known: about as many will be asked for.
+        Bytes of each array of a step; empty if not known.
     """
 
-    # What glibc was made to keep, which it does for as long as the process lives.
+    # The largest block so far: glibc keeps that much until the process ends.
     _largest = 0
-    # The same of all until something is written: most arenas are never asked for anything.
+    # Class attributes until the first write: most arenas are never used.
     _wanted: bool | None = None
     _block = np.empty(0, np.uint8)
     _next = 0
@@ -50,8 +51,8 @@ class Arena:
 
     @property
     def wanted(self) -> bool:
-        """Whether some arrays of this step are to be cut out of one allocation."""
-        # Only worked out for frameworks that write to it.
+        """Whether some arrays of this step should be parts of one block."""
+        # Computed on demand: not every framework writes to the arena.
         if self._wanted is None:
             total = sum(self.sizes)
             self._wanted = total >= _KEPT
@@ -61,15 +62,15 @@ class Arena:
         return self._wanted
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """Return an array that holds anything, C-contiguous."""
+        """Return an uninitialised, C-contiguous array."""
         size = math.prod(shape) * dtype.itemsize
-        # Larger ones get huge pages of their own.
+        # Larger arrays get huge pages of their own.
         if not (self.wanted and _SMALL <= size < _HUGE):
             return np.empty(shape, dtype)
         start = self._next
         if start + size > self._block.size:
             start = self._allocate(size)
-        # The next one is aligned too.
+        # Keep the next array aligned.
         self._next = start + -(-size // _ALIGNMENT) * _ALIGNMENT
         array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, self._block, start)
         return array

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fedclip asks of a framework, and nothing more.
+"""The operations that fedclip needs from a framework.
 
-A `Backend` has three faces:
+A `Backend` has three parts:
 
-- *host*: zero-copy NumPy views of what lies in this machine's memory (decision 1 of the
-  design: on CPU everything is measured through NumPy, whatever the framework);
-- *gradients*: the few operations that make a new gradient, out of place, dtype and shape kept;
-- *arithmetic*: the operations that rules are written against, which are the backend's own
-  methods, so that one rule text runs on host arrays, on a device, and under a compiler.
+- *host*: zero-copy NumPy views of arrays in this machine's memory. On the CPU, fedclip measures
+  the arrays of all frameworks through NumPy;
+- *gradients*: the few operations that make a new gradient, out of place, with dtype and shape kept;
+- *arithmetic*: the operations that rules use. They are methods of the backend, so that the same
+  rule runs on host arrays, on a device, and in compiled code.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
 
 
 class Views(list["HostView | None"]):
-    """NumPy views of the arrays of a gradient, with what is asked of all of them, asked once.
+    """NumPy views of the arrays of a gradient, with their common properties, found only once.
 
-    An array that is not in host memory has None.
+    The list holds None for an array that is not in host memory.
 
     Attributes
     ----------
     dtypes
-        Of the views.
+        The dtypes of the views.
     sizes
         Bytes of each view; 0 for None.
     remote
         Positions of None.
     usual
-        Whether these are views of dense arrays of floats that NumPy has: there are no bits to
-        show, no rows to merge, and no dtype to refuse.
+        Whether all views are of dense arrays of NumPy's own float dtypes. Then there is no
+        bfloat16 to decode, no row to merge and no dtype to refuse.
     """
 
     __slots__ = ("dtypes", "remote", "sizes", "usual")
@@ -63,7 +63,7 @@ class Views(list["HostView | None"]):
         self.extend(views)
         self.remote: Sequence[int] = ()
         try:
-            # The usual case without a look at each: a model has hundreds of arrays.
+            # The usual case, without a Python loop: a model has hundreds of arrays.
             self.sizes: list[int] = [*map(_nbytes, self)]
             self.dtypes: set[np.dtype[Any]] = {*map(_dtype, self)}
         except AttributeError:
@@ -74,10 +74,10 @@ class Views(list["HostView | None"]):
 
 
 class Arithmetic:
-    """The operations that rules are written against, elementwise where not said otherwise."""
+    """The operations that rules use; elementwise unless said otherwise."""
 
     asarray: Callable[..., Array]
-    """``asarray(values, like=None)``: in the best float the framework has, on like's device."""
+    """``asarray(values, like=None)``: in the widest float of the framework, on like's device."""
     where: Callable[..., Array]
     """``where(condition, x, y)``; numbers broadcast."""
     isfinite: Callable[..., Array]
@@ -95,14 +95,17 @@ class Arithmetic:
     sort: Callable[..., Array]
     """``sort(table)``: each column of (rows, groups) in ascending order."""
     pick: Callable[..., Array]
-    """``pick(table, row)``: from each column of (rows, groups) the row that its group names."""
+    """``pick(table, row)``: one value from each column of (rows, groups), at ``row[group]``."""
 
     def put(self, table: Array, row: Array, values: Array) -> Array:
-        """Return a table of (rows, groups) with a value put into the row that its group names."""
+        """Return the table with ``values[g]`` in row ``row[g]`` of column g, for every group."""
         return self.where(self._rows(table, row) == row, values, table)
 
     def ranked(self, table: Array, held: Array, rank: Array) -> tuple[Array, Array]:
-        """Return the element of a rank, and the next or it, of the first `held` of each column."""
+        """Return the element of a rank among the first `held` of each column, and the next one.
+
+        The last element is its own next one.
+        """
         ordered = self.sort(self.where(self._rows(table, held) < held, table, math.inf))
         return self.pick(ordered, rank), self.pick(ordered, self.minimum(rank + 1.0, held - 1.0))
 
@@ -120,24 +123,24 @@ class Backend(Arithmetic, ABC):
     def host(self, arrays: Sequence[Array]) -> Views:
         """Return a NumPy view of each array, or None for one that is not in host memory.
 
-        Sparse arrays answer with their merged values: rows that repeat are added up first,
-        because the norm of a sum is not the norm of its parts.
+        The view of a sparse array shows its merged values: the norm of a sum is not the norm of
+        its parts.
         """
 
     def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Return arrays with repeated rows merged, in the machine's byte order; most as they are.
 
-        Rows are added up as the framework does it, before they are measured and scaled: of rows
-        that are scaled one by one, the rounded sum may be above a limit that their sum keeps.
+        Merge repeated rows before scaling: if the rows were scaled one by one, their sum could be
+        rounded up to more than the limit.
         """
         return arrays
 
     def restored(self, output: Array, like: Array) -> Array:
-        """Return what has come of a prepared array in the byte order that it had before."""
+        """Return the output for a prepared array in the byte order of the original array."""
         return output
 
     def size(self, array: Array) -> Any:
-        """Return the number of elements: an int, or a number that is only traced."""
+        """Return the number of elements: an int, or a traced number in compiled code."""
         return math.prod(array.shape)
 
     @abstractmethod
@@ -149,13 +152,13 @@ class Backend(Arithmetic, ABC):
     def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
         """Return ``array * factor`` for arrays of one dtype: new arrays, same dtype and shape.
 
-        Half precision is multiplied in float32 and rounded once. What is written in host memory
-        may be written to the arena, of which all calls of a step have the same.
+        Half precision is multiplied in float32 and rounded once. Outputs in host memory may come
+        from the arena, which all calls of a step share.
         """
 
     @abstractmethod
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
-        """Return ``array * factors``, a NumPy array of factors that broadcasts against it."""
+        """Return ``array * factors``; the factors are a NumPy array that broadcasts against it."""
 
     @abstractmethod
     def clip(self, arrays: Sequence[Array], low: float, high: float, arena: Arena) -> list[Array]:
@@ -175,19 +178,19 @@ class Backend(Arithmetic, ABC):
 
     @abstractmethod
     def dense(self, array: Array) -> Array:
-        """Return the array itself, or the dense one that a sparse one stands for."""
+        """Return the array itself, or a sparse one as a dense one."""
 
     @abstractmethod
     def from_host(self, values: HostView, like: Array) -> Array:
         """Return values as an array of the dtype and device of `like`, which is dense.
 
-        The values are of its dtype already, bfloat16 as bits; they may be shared, not copied.
+        The values have that dtype already (bfloat16 as bits). The array may share their memory.
         """
 
-    # -- gradients that stay on their device, or are only traced -------------------------------
+    # -- gradients on a device, or traced -----------------------------------------------------
     @abstractmethod
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
-        """Return the L2 norm of each group of arrays, as one array in the best float there is."""
+        """Return the L2 norm of each group, as one array in the framework's widest float."""
 
     @abstractmethod
     def all(self, x: Array) -> Array:
@@ -213,11 +216,11 @@ class Backend(Arithmetic, ABC):
 
     @abstractmethod
     def slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
-        """Return the L2 norm of each slice that spans `axes`, kept as 1, in the best float."""
+        """Return the L2 norm of each slice along `axes`, kept as 1, in the widest float."""
 
     @abstractmethod
     def multiply_slices(self, array: Array, factors: Array) -> Array:
-        """Return ``array * factors``, which broadcast against it; same dtype and shape."""
+        """Return ``array * factors``; the factors broadcast against it; same dtype and shape."""
 
     def rescale(self, arrays: Sequence[Array], factor: Array, keep: Array | None) -> list[Array]:
         """Return ``array * factor`` for arrays of one dtype; zeros if `keep` is false."""

@@ -19,17 +19,17 @@ __all__ = ["JaxBackend"]
 
 _BLOCK = 1024
 _JOINED = 1 << 24
-# From this mean number of elements on, XLA writes arrays faster one by one than all together.
+# Above this mean number of elements, XLA writes arrays faster one by one than all together.
 _LARGE = 1 << 18
-# XLA runs fewer floating point operations than a thousand in the calling thread, and to wake
-# another one takes longer than them; where there are but few elements, they are worth the calls.
+# XLA runs fewer than a thousand floating point operations in the calling thread; waking another
+# thread takes longer. With few elements in all, it is worth splitting them into such small calls.
 _CHEAP = 999
 _FEW = 1 << 14
 
 
 @jax.jit
 def _multiply_all(arrays: list[Array], factor: Array) -> list[Array]:
-    # Compiled once for a model's shapes: one dispatch instead of one for each array.
+    # Compiled once for the shapes of a model: one dispatch instead of one for each array.
     return [_multiply(a, factor) for a in arrays]
 
 
@@ -45,7 +45,7 @@ def _multiply(array: Array, factor: Array) -> Array:
 
 
 def _bins(arrays: Sequence[Array], most: int) -> list[list[Array]]:
-    """Return the arrays in lists of at most so many elements, if there is more than one array."""
+    """Return the arrays in lists of at most `most` elements, or of one larger array."""
     bins: list[list[Array]] = [[]]
     held = 0
     for array in arrays:
@@ -68,7 +68,7 @@ class JaxBackend(Backend):
 
     def host(self, arrays: Sequence[Array]) -> Views:
         try:
-            # Mostly one object for all of them, and hashing it takes as long as a view.
+            # All arrays mostly share one sharding object. Hashing it takes as long as a view.
             first = arrays[0].sharding
             if self._on_cpu[first]:
                 found = [
@@ -78,7 +78,7 @@ class JaxBackend(Backend):
                     views = Views(found, dense=True)
                     return views if views.usual else Views([bits(view) for view in found])
         except (KeyError, AttributeError, jax.errors.ConcretizationTypeError):
-            # A sharding that was not met before, or a traced value, which has none.
+            # A new sharding, or a traced value, which has none.
             pass
         return Views([self._view(a) for a in arrays])
 
@@ -97,7 +97,7 @@ class JaxBackend(Backend):
         together = all(a.sharding is first or a.sharding == first for a in arrays)
         size = sum([math.prod(a.shape) for a in arrays])
         if not together or size >= _LARGE * len(arrays):
-            # One compiled call can not span devices.
+            # A compiled call can not span several devices.
             return [_multiply_one(a, factor) for a in arrays]
         parts = _bins(arrays, _CHEAP) if size < _FEW else [list(arrays)]
         return [product for part in parts for product in _multiply_all(part, factor)]
@@ -112,8 +112,8 @@ class JaxBackend(Backend):
         return jnp.zeros_like(array)
 
     def square_sums(self, arrays: Sequence[Array]) -> list[float]:
-        # Without x64 there is no float64: the sum is taken relative to the maximum, and the
-        # scale is put back on the host, in float64.
+        # Without x64 there is no float64: divide by the maximum on the device, and multiply by
+        # its square on the host, in float64.
         pairs = [self._scaled_square_sum(a) for a in arrays]
         return [float(s) * float(p) ** 2 for s, p in jax.device_get(pairs)]
 
@@ -123,7 +123,7 @@ class JaxBackend(Backend):
         wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
         peak = jnp.max(jnp.abs(wide), initial=0.0)
         squares = jnp.square(wide / jnp.where(peak > 0, peak, 1.0)).ravel()
-        # In two stages, as float32 sums over millions of elements lose digits.
+        # Sum up in two stages: a float32 sum over millions of elements loses digits.
         whole = squares.size - squares.size % _BLOCK
         rows = jnp.sum(squares[:whole].reshape(-1, _BLOCK), axis=1)
         total = jnp.sum(rows) + jnp.sum(squares[whole:])
@@ -154,19 +154,19 @@ class JaxBackend(Backend):
         return jnp.sort(table, axis=0)
 
     def pick(self, table: Array, row: Array) -> Array:
-        # Fused, what should be a whole number may come out as 1.9999999999999998.
+        # Round: fused arithmetic may give 1.9999999999999998 for a whole number.
         return table[jnp.rint(row).astype(int), jnp.arange(table.shape[1])]
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         wide = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in arrays]
         if sum(math.prod(a.shape) for a in arrays) < _FEW:
-            # Fewer operations: one for each group.
+            # One operation for each group, not for each array.
             joined = [jnp.concatenate([wide[i].ravel() for i in group]) for group in members]
             sums = jnp.stack([jnp.sum(jnp.square(j)).astype(float) for j in joined])
         else:
             squares = [jnp.sum(jnp.square(a)).astype(float) for a in wide]
             sums = jnp.stack([sum(squares[i] for i in group) for group in members])
-        # What has over- or underflowed is measured again, relative to the maximum.
+        # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
         sound = jnp.all((sums >= UNDERFLOW) & (sums < jnp.inf))
         return jax.lax.cond(
             sound, lambda: jnp.sqrt(sums), lambda: self._scaled_norms(arrays, members)
@@ -175,8 +175,8 @@ class JaxBackend(Backend):
     def _scaled_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         norms = []
         for group in members:
-            # Each operation of a branch costs time under jit, whether it is taken or not; but
-            # what is reserved for a branch that is hardly ever taken must not be much.
+            # Under jit each operation of a branch costs time even if the branch is not taken, so
+            # join arrays. Join few at a time: the memory is reserved for both branches.
             bins = _bins([arrays[i].ravel() for i in group], _JOINED)
             pairs = [self._scaled_square_sum(jnp.concatenate(some)) for some in bins]
             peak = jnp.stack([p for _, p in pairs]).astype(float)
@@ -190,7 +190,7 @@ class JaxBackend(Backend):
         return jnp.all(x)
 
     def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
-        # Without the barrier the compiler works out the factor anew for each array.
+        # Without the barrier, the compiler computes the factor again for each array.
         factor = jax.lax.optimization_barrier(factor)  # type: ignore[no-untyped-call]
         return [_multiply(a, factor) for a in arrays]
 

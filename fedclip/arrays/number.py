@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One Python number in place of an array of one group.
+"""One Python float in place of an array of one group.
 
-Most clippers have a single group, and Python's floats are ten times faster than arrays of one
-element; they follow the same IEEE arithmetic, so that the results are the same to the bit.
+Most clippers have a single group, and Python floats are ten times faster than arrays of one
+element. Both follow IEEE arithmetic, so results are the same to the bit.
 """
 
 from __future__ import annotations

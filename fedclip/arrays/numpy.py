@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NumPy: the host itself, and the oracle that the other frameworks are compared with."""
+"""NumPy: arrays of the host, and the reference for the other frameworks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["NumpyBackend", "bits", "dtype_name"]
 
 
 def bits(array: HostView) -> HostView:
-    """Return the view that norms are taken of: bfloat16 as its bits, all else as it is."""
-    # NumPy knows no bfloat16: where a package adds it, it is of the kind "V" (void).
+    """Return bfloat16 as its bits, and any other array as it is."""
+    # NumPy has no bfloat16 of its own: one that a package adds has the kind "V" (void).
     return array.view(np.uint16) if array.dtype.kind == "V" else array
 
 
@@ -28,7 +28,7 @@ _ARRAY = {np.ndarray}
 @cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return a dtype as "float32", "bfloat16", ..."""
-    # NumPy works it out anew each time, which takes as long as a step over twenty tensors.
+    # NumPy builds the name at each call, which takes as long as a step over twenty tensors.
     return str(dtype.name)
 
 
@@ -57,14 +57,14 @@ class NumpyBackend(Backend):
         dtype = arrays[0].dtype
         if dtype.itemsize == 2:
             return [self._multiply_half(np.asarray(a), np.float32(factor)) for a in arrays]
-        # NumPy takes an array of shape () as it is, where it would look into a scalar.
+        # NumPy handles a 0-d array faster than a scalar, whose type it has to find out.
         k = np.asarray(factor, dtype)
         if arena.wanted:
-            # An array that is not C-contiguous keeps its layout, in memory of its own.
+            # Arrays that are not C-contiguous keep their layout, and so get their own memory.
             outs = [arena.empty(a.shape, dtype) if a.flags.c_contiguous else None for a in arrays]
             return [np.multiply(a, k, out=o) for a, o in zip(arrays, outs, strict=True)]
         products = [*map(np.multiply, arrays, repeat(k))]
-        # The product of a 0-d array is a scalar, and is made an array again.
+        # NumPy returns a scalar for a 0-d array: make it an array again.
         no_scalars = arena.sizes and min(arena.sizes) > dtype.itemsize
         return products if no_scalars else [np.asarray(p) for p in products]
 

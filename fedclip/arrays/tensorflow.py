@@ -18,13 +18,13 @@ __all__ = ["TensorflowBackend"]
 
 _EAGER = {tf.__internal__.EagerTensor}
 _product = tf.raw_ops.Mul
-# So few elements, of all tensors together, are copied in less time than each is looked at.
+# With fewer elements in all, copying them into one array is faster than one call for each tensor.
 _SMALL = 1 << 14
 
 
 @cache
 def _only_cpu() -> bool:
-    # To ask a tensor where it is takes as long as to look at it.
+    # Asking a tensor for its device takes as long as making a view of it.
     return all(device.device_type == "CPU" for device in tf.config.list_logical_devices())
 
 
@@ -42,12 +42,12 @@ class TensorflowBackend(Backend):
     name = "tensorflow"
 
     def host(self, arrays: Sequence[Array]) -> Views:
-        # The usual case first, and without a call for each: a model has hundreds of tensors.
+        # The usual case first, without a method call for each of hundreds of tensors.
         if _only_cpu() and {type(t) for t in arrays} == _EAGER:
             try:
                 views = Views([np.asarray(t) for t in arrays], dense=True)
             except ValueError:
-                # Of bfloat16 without dimensions.
+                # A bfloat16 tensor without dimensions.
                 views = Views([])
             if views.usual:
                 return views
@@ -62,7 +62,7 @@ class TensorflowBackend(Backend):
 
     @staticmethod
     def _numpy(tensor: Array) -> HostView:
-        # Of bfloat16 without dimensions, TensorFlow makes a scalar and no array.
+        # TensorFlow turns a bfloat16 tensor without dimensions into a scalar, not an array.
         return np.asarray(tensor if tensor.ndim else tensor.numpy())
 
     def _values(self, tensor: Array) -> Array:
@@ -70,7 +70,7 @@ class TensorflowBackend(Backend):
 
     @staticmethod
     def _merge(slices: Any) -> Any:
-        """Return IndexedSlices whose rows are all different, with the same dense meaning."""
+        """Return IndexedSlices with repeated rows added up."""
         rows, place = tf.unique(slices.indices)
         values = tf.math.unsorted_segment_sum(slices.values, place, tf.size(rows))
         return tf.IndexedSlices(values, rows, slices.dense_shape)
@@ -87,7 +87,7 @@ class TensorflowBackend(Backend):
     def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
         k = tf.constant(factor, self._product_dtype(arrays[0]))
         if k.dtype == arrays[0].dtype and {type(t) for t in arrays} == _EAGER:
-            # The usual case, without a call of our own for each.
+            # The usual case, without a Python method call for each tensor.
             return [_product(x=t, y=k) for t in arrays]
         return [self._multiply(t, k) for t in arrays]
 
@@ -144,7 +144,7 @@ class TensorflowBackend(Backend):
         return tf.convert_to_tensor(values, dtype=tf.float64)
 
     def where(self, condition: Array, x: Any, y: Any) -> Array:
-        # Numbers take the dtype of the other branch; two numbers are float64, as states are.
+        # A number takes the dtype of the other branch; two numbers become float64, like states.
         dtype = next((v.dtype for v in (x, y) if tf.is_tensor(v)), tf.float64)
         return tf.where(condition, _of(dtype, x), _of(dtype, y))
 
@@ -181,7 +181,7 @@ class TensorflowBackend(Backend):
             joined = [self._joined([values[i] for i in m]) for m in members]
             return tf.sqrt(2.0 * tf.stack([tf.raw_ops.L2Loss(t=j) for j in joined]))
         wide = [self._wide(v) for v in values]
-        # One operation for each tensor, and as few as can be besides.
+        # Each operation costs time: one for each tensor, and as few others as possible.
         halves = [tf.raw_ops.L2Loss(t=v) for v in wide]
         if len({v.dtype for v in wide}) > 1:
             halves = [tf.cast(h, tf.float64) for h in halves]
@@ -190,10 +190,10 @@ class TensorflowBackend(Backend):
             sums = tf.reduce_sum(sums, keepdims=True)
         elif not all(tuple(m) == (i,) for i, m in enumerate(members)):
             sums = tf.stack([tf.reduce_sum(tf.gather(sums, list(m))) for m in members])
-        # What has over- or underflowed is measured again, relative to the maximum.
+        # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
         sound = tf.reduce_all((sums >= UNDERFLOW) & (sums < np.inf))
 
-        # TensorFlow makes node names of those of arguments, and warns of underscores.
+        # TensorFlow derives node names from argument names, and warns if one starts with "_".
         def fast(sums: Array, *tensors: Array) -> Array:
             return tf.sqrt(sums)
 
@@ -204,7 +204,7 @@ class TensorflowBackend(Backend):
 
     @staticmethod
     def _are_small(values: Sequence[Array]) -> bool:
-        """Return whether these are best joined in float64, in which no square is lost."""
+        """Return whether to join these in one float64 array, where squares do not underflow."""
         sizes = [v.shape.num_elements() for v in values]
         if any(size is None for size in sizes) or any(v.dtype == tf.float64 for v in values):
             return False
@@ -212,7 +212,7 @@ class TensorflowBackend(Backend):
 
     @staticmethod
     def _joined(values: Sequence[Array]) -> Array:
-        """Return the elements of all as one flat array of float64."""
+        """Return all elements as one flat float64 array."""
         flat = [v if v.shape.rank == 1 else tf.reshape(v, [-1]) for v in values]
         if len({v.dtype for v in flat}) > 1:
             flat = [tf.cast(v, tf.float32) for v in flat]
@@ -222,11 +222,10 @@ class TensorflowBackend(Backend):
     def _choose(
         condition: Array, yes: Callable[..., Array], no: Callable[..., Array], inputs: list[Array]
     ) -> Array:
-        """Return ``yes(*inputs)`` or ``no(*inputs)``; of both, one is computed."""
+        """Return ``yes(*inputs)`` or ``no(*inputs)``; only that one is computed."""
         if tf.executing_eagerly():
             return yes(*inputs) if condition else no(*inputs)
-        # Unlike those of `tf.cond`, these branches stay functions: it takes them apart, into
-        # two operations for each input.
+        # Not `tf.cond`: it replaces the branches by two operations for each input.
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in inputs]
         then, otherwise = (tf.function(f).get_concrete_function(*specs) for f in (yes, no))
         (result,) = tf.raw_ops.StatelessIf(
@@ -297,6 +296,6 @@ class TensorflowBackend(Backend):
     def rescale(self, arrays: Sequence[Array], factor: Array, keep: Array | None) -> list[Array]:
         if keep is None:
             return self.multiply(arrays, factor)
-        # A product in which 0 times NaN is 0: one operation for each tensor.
+        # In MulNoNan, 0 times NaN is 0: one operation for each tensor zeroes a skipped step.
         kept = tf.where(keep, factor, tf.zeros_like(factor))
         return self.multiply(arrays, kept, tf.raw_ops.MulNoNan)

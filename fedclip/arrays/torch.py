@@ -16,7 +16,7 @@ from fedclip.arrays.base import Array, Backend, HostView, Views
 __all__ = ["TorchBackend", "TorchInPlace"]
 
 _requires_grad = attrgetter("requires_grad")
-# A table, as torch.compile looks into it, and not into what `functools.cache` holds.
+# A table, not `functools.cache`: torch.compile can look into a table.
 _NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
 
 
@@ -27,7 +27,7 @@ class TorchBackend(Backend):
 
     def host(self, arrays: Sequence[Array]) -> Views:
         try:
-            # Dense CPU tensors of a dtype that NumPy has: by far the most usual case.
+            # The usual case: dense CPU tensors of a dtype that NumPy has.
             return Views([t.numpy() for t in arrays], dense=True)
         except (TypeError, RuntimeError):
             return Views([self._view(t) for t in arrays])
@@ -65,7 +65,7 @@ class TorchBackend(Backend):
     def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
         k = self._number(factor, arrays[0])
         if any(map(_requires_grad, arrays)):
-            # Together, a gradient of one of them would become one of all.
+            # torch._foreach_mul would make the gradient of one output depend on all inputs.
             return [torch.mul(t, k) for t in arrays]
         if arrays[0].dtype.itemsize == 2:
             return [self._multiply_half(t, factor) for t in arrays]
@@ -83,12 +83,12 @@ class TorchBackend(Backend):
     def _multiply_half(tensor: torch.Tensor, factor: float) -> torch.Tensor:
         if tensor.layout is torch.strided:
             return torch.mul(tensor, factor)
-        # Of a sparse tensor, torch would round the factor to half precision as well.
+        # Multiply the values: for a sparse tensor, torch would round the factor to half precision.
         return TorchBackend._sparse(torch.mul(tensor._values(), factor), tensor)
 
     @staticmethod
     def _sparse(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return a sparse tensor that has other values at the same indices."""
+        """Return a sparse tensor with new values at the indices of `like`."""
         return torch.sparse_coo_tensor(
             like._indices(),
             values,
@@ -99,15 +99,15 @@ class TorchBackend(Backend):
 
     @staticmethod
     def _fits(tensor: torch.Tensor) -> bool:
-        """Return whether a product may be written to memory that is NumPy's."""
+        """Return whether a product may be written to memory that NumPy allocated."""
         dense = tensor.layout is torch.strided
         return dense and tensor.is_cpu and tensor.is_contiguous()
 
     @staticmethod
     def _number(factor: float, like: torch.Tensor) -> Any:
-        # On the CPU a tensor of shape () is multiplied with faster than a Python float; but half
-        # precision is only multiplied in float32, and rounded once, by a Python float; and for
-        # tensors on another device, which torch multiplies all together, it would have to be there.
+        # On the CPU, torch multiplies faster by a 0-d tensor than by a Python float. Half
+        # precision needs the Python float: only then does torch multiply in float32 and round
+        # once. So do other devices, to which a tensor would have to be copied first.
         wide = like.dtype in (torch.float32, torch.float64) and like.layout == torch.strided
         return torch.scalar_tensor(factor, dtype=like.dtype) if wide and like.is_cpu else factor
 
@@ -131,7 +131,7 @@ class TorchBackend(Backend):
 
     def square_sums(self, arrays: Sequence[Array]) -> list[float]:
         sums = [self._square_sum(self._values(t)) for t in arrays]
-        # One transfer for each device, whatever the number of tensors.
+        # One transfer from each device.
         result = [0.0] * len(sums)
         for device in {s.device for s in sums}:
             rows = [i for i, s in enumerate(sums) if s.device == device]
@@ -142,7 +142,7 @@ class TorchBackend(Backend):
 
     @staticmethod
     def _square_sum(tensor: torch.Tensor) -> torch.Tensor:
-        # MPS has no float64; the sum of squares is then taken relative to the maximum.
+        # MPS has no float64: divide by the maximum, so that no square overflows.
         if tensor.device.type == "mps":
             peak = tensor.abs().amax().float() if tensor.numel() else tensor.new_zeros(())
             scale = torch.where(peak > 0, peak, torch.ones_like(peak))
@@ -174,7 +174,7 @@ class TorchBackend(Backend):
         if isinstance(values, torch.Tensor) and values.device == device:
             return values.to(dtype)
         host = torch.as_tensor(values, dtype=dtype)
-        # From pinned memory a copy to CUDA does not make the host wait.
+        # The host does not wait for a copy from pinned memory to CUDA.
         return (
             host.pin_memory().to(device, non_blocking=True)
             if device.type == "cuda"
@@ -183,7 +183,7 @@ class TorchBackend(Backend):
 
     def where(self, condition: Array, x: Any, y: Any) -> Array:
         if isinstance(x, float) and isinstance(y, float):
-            # Of two numbers torch makes float32.
+            # torch makes float32 of two Python numbers.
             y = self.asarray(y, like=condition)
         return torch.where(condition, x, y)
 
@@ -228,7 +228,7 @@ class TorchBackend(Backend):
     @staticmethod
     def _norms(values: Sequence[torch.Tensor], wide: torch.dtype) -> Sequence[torch.Tensor]:
         if any(v.dtype == wide or not v.numel() for v in values):
-            # As wide as it gets already: relative to the maximum, squares do not overflow.
+            # There is no wider dtype: divide by the maximum, so that no square overflows.
             peaks = [v.abs().amax() if v.numel() else v.new_zeros(()) for v in values]
             peaks = [torch.where(p > 0, p, torch.ones_like(p)).to(wide) for p in peaks]
             return [p * torch.linalg.vector_norm(v / p) for v, p in zip(values, peaks, strict=True)]
@@ -239,7 +239,7 @@ class TorchBackend(Backend):
         return torch.all(x)
 
     def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
-        # Between two tensors of shape () the product would be as wide as the factor.
+        # Cast back: the product of two 0-d tensors is as wide as the factor.
         return [torch.mul(t, self._factor(factor, t)).to(t.dtype) for t in arrays]
 
     @staticmethod
@@ -287,7 +287,7 @@ class TorchBackend(Backend):
 
 
 class TorchInPlace(TorchBackend):
-    """Tensors that are changed in place, as the gradients of a training loop are."""
+    """Tensors that fedclip changes in place: the gradients of a training loop."""
 
     def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
         for tensor in arrays:
@@ -299,7 +299,7 @@ class TorchInPlace(TorchBackend):
         like = arrays[0]
         k: Any = factor
         if like.is_cpu:
-            # A Python float would be rounded to half precision before it multiplies in place.
+            # In place, torch would round a Python float to half precision before multiplying.
             k = torch.scalar_tensor(factor, dtype=self._product_dtype(like))
         values = [t if t.layout is torch.strided else t._values() for t in arrays]
         torch._foreach_mul_(values, k)
@@ -330,7 +330,7 @@ class TorchInPlace(TorchBackend):
             else:
                 tensor.mul_(self._factor(factor, tensor))
         for tensors in by_device.values():
-            # One launch for many tensors.
+            # One kernel launch for many tensors.
             torch._foreach_mul_(tensors, self._factor(factor, tensors[0]))
         return list(arrays)
 

@@ -51,7 +51,6 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self._handlers: set[asyncio.Task[None]] = set()
         self._members: set[str] = set()
 
-    # -- connections --------------------------------------------------------------------------
     async def _handle_connection(self, socket: Any) -> None:
         """Serve a connection until it ends, also while the client is waiting for a message."""
         serving = asyncio.create_task(super()._handle_connection(socket))
@@ -96,11 +95,10 @@ class WatchfulWebsocketsServer(WebsocketsServer):
                 self.handler.outgoing_messages.setdefault(client, reason)
         await self.stop()
 
-    # -- messages -----------------------------------------------------------------------------
     async def send_message(
         self, message: Message, client: str, timeout: float | None = None
     ) -> None:
-        """Send a message; wait for `patience` seconds for it to be collected, if not told else."""
+        """Send a message, and wait for it to be collected: for `patience` seconds if not told."""
         if self._lost and not isinstance(message, CancelTraining):
             raise RuntimeError(self._gone())
         try:

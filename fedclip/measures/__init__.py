@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The size of gradients: the L2 norm, other orders, and the distribution of past norms.
 
-Everything here reads arrays, and never writes to one.
+The functions here only read arrays.
 """
 
 from fedclip.measures.l2 import UNCERTAINTY, Float64, Numbers, all_finite, exact_norm, l2_norms

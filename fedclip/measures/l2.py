@@ -4,7 +4,7 @@ r"""Exact L2 norms of groups of arrays: one read of the data, one host transfer.
 ::
 
     fast(view):   s = sum over blocks of 1024 elements of float64(BLAS dot(block, block))
-                  (what has less than 512 elements: all joined, squared in float64)
+                  (arrays of fewer than 512 elements: joined, then squared in float64)
     norm(group):  s = sum of fast(view);  if s is finite and far from underflow: sqrt(s)
                   else 2^e * sqrt(sum float64((x / 2^e)^2)),  2^e ~ max |x|
 
@@ -15,9 +15,9 @@ Guarantees
   number of elements (one BLAS dot over 10^8 elements is off by 10^-3); in practice it is
   within 3e-7 for constant data, 1e-9 for random data.
 - Half precision is widened before it is squared: 300 in float16 does not overflow.
-- What overflows or underflows when squared is measured again, scaled: 1e20 in float32, 1e200
-  in float64 and 1e-30 are right; the fast path stays fast.
-- NaN or infinity in the data, and only that (or a norm beyond float64), gives a non-finite norm.
+- If a sum of squares overflows or underflows, the group is scaled and measured again: 1e20 in
+  float32, 1e200 in float64 and 1e-30 give the right norm, and the fast path stays fast.
+- A norm is non-finite only if the data hold NaN or infinity, or if it is beyond float64.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ UNCERTAINTY = {
 """Largest relative error of a norm measured on the fast path, by dtype."""
 
 _BLOCK = 1024
-# Below this, squaring an array together with others costs less than a call for it alone.
+# Smaller arrays are joined: one call for all of them costs less than one for each.
 _SMALL = 512
 CHUNK = 1 << 16
-"""Number of elements that are worked on together, so that they stay in the cache."""
+"""Number of elements processed at a time, so that they stay in the cache."""
 _WIDE = {np.dtype(np.float32), np.dtype(np.float64)}
 _NOTHING = np.zeros(0)
 _vdot = np.vdot
@@ -81,30 +81,30 @@ def decode(view: HostView) -> HostView:
 def encode(values: HostView, dtype: np.dtype[Any], *, towards_zero: bool = False) -> HostView:
     """Return wider floats as `dtype` (uint16 means bfloat16 bits): the inverse of `decode`.
 
-    Rounded to the nearest; or, so that no limit is exceeded, towards zero.
+    Round to the nearest, or towards zero, so that no limit is exceeded.
     """
     if dtype == np.uint16:
         single = encode(values, np.dtype(np.float32), towards_zero=towards_zero).view(np.uint32)
         if not towards_zero:
-            # Half a unit of the last place kept, and ties to even; finite values do not wrap.
+            # Round half to even at the last bit that bfloat16 keeps; finite values do not wrap.
             single = single + (0x7FFF + ((single >> 16) & 1))
         return np.asarray(single >> 16).astype(np.uint16)
     result = values.astype(dtype, copy=False)
     if towards_zero and result.itemsize < values.itemsize:
-        # Floats of one sign are ordered like their bits: one less is one step towards zero.
+        # Floats of one sign are ordered like their bits: subtract 1 to step towards zero.
         result.view(f"u{result.itemsize}")[np.abs(result) > np.abs(values)] -= 1
     return result
 
 
 def _flat(view: HostView) -> HostView:
-    # Order "K" reads memory in its own order: no copy of a transposed array.
+    # Order "K" follows the memory layout, so that a transposed array is not copied.
     return view.reshape(-1) if view.flags.c_contiguous else view.ravel(order="K")
 
 
 def blocks(view: HostView) -> Iterator[Float64]:
-    """Yield the elements as float64, at most 65,536 at a time; memory order.
+    """Yield the elements as float64, at most 65,536 at a time, in memory order.
 
-    What is yielded may be written to, and holds something else afterwards.
+    All blocks share one buffer, which the caller may write to.
     """
     flat = _flat(view)
     buffer = np.empty(min(flat.size, CHUNK))
@@ -129,30 +129,30 @@ def extremes(view: HostView) -> tuple[float, float]:
 
 @lru_cache(maxsize=4096)
 def _rows(size: int) -> tuple[tuple[int, int], int]:
-    """Return number and length of rows of at most a block, and how many elements are left over.
+    """Return number and length of rows of at most one block, and the number of elements left over.
 
-    There are none left over if that can be had.
+    Prefer a length that leaves none over.
     """
     row = next((n for n in range(_BLOCK, _BLOCK // 4, -1) if size % n == 0), _BLOCK)
     return (size // row, row), size % row
 
 
 class _Pieces(NamedTuple):
-    """What is left to do for the squares of some views."""
+    """Intermediate results of `square_sums`."""
 
     sums: list[float]
-    """One for each view: its sum of squares, as far as it is known."""
+    """Sum of squares of each view, as far as it is known."""
     dots: HostView
-    """Sums of squares of the rows of large views, how many rows they have, and their places."""
+    """Sums of squares of the rows of large views, numbers of rows, and positions of the views."""
     counts: list[int]
     rows: list[int]
     tails: list[HostView]
-    """What is small, or left over from rows, and the places of those views."""
+    """Small views and elements left over from rows, and the positions of their views."""
     rest: list[int]
 
 
 def _pieces(views: Sequence[HostView], dtypes: set[np.dtype[Any]]) -> _Pieces:
-    """Square rows of up to 1024 elements, by BLAS; the views are of these dtypes."""
+    """Square rows of up to 1024 elements with BLAS; the views have these dtypes."""
     widths = {dtype.itemsize for dtype in dtypes}
     halves = 2 in widths
     sums = [0.0] * len(views)
@@ -180,7 +180,7 @@ def _pieces(views: Sequence[HostView], dtypes: set[np.dtype[Any]]) -> _Pieces:
             tails.append(view)
             rest.append(place)
     counts = [*map(len, tables)]
-    # To one array: an array for each would be strewn over memory that gradients want.
+    # One array for all: many small arrays would break up the memory that gradients need.
     dots = np.empty(sum(counts), np.float64 if 8 in widths else np.float32)
     start = 0
     for table, count in zip(tables, counts, strict=True):
@@ -206,13 +206,13 @@ def total_square_sum(views: Views) -> float:
 
     It may over- or underflow.
     """
-    # A plain list: NumPy is slower with a class of ours.
+    # NumPy is slower with a subclass of list.
     local: list[HostView] = [*views]
     if len(local) < 2:
-        # To the last bit what it is beside others, in a group of its own.
+        # The same bits as in a scope where this array is one group of several.
         return sum(square_sums(local))
-    # To copy what is small costs less than a call, or a look, for each. Sizes are in bytes: the
-    # narrowest of what is wide has 4 for an element, and the widest has 8.
+    # Copying small arrays costs less than one call for each. Sizes are in bytes: elements of wide
+    # dtypes have 4 to 8.
     if max(views.sizes) < 4 * _SMALL and views.dtypes <= _WIDE:
         return _joined_square_sum(local)
     small: list[HostView] = []
@@ -236,7 +236,7 @@ def _joined_square_sum(views: Sequence[HostView]) -> float:
 def _add_up(
     values: Float64, counts: Sequence[int], places: Sequence[int], sums: list[float]
 ) -> None:
-    """Add to each place of `sums` as many of the values, one after another, as are its own."""
+    """Add values to `sums`: the first ``counts[0]`` at ``places[0]``, and so on."""
     starts = list(accumulate(counts[:-1], initial=0))
     for place, total in zip(places, np.add.reduceat(values, starts).tolist(), strict=True):
         sums[place] += total
@@ -275,7 +275,7 @@ def exact_norm(views: Sequence[HostView]) -> float:
 
 def all_finite(views: Sequence[HostView]) -> bool:
     """Whether there is neither NaN nor infinity."""
-    # Sums of squares of finite numbers may overflow, and are looked at again if they do.
+    # A sum of finite squares may overflow: if it does, look at the elements.
     return math.isfinite(sum(square_sums(views))) or all(
         np.isfinite(decode(view)).all() for view in views
     )
@@ -293,7 +293,7 @@ def l2_norms(arrays: Sequence[Array], views: Views, groups: Groups, backend: Bac
     groups
         Which arrays share a norm.
     backend
-        The framework; measures the arrays without a view.
+        The framework, which measures the arrays without a view.
     """
     remote = views.remote
     if len(groups) == 1:
@@ -320,5 +320,5 @@ def l2_norms(arrays: Sequence[Array], views: Views, groups: Groups, backend: Bac
 
 def _scaled_norm(views: Sequence[HostView | None], otherwise: float) -> float:
     local = [view for view in views if view is not None]
-    # What lies on a device has been measured there, scaled.
+    # The backend has measured arrays on a device without overflow.
     return exact_norm(local) if len(local) == len(views) else otherwise

@@ -12,11 +12,11 @@ r"""The size of a group of arrays, in any order; and of slices along dimensions.
 ``"var"``       variance, n - 1 in the denominator                  2
 ==============  ==============================================  ======
 
-The degree says how a measure answers to scaling, ``m(k x) = k^degree m(x)``: to bring it to a
-limit, the array is multiplied by ``(limit / m)^(1 / degree)``.
-``"sum"`` and ``0`` (number of non-zeros), which some packages accept, are not offered: the
-first may be negative and would flip a gradient, the second does not change under scaling.
-The standard deviation of fewer than two elements counts as 0, so such arrays are left alone.
+The degree says how scaling changes a measure: ``m(k x) = k^degree m(x)``. Multiplying an array by
+``(limit / m)^(1 / degree)`` brings its measure to a limit.
+Some packages also accept ``"sum"`` and ``0`` (number of non-zeros). They are missing here: a sum
+may be negative and would flip the gradient, and scaling does not change a number of non-zeros.
+The standard deviation of fewer than two elements counts as 0, so such arrays are not clipped.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = ["MEANS", "Order", "check_order", "degree", "lowered", "measure", "sli
 Order = float | str
 """What users write for `ord`."""
 
-# Sums of squares above this have lost nothing that counts to underflow.
+# Above this, a float64 sum of squares has lost nothing of importance to underflow.
 _TINY = 1e-280
 
 MEANS = ("rms", "mad", "std", "var")
-"""Orders that are means over all elements, zeros as well."""
+"""Orders that are means over all elements, zeros included."""
 _WORDS = ("inf", *MEANS)
 
 
@@ -59,15 +59,15 @@ def check_order(ord: Any) -> Order:
 
 
 def degree(ord: Order) -> int:
-    """Return the power with which the measure answers to scaling."""
+    """Return the power d in ``m(k x) = k^d m(x)``."""
     return 2 if ord == "var" else 1
 
 
 def lowered(ord: Order, target: Any, size: int, error: float) -> Any:
-    """Return what to aim at so that errors of each of `size` elements keep within a target.
+    """Return the targets, lowered so that an error in each of `size` elements exceeds none.
 
-    By the triangle inequality of the measure (below order 1, of its power); never below 0. Of
-    a number or an array of targets.
+    It follows from the triangle inequality of the measure (below order 1, of its power). The
+    result is never below 0.
     """
     if ord == "var":
         return np.square(lowered("std", np.sqrt(target), size, error))
@@ -103,7 +103,7 @@ def measure(views: Sequence[HostView], ord: Order) -> float:
         return math.nan if math.isnan(low + high) else math.inf
     if ord == "inf" or peak == 0.0:
         return peak
-    # All that follows is relative to a power of two near the maximum, and can not overflow.
+    # From here on, scale by a power of two near the maximum: nothing can overflow.
     exponent = math.frexp(peak)[1]
     if ord in ("std", "var"):
         if size < 2:
@@ -118,7 +118,7 @@ def measure(views: Sequence[HostView], ord: Order) -> float:
         return _ldexp(
             math.fsum(float(np.abs(b).sum()) for b in _scaled(views, exponent)) / size, exponent
         )
-    # Relative to the maximum itself: a high power of anything below it may underflow.
+    # Divide by the maximum itself: high powers of smaller numbers may all underflow.
     power, top = float(ord), math.ldexp(peak, -exponent)
     total = math.fsum(float(((np.abs(b) / top) ** power).sum()) for b in _scaled(views, exponent))
     with np.errstate(over="ignore"):
@@ -137,7 +137,7 @@ def _ldexp(value: float, exponent: int) -> float:
 
 
 def _slice_square_sums(view: HostView, axes: tuple[int, ...]) -> Float64:
-    # In pieces that stay in the cache, of rows of the first dimension.
+    # Take a few rows of the first dimension at a time, so that they stay in the cache.
     rows = max(1, CHUNK * len(view) // view.size)
     parts = []
     for start in range(0, len(view), rows):
@@ -150,7 +150,7 @@ def slice_measures(view: HostView, axes: tuple[int, ...], ord: Order) -> Float64
     """Return the measure of each slice that spans `axes`, with those axes kept as 1."""
     if ord == 2:
         squares = _slice_square_sums(view, axes)
-        # Narrower floats neither overflow nor vanish when squared in float64.
+        # Squares of narrower floats neither overflow nor underflow in float64.
         if view.dtype != np.float64 or ((squares > _TINY) & (squares < math.inf)).all():
             return np.asarray(np.sqrt(squares))
     wide = decode(view).astype(np.float64)

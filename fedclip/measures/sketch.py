@@ -7,8 +7,9 @@
     bucket of x   = the k with  lowest * gamma^(k-1) < x <= lowest * gamma^k
     stands for    = 2 * lowest * gamma^k / (gamma + 1)        within `error` of all in it
 
-Counts of two sketches add up to the sketch of both. Masson, Rim & Lee, 2019, "DDSketch: a fast
-and fully-mergeable quantile sketch with relative-error guarantees", arXiv:1908.10693.
+Add the counts of two sketches to get the sketch of all numbers. Masson, Rim & Lee, 2019,
+"DDSketch: a fast and fully-mergeable quantile sketch with relative-error guarantees",
+arXiv:1908.10693.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Edge = TypeVar("Edge", float, Float64)
 
 @dataclass(frozen=True)
 class Sketch:
-    """Where numbers > 0 are counted, and what a bucket stands for.
+    """The buckets that count numbers > 0, and the number that stands for each bucket.
 
     Attributes
     ----------
@@ -45,11 +46,11 @@ class Sketch:
 
     @property
     def gamma(self) -> float:
-        """By what factor each bucket is wider than the one before."""
+        """Factor by which each bucket is wider than the one before."""
         return (1 + self.error) / (1 - self.error)
 
     def bucket(self, numbers: Float64) -> Integers:
-        """Return the bucket of each number, whatever its size."""
+        """Return the bucket of each number; it may be negative, and has no upper end."""
         steps = np.log(numbers / self.lowest) / math.log(self.gamma)
         return np.ceil(steps).astype(np.int64)
 
@@ -59,10 +60,10 @@ class Sketch:
         return edges
 
     def middle(self, edge: Edge) -> Edge:
-        """Return what stands for all numbers in the bucket with this upper edge."""
+        """Return the number that stands for the bucket with this upper edge."""
         return 2.0 * edge / (self.gamma + 1.0)
 
 
 def holder(counts: Sequence[int] | Integers, rank: float) -> int:
-    """Return which bucket holds the number of a rank, counted from 0 and rounded down."""
+    """Return the bucket that holds the number of a rank (counted from 0, rounded down)."""
     return int(np.searchsorted(np.cumsum(counts), math.floor(rank), side="right"))

@@ -66,7 +66,7 @@ def exposures(
     limit = getattr(aggregator, "max_norm", None)
     adaptive = next((p for p in server if p.name == "update-clip-server"), None)
     if adaptive is not None:
-        limit = adaptive.start_norm
+        limit = adaptive.bound
     found += _resolution(secagg, limit, run)
     return found
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From norm and limit to a factor, and from factors to new arrays.
+"""Turns norms and limits into factors, and factors into new arrays.
 
 ::
 
     over   = n + eps > limit
-    moved  = over; or every n > 0 (rescale); or 0 < n < min_norm as well
+    moved  = over; or n > 0 (rescale); or over or 0 < n < min_norm
     target = limit; or min(limit, min_norm) where n < min_norm; or 0 (skip)
     k      = target / (n + eps)  where moved, else 1
     output = the array itself where not moved, else  k (1 - margin) * array
 
-The margin covers the uncertainty of the norm, and the rounding of factor and products. Where
-products may become subnormal, rounding adds to the norm what does not shrink with it, and the
-target is lowered by as much; where they may become too large for the dtype, the factor is held.
+The margin covers the uncertainty of the norm, and the rounding of factor and products. If
+products may become subnormal, rounding may lengthen them by an absolute amount, and the target is
+lowered by that amount. If products may exceed the dtype's range, the factor is capped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MARGIN = {
     "float32": 2.0**-20 + 2.0**-23,
     "float64": 2.0**-45,
 }
-"""By how much, relatively, a clipped array is scaled below the limit."""
+"""Relative distance that a clipped array keeps below the limit."""
 
 SUBNORMAL = {
     "float16": 2.0**-25,
@@ -55,10 +55,10 @@ SUBNORMAL = {
     "float32": 2.0**-150,
     "float64": 2.0**-1074,
 }
-"""By how much, absolutely, an element that becomes subnormal may be rounded up."""
+"""Largest absolute amount by which rounding raises an element that becomes subnormal."""
 
 FLOOR = {"float16": math.inf, "bfloat16": 2.0**-90, "float32": 2.0**-100, "float64": 2.0**-990}
-"""A target from which on the margin covers that, for any number of elements."""
+"""From this target on, the margin covers `SUBNORMAL`, for any number of elements."""
 
 LARGEST = {
     "float16": 65504.0,
@@ -70,49 +70,49 @@ LARGEST = {
 
 
 class Decision(NamedTuple):
-    """What becomes of each group."""
+    """What happens to each group."""
 
     over: Any
-    """Whether it is over its limit."""
+    """Whether the group is over its limit."""
     moved: Any
-    """Whether it is scaled; if so, by ``target / base``."""
+    """Whether the group is scaled, by ``target / base``."""
     target: Any
     base: Any
 
     def factors(self, norms: Any, sizes: Sequence[Any], dtype: str, xp: Backend) -> Any:
         """Return a factor for each group on a device: 1 where not moved.
 
-        `sizes`, numbers of elements, are needed for float16.
+        `sizes` are the numbers of elements; only float16 needs them.
         """
         k = self.ratio(xp) * (1.0 - MARGIN[dtype])
         if dtype == "float16":
-            # What rounding adds where products become subnormal.
+            # Subtract what rounding may add if products become subnormal.
             spread = SUBNORMAL[dtype] * xp.sqrt(xp.asarray(sizes, like=norms))
             k = xp.maximum(k - spread / xp.where(norms > 0, norms, 1.0), 0.0)
         else:
-            # Devices differ in what they do about subnormals: there are none.
+            # Devices treat subnormals differently, so make none: return zeros.
             k = xp.where(self.target < FLOOR[dtype], 0.0 * k, k)
         return xp.where(self.moved, k, 1.0)
 
     def ratio(self, xp: Arithmetic) -> Any:
-        """Return by what to scale where `moved`; elsewhere it means nothing."""
+        """Return the factor of each group; it has no meaning where not `moved`."""
         return self.target / xp.where(self.moved, self.base, 1.0)
 
 
 @dataclass(frozen=True)
 class Action:
-    """What becomes of a group, or slice, of some norm under some limit.
+    """What happens to a group, or slice, with a given norm and limit.
 
     Attributes
     ----------
     eps
         Added to the norm; 1e-6 does what torch does, 0 is exact.
     min_norm
-        What is below this norm, but not zero, is scaled up to it.
+        Scale a group below this norm, but not zero, up to it.
     rescale
-        Bring everything to its limit, what is below it too (normalisation).
+        Bring every group to its limit, those below it too (normalisation).
     skip
-        Zero what is over its limit instead of scaling it.
+        Set a group over its limit to zero, instead of scaling it.
     """
 
     eps: float = 0.0
@@ -122,7 +122,7 @@ class Action:
 
     @property
     def raises(self) -> bool:
-        """Whether something may be scaled up."""
+        """Whether a group may be scaled up."""
         return self.rescale or self.min_norm is not None
 
     def decide(self, norms: Any, limits: Any, xp: Arithmetic) -> Decision:
@@ -141,14 +141,14 @@ class Action:
 
 
 SCALE_DOWN = Action()
-"""Scale down what is over its limit, and leave the rest alone."""
+"""Scale down groups over their limit, and leave the others alone."""
 
 
 def split(numerator: float, denominator: float, power: float = 1.0) -> tuple[float, ...]:
     """Return factors whose product is ``(numerator / denominator) ** power``.
 
-    Several where one would leave the normal range of float32, which a product with an array in
-    as many steps does not: a norm of 1e42 in float32 can be clipped to 1.
+    There are several factors if a single one would leave the normal range of float32. So a norm
+    of 1e42 in float32 can be clipped to 1, in several steps.
     """
     if not numerator:
         return (0.0,)
@@ -158,7 +158,7 @@ def split(numerator: float, denominator: float, power: float = 1.0) -> tuple[flo
     n, f = math.frexp(denominator)
     ratio, exponent = m / n, e - f
     if power != 1.0:
-        # An even exponent, so that its root is a power of two.
+        # Make the exponent even, so that the square root of its power of two is exact.
         if exponent % 2:
             ratio, exponent = 2 * ratio, exponent - 1
         ratio, exponent = math.sqrt(ratio), exponent // 2
@@ -177,7 +177,7 @@ def scaled(
     backend: Backend,
     arena: Arena,
 ) -> list[Array]:
-    """Return the arrays, those with factors times them and shrunk by the margin of the dtype."""
+    """Return the arrays, multiplied by their factors (if any) and shrunk by the dtype's margin."""
     return replaced(
         arrays,
         {i: (arrays[i].dtype, factor) for i, factor in factors.items()},
@@ -190,9 +190,9 @@ def replaced(
     keys: Mapping[int, Key],
     call: Callable[[list[Array], Key], Sequence[Array]],
 ) -> list[Array]:
-    """Return the arrays, those at a position with a key replaced; one call for all with that key.
+    """Return the arrays, with those that have a key replaced; one call for all with the same key.
 
-    The key has to tell dtypes apart, if the call needs arrays of one.
+    If the call needs arrays of one dtype, the key has to contain the dtype.
     """
     outputs = list(arrays)
     alike: dict[Key, list[int]] = {}

@@ -4,7 +4,7 @@ r"""Limits at the norm of the moving average of the gradient itself.
 ::
 
     e     = e + (1 - decay) (g - e)                                for each tensor
-    size  = norm of e, that of each group
+    size  = norm of e, for each group
     size  = min(size, max(max_growth * size before, min_norm)),    e shrunk accordingly
     limit = size
 
@@ -47,11 +47,11 @@ class AverageClipping(Transform):
     Attributes
     ----------
     decay, debias
-        Weight of the past; divide averages that start at zero by ``1 - decay^t``.
+        Weight of the past; whether to divide averages that start at zero by ``1 - decay^t``.
     start
-        What every element of the average starts at; None: at the first gradient.
+        First value of every element of the average; None: the first gradient.
     max_growth, min_norm
-        By which factor the norm of the average may grow in a step, above `min_norm`.
+        Largest factor by which the norm of the average may grow in a step, above `min_norm`.
     """
 
     array_fields: ClassVar[tuple[str, ...]] = PAST
@@ -76,7 +76,7 @@ class AverageClipping(Transform):
         return NormClipping(Constant(limits), self.ord, Action(rescale=self.rescale))
 
     def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
-        """Clip one gradient whose norms, all finite, have been measured."""
+        """Clip one gradient, given its norms, which are all finite."""
         groups, local = gradient.groups, gradient.dense()
         memories = recall(gradient, local)
         for view, memory in zip(local, memories, strict=True):
@@ -84,13 +84,13 @@ class AverageClipping(Transform):
         first = np.atleast_1d(state.count) == 0
         sizes = self._restrained([m["past"] for m in memories], groups, state, first)
         if self.ord == 2:
-            # What is compared with a norm measured in float64 has to be measured as well.
+            # The clipping step measures norms close to a limit in float64: do the same here.
             close = np.abs(np.atleast_1d(measured) - sizes) <= CLOSE * sizes
             for group in np.flatnonzero(close):
                 sizes[group] = exact_norm([memories[i]["past"] for i in groups.members[group]])
         limits = sizes
         if not self.rescale and (self.start is None or self.debias):
-            # The average of one gradient is that gradient, whatever the rounding of its norm.
+            # The average of one gradient is that gradient: rounding its norm must not clip it.
             limits = np.where(first, np.maximum(sizes, CLEAR * np.atleast_1d(measured)), sizes)
         clipping = self._clipping(tuple(limits.tolist()))
         outcome = clipping.step(gradient, measured, NoState())
@@ -113,7 +113,7 @@ class AverageClipping(Transform):
     def _restrained(
         self, means: list[Any], groups: Groups, state: AverageState, first: Any
     ) -> Float64:
-        """Return the norms of the averages, which are shrunk in place if they grow too fast."""
+        """Return the norms of the averages; shrink, in place, averages that grow too fast."""
         sizes = np.array(self.measure(Gradient(means, groups, NUMPY, Views(means))), ndmin=1)
         if self.max_growth is None:
             return sizes

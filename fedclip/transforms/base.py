@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a clipper is made of: a transform of one gradient, on the host and on a device."""
+"""The protocol of transforms: what a clipper does to one gradient, on the host or a device."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Gradient:
-    """One gradient: all that a transform may look at.
+    """One gradient, as a transform sees it.
 
     Attributes
     ----------
     arrays : sequence of arrays
         The arrays of all groups, of one framework; never changed in place.
     views : Views
-        Their host views; None for an array that stays on its device. Empty in compiled code.
+        Host views of the arrays; None for an array on a device. Empty in compiled code.
     groups : Groups
         Which arrays share a norm.
     backend : Backend
         The framework.
     kept : dict
-        Arrays that the transform keeps of each tensor, by name and field; a step may change it.
+        Arrays that the transform keeps for each tensor, by name and field; a step may change it.
     rest : dict
-        Tensors of floats that no group has, by name: they are not clipped, but NaN in one of
-        them is NaN in the gradient.
+        Excluded tensors of floats, by name: they are not clipped, but NaN in one of them is NaN
+        in the gradient.
     """
 
     __slots__ = ("arrays", "backend", "groups", "kept", "rest", "views")
@@ -61,13 +61,13 @@ class Gradient:
         self.rest = {} if rest is None else rest
 
     def rest_is_finite(self) -> bool:
-        """Whether what is left alone holds neither NaN nor infinity."""
+        """Whether the excluded tensors hold neither NaN nor infinity."""
         rest = [*self.backend.prepared([*self.rest.values()])]
         views = self.backend.host(rest)
         return all_finite(_local(rest, views, self.backend))
 
     def rest_after(self, outcome: Outcome, on_nonfinite: str) -> Mapping[str, Array]:
-        """Return what is left alone, as it is; zeros on a device that skips the step."""
+        """Return the excluded tensors unchanged, or zeros if a device skips the step."""
         if not self.rest or on_nonfinite != "skip":
             return self.rest
         kept = self.backend.keep_if(outcome.finite, [*self.rest.values()])
@@ -75,18 +75,18 @@ class Gradient:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the arrays, and of those that are left alone."""
+        """Names of the arrays, then of the excluded tensors."""
         return (*self.groups.names, *self.rest)
 
     def nonfinite(self) -> tuple[int, ...]:
-        """Return the positions of what holds NaN or infinity, in `names`."""
+        """Return the positions, in `names`, of tensors that hold NaN or infinity."""
         found = map(self.backend.to_host, [*self.arrays, *self.rest.values()])
         return tuple(
             i for i, a in enumerate(found) if not np.isfinite(np.asarray(a, np.float64)).all()
         )
 
     def finite(self, *measured: Array) -> Array:
-        """Whether all that was measured, and what is left alone, is finite; on the device."""
+        """Whether all measures and the excluded tensors are finite; an array on the device."""
         xp = self.backend
         if self.rest:
             rest = [*self.rest.values()]
@@ -95,11 +95,11 @@ class Gradient:
         return reduce(operator.and_, found)
 
     def local(self) -> list[HostView]:
-        """Return the arrays in host memory; of sparse ones, the merged rows."""
+        """Return the arrays in host memory; of a sparse array, its merged rows."""
         return _local(self.arrays, self.views, self.backend)
 
     def dense(self) -> list[HostView]:
-        """Return the arrays in host memory, C-contiguous; sparse ones with all their zeros."""
+        """Return the arrays in host memory, dense and C-contiguous."""
         result = []
         for array, view in zip(self.arrays, self.views, strict=True):
             dense = self.backend.dense(array)
@@ -110,11 +110,11 @@ class Gradient:
         return result
 
     def from_host(self, i: int, values: HostView) -> Array:
-        """Return values in host memory in the place of an array, dense, on its device."""
+        """Return host values as a dense array on the device of array i."""
         return self.backend.from_host(values, self.backend.dense(self.arrays[i]))
 
     def host_dtype(self, i: int) -> np.dtype[Any]:
-        """Return the dtype in which a host view shows an array: bfloat16 as uint16."""
+        """Return the dtype of the host view of array i: uint16 for bfloat16."""
         name = self.backend.dtype(self.arrays[i])
         return np.dtype(np.uint16 if name == "bfloat16" else name)
 
@@ -125,28 +125,28 @@ def _local(arrays: Sequence[Array], views: Views, backend: Backend) -> list[Host
 
 
 class Outcome(NamedTuple):
-    """What one step did: new arrays, state, and one number a group."""
+    """What one step did: new arrays, state, and one number for each group."""
 
     outputs: Any
-    """A list of arrays; or None, from a step on the host that leaves all as they are."""
+    """The new arrays; None if a step on the host changed nothing."""
     state: State
     norms: Any
     limits: Any
     clipped: Any
     finite: Any = True
-    """Whether the gradient is finite; a step on the host is only asked where it is."""
+    """Whether the gradient is finite; always True for a step on the host."""
 
 
 class Transform(ABC):
     """What a clipper does to a gradient.
 
-    A step on the host measures first, so that NaN and infinity never reach `step`. A step on a
-    device, or in compiled code, must not branch on a value, and does all in one; a transform
-    that has one says so in `runs_on_device`.
+    On the host, `measure` comes first, so that NaN and infinity never reach `step`. On a device
+    and in compiled code, Python must not branch on a value, and `device_step` does everything;
+    `runs_on_device` says whether the transform has one.
     """
 
     array_fields: ClassVar[tuple[str, ...]] = ()
-    """Names of the arrays that are kept of each tensor, if any."""
+    """Names of the arrays that the transform keeps for each tensor, if any."""
 
     def init(self, groups: Groups) -> State:
         """Return the state before the first step: a NamedTuple of arrays over groups."""
@@ -154,7 +154,7 @@ class Transform(ABC):
 
     @abstractmethod
     def measure(self, gradient: Gradient) -> Numbers:
-        """Return all that is read off the arrays; finite if, and only if, they are."""
+        """Return all measures of the arrays; they are finite if, and only if, the arrays are."""
 
     @abstractmethod
     def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
@@ -168,8 +168,8 @@ class Transform(ABC):
     def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
         """Clip one gradient in the framework's own operations.
 
-        `state` is of arrays of the framework, and `on_nonfinite` is "skip" or "propagate": to
-        raise, the host would have to wait for the device.
+        `state` holds arrays of the framework. `on_nonfinite` is "skip" or "propagate", not
+        "raise": the host would have to wait for the device.
 
         Raises
         ------
@@ -190,10 +190,9 @@ def clip_on_device(
     state: State,
     on_nonfinite: str,
 ) -> tuple[dict[str, Array], Outcome]:
-    """Return the arrays by name, clipped in the framework's own operations, and what was done.
+    """Return the clipped arrays by name, in the framework's own operations, and the outcome.
 
-    Where the gradient is not finite, and the policy is "skip", tensors that no group has become
-    zero like all others.
+    If the gradient is not finite and the policy is "skip", excluded tensors become zero too.
     """
     given = [arrays[name] for name in groups.names]
     rest = {n: a for n, a in arrays.items() if n in groups.excluded and is_float(a)}
@@ -205,5 +204,5 @@ def clip_on_device(
 
 
 def is_float(array: Array) -> bool:
-    """Whether an array is of a dtype that can be clipped, and so can hold NaN."""
+    """Whether the dtype of an array is a float, which can be clipped and can be NaN."""
     return backend_of(array).dtype(array) in MARGIN

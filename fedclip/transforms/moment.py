@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mean taken away, and division by the deviation.
+"""Subtracts means, and divides by standard deviations.
 
-Means and deviations are taken in float64, and so is the arithmetic on each element. What is
-larger than the largest finite number of the dtype becomes that number.
+Means, deviations and the arithmetic on each element are in float64. A result beyond the largest
+finite number of the dtype becomes that number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedclip.transforms.slice import spanned
 
 __all__ = ["Centralizing", "Standardizing"]
 
-# Sums of float64 may overflow though no element does; 2^64 times smaller, they do not.
+# A float64 sum of finite elements may overflow; the sum of elements 2^64 times smaller does not.
 _DOWN = 64
 _HIGH = 1e300
 
@@ -56,12 +56,12 @@ def _shifted(view: HostView, centre: Any, dtype: np.dtype[Any], arena: Arena) ->
     """Return ``view - centre``."""
     wide = decode(view)
     result = arena.empty(view.shape, wide.dtype)
-    # Float64 piece by piece inside the ufunc, so that no array of float64 is made.
+    # The ufunc computes in float64 piece by piece, without an array of float64.
     np.subtract(wide, centre, out=result, dtype=np.float64, casting="same_kind")
     top = float(decode(np.array([0x7F7F], np.uint16))[0])
     if dtype != np.uint16:
         top = float(np.finfo(dtype).max)
-    # Far below this, a difference rounds to a finite number.
+    # With smaller centres, every difference rounds to a finite number.
     if np.abs(centre).max() > top * 2.0**-55:
         np.clip(result, -top, top, out=result)
     return encode(result, dtype)
@@ -77,14 +77,14 @@ class Centralizing(Transform):
     pooled: bool
 
     def measure(self, gradient: Gradient) -> Float64:
-        """Return all means: of groups; or of the slices of all arrays, one after the other."""
+        """Return the means of the groups, or of the slices of all arrays, one after the other."""
         local = gradient.dense()
         if self.pooled:
             return np.array([_mean([local[i] for i in m]) for m in gradient.groups.members])
         parts = [np.zeros(0)]
         for view in local:
             axes = self._axes(view.shape)
-            # Of what is left alone, one mean, so that NaN in it is seen.
+            # Take one mean of an array that is left alone too, to find NaN in it.
             parts.append(np.array([_mean([view])]) if axes is None else _slice_means(view, axes))
         return np.concatenate([part.ravel() for part in parts])
 
@@ -95,7 +95,7 @@ class Centralizing(Transform):
         return axes
 
     def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
-        """Centre one gradient; for the record, a norm is the largest mean, and the limit 0."""
+        """Centre one gradient; the record has the largest mean as norm, and 0 as limit."""
         groups, local = gradient.groups, gradient.dense()
         arena = Arena([view.nbytes for view in local])
         outputs = list(gradient.arrays)
@@ -113,7 +113,7 @@ class Centralizing(Transform):
     def _centres(
         self, local: Sequence[HostView], groups: Groups, means: Float64
     ) -> list[np.ndarray[Any, Any]]:
-        """Return what is subtracted from each array: zero from what is left alone."""
+        """Return what to subtract from each array: zero if it is left alone."""
         if self.pooled:
             sizes = [sum(local[i].size for i in m) for m in groups.members]
             large = np.array(sizes) >= self.min_size
@@ -151,7 +151,7 @@ class Standardizing(Transform):
         high = float(np.max([r[1] for r in ranges], initial=-math.inf))
         size = sum(view.size for view in views)
         if size < 2 or low == high:
-            # The mean of equal numbers, added up and divided, may be another one.
+            # The mean of equal numbers is that number; a computed sum may be rounded.
             return (low, 0.0) if size else (0.0, 0.0)
         mean = _mean(views)
         centred = (np.subtract(b, mean, out=b) for view in views for b in blocks(view))
@@ -161,7 +161,7 @@ class Standardizing(Transform):
         return mean, measure(views, "std")
 
     def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
-        """Standardise one gradient; for the record, a norm is a deviation, and the limit 1."""
+        """Standardise one gradient; the record has the deviation as norm, and 1 as limit."""
         groups, local = gradient.groups, gradient.dense()
         arena = Arena([view.nbytes for view in local])
         means, deviations = np.asarray(measured).T
@@ -182,7 +182,7 @@ class Standardizing(Transform):
             output[...] = 0
             return
         flat = output.reshape(-1)
-        # Near the largest float a difference overflows, and a quarter of it does not.
+        # Near the largest float, a difference may overflow; a quarter of it does not.
         scale = 0.25 if deviation > _HIGH else 1.0
         # Mean and deviation of subnormals are rounded by up to half of the smallest one each.
         mean, divisor = scale * mean, scale * deviation + scale * self.eps + 2.0**-1073

@@ -8,14 +8,14 @@ r"""Limits on the norm of each group.
     k      = limit / (n + eps)  where n + eps > limit, else 1         (fedclip.transforms.action)
     output = the array itself where k = 1, else  k (1 - margin) * array
 
-On a device every array is multiplied, by 1 where it is not clipped.
+On a device every array is multiplied: by 1 if it is not clipped.
 
 Guarantees, for the L2 norm with ``eps = 0``
 --------------------------------------------
-- A group whose norm, in float64 arithmetic, is at most the limit comes back as the very same
-  objects. Close to the limit, where the fast measurement could decide wrongly, the norm is
-  measured again in float64.
-- What is clipped has a norm of at most the limit, and not more than ``2 * margin`` below it.
+- If the norm of a group, in float64 arithmetic, is at most the limit, the very same objects come
+  back. Close to the limit, where the fast measurement could decide wrongly, the norm is measured
+  again in float64.
+- A clipped group has a norm of at most the limit, and not more than ``2 * margin`` below it.
 - The inputs are never changed; dtype and shape are kept.
 """
 
@@ -58,8 +58,8 @@ from fedclip.transforms.base import Bools, Gradient, Outcome, Transform
 __all__ = ["CLOSE", "NormClipping"]
 
 CLOSE = 2 * UNCERTAINTY["float32"]
-"""How near to a limit, relatively, a norm has to be measured in float64."""
-# Between which targets nothing can happen at either end of a dtype.
+"""Relative distance from a limit within which a norm is measured in float64."""
+# Between these targets, products neither become subnormal nor too large for the dtype.
 _ENDS = {
     np.dtype("uint16" if name == "bfloat16" else name): (FLOOR[name], LARGEST[name])
     for name in FLOOR
@@ -76,11 +76,11 @@ class NormClipping(Transform):
     rule
         Gives each group its limit.
     ord
-        What is measured.
+        The measure.
     action
-        What becomes of a group, given norm and limit.
+        What happens to a group, given norm and limit.
     dry
-        Measure and decide, and change nothing.
+        Measure and decide, but change nothing.
     """
 
     rule: Rule
@@ -100,14 +100,14 @@ class NormClipping(Transform):
             return l2_norms(arrays, views, gradient.groups, backend)
         local = []
         for array, view in zip(arrays, views, strict=True):
-            # A mean is over all elements of a sparse array, those that it does not hold too.
+            # A mean is over all elements of a sparse array, its zeros included.
             whole = backend.dense(array) if self.ord in MEANS else array
             local.append(backend.to_host(whole) if view is None or whole is not array else view)
         norms = [measure([local[i] for i in m], self.ord) for m in gradient.groups.members]
         return norms[0] if len(norms) == 1 else np.array(norms)
 
     def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
-        """Clip one gradient whose norms, all finite, have been measured."""
+        """Clip one gradient, given its norms, which are all finite."""
         norms, limits, after = self._judge(gradient, measured, state)
         decision = self.action.decide(norms, limits, NUMBER if type(norms) is float else NUMPY)
         moved, outputs = decision.moved, None
@@ -118,7 +118,7 @@ class NormClipping(Transform):
     def _judge(
         self, gradient: Gradient, norms: Numbers, state: State
     ) -> tuple[Numbers, Numbers, State]:
-        """Return norms, limits, and the state after; norms close to a limit are measured again."""
+        """Return norms, limits and new state; norms close to a limit are measured again."""
         limits, after = self._ask(norms, state)
         if self.ord == 2 and not self.action.rescale:
             close = abs(norms - limits) <= CLOSE * limits
@@ -132,12 +132,12 @@ class NormClipping(Transform):
         return norms, limits, after
 
     def _ask(self, norms: Numbers, state: State) -> tuple[Array, State]:
-        """Return the rule's limits, and the state after."""
+        """Return the rule's limits and new state."""
         if isinstance(norms, np.ndarray):
             return self.rule(norms, state, NUMPY)
         if not state or not isinstance(state[0], np.ndarray):
             return self.rule(norms, state, NUMBER)
-        # The state of the only group is of several numbers: a column of an array.
+        # The only group has several numbers for a field, a column of an array: call with arrays.
         limits, after = self.rule(np.array([norms]), state, NUMPY)
         return float(limits[0]), after
 
@@ -145,13 +145,13 @@ class NormClipping(Transform):
     def _measure_again(
         close: Bools, views: Views, groups: Groups, norms: Numbers
     ) -> Numbers | None:
-        """Return the norms with those close to their limit measured in float64; None if none."""
+        """Return the norms, those close to their limit in float64; None if nothing changed."""
         refined = np.array(norms, ndmin=1)
         changed = False
         for group in np.flatnonzero(close):
             local = [views[i] for i in groups.members[group]]
             narrow = any(view is not None and view.itemsize < 8 for view in local)
-            # float64 data has been measured in float64; a device measures in float64 too.
+            # Arrays of float64, and those on a device, have been measured in float64 already.
             if narrow and all(view is not None for view in local):
                 refined[group] = exact_norm(local)  # type: ignore[arg-type]
                 changed = True
@@ -175,7 +175,7 @@ class NormClipping(Transform):
         return scaled(arrays, factors, backend, arena)
 
     def _is_far(self, views: Views, target: Any) -> bool:
-        """Whether targets are far from the ends of the dtypes, as they are but for extremes."""
+        """Whether all targets are far from the smallest and largest numbers of the dtypes."""
         raises = self.action.raises
         if views.remote or (raises and self.ord in MEANS):
             return False
@@ -184,7 +184,7 @@ class NormClipping(Transform):
         return all(low <= least and (most <= high or not raises) for low, high in ends)
 
     def _within(self, gradient: Gradient, decision: Decision) -> Numbers:
-        """Return the targets, held to what the dtypes can represent."""
+        """Return the targets, adjusted so that the dtypes can represent the products."""
         columns = [np.atleast_1d(column).tolist() for column in decision[1:]]
         targets = []
         for members, moved, target, base in zip(gradient.groups.members, *columns, strict=True):
@@ -198,7 +198,7 @@ class NormClipping(Transform):
         dtypes = {gradient.backend.dtype(array) for array in arrays}
         norm = base - self.action.eps
         if target < max(FLOOR[dtype] for dtype in dtypes) and target:
-            # With eps, not the target is reached but less.
+            # With eps, the norm reached is less than the target.
             reached = target * (norm / base)
             error = max(SUBNORMAL[dtype] for dtype in dtypes)
             size = sum(math.prod(array.shape) for array in arrays)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits on single elements that follow from the past of each element.
 
-What is kept of the past is an array for each tensor, in host memory; how a limit follows from
-it is said in `fedclip.rules.elementwise`.
+The past of a tensor is one array, in host memory. `fedclip.rules.elementwise` has the rules that
+derive limits from it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from fedclip.transforms.value import value_ranges
 __all__ = ["PAST", "PastClipping", "recall"]
 
 PAST = ("past", "count")
-"""Names of the arrays kept of each tensor: its past, and the number of its gradients."""
+"""Names of the arrays kept for each tensor: its past, and the number of its gradients."""
 
 
 def recall(gradient: Gradient, local: Sequence[HostView]) -> list[dict[str, Any]]:
-    """Return what is kept of each tensor, zeros if nothing is; float64 for float64 tensors.
+    """Return the arrays kept for each tensor, at first zeros; float64 for float64 tensors.
 
-    It stays what is kept of them, and may be written to.
+    A step writes to them in place.
 
     Raises
     ------
     ValueError
-        If what is kept of one does not have its shape; then nothing has changed.
+        If an array kept for a tensor does not have its shape; then nothing has changed.
     """
     names = gradient.groups.names
     found = [_recall(n, v, gradient.kept) for n, v in zip(names, local, strict=True)]
@@ -55,7 +55,7 @@ def _recall(name: str, view: HostView, kept: Statistics) -> dict[str, Any]:
             "load the state of this model, or none"
         )
     if wide.itemsize < past.itemsize:
-        # What a wider gradient has left may be beyond a narrower one.
+        # A wider gradient may have left numbers that are beyond float32.
         top = float(np.finfo(np.float32).max)
         past = np.asarray(np.clip(past, -top, top))
     return {"past": past.astype(wide, order="C", copy=False), "count": count}
@@ -63,7 +63,7 @@ def _recall(name: str, view: HostView, kept: Statistics) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PastClipping(Transform):
-    """A limit for each element, from what a rule keeps of that element's past."""
+    """A limit for each element, which a rule derives from the element's past."""
 
     array_fields: ClassVar[tuple[str, ...]] = PAST
 
@@ -77,7 +77,7 @@ class PastClipping(Transform):
         )
 
     def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
-        """Clip one gradient; for the record, norm and limit are the largest of all elements."""
+        """Clip one gradient; the record has the largest element as norm, and the largest limit."""
         groups, local = gradient.groups, gradient.dense()
         memories = recall(gradient, local)
         arena = Arena([view.nbytes for view in local])
@@ -101,7 +101,7 @@ class PastClipping(Transform):
         flat, past, count = view.reshape(-1), memory["past"].reshape(-1), float(memory["count"])
         output: HostView | None = None
         top = 0.0
-        # A piece stays in the cache while it is worked on, so that memory is read once.
+        # Work on pieces that stay in the cache, so that memory is read once.
         for start in range(0, flat.size, CHUNK):
             piece = slice(start, start + CHUNK)
             values = decode(flat[piece])

@@ -3,14 +3,13 @@
 
 ::
 
-    dims   = those of the array, negative ones counted from the end; or all but those (inverse)
+    dims   = the given ones that the array has, negative from the end; or all others (inverse)
     m      = measure of each slice that spans `dims`
     k      = limit / m  where m > limit, else 1              (fedclip.transforms.action)
     output = the array itself where all k = 1, else  k (1 - margin) * array
 
-An array without any of the dims, or whose slices have fewer than `min_size` elements, is left
-alone and not measured. A 0-d array counts as one of shape (1,), a sparse one as the dense one
-that it stands for.
+An array that has none of the dims, or whose slices have fewer than `min_size` elements, is neither
+measured nor clipped. A 0-d array counts as one of shape (1,); a sparse array is made dense.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ __all__ = ["SliceClipping", "check_dims", "spanned"]
 
 
 def check_dims(dims: Any, scope: Any, inverse_dims: bool, min_size: int) -> list[int] | None:
-    """Return `dims` as a list, or None for whole tensors, if it goes with the rest."""
+    """Return `dims` as a list, or None for whole tensors; check it against the other parameters."""
     if dims is None:
         if inverse_dims:
             raise ValueError("inverse_dims=True needs dims: all dimensions but which?")
@@ -77,13 +76,14 @@ class SliceClipping(Transform):
     Attributes
     ----------
     limit
-        One for all slices; or an array for each array, with a limit for each of its slices.
+        One limit for all slices; or, for each array, an array with a limit for each of its slices.
     dims, inverse_dims, min_size
         What a slice spans (see `spanned`), and how many elements it must have.
     ord, action
-        What is measured, and what becomes of a slice, given measure and limit.
+        The measure, and what happens to a slice, given measure and limit.
     span
-        The dims that slices of an array of some shape span, where `dims` can not say it.
+        A function that returns the dims that a slice spans, given the shape of the array; for
+        choices that `dims` can not express.
     """
 
     limit: float | tuple[Any, ...]
@@ -113,12 +113,12 @@ class SliceClipping(Transform):
             if axes is not None:
                 parts.append(slice_measures(np.atleast_1d(local), axes, self.ord).ravel())
             elif not all_finite([local]):
-                # Of what is left alone, nothing but this.
+                # This array is not clipped, but NaN in it is NaN in the gradient.
                 parts.append(np.array([math.nan]))
         return np.concatenate(parts)
 
     def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
-        """Clip one gradient; for the record, the norm of an array is that of its worst slice."""
+        """Clip one gradient; the record has the norm and limit of the worst slice of a group."""
         arrays, groups, backend = gradient.arrays, gradient.groups, gradient.backend
         measures = np.asarray(measured)
         outputs = list(arrays)
@@ -149,10 +149,10 @@ class SliceClipping(Transform):
         return Outcome(outputs if changed else None, state, worst, limits, clipped)
 
     def _factors(self, norms: Float64, limit: Float64, gradient: Gradient, i: int) -> Float64:
-        """Return a factor for each slice of an array, which keeps to what the dtype can hold."""
+        """Return a factor for each slice of an array, within what the dtype can represent."""
         dtype = gradient.backend.dtype(gradient.arrays[i])
         decision = self.action.decide(norms, limit, NUMPY)
-        # A ratio beyond float64 is as large as it can be; a subnormal one is rounded by much.
+        # Cap a ratio beyond float64 at the largest float64; a subnormal one is rounded by much.
         k = np.minimum(decision.ratio(NUMPY), np.finfo(np.float64).max)
         k = np.where(k < np.finfo(np.float64).tiny, np.nextafter(k, 0.0), k)
         if np.any(decision.target < FLOOR[dtype]):
@@ -172,7 +172,7 @@ class SliceClipping(Transform):
     @staticmethod
     def _scale(array: Array, factors: Any, backend: Backend) -> Array:
         factors = factors.reshape(factors.shape if tuple(array.shape) else ())
-        # In two steps where a factor would leave the normal range of float32.
+        # Multiply in two steps if a factor would leave the normal range of float32.
         exponents = np.frexp(factors)[1]
         if np.abs(exponents).max() >= 120:
             half = exponents // 2
@@ -202,7 +202,7 @@ class SliceClipping(Transform):
                 norms[i] = xp.slice_norms(array if len(array.shape) else array[None], axes)
             else:
                 alone.append(array)
-        # Of what is left alone, it only counts whether it is finite.
+        # Arrays that are not clipped are only checked for NaN and infinity.
         others = [xp.group_norms(alone, [range(len(alone))])] if alone else []
         finite = gradient.finite(*norms.values(), *others)
         outputs = list(arrays)
@@ -217,7 +217,7 @@ class SliceClipping(Transform):
                 k = xp.where(xp.isfinite(sizes), k, float("nan") * sizes)
             output = xp.multiply_slices(array if len(array.shape) else array[None], k)
             outputs[i] = output if len(array.shape) else output[0]
-            # For the record: the slice that is furthest over its limit, or nearest to it.
+            # Record the slice that is furthest over its limit, or nearest to it.
             excess = xp.max(sizes / limit)
             ahead = excess > worst[group] / limits[group]
             largest = xp.max(sizes)

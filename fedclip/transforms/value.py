@@ -6,8 +6,8 @@
     output = the array itself if every element lies in [low, high]
              else min(high, max(low, x)) for each element
 
-Limits are fixed, or a percentile of the same gradient. They are rounded inwards to a number of
-the array's dtype, so that they hold exactly.
+Limits are fixed, or a percentile of the same gradient. Round them inwards to a number of the
+array's dtype, so that they hold exactly.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ValueClipping(Transform):
 
     @cached_property
     def limits(self) -> Float64:
-        """For the record: the largest absolute value that is limited at all."""
+        """For the record: the larger absolute value of the finite ends of each box."""
         ends = np.abs([self.lows, self.highs])
         return np.asarray(np.max(ends, axis=0, where=np.isfinite(ends), initial=0.0))
 
@@ -66,7 +66,7 @@ class ValueClipping(Transform):
         return value_ranges(gradient)
 
     def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
-        """Clip one gradient; for the record, a norm is the largest absolute element."""
+        """Clip one gradient; the record has the largest absolute element as norm."""
         arrays, groups, backend = gradient.arrays, gradient.groups, gradient.backend
         ranges = np.asarray(measured)
         largest = np.zeros(len(groups))
@@ -86,7 +86,7 @@ class ValueClipping(Transform):
     # -- on a device, or in compiled code -----------------------------------------------------
     @property
     def runs_on_device(self) -> bool:
-        """Whether there is a step for devices, as there is."""
+        """Whether there is a step for devices: yes."""
         return True
 
     def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
@@ -122,7 +122,7 @@ class PercentileClipping(Transform):
         return value_ranges(gradient)
 
     def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
-        """Clip one gradient; for the record, a norm is the largest absolute element."""
+        """Clip one gradient; the record has the largest absolute element as norm."""
         local = gradient.local()
         limits = tuple(self._limit([local[i] for i in m]) for m in gradient.groups.members)
         box = ValueClipping(tuple(-limit for limit in limits), limits)
@@ -132,7 +132,7 @@ class PercentileClipping(Transform):
         values = np.concatenate([np.abs(decode(view).ravel()) for view in views])
         if not values.size:
             return 0.0
-        # In integers (or fractions), as floats miss the position for some sizes.
+        # Use integers or fractions: floats miss the position for some sizes.
         position = self.percentile * (values.size - 1) / 100
         low = int(position)
         between = float(position - low) if self.linear else 0.0

@@ -6,16 +6,34 @@ r"""The bound of the next round, from the share of the updates that were within 
     b     = sum(within - votes / 2) / m + 1/2          share of the updates within C
     C    <- C * exp(-learning_rate * (b - quantile))   Andrew et al., 2021, arXiv:1905.03871
 
-With few votes or noise on them, `share_within` clamps the centred sum to ``± m / 2`` before the
-noise is added: one client moves it by at most 1/2, whoever replies.
+With noise on the votes, the centred sum is clamped to ``± m / 2`` before the noise is added: one
+client moves it by at most 1/2, whoever replies.
+
+Where nothing is known of the norms, the bound is searched for on the same votes::
+
+    u     = (b - quantile) / (half of the way to 0 or to 1), within [-1, 1]
+    C    <- C * exp(-u * step)
+    step <- log 4      while u is -1, or is 1, round after round: nearly none, or nearly all
+            step / 2   otherwise, until it is below log(4) / 16: found
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["BoundRule", "next_bound", "share_within"]
+import numpy as np
+
+__all__ = ["FIRST", "BoundRule", "Moved", "Search", "next_bound", "share_within"]
+
+FIRST = 0.1
+"""Where a search begins."""
+
+_STEP = math.log(4.0)
+_FOUND = _STEP / 16
+# Of the rounds that a search takes: how many are played, and up to how many rounds.
+_PLAYED, _LONGEST = 400, 200
 
 
 def next_bound(bound: float, share: float, quantile: float, learning_rate: float) -> float:
@@ -45,6 +63,26 @@ def share_within(votes: int, within: int, clients: int | None, noise: float) -> 
     return min(max((centred + noise) / clients + 0.5, 0.0), 1.0)
 
 
+class Search(NamedTuple):
+    """How far a search has come."""
+
+    step: float = _STEP
+    direction: int = 0
+    """Of the last step: 1 up, -1 down; 0 before the first full one."""
+    turned: bool = False
+    """Whether both nearly all and nearly none have been within the bound."""
+
+
+class Moved(NamedTuple):
+    """What a round has made of the bound."""
+
+    bound: float
+    search: Search | None
+    """The search, if it is not over."""
+    too_high: bool = False
+    """Whether nearly all updates were within a bound that is searched for."""
+
+
 @dataclass(frozen=True)
 class BoundRule:
     """How a bound follows the votes.
@@ -68,6 +106,46 @@ class BoundRule:
         """Return the nearest bound that may be."""
         return min(max(bound, self.lowest), self.highest)
 
-    def after(self, bound: float, share: float) -> float:
+    def after(self, bound: float, share: float, search: Search | None = None) -> Moved:
         """Return the bound after a round."""
-        return self.within(next_bound(bound, share, self.quantile, self.learning_rate))
+        if search is None:
+            moved = next_bound(bound, share, self.quantile, self.learning_rate)
+            return Moved(self.within(moved), None)
+        off = share - self.quantile
+        half = (1.0 - self.quantile if off > 0 else self.quantile) / 2
+        pull = min(max(off / half, -1.0), 1.0)
+        step, direction, turned = search
+        if abs(pull) == 1.0:
+            turned = turned or direction == pull
+            direction = -int(pull)
+        step = step / 2 if turned or abs(pull) < 1.0 else _STEP
+        moved = self.within(bound * math.exp(-pull * step))
+        # At the end of what may be there is nothing more to find.
+        over = step <= _FOUND or (moved == bound and abs(pull) == 1.0)
+        left = None if over else Search(step, direction, turned)
+        return Moved(moved, left, too_high=pull == 1.0)
+
+    def rounds_to_find(self, noise: float, times: float = 100.0) -> int | None:
+        """Return after how many rounds 95 % of searches are within a factor of 2; None: 200.
+
+        Parameters
+        ----------
+        noise
+            Standard deviation of the noise on the share.
+        times
+            How many times too high or too low a search begins; all updates are alike.
+        """
+        rng, target = np.random.default_rng(0), math.sqrt(self.lowest * self.highest)
+        late = []
+        for first in (target / times, target * times):
+            ended = np.zeros(_PLAYED, dtype=int)
+            for play in range(_PLAYED):
+                bound: float = first
+                search: Search | None = Search()
+                for round_ in range(1, _LONGEST + 1):
+                    share = min(max(float(bound >= target) + noise * rng.normal(), 0.0), 1.0)
+                    bound, search, _ = self.after(bound, share, search)
+                    if not target / 2 <= bound <= target * 2:
+                        ended[play] = round_
+            late.append(int(np.quantile(ended, 0.95, method="higher")) + 1)
+        return max(late) if max(late) <= _LONGEST else None

@@ -16,6 +16,9 @@ __all__ = ["update_problems"]
 
 CLIENT, SERVER, AGGREGATOR = "client_opt", "server_opt", "aggregator"
 
+# Up to here a search takes 10 rounds.
+_EASY = 0.1
+
 _MODULES = (UpdateClipClient, UpdateClipServer)
 
 Problem = tuple[str, str, str]
@@ -115,6 +118,7 @@ def _noise(
     if aggregator.exclude:
         text = f"noise can not be sized on what exclude={aggregator.exclude} leaves without a bound"
         found.append(("problem", AGGREGATOR, text))
+    found += _search(module)
     if type(clients) is int and clients > module.budget.clients:
         text = (
             f"{clients} clients may take part in a round, more than expected_clients="
@@ -135,6 +139,23 @@ def _noise(
             text = f"{rounds} rounds cost epsilon = {cost:.4g} at delta = {module.delta:g}"
             found.append(("note", SERVER, text))
     return found
+
+
+def _search(module: UpdateClipServer) -> list[Problem]:
+    """Say how long a search takes where noise makes it long."""
+    if module.budget is None or module.search is None:
+        return []
+    noise = module.budget.bits_noise / module.budget.clients
+    if noise <= _EASY:
+        return []
+    rounds = module.rule.rounds_to_find(noise)
+    text = (
+        f"noise of {noise:.2g} of the clients on the votes is too much for a quick search: 95 % of "
+        "searches from 100 times too low or too high are within a factor of 2 after "
+        f"{'more than 200' if rounds is None else rounds} rounds, all of which are charged; give "
+        "start_norm a number near the norms of the updates, or raise expected_clients"
+    )
+    return [("note", SERVER, text)]
 
 
 def _range(
