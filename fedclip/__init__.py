@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fedclip.modules import EmaValueClip as EmaValueClip
     from fedclip.modules import GrowthClip as GrowthClip
     from fedclip.modules import GrowthValueClip as GrowthValueClip
+    from fedclip.modules import MadClip as MadClip
     from fedclip.modules import NoOp as NoOp
     from fedclip.modules import Normalize as Normalize
     from fedclip.modules import NormClip as NormClip
@@ -62,8 +63,8 @@ _HOMES = {
         "federation.update.server": "UpdateClipServer",
         "modules": (
             "AGC AdaptiveClip AutoClip Centralize Clipper EmaClip EmaNormClip EmaNormalize "
-            "EmaValueClip GrowthClip GrowthValueClip NoOp NormClip Normalize PercentileClip "
-            "PercentileNormClip Standardize ValueClip ZScoreClip"
+            "EmaValueClip GrowthClip GrowthValueClip MadClip NoOp NormClip Normalize "
+            "PercentileClip PercentileNormClip Standardize ValueClip ZScoreClip"
         ),
         "records": "RoundRecord StepRecord",
         "toml": "to_toml",

@@ -152,6 +152,7 @@ SPECIMENS = [
         stateful=True,
         label="stream",
     ),
+    Specimen("mad-clip", {"window": 16, "warmup": 3, "max_norm": 2.0}, bound=2.0, stateful=True),
     Specimen("adaptive-clip", {"start_norm": 1.0, "max_norm": 2.0}, bound=2.0, stateful=True),
     Specimen("adaptive-clip", {"scope": "layer", "every": 3}, stateful=True, label="layer"),
     Specimen("growth-clip", {"max_norm": 2.0}, bound=2.0, stateful=True),

@@ -12,6 +12,7 @@ from fedclip.modules.ema_normalize import EmaNormalize as EmaNormalize
 from fedclip.modules.ema_value_clip import EmaValueClip as EmaValueClip
 from fedclip.modules.growth_clip import GrowthClip as GrowthClip
 from fedclip.modules.growth_value_clip import GrowthValueClip as GrowthValueClip
+from fedclip.modules.mad_clip import MadClip as MadClip
 from fedclip.modules.no_op import NoOp as NoOp
 from fedclip.modules.norm_clip import NormClip as NormClip
 from fedclip.modules.normalize import Normalize as Normalize
@@ -20,6 +21,7 @@ from fedclip.modules.percentile_norm_clip import PercentileNormClip as Percentil
 from fedclip.modules.servers import AdaptiveClipServer as AdaptiveClipServer
 from fedclip.modules.servers import AutoClipServer as AutoClipServer
 from fedclip.modules.servers import EmaClipServer as EmaClipServer
+from fedclip.modules.servers import MadClipServer as MadClipServer
 from fedclip.modules.servers import PercentileNormClipServer as PercentileNormClipServer
 from fedclip.modules.servers import ZScoreClipServer as ZScoreClipServer
 from fedclip.modules.standardize import Standardize as Standardize

@@ -9,6 +9,7 @@ from fedclip.federation.statistics.counterpart import SharedServer
 from fedclip.modules.adaptive_clip import AdaptiveClip
 from fedclip.modules.auto_clip import AutoClip
 from fedclip.modules.ema_clip import EmaClip
+from fedclip.modules.mad_clip import MadClip
 from fedclip.modules.percentile_norm_clip import PercentileNormClip
 from fedclip.modules.zscore_clip import ZScoreClip
 
@@ -16,6 +17,7 @@ __all__ = [
     "AdaptiveClipServer",
     "AutoClipServer",
     "EmaClipServer",
+    "MadClipServer",
     "PercentileNormClipServer",
     "ZScoreClipServer",
 ]
@@ -65,6 +67,17 @@ class PercentileNormClipServer(SharedServer):
 
     name: ClassVar[str] = "percentile-norm-clip-server"
     clipper = PercentileNormClip
+
+
+class MadClipServer(SharedServer):
+    """Keep median and deviation of all clients' norms, for `mad-clip` with ``shared = true``.
+
+    Both, of the last rounds that hold `window` norms, are those of a sketch: the median within
+    3 %, and the deviation within 3 % of the norms that it is of.
+    """
+
+    name: ClassVar[str] = "mad-clip-server"
+    clipper = MadClip
 
 
 class AdaptiveClipServer(SharedServer):

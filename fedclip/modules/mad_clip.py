@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mad-clip`: a limit from median and median absolute deviation of past norms."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Unpack
+
+from fedclip import parameters
+from fedclip.modules.common import Remembering
+from fedclip.modules.sharing import SharedClipper
+from fedclip.privacy import kinds
+from fedclip.rules.mad import Mad
+from fedclip.rules.quantiles import check_window
+from fedclip.transforms import Transform
+
+__all__ = ["MadClip"]
+
+
+class MadClip(SharedClipper):
+    """Limit at three median absolute deviations above the median of past norms.
+
+    No burst of spikes moves it that fills less than half of the window, and norms that have
+    risen for good are followed within half a window.
+
+    ::
+
+        Init(mad_factor, window, min_mad, warmup, warmup_factor):
+            history = empty
+        Step(grads):
+            for each group of tensors:
+                n = norm(group)
+                median = median of history
+                spread = 1.4826 * median of abs(history - median)
+                limit = warmup_factor * median of the last five norms, until there are `warmup`
+                        median + mad_factor * max(spread, min_mad * median), afterwards
+                append min(n, 2 * limit) to history, the last `window` norms
+                group *= min(1, limit / n)
+
+    Parameters
+    ----------
+    mad_factor : float, default=3.0
+        Number of deviations above the median, > 0; the deviation is scaled by 1.4826, so that it
+        is the standard deviation of normal norms.
+    window : int, default=64
+        Number of norms that are remembered, from 3 to 65,536.
+    min_mad : float, default=0.1
+        The deviation counts as this many times the median at least, >= 0, so that norms that
+        hardly vary can still grow.
+    feedback : {"clipped", "raw", "none"}, default="clipped"
+        What the history learns from a spike: twice its limit, its norm, or nothing.
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at the first
+        gradient, if a pattern matches no tensor.
+
+    Notes
+    -----
+    State: the last norms and the count of each group, and its last five norms once more; a
+    client's rounds continue each other, and a run that is saved and resumed gives the same
+    outputs, bit for bit.
+
+    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
+    same Vector comes back; NaN and infinity never reach the history. Only `max_norm` bounds a
+    sensitivity.
+
+    Norms that are all equal give a limit 30 % above them (``mad_factor * min_mad``); norms that
+    are all 0 give none, and the group stays in warm-up.
+
+    References
+    ----------
+    Hampel, 1974, "The influence curve and its role in robust estimation",
+    doi:10.1080/01621459.1974.10482962.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> clip = MadClip(warmup=3)
+    >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 1.0, 1.2, 0.9, 20.0):
+    ...     out = clip.run(NumpyVector({"w": np.array([norm])}))
+    >>> round(float(out.coefs["w"][0]), 4)
+    1.4448
+    """
+
+    name: ClassVar[str] = "mad-clip"
+    guarantee = kinds.learnt_limit
+    shared_settings: ClassVar[tuple[str, ...]] = (
+        "mad_factor",
+        "window",
+        "min_mad",
+        "feedback",
+        "warmup",
+        "scope",
+        "exclude",
+        "ord",
+    )
+
+    def __init__(
+        self,
+        mad_factor: float = 3.0,
+        *,
+        window: int = 64,
+        min_mad: float = 0.1,
+        feedback: str = "clipped",
+        **common: Unpack[Remembering],
+    ) -> None:
+        self.mad_factor = parameters.positive(mad_factor=mad_factor)
+        self.window = check_window(3, window)
+        self.min_mad = parameters.non_negative(min_mad=min_mad)
+        self.feedback = parameters.choice(("clipped", "raw", "none"), feedback=feedback)
+        super().__init__(**common)
+
+    def build(self) -> Transform:
+        """Return what the clipper is made of."""
+        parameters.raw_if_current(self.include_current, self.feedback)
+        return self._clipping(Mad, given=False)
