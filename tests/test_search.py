@@ -18,7 +18,8 @@ from fedclip.testing import to_vector
 # The benchmarks are no part of the package.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.search import __main__ as search
+from benchmarks.search import trials as search
+from benchmarks.search.__main__ import main
 from benchmarks.search.gradients import (
     LAYOUTS,
     RANGES,
@@ -194,7 +195,7 @@ def dense(tensor: Tensor) -> np.ndarray:
 
 
 def test_a_trial_can_be_run_again(capsys: pytest.CaptureFixture[str]) -> None:
-    assert search.main(["--seed", "5", "--trial", "3", "--frameworks", "numpy"]) == 0
+    assert main(["--seed", "5", "--trial", "3", "--frameworks", "numpy"]) == 0
     assert isinstance(capsys.readouterr().out, str)
     one, other = ([b.kind for b in search.trial(5, 3, ["numpy"])] for _ in range(2))
     assert one == other
