@@ -75,27 +75,30 @@ _HOMES = {
 __all__ = sorted([*_HOMES, "__version__"])
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        try:
-            if _HOMES[name] not in ("errors", "records"):
-                # All other names need declearn. Import it here: two threads that import it from
-                # within different modules of fedclip would wait for each other.
-                import_module("declearn")
-            value = getattr(import_module(f"fedclip.{_HOMES[name]}"), name)
-        except ImportError as exc:
-            if (exc.name or "").partition(".")[0] == "fedclip":
-                raise
-            raise ImportError(
-                f"fedclip.{name} needs declearn, which can not be imported: {exc}; "
-                "pip install 'declearn>=2.9.1,<3'",
-                name=exc.name,
-            ) from exc
-        globals()[name] = value
-        return value
-    if not name.startswith("_") and find_spec(f"fedclip.{name}"):
-        return import_module(f"fedclip.{name}")
-    raise AttributeError(f"module 'fedclip' has no attribute {name!r}{nearest(name, __all__)}")
+# Type checkers, which read the imports above, would believe in any name with it.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            try:
+                if _HOMES[name] not in ("errors", "records"):
+                    # All other names need declearn. Import it here: two threads that import it from
+                    # within different modules of fedclip would wait for each other.
+                    import_module("declearn")
+                value = getattr(import_module(f"fedclip.{_HOMES[name]}"), name)
+            except ImportError as exc:
+                if (exc.name or "").partition(".")[0] == "fedclip":
+                    raise
+                raise ImportError(
+                    f"fedclip.{name} needs declearn, which can not be imported: {exc}; "
+                    "pip install 'declearn>=2.9.1,<3'",
+                    name=exc.name,
+                ) from exc
+            globals()[name] = value
+            return value
+        if not name.startswith("_") and find_spec(f"fedclip.{name}"):
+            return import_module(f"fedclip.{name}")
+        raise AttributeError(f"module 'fedclip' has no attribute {name!r}{nearest(name, __all__)}")
 
 
 def __dir__() -> list[str]:
