@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Check", "Finding", "brief", "text_of"]
+__all__ = ["Check", "Finding", "brief", "read_toml", "text_of"]
 
 Level = Literal["ok", "note", "problem"]
 
@@ -78,3 +79,17 @@ def text_of(exc: BaseException) -> str:
     """Return an exception's message; a KeyError would quote its own."""
     text = str(exc.args[0]) if isinstance(exc, KeyError) and exc.args else str(exc)
     return text if len(text) <= 400 else text[:399] + "…"
+
+
+def read_toml(check: Check, path: Path, where: str) -> dict[str, Any] | None:
+    """Parse a TOML file as declearn does, where nan means None; report what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file, parse_float=lambda s: None if s == "nan" else float(s))
+    except RecursionError:
+        check.add("problem", where, f"{path.name} nests its values too deeply")
+    except ValueError as exc:  # no TOML, no UTF-8, or an int of thousands of digits
+        check.add("problem", where, f"{path.name} is not valid TOML: {text_of(exc)}")
+    except OSError as exc:
+        check.add("problem", where, f"{path} can not be read: {exc.strerror}")
+    return None
