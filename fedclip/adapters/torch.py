@@ -218,8 +218,8 @@ def attach(
     >>> handle = attach(optimizer, ZScoreClip(), model.named_parameters())
     >>> model(torch.ones(1, 2)).sum().backward()
     >>> optimizer.step()
-    >>> handle.last.clipped
-    (True,)
+    >>> round(handle.last.norm_before[0], 3)
+    1.732
     >>> handle.remove()
     """
     return ClipHandle(optimizer, clipper, named_parameters)
