@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 from pathlib import Path
 from typing import Any
 
+import federation_liars
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from declearn.dataset import InMemoryDataset
@@ -106,12 +108,30 @@ def lie() -> None:
     TrainingManager.training_round = lying  # type: ignore[method-assign]
 
 
+def forge_replies(seed: int) -> None:
+    """Send anything in the place of a reply, each round something else."""
+    rng = random.Random(seed)
+
+    def lying(self: TrainingManager, message: TrainRequest) -> TrainReply | Error:
+        reply = honest(self, message)
+        assert isinstance(reply, TrainReply)
+        federation_liars.SHAPES = dict(reply.updates.updates.shapes())
+        forged = federation_liars.forge(rng, reply)
+        reply.serialize = lambda: forged  # type: ignore[method-assign]
+        return reply
+
+    honest = TrainingManager.training_round
+    TrainingManager.training_round = lying  # type: ignore[method-assign]
+
+
 def client(name: str, settings: Settings) -> None:
     setup_client_loggers(name)
     i = int(name.rpartition("_")[2])
     secagg = settings.get("secagg")
     if settings.get("liar") == i:
         lie()
+    if settings.get("forger") == i:
+        forge_replies(settings["seed"])
     rng = np.random.default_rng(i)
     data = rng.normal(size=(60, 4)) * settings.get("scale", [1.0] * 9)[i]
     keys: Any = None

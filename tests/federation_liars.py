@@ -21,6 +21,8 @@ FIELDS = {
     FedclipSharedCounts: ("counts",),
     FedclipSharedState: ("version", "settings", "max_steps", "labels", "state", "fedclip"),
 }
+SHAPES: dict[str, tuple[int, ...]] = {"w": (2,), "b": ()}
+"""The two tensors of the model."""
 DTYPES = (
     *("float64", "float32", "float16", "int64", "uint8", "bool"),
     *("complex64", "complex128", ">f8", "M8[s]", "uint64"),
@@ -76,13 +78,14 @@ def anything(rng: random.Random, depth: int = 0) -> Any:
 
 
 def vector(rng: random.Random, depth: int = 0) -> Any:
-    """Return a vector, mostly of the tensors of the model, `w` of shape (2,) and `b` of ()."""
+    """Return a vector, mostly of the tensors of the model."""
     if rng.random() < 0.2:
         made = NumpyVector({})
         made.coefs = anything(rng, depth + 1)
         return made
-    names = rng.choice([("w", "b"), ("w", "b"), ("b", "w"), ("w",), ("w", "b", "c"), ()])
-    shapes = {"w": (2,), "b": (), "c": (1,)}
+    w, b = SHAPES
+    names = rng.choice([(w, b), (w, b), (b, w), (w,), (w, b, "c"), ()])
+    shapes = {**SHAPES, "c": (1,)}
     return NumpyVector(
         {
             name: array(rng, shapes[name]) if rng.random() < 0.9 else anything(rng, 3)

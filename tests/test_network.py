@@ -81,6 +81,49 @@ def test_a_client_that_falls_silent(tmp_path: Path) -> None:
     assert "the server has ended: no answer from 'client_1'" in run.said("client_0")
 
 
+SHARED: dict[str, Any] = {
+    "aggregator": "clipped-averaging",
+    "client_opt": {
+        "lrate": 0.5,
+        "modules": [["zscore-clip", {"shared": True}], "update-clip-client"],
+    },
+    "server_opt": {
+        "lrate": 1.0,
+        "modules": ["zscore-clip-server", ["update-clip-server", {"start_norm": 0.2}]],
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("protocol", ["websockets", WATCHFUL])
+def test_a_client_that_sends_anything_ends_nothing(
+    tmp_path: Path, protocol: str, seed: int
+) -> None:
+    """Over real sockets, from the first round on; honest clients are not even warned of."""
+    rounds = 40
+    run = complete(
+        tmp_path,
+        protocol=protocol,
+        optim=SHARED,
+        forger=1,
+        seed=seed,
+        sampler={"strategy": "named-clients"},
+        run={"rounds": rounds},
+    )
+    assert run.state()["round"] == rounds
+    weights = run.result()["weights"]
+    assert all(np.isfinite(w).all() for w in weights.values())
+    # Each round moves the model by no more than its bound.
+    assert np.linalg.norm(np.concatenate(list(weights.values()))) < rounds
+    shared = next(s for name, s in run.result()["modules"] if name == "zscore-clip-server")
+    # Two honest clients, six steps each.
+    assert shared["groups"]["all"]["count"] >= 12
+    ours = [line for line in run.said("server").splitlines() if "fedclip" in line]
+    assert any("client_1" in line for line in ours)
+    assert not any("client_0" in line or "client_2" in line for line in ours)
+
+
 @pytest.mark.slow
 def test_an_interrupt_of_the_server_ends_everybody(tmp_path: Path) -> None:
     with running(tmp_path, protocol=WATCHFUL, run={"rounds": 100_000}) as run:
