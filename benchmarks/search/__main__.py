@@ -12,8 +12,9 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterable
 
-from benchmarks.search.trials import CHUNK, STEPS, search, shown, trial
+from benchmarks.search.trials import CHUNK, STEPS, Breach, search, shown, trial
 from fedclip.testing import FRAMEWORKS
 
 
@@ -34,7 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     start = time.monotonic()
 
-    def progress(done: int, broken: int) -> None:
+    def progress(done: int, broken: int, new: Iterable[Breach]) -> None:
+        for breach in new:
+            print(shown(breach), file=sys.stderr, flush=True)
         if sys.stderr.isatty() or done % 100_000 < CHUNK * STEPS:
             print(f"{done:,} gradients, {broken:,} breaches", file=sys.stderr, flush=True)
 

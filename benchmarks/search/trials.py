@@ -210,10 +210,10 @@ def search(
 
     def add(result: tuple[Counter[Any], list[Breach]], done: int) -> None:
         counts.update(result[0])
-        for breach in result[1]:
-            first.setdefault(breach.kind, breach)
+        new = {b.kind: b for b in result[1] if b.kind not in first}
+        first.update(new)
         if progress is not None:
-            progress(min(done * CHUNK, len(numbers)) * STEPS, sum(counts.values()))
+            progress(min(done * CHUNK, len(numbers)) * STEPS, sum(counts.values()), new.values())
 
     if jobs == 1:
         for done, chunk in enumerate(chunks, 1):
