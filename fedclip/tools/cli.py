@@ -337,7 +337,7 @@ def demo(
     ] = 0,
     timeout: Annotated[
         float, typer.Option(min=1, help="Seconds after which one training is given up.")
-    ] = 120.0,
+    ] = 600.0,
 ) -> None:
     """Train over three hospitals, without clipping and with; print a table, write a plot."""
     from rich.console import Console

@@ -69,7 +69,7 @@ rounds = {rounds}
 [run.register]
 min_clients = {clients}
 max_clients = {clients}  # without it, registration lasts its whole timeout
-timeout = 60
+timeout = 600
 
 [run.training]
 batch_size = 8
@@ -122,7 +122,7 @@ def run_demo(
     *,
     rounds: int = 15,
     port: int = 0,
-    timeout: float = 120.0,
+    timeout: float = 600.0,
     console: Console | None = None,
 ) -> list[Result]:
     """Train in all three ways, print the table, write the plot.
