@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one step, and one round, reports.
+"""Records of single steps, and of rounds.
 
-Steps are only noted down while training runs; they are added up when a round ends or somebody
-looks. A round keeps counts, extremes, and a sketch of the norms (`fedclip.measures.sketch`), so
-that every quantile of the norms is known within 1 %, and nothing grows with the number of steps.
+During training, a recorder only notes the numbers of each step. It adds them up when a round ends
+or when somebody reads the records. A round keeps counts, extremes and a sketch of the norms
+(`fedclip.measures.sketch`), which gives every quantile within 1 % and does not grow with the
+number of steps.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ __all__ = ["Recorder", "RoundRecord", "StepRecord", "read_rounds"]
 ALL = "all"
 _SKETCH = Sketch(error=0.01)
 _ROUNDS = 100
-# Of the groups of a scope, the last rounds only: hundreds of tensors × hundreds of rounds are
-# more than a checkpoint should carry.
+# Keep only the last rounds of the groups of a scope: hundreds of tensors × hundreds of rounds are
+# too much for a checkpoint.
 _GROUP_ROUNDS = 2
 _BUFFER = 256
 _LAZY_BUFFER = 4096
@@ -36,14 +37,14 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class StepRecord:
-    """What one step did, group by group; read off a device when it is looked at, not before.
+    """What one step did to each group; numbers stay on their device until you look at them.
 
     Attributes
     ----------
     groups : tuple of str
         Labels of the groups of the scope.
     nonfinite : tuple of str
-        Names of the tensors that held NaN or infinity, where they were told apart.
+        Names of the tensors that held NaN or infinity, if known.
     """
 
     __slots__ = ("_clipped", "_limit", "_norms", "groups", "nonfinite")
@@ -172,10 +173,10 @@ class _Batch(NamedTuple):
 
 
 def _batches(norms: Floats, limits: Floats, clipped: Bools) -> Iterator[_Batch]:
-    """Yield a batch for each column of arrays of (steps, groups), worked out for all at once."""
+    """Yield a batch for each column of arrays of (steps, groups), computed for all at once."""
     steps = len(norms)
     finite = np.isfinite(limits)
-    # The last finite limit of each group, and infinity where there is none.
+    # The last finite limit of each group, or infinity.
     last = steps - 1 - np.argmax(finite[::-1], axis=0)
     buckets = np.full(norms.shape, _ZERO)
     positive = norms > 0
@@ -206,7 +207,7 @@ def _most(a: float | None, b: float) -> float:
 
 
 class Recorder:
-    """Notes down steps, and adds them up when asked."""
+    """Notes the numbers of each step, and adds them up on demand."""
 
     def __init__(self) -> None:
         self.round = 0
@@ -229,10 +230,10 @@ class Recorder:
         *,
         lazy: bool = False,
     ) -> None:
-        """Note down one step: one number for each label.
+        """Note one step: one number for each label.
 
-        Numbers on a device are `lazy`: they are left there for as long as nobody looks (or
-        thousands of steps), and may turn out to be of a step that was not finite.
+        Numbers on a device are `lazy`: they stay there until somebody looks (or for thousands of
+        steps), and may turn out to belong to a step that was not finite.
         """
         if labels != self._labels:
             self._flush()
@@ -290,7 +291,7 @@ class Recorder:
             return
         for label, batch in zip(self._labels, _batches(norms, limits, clipped), strict=True):
             self._record(label).add(batch)
-        # The whole gradient has no single limit; its norm is that of the groups' norms.
+        # The whole gradient has no single limit; its norm is the L2 norm of the groups' norms.
         peak = np.maximum(norms.max(axis=1, keepdims=True), np.finfo(np.float64).tiny)
         total = np.sqrt(np.square(norms / peak).sum(axis=1, keepdims=True))
         # Norms near the largest float may have one beyond it; a rounding must not bring that back.

@@ -5,12 +5,12 @@ A rule is pure arithmetic, vectorised over groups, with no Python branch on a va
 
     limits, state = rule(norms, state, xp)
 
-`norms` holds one number for each group, `state` is a NamedTuple of such arrays, and `xp` offers
-the operations of `fedclip.arrays.Arithmetic` (``where, sqrt, minimum, ...``). The same text thus
+`norms` holds one number for each group, `state` is a NamedTuple of such arrays, and `xp` has
+the operations of `fedclip.arrays.Arithmetic` (``where, sqrt, minimum, ...``). So the same code
 runs on host arrays, on a device without a synchronisation, under ``jax.jit`` and in a
-``tf.function``. Its hyper-parameters are the fields of a frozen dataclass.
+``tf.function``. A rule is a frozen dataclass, whose fields are its hyper-parameters.
 
-A rule never sees NaN or infinity: who calls it keeps such steps away from the statistics.
+A rule never sees NaN or infinity: the caller keeps such steps away from the statistics.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["CLEAR", "Judgement", "NoState", "Rule", "State"]
 
 
 CLEAR = 1.0 + 4e-6
-"""Times a norm: a limit that the norm is below, whatever its uncertainty."""
+"""A norm is surely below this many times itself, whatever its uncertainty."""
 
 
 class NoState(NamedTuple):
@@ -35,22 +35,22 @@ State = Any
 
 
 class Judgement(NamedTuple):
-    """What a rule says of the norms of one step."""
+    """A rule's answer to the norms of one step."""
 
     limits: Array
     """The limit of each group."""
     seen: Array
-    """What statistics learn from each group."""
+    """The norm that the statistics learn from each group."""
     ready: Array
-    """The groups that there is something to judge by."""
+    """The groups that have statistics to judge by."""
     skipped: Array | None = None
-    """The groups from which they learn nothing; None where there are none of that kind."""
+    """The groups from which the statistics learn nothing; None if there are none."""
     unclipped: Array | None = None
-    """1 where a norm is at most the limit, else 0; of a rule that counts "bits"."""
+    """1 for a norm of at most the limit, else 0; only from rules that count "bits"."""
 
 
 class Rule(Protocol):
-    """What `fedclip.transforms.norm` asks of a rule."""
+    """The protocol of rules, as `fedclip.transforms.norm` uses it."""
 
     def init(self, groups: int, xp: Arithmetic) -> State:
         """Return the state before the first step."""

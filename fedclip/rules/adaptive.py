@@ -44,22 +44,22 @@ def geometric_update(
     limit
         The limit that the norms were compared with.
     unclipped
-        Fraction of the norms that were at most the limit, in [0, 1]; noisy ones may be outside.
+        Fraction of the norms that were at most the limit, in [0, 1]; with noise it may be outside.
     quantile
-        Fraction that is aimed at.
+        Target of that fraction.
     rate
         Size of the step, in logarithms.
     min_norm, max_norm
         Bounds of the limit.
     xp
-        Arithmetic of `limit` and `unclipped`; that of Python floats if not given.
+        Arithmetic of `limit` and `unclipped`; that of Python floats by default.
     """
     moved = limit * xp.exp(-rate * (unclipped - quantile))
     return xp.minimum(xp.maximum(moved, min_norm), max_norm)
 
 
 class AdaptiveState(NamedTuple):
-    """The limit, and how many norms since its last update were below it, and were there."""
+    """The limit, and the numbers of norms since its last update: those below it, and all."""
 
     limit: Array
     unclipped: Array
@@ -77,9 +77,9 @@ class Adaptive:
         after `every` norms:
             limit <- geometric_update(limit, unclipped / count);  unclipped = count = 0
 
-    A limit of 0 is one that is not known yet. In a federation (`merge`) a round adds what all
-    clients counted, and makes one update at most; without `start_norm` the first limit is the
-    quantile of the first round, off a sketch of the norms as each client's median protects them.
+    A limit of 0 is not known yet. In a federation (`merge`) a round adds up the counts of all
+    clients, and makes at most one update. Without `start_norm`, the first limit is the quantile of
+    the first round, from a sketch of the norms; until then each client's median protects.
     """
 
     remembered: ClassVar[int | None] = 1
@@ -99,7 +99,7 @@ class Adaptive:
 
     @cached_property
     def start(self) -> Start | None:
-        """What protects groups that have no limit yet."""
+        """The protection of groups that have no limit yet."""
         return Start(self.warmup_factor) if self.start_norm is None else None
 
     def begin(self, groups: int, xp: Arithmetic) -> AdaptiveState:
@@ -164,7 +164,7 @@ class Adaptive:
             xp=xp,
         )
         due = count >= self.every
-        # A limit that norms near the end of the floats have pulled up has no next step.
+        # Keep a limit near the largest float, where the next step would overflow.
         return AdaptiveState(
             xp.where(due & xp.isfinite(moved), moved, limit),
             xp.where(due, 0.0 * unclipped, unclipped),

@@ -37,7 +37,7 @@ class AutoMarkersState(NamedTuple):
 
 
 class AutoWindowState(NamedTuple):
-    """The norms that the median is of, and mean, variance and count of all norms."""
+    """The last norms, for the median, and mean, variance and count of all norms."""
 
     window: Array
     mean: Array
@@ -46,7 +46,7 @@ class AutoWindowState(NamedTuple):
 
 
 class AutoGivenState(NamedTuple):
-    """The median as somebody else knows it, and mean, variance and count of all norms."""
+    """A median from elsewhere, and mean, variance and count of all norms."""
 
     level: Array
     mean: Array
@@ -56,7 +56,7 @@ class AutoGivenState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(History):
-    """Limits at so many standard deviations above the median.
+    """Limits at a number of standard deviations above the median.
 
     ::
 
@@ -134,7 +134,7 @@ class Auto(History):
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         count = state.count + 1.0
         delta = seen - state.mean
-        # Welford's update, until the past has the weight that it keeps.
+        # Welford's update, until the past has its final weight.
         weight = 1.0 / count if self.decay is None else xp.maximum(1.0 / count, 1 - self.decay)
         mean = state.mean + delta * weight
         variance = state.variance + (delta * (seen - mean) - state.variance) * weight

@@ -33,7 +33,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Given:
-    """Limits that are known already, as an array of the framework of the norms."""
+    """Limits that are known in advance, as an array of the framework of the norms."""
 
     limits: Array
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Limits of single elements that follow from past gradients.
 
-A rule is a pure function of a piece of a gradient, the same piece of what has been kept of the
-past, and the number of gradients that this tensor has had before::
+A rule is a pure function of a piece of a gradient, the same piece of the tensor's past, and the
+number of gradients that the tensor had before::
 
     output, limits, past = rule(values, past, count)
 
-Elements do not depend on each other, so the pieces may be cut anywhere. Values are finite, and
-outputs lie within the limits, exactly; what is kept stays finite too.
+Elements do not depend on each other, so a gradient may be cut into any pieces. Values are finite.
+Outputs lie exactly within the limits, and the past stays finite too.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ __all__ = ["ElementRule", "EmaValue", "GrowthValue", "blend", "step_size"]
 
 
 class ElementRule(Protocol):
-    """What `fedclip.transforms.value.PastClipping` asks of a rule."""
+    """The protocol of these rules, as `fedclip.transforms.past.PastClipping` uses it."""
 
     def __call__(
         self, values: HostView, past: HostView, count: float
     ) -> tuple[HostView, HostView, HostView]:
-        """Return outputs, limits, and the past from now on; `past` is zero if `count` is."""
+        """Return outputs, limits and the new past; `past` is zero if `count` is 0."""
 
 
 def step_size(decay: float, debias: bool, count: float) -> float:
-    """Return the weight of a new value in a moving average that has seen `count` of them.
+    """Return the weight of a new value in a moving average of `count` values.
 
-    With ``debias``, averages that start at zero are divided by ``1 - decay^t``, which is to
-    start with a plain mean: the weight falls from 1 to ``1 - decay``.
+    ``debias`` divides an average that starts at zero by ``1 - decay^t``. This equals starting with
+    a plain mean: the weight falls from 1 to ``1 - decay``.
     """
     return (1 - decay) / (1 - decay ** (count + 1)) if debias else 1 - decay
 
 
 def blend(mean: HostView, values: HostView, weight: float) -> HostView:
-    """Return ``mean + weight (values - mean)``; a difference can not overflow on the way."""
+    """Return ``mean + weight (values - mean)``, without overflow of the difference."""
     half = (0.5 * weight) * values - (0.5 * weight) * mean
     return mean + half + half
 
@@ -106,7 +106,7 @@ class GrowthValue:
         if self.mul is not None:
             grown = floor * self.mul
             if not self.min_value:
-                # Without a floor, a zero would stay one for ever; it counts as not yet seen.
+                # Without a floor a zero could never grow: treat it as not yet seen.
                 grown[floor == 0] = np.inf
             np.minimum(limits, grown, out=limits)
         output = _boxed(values, limits)

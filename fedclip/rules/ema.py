@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A limit at so many times the moving average of the norms seen so far.
+"""A limit at a multiple of the moving average of the norms seen so far.
 
 Wang et al., 2025, "AdaGC: improving training stability for large language model pretraining",
 arXiv:2502.11034.
@@ -42,15 +42,15 @@ class Ema(History):
         limit     = min(limit, max_norm)
         u         = min(x, limit) | x | no update on a spike     (feedback)
 
-    A norm of 0 is not learnt. Estimators, for the first `warmup` norms and then for each u:
+    The mean does not learn a norm of 0. Estimators, for the first `warmup` norms, then for each u:
 
     - "adagc": the smallest u but 0;  mean <- d mean + (1-d) u
     - "drytorch": the mean of the warm-up, without one a start at 0;
       mean <- d mean + (1-d) u
 
-    During warm-up the limit is `warmup_norm`: of each group, or (`joint_warmup`) of the L2 norm
-    of all groups together, of which each has its share. A mean of 0 is no scale to judge by, so
-    that a group whose norms have all been 0 is still in warm-up.
+    During warm-up `warmup_norm` is the limit of each group, or (`joint_warmup`) of the L2 norm of
+    all groups together, of which each group gets its share. A group whose norms have all been 0
+    stays in warm-up, because a mean of 0 is no scale to judge by.
 
     In a federation, for the N norms of a round and their mean m (`merge`): during warm-up the
     smallest m but 0 ("adagc") or the mean of all norms ("drytorch"); afterwards
@@ -86,7 +86,7 @@ class Ema(History):
         )
         passed = xp.minimum(xp.where(ready, norms, warmed), limits)
         seen = norms if self.feedback == "raw" else passed
-        # A norm of 0 says nothing of the scale, and would only pull the mean down.
+        # A norm of 0 says nothing about the scale, and would only pull the mean down.
         nothing = norms <= 0
         skipped = nothing | spike if self.feedback == "none" else nothing
         return Judgement(limits, seen, ready, skipped)
@@ -115,7 +115,7 @@ class Ema(History):
         return self.known(max(self.ratio, 1.0) * state.mean, ready)
 
     def _warm(self, norms: Array, xp: Arithmetic) -> tuple[Array | float, Array]:
-        """Return the limit during warm-up, and the norm of what such a step lets through."""
+        """Return the limit during warm-up, and the norm after clipping to it."""
         if self.warmup_norm is None:
             return math.inf, norms
         if not self.joint_warmup:

@@ -14,7 +14,7 @@ __all__ = ["Growth", "GrowthState"]
 
 
 class GrowthState(NamedTuple):
-    """The norm after clipping of the step before; 0: there was none."""
+    """The norm of the step before, after clipping; 0 if there was none."""
 
     previous: Array
 
@@ -53,7 +53,7 @@ class Growth:
             threshold = previous * self.mul
         if self.add is not None:
             threshold = xp.minimum(threshold, previous + self.add)
-        # From 0 nothing could grow, so what follows it is a first step again.
+        # No norm can grow from 0: the step after a norm of 0 is a first step again.
         ready = previous > 0
         limits = limits_of(
             norms,

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rules have in common whose limit follows from the norms seen so far.
+"""The common part of all rules whose limit follows from the norms seen so far.
 
 ::
 
     limits, seen, skipped = judge(norms, state)
-    (protected while there is nothing to judge by: `fedclip.rules.start`)
-    state                 = observe(seen, state), but for the groups that are skipped
+    (while a group has no statistics, `fedclip.rules.start` protects it)
+    state                 = observe(seen, state), except for skipped groups
 
-or, where the current norm is included, ``state = observe(norms, state)`` first. And of a limit::
+If the current norm is included, ``state = observe(norms, state)`` comes first. The limit is::
 
-    limit = target                         of a spike
-            threshold, and clear of n      of what is none
-            warmup_norm                    while there is nothing to judge by
+    limit = target                              for a spike
+            threshold, and well above n         for any other norm
+            warmup_norm                         without statistics
     limit = min(limit, max_norm)
 """
 
@@ -33,29 +33,29 @@ from fedclip.rules.start import Start, state_of
 __all__ = ["TINY", "History", "choose", "limits_of"]
 
 TINY = 1.2e-38
-"""The smallest normal float32: divides where 0 would, on every device."""
+"""The smallest normal float32: a divisor in place of 0, on every device."""
 
 S = TypeVar("S", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True, kw_only=True)
 class History(ABC):
-    """A rule that judges each norm by those before it, or by itself too.
+    """A rule that judges each norm by those before it, or by itself as well.
 
     Attributes
     ----------
     feedback
-        What is learnt of a spike: "clipped", "raw" or "none".
+        What the statistics learn from a spike: "clipped", "raw" or "none".
     include_current
-        Whether a norm is learnt before it is judged.
+        Whether the statistics learn a norm before the rule judges it.
     warmup, warmup_norm
-        Number of norms before which there is nothing to judge by, and the limit until then.
+        Number of norms that the statistics need, and the limit until then.
     warmup_factor
-        Limit until then, in medians of what has been seen; None for none.
+        Limit until then, as a multiple of the median of the last norms; None for none.
     max_norm
         Limit at every step.
     eps
-        Added to the norm where it is compared with a limit.
+        Added to the norm when it is compared with a limit.
     """
 
     feedback: str
@@ -68,7 +68,7 @@ class History(ABC):
 
     @cached_property
     def start(self) -> Start | None:
-        """What protects groups that are not ready, if anything."""
+        """The protection of groups that are not ready, if any."""
         if self.warmup_factor is None:
             return None
         return Start(self.warmup_factor, raw=self.feedback == "raw")
@@ -99,7 +99,7 @@ class History(ABC):
 
     @abstractmethod
     def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
-        """Return the limits, and what is to be learnt."""
+        """Return the limits, and what the statistics should learn."""
 
     @abstractmethod
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
@@ -116,7 +116,7 @@ class History(ABC):
         target: Array,
         before: Array | float | None = None,
     ) -> Array:
-        """Return the limits; `before` is that of groups that are not ready, if it is special."""
+        """Return the limits; `before` is the limit of groups that are not ready, if not default."""
         if before is None:
             before = math.inf if self.warmup_norm is None else self.warmup_norm
         return limits_of(
@@ -124,7 +124,7 @@ class History(ABC):
         )
 
     def known(self, highest: Floats, ready: Array) -> Floats:
-        """Return the most that can be learnt of one norm: `highest`, where a group is ready."""
+        """Return the largest norm that the statistics can learn: `highest`, for ready groups."""
         return np.where(ready & (self.feedback != "raw"), highest, math.inf)
 
 
@@ -139,8 +139,8 @@ def limits_of(
     max_norm: float | None,
     eps: float,
 ) -> Array:
-    """Return the limits, once it is known what is a spike and which groups are ready."""
-    # What is no spike is clear of its limit, and need not be measured again to be sure.
+    """Return the limits, given which norms are spikes and which groups are ready."""
+    # Keep the limit of other norms well above them, so that they are not measured again.
     judged = xp.where(spike, target, xp.maximum(threshold, CLEAR * (norms + eps)))
     limits = xp.where(ready, judged, before)
     return limits if max_norm is None else xp.minimum(limits, max_norm)

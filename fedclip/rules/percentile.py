@@ -31,9 +31,9 @@ class Percentile(History):
         limit = min(limit, max_norm)
         u     = min(x, 2 * quantile) | x            (feedback)
 
-    If norms were learnt at the limit itself, none would ever be above a limit, and no limit
-    would ever rise. A quantile hardly asks how far above it a norm is, so twice the limit
-    changes little, until there is a burst of spikes.
+    A spike is learnt as twice the limit. If it were learnt as the limit itself, no norm learnt
+    would ever be above the limit, and the limit could not rise. A quantile hardly depends on how
+    far above it a norm is, so twice the limit changes little until there is a burst of spikes.
 
     In a federation (`merge`) the quantile is that of the sketch of all clients' norms.
     """

@@ -7,11 +7,11 @@ estimator      quantile                                                         
 `Window`       exact, of the last so many norms                                    the window
 `Markers`      P2: approximate, of all norms                                       8 numbers
 `Stream`       approximate, follows norms that change                              2 numbers
-`Given`        as somebody else has merged it, for a federation                    1 number
+`Given`        from the server of a federation                                     1 number
 =============  ==================================================================  ============
 
-Each reads and replaces its own fields of a state, whatever else that holds; `count`, the number
-of norms seen, is moved on by the rule.
+Each estimator reads and replaces its own fields of a state, which may hold others. The rule
+updates `count`, the number of norms seen.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 LARGEST = 65_536
-"""Largest size of a window: what a state can still carry, and a step sort in a millisecond."""
+"""Largest size of a window: a state can still hold it, and a step sorts it in a millisecond."""
 
 
 def check_window(low: int, window: int) -> int:
@@ -64,13 +64,13 @@ class Quantile(Protocol):
         """Number of norms before which there is no estimate."""
 
     def init(self, groups: int, xp: Arithmetic) -> State:
-        """Return its own fields, and `count`, before the first norm."""
+        """Return the estimator's own fields, and `count`, before the first norm."""
 
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         """Return the state after a norm, `count` left as it is."""
 
     def estimate(self, state: State, xp: Arithmetic) -> Array:
-        """Return the quantile; anything finite while there is none."""
+        """Return the quantile; any finite number while there is no estimate."""
 
 
 class WindowState(NamedTuple):
@@ -89,7 +89,7 @@ class Window:
     least: int = 1
 
     def init(self, groups: int, xp: Arithmetic) -> WindowState:
-        # The norms of a group side by side in memory, as they are compared with each other.
+        # Keep the norms of a group side by side in memory: sorting compares them.
         window = np.zeros((groups, self.size)).T
         return WindowState(xp.asarray(window), xp.asarray([0.0] * groups))
 
@@ -105,7 +105,7 @@ class Window:
 
 
 class MarkersState(NamedTuple):
-    """Heights of the five markers, positions of the inner three, and how many norms there were."""
+    """Heights of the five markers, positions of the inner three, and the number of norms."""
 
     h0: Array
     h1: Array
@@ -123,13 +123,13 @@ class Markers:
     """The P2 algorithm (Jain & Chlamtac, 1985, doi:10.1145/4372.4378).
 
     Five markers stand at the minimum, the quantiles p/2, p and (1+p)/2, and the maximum. Each
-    norm moves the positions on; an inner marker that is a whole place or more from where it
-    should be is moved by one, its height along the parabola through it and its neighbours::
+    norm changes the positions. If an inner marker is a whole place or more from where it should
+    be, it moves by one place, and its height follows the parabola through it and its neighbours::
 
         h_i += s / (n_i+1 - n_i-1) * (  (n_i - n_i-1 + s) (h_i+1 - h_i) / (n_i+1 - n_i)
                                       + (n_i+1 - n_i - s) (h_i - h_i-1) / (n_i - n_i-1) )
 
-    or, where that is not between theirs, along the line to the neighbour on that side.
+    If that height is not between theirs, it follows the line to the neighbour on that side.
     """
 
     quantile: float
@@ -143,7 +143,7 @@ class Markers:
         heights = [state.h0, state.h1, state.h2, state.h3, state.h4]
         first = self._insert(seen, heights, state.count, xp)
         few = state.count < 5
-        # While they are not all there, any heights in order do: the result is not used.
+        # Before five norms, any ordered heights will do: the result is not used.
         ordered = [xp.where(few, float(k), h) for k, h in enumerate(heights)]
         n = [1.0, state.n1, state.n2, state.n3, xp.maximum(state.count + 1.0, 6.0)]
         moved = self._move(seen, ordered, n, xp)
@@ -156,7 +156,7 @@ class Markers:
 
     @staticmethod
     def _insert(seen: Array, heights: list[Array], count: Array, xp: Arithmetic) -> list[Array]:
-        """Return the first five norms in order, 0 where there is none yet."""
+        """Return the first five norms in order, with 0 for those still missing."""
         result = []
         for k, height in enumerate(heights):
             held = xp.where(count > k, height, math.inf)
@@ -195,7 +195,7 @@ class StreamState(NamedTuple):
 
 @dataclass(frozen=True)
 class Stream:
-    """A quantile that is moved a little by each norm, down as well as up.
+    """A quantile that each norm moves a little, down or up.
 
     ::
 
@@ -204,8 +204,8 @@ class Stream:
         level  <- level + rate * spread * (p - [x < level]),  but not past x
 
     with ``w = decay``. At the start the steps are longer, so that a first norm far off is soon
-    forgotten: ``1-w`` is ``1 / count`` at least, and the rate ``4 / count``. A norm far above
-    counts as ten times the level, so that one spike does not make the steps huge.
+    forgotten: ``1-w`` is at least ``1 / count``, and the rate at least ``4 / count``. A norm far
+    above the level counts as ten times the level, so that one spike does not make the steps huge.
     """
 
     quantile: float
@@ -226,7 +226,7 @@ class Stream:
         toward = self.quantile - xp.where(seen < level, 1.0, 0.0)
         moved = level + xp.maximum(4.0 * start, self.rate) * spread * toward
         moved = xp.minimum(xp.maximum(moved, xp.minimum(seen, level)), xp.maximum(seen, level))
-        # From a level of 0 there are no steps of any size.
+        # A level of 0 gives steps of 0: start again from the norm.
         return state._replace(level=xp.where(level == 0, seen, moved), spread=spread)
 
     def estimate(self, state: State, xp: Arithmetic) -> Array:
@@ -234,7 +234,7 @@ class Stream:
 
 
 class GivenState(NamedTuple):
-    """The quantile, and of how many norms."""
+    """The quantile, and the number of its norms."""
 
     level: Array
     count: Array
@@ -242,7 +242,7 @@ class GivenState(NamedTuple):
 
 @dataclass(frozen=True)
 class Given:
-    """A quantile that a federation's server knows, from sketches."""
+    """A quantile that a federation's server has computed from sketches."""
 
     quantile: float
     size: int | None

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule offers so that one state can serve a whole federation.
+"""The protocol of rules that share one state in a whole federation.
 
-Within a round every client judges by the state of the round's start, and only counts what it
-sees; between two rounds the state is moved on by what all of them counted together::
+During a round every client judges by the state of the round's start, and only counts its norms.
+Between two rounds the server updates the state with the counts of all clients::
 
     limits, seen = rule.judge(norms, state)        each step of each client
     state        = rule.merge(state, counted)      once a round, on the server
 
-The order in which the norms of a round came is not known, and nothing here depends on it. A
-round of a single norm moves a state as that norm would have moved it on a single machine.
+The result does not depend on the order of the norms in a round, which the server does not know. A
+round with a single norm changes the state as that norm would on a single machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Sketched(Protocol):
-    """Norms of a whole federation, as far as a sketch knows them."""
+    """The norms of a whole federation, as a sketch."""
 
     def quantile(self, p: float) -> float:
         """Return a quantile of the norms."""
@@ -37,55 +37,55 @@ class Sketched(Protocol):
 
 
 class Counted(NamedTuple):
-    """What all clients have seen in one round; one number for each group."""
+    """The counts of all clients in one round; one number for each group."""
 
     n: Floats
     """Number of norms that were learnt."""
     mean: Floats
     variance: Floats
-    """Mean and population variance of the round, where the rule asks for "moments"."""
+    """Mean and population variance of the round, for rules that count "moments"."""
     levels: Floats
-    """What the rule has read off the history, this round included: one row for each number."""
+    """The rule's `levels` of the history, this round included: one row for each number."""
     unclipped: Floats
-    """Number of norms that were at most the limit, where the rule asks for "bits"."""
+    """Number of norms of at most the limit, for rules that count "bits"."""
 
 
 class Shareable(Protocol):
-    """A rule that knows how its state follows from counts."""
+    """A rule that can update its state from counts."""
 
     @property
     def counters(self) -> tuple[str, ...]:
-        """What clients count, of "moments", "sketch" and "bits"."""
+        """What the clients count: some of "moments", "sketch" and "bits"."""
 
     def shared(self) -> Shareable:
-        """Return the rule that judges by a state that is merged elsewhere."""
+        """Return the rule for clients, which judges by the server's state."""
 
     @property
     def remembered(self) -> int | None:
-        """Of how many norms the sketch is, at least; None for all."""
+        """Least number of norms in the sketch; None for all."""
 
     def levels(self, sketch: Sketched) -> tuple[float, ...]:
-        """Return what `merge` needs to know of the history, where the rule asks for a "sketch"."""
+        """Return the numbers that `merge` needs from the history, for rules with a "sketch"."""
 
     @property
     def start(self) -> Start | None:
-        """What protects groups that are not ready, on each client by itself."""
+        """The protection of groups that are not ready, on each client separately."""
 
     @property
     def eps(self) -> float:
-        """Added to a norm where it is compared with a limit."""
+        """Added to a norm when it is compared with a limit."""
 
     def begin(self, groups: int, xp: Arithmetic) -> State:
         """Return the state before the first round."""
 
     def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
-        """Return the limits, and what is to be learnt."""
+        """Return the limits, and what the statistics should learn."""
 
     def merge(self, state: State, counted: Counted) -> State:
         """Return the state after a round; only groups with ``n > 0`` are used."""
 
     def ceiling(self, state: State) -> Floats:
-        """Return the most that a client can have learnt from one norm, infinity if anything."""
+        """Return the largest norm that a client can have learnt; infinity if there is no bound."""
 
 
 def pooled(
@@ -93,7 +93,7 @@ def pooled(
 ) -> tuple[Floats, Floats, Floats]:
     """Return count, mean and population variance of two sets of norms together.
 
-    The second set has the share of all norms that it is, and `least` at least.
+    The weight of the second set is its share of all norms, but at least `least`.
 
     Chan, Golub & LeVeque, 1983, "Algorithms for computing the sample variance".
     """

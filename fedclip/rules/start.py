@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What protects a group until its statistics are worth something: a median of its last norms.
+"""The protection of a group until it has enough statistics: a median of its last norms.
 
 ::
 
-    median    = of the last 5 norms but 0, the lower one of an even number
-    spike     = x > factor * median                 none before the second norm
-    limit     = factor * median                     while the rule has nothing to judge by
-    learnt    = x | 1.1 * median of a spike         by the median, and by the rule
+    median    = of the last 5 norms above 0, the lower one of an even number
+    spike     = x > factor * median                 from the second norm on
+    limit     = factor * median                     while the rule has no statistics
+    learnt    = x, or 1.1 * median for a spike      by the median, and by the rule
                 nothing by the rule                 before the median is of 5 norms;
-                                                    of 1, where other clients' norms count too
+                                                    of 1, if other clients' norms count too
 
-Two spikes among five norms leave the median alone, and what is learnt of more is hardly above
-it. There is no scale in it: norms that are s times as large have limits that are s times as
-large. Norms that have risen for good lift the median by a tenth every three steps.
+Two spikes among five norms do not change the median, and more spikes hardly raise it. The
+protection has no scale: norms that are s times as large get limits that are s times as large.
+Norms that have risen for good lift the median by a tenth every three steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedclip.rules import CLEAR, Judgement, State
 __all__ = ["FULL", "Start", "state_of"]
 
 FULL = 5
-"""Number of norms that the median is of."""
+"""Number of norms in the median."""
 
 _LEARNT = 1.1
 _SLOTS = ("start_1", "start_2", "start_3", "start_4", "start_5")
@@ -50,16 +50,16 @@ def state_of(name: str, statistics: State, *more: Mapping[str, Array]) -> State:
 
 @dataclass(frozen=True)
 class Start:
-    """Protection of the first norms; its fields stand in a state beside those of a rule.
+    """Protection of the first norms; its fields are in the state next to those of the rule.
 
     Attributes
     ----------
     factor
-        How many medians a norm may be.
+        Limit, as a multiple of the median.
     raw
-        Whether the rule learns norms as they are, whatever they are.
+        Whether the rule learns every norm as it is.
     least
-        How many norms must be held before the rule learns any.
+        Number of norms that the median needs before the rule learns any.
     """
 
     factor: float
@@ -67,11 +67,11 @@ class Start:
     least: int = FULL
 
     def init(self, groups: int, xp: Arithmetic) -> dict[str, Array]:
-        """Return its own fields before the first norm."""
+        """Return the protection's own fields before the first norm."""
         return dict.fromkeys((*_SLOTS, "start_held"), xp.asarray([0.0] * groups))
 
     def median(self, state: State, xp: Arithmetic) -> Array:
-        """Return the median of the norms that are held; 0 before the first."""
+        """Return the median of the last norms; 0 before the first."""
         a, b, c, d, e = (getattr(state, slot) for slot in _SLOTS)
         low = xp.maximum(xp.minimum(a, b), xp.minimum(c, d))
         high = xp.minimum(xp.maximum(a, b), xp.maximum(c, d))
@@ -80,13 +80,13 @@ class Start:
     def step(
         self, judged: Judgement, norms: Array, eps: float, state: State, xp: Arithmetic
     ) -> tuple[Judgement, State]:
-        """Return a rule's judgement with groups protected that are not ready, and the state."""
+        """Return a rule's judgement, with groups that are not ready protected, and the state."""
         ready = judged.ready
         median = self.median(state, xp)
         limit = self.factor * median
         spike = (median > 0) & (norms + eps > limit)
         learnt = xp.where(spike, _LEARNT * median, norms)
-        # What is no spike is clear of its limit.
+        # The limit of any other norm is well above it.
         clear = xp.maximum(limit, CLEAR * (norms + eps))
         limits = xp.where(spike, xp.minimum(judged.limits, limit), judged.limits)
         limits = xp.where(median > 0, xp.minimum(limits, clear), limits)
@@ -100,11 +100,11 @@ class Start:
         return protected, self.observe(learnt, state, xp)
 
     def observe(self, learnt: Array, state: State, xp: Arithmetic) -> State:
-        """Return the state after one norm of each group; norms of 0 say nothing."""
+        """Return the state after one norm of each group; norms of 0 are ignored."""
         held = state.start_held
         said = learnt > 0
-        # Before there are five, the first slots hold the smallest so far, and of two or four
-        # norms the lower one in the middle is the median.
+        # Before five norms, the empty slots hold the smallest norm so far. So the median of two
+        # or four norms is the lower one in the middle.
         _, b, c, d, e = (xp.where(held < 1, learnt, getattr(state, slot)) for slot in _SLOTS)
         slots = (
             xp.where(held < 4, xp.minimum(b, learnt), b),

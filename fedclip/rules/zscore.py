@@ -29,7 +29,7 @@ class ZScoreState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ZScore(History):
-    """Limits at so many standard deviations above the running mean.
+    """Limits at a number of standard deviations above the running mean.
 
     ::
 
@@ -84,7 +84,7 @@ class ZScore(History):
         return self.estimator == "drytorch" and self.warmup == 0
 
     def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
-        # The first norm has nothing to be judged by, except itself if it is included.
+        # There are no statistics to judge the first norm by, unless it is included itself.
         ready = state.count >= max(self.warmup, 1)
         std = xp.maximum(xp.sqrt(state.variance), self.min_std * state.mean)
         threshold = state.mean + self.z_max * (std + self.std_eps)
@@ -144,13 +144,13 @@ class ZScore(History):
             return mean + 0.0 * norms
         if self.action == "max":
             return mean + self.z_max * std
-        # Where there is no spike the z-score may be 0 or negative; the value is not used there.
+        # Without a spike the z-score may be 0 or negative; the value is then not used.
         excess = xp.maximum(norms - mean, 1.2e-38)
         return self.factor * (mean + self.z_max**2 * (std + self.std_eps) / excess * std)
 
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         after = self._update(seen, state, xp)
-        # The square of a norm may be beyond the floats; nothing is learnt from such a norm.
+        # The square of a norm may overflow; learn nothing from such a norm.
         return choose(xp.isfinite(after.variance), after, state, xp)
 
     def _update(self, seen: Array, state: State, xp: Arithmetic) -> State:
@@ -172,12 +172,12 @@ class ZScore(History):
             variance = d * state.variance + (1 - d) * (seen - mean) * (seen - mean)
         if self._starts_at_one:
             return state._replace(mean=mean, variance=variance, count=count)
-        # Warm-up: Welford's update; `variance` is that of the norms so far.
+        # Warm-up: Welford's update; `variance` is the variance of the norms so far.
         warming = state.count < max(self.warmup, 1)
         first_mean = state.mean + delta / count
         squares = state.variance * state.count + delta * (seen - first_mean)
         if self.estimator == "drytorch":
-            # Kept as a population variance until the last norm of the warm-up, like above.
+            # Keep the population variance, as above, until the last norm of the warm-up.
             last = count == self.warmup
             sample = squares / xp.maximum(count - 1.0, 1.0)
             sample = xp.where(sample > 0, sample, 1.0 + 0.0 * sample)
