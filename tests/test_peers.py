@@ -243,6 +243,32 @@ def as_lists(clip: Callable[[list[Any]], list[Any]], problem: Problem) -> list[A
     return outputs
 
 
+def keras(cls: str, config: Config, problem: Problem) -> list[Arrays]:
+    require("tensorflow")
+    optimizer = require("keras").optimizers.SGD(**config)
+    return as_lists(lambda values: list(optimizer._clip_gradients(values)), problem)
+
+
+def lightning(cls: str, config: Config, problem: Problem) -> list[Arrays]:
+    torch = require("torch")
+    plugins = pytest.importorskip("lightning.pytorch.plugins")
+    fabric = pytest.importorskip("lightning.fabric")
+
+    def clip(model: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if cls == "Fabric.clip_gradients":
+            fabric.Fabric(accelerator="cpu").clip_gradients(model, optimizer, **config)
+            return
+        algorithm = pytest.importorskip("lightning.pytorch.utilities").GradClipAlgorithmType
+        plugins.Precision().clip_gradients(
+            optimizer,
+            config["gradient_clip_val"],
+            algorithm(config["gradient_clip_algorithm"]),
+        )
+
+    return in_place(problem, clip)
+
+
 def declearn(cls: str, config: Config, problem: Problem) -> list[Arrays]:
     names = {"L2Clipping": "l2-clipping", "L2GlobalClipping": "l2-global-clipping"}
     clipper: Any = OptiModule.from_specs(names[cls], config)
@@ -259,6 +285,8 @@ RUN: dict[str, Run] = {
     "torch": torch_utils,
     "optax": optax,
     "tensorflow": tensorflow,
+    "keras": keras,
+    "lightning": lightning,
     "declearn": declearn,
 }
 
@@ -440,6 +468,28 @@ ROWS = [
         steps=45,
         zeros=False,
         rtol=1e-6,
+    ),
+    Row(
+        "keras",
+        "Optimizer",
+        lambda draw: {draw.of("clipnorm", "global_clipnorm", "clipvalue"): draw.real(0.02, 5.0)},
+        rtol=1e-6,
+    ),
+    Row(
+        "lightning",
+        "Trainer",
+        lambda draw: {
+            "gradient_clip_val": draw.real(0.02, 5.0),
+            "gradient_clip_algorithm": draw.of("norm", "value"),
+        },
+    ),
+    Row(
+        "lightning",
+        "Fabric.clip_gradients",
+        lambda draw: draw.of(
+            {"clip_val": draw.real(0.02, 2.0)},
+            {"max_norm": draw.real(0.05, 5.0), "norm_type": draw.of(1.0, 2.0, math.inf)},
+        ),
     ),
     Row("torchzero", "ClipNorm", lambda draw: max_norm(draw, **along(draw))),
     Row(
