@@ -147,7 +147,7 @@ def _translation(peer: str, cls: str, config: Mapping[str, Any]) -> _Translation
             raise ValueError(f"{key} of {cls} must be a number, got {value!r:.80}")
     try:
         return entry.build(values)
-    except TypeError as exc:
+    except (TypeError, OverflowError) as exc:
         raise ValueError(f"{cls} of {peer} takes no such value: {exc}") from exc
 
 

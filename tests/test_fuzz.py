@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 from typer.testing import CliRunner, Result
 
+from fedclip import compat
+from fedclip.toml import toml_line
+from fedclip.tools.catalogue import build
 from fedclip.tools.cli import app
 
 FEW = range(300)
@@ -222,3 +226,34 @@ def test_report_of_any_checkpoint(tmp_path: Path, states: list[bytes], seeds: ra
                 assert answered(CliRunner().invoke(app, plot))
         except Exception as exc:
             raise AssertionError(f"seed {seed}: {data!r:.3000}") from exc
+
+
+WORDS: list[Any] = [
+    *(None, True, 0, 1, -1, 2.5, -0.5, float("nan"), float("inf"), -float("inf"), 1e308, 10**400),
+    *("abc", "", "l2", "global", "update", b"x", [], [1], [0, -1], {}, {"a": 1}),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seeds", [FEW, *MANY])
+def test_translate_of_any_value(seeds: range) -> None:
+    for seed in seeds:
+        dice = random.Random(seed)
+        peer = dice.choice(list(compat.known()))
+        cls = dice.choice(compat.known()[peer])
+        given = {
+            key: dice.choice(WORDS)
+            if dice.random() < 0.4 or default is compat._REQUIRED
+            else default
+            for key, default in compat._PEERS[peer][cls].parameters.items()
+        }
+        try:
+            kind, name, config = compat.translate(peer, cls, given)
+            built = build(kind, name, config)
+        except (TypeError, ValueError, OverflowError) as exc:
+            assert str(exc), f"seed {seed}"
+            continue
+        ((field, line),) = tomllib.loads(toml_line(kind, name, config)).items()
+        assert field in ("modules", "regularizers", "aggregator"), f"seed {seed}"
+        assert line, f"seed {seed}"
+        assert built.name == name, f"seed {seed}"
