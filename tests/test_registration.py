@@ -299,7 +299,7 @@ def test_the_part_alone_imports_no_declearn() -> None:
 
 
 def test_public_names_are_those_that_type_checkers_see() -> None:
-    (block,) = (n for n in ast.parse(read(fedclip)).body if isinstance(n, ast.If))
+    block = next(n for n in ast.parse(read(fedclip)).body if isinstance(n, ast.If))
     seen = {
         alias.asname: node.module
         for node in block.body
