@@ -151,7 +151,7 @@ def test_parameters_without_gradient_and_tied_ones():
 
 
 def test_parameters_that_get_no_gradient_for_a_while_keep_their_statistics():
-    clipper = ZScoreClip(warmup=2, scope="tensor", max_norm=None)
+    clipper = ZScoreClip(warmup=2, scope="tensor", warmup_factor=None)
     parameters = as_parameters(next(stream()))
     clip_(parameters, clipper)
     before = clipper.get_state()["groups"]["1.weight"]

@@ -17,7 +17,14 @@ import fedclip
 from fedclip import Clipper, compat, modules
 
 # Those whose limit follows the norms, and promises something of it.
-ON_NORMS = ["zscore-clip", "auto-clip", "ema-clip", "percentile-norm-clip", "adaptive-clip"]
+ON_NORMS = [
+    "zscore-clip",
+    "auto-clip",
+    "ema-clip",
+    "percentile-norm-clip",
+    "adaptive-clip",
+    "mad-clip",
+]
 ON_THE_PAST = ["growth-clip", "growth-value-clip", "ema-norm-clip", "ema-normalize"]
 SCALED = [*ON_NORMS, *ON_THE_PAST, "ema-value-clip", "percentile-clip", "centralize", "no-op"]
 STREAMS = 100

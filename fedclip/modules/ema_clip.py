@@ -72,8 +72,8 @@ class EmaClip(SharedClipper):
 
     With clipped feedback the mean grows by at most a factor
     ``1 + (1 - decay) * (ratio - 1)`` a step, 1.02 by default, and 1.001 with the paper's ratio
-    of 1.05, by which norms that rise for a good reason are held back. A norm of 0 is not learnt;
-    a group whose norms have all been 0 stays in warm-up.
+    of 1.05, by which norms that rise for a good reason are held back. With `warmup_factor` a norm
+    of 0 is not learnt; a group whose norms have all been 0 stays in warm-up.
 
     References
     ----------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -97,7 +96,7 @@ class Adaptive:
     def counters(self) -> tuple[str, ...]:
         return ("bits",) if self.start_norm is not None else ("bits", "sketch")
 
-    @cached_property
+    @property
     def start(self) -> Start | None:
         """The protection of groups that have no limit yet."""
         return Start(self.warmup_factor) if self.start_norm is None else None

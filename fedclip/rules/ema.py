@@ -15,7 +15,7 @@ import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import Judgement, State
-from fedclip.rules.history import TINY, History, choose
+from fedclip.rules.history import TINY, History
 from fedclip.rules.sharing import Counted, Floats, Sketched, pooled
 
 __all__ = ["Ema", "EmaState"]
@@ -42,7 +42,8 @@ class Ema(History):
         limit     = min(limit, max_norm)
         u         = min(x, limit) | x | no update on a spike     (feedback)
 
-    The mean does not learn a norm of 0. Estimators, for the first `warmup` norms, then for each u:
+    With `warmup_factor` the mean does not learn a norm of 0. Estimators, for the first `warmup`
+    norms, then for each u:
 
     - "adagc": the smallest u but 0;  mean <- d mean + (1-d) u
     - "drytorch": the mean of the warm-up, without one a start at 0;
@@ -86,9 +87,10 @@ class Ema(History):
         )
         passed = xp.minimum(xp.where(ready, norms, warmed), limits)
         seen = norms if self.feedback == "raw" else passed
-        # A norm of 0 says nothing about the scale, and would only pull the mean down.
-        nothing = norms <= 0
-        skipped = nothing | spike if self.feedback == "none" else nothing
+        skipped = spike if self.feedback == "none" else None
+        if self.start is not None:
+            # A norm of 0 says nothing about the scale, and would only pull the mean down.
+            skipped = norms <= 0 if skipped is None else skipped | (norms <= 0)
         return Judgement(limits, seen, ready, skipped)
 
     def shared(self) -> Ema:
@@ -139,9 +141,9 @@ class Ema(History):
         moved = mean + (1 - self.decay) * delta
         warming = count < self.warmup
         if self.estimator == "adagc":
-            moved = xp.where(warming, xp.minimum(mean, seen), moved)
-            moved = xp.where(mean == 0, seen, moved)
+            # A norm of 0 would be the smallest for ever, and its group frozen at 0.
+            smallest = xp.where(seen > 0, xp.minimum(mean, seen), mean)
+            moved = xp.where(mean == 0, seen, xp.where(warming, smallest, moved))
         elif self.warmup > 0:
             moved = xp.where(warming, mean + delta / (count + 1.0), moved)
-        after = state._replace(mean=moved, count=count + 1.0)
-        return choose(seen > 0, after, state, xp)
+        return state._replace(mean=moved, count=count + 1.0)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -66,7 +65,7 @@ class History(ABC):
     max_norm: float | None
     eps: float
 
-    @cached_property
+    @property
     def start(self) -> Start | None:
         """The protection of groups that are not ready, if any."""
         if self.warmup_factor is None:

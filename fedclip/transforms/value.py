@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -53,12 +53,14 @@ class ValueClipping(Transform):
 
     lows: tuple[float, ...]
     highs: tuple[float, ...]
+    limits: Float64 = field(init=False, repr=False, compare=False)
+    """For the record: the larger absolute value of the finite ends of each box."""
 
-    @cached_property
-    def limits(self) -> Float64:
-        """For the record: the larger absolute value of the finite ends of each box."""
-        ends = np.abs([self.lows, self.highs])
-        return np.asarray(np.max(ends, axis=0, where=np.isfinite(ends), initial=0.0))
+    def __post_init__(self) -> None:
+        # In plain Python, which torch.compile can follow.
+        pairs = zip(self.lows, self.highs, strict=True)
+        limits = [max([abs(x) for x in pair if math.isfinite(x)], default=0.0) for pair in pairs]
+        object.__setattr__(self, "limits", np.array(limits))
 
     # -- on the host --------------------------------------------------------------------------
     def measure(self, gradient: Gradient) -> Float64:
