@@ -333,6 +333,8 @@ def _read(path: Path, node: str, others: set[str]) -> Iterator[Row]:
     put another kind of module in front of it.
     """
     # Values that declearn wraps, such as the vectors of other modules, stay wrapped.
+    if not path.is_file():  # a pipe would be waited for
+        raise OSError(f"{path} is no file")
     modules = msgpack.unpackb(path.read_bytes())["modules"]
     seen: dict[str, int] = {}
     for name, state in modules:

@@ -26,8 +26,11 @@ from fedclip.toml import toml_line
 from fedclip.tools.catalogue import build
 from fedclip.tools.cli import app
 
-FEW = range(300)
-MANY = [pytest.param(range(i, i + 500), marks=pytest.mark.soak) for i in range(300, 10_300, 500)]
+SEEDS = [
+    range(40),
+    pytest.param(range(40, 300), marks=pytest.mark.slow),
+    *(pytest.param(range(i, i + 500), marks=pytest.mark.soak) for i in range(300, 10_300, 500)),
+]
 
 QUICKRUN = """
 [network]
@@ -138,7 +141,7 @@ def answered(result: Result) -> bool:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seeds", [FEW, *MANY])
+@pytest.mark.parametrize("seeds", SEEDS)
 def test_check_of_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeds: range) -> None:
     monkeypatch.chdir(tmp_path)
     for seed in seeds:
@@ -199,7 +202,7 @@ def twisted(value: Any, dice: random.Random) -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seeds", [FEW, *MANY])
+@pytest.mark.parametrize("seeds", SEEDS)
 def test_report_of_any_checkpoint(tmp_path: Path, states: list[bytes], seeds: range) -> None:
     for node in ("healthy", "damaged"):
         (tmp_path / node).mkdir()
@@ -235,7 +238,7 @@ WORDS: list[Any] = [
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seeds", [FEW, *MANY])
+@pytest.mark.parametrize("seeds", SEEDS)
 def test_translate_of_any_value(seeds: range) -> None:
     for seed in seeds:
         dice = random.Random(seed)

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from declearn.main.utils import Checkpointer
@@ -17,6 +20,7 @@ from declearn.optimizer import Optimizer
 from rich.console import Console
 
 import fedclip  # noqa: F401
+from fedclip.records import RoundRecord
 from fedclip.report import COLUMNS, Report, ReportError, read_report
 
 
@@ -109,6 +113,44 @@ def test_a_file_cut_short_is_skipped_and_named(experiment: Path) -> None:
 def test_only_broken_files_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "optimizer_state_01.mpk").write_bytes(b"\xc1")
     with pytest.raises(ReportError, match="none of the 1 state files"):
+        read_report(tmp_path)
+
+
+def write_state(folder: Path, *records: Any, name: str = "norm-clip") -> None:
+    folder.mkdir(exist_ok=True)
+    modules = [[name, {"rounds": [*records]} if records else {}]]
+    (folder / "optimizer_state_1.mpk").write_bytes(msgpack.packb({"modules": modules}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"buckets": 5},
+        {"buckets": [2**60], "counts": [3]},
+        {"counts": None},
+        {"round": -1},
+        {"group": 7},
+        {"limit": "x"},
+        {"norm_max": float("nan")},
+        {"more": 1},
+    ],
+)
+def test_a_damaged_node_hides_no_other(experiment: Path, change: dict[str, Any]) -> None:
+    record = dataclasses.asdict(RoundRecord(1, steps=2, clipped=1, norm_min=1.0, norm_max=2.0))
+    write_state(experiment / "damaged", {**record, **change})
+    (experiment / "folder" / "optimizer_state_1.mpk").mkdir(parents=True)
+    (experiment / "pipe").mkdir()
+    os.mkfifo(experiment / "pipe" / "optimizer_state_1.mpk")
+    report = read_report(experiment)
+    assert report.nodes == ("c0", "c1")
+    assert [path.parent.name for path in report.skipped] == ["damaged", "folder", "pipe"]
+
+
+def test_files_that_hold_no_records_are_not_called_damaged(tmp_path: Path) -> None:
+    write_state(tmp_path / "whole", name="adam")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "optimizer_state_1.mpk").write_bytes(b"\xc1")
+    with pytest.raises(ReportError, match=r"^no records: .*adam.*; 1 of its 2 state files can not"):
         read_report(tmp_path)
 
 
