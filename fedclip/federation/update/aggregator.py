@@ -271,7 +271,7 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
         try:
             return self._clipping.excess(part.updates.coefs, bound, round_ is not None, clients)
         except Exception as exc:  # what clients send may be anything, and must not end the run
-            return f"it can not be measured ({type(exc).__name__}: {exc!s:.200})"
+            return f"it can not be measured ({exc!r:.200})"
 
     @staticmethod
     def _report(updates: ClippedUpdates, replies: int, faults: Sequence[str]) -> None:

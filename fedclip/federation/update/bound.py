@@ -126,7 +126,9 @@ class BoundRule:
         return Moved(moved, left, too_high=pull == 1.0)
 
     def rounds_to_find(self, noise: float, times: float = 100.0) -> int | None:
-        """Return after how many rounds 95 % of searches are within a factor of 2; None: 200.
+        """Return after how many rounds 95 % of searches are within a factor of 2.
+
+        None where 200 rounds are not enough.
 
         Parameters
         ----------
