@@ -55,7 +55,7 @@ assert not any(clipping.excess(arrays, 1.0, True) for arrays in shared)
 assert abs(averaged(shared, 3)["w"][0] - 2.5 / 3) < 1e-9
 share = share_within(3, sum(not r.clipped for r in rounds), None, 0.0)
 assert share == 1 / 3
-assert BoundRule(0.5, 0.2, 1e-6, 1e4).after(1.0, share) > 1.0
+assert BoundRule(0.5, 0.2, 1e-6, 1e4).after(1.0, share).bound > 1.0
 """
 
 
