@@ -61,6 +61,12 @@ TWICE = {
     **ADAPTIVE,
     "server_opt": {"lrate": 1.0, "modules": ["update-clip-server", "update-clip-server"]},
 }
+BESIDE_NOISE = server_with(noise_multiplier=1.0, expected_clients=N)
+BESIDE_NOISE["server_opt"]["modules"].append("zscore-clip-server")
+BESIDE_NOISE["client_opt"] = {
+    "lrate": 0.5,
+    "modules": [["zscore-clip", {"shared": True}], "update-clip-client"],
+}
 AFTER_MOMENTUM = server_with(noise_multiplier=1.0, expected_clients=N)
 AFTER_MOMENTUM["server_opt"]["modules"].insert(0, "momentum")
 
@@ -77,6 +83,9 @@ AFTER_MOMENTUM["server_opt"]["modules"].insert(0, "momentum")
         pytest.param(AFTER_MOMENTUM, "put update-clip-server first", id="after momentum"),
         pytest.param(
             {**ADAPTIVE, "client_opt": 0.5, "server_opt": 1.0}, "has no bound", id="no bound"
+        ),
+        pytest.param(
+            BESIDE_NOISE, "zscore-clip-server sends what it has learnt", id="beside noise"
         ),
         pytest.param(
             server_with(noise_multiplier=3.0, expected_clients=N, max_epsilon=2.2),
@@ -163,8 +172,9 @@ def test_all_killed_and_restarted_go_on_as_if_uninterrupted(tmp_path: Path, own:
     ]
     optim: dict[str, Any] = {**NOISED, "client_opt": {"lrate": 0.5}}
     optim["client_opt"]["modules"] = [*shared, *(OWN if own else []), "update-clip-client"]
-    optim["server_opt"] = {"lrate": 1.0}
-    optim["server_opt"]["modules"] = [*NOISED["server_opt"]["modules"], *counterparts]
+    name, config = NOISED["server_opt"]["modules"][0]
+    noised = [name, {**config, "unnoised": [f"{name}-server" for name, _ in SHARED]}]
+    optim["server_opt"] = {"lrate": 1.0, "modules": [noised, *counterparts]}
     # Rounds that take a second or so, in which no checkpoint is written.
     training = {"training": {"batch_size": 10, "n_epoch": 12}}
     settings: dict[str, Any] = {"optim": optim, "run": {**EVERY, **training, "rounds": 1000}}

@@ -143,22 +143,19 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
     def collect_aux_var(self) -> FedclipSharedState:
         """Return the state, for all clients; before any of them has ever sent a thing.
 
-        Raises
-        ------
-        ValueError
-            If it would go out without noise beside averages that are noised, and may not.
+        It is empty where it would go out without noise beside averages that are noised, and may
+        not: the run then ends, on all nodes (`UpdateClipServer.admit`).
         """
         opened = OPENED.get()
         noised = None if opened is None else opened()
-        if noised is not None:
-            noised.admit(self.name)
+        admitted = noised is None or noised.admit(self.name)
         expect(str(self.aux_name), FedclipSharedCounts, lambda: FedclipSharedCounts(1, None))
         return FedclipSharedState(
             version=self.shared_state.version,
             settings=self.settings,
             max_steps=self.max_steps,
-            labels=list(self.shared_state.labels),
-            state=self.shared_state.fields(),
+            labels=list(self.shared_state.labels) if admitted else [],
+            state=self.shared_state.fields() if admitted else {},
         )
 
     def process_aux_var(self, aux_var: AuxVar) -> None:

@@ -216,6 +216,8 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         self._round: ServerRound | None = None
         self._voted = self._withheld = False
         self._stop = ""
+        # Until it is sent, a module that comes after this one may say why the run has to end.
+        self._message: UpdateClipBound | None = None
 
     def _budget(self) -> Budget | None:
         if self.noise_multiplier == 0:
@@ -259,16 +261,18 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         """Return how many more rounds the budget allows, up to `most`."""
         return most if self.budget is None else self.budget.rounds_left(most)
 
-    def admit(self, name: str) -> None:
-        """Refuse a module that sends statistics without noise, unless it is named in `unnoised`.
+    def admit(self, name: str) -> bool:
+        """Whether a module may send statistics without noise: where none is added, or by name.
 
-        Raises
-        ------
-        ValueError
-            Before anything has been sent.
+        If not, the run ends with the message that is about to be sent, on every client.
         """
-        if self.budget is not None and name not in (self.unnoised or ()):
-            raise ValueError(self.refusal_of(name))
+        if self.budget is None or name in (self.unnoised or ()):
+            return True
+        self._halt(self.refusal_of(name))
+        _LOGGER.error("update-clip-server stops the training: %s", self._stop)
+        if self._message is not None:
+            self._message.stop = self._stop
+        return False
 
     @staticmethod
     def refusal_of(name: str) -> str:
@@ -296,13 +300,15 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
             self._round.clients = self.expected_clients
         OPENED.set(weakref.ref(self))
         expect(self.aux_name, UpdateClipVotes, lambda: UpdateClipVotes(n_faults=1))
-        return UpdateClipBound(
+        self._message = UpdateClipBound(
             self.bound, self.learning_rate > 0, self.budget is not None, self._stop
         )
+        return self._message
 
     def process_aux_var(self, aux_var: Any) -> None:
         """Count the votes: the next bound; the noise of this round stays with the one sent."""
         OPENED.set(None)
+        self._message = None
         if self._round is None:
             self._halt("votes have come without a bound having been sent")
             return
