@@ -33,24 +33,25 @@ class AdaptiveClip(SharedClipper):
                     b = unclipped / every;  unclipped = 0
                     limit = clamp(limit * exp(-rate * (b - quantile)), min_norm, max_norm)
 
-    This is the rule by itself, in one place and without noise; for the norms of a federation's
-    updates and for privacy, see `update-clip-client` and `update-clip-server`.
+    This clipper applies the rule to gradients on one machine, without noise. For the updates of a
+    federation and for privacy, see `update-clip-client` and `update-clip-server`.
 
     Parameters
     ----------
     quantile : float, default=0.5
-        Fraction of the norms that shall be at most the limit, in (0, 1).
+        Target for the fraction of the norms that are at most the limit, in (0, 1).
     rate : float, default=0.2
-        Size of the steps, in (0, 10]: the limit moves by a factor ``exp(rate)`` at most.
+        Size of the steps, in (0, 10]: the limit moves by a factor of at most ``exp(rate)``.
     start_norm : float or None, default=None
-        Limit at first, > 0; None: the median of the first five norms, and until they are there
-        `warmup_factor` times the median of what has been seen.
+        Limit at first, > 0. None: the median of the first five norms; before the fifth norm,
+        `warmup_factor` times the median so far.
     every : int, default=1
-        Number of steps that an update is made from, >= 1.
+        Number of steps between two updates of the limit, >= 1.
     min_norm : float or None, default=None
         The limit never falls below this, > 0; None for no such floor.
     warmup_factor : float, default=2.25
-        How many medians a norm may be before the limit starts, >= 1; without `start_norm`.
+        Limit before the first five norms, as a multiple of their median, >= 1; without
+        `start_norm`.
 
     Raises
     ------
@@ -70,9 +71,9 @@ class AdaptiveClip(SharedClipper):
     depends on past data, so that only `max_norm` bounds a sensitivity without a further
     argument.
 
-    A norm equal to the limit counts as unclipped, and a norm of 0 is not counted. Norms that
-    are tiny for long pull the limit down, and from 1e-6 it takes 115 steps up to 0.1: give a
-    `min_norm` where that can be.
+    A norm equal to the limit counts as unclipped, and a norm of 0 is not counted. If norms are
+    tiny for a long time, they pull the limit down, and from 1e-6 it takes 115 steps up to 0.1:
+    set a `min_norm` if that can happen.
 
     References
     ----------
@@ -137,7 +138,7 @@ class AdaptiveClip(SharedClipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         low = 0.0 if self.min_norm is None else self.min_norm
         high = math.inf if self.max_norm is None else self.max_norm
         start = max(low, min(1.0, high)) if self.start_norm is None else self.start_norm

@@ -50,8 +50,8 @@ class AGC(Regularizer):
         Largest norm of a gradient relative to that of its weights, > 0. The paper uses 0.01 for
         batches of 4096, and larger values for smaller batches.
     unit : {"output", "tensor", "global"}, default="output"
-        What has a norm of its own: all weights that lead to an output of a layer; each tensor;
-        or all tensors together.
+        A unit has its own norm: all weights that lead to one output of a layer; one tensor; or
+        all tensors together.
     axis : int or None, default=None
         With "output": the axis of the outputs, 0 for the layers of torch, -1 for those of
         TensorFlow and JAX; tensors of one dimension or less are one unit. None follows the
@@ -61,15 +61,15 @@ class AGC(Regularizer):
         With "output": sum over these dimensions, for layouts that `axis` can not describe. A
         0-d tensor counts as one of shape (1,); tensors without these dimensions are left alone.
     min_norm : float, default=1e-3
-        Norms of weights below count as this, > 0, so that weights that start at zero can move.
+        Smaller norms of weights count as this, > 0, so that weights that start at zero can move.
     eps : float, default=0.0
-        Added to both norms, >= 0; 1e-8 gives what smartclip gives, 0 is exact.
+        Added to both norms, >= 0; 1e-8 gives the results of smartclip, 0 is exact.
     skip_vectors : bool, default=False
         Leave alone tensors of one dimension or less: biases, scales of normalisation layers.
     exclude : pattern, list of patterns or None, default=None
         Tensors left alone; the paper leaves out the last layer.
     on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+        What happens to a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
 
     Raises
     ------
@@ -80,7 +80,7 @@ class AGC(Regularizer):
     Notes
     -----
     Guarantees, with ``eps=0``: the norm of each unit of the output, in float64, is at most its
-    limit; where all are, the very same Vector comes back; with the same weights, applying it
+    limit; if all norms are, the very same Vector comes back; with the same weights, applying it
     twice is applying it once. For fixed weights it is a projection on a product of balls.
 
     ======================  ======================================================
@@ -165,17 +165,17 @@ class AGC(Regularizer):
         *,
         backend: Backend | None = None,
     ) -> Mapping[str, Array]:
-        """Return the arrays, clipped, by name; see `fedclip.modules.Clipper.clip`."""
+        """Return the clipped arrays, by name; see `fedclip.modules.Clipper.clip`."""
         with self._clipper.lock:
             self._clipper.weights = weights
             try:
                 return self._clipper.clip(arrays, backend=backend)
             finally:
-                # The weights of a step must not outlive it.
+                # Do not keep the weights after the step.
                 self._clipper.weights = {}
 
     def excluded(self, shapes: Mapping[str, Sequence[int]]) -> list[str] | None:
-        """Return the patterns of tensors left alone, vectors by name if they are to be."""
+        """Return the patterns of excluded tensors, with the names of vectors if they are too."""
         if not self.skip_vectors:
             return self.exclude
         vectors = [name for name, shape in shapes.items() if len(shape) < 2]
@@ -184,9 +184,9 @@ class AGC(Regularizer):
     def transform(
         self, weights: Sequence[Array], groups: Groups, backend: Backend
     ) -> NormClipping | SliceClipping:
-        """Return what clips to the limits that follow from these weights.
+        """Return the transform with the limits for these weights.
 
-        The limits of weights that lie on a device, or are only traced, stay there.
+        The limits for weights on a device, or for traced weights, are not copied to the host.
         """
         weights = backend.prepared(weights)
         views = backend.host(weights)
@@ -259,7 +259,7 @@ class AGC(Regularizer):
 
 
 class _WeightClipper(Clipper, register=False):
-    """What clips for `AGC`, with limits from the weights that it was given last."""
+    """The clipper inside `AGC`; its limits follow from the weights that it was given last."""
 
     name: ClassVar[str] = AGC.name
 
@@ -278,7 +278,7 @@ class _WeightClipper(Clipper, register=False):
     def clip(
         self, arrays: Mapping[str, Array], *, backend: Backend | None = None
     ) -> Mapping[str, Array]:
-        """Return the arrays, clipped, by name; vectors are excluded, by name, if they are to be."""
+        """Return the clipped arrays, by name, with vectors excluded if `AGC` skips them."""
         for name, array in arrays.items():
             if name in self.weights and self.weights[name].shape != array.shape:
                 raise ValueError(
@@ -289,7 +289,7 @@ class _WeightClipper(Clipper, register=False):
         return super().clip(arrays, backend=backend)
 
     def transform(self, groups: Groups) -> Transform:
-        """Return what clips, with a limit for each group or slice."""
+        """Return the transform, with a limit for each group or slice."""
         missing = [name for name in groups.names if name not in self.weights]
         if missing:
             raise ValueError(

@@ -20,8 +20,8 @@ __all__ = ["AutoClip"]
 class AutoClip(SharedClipper):
     """Limit at three standard deviations above the running median of past norms.
 
-    Needs no tuning: the limit follows from the norms alone, protects from the second step on and
-    follows norms that rise. ``AutoClip.preset("smartclip")`` is that of smartclip.
+    It needs no tuning: the limit depends only on the norms, protects from the second step on and
+    follows norms that rise. ``AutoClip.preset("smartclip")`` has the defaults of smartclip.
 
     ::
 
@@ -41,14 +41,14 @@ class AutoClip(SharedClipper):
     std_factor : float, default=3.0
         Number of standard deviations above the median, > 0.
     median : {"window", "p2"}, default="window"
-        How the median is known: exactly, of the last `window` norms; or by the P2 algorithm, of
-        all norms, from five numbers, which does not follow norms that rise.
+        How to estimate the median: exactly, of the last `window` norms; or with the P2 algorithm,
+        of all norms, from five numbers, which does not follow norms that rise.
     window : int or None, default=None
-        Number of norms that the median is of, from 5 to 65,536; with ``median="window"`` only,
-        where None is 64.
+        Number of norms in the median, from 5 to 65,536; None for 64. Only with
+        ``median="window"``.
     decay : float or None, default=0.97
-        Weight of the past in mean and variance, in (0, 1); 0.97 remembers some 33 steps. None:
-        of all norms alike.
+        Weight of the past in mean and variance, in (0, 1); 0.97 remembers some 33 steps. None
+        gives all norms the same weight.
     min_std : float, default=0.1
         The standard deviation counts as this many times the median at least, >= 0, so that
         norms that hardly vary can still grow.
@@ -137,7 +137,7 @@ class AutoClip(SharedClipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         parameters.raw_if_current(self.include_current, self.feedback)
         exact = self.median == "window"
         median = Window(0.5, self.window or 64) if exact else Markers(0.5)

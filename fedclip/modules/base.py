@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shell that declearn sees: configuration, state, non-finite policy, records.
 
-A concrete clipper says in its constructor what it is made of (see `norm_clip.py`); everything
-else is here, once.
+A concrete clipper chooses its parts in its constructor (see `norm_clip.py`); everything else is
+here.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from fedclip.transforms import MARGIN, Action, Gradient, NormClipping, Outcome, 
 
 __all__ = ["Clipper"]
 
-# NumPy keeps in a context variable what it does about floating-point errors. To call a function
-# in a copy of this context, where it ignores them, takes a tenth of what `np.errstate` takes.
+# A context variable tells NumPy how to handle floating-point errors. Calling a function in a copy
+# of this context, which ignores them, takes a tenth of the time of `np.errstate`.
 _QUIET = Context()
 _QUIET.run(np.seterr, all="ignore")
 
 
 _Clipped: TypeAlias = tuple[Sequence[Array] | None, Mapping[str, Array]]
-"""New arrays of the groups (None: as they were), and of the tensors that no group has."""
+"""New arrays of the groups (None: unchanged), and of the excluded tensors."""
 
-# Of so many names that a gradient does not have, statistics are kept for when they come back.
+# Number of absent names whose statistics are kept, in case the names come back.
 _MOST_ABSENT = 1000
 
 
@@ -55,7 +55,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
     Parameters
     ----------
     transform
-        What the clipper is made of; what `build` returns if None.
+        The transform of the clipper; None for the result of `build`.
     scope, exclude
         Which arrays share a norm, and which are left alone (see `fedclip.scopes`).
     on_nonfinite
@@ -65,11 +65,11 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
     """
 
     differs: ClassVar[Mapping[str, Parameter]] = {}
-    """The common parameters that have another default, check or meaning here."""
+    """Common parameters with another default, check or meaning in this class."""
     presets: ClassVar[Mapping[str, Preset]] = {}
-    """Whose published defaults `preset` knows, and where `fedclip.compat` has them."""
+    """Names that `preset` knows, and where `fedclip.compat` has their defaults."""
 
-    # The common parameters, those that a clipper has.
+    # The common parameters; a clipper has some of them.
     scope: Scope
     exclude: list[str] | None
     on_nonfinite: str
@@ -93,8 +93,8 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
 
     def __new__(cls, *args: Any, **config: Any) -> Self:
         """Refuse unknown parameters, with the nearest name."""
-        # Here and not in __init__, so that a typo is answered with the nearest name whether the
-        # clipper is built in Python, from declearn's specs or from TOML.
+        # Not in __init__: here a typo gets an answer with the nearest name in Python, in
+        # declearn's specs and in TOML.
         parameters.refuse_unknown(cls, config)
         return super().__new__(cls)
 
@@ -108,30 +108,30 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             setattr(self, name, parameter.check(**{name: value}))
         self._transform = self.build() if transform is None else transform
         self._recorder = Recorder()
-        # Known from the first gradient on: names, groups, and the statistics of each group.
+        # Names, groups, and the statistics of each group; known from the first gradient on.
         self._names: tuple[str, ...] = ()
         self._groups: Groups | None = None
         self._state: Any = None
         self._on_device = False
-        # Statistics of groups that the present gradient does not have, by label.
+        # Statistics of groups that are missing in the current gradient, by label.
         self._absent: Statistics = {}
-        # Arrays that the transform keeps, by tensor and field, in host memory.
+        # The transform's arrays, by tensor and field, in host memory.
         self._arrays: Statistics = {}
         self._loaded = False
-        # Norms, limits and what was clipped: the record of a step must not keep arrays alive.
+        # Norms, limits and clipped groups. Not the arrays: a record must not keep them alive.
         self._last: tuple[Any, Any, Any] | None = None
         self._bad: tuple[str, ...] = ()
         self._on_client = False
         self._warned = -1
-        # Of a module that several threads share, one clips at a time.
+        # If several threads share a clipper, only one clips at a time.
         self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all but the lock, for a copy or a pickle."""
+        """Return all attributes but the lock, for a copy or a pickle."""
         return {key: value for key, value in vars(self).items() if key != "lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` has returned, with a lock of its own."""
+        """Take over the result of `__getstate__`, and make a new lock."""
         vars(self).update(state, lock=threading.RLock())
 
     @classmethod
@@ -151,15 +151,15 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         return cls(**{**translate(*cls.presets[name])[2], **config})
 
     def build(self) -> Transform:
-        """Return what the clipper is made of; all of its parameters are set."""
+        """Return the transform of the clipper, whose parameters are all set."""
         raise NotImplementedError(
             f"{type(self).__name__} must have a method build, or give a transform to Clipper"
         )
 
     def _clipping(self, rule: Callable[..., Rule], **own: Any) -> NormClipping:
-        """Return what brings norms to the limits of a rule.
+        """Return the transform that brings norms to the limits of a rule.
 
-        The rule's parameters are the clipper's, by the same names, but for those given.
+        The rule gets the clipper's parameters of the same names, except for those given.
         """
         names = [f.name for f in fields(rule) if f.name not in own]  # type: ignore[arg-type]
         made = rule(**{name: getattr(self, name) for name in names}, **own)
@@ -173,13 +173,13 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         return gradients if outputs is coefs else type(gradients)(outputs)  # type: ignore[arg-type]
 
     def on_round_start(self) -> None:
-        """Begin the records of a new round; statistics go on."""
+        """Begin the records of a new round; the statistics stay."""
         self._on_client = True
         self._recorder.start_round()
 
     def collect_aux_var(self) -> AuxVar | None:
         """Return nothing; on a server, begin a round."""
-        # declearn calls `on_round_start` on clients only, and this before a server's step.
+        # declearn calls `on_round_start` only on clients, and this method before a server's step.
         if not self._on_client:
             self._recorder.start_round()
         return None
@@ -208,7 +208,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         ------
         StateError
             (a `KeyError` and a `ValueError`) If anything is missing, of a wrong type, not finite,
-            negative, or another clipper's. The state is then what it was before.
+            negative, or another clipper's. The clipper then keeps its old state.
         """
         self._take_over(state, self._transform)
 
@@ -223,13 +223,13 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
 
     # -- what it guarantees -------------------------------------------------------------------
     def guarantee(self, context: Known) -> Map:
-        """Return what this clipper guarantees, as a clipper of each kind says (`privacy.kinds`)."""
+        """Return what this clipper guarantees (see `fedclip.privacy.kinds`)."""
         return kinds.unknown(self, context)
 
     def l2_bound(self, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
         """Return the largest L2 norm of an output for tensors of these shapes; None: no bound.
 
-        `fedclip.privacy.analyse` says why not, and the same of whole optimizers.
+        `fedclip.privacy.analyse` also says why there is none, and analyses whole optimizers.
         """
         return analyse(self, shapes).l2_bound
 
@@ -249,17 +249,17 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         Parameters
         ----------
         arrays
-            Arrays of one framework, on any device. They are not changed in place, unless by a
-            `backend` that is made for that (as the adapter for torch's is).
+            Arrays of one framework, on any device. Only a `backend` that works in place, such as
+            that of the torch adapter, changes them.
         backend
-            How to treat the arrays; found from their type if None.
+            The framework of the arrays; None to find it from their type.
         """
         with self.lock:
             return self._clip(arrays, backend)
 
     def _clip(self, arrays: Mapping[str, Array], backend: Backend | None) -> Mapping[str, Array]:
         groups = self._resolve(arrays)
-        # A mapping without exclusions has the groups' names, in their order.
+        # Without exclusions, the mapping has the names of the groups, in the same order.
         values = [arrays[name] for name in groups.names] if groups.excluded else [*arrays.values()]
         if not values:
             return arrays
@@ -287,7 +287,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             trios = zip(outputs, prepared, values, strict=True)
             outputs = [v if o is p else backend.restored(o, v) for o, p, v in trios]
         clipped = dict(arrays)
-        # The keyword `strict` would take half of the time of this.
+        # With the keyword `strict`, this would take half as long again.
         clipped.update(zip(groups.names, outputs))  # noqa: B905
         clipped.update(others)
         return clipped
@@ -315,7 +315,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         return outcome.outputs, gradient.rest
 
     def _stays_on_device(self, transform: Transform, views: Views) -> bool:
-        # To raise, or to do what has no form for devices, the host has to wait for the device.
+        # The host has to wait for the device if it may raise, or if there is no device step.
         return (
             len(views.remote) == len(views)
             and self.on_nonfinite != "raise"
@@ -373,14 +373,14 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
                 f"gradient has {missing} besides: load the state of this model, or none"
             )
         self._state, self._on_device = states.load(fresh, statistics, found.labels), False
-        # A tensor that is missing for some steps (no gradient) finds its statistics again.
+        # Keep the statistics of a tensor that has no gradient for some steps.
         self._absent = {k: v for k, v in statistics.items() if k not in found.labels}
         self._groups, self._names, self._loaded = found, names, False
         self._forget(found)
         return found
 
     def _forget(self, present: Groups) -> None:
-        """Drop the statistics of names that were not met for the longest time, if too many."""
+        """Drop the statistics of the names that were absent longest, if there are too many."""
         for kept, now in ((self._absent, present.labels), (self._arrays, present.names)):
             old = [name for name in kept if name not in set(now)]
             if len(old) > _MOST_ABSENT:
@@ -411,7 +411,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._absent, self._loaded = statistics, False
 
     def _statistics(self) -> Statistics:
-        """Return the statistics of all groups known, those absent now too."""
+        """Return the statistics of all known groups, also of those that are absent now."""
         present = {} if self._groups is None else states.dump(self._state, self._groups.labels)
         return {**self._absent, **present}
 
@@ -460,7 +460,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
                 f"{self.name}: NaN or infinity in {names}; the step is {done} "
                 f"(round {self._recorder.round}; more of them are counted without a warning)",
                 FedclipWarning,
-                # Up to who called `run`.
+                # Point to the caller of `run`.
                 stacklevel=6,
             )
         return bad
@@ -470,7 +470,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         if self.on_nonfinite == "skip":
             zeros = {name: backend.zeros_like(array) for name, array in rest.items()}
             return [*map(backend.zeros_like, values)], zeros
-        # Without a single array to blame, a norm beyond float64 is everybody's.
+        # If no array holds one, the norm is beyond float64: blame all arrays of the group.
         members = gradient.groups.members
         hit = {i for m in members if not bad or set(m) & set(bad) for i in m}
         outputs = list(values)

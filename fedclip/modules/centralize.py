@@ -101,7 +101,7 @@ class Centralize(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         # Groups have a size here too, so that `min_size` goes with every scope.
         self.dims = check_dims(self.dims, self.scope, self.inverse_dims, 1)
         return Centralizing(

@@ -63,13 +63,13 @@ COMMON = {
         False,
         parameters.boolean,
         "bool",
-        'Let the statistics see a norm before it is judged by them; needs ``feedback="raw"``.',
+        'Let the statistics learn a norm before they judge it; needs ``feedback="raw"``.',
     ),
     "warmup": Parameter(
         20,
         partial(parameters.integer, 0),
         "int",
-        "Number of norms that only fill the statistics, >= 0; the first one always does.",
+        "Number of norms, >= 0, that only fill the statistics, as the first norm always does.",
     ),
     "warmup_norm": Parameter(
         None,
@@ -81,15 +81,16 @@ COMMON = {
         2.25,
         partial(parameters.optional, parameters.at_least_one),
         "float or None",
-        "Limit until the statistics are full, in medians of the last five norms, >= 1; a norm "
-        "above is a spike, and learnt as 1.1 medians, and the first five norms are not learnt at "
-        "all (see `fedclip.rules.start`). None for none: all norms are learnt as they are.",
+        "Limit until the statistics are full, in medians of the last five norms, >= 1. The "
+        "statistics learn a norm above it, a spike, as 1.1 medians, and do not learn the first "
+        "five norms (see `fedclip.rules.start`). None for no limit: they learn all norms as they "
+        "are.",
     ),
     "max_norm": Parameter(
         None,
         partial(parameters.optional, parameters.positive),
         "float or None",
-        "Fixed limit at every step, above which no adaptive limit goes.",
+        "Fixed limit at every step; no adaptive limit is above it.",
     ),
     "on_spike": Parameter(
         "clip",
@@ -107,7 +108,7 @@ COMMON = {
         2,
         check_order,
         'float or {"inf", "rms", "mad", "std"}',
-        "What is measured (see `fedclip.measures`).",
+        "The measure (see `fedclip.measures`).",
     ),
     "eps": Parameter(
         0.0,
@@ -122,23 +123,23 @@ COMMON = {
         "skip",
         partial(parameters.choice, ("skip", "raise", "propagate")),
         '{"skip", "raise", "propagate"}',
-        "What becomes of a gradient with NaN or infinity (see `fedclip.modules.Clipper`).",
+        "What happens to a gradient with NaN or infinity (see `fedclip.modules.Clipper`).",
     ),
     "shared": Parameter(
         False,
         parameters.boolean,
         "bool",
-        "Whether all clients of a federation have one state, and so one limit; the server's "
-        "optimizer must then have `{name}-server`. The state stays as it is during a round.",
+        "Whether all clients of a federation share one state, and so one limit; the server's "
+        "optimizer must then have `{name}-server`. The state does not change during a round.",
     ),
     "shared_name": Parameter(
         None,
         partial(parameters.optional, parameters.name),
         "str or None",
-        "Name of this pair of clipper and counterpart, where there are several of a kind.",
+        "Name of this pair of clipper and counterpart, if there are several pairs of a kind.",
     ),
 }
-"""In the order in which they come after a clipper's own."""
+"""The common parameters, in the order in which they follow a clipper's own."""
 
 SCOPE_NORM = COMMON["scope"].but(meaning="Which tensors share a norm.")
 SCOPE_TABLE = COMMON["scope"].but(
@@ -151,16 +152,16 @@ ORD_VAR = COMMON["ord"].but(type='float or {"inf", "rms", "mad", "std", "var"}')
 
 
 class Preset(NamedTuple):
-    """Published defaults, by what `fedclip.compat.translate` takes."""
+    """Published defaults, as arguments of `fedclip.compat.translate`."""
 
     peer: str
     cls: str
     config: Mapping[str, Any] = MappingProxyType({})
-    """What has no published default."""
+    """Values for parameters without a published default."""
 
 
 class Common(TypedDict, total=False):
-    """What every clipper has."""
+    """Parameters of every clipper."""
 
     scope: Scope
     exclude: str | Sequence[str] | None
@@ -168,33 +169,33 @@ class Common(TypedDict, total=False):
 
 
 class Measured(Common, total=False):
-    """What clippers have that measure a norm."""
+    """Parameters of clippers that measure a norm."""
 
     ord: Order
 
 
 class Exact(Measured, total=False):
-    """What clippers have that bring a norm to a limit."""
+    """Parameters of clippers that bring a norm to a limit."""
 
     eps: float
 
 
 class Limited(Exact, total=False):
-    """What clippers have whose limit follows from past norms."""
+    """Parameters of clippers whose limit follows from past norms."""
 
     max_norm: float | None
     on_spike: str
 
 
 class Shared(Limited, total=False):
-    """What clippers have that can share their statistics."""
+    """Parameters of clippers that can share their statistics."""
 
     shared: bool
     shared_name: str | None
 
 
 class Remembering(Shared, total=False):
-    """What clippers have whose statistics are of the norms themselves."""
+    """Parameters of clippers with statistics of the norms themselves."""
 
     include_current: bool
     warmup: int
@@ -212,7 +213,7 @@ def common_of(cls: Any) -> dict[str, Parameter]:
 
 
 def _rest(cls: Any) -> str:
-    """Return the name under which a constructor takes what it does not name; "" if it does not."""
+    """Return the name of a constructor's ``**`` parameter; "" if there is none."""
     found = inspect.signature(cls.__init__).parameters.values()
     return next((p.name for p in found if p.kind is p.VAR_KEYWORD), "")
 

@@ -17,10 +17,10 @@ __all__ = ["EmaClip"]
 
 
 class EmaClip(SharedClipper):
-    """Limit at so many times the moving average of past norms (AdaGC).
+    """Limit at a multiple of the moving average of past norms (AdaGC).
 
-    The defaults have no scale, protect from the second step on and follow norms that rise;
-    those of the paper's code are ``EmaClip.preset("adagc")``.
+    The defaults need no scale, protect from the second step on and follow norms that rise;
+    ``EmaClip.preset("adagc")`` has the defaults of the paper's code.
 
     ::
 
@@ -38,7 +38,7 @@ class EmaClip(SharedClipper):
     Parameters
     ----------
     ratio : float, default=2.0
-        Number of times the mean above which a norm is a spike, > 0; less than 1 needs
+        A norm above this multiple of the mean is a spike, > 0; less than 1 needs
         ``feedback="raw"``.
     decay : float, default=0.98
         Weight of the past in the moving average, in (0, 1); 0.98 remembers some 50 steps.
@@ -71,9 +71,9 @@ class EmaClip(SharedClipper):
     a sensitivity; during warm-up `warmup_norm` does too.
 
     With clipped feedback the mean grows by at most a factor
-    ``1 + (1 - decay) * (ratio - 1)`` a step, 1.02 by default, and 1.001 with the paper's ratio
-    of 1.05, by which norms that rise for a good reason are held back. With `warmup_factor` a norm
-    of 0 is not learnt; a group whose norms have all been 0 stays in warm-up.
+    ``1 + (1 - decay) * (ratio - 1)`` a step: 1.02 by default, and 1.001 with the paper's ratio
+    of 1.05, which holds back norms that rise for a good reason. With `warmup_factor` the mean does
+    not learn a norm of 0; a group whose norms have all been 0 stays in warm-up.
 
     References
     ----------
@@ -133,7 +133,7 @@ class EmaClip(SharedClipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         parameters.raw_if_current(self.include_current, self.feedback)
         if self.warmup_scope == "global" and self.ord != 2:
             raise ValueError(

@@ -17,7 +17,7 @@ __all__ = ["EmaNormClip"]
 
 
 def _check_start(init: Any, debias: bool) -> float | None:
-    """Return what the averages start at; None if at the first gradient."""
+    """Return the first value of the averages; None for the first gradient."""
     if isinstance(init, str):
         parameters.choice(("first",), init=init)
     else:
@@ -43,8 +43,8 @@ class EmaNormClip(Clipper):
                 if n > limit:
                     group *= limit / n
 
-    Gradients that point the same way are let through; noise, whose average is much shorter
-    than itself, is clipped to the length of what is left of it on average.
+    Gradients that keep pointing the same way pass. Noise averages to a much shorter vector, and is
+    clipped to the length of that average.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ class EmaNormClip(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         return AverageClipping(
             decay=self.decay,
             ord=self.ord,

@@ -29,7 +29,7 @@ class EmaNormalize(EmaNormClip):
                 if n > 0:
                     group *= target / n
 
-    It is `ema-norm-clip` that lengthens short gradients as well.
+    It works like `ema-norm-clip`, but also lengthens short gradients.
 
     Parameters
     ----------

@@ -54,8 +54,8 @@ class EmaValueClip(Clipper):
     memory, and its number of steps; as much memory as the model. A run that is saved and
     resumed gives the same outputs, bit for bit.
 
-    The average sees an element before the element is judged by it: a single spike of size s
-    passes ``(1 - decay) * s`` on top of the average.
+    The average learns an element before it limits that element: of a single spike of size s,
+    ``(1 - decay) * s`` passes on top of the average.
 
     Guarantees: no element of the output is above its average in absolute value; signs are
     kept; NaN and infinity never reach the average; if nothing is clipped the very same Vector
@@ -105,5 +105,5 @@ class EmaValueClip(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         return PastClipping(EmaValue(self.decay, self.init, self.debias))

@@ -37,14 +37,14 @@ class GrowthClip(Clipper):
     mul : float or None, default=1.5
         Factor by which a norm may grow from one step to the next, >= 1; None for no such limit.
     add : float or None, default=None
-        What a norm may grow by, > 0, in the units of the gradient; None for no such limit.
-        With both, the lower limit holds; with neither, only `warmup_norm` and `max_norm` do.
+        Amount by which a norm may grow, > 0, in the units of the gradient; None for no such
+        limit. With both, the lower limit holds; with neither, only `warmup_norm` and `max_norm`.
     min_norm : float or None, default=None
-        Past norms count as this at least, so that a gradient can come back from 0; None for no
+        Past norms count as at least this, so that a gradient can grow again from 0; None for no
         such floor.
     max_decay : float or None, default=2.0
-        Factor by which the past norm may fall from one step to the next, >= 1, so that one small
-        gradient does not make all that follow spikes; None lets it fall at once.
+        Factor by which the past norm may fall from one step to the next, >= 1, so that the steps
+        after one small gradient are not all spikes; None lets it fall at once.
     warmup_norm : float or None, default=None
         Fixed limit at the first step, which has no step before it; None for none.
 
@@ -63,8 +63,8 @@ class GrowthClip(Clipper):
     its limit the very same Vector comes back; NaN and infinity are not remembered. Only
     `max_norm` bounds a sensitivity.
 
-    The first norm counts as `min_norm` at least, too. Without `min_norm`, what follows a norm
-    of 0 is a first step again.
+    The first norm counts as at least `min_norm`, too. Without `min_norm`, the step after a norm of
+    0 is a first step again.
 
     References
     ----------
@@ -106,5 +106,5 @@ class GrowthClip(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         return self._clipping(Growth)

@@ -106,5 +106,5 @@ class GrowthValueClip(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         return PastClipping(GrowthValue(self.mul, self.add, self.min_value, self.max_decay))

@@ -19,8 +19,8 @@ __all__ = ["MadClip"]
 class MadClip(SharedClipper):
     """Limit at three median absolute deviations above the median of past norms.
 
-    No burst of spikes moves it that fills less than half of the window, and norms that have
-    risen for good are followed within half a window.
+    A burst of spikes that fills less than half of the window does not move the limit. If the norms
+    rise for good, the limit follows within half a window.
 
     ::
 
@@ -113,6 +113,6 @@ class MadClip(SharedClipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         parameters.raw_if_current(self.include_current, self.feedback)
         return self._clipping(Mad, given=False)

@@ -19,7 +19,7 @@ __all__ = ["NoOp"]
 
 
 class NoOp(Clipper):
-    """Changes nothing, measures everything; tells what a limit would have clipped.
+    """Changes nothing, measures everything, and counts what a limit would have clipped.
 
     ::
 
@@ -78,7 +78,7 @@ class NoOp(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         limit = math.inf if self.max_norm is None else self.max_norm
         return NormClipping(Constant((limit,)), self.ord, dry=True)
 

@@ -127,7 +127,7 @@ class NormClip(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         limit = math.inf if self.max_norm is None else self.max_norm
         self.dims = check_dims(self.dims, self.scope, self.inverse_dims, self.min_size)
         action = Action(self.eps, self.min_norm)
@@ -137,7 +137,7 @@ class NormClip(Clipper):
         return SliceClipping(limit, dims, self.inverse_dims, self.min_size, self.ord, action)
 
     def transform(self, groups: Groups) -> Transform:
-        """Return what the clipper is made of, with the limit of each group."""
+        """Return the transform, with the limit of each group."""
         if not isinstance(self.scope, Mapping):
             return self._transform
         limits = tuple(self.scope.get(label, self.max_norm or math.inf) for label in groups.labels)

@@ -116,7 +116,7 @@ class Normalize(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         self.dims = check_dims(self.dims, self.scope, self.inverse_dims, self.min_size)
         action = Action(self.eps, rescale=True)
         if self.dims is None and self.min_size == 1:
@@ -131,7 +131,7 @@ class Normalize(Clipper):
         )
 
     def transform(self, groups: Groups) -> Transform:
-        """Return what the clipper is made of, with the norms of a table."""
+        """Return the transform, with the norms of a table."""
         if not isinstance(self.scope, Mapping):
             return self._transform
         norms = tuple(self.scope.get(label, self.norm) for label in groups.labels)

@@ -34,10 +34,10 @@ class PercentileClip(Clipper):
     Parameters
     ----------
     percentile : float, default=95
-        In [0, 100]: how many of a hundred elements stay as they are. 100 changes nothing, 0
+        Percentage of the elements that stay unchanged, in [0, 100]. 100 changes nothing, 0
         brings every element to the size of the smallest.
     method : {"lower", "linear"}, default="lower"
-        Where the position falls between two elements, take the smaller one, or interpolate.
+        If the position is between two elements, take the smaller one, or interpolate.
 
     Raises
     ------
@@ -98,6 +98,6 @@ class PercentileClip(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
-        # The decimal number that was written, not the nearest binary one.
+        """Return the transform of the clipper."""
+        # Use the decimal number as written, not the nearest binary one.
         return PercentileClipping(Fraction(repr(self.percentile)), self.method == "linear")

@@ -20,8 +20,8 @@ __all__ = ["PercentileNormClip"]
 class PercentileNormClip(SharedClipper):
     """Limit at a percentile of past norms (AutoClip).
 
-    The defaults have no scale, protect from the second step on and follow norms that rise;
-    ``PercentileNormClip.preset("autoclip")`` is the paper's code.
+    The defaults need no scale, protect from the second step on and follow norms that rise;
+    ``PercentileNormClip.preset("autoclip")`` has the defaults of the paper's code.
 
     ::
 
@@ -41,17 +41,17 @@ class PercentileNormClip(SharedClipper):
         Percentage of the past norms that are at most the limit, in (0, 100]. The lower, the
         more is clipped; the paper suggests 10.
     history : {"window", "stream", "p2"}, default="window"
-        How the percentile is known: exactly, of the last `window` norms, interpolated linearly;
-        from an estimate that each norm moves a little, and that follows norms that rise or
-        fall; or by the P2 algorithm, of all norms, from five numbers.
+        How to estimate the percentile: exactly, of the last `window` norms, interpolated linearly;
+        with an estimate that each norm moves a little, and that follows norms that rise or
+        fall; or with the P2 algorithm, of all norms, from five numbers.
     window : int or None, default=256
-        Number of norms that are remembered, from 1 to 65,536; None for the largest. With
-        ``history="window"`` only.
+        Number of norms to remember, from 1 to 65,536; None for the largest. Only with
+        ``history="window"``.
     rate : float, default=0.02
-        Size of the steps of the estimate, in (0, 1]. With ``history="stream"`` only.
+        Size of the steps of the estimate, in (0, 1]. Only with ``history="stream"``.
     decay : float, default=0.99
-        Weight of the past in the mean distance that scales these steps, in (0, 1). With
-        ``history="stream"`` only.
+        Weight of the past in the mean distance that scales these steps, in (0, 1). Only with
+        ``history="stream"``.
     feedback : {"clipped", "raw"}, default="clipped"
         What the history learns from a spike: twice its limit, or its norm. With "raw" a burst
         of ``(1 - percentile / 100) * window`` spikes is the new limit.
@@ -72,11 +72,11 @@ class PercentileNormClip(SharedClipper):
     same Vector comes back; NaN and infinity never reach the history. Only `max_norm` bounds a
     sensitivity.
 
-    Clipped feedback is twice the limit, and not the limit itself, so that the limit can rise:
-    of norms learnt at the limit none is ever above it. A percentile only asks how many norms
-    are above it, so this changes little until there is a burst of spikes, of which
-    ``(1 - percentile / 100) * window`` at most double the limit; norms that have grown for good
-    double it again and again.
+    Clipped feedback is twice the limit, not the limit itself, so that the limit can rise: if
+    spikes were learnt at the limit, no norm in the history would be above it. A percentile only
+    depends on how many norms are above it, so this changes little until there is a burst of
+    spikes. A burst of ``(1 - percentile / 100) * window`` spikes at most doubles the limit; norms
+    that have grown for good double it again and again.
 
     The paper's history has no end; here it is that of the last 65,536 steps at most (the preset
     is the paper's code until then). It takes half a megabyte for each group, in the state too.
@@ -157,7 +157,7 @@ class PercentileNormClip(SharedClipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         parameters.raw_if_current(self.include_current, self.feedback, "history has")
         if self.shared and self.history == "stream":
             raise ValueError(

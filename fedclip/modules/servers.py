@@ -26,10 +26,10 @@ __all__ = [
 class ZScoreClipServer(SharedServer):
     """Keep mean and variance of all clients' norms, for `zscore-clip` with ``shared = true``.
 
-    With N norms in a round, their mean m and population variance V, and ``D = decay^N``: mean and
-    variance of all norms so far, for whole rounds, until there are `warmup`; afterwards
+    A round has N norms with mean m and population variance V; ``D = decay^N``. Until there are
+    `warmup` norms, for whole rounds, the state is mean and variance of all norms so far; afterwards
     ``mean <- D mean + (1-D) m`` and ``variance <- D variance + (1-D) (V + (m - mean)^2)``.
-    Exact to 1e-12, whatever the number of clients.
+    It is exact to 1e-12, for any number of clients.
     """
 
     name: ClassVar[str] = "zscore-clip-server"
@@ -39,8 +39,8 @@ class ZScoreClipServer(SharedServer):
 class EmaClipServer(SharedServer):
     """Keep the moving average of all clients' norms, for `ema-clip` with ``shared = true``.
 
-    With N norms in a round and their mean m: the smallest m, for whole rounds, until there are
-    `warmup` norms; afterwards ``mean <- decay^N mean + (1 - decay^N) m``. Exact to 1e-12.
+    A round has N norms with mean m. Until there are `warmup` norms, for whole rounds, the mean is
+    the smallest m; afterwards ``mean <- decay^N mean + (1 - decay^N) m``. It is exact to 1e-12.
     """
 
     name: ClassVar[str] = "ema-clip-server"
@@ -50,8 +50,8 @@ class EmaClipServer(SharedServer):
 class AutoClipServer(SharedServer):
     """Keep median and deviation of all clients' norms, for `auto-clip` with ``shared = true``.
 
-    Mean and variance are of all norms, exact to 1e-12; the median, of all norms or of the last
-    rounds that hold `window`, is that of a sketch, within 3 %.
+    Mean and variance are those of all norms, exact to 1e-12. The median, of all norms or of the
+    last rounds that hold `window` norms, comes from a sketch, within 3 %.
     """
 
     name: ClassVar[str] = "auto-clip-server"
@@ -61,8 +61,8 @@ class AutoClipServer(SharedServer):
 class PercentileNormClipServer(SharedServer):
     """Keep a percentile of all clients' norms, for `percentile-norm-clip` with ``shared = true``.
 
-    The percentile, of all norms or of the last rounds that hold `window`, is that of a sketch:
-    within 3 % for norms between 1e-8 and 2e5.
+    The percentile, of all norms or of the last rounds that hold `window` norms, comes from a
+    sketch: within 3 % for norms between 1e-8 and 2e5.
     """
 
     name: ClassVar[str] = "percentile-norm-clip-server"
@@ -72,8 +72,8 @@ class PercentileNormClipServer(SharedServer):
 class MadClipServer(SharedServer):
     """Keep median and deviation of all clients' norms, for `mad-clip` with ``shared = true``.
 
-    Both, of the last rounds that hold `window` norms, are those of a sketch: the median within
-    3 %, and the deviation within 3 % of the norms that it is of.
+    Both, of the last rounds that hold `window` norms, come from a sketch: the median within 3 %,
+    and the deviation within 3 % of its norms.
     """
 
     name: ClassVar[str] = "mad-clip-server"
@@ -83,8 +83,8 @@ class MadClipServer(SharedServer):
 class AdaptiveClipServer(SharedServer):
     """Keep one limit for all clients' norms, for `adaptive-clip` with ``shared = true``.
 
-    One update a round, from how many norms of all clients were at most the limit, once there are
-    `every` of them.
+    It makes one update a round, from the number of all clients' norms that were at most the limit,
+    once there are `every` norms.
     """
 
     name: ClassVar[str] = "adaptive-clip-server"

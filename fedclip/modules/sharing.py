@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clippers that can have one state with all clients of a federation."""
+"""The base of clippers that can share one state with all clients of a federation."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class SharedClipper(Clipper, register=False):
     Parameters
     ----------
     transform, **common
-        What every clipper has (see `Clipper`).
+        The parameters of every clipper (see `Clipper`).
     shared, shared_name
-        Whether to have one state with all clients of a federation, and the name that tells
+        Whether to share one state with all clients of a federation, and the name that tells
         this pair of clipper and counterpart from others (`fedclip.federation.statistics`).
     """
 
@@ -46,16 +46,16 @@ class SharedClipper(Clipper, register=False):
                 "shared=True does not go with include_current=True: what is shared is the state "
                 "of the round's start, which has not seen the current norm"
             )
-        # declearn looks at the instance, so that two pairs of one kind can have two names.
+        # Set on the instance, where declearn looks: two pairs of one kind can have two names.
         self.aux_name = self.shared_name or f"{self.name}-shared"  # type: ignore[misc]
         settings = {key: getattr(self, key) for key in self.shared_settings}
         self.sharing = SharedStatistics(self.name, self._transform, settings)
 
     def collect_aux_var(self) -> AuxVar | None:
-        """Return what was counted, if it is shared; on a server, begin a round."""
+        """Return the counts, if they are shared; on a server, begin a round."""
         super().collect_aux_var()
         if not self._on_client:
-            # A server has nobody to share with, and what clients count is for the counterpart.
+            # A clipper on the server shares nothing; the clients' counts are for the counterpart.
             self.aux_name = None  # type: ignore[misc]
         elif self.sharing is not None and self.sharing.heard():
             counts, statistics = self.sharing.collect(self._statistics())
@@ -69,7 +69,7 @@ class SharedClipper(Clipper, register=False):
         Raises
         ------
         ValueError
-            If clipper and counterpart do not go together, or what was sent is not sound.
+            If clipper and counterpart do not match, or the message is not valid.
         """
         if self.sharing is not None and isinstance(aux_var, FedclipSharedState):
             statistics = self.sharing.receive(aux_var, self._statistics())
@@ -79,7 +79,7 @@ class SharedClipper(Clipper, register=False):
             super().process_aux_var(aux_var)
 
     def get_state(self) -> dict[str, Any]:
-        """Return what every clipper does, and of which version a shared state is."""
+        """Return the state of every clipper, and the version of a shared state."""
         shared = {} if self.sharing is None else {"shared": self.sharing.get_state()}
         return {**super().get_state(), **shared}
 
@@ -91,5 +91,5 @@ class SharedClipper(Clipper, register=False):
         super()._take_over(state, transform)
         if self.sharing is not None:
             self.sharing.version = version
-            # The server says which groups there are, and may know of more.
+            # The server decides which groups there are, and may know more of them.
             self._loaded = self._loaded and version is None

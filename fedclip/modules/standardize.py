@@ -93,5 +93,5 @@ class Standardize(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         return Standardizing(self.eps)

@@ -95,7 +95,7 @@ class ValueClip(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         return self._box(1, {})
 
     def _box(self, groups: int, own: Mapping[int, float]) -> ValueClipping:
@@ -106,7 +106,7 @@ class ValueClip(Clipper):
         )
 
     def transform(self, groups: Groups) -> Transform:
-        """Return what the clipper is made of, with the limit of each group."""
+        """Return the transform, with the limit of each group."""
         table = self.scope if isinstance(self.scope, Mapping) else {}
         own = {g: table[label] for g, label in enumerate(groups.labels) if label in table}
         return self._box(len(groups), own)

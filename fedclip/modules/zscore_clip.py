@@ -17,10 +17,10 @@ __all__ = ["ZScoreClip"]
 
 
 class ZScoreClip(SharedClipper):
-    """Limit at so many standard deviations above the running mean of past norms (ZClip).
+    """Limit at a number of standard deviations above the running mean of past norms (ZClip).
 
-    The defaults have no scale, protect from the second step on and follow norms that rise;
-    those of the paper's code are ``ZScoreClip.preset("zclip")``.
+    The defaults need no scale, protect from the second step on and follow norms that rise;
+    ``ZScoreClip.preset("zclip")`` has the defaults of the paper's code.
 
     ::
 
@@ -53,8 +53,8 @@ class ZScoreClip(SharedClipper):
     factor : float, default=1.0
         Multiplies the limit of the action "reciprocal", > 0.
     estimator : {"zclip", "drytorch", "smartclip"}, default="zclip"
-        How mean and variance are updated (see `fedclip.rules.zscore`): that of the paper's
-        code, or of the two packages.
+        How to update mean and variance (see `fedclip.rules.zscore`): as in the paper's code, or
+        as in one of the two packages.
     std_eps : float, default=0.0
         Added to the standard deviation in the z-score, >= 0, in the units of the gradient.
     min_std : float, default=0.1
@@ -148,6 +148,6 @@ class ZScoreClip(SharedClipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return what the clipper is made of."""
+        """Return the transform of the clipper."""
         parameters.raw_if_current(self.include_current, self.feedback)
         return self._clipping(ZScore)
