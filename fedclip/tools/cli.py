@@ -347,7 +347,7 @@ def demo(
 
     if port and not port_is_free("127.0.0.1", port):
         fail(f"port {port} on 127.0.0.1 is in use; choose another, or leave --port out")
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     try:
         run_demo(folder, rounds=rounds, port=port, timeout=timeout, console=console)
     except DemoError as exc:

@@ -146,7 +146,7 @@ def run_demo(
         If the folder can not be used, or a process failed, or the time was up. All processes
         have ended by then.
     """
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, markup=False)
     try:
         folder = folder.resolve()
         _prepare(folder)
