@@ -47,9 +47,10 @@ class _Watch:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return what the next finder finds, with a loader that tells when the module has run."""
-        if name != "declearn" and name.partition(".")[0] != "fedclip":
-            return None
         finders = list(sys.meta_path)
+        # Another thread may have registered in the meantime.
+        if self not in finders or (name != "declearn" and name.partition(".")[0] != "fedclip"):
+            return None
         for finder in finders[finders.index(self) + 1 :]:
             spec = finder.find_spec(name, path, target)
             if spec is not None:

@@ -46,7 +46,7 @@ def check_optimizer(check: Check, value: Any, key: str, where: str) -> list[Any]
         value = loaded.get(key, loaded)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         before = len(check.problems)
-        for text in _rate_faults("the learning rate", value):
+        for text in _rate_faults(key, value):
             check.add("problem", where, text)
         if len(check.problems) == before:
             check.add("ok", where, f"plain SGD, learning rate {value}")
@@ -88,31 +88,37 @@ def check_optimizer(check: Check, value: Any, key: str, where: str) -> list[Any]
 def _rate_faults(name: str, value: Any) -> Iterator[str]:
     """Say what is wrong with a learning rate or a decay: a number, or a schedule."""
     if isinstance(value, list):
-        match value:
-            case [str() as kind, dict() as config]:
-                known: Mapping[str, Any] = access_types_mapping("Scheduler")
-                if kind not in known:
-                    yield f"{name}: unknown schedule {brief(kind)}{nearest(kind, known)}"
-                    return
-                faults = [*_unknown(known[kind], config), *argument_faults(known[kind], config)]
-                yield from (f"{name}: {kind}: {text}" for text in faults)
-                if not faults:
-                    try:
-                        Scheduler.from_specs(kind, dict(config))
-                    except Exception as exc:  # whatever a schedule's constructor may raise
-                        yield f"{name}: {kind}: {text_of(exc)}"
-            case _:
-                yield f"{name} must be a number, or [schedule, {{parameter = value}}]"
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        yield from (f"{name}: {text}" for text in _schedule_faults(value))
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
         yield f"{name} must be a number, got {brief(value)}"
-    elif not math.isfinite(value) if isinstance(value, float) else False:
+    elif isinstance(value, float) and not math.isfinite(value):
         yield f"{name} must be a finite number, got {value!r}"
-    elif value < 0 or (value == 0 and name != "w_decay"):
-        yield f"{name} must be {'>= 0' if name == 'w_decay' else '> 0'}, got {brief(value)}"
+    elif name == "w_decay" and value < 0:
+        yield f"{name} must be >= 0, got {brief(value)}"
+    elif name != "w_decay" and value <= 0:
+        yield f"{name} must be > 0, got {brief(value)}"
     elif isinstance(value, int):
-        text = "" if name == "the learning rate" else f"{name} = "
-        yield f"{text}{brief(value)} must be a float: write {brief(value)}.0"
+        yield f"{name} = {brief(value)} must be a float: write {brief(value)}.0"
+
+
+def _schedule_faults(value: list[Any]) -> Iterator[str]:
+    match value:
+        case [str() as kind, dict() as config]:
+            pass
+        case _:
+            yield f"must be a number, or [schedule, {{parameter = value}}], got {brief(value)}"
+            return
+    known: Mapping[str, Any] = access_types_mapping("Scheduler")
+    if kind not in known:
+        yield f"unknown schedule {brief(kind)}{nearest(kind, known)}"
+        return
+    faults = [*_unknown(known[kind], config), *argument_faults(known[kind], config)]
+    if not faults:
+        try:
+            Scheduler.from_specs(kind, dict(config))
+        except Exception as exc:  # whatever a schedule's constructor may raise
+            faults.append(text_of(exc))
+    yield from (f"{kind}: {text}" for text in faults)
 
 
 def _unknown(cls: Any, config: Mapping[str, Any]) -> list[str]:
