@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What concerns a whole federation: common statistics, and the clients' round updates."""
+"""The parts for a whole federation: common statistics, and the clients' round updates."""

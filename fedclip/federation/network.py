@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server over websockets that ends, in words, when a client is gone or silent.
+"""A server over websockets that ends, with a message, when a client is gone or does not answer.
 
-declearn's own waits for ever: for a reply of a client that has died, and for its connections when
-it stops. This one unregisters a client whose connection has ended, waits for a limited time, and
-ends its connections when it stops. Clients speak declearn's plain ``websockets``.
+declearn's server waits for ever for the reply of a client that has died, and for its connections
+when it stops. This server unregisters a client whose connection has ended, waits for a limited
+time, and closes its connections when it stops. Clients may use declearn's plain ``websockets``.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from fedclip import parameters
 __all__ = ["WatchfulWebsocketsClient", "WatchfulWebsocketsServer"]
 
 _GRACE = 10.0
-"""Seconds in which clients may end their connections themselves when the server stops."""
+"""Seconds that clients have to end their connections themselves when the server stops."""
 
 
 class WatchfulWebsocketsServer(WebsocketsServer):
-    """declearn's websockets server, with an end to its waiting.
+    """declearn's websockets server, with limited waiting.
 
     It is registered as the protocol ``fedclip-websockets``; clients may use that or ``websockets``.
 
     Parameters
     ----------
     patience : float, default=3600.0
-        Seconds that a client may take for an answer, a round of training included, > 0.
+        Seconds that a client may take to answer, a round of training included, > 0.
     **settings
-        What declearn's `WebsocketsServer` takes.
+        The parameters of declearn's `WebsocketsServer`.
 
     Raises
     ------
@@ -66,7 +66,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
                 await serving
             self.handler.registered_clients.pop(socket, None)
             for name in self._lost:
-                # Nobody will collect it.
+                # The client is gone, and will not collect its message.
                 self.handler.outgoing_messages.pop(name, None)
 
     @property
@@ -79,7 +79,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self._members = self.client_names
 
     async def stop(self) -> None:
-        """Stop serving; what clients do not end in time is ended."""
+        """Stop serving; close connections that the clients do not end in time."""
         if self._handlers:
             await asyncio.wait(set(self._handlers), timeout=_GRACE)
         for serving in self._handlers:
@@ -87,18 +87,18 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         await super().stop()
 
     async def __aexit__(self, exc_type: Any, exc_value: Any, exc_tb: Any) -> None:
-        """Stop; where the run has failed, tell the clients why first."""
+        """Stop; if the run has failed, tell the clients why first."""
         if exc_value is not None:
             reason = CancelTraining(f"the server has ended: {exc_value!s:.500}").serialize()
             for client in self.client_names:
-                # One that has not collected its last message has a reason already.
+                # A client that has not collected its last message has a reason already.
                 self.handler.outgoing_messages.setdefault(client, reason)
         await self.stop()
 
     async def send_message(
         self, message: Message, client: str, timeout: float | None = None
     ) -> None:
-        """Send a message, and wait for it to be collected: for `patience` seconds if not told."""
+        """Send a message, and wait until it is collected: `patience` seconds by default."""
         if self._lost and not isinstance(message, CancelTraining):
             raise RuntimeError(self._gone())
         try:
@@ -111,12 +111,12 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     async def wait_for_messages(
         self, clients: set[str] | None = None
     ) -> dict[str, SerializedMessage[Any]]:
-        """Return a message of each client, or raise if one is not going to come."""
+        """Return a message of each client, or raise if one will not come."""
         awaited = self.client_names if clients is None else clients
         found: dict[str, bytes] = {}
         end = time.monotonic() + self.patience
         while True:
-            # Before the connection is looked at: the last message may be why it has ended.
+            # Read messages before checking connections: the last message may say why one ended.
             incoming = self.handler.incoming_messages
             found |= {name: incoming.pop(name) for name in awaited & incoming.keys()}
             missing = awaited - found.keys()
@@ -144,6 +144,6 @@ class WatchfulWebsocketsServer(WebsocketsServer):
 
 
 class WatchfulWebsocketsClient(WebsocketsClient):
-    """declearn's websockets client, by the name of the protocol that its server has."""
+    """declearn's websockets client, under the protocol name of its server."""
 
     protocol: ClassVar[str] = "fedclip-websockets"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients are to reply with in the present round, and who sent which reply.
+"""Which replies the server expects in the current round, and who sent which reply.
 
-Server modules note down what they expect; the sampler, which is shown the replies, who sent them.
+Server modules note which messages they expect. The sampler, which sees the replies by client, notes
+who sent them.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ __all__ = [
 ]
 
 UPDATES = "updates"
-"""The key of what every reply has, beside the names of auxiliary variables."""
+"""The key of the updates, next to the names of auxiliary variables."""
 
 
 class Sender(NamedTuple):
-    """A client, and whether what it sent said on arrival that it made no sense."""
+    """A client, and whether its message was found to be invalid on arrival."""
 
     name: str
     faulty: bool
 
 
 class Expected(NamedTuple):
-    """What a module of the server is to be sent."""
+    """The message that a module of the server expects."""
 
     kind: type
     abstention: Callable[[], Any]
-    """What stands for a reply that is of another kind."""
+    """Makes the replacement for a message of another kind."""
 
 
 _EXPECTED: ContextVar[Mapping[str, Expected]] = ContextVar(
@@ -49,7 +50,7 @@ _EXPECTED: ContextVar[Mapping[str, Expected]] = ContextVar(
 
 
 class _Round(NamedTuple):
-    # One of the replies: when that is gone, so is the round.
+    # One of the replies: when it is gone, the round is over.
     reply: ref[Any]
     senders: dict[str, list[Sender]]
     blank: Callable[[], Any] | None
@@ -59,12 +60,12 @@ _ROUND: ContextVar[_Round | None] = ContextVar("fedclip_senders", default=None)
 
 
 def expect(key: str, kind: type, abstention: Callable[[], Any]) -> None:
-    """Note down what is expected under the name of an auxiliary variable."""
+    """Note which message is expected under the name of an auxiliary variable."""
     _EXPECTED.set({**_EXPECTED.get(), key: Expected(kind, abstention)})
 
 
 def expected() -> Mapping[str, Expected]:
-    """Return what has been noted down, and forget it: the next round says it anew."""
+    """Return the expected messages, and forget them: the next round notes them again."""
     found = _EXPECTED.get()
     _EXPECTED.set({})
     return found
@@ -73,9 +74,9 @@ def expected() -> Mapping[str, Expected]:
 def note(
     reply: Any, senders: dict[str, list[Sender]], blank: Callable[[], Any] | None = None
 ) -> None:
-    """Note down, for each key, the senders in the order in which replies are added up.
+    """Note, for each key, the senders in the order in which replies are added up.
 
-    It is forgotten as soon as the `reply`, one of the round, is gone; without one, at once.
+    The note lasts until the `reply`, one of the round, is gone; without a reply, it goes at once.
     `blank` returns an update of zeros, of the model's shapes.
     """
     _ROUND.set(None if reply is None else _Round(ref(reply), senders, blank))
@@ -92,17 +93,17 @@ def _senders(key: str | None) -> list[Sender]:
 
 
 def blank() -> Any:
-    """Return an update of zeros, of the model's shapes; None where nobody knows them."""
+    """Return an update of zeros, of the model's shapes; None if the shapes are not known."""
     round_ = _round()
     return None if round_ is None or round_.blank is None else round_.blank()
 
 
 def sender_of(key: str | None, position: int, total: int) -> str:
-    """Return who sent one of `total` replies, as it was added up; "" if that is not known."""
+    """Return who sent one of `total` replies, by its position in the sum; "" if not known."""
     senders = _senders(key)
     return senders[position].name if len(senders) == total else ""
 
 
 def faulty_senders(key: str) -> Sequence[str]:
-    """Return whose messages said on arrival that they make no sense, as far as is known."""
+    """Return the known senders of messages that were found to be invalid on arrival."""
     return [sender.name for sender in _senders(key) if sender.faulty]

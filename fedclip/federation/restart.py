@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From where a server goes on after a crash: the newest round that was saved as a whole."""
+"""Restarts a server after a crash, from the newest round that was saved completely."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class SavedRound(NamedTuple):
 
 
 def load_round(folder: str | Path) -> SavedRound:
-    """Return model and optimizer of the newest round at which both can be loaded.
+    """Return model and optimizer of the newest round of which both can be loaded.
 
-    A server that is killed, or whose disk is full, leaves a model without its optimizer, or
-    half of a file. The newest model with the newest optimizer may then be of two rounds: with
-    noise, a budget that is a round short.
+    A server that is killed, or whose disk is full, may leave a model without its optimizer, or
+    half a file. The newest model and the newest optimizer may then be from different rounds: with
+    noise, the budget would be a round short.
 
     Parameters
     ----------
@@ -45,9 +45,9 @@ def load_round(folder: str | Path) -> SavedRound:
 
     Notes
     -----
-    The best model, which declearn saves at the end of a run, is of no round. declearn names
-    files by the second, and writes the model first: a pair whose model is the younger one is of
-    two rounds of the same second, and left out.
+    The best model, which declearn saves at the end of a run, belongs to no round. declearn names
+    files by the second, and writes the model first: if the model of a pair is the younger file, the
+    pair mixes two rounds of the same second, and is left out.
     """
     path, saved = Path(folder), Checkpointer(str(folder))
     models, optimizers = (

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replies are looked at before declearn adds them up, and the server's log says whose they were.
+"""Checks replies before declearn adds them up, and lets the server's log name their senders.
 
-declearn's client sampler is the one part of a server that is shown the replies of a round by
-name, and right before aggregator and modules get their sums. What makes no sense would end the
-run there, or take honest replies with it; here it is replaced by an abstention.
+Only declearn's client sampler sees the replies of a round by client, right before aggregator and
+modules get the sums. An invalid reply would end the run there, or take honest replies with it; the
+sampler replaces it by an abstention.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class NamedClients(ClientSampler):
 
     ::
 
-        of each reply, before replies are added up:
-            what stands in the place of a message of fedclip's and is none: an abstention
-            an update that is none, or not of the model's tensors: zeros, counted as refused
+        for each reply, before replies are added up:
+            an invalid message in the place of one of fedclip's: an abstention
+            an invalid update, or one with other tensors than the model: zeros, counted as refused
             an auxiliary variable that no module receives: left out
 
-    So nothing that one client sends ends the run, or costs another client its reply, in any
-    order of arrival. The warning about a reply that is left out says whose it was. Under secure
-    aggregation there is only a sum, and nobody to be named.
+    So no reply of one client can end the run or cost another client its reply, in any order of
+    arrival. The warning about a reply that is left out names the client. Under secure aggregation
+    the server sees only a sum, and can name nobody.
 
     Parameters
     ----------
     sampler : dict, ClientSampler or None, default=None
-        What samples the clients of a round, as declearn's `client_sampler` is given it; None for
+        The sampler of the clients, in the forms that declearn's `client_sampler` takes; None for
         all clients in every round.
     max_retries : int, default=5
-        How often to sample again where no client was chosen.
+        How often to sample again if no client was chosen.
     receives : list of str or None, default=None
         Names of the auxiliary variables that the server's modules receive. None: those of
-        fedclip's modules, and what at least half of the clients send.
+        fedclip's modules, and those that at least half of the clients send.
 
     Raises
     ------
@@ -98,28 +98,28 @@ class NamedClients(ClientSampler):
         self.receives = (
             None if receives is None else [parameters.name(receives=name) for name in receives]
         )
-        # What clients of earlier rounds have sent, so that a client can no longer withhold it.
+        # Names sent in earlier rounds: from then on, each client must send them.
         self._known: set[str] = set()
 
     @property
     def secagg_compatible(self) -> bool:
-        """Whether the sampler that chooses is."""
+        """Whether the wrapped sampler works with secure aggregation."""
         return bool(self.sampler.secagg_compatible)
 
     def init_clients(self, clients: set[str]) -> None:
-        """Tell the sampler that chooses of the clients."""
+        """Tell the wrapped sampler which clients there are."""
         super().init_clients(clients)
         self.sampler.init_clients(clients)
 
     def sample(self, eligible_clients: set[str]) -> set[str]:
-        """Return what the sampler that chooses returns."""
+        """Return the choice of the wrapped sampler."""
         return set(self.sampler.sample(eligible_clients))
 
     def update(self, client_to_reply: dict[str, TrainReply], global_model: Model[Any]) -> None:
-        """Vet the replies, and note down their order."""
+        """Vet the replies, and note their order."""
         replies = list(client_to_reply.values())
         awaited = expected()
-        # Of a secure sum declearn shows the same reply for every client.
+        # For a secure sum, declearn passes the same reply for every client.
         if len({id(reply) for reply in replies}) < len(replies) or not replies:
             note(None, {})
             self.sampler.update(client_to_reply, global_model)
@@ -138,7 +138,7 @@ class NamedClients(ClientSampler):
     def _vet_variables(
         self, replies: Mapping[str, TrainReply], awaited: Mapping[str, Expected]
     ) -> None:
-        """Leave in each reply what the server's modules can add up, and nothing else."""
+        """Keep in each reply only what the server's modules can add up."""
         sent: dict[str, dict[Any, Any]] = {}
         for client, reply in replies.items():
             variables: Any = reply.aux_var
@@ -160,7 +160,7 @@ class NamedClients(ClientSampler):
                         client,
                     )
             for key in awaited.keys() - kept.keys():
-                # If nobody sends it, something else is wrong, which the module says.
+                # If no client sends it, something else is wrong, and the module reports it.
                 if key in self._known:
                     kept[key] = awaited[key].abstention()
             reply.aux_var = kept
@@ -173,7 +173,7 @@ class NamedClients(ClientSampler):
         return 2 * votes >= clients if self.receives is None else key in self.receives
 
     def _vet_updates(self, replies: Mapping[str, TrainReply], model: Model[Any]) -> None:
-        """Replace what is no update of this model, where updates are fedclip's to average."""
+        """Replace invalid updates, if fedclip's aggregator averages them."""
         ours = sum(type(reply.updates) is ClippedUpdates for reply in replies.values())
         if ours and 2 * ours >= len(replies):
             self._known.add(UPDATES)
@@ -182,7 +182,7 @@ class NamedClients(ClientSampler):
         weights: Vector[Any] = model.get_weights(trainable=True)
         wanted = signature(weights.coefs)
         found = {client: _look(reply.updates) for client, reply in replies.items()}
-        # Dtypes are compared where they can be: a framework may share another than it keeps.
+        # Compare dtypes only if some update has the model's: frameworks may send another dtype.
         columns = 3 if wanted in [kind for kind, _ in found.values()] else 2
         for client, reply in replies.items():
             kind, fault = found[client]
@@ -195,7 +195,7 @@ class NamedClients(ClientSampler):
 
 
 def _look(updates: Any) -> tuple[Signature, str]:
-    """Return the signature of an update, and why it is none, if so."""
+    """Return the signature of an update, and why it is invalid, if it is."""
     if type(updates) is not ClippedUpdates:
         return (), f"it is of type {type(updates).__name__}"
     if updates.fault:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A federated server that survives its clients: who vets replies, and who ends what waits."""
+"""Makes a federated server robust: with checks of replies, and limited waiting."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def guarded(
     optim: FLOptimConfig,
     sampler: Mapping[str, Any] | ClientSampler | None = None,
 ) -> dict[str, Any]:
-    """Return what to give `FederatedServer` in the place of its network and its sampler.
+    """Return a network and a sampler for `FederatedServer`, in place of the given ones.
 
     Parameters
     ----------
     network : NetworkServerConfig
         Where the server listens. The plain protocol ``websockets`` becomes fedclip's own, which
-        ends in words where a client is gone or silent; clients stay as they are.
+        ends with a message if a client is gone or does not answer; clients need no change.
     optim : FLOptimConfig
-        The optimizers; the server's modules say which auxiliary variables are received.
+        The optimizers; the server's modules determine the auxiliary variables it receives.
     sampler : dict, ClientSampler or None, default=None
-        What samples the clients; its replies are vetted (`NamedClients`).
+        The sampler of the clients; `NamedClients` wraps it, to vet replies.
 
     Examples
     --------

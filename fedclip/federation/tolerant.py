@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server sends to its clients can be read by all of them, older ones and newer ones."""
+"""Messages from the server that clients with an older or newer fedclip can read."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["FromServer"]
 class FromServer(AuxVar, register=False):
     """Base of the messages from the server to its clients.
 
-    Decoding never raises: an exception there is outside of what a client reports, ends it
-    without a word, and leaves the server waiting. Fields that this fedclip does not know are
-    kept; those that are missing are None, and for `missing` to tell.
+    Decoding never raises: an exception there would end the client without a report, and leave
+    the server waiting. Fields that this version of fedclip does not know are kept. Missing fields
+    are None, and `missing` names them.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class FromServer(AuxVar, register=False):
     """
 
     fedclip: Any = field(default=VERSION, kw_only=True)
-    # What a newer fedclip says besides; it does not count in comparisons.
+    # Additional fields of a newer fedclip; they do not count in comparisons.
     rest: dict[Any, Any] = field(
         default_factory=dict, init=False, repr=False, compare=False, kw_only=True
     )
@@ -41,7 +41,7 @@ class FromServer(AuxVar, register=False):
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """Take whatever came over the wire."""
+        """Make a message from anything that came over the wire."""
         found = dict(data) if isinstance(data, Mapping) else {}
         result = cls(**{f.name: found.pop(f.name, None) for f in fields(cls) if f.init})
         result.rest = found
@@ -55,5 +55,5 @@ class FromServer(AuxVar, register=False):
         return f"the server's message lacks {', '.join(lacking)}{other(self.fedclip)}"
 
     def prepare_for_secagg(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Refuse: the server sends this to everybody, and clients do not send it at all."""
+        """Refuse: only the server sends this message."""
         raise NotImplementedError(f"{type(self).__name__} goes from the server to its clients only")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which fedclip wrote a configuration or a message, for those that read it with another."""
+"""The version of fedclip that wrote a configuration or a message, for readers with another."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of norms that all clients of a federation have in common."""
+"""Statistics of norms that all clients of a federation share."""

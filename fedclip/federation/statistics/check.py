@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with shared clippers and counterparts before a run, in sentences."""
+"""Checks shared clippers and their counterparts before a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_shared(plugin: Any) -> bool:
 
 
 def shared_problems(plugins: Mapping[str, Iterable[Any]]) -> list[tuple[str, str]]:
-    """Return what would go wrong, and in which of ``client_opt`` and ``server_opt``.
+    """Return each problem as a section, ``client_opt`` or ``server_opt``, and a sentence.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ def shared_problems(plugins: Mapping[str, Iterable[Any]]) -> list[tuple[str, str
         (CLIENT, f"{p.name} belongs in {SERVER}") for p in both if isinstance(p, SharedServer)
     ]
     clients = [p for p in both if not isinstance(p, SharedServer)]
-    # A shared clipper in the server's optimizer is an ordinary one, and nobody's counterpart.
+    # A shared clipper in the server's optimizer is an ordinary clipper, not a counterpart.
     servers = [p for p in plugins.get(SERVER, ()) if isinstance(p, SharedServer)]
     clippers = {p.aux_name: p for p in clients}
     counterparts = {p.aux_name: p for p in servers}

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One state of a clipper for a whole federation: what happens on a client.
+"""One state of a clipper for a whole federation: the client's part.
 
 ::
 
-    server   broadcasts the state                                      (`shared_server`)
-    client   judges each step by that state, as it was at the round's start,
-             and counts what it sees                                   (`SharedRule`)
-    client   sends its counts, whole numbers                           (`shared_counts`)
-    server   adds up the counts, and moves the state on                (`Shareable.merge`)
+    server   broadcasts the state                                      (`SharedState`)
+    client   judges each step by the state of the round's start,
+             and counts the norms                                      (`SharedRule`)
+    client   sends its counts, whole numbers                           (`Tally`)
+    server   adds up the counts, and updates the state                 (`Shareable.merge`)
 
-A client sends nothing until it has heard from a counterpart, since declearn's server would wait
+A client sends nothing until it has heard from a counterpart, because declearn's server would wait
 for ever after a message without a receiver. Until then, and in loops without a server, the
-clipper is an ordinary one with statistics of its own.
+clipper is an ordinary one with its own statistics.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fedclip.states import Statistics
 __all__ = ["MAX_STEPS", "SharedRule", "SharedStatistics", "centre_of"]
 
 MAX_STEPS = 10_000
-"""How many norms of a group a client counts in a round at most, unless the server says so."""
+"""Largest number of norms of a group that a client counts in a round, by default."""
 
 
 @cache
@@ -52,13 +52,13 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def centre_of(fields: Mapping[str, Any]) -> float:
-    """Return what moments are taken about, so that nothing cancels: the mean that is shared."""
+    """Return the centre of the moments: the shared mean, so that nothing cancels."""
     return float(fields.get("mean", 0.0))
 
 
 @dataclass(frozen=True)
 class SharedRule:
-    """A rule whose state stays as the server has sent it, next to counts of what was seen."""
+    """A rule that keeps the server's state unchanged, and counts the norms of a round."""
 
     rule: Shareable
     max_steps: int = MAX_STEPS
@@ -70,11 +70,11 @@ class SharedRule:
 
     @property
     def start(self) -> Start | None:
-        """What protects the first norms; the rule learns from the second on."""
+        """The protection of the first norms; the rule learns from the second on."""
         return None if self.rule.start is None else replace(self.rule.start, least=1)
 
     def init(self, groups: int, xp: Arithmetic) -> State:
-        """Return the state before the first round, nothing counted."""
+        """Return the state before the first round, with all counts 0."""
         own = {} if self.start is None else self.start.init(groups, xp)
         name = f"Shared{type(self.rule).__name__}"
         return state_of(name, self.rule.begin(groups, xp), own, self.tally.init(groups, xp))
@@ -96,8 +96,8 @@ class SharedStatistics:
     clipper
         Name of the clipper, for messages.
     transform
-        What the clipper is made of while nothing has been heard of a counterpart; its rule says
-        how limits follow from norms, and the state from counts.
+        The clipper's transform as long as it has not heard from a counterpart. Its rule derives
+        limits from norms, and the state from counts.
     settings
         The parameters that the server's counterpart must have as well, as plain values.
     """
@@ -108,16 +108,16 @@ class SharedStatistics:
         self.rule = SharedRule(transform.rule.shared())
         self._local = transform
         self._warned = False
-        # None until the counterpart has been heard.
+        # None until the first message of the counterpart.
         self.version: int | None = None
         self.labels: tuple[str, ...] = ()
 
     def transform(self, version: int | None) -> Any:
-        """Return what the clipper is made of with a state of this version; None: its own."""
+        """Return the transform for a state of this version; None for the clipper's own state."""
         return self._local if version is None else replace(self._local, rule=self.rule)
 
     def heard(self) -> bool:
-        """Whether there is a counterpart; the first time that there is none, warn."""
+        """Whether there is a counterpart; warn the first time that there is none."""
         if self.version is None and not self._warned:
             self._warned = True
             warnings.warn(
@@ -131,15 +131,15 @@ class SharedStatistics:
         return self.version is not None
 
     def receive(self, message: Any, statistics: Statistics) -> Statistics:
-        """Return the statistics as the server has sent them, in a `FedclipSharedState`.
+        """Return the statistics that the server has sent in a `FedclipSharedState`.
 
-        What was counted before, and never sent because the server did not know the groups yet,
-        is kept if it was judged by the same state.
+        Counts that were not sent because the server did not know the groups yet are kept, if
+        they were made with the same state.
 
         Raises
         ------
         ValueError
-            If clipper and counterpart do not go together, or the message is not sound.
+            If clipper and counterpart do not match, or the message is not valid.
         """
         if lacking := message.missing():
             raise ValueError(f"{self.clipper}: {lacking}")
@@ -170,7 +170,7 @@ class SharedStatistics:
         return result
 
     def collect(self, statistics: Statistics) -> tuple[Counts, Statistics]:
-        """Return what has been counted since the round's start, and the statistics without it."""
+        """Return the counts since the round's start, and the statistics with the counts reset."""
         tally, nothing = self.rule.tally, self._nothing()
         columns, result = [], dict(statistics)
         for label in self.labels:
@@ -184,11 +184,11 @@ class SharedStatistics:
         return np.ascontiguousarray(counts.T), result
 
     def get_state(self) -> dict[str, Any] | None:
-        """Return what a checkpoint needs besides the statistics; None before anything was heard."""
+        """Return what a checkpoint needs besides the statistics; None without a counterpart yet."""
         return None if self.version is None else {"version": self.version}
 
     def check_state(self, state: Any) -> int | None:
-        """Return the version in what `get_state` has returned."""
+        """Return the version in a result of `get_state`."""
         if state is None:
             return None
         version = state.get("version") if isinstance(state, Mapping) else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The counterparts of shared clippers, in the server's optimizer.
 
-One class does it all; how a state follows from counts is said by the clipper's rule.
+One class serves all of them; the clipper's rule derives the state from counts.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def _told(fault: str, senders: Sequence[str]) -> str:
 
 
 class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
-    """Counterpart of a shared clipper: merges what clients count, and sends the state back.
+    """Counterpart of a shared clipper: merges the clients' counts, and sends the state back.
 
     ::
 
         Round start:
             send the state, the same to every client
         Replies:
-            leave out what can not be counts, and say so
+            leave out impossible counts, and log it
             counts = sum of the rest
             state  = rule.merge(state, counts)
         Step:
@@ -78,23 +78,23 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
     Parameters
     ----------
     max_steps : int, default=10000
-        How many norms of a group one client counts in a round at most. What a client claims
-        beyond that is refused, so that the number of steps that a client really takes bounds
-        the weight of one that lies.
+        Largest number of norms of a group that one client counts in a round. The server refuses
+        higher claims. Set it to the number of steps that a client really takes, to bound the
+        weight of a client that lies.
     shared_name : str or None, default=None
-        The name that the clipper has been given, if any.
+        The clipper's `shared_name`, if any.
     **settings
-        The parameters of the clipper that its state depends on, by its own names and with its
-        own defaults. Both sides must have the same.
+        The parameters of the clipper that its state depends on, with the same names and
+        defaults. Both sides must have the same values.
     """
 
     clipper: ClassVar[Any]
-    """The clipper that this is the counterpart of, a `fedclip.modules.sharing.SharedClipper`."""
+    """The clipper of this counterpart, a `fedclip.modules.sharing.SharedClipper`."""
     guarantee = kinds.unchanged
     auxvar_cls = FedclipSharedState
 
     def __init_subclass__(cls, register: bool = True, **kwargs: Any) -> None:
-        """Give the class the signature and the docstring that it has, for all who look at it."""
+        """Give the class its signature and its docstring."""
         super().__init_subclass__(register=register, **kwargs)
         summary, _, notes = (inspect.getdoc(cls) or "").partition("\n\n")
         cls.__doc__ = _DOC.format(summary=summary, clipper=cls.clipper.name, notes=notes)
@@ -113,7 +113,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         self.max_steps = parameters.integer(1, max_steps=max_steps)
         if self.max_steps > 2**31:
             raise ValueError(f"max_steps must be at most 2^31, got {max_steps!r}")
-        # Checks the parameters, and knows the rule that follows from them.
+        # The clipper checks the parameters, and makes the rule.
         clipper = self.clipper(shared=True, shared_name=shared_name, **settings)
         self.shared_name = clipper.shared_name
         self.aux_name = clipper.aux_name  # type: ignore[misc]
@@ -125,23 +125,23 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
 
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: Vector[Any]) -> Vector[Any]:
-        """Return the gradients; the first ones say which groups there are."""
+        """Return the gradients; the first ones show which groups there are."""
         if (round_ := SERVER.get()) is not None and round_.clients is not None:
             raise ValueError(f"{self.name} stands before the noise: put update-clip-server first")
         if not self.shared_state.labels:
-            # The update has the names that the clients' gradients have, and no client is asked.
+            # The update has the names of the clients' gradients, so there is no need to ask them.
             try:
                 groups = resolve(
                     self.settings["scope"], self.settings["exclude"], list(gradients.coefs)
                 )
                 self.shared_state.begin(tuple(sorted(groups.labels)))
             except ValueError as exc:
-                # The clients say the same, and declearn's server survives that.
+                # Log it only: the clients report the same error, and the server survives that.
                 _LOGGER.error("%s: %s", self.name, exc)
         return gradients
 
     def collect_aux_var(self) -> FedclipSharedState:
-        """Return the state, for all clients; before any of them has ever sent a thing.
+        """Return the state for all clients, at the start of a round.
 
         It is empty where it would go out without noise beside averages that are noised, and may
         not: the run then ends, on all nodes (`UpdateClipServer.admit`).
@@ -159,7 +159,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         )
 
     def process_aux_var(self, aux_var: AuxVar) -> None:
-        """Merge what clients have counted; what is not sound is left out, counted and logged."""
+        """Merge the clients' counts; leave out, count and log those that are not valid."""
         parts = getattr(aux_var, "parts", None) or [aux_var]
         round_ = self.shared_state.version + 1
         merged = self.shared_state.merge(
@@ -188,8 +188,8 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         Raises
         ------
         StateError
-            If anything is missing, of a wrong type, or another module's. The state is then what
-            it was before.
+            If anything is missing, of a wrong type, or another module's. The module then keeps
+            its old state.
         """
         keys = ("clipper", "groups", "history", "version", "refused")
         if not isinstance(state, Mapping) or any(key not in state for key in keys):
@@ -204,7 +204,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
 
     @property
     def refused(self) -> int:
-        """How many messages of clients have been left out so far."""
+        """Number of clients' messages left out so far."""
         return self._refused
 
     def _report(self, faults: Sequence[str], round_: int) -> None:
@@ -217,7 +217,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
             return
         refused = sum(map(len, found.values()))
         self._refused += refused
-        # Of many clients, some names and reasons.
+        # Name at most five clients, with reasons.
         told = [_told(fault, senders) for fault, senders in list(found.items())[:5]]
         _LOGGER.warning(
             "%s: left out what %d of %d messages say, round %d: %s (%d so far)",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What a client counts in a round, as non-negative whole numbers that only have to be added up.
+r"""The counts of a client in a round, as non-negative whole numbers that only need adding up.
 
-Secure aggregation adds whole numbers exactly, and fractions only to some quantisation and within
-some range. So everything is sent as whole numbers below 2^16 or so, and the sum over all clients
-is the same to the bit in cleartext, under masking and under Joye-Libert, in any order.
+Secure aggregation adds whole numbers exactly, but rounds fractions and limits their range. So a
+client sends only whole numbers below about 2^16, and the sum over all clients is the same to the
+bit in cleartext, under masking and under Joye-Libert, in any order.
 
 ========= ======= ============================================================================
 counter    rows    what it is
@@ -11,10 +11,10 @@ counter    rows    what it is
 moments   44      ``sum(u - c)``, its positive and its negative part, and ``sum((u - c)^2)``,
                   each a fixed-point number in digits of 16 bits; c is the mean that the server
                   has sent, so that nothing cancels
-sketch    512     how many u are in each bucket (`fedclip.measures.sketch`), so that a quantile
-                  between 1e-8 and 2e5 is known within 3 %, and what is smaller counts as 0
-bits      1       how many norms were at most the limit
-all       1       how many norms were learnt
+sketch    512     number of u in each bucket (`fedclip.measures.sketch`), which gives a quantile
+                  between 1e-8 and 2e5 within 3 %; smaller norms count as 0
+bits      1       number of norms that were at most the limit
+all       1       number of norms that were learnt
 ========= ======= ============================================================================
 """
 
@@ -50,7 +50,7 @@ Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 """Whole numbers, of shape (rows, groups)."""
 
 LARGEST = 2.0**60
-"""A norm from here on is not learnt: its square would leave the digits."""
+"""Norms from here on are not learnt: their squares do not fit into the digits."""
 
 ERROR = 0.03
 """Relative error of a quantile of the sketch."""
@@ -59,7 +59,7 @@ BUCKETS = 512
 
 _SKETCH = Sketch(ERROR, lowest=1e-8)
 _EDGES = _SKETCH.edges(BUCKETS - 1)
-# What a bucket stands for: the first for 0, the last, which has no end, for where it begins.
+# The number that stands for each bucket: 0 for the first; the lower edge for the last, open one.
 _VALUES = np.concatenate([[0.0], _SKETCH.middle(_EDGES[1:]), _EDGES[-1:]])
 
 _BITS = 16
@@ -71,7 +71,7 @@ _MOMENT_ROWS = 2 * _DIGITS + _SQUARE_DIGITS
 
 
 class Round(NamedTuple):
-    """What one or more clients have counted of one group."""
+    """The counts of one or more clients for one group."""
 
     n: int
     unclipped: int = 0
@@ -82,7 +82,7 @@ class Round(NamedTuple):
     buckets: Integers | None = None
 
     def moments(self, centre: float) -> tuple[float, float]:
-        """Return mean and population variance of the u, once rounded from exact arithmetic."""
+        """Return mean and population variance of the u, in exact arithmetic, rounded once."""
         if not self.n:
             return 0.0, 0.0
         shift = self.first / self.n
@@ -123,7 +123,7 @@ class Tally:
 
     # -- on a client, in any framework's arithmetic -----------------------------------------
     def init(self, groups: int, xp: Arithmetic) -> dict[str, Array]:
-        """Return the fields of a round in which nothing has been counted yet."""
+        """Return the fields at the start of a round, with all counts 0."""
         zeros = xp.asarray([0.0] * groups)
         fields = dict.fromkeys(self.fields, zeros)
         if self.has_sketch:
@@ -131,7 +131,7 @@ class Tally:
         return fields
 
     def add(self, judged: Judgement, most: int, state: State, xp: Arithmetic) -> State:
-        """Return the state with what one step has shown counted, up to `most` norms."""
+        """Return the state after counting one step; count at most `most` norms."""
         _, seen, _, skipped, unclipped = judged
         learnt = (seen < LARGEST) & (state.new < most)
         weight = xp.where(learnt, 1.0, 0.0)
@@ -155,7 +155,7 @@ class Tally:
 
     # -- on the wire ------------------------------------------------------------------------
     def encode(self, fields: Mapping[str, Any], centre: float) -> list[int]:
-        """Return one column: the fields of one group as plain values, as whole numbers."""
+        """Return the fields of one group as one column of whole numbers."""
         n = round(fields["new"])
         column = [n]
         if self.has_bits:
@@ -173,7 +173,7 @@ class Tally:
 
     # -- on the server ----------------------------------------------------------------------
     def decode(self, column: Counts) -> Round:
-        """Return what a column of sums says."""
+        """Return the counts that a column of sums encodes."""
         values = column.tolist()
         n, place = values[0], 1
         unclipped, first, second, buckets = 0, Fraction(0), Fraction(0), None
@@ -189,18 +189,18 @@ class Tally:
         return Round(n, unclipped, first, second, buckets)
 
     def fault(self, counts: Counts, members: int, most: int, bounds: Bounds) -> str:
-        """Return why these counts can not be what so many clients have counted; "" if they can.
+        """Return why this number of clients can not have made these counts; "" if they can.
 
         Parameters
         ----------
         counts
-            One client's, or the sum of several, of the shape that they should have.
+            Counts of one client, or the sum of several, in the right shape.
         members
-            How many clients.
+            Number of clients.
         most
-            How many norms one client counts of a group at most.
+            Largest number of norms of a group that one client counts.
         bounds
-            What is known of the groups.
+            What is known about the groups.
         """
         totals = counts[0]
         if totals.max(initial=0) > members * most:
@@ -220,7 +220,7 @@ class Tally:
             start += _MOMENT_ROWS
         if self.has_sketch:
             buckets = counts[start:]
-            # One by one first: a sum of huge numbers could come round to the right one.
+            # Compare one by one first: a sum of huge numbers could overflow to the right one.
             if (buckets > totals).any() or (buckets.sum(axis=0) != totals).any():
                 return "buckets that do not add up to the number of norms"
             if buckets[bounds.above].any():
@@ -229,12 +229,12 @@ class Tally:
 
 
 class Bounds(NamedTuple):
-    """What the server knows of the groups before it reads what clients have counted."""
+    """What the server knows about the groups before it reads the clients' counts."""
 
     centre: Floats
-    """What the sums are taken about."""
+    """Centres of the sums."""
     highest: Floats
-    """The most that can have been learnt from one norm."""
+    """Largest norm that can have been learnt."""
     above: np.ndarray[Any, np.dtype[np.bool_]]
     """Which buckets of a sketch are above that, of shape (buckets, groups)."""
 
@@ -246,9 +246,9 @@ class Bounds(NamedTuple):
 
 
 _SLACK = 1.0 + 1e-9
-# The highest norm is worked out on the client, in single precision on some devices.
+# Clients compute the highest norm, on some devices in single precision.
 _SINGLE = 1.0 + 1e-5
-# What sums lose for each norm at most, where their digits end.
+# The most that sums lose for each norm, because the digits end.
 _LOST, _LOST_SQUARE = 2.0 ** (1 - _SCALE), 2.0 ** (1 - _SQUARE_SCALE)
 _TOO_HIGH = "norms above the most that there can be"
 
@@ -259,7 +259,7 @@ def _worth(scale: int, size: int) -> Floats:
 
 
 def _implausible(n: Floats, digits: Counts, bounds: Bounds) -> str:
-    """Return what is wrong with sums that no norms in [0, highest] can give; floats will do."""
+    """Return why no norms in [0, highest] can give these sums; "" if some can. Uses floats."""
     values = digits.astype(np.float64)
     worth = _worth(_SCALE, _DIGITS)
     up, down = worth @ values[:_DIGITS], worth @ values[_DIGITS : 2 * _DIGITS]
@@ -277,7 +277,7 @@ def _implausible(n: Floats, digits: Counts, bounds: Bounds) -> str:
     size = second + 2 * centre * (up + down) + n * centre * centre
     if ((total > n * highest) | (squares > highest * highest * n + 1e-9 * size)).any():
         return _TOO_HIGH
-    # No norm's square is above that of the norm times the highest.
+    # The square of a norm is at most the norm times the highest one.
     error = 1e-9 * (n * centre + up + down) + n * _LOST
     if (squares > highest * (total + error) + 1e-9 * size).any():
         return "a variance that no such mean can have"
@@ -285,28 +285,28 @@ def _implausible(n: Floats, digits: Counts, bounds: Bounds) -> str:
 
 
 def _digits(value: float, scale: int, size: int) -> list[int]:
-    """Return a number >= 0 in fixed point, the lowest digit first; its last bits are cut off."""
+    """Return a number >= 0 in fixed point, lowest digit first; further bits are cut off."""
     whole = int(math.ldexp(value, scale))
     return [(whole >> (_BITS * place)) & (2**_BITS - 1) for place in range(size)]
 
 
 def _number(digits: Sequence[int], scale: int) -> Fraction:
-    """Return the number whose digits, or sums of such, these are."""
+    """Return the number with these digits, which may be sums of digits."""
     whole = sum(digit << (_BITS * place) for place, digit in enumerate(digits))
     return Fraction(whole, 2**scale)
 
 
 def counts_of(members: Any, counts: Any, shape: tuple[int, int]) -> tuple[Counts | None, str]:
-    """Return what came as the counts of so many clients as an array, or None and what is wrong.
+    """Return the counts of several clients as an array, or None and what is wrong with them.
 
-    It may be anything, of any size: nothing here raises.
+    A client may have sent anything, of any size: this never raises.
     """
     if type(members) is not int or not 0 < members < 2**24:
         return None, f"from {members!r:.30} clients"
     if isinstance(counts, np.ndarray) and counts.dtype != np.uint64:
         return None, f"numbers of the type {counts.dtype}"
     if isinstance(counts, list):
-        # Before NumPy may be asked for an array of any size or kind.
+        # Check this before NumPy makes an array of any size or kind.
         if len(counts) != shape[0] * shape[1]:
             return None, f"not {shape[0]} rows of {shape[1]} numbers"
         if set(map(type, counts)) != {int} or min(counts) < 0 or max(counts) >= 2**48:
@@ -320,9 +320,9 @@ def counts_of(members: Any, counts: Any, shape: tuple[int, int]) -> tuple[Counts
 
 
 def quantile_of(buckets: Integers, quantile: float, centre: float = 0.0) -> float:
-    """Return a quantile of the distances from a centre of what a sketch has counted.
+    """Return a quantile of the distances of a sketch's norms from a centre.
 
-    It is taken between neighbours, as NumPy does it. The distance of a norm x is known within
+    Interpolate between neighbours, as NumPy does. The distance of a norm x is exact to within
     ``ERROR * x``.
     """
     total = int(buckets.sum())

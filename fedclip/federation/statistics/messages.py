@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a shared clipper and its counterpart on the server send each other.
+"""The messages between a shared clipper and its counterpart on the server.
 
-Names of such classes are global in declearn, so that these carry the package's.
+Class names of messages are global in declearn, so these begin with the name of the package.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ __all__ = ["FedclipSharedCounts", "FedclipSharedState"]
 
 @dataclass
 class FedclipSharedState(FromServer):
-    """The server to every client, at the start of each round.
+    """The message from the server to every client, at the start of each round.
 
     Attributes
     ----------
     version
-        How many times the state has been moved on.
+        How many times the state has been updated.
     settings
         The parameters that clipper and counterpart must have in common.
     max_steps
-        How many norms of a group a client counts in a round at most.
+        Largest number of norms of a group that a client counts in a round.
     labels
-        The groups, in the order in which they are to be counted; empty while the server does
-        not know them.
+        The groups, in the order of the counts; empty while the server does not know them.
     state
         The numbers of each field of the state, one for each label.
     """
@@ -46,20 +45,20 @@ class FedclipSharedState(FromServer):
 
 @dataclass
 class FedclipSharedCounts(AuxVar):
-    """A client to the server, at the end of each round, and sums of such.
+    """The message from a client to the server, at the end of each round, or a sum of messages.
 
-    Nothing here raises, whatever a client may have sent: an exception while a round's replies
-    are added up would leave declearn's server waiting for ever. What is no sound message is
-    found when it is looked at (`counts_of`), and left out.
+    Nothing here raises, whatever a client may have sent: an exception while declearn adds up the
+    replies would leave its server waiting for ever. `counts_of` finds invalid messages later, and
+    the server leaves them out.
 
     Attributes
     ----------
     members
-        How many clients it is from.
+        Number of clients in the message.
     counts
         Whole numbers >= 0, of shape (rows, groups); see `fedclip.federation.statistics.counts`.
     parts
-        The messages of single clients, where they came in cleartext.
+        The messages of single clients, if they came in cleartext.
     """
 
     members: Any
@@ -67,16 +66,16 @@ class FedclipSharedCounts(AuxVar):
     parts: list[Any] | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what goes over the wire in cleartext: small integers, a byte each for most."""
+        """Return the message in cleartext: small integers, most of them of one byte."""
         return {"counts": np.asarray(self.counts).ravel().tolist()}
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """Take what came over the wire, for one client, as it is."""
+        """Make the message of one client from what came over the wire, unchecked."""
         return cls(1, data.get("counts") if isinstance(data, Mapping) else None)
 
     def aggregate(self, other: Any) -> Self:
-        """Put another client's message next to this one's; takes the same time for each."""
+        """Put another client's message next to this one, in constant time."""
         if self.parts is None:
             return type(self)(0, None, parts=[self, other])
         self.parts.append(other)
@@ -89,19 +88,19 @@ class FedclipSharedCounts(AuxVar):
         return type(self)(0, None, parts=[other, self])
 
     def prepare_for_secagg(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Return what is encrypted: everything.
+        """Return all fields, for encryption.
 
         Raises
         ------
         ValueError
-            If a field is not what encryption adds up faithfully; it is named.
+            If encryption would not add up a field exactly; the message names it.
         """
         members, counts = self.members, self.counts
         if type(members) is not int or members != 1:
             raise ValueError(f"members must be 1 to be encrypted, got {members!r}")
         if not isinstance(counts, np.ndarray) or counts.dtype != np.uint64:
             raise ValueError(f"counts must be an array of uint64 to be encrypted, got {counts!r}")
-        # Sums over clients must stay below 2^bitsize; bits of fields with 16 bits to spare.
+        # Sums over clients must stay below 2^bitsize: keep 16 bits to spare.
         if counts.size and int(counts.max()) >= 2**48:
             raise ValueError(f"counts must be below 2^48 to be encrypted, got {counts.max()}")
         return {"members": members, "counts": counts}, None

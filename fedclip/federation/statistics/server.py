@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One state of a clipper for a whole federation: what happens on the server, round by round."""
+"""One state of a clipper for a whole federation: the server's part, round by round."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ __all__ = ["History", "Merged", "SharedState"]
 
 
 class History:
-    """What a sketch has counted in the last rounds, of as many norms as are asked for.
+    """The sketch of the last rounds, which hold at least `size` norms.
 
-    Rounds are forgotten as a whole, and only once the younger ones hold `size` norms; with one
-    norm a round that is the last `size` norms.
+    A round is only forgotten as a whole, once the younger rounds hold `size` norms. With one norm
+    a round, these are the last `size` norms.
     """
 
     def __init__(self, size: int | None = None) -> None:
         self.size = size
         self.total = np.zeros(BUCKETS, dtype=np.int64)
-        # Which buckets were not empty in each round, and how often they were met.
+        # For each round: the buckets that were not empty, and their counts.
         self._rounds: deque[tuple[list[int], list[int]]] = deque()
 
     def add(self, buckets: Integers) -> None:
@@ -70,7 +70,7 @@ class History:
 
     @classmethod
     def from_state(cls, size: int | None, rounds: Any) -> History:
-        """Return the history that `get_state` has described."""
+        """Return the history for a result of `get_state`."""
         history = cls(size)
         try:
             for places, counts in rounds:
@@ -91,25 +91,25 @@ class History:
 
 
 class Merged(NamedTuple):
-    """What became of the messages of a round."""
+    """The result of merging the messages of a round."""
 
     faults: list[str]
-    """Of each message why it was left out; "" if it was counted."""
+    """Why each message was left out; "" if it was counted."""
     members: int
-    """How many clients were counted; 0 where the state has not moved."""
+    """Number of clients that were counted; 0 if the state has not changed."""
     most: int
-    """The most norms that were counted of a group."""
+    """Largest number of norms counted for a group."""
 
 
 class SharedState:
-    """The state that a rule has in common with all clients, and how it moves on.
+    """The state that a rule shares with all clients, and its updates.
 
     Parameters
     ----------
     rule
-        Says how the state follows from counts.
+        Derives the state from counts.
     max_steps
-        How many norms of a group one client counts in a round at most.
+        Largest number of norms of a group that one client counts in a round.
     """
 
     def __init__(self, rule: Shareable, max_steps: int) -> None:
@@ -121,7 +121,7 @@ class SharedState:
         self._histories: list[History] = []
 
     def begin(self, labels: tuple[str, ...]) -> None:
-        """Start with nothing seen of groups of these labels."""
+        """Start with groups of these labels, and no norms."""
         self.labels = labels
         self.state = _columns(self.rule.begin(len(labels), NUMPY))
         size = self.rule.remembered
@@ -136,13 +136,13 @@ class SharedState:
         }
 
     def merge(self, messages: Sequence[tuple[Any, Any] | str]) -> Merged:
-        """Move the state on by what clients have counted.
+        """Update the state with the clients' counts.
 
         Parameters
         ----------
         messages
-            Of each client (or sum of several) how many it is of and the counts, as they came;
-            or why it is no such message.
+            For each client (or sum of several): the number of clients and the counts, unchecked;
+            or why the message is invalid.
         """
         total, members, faults = self._add_up(messages)
         if not members:
@@ -156,7 +156,7 @@ class SharedState:
         shape = (self.tally.rows, len(self.labels))
         total, members = np.zeros(shape, dtype=np.uint64), 0
         if not self.labels:
-            # A round in which clients keep what they have counted.
+            # In this round the clients keep their counts.
             return total, 0, [""] * len(messages)
         bounds, faults = self._bounds(), []
         for message in messages:
@@ -215,7 +215,7 @@ class SharedState:
         Raises
         ------
         StateError
-            If it can not be. The state is then what it was before.
+            If the state is not valid. The old state then stays in place.
         """
         version = state["version"]
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
