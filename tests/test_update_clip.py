@@ -682,6 +682,11 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "slightly above": {"updates": NumpyVector({"w": np.array([1.001, 0.0])})},
     "shape": {"updates": NumpyVector({"w": np.zeros(3)})},
     "names": {"updates": NumpyVector({"v": np.zeros(2)})},
+    "complex": {"updates": NumpyVector({"w": np.zeros(2, dtype=np.complex128)})},
+    "dates": {"updates": NumpyVector({"w": np.zeros(2, dtype="M8[s]")})},
+    "truths": {"updates": NumpyVector({"w": np.zeros(2, dtype=bool)})},
+    "text in it": {"updates": NumpyVector({"w": "text"})},  # type: ignore[dict-item]
+    "a list in it": {"updates": NumpyVector([1.0, 2.0])},  # type: ignore[arg-type]
     "text": {"updates": "not a vector"},
     "nothing": {"updates": None},
     "negative count": {"n_zeroed": -5},
@@ -749,6 +754,36 @@ def test_hostile_votes(votes: Any, place: int, caplog: pytest.LogCaptureFixture)
     assert "no proper vote in 1 of 3 replies" in caplog.text
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_swapped_messages_cost_nobody_else_a_reply(place: int) -> None:
+    """Votes under the counts' name and the reverse, in any order, and without the sampler."""
+    modules: list[Any] = [("update-clip-server", {"start_norm": 1.0}), "zscore-clip-server"]
+    names = ("update-clip", "zscore-clip-shared")
+
+    def play(liar: bool) -> tuple[float, int]:
+        server = Server(modules, CLIPPED)
+        clients = Clients(3, [("zscore-clip", {"shared": True}), "update-clip-client"], CLIPPED)
+        aux, replies = server.start(), []
+        for i in range(3):
+            optimizer = clients.optimizers[i]
+            optimizer.process_aux_var(aux)
+            for size in (1.0, 2.0, 3.0):
+                optimizer.modules[0].run(NumpyVector({"w": np.array([size])}))
+            replies.append(clients.round(i, aux, np.array([5.0])))
+        if liar:
+            sent_ = replies[place].aux_var
+            replies[place].aux_var = dict(zip(names, [sent_[n] for n in names[::-1]], strict=True))
+        else:
+            del replies[place]
+        server.finish([sent(reply) for reply in replies])
+        assert server.start()["update-clip"].stop == ""
+        state: Any = dict(server.optim.get_state()["modules"])
+        count = state["zscore-clip-server"]["groups"]["all"]["count"]
+        return state["update-clip-server"]["bound"], count
+
+    assert play(liar=True) == play(liar=False)
+
+
 def test_reply_of_another_aggregator() -> None:
     from declearn.aggregator import ModelUpdates
 
@@ -759,6 +794,22 @@ def test_reply_of_another_aggregator() -> None:
         out = server.finalize_updates(sum(replies))
         honest = sum(isinstance(r, ClippedUpdates) for r in replies)
         assert float(out.coefs["w"][0]) == pytest.approx(honest / len(replies))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_average_is_of_the_kind_of_the_sound_updates(place: int) -> None:
+    """A vector of another framework's type, if it comes first, is not what the model gets."""
+
+    class Other(NumpyVector):
+        """Another type of vector."""
+
+    server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
+    honest = NumpyVector({"w": np.array([0.5])})
+    shared = [server.prepare_for_sharing(updates=honest, n_steps=1) for _ in range(3)]
+    shared[place] = ClippedUpdates(Other({"w": np.array([math.nan])}), 1)
+    out = server.finalize_updates(sum(shared))
+    assert type(out) is NumpyVector
+    assert float(out.coefs["w"][0]) == pytest.approx(1 / 3)
 
 
 def test_sum_that_honest_clients_could_not_have_made(caplog: pytest.LogCaptureFixture) -> None:

@@ -89,7 +89,8 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     async def __aexit__(self, exc_type: Any, exc_value: Any, exc_tb: Any) -> None:
         """Stop; if the run has failed, tell the clients why first."""
         if exc_value is not None:
-            reason = CancelTraining(f"the server has ended: {exc_value!s:.500}").serialize()
+            why = str(exc_value)[:500] or type(exc_value).__name__
+            reason = CancelTraining(f"the server has ended: {why}").serialize()
             for client in self.client_names:
                 # A client that has not collected its last message has a reason already.
                 self.handler.outgoing_messages.setdefault(client, reason)

@@ -233,24 +233,32 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
         round_ = SERVER.get()
         parts = updates.parts
         faults = self._faults(parts)
-        sound = [part.updates.coefs for part, fault in zip(parts, faults, strict=True) if not fault]
-        template = next((p.updates for p in parts if isinstance(p.updates, Vector)), None)
-        template = blank() if template is None else template
-        if template is None:
-            raise ValueError(f"clipped-averaging: no reply holds an update ({'; '.join(faults)})")
+        sound = [part.updates for part, fault in zip(parts, faults, strict=True) if not fault]
         replies = sum(max(1, part.n_clients) for part in parts)
         self._report(updates, replies, faults)
         clients = replies
         if round_ is not None and round_.clients is not None:
             clients = round_.clients
-        average = zeros_like(template)
         if sound:
-            average = type(template)(averaged(sound, clients))
+            average = type(sound[0])(averaged([vector.coefs for vector in sound], clients))
+        else:
+            average = self._nothing(parts, faults)
         if round_ is not None:
             round_.average = average
             if self.exclude:
                 round_.trouble = f"clipped-averaging excludes {self.exclude} from the bound"
         return average
+
+    @staticmethod
+    def _nothing(parts: Sequence[ClippedUpdates], faults: Sequence[str]) -> Vector[Any]:
+        """Return zeros of the model's shapes, for a round without a sound reply."""
+        found: Any = blank()
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+        for part in parts:
+            if isinstance(part.updates, Vector) and _kind(part.updates):
+                return zeros_like(part.updates)
+        raise ValueError(f"clipped-averaging: no reply holds an update ({'; '.join(faults)})")
 
     def _faults(self, parts: Sequence[ClippedUpdates]) -> list[str]:
         """Say of each reply why it can not be what an honest client shares; "" if it can."""

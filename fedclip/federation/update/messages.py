@@ -9,7 +9,7 @@ aggregation only the sum is ever seen.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -98,10 +98,19 @@ class UpdateClipVotes(AuxVar):
 
     def aggregate(self, other: Any) -> UpdateClipVotes:
         """Return the sum; what is of another type is an abstention, counted."""
+        if isinstance(other, AuxVar) and hasattr(other, "parts"):
+            # A message that keeps others side by side, in the wrong place: it keeps this one, too.
+            raise TypeError(f"votes are added to {type(other).__name__}")
         if not isinstance(other, UpdateClipVotes):
             other = UpdateClipVotes(n_faults=1)
         mine, others = asdict(self), asdict(other)
         return UpdateClipVotes(**{key: mine[key] + others[key] for key in mine})
+
+    @classmethod
+    def among(cls, messages: Sequence[Any]) -> UpdateClipVotes:
+        """Return the sum of the votes among messages of any kind; the others are abstentions."""
+        votes = [one if isinstance(one, cls) else cls(n_faults=1) for one in messages]
+        return sum(votes[1:], start=votes[0])
 
     def __radd__(self, other: Any) -> UpdateClipVotes:
         """Add to 0, as declearn does, or to what a client sent of another type."""
