@@ -88,6 +88,9 @@ def test_a_good_file_has_no_problem(problems: Messages) -> None:
         ("rounds = 2", "rounds = 2\nfairness = 5", "[run] fairness must be a section, got 5"),
         ("[data]", "[data]\nclient_names = 'a'", "client_names must be a list, each item a strin"),
         ("\n[network]", "model = 3\n[network]", "[model] must be a section, got 3"),
+        ('"result"', '"' + "r" * 5_000 + '"', "checkpoint: can not write to the folder"),
+        ('"result"', r'"a\u0000b"', "checkpoint: can not write to the folder"),
+        ('"result"', '"/dev/null/result"', "checkpoint: can not write to the folder"),
         # Impossible values.
         ("rounds = 2", "rounds = 0", "rounds must be at least 1, got 0"),
         ("batch_size = 8", "batch_size = -8", "batch_size must be at least 1, got -8"),

@@ -83,6 +83,38 @@ def test_version() -> None:
     assert call("--version").stdout == f"fedclip {fedclip.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "heavy"),
+    [
+        (["--version"], 0, {"declearn", "torch", "numpy", "rich"}),
+        (["--help"], 0, {"declearn", "torch", "numpy"}),
+        (["report", "nowhere"], 2, {"declearn", "torch"}),
+    ],
+)
+def test_a_command_imports_what_it_needs(words: list[str], code: int, heavy: set[str]) -> None:
+    script = f"""
+        import sys
+        sys.argv = ["fedclip", *{words!r}]
+        from fedclip.tools.cli import main
+        try:
+            main()
+        except SystemExit as exc:
+            assert exc.code == {code}, exc.code
+        found = {heavy!r} & set(sys.modules)
+        assert not found, found
+    """
+    path = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_list_has_every_clipper_and_none_of_declearns() -> None:
     entries = json.loads(call("list", "--json").stdout)
     names = [entry["name"] for entry in entries if entry["kind"] == "module"]

@@ -123,6 +123,9 @@ def _check_quickrun(check: Check, config: dict[str, Any]) -> None:
     model = (_section(config, "model") or {}).get("model_file")
     if isinstance(model, str) and not os.path.isfile(model):
         check.add("problem", "[model]", f"there is no model file {brief(model)}")
+    folder = (_section(config, "experiment") or {}).get("checkpoint")
+    if isinstance(folder, str):
+        _check_folder(check, folder)
     if data is not None and not any(f.where == "[data]" for f in check.problems):
         _check_data(check, data, run or {})
 
@@ -174,6 +177,17 @@ def _check_run(check: Check, run: Mapping[str, Any]) -> None:
             "without max_clients, registration lasts the whole timeout "
             f"({brief(register['timeout'])} s), even when everybody has joined",
         )
+
+
+def _check_folder(check: Check, folder: str) -> None:
+    """Find a checkpoint folder that no system can make."""
+    try:
+        os.lstat(os.path.join(folder, "server"))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as exc:
+        text = f"can not write to the folder {brief(folder)}: {getattr(exc, 'strerror', exc)}"
+        check.add("problem", "[experiment]", f"checkpoint: {text}")
 
 
 def _check_data(check: Check, data: Mapping[str, Any], run: Mapping[str, Any]) -> None:
