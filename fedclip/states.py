@@ -41,9 +41,8 @@ def load(fresh: Any, statistics: Statistics, labels: Sequence[str]) -> Any:
     for group, label in enumerate(labels):
         for field, value in statistics.get(label, {}).items():
             columns[field][..., group] = value
-    # A single group with one number for each field uses plain floats, which are faster.
-    plain = len(labels) == 1 and all(column.shape == (1,) for column in columns.values())
-    return type(fresh)(**{f: float(c[0]) if plain else c for f, c in columns.items()})
+    # A single group uses plain floats where a field is one number, because they are faster.
+    return type(fresh)(**{f: float(c[0]) if c.shape == (1,) else c for f, c in columns.items()})
 
 
 def check_groups(groups: Any, one: Any) -> Statistics:

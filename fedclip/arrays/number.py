@@ -2,13 +2,16 @@
 """One Python float in place of an array of one group.
 
 Most clippers have a single group, and Python floats are ten times faster than arrays of one
-element. Both follow IEEE arithmetic, so results are the same to the bit.
+element. Both follow IEEE arithmetic, so results are the same to the bit. Where a group has several
+numbers, such as its last norms, they are an array of one column.
 """
 
 from __future__ import annotations
 
 import math
 from typing import Any
+
+import numpy as np
 
 from fedclip.arrays.base import Arithmetic, Array
 
@@ -18,12 +21,25 @@ __all__ = ["NumberArithmetic"]
 class NumberArithmetic(Arithmetic):
     """Arithmetic of rules on Python floats."""
 
-    def asarray(self, values: Any, like: Array | None = None) -> float:
+    def asarray(self, values: Any, like: Array | None = None) -> Any:
+        if isinstance(values, np.ndarray) and values.ndim > 1:
+            return values
         (value,) = values
         return float(value)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
-        return x if condition else y
+        if condition is True or condition is False:
+            return x if condition else y
+        return np.where(condition, x, y)
+
+    def put(self, table: Any, row: float, values: float) -> Any:
+        result = table.copy()
+        result[int(row)] = values
+        return result
+
+    def ranked(self, table: Any, held: float, rank: float) -> tuple[float, float]:
+        ordered = np.sort(table[: int(held), 0]).tolist()
+        return ordered[int(rank)], ordered[int(min(rank + 1.0, held - 1.0))]
 
     def isfinite(self, x: float) -> bool:
         return math.isfinite(x)

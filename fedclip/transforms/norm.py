@@ -133,13 +133,7 @@ class NormClipping(Transform):
 
     def _ask(self, norms: Numbers, state: State) -> tuple[Array, State]:
         """Return the rule's limits and new state."""
-        if isinstance(norms, np.ndarray):
-            return self.rule(norms, state, NUMPY)
-        if not state or not isinstance(state[0], np.ndarray):
-            return self.rule(norms, state, NUMBER)
-        # The only group has several numbers for a field, a column of an array: call with arrays.
-        limits, after = self.rule(np.array([norms]), state, NUMPY)
-        return float(limits[0]), after
+        return self.rule(norms, state, NUMPY if isinstance(norms, np.ndarray) else NUMBER)
 
     @staticmethod
     def _measure_again(
