@@ -102,6 +102,27 @@ for normals in (insecure_normals(1), secure_normals):
 assert not given["w"].any()
 """
 
+# A round of update clipping: two of three updates are clipped, and the bound goes up.
+ROUND = """
+import numpy as np
+from fedclip.federation.update.averaging import UpdateClipping, averaged
+from fedclip.federation.update.bound import BoundRule, share_within
+from fedclip.federation.update.coupling import ClientRound
+
+clipping = UpdateClipping(
+    "global", None, zeroing_norm=None, zeroing_ord="inf", zeroing_factor=None, on_nonfinite="skip"
+)
+rounds = [ClientRound(1.0) for _ in range(3)]
+updates = [{"w": np.array([size, 0.0])} for size in (0.5, 2.0, 8.0)]
+shared = [clipping.prepare(u, r, whole=True).arrays for u, r in zip(updates, rounds)]
+assert shared[0] is updates[0]
+assert not any(clipping.excess(arrays, 1.0, True) for arrays in shared)
+assert abs(averaged(shared, 3)["w"][0] - 2.5 / 3) < 1e-9
+share = share_within(3, sum(not r.clipped for r in rounds), None, 0.0)
+assert share == 1 / 3
+assert BoundRule(0.5, 0.2, 1e-6, 1e4).after(1.0, share).bound > 1.0
+"""
+
 
 def core() -> list[str]:
     """Return the names of all files of the core."""
@@ -148,7 +169,9 @@ def test_what_is_named_as_a_shell_is_one() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("code", [STEP, RULE, PRIVACY], ids=["a step", "a rule", "privacy"])
+@pytest.mark.parametrize(
+    "code", [STEP, RULE, PRIVACY, ROUND], ids=["a step", "a rule", "privacy", "a round"]
+)
 def test_it_runs_without_declearn(code: str) -> None:
     done = alone(code)
     assert done.returncode == 0, done.stderr[-2000:]
