@@ -265,3 +265,16 @@ def test_a_slice_near_the_largest_float_keeps_its_limit() -> None:
     output = clip.run(to_vector({"w": np.array([-9.3e307, 1e308])}))
     assert size([output.coefs["w"]]) <= 7e-5
     assert clip.run(output) is output
+
+
+@pytest.mark.parametrize("ord", [2, "rms", "mad", 1, 3])
+def test_subnormals_are_brought_to_any_measure(ord: Any) -> None:
+    values = 5e-324 * np.random.default_rng(0).integers(-40, 41, 19)
+    output = Normalize(0.5, ord=ord).run(to_vector({"w": values})).coefs["w"]
+    assert 0.4 < size([output], ord) <= 0.5
+
+
+def test_an_empty_tensor_of_a_narrow_dtype_costs_nothing() -> None:
+    given = {"w": np.array([1.5e-5]), "empty": np.zeros((0, 1), np.float16)}
+    output = NormClip(8e-6).run(NumpyVector(given)).coefs["w"]
+    assert 8e-6 * (1 - 1e-12) <= size([output]) <= 8e-6

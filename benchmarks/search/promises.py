@@ -175,7 +175,7 @@ class Trial:
     def _not_far_below(
         self, gradient: Gradient, names: list[str], found: float, limit: float
     ) -> Iterator[Broken]:
-        tensors = [gradient[n] for n in names]
+        tensors = [gradient[n] for n in names if gradient[n].values.size]
         # Where rounding to subnormals is a large part of the norm, it may fall further.
         lost = max(RANGES[t.dtype][1] * math.sqrt(t.values.size) for t in tensors)
         allowed = max(BELOW[t.dtype] for t in tensors)

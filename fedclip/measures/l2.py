@@ -43,6 +43,7 @@ __all__ = [
     "exact_norm",
     "extremes",
     "l2_norms",
+    "scaled_up",
     "square_sums",
     "total_square_sum",
 ]
@@ -263,14 +264,20 @@ def exact_norm(views: Sequence[HostView]) -> float:
     exponent = math.frexp(peak)[1]
     scaled = (np.ldexp(b, -exponent) for view in views for b in blocks(view))
     total = math.fsum(square_sums([b])[0] for b in scaled)
-    root = math.sqrt(total)
+    return scaled_up(math.sqrt(total), exponent)
+
+
+def scaled_up(value: float, exponent: int) -> float:
+    """Return ``value * 2**exponent``, or infinity; a subnormal result is rounded up.
+
+    What is scaled by it is then not above its target, and whether it is above a limit, which is
+    a float64 number too, does not change.
+    """
     try:
-        norm = math.ldexp(root, exponent)
+        result = math.ldexp(value, exponent)
     except OverflowError:
         return math.inf
-    # A subnormal result is rounded up: what is scaled by it is then not above its target, and
-    # whether it is above a limit, which is a float64 number too, does not change.
-    return math.nextafter(norm, math.inf) if math.ldexp(norm, -exponent) < root else norm
+    return math.nextafter(result, math.inf) if math.ldexp(result, -exponent) < value else result
 
 
 def all_finite(views: Sequence[HostView]) -> bool:

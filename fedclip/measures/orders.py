@@ -29,7 +29,16 @@ import numpy as np
 
 from fedclip.arrays import HostView
 from fedclip.errors import nearest
-from fedclip.measures.l2 import CHUNK, Float64, blocks, decode, exact_norm, extremes, square_sums
+from fedclip.measures.l2 import (
+    CHUNK,
+    Float64,
+    blocks,
+    decode,
+    exact_norm,
+    extremes,
+    scaled_up,
+    square_sums,
+)
 
 __all__ = ["MEANS", "Order", "check_order", "degree", "lowered", "measure", "slice_measures"]
 
@@ -38,6 +47,7 @@ Order = float | str
 
 # Above this, a float64 sum of squares has lost nothing of importance to underflow.
 _TINY = 1e-280
+_SMALLEST_NORMAL = float(np.finfo(np.float64).tiny)
 
 MEANS = ("rms", "mad", "std", "var")
 """Orders that are means over all elements, zeros included."""
@@ -95,7 +105,9 @@ def measure(views: Sequence[HostView], ord: Order) -> float:
     if ord == 2:
         return exact_norm(views)
     if ord == "rms":
-        return exact_norm(views) / math.sqrt(size)
+        norm = exact_norm(views)
+        mean = norm / math.sqrt(size)
+        return math.nextafter(mean, norm) if mean < _SMALLEST_NORMAL else mean
     pairs = [extremes(view) for view in views]
     peak = float(np.max([max(-low, high) for low, high in pairs]))
     low, high = (float(f([p[i] for p in pairs])) for i, f in enumerate((np.min, np.max)))
@@ -112,28 +124,21 @@ def measure(views: Sequence[HostView], ord: Order) -> float:
         squares = math.fsum(square_sums([b - mean])[0] for b in _scaled(views, exponent))
         result = squares / (size - 1)
         if ord == "var":
-            return _ldexp(result, 2 * exponent)
-        return _ldexp(math.sqrt(result), exponent)
+            return scaled_up(result, 2 * exponent)
+        return scaled_up(math.sqrt(result), exponent)
     if ord == "mad":
-        return _ldexp(
+        return scaled_up(
             math.fsum(float(np.abs(b).sum()) for b in _scaled(views, exponent)) / size, exponent
         )
     # Divide by the maximum itself: high powers of smaller numbers may all underflow.
     power, top = float(ord), math.ldexp(peak, -exponent)
     total = math.fsum(float(((np.abs(b) / top) ** power).sum()) for b in _scaled(views, exponent))
     with np.errstate(over="ignore"):
-        return _ldexp(float(np.float64(total) ** (1 / power) * top), exponent)
+        return scaled_up(float(np.float64(total) ** (1 / power) * top), exponent)
 
 
 def _scaled(views: Sequence[HostView], exponent: int) -> Any:
     return (np.ldexp(b, -exponent) for view in views for b in blocks(view))
-
-
-def _ldexp(value: float, exponent: int) -> float:
-    try:
-        return math.ldexp(value, exponent)
-    except OverflowError:
-        return math.inf
 
 
 def _slice_square_sums(view: HostView, axes: tuple[int, ...]) -> Float64:

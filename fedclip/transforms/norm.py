@@ -188,7 +188,7 @@ class NormClipping(Transform):
     def _hold(
         self, gradient: Gradient, members: Sequence[int], target: float, base: float
     ) -> float:
-        arrays = [gradient.arrays[i] for i in members]
+        arrays = [a for a in map(gradient.arrays.__getitem__, members) if math.prod(a.shape)]
         dtypes = {gradient.backend.dtype(array) for array in arrays}
         norm = base - self.action.eps
         if target < max(FLOOR[dtype] for dtype in dtypes) and target:
