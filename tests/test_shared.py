@@ -41,6 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ema-clip": {**LEARNS_ALL, "ratio": 1.05, "estimator": "adagc"},
     "auto-clip": {**LEARNS_ALL, "median": "p2", "decay": None, "min_std": 1e-3},
     "percentile-norm-clip": {**LEARNS_ALL, "percentile": 80.0, "window": 60},
+    "mad-clip": {**LEARNS_ALL, "window": 60},
     "adaptive-clip": {"start_norm": 1.0},
 }
 every_clipper = pytest.mark.parametrize("name", CONFIGS)
@@ -266,6 +267,27 @@ def test_median_and_deviation_of_all_norms() -> None:
     assert fed.group()["mean"] == pytest.approx(np.mean(every), rel=1e-12)
     assert fed.group()["variance"] == pytest.approx(np.var(every), rel=1e-12)
     assert fed.group()["level"] == pytest.approx(np.median(every), rel=ERROR)
+
+
+@pytest.mark.parametrize("secagg", [None, masked], ids=["cleartext", "masked"])
+def test_median_and_median_deviation_are_read_off_one_sketch(secagg: Any) -> None:
+    rng = np.random.default_rng(5)
+    fed = Federation("mad-clip", feedback="raw", secagg=secagg)
+    rounds: list[list[float]] = []
+    for t in range(8):
+        steps = {c: draw(rng, int(rng.integers(0, 20)), 1.2**t) for c in fed.clients}
+        rounds.append([x for some in steps.values() for x in some])
+        fed.round(steps)
+        kept: list[float] = []
+        for norms in reversed(rounds):
+            if len(kept) >= 60:
+                break
+            kept += norms
+        median = np.median(kept)
+        assert abs(fed.group()["level"] - median) <= ERROR * median
+        # Each distance is known within 3 % of its norm, and the median that it is from too.
+        spread = np.median(abs(kept - median))
+        assert abs(fed.group()["spread"] - spread) <= 2 * ERROR * (median + spread)
 
 
 def test_adaptive_limit_makes_one_step_a_round() -> None:
