@@ -76,7 +76,7 @@ def test_it_trains_in_three_ways_and_shows_what_came_out(tmp_path: Path) -> None
     # Clipping matters in it.
     assert results["no-clipping"].clipped_share == 0
     assert results["no-clipping"].norm_max > 10
-    for name in ("l2-global-clipping", "zscore-clip"):
+    for name in ("l2-global-clipping", "mad-clip"):
         assert results[name].clipped_share > 0
         assert results[name].loss < results["no-clipping"].loss
 

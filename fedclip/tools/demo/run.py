@@ -63,6 +63,10 @@ aggregator = "averaging"
 lrate = 0.1
 modules = {modules}
 
+[optim.server_opt]
+lrate = 1.0
+modules = {server}
+
 [run]
 rounds = {rounds}
 
@@ -88,11 +92,12 @@ class DemoError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way to train: a folder name, what it is, and the clients' modules as TOML."""
+    """One way to train: a folder name, what it is, and modules of clients and server as TOML."""
 
     name: str
     title: str
     modules: str
+    server: str = "[]"
 
 
 WAYS = (
@@ -102,7 +107,12 @@ WAYS = (
         "declearn's own clipper, with its usual limit (the module no-op only measures)",
         '[["no-op", {max_norm = 1.0}], ["l2-global-clipping", {max_norm = 1.0}]]',
     ),
-    Way("zscore-clip", "fedclip's zscore-clip, with its defaults", '["zscore-clip"]'),
+    Way(
+        "mad-clip",
+        "fedclip's mad-clip, one limit for all hospitals, which follows their norms",
+        '[["mad-clip", {shared = true}]]',
+        '["mad-clip-server"]',
+    ),
 )
 
 
@@ -200,6 +210,7 @@ def _write_config(folder: Path, way: Way, rounds: int, port: int) -> Path:
         model=json.dumps(str(folder / "model.py")),
         checkpoint=json.dumps(str(folder / way.name)),
         modules=way.modules,
+        server=way.server,
         rounds=rounds,
         clients=len(SITES),
     )
