@@ -31,28 +31,29 @@ _LOGGER = logging.getLogger("declearn.server.fedclip")
 _OWN = ("max_steps", "shared_name")
 
 
-# What all counterparts say of themselves, round about what each of them says.
+# The docstring of all counterparts, around the summary and notes of each.
 _DOC = """{summary}
 
-It belongs in the server's optimizer, whose steps it leaves alone.
+Put it into the server's optimizer; it does not change the server's steps.
 
 Parameters
 ----------
 max_steps : int, default=10000
-    How many norms of a group one client counts in a round at most; what a client claims
-    beyond that is left out.
+    Largest number of norms of a group that one client counts in a round; the server leaves
+    out higher claims.
 shared_name : str or None, default=None
     The clipper's `shared_name`, if it has one.
 **settings
-    The parameters of `{clipper}` that its statistics depend on, by the same
-    names and with the same defaults. They must be the same on both sides.
+    The parameters of `{clipper}` that its statistics depend on, with the same
+    names and defaults. They must be the same on both sides.
 
 Notes
 -----
 {notes}
 
-State: what is sent to clients, and what has been counted; a server that is restarted from
-its checkpoint goes on as if uninterrupted. What is no sound count is left out, and logged.
+State: the message to the clients, and the counts; a server that is restarted from its
+checkpoint goes on as if uninterrupted. The server leaves out counts that are not valid, and
+logs it.
 """
 
 
@@ -143,8 +144,8 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
     def collect_aux_var(self) -> FedclipSharedState:
         """Return the state for all clients, at the start of a round.
 
-        It is empty where it would go out without noise beside averages that are noised, and may
-        not: the run then ends, on all nodes (`UpdateClipServer.admit`).
+        If the averages have noise, these statistics, which have none, may not go out: the message
+        is then empty, and the run ends on all nodes (`UpdateClipServer.admit`).
         """
         opened = OPENED.get()
         noised = None if opened is None else opened()

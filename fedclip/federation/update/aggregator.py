@@ -49,27 +49,27 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
         Largest norm of a group of the update, > 0. None: the bound comes from
         `update-clip-server`, each round, through `update-clip-client`.
     scope : {"global", "tensor", "layer"}, list of patterns or table, default="global"
-        Which tensors share a norm. With `max_norm`, each group may reach it (k groups together
-        ``max_norm * sqrt(k)``), and a table ``{"head.*" = 0.1}`` gives groups their own limit.
-        A bound from the server is one of the whole update: k groups get ``C / sqrt(k)`` each.
+        Which tensors share a norm. `max_norm` is the limit of each group (k groups together may
+        reach ``max_norm * sqrt(k)``), and a table ``{"head.*" = 0.1}`` gives groups their own
+        limits. A bound C from the server is for the whole update: each of k groups gets
+        ``C / sqrt(k)``.
     exclude : pattern, list of patterns or None, default=None
-        Tensors that are shared as they are. They void any bound on the update.
+        Tensors that are shared unchanged. With them, the update has no bound.
     zeroing_norm : float or None, default=None
         Replace the whole update by zeros if its norm of order `zeroing_ord` is above this.
     zeroing_factor : float or None, default=None
-        Replace the whole update by zeros if it would take a bound so many times the present
-        one to leave it alone, > 1.
+        Replace the whole update by zeros if it is beyond this multiple of the current bound, > 1.
     zeroing_ord : float or "inf", default="inf"
-        Order of the norm that `zeroing_norm` is about; TFF offers 1, 2 and "inf".
+        Order of the norm for `zeroing_norm`; TFF offers 1, 2 and "inf".
     secagg_range : float or None, default=None
-        Refuse, by name, updates with values beyond ± this, before they are encrypted: the
-        `clipval` of the server's secure aggregation. None: 1e5, declearn's default, once
-        secure aggregation is at work, with zeros in their place.
+        Refuse updates with values beyond ± this before they are encrypted, with an error that
+        names the tensor; set it to the `clipval` of the server's secure aggregation. None: under
+        secure aggregation, updates beyond 1e5, declearn's default, are replaced by zeros.
     on_nonfinite : {"skip", "raise"}, default="skip"
-        What becomes of an update with NaN or infinity: zeros, counted; or an error, which in
-        declearn cancels training for everybody.
+        What happens to an update with NaN or infinity: it is replaced by zeros and counted; or it
+        raises an error, which in declearn ends the training of all clients.
     fedclip : str, default=the version of this fedclip
-        The version that a configuration is of; a server writes it there for its clients.
+        The version that wrote the configuration; a server sets it for its clients.
 
     Raises
     ------
@@ -79,15 +79,15 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
 
     Notes
     -----
-    Guarantees: what leaves a client is finite and within its limit, in float64; an update
-    below it is shared as the very same object. A zeroed update keeps its weight, as in TFF, and
-    pulls the average towards 0. Weights are equal: with weights that depend on the number of
-    steps, the shared norm would be ``n_steps * max_norm``. A client that took no step shares
-    zeros.
+    Guarantees: the update that leaves a client is finite and within its limit, in float64; an
+    update below the limit is shared as the very same object. A zeroed update keeps its weight, as
+    in TFF, and pulls the average towards 0. Weights are equal: with weights that depend on the
+    number of steps, the shared norm would be ``n_steps * max_norm``. A client that took no step
+    shares zeros.
 
-    In cleartext the server measures each reply again: one that is malformed or beyond the
-    limit counts as a zeroed one, so that a client that does not clip moves the average no more
-    than one that sends nothing. Under secure aggregation it sees the sum alone, and refuses one
+    In cleartext the server measures each reply again. A malformed reply, or one beyond the limit,
+    counts as a zeroed one, so that a client that does not clip moves the average no more than one
+    that sends nothing. Under secure aggregation the server sees only the sum, and refuses a sum
     that honest clients could not have made.
 
     ====================  ================================================================
@@ -173,12 +173,12 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
 
     @property
     def fedclip(self) -> str:
-        """The version that the configuration is of: this one."""
+        """The version that wrote the configuration: this one."""
         return VERSION
 
     # -- on a client ----------------------------------------------------------------------------
     def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:
-        """Clip the update of a round, or zero it, and count which."""
+        """Clip the update of a round, or zero it, and count it."""
         sent = CLIENT.get()
         if sent is not None and self.max_norm is not None:
             raise ValueError(
@@ -189,7 +189,7 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
         shared, far = self._clipping.prepare(updates.coefs, round_, whole=sent is not None)
         round_.zeroed = bool(far)
         if n_steps == 0:
-            # Zeros that say nothing about how far an update goes.
+            # These zeros say nothing about the norm of an update.
             round_.norm = None
         if far:
             _CLIENT_LOGGER.warning("clipped-averaging shares zeros for the update: %s", far)
@@ -224,7 +224,7 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
 
     # -- on the server --------------------------------------------------------------------------
     def finalize_updates(self, updates: Any) -> Vector[Any]:
-        """Return the average of the replies that are sound, the others counting as zeros."""
+        """Return the average of the replies; those that are not valid count as zeros."""
         if not isinstance(updates, ClippedUpdates):
             raise TypeError(
                 f"clipped-averaging averages ClippedUpdates, got {type(updates).__name__}: "
@@ -261,9 +261,9 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
         raise ValueError(f"clipped-averaging: no reply holds an update ({'; '.join(faults)})")
 
     def _faults(self, parts: Sequence[ClippedUpdates]) -> list[str]:
-        """Say of each reply why it can not be what an honest client shares; "" if it can."""
+        """Return why no honest client can have sent each reply; "" if one can."""
         kinds = [None if part.fault else _kind(part.updates) for part in parts]
-        # What most replies have is what the model has.
+        # Assume that most replies have the tensors of the model.
         common = Counter(kind for kind in kinds if kind).most_common(1)
         faults = []
         for part, kind in zip(parts, kinds, strict=True):
@@ -286,7 +286,7 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
         round_ = SERVER.get()
         counts = f"{updates.n_clipped} clipped, {updates.n_zeroed} zeroed by their clients, "
         if round_ is not None and round_.clients is not None:
-            # With noise, clients do not say.
+            # With noise, clients do not send these counts.
             counts = ""
         refused = sum(map(bool, faults))
         _LOGGER.info("clipped-averaging: %d updates, %s%d refused", replies, counts, refused)
@@ -301,7 +301,7 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
 
 
 def _kind(vector: Vector[Any]) -> tuple[Any, ...] | None:
-    """Return types, names and shapes of what a client sent; None if it has none."""
+    """Return types, names and shapes of a client's update; None if it has none."""
     try:
         return (type(vector), signature(vector.coefs))
     except Exception:  # it may be anything, and must not end the run

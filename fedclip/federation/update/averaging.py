@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a client's round update, and of the updates of all, as mappings of arrays.
+"""Clips a client's round update, and averages the updates of all, as mappings of arrays.
 
 ::
 
     client   zeros, if it is not finite or far out of range; else each group clipped to its limit
-    server   what no honest client can have sent counts as zeros; average with equal weights
+    server   replies that no honest client can have sent count as zeros; average, equal weights
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ Arrays = Mapping[str, Array]
 Signature = tuple[tuple[str, tuple[int, ...], str], ...]
 """Names, shapes and dtypes."""
 
-# A client that clipped is below its limit by more than what float32 adds to the norm.
+# A clipped update is below its limit by more than float32 rounding adds to the norm.
 _SLACK = 1.0 + 1e-5
-# Under secure aggregation the sum carries rounding, too; what is looked for are gross lies.
+# Under secure aggregation the sum has rounding errors, too: look for gross lies only.
 _SUM_SLACK = 2.0
 
 
 class Clipped(NamedTuple):
-    """What is shared of an update, and why it is zeros, if it is."""
+    """The update to share, and why it is zeros, if it is."""
 
     arrays: Arrays
     zeroed: str = ""
 
 
 class UpdateClipping:
-    """How far an update may go, group by group.
+    """The limits of an update, group by group.
 
     Parameters
     ----------
     scope, exclude
-        Which tensors share a norm, and which are shared as they are.
+        Which tensors share a norm, and which are shared unchanged.
     zeroing_norm, zeroing_ord, zeroing_factor
-        From what on an update is replaced by zeros, if at all.
+        Above which an update is replaced by zeros, if at all.
     on_nonfinite
-        "skip": what is not finite is replaced by zeros; "raise": it is an error.
+        "skip": an update that is not finite is replaced by zeros; "raise": it is an error.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class UpdateClipping:
     def limits(self, groups: Groups, bound: float, whole: bool) -> tuple[float, ...]:
         """Return the limit of each group.
 
-        A bound that the server sent is of the whole update: k groups get C / sqrt(k) each.
+        A bound C from the server is for the whole update: each of k groups gets C / sqrt(k).
         """
         if whole:
             return (bound / math.sqrt(max(1, len(groups))),) * len(groups)
@@ -87,12 +87,12 @@ class UpdateClipping:
 
     # -- on a client --------------------------------------------------------------------------
     def prepare(self, arrays: Arrays, round_: ClientRound, whole: bool) -> Clipped:
-        """Return what is shared of an update, and note down in the round what was done to it.
+        """Return the update to share, and note in the round what was done to it.
 
         Raises
         ------
         NonFiniteError
-            If it is not finite, and that is to be an error; the tensors are named.
+            If the update is not finite and ``on_nonfinite="raise"``; the message names the tensors.
         TypeError
             If a tensor is of a type that can not be clipped.
         """
@@ -102,10 +102,10 @@ class UpdateClipping:
         if not np.isfinite(norms).all() or _nonfinite(arrays, groups.excluded):
             return Clipped(zeros(arrays), self._not_finite(arrays))
         limits = self.limits(groups, round_.bound, whole)
-        # By what the bound would have to be multiplied for the update to be left alone.
+        # The factor by which the bound would have to grow to leave the update alone.
         need = max((n / c for n, c in zip(norms.tolist(), limits, strict=False)), default=0.0)
         round_.clipped = over
-        # Close calls have been decided exactly; the ratio must agree with that.
+        # Norms close to the limit were measured exactly; the ratio must agree with that decision.
         need = max(need, math.nextafter(1.0, 2.0)) if over else min(need, 1.0)
         round_.norm = need * round_.bound
         if far := self._far(arrays, round_):
@@ -120,13 +120,13 @@ class UpdateClipping:
         warnings.warn(
             f"clipped-averaging: {text}; zeros are shared for the update",
             FedclipWarning,
-            # Up to who called `prepare_for_sharing`.
+            # Point to the caller of `prepare_for_sharing`.
             stacklevel=4,
         )
         return text
 
     def _far(self, arrays: Arrays, round_: ClientRound) -> str:
-        """Say that a finite update is far out of range, if it is."""
+        """Return a sentence if a finite update is far out of range, else ""."""
         if self.zeroing_norm is not None:
             norm = measure(_views(arrays), self.zeroing_ord)
             if norm > self.zeroing_norm:
@@ -139,14 +139,14 @@ class UpdateClipping:
 
     # -- on the server ------------------------------------------------------------------------
     def excess(self, arrays: Arrays, bound: float, whole: bool, clients: int = 1) -> str:
-        """Say by how much an update is beyond what its client should have clipped it to.
+        """Return by how much an update is beyond the limit to which its client should clip it.
 
         Parameters
         ----------
         arrays
             The update, or the sum of those of several `clients`.
         bound, whole
-            What they were to be clipped to.
+            The bound for clipping, and whether it is for the whole update.
         """
         for name, array in arrays.items():
             dtype = backend_of(array).dtype(array)
@@ -180,7 +180,7 @@ def zeros(arrays: Arrays) -> dict[str, Array]:
 
 
 def peaks(arrays: Arrays, limit: float) -> dict[str, float]:
-    """Return the tensors that hold a value beyond ±limit, or NaN, with the largest of each."""
+    """Return the tensors that hold a value beyond ±limit, or NaN, and their largest values."""
     found = {}
     for name, array in arrays.items():
         peak = measure(_views({name: array}), "inf")
@@ -199,7 +199,7 @@ def signature(arrays: Arrays) -> Signature:
 def _clip(
     arrays: Arrays, groups: Groups, limits: tuple[float, ...]
 ) -> tuple[Float64, dict[str, Array] | None, bool]:
-    """Return the norms of the groups, the clipped arrays (None: as they were), and whether."""
+    """Return the norms of the groups, the clipped arrays (None: unchanged), and whether."""
     values = [arrays[name] for name in groups.names]
     if not values:
         return np.zeros(0), None, False

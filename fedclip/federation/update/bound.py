@@ -7,9 +7,9 @@ r"""The bound of the next round, from the share of the updates that were within 
     C    <- C * exp(-learning_rate * (b - quantile))   Andrew et al., 2021, arXiv:1905.03871
 
 With noise on the votes, the centred sum is clamped to ``± m / 2`` before the noise is added: one
-client moves it by at most 1/2, whoever replies.
+client moves it by at most 1/2, however many reply.
 
-Where nothing is known of the norms, the bound is searched for on the same votes::
+If nothing is known about the norms, a search with the same votes finds the bound::
 
     u     = (b - quantile) / (half of the way to 0 or to 1), within [-1, 1]
     C    <- C * exp(-u * step)
@@ -28,34 +28,35 @@ import numpy as np
 __all__ = ["FIRST", "BoundRule", "Moved", "Search", "next_bound", "share_within"]
 
 FIRST = 0.1
-"""Where a search begins."""
+"""First bound of a search."""
 
 _STEP = math.log(4.0)
 _FOUND = _STEP / 16
-# Of the rounds that a search takes: how many are played, and up to how many rounds.
+# To find the length of a search: number of simulated searches, and of rounds in each.
 _PLAYED, _LONGEST = 400, 200
 
 
 def next_bound(bound: float, share: float, quantile: float, learning_rate: float) -> float:
     """Return the bound after a round in which a `share` of the updates was within it.
 
-    The share is of those that were *not* clipped: more of them than `quantile`, and the bound
-    comes down.
+    The share counts the updates that were *not* clipped: if it is above `quantile`, the bound
+    falls.
     """
     return bound * math.exp(-learning_rate * (min(max(share, 0.0), 1.0) - quantile))
 
 
 def share_within(votes: int, within: int, clients: int | None, noise: float) -> float | None:
-    """Return the share of updates within the bound, in [0, 1]; None if nothing follows.
+    """Return the share of updates within the bound, in [0, 1]; None if there is none.
 
     Parameters
     ----------
     votes, within
-        How many clients have voted, and how many of them to be within the bound.
+        Number of clients that voted, and of those whose update was within the bound.
     clients
-        How many are expected; the sum of votes is divided by it. None: by those that voted.
+        Expected number of clients, by which the sum of votes is divided. None: divide by the
+        number of votes.
     noise
-        What is added to the sum.
+        Noise that is added to the sum.
     """
     if clients is None:
         return within / votes if votes else None
@@ -64,37 +65,37 @@ def share_within(votes: int, within: int, clients: int | None, noise: float) -> 
 
 
 class Search(NamedTuple):
-    """How far a search has come."""
+    """State of a search."""
 
     step: float = _STEP
     direction: int = 0
-    """Of the last step: 1 up, -1 down; 0 before the first full one."""
+    """Direction of the last full step: 1 up, -1 down; 0 before the first one."""
     turned: bool = False
     """Whether both nearly all and nearly none have been within the bound."""
 
 
 class Moved(NamedTuple):
-    """What a round has made of the bound."""
+    """The bound after a round."""
 
     bound: float
     search: Search | None
-    """The search, if it is not over."""
+    """State of the search, if it is not over."""
     too_high: bool = False
-    """Whether nearly all updates were within a bound that is searched for."""
+    """Whether, during a search, nearly all updates were within the bound."""
 
 
 @dataclass(frozen=True)
 class BoundRule:
-    """How a bound follows the votes.
+    """The rule by which a bound follows the votes.
 
     Attributes
     ----------
     quantile
         Share of the updates that the bound should leave alone.
     learning_rate
-        How fast the bound moves.
+        Speed of the bound.
     lowest, highest
-        Bounds on the bound.
+        Limits of the bound.
     """
 
     quantile: float
@@ -103,7 +104,7 @@ class BoundRule:
     highest: float
 
     def within(self, bound: float) -> float:
-        """Return the nearest bound that may be."""
+        """Return the nearest bound within the limits."""
         return min(max(bound, self.lowest), self.highest)
 
     def after(self, bound: float, share: float, search: Search | None = None) -> Moved:
@@ -120,7 +121,7 @@ class BoundRule:
             direction = -int(pull)
         step = step / 2 if turned or abs(pull) < 1.0 else _STEP
         moved = self.within(bound * math.exp(-pull * step))
-        # At the end of what may be there is nothing more to find.
+        # A search also ends at one of the limits of the bound.
         over = step <= _FOUND or (moved == bound and abs(pull) == 1.0)
         left = None if over else Search(step, direction, turned)
         return Moved(moved, left, too_high=pull == 1.0)
@@ -135,7 +136,7 @@ class BoundRule:
         noise
             Standard deviation of the noise on the share.
         times
-            How many times too high or too low a search begins; all updates are alike.
+            Factor by which the first bound is too high or too low; all updates are alike.
         """
         rng, target = np.random.default_rng(0), math.sqrt(self.lowest * self.highest)
         late = []

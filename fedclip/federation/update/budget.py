@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise of a round, and what it costs: how much goes on what, and when to stop."""
+"""The noise of a round, its privacy cost, and when to stop."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Budget:
     Parameters
     ----------
     noise_multiplier
-        What a round is accounted with, > 0.
+        Noise multiplier with which a round is accounted, > 0.
     clients
-        How many clients the average is divided by.
+        Number of clients by which the average is divided.
     votes
-        Whether the clients vote, which has to be paid for.
+        Whether the clients vote, which costs privacy too.
     bits_noise
-        Standard deviation of the noise on the sum of the votes; None for one that does.
+        Standard deviation of the noise on the sum of the votes; None for the default.
     delta, relation
-        What the guarantee is about (`fedclip.privacy.accounting`).
+        Parameters of the guarantee (`fedclip.privacy.accounting`).
     max_epsilon
-        What may be spent; None for any amount.
+        Largest epsilon that may be spent; None for any amount.
     generator, seed
-        Where the noise comes from.
+        Source of the noise.
 
     Raises
     ------
@@ -84,7 +84,7 @@ class Budget:
         return self.accountant.epsilon()
 
     def cost(self, rounds: int) -> float:
-        """Return the epsilon after so many more rounds."""
+        """Return the epsilon after `rounds` more rounds."""
         return self.accountant.epsilon(self.noise_multiplier, rounds)
 
     def rounds_left(self, most: int = MANY_ROUNDS) -> int:
@@ -98,7 +98,7 @@ class Budget:
         self.accountant.add(self.noise_multiplier)
 
     def refusal(self) -> str:
-        """Say why there can be no further round; "" if there can."""
+        """Return why there can be no further round; "" if there can."""
         if self.max_epsilon is None:
             return ""
         after = self.cost(1)
@@ -112,23 +112,23 @@ class Budget:
 
     def noise_on_votes(self, round_: int) -> float:
         """Return the noise on the sum of the votes of a round."""
-        # A sum of votes is on the grid of its noise already.
+        # A sum of votes is on the grid of its noise already, so noise alone can be drawn.
         return float(noised(np.zeros(1), self.bits_noise, self._normals(round_, 0))[0])
 
     def noised(self, average: Mapping[str, Array], bound: float, round_: int) -> dict[str, Array]:
-        """Return the average of a round with noise on it, sized on the bound that was sent."""
+        """Return the average of a round with noise, scaled to the bound that was sent."""
         std = self.update_noise * bound / self.clients
         return dict(add_noise(average, std, self._normals(round_, 1)))
 
     def _normals(self, round_: int, use: int) -> Normals:
         if self._generator == "secure":
             return secure_normals
-        # By round, so that a run that is resumed continues as if it had not been interrupted.
+        # Seed each round separately, so that a resumed run gives the same noise.
         return insecure_normals(*(() if self._seed is None else (self._seed, round_, use)))
 
     @staticmethod
     def check_state(spent: object, budget: Budget | None) -> list[Release]:
-        """Return what was spent, as a state says it, if it can be gone on with.
+        """Return the releases in a state, if a budget can continue from them.
 
         Raises
         ------

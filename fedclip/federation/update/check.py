@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration of update clipping must not hold, found before it runs."""
+"""Finds mistakes in a configuration of update clipping, before it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["update_problems"]
 
 CLIENT, SERVER, AGGREGATOR = "client_opt", "server_opt", "aggregator"
 
-# Up to here a search takes 10 rounds.
+# Up to this noise on the share of votes, a search takes 10 rounds.
 _EASY = 0.1
 
 _MODULES = (UpdateClipClient, UpdateClipServer)
@@ -35,18 +35,18 @@ def update_problems(
     regularizers: bool = False,
     secagg: Mapping[str, Any] | None = None,
 ) -> list[Problem]:
-    """Return what is wrong, or worth a note, about the clipping of round updates.
+    """Return problems and notes about the clipping of round updates.
 
     Parameters
     ----------
     plugins
         Plug-ins of the sections client_opt and server_opt.
     aggregator
-        The aggregator, or its name where it is not fedclip's; None for declearn's default.
+        The aggregator, or its name if it is not fedclip's; None for declearn's default.
     rounds
-        How many are planned, if that is known.
+        Number of planned rounds, if known.
     clients
-        How many may take part in a round, if that is known.
+        Largest number of clients in a round, if known.
     fairness, regularizers
         Whether the configuration has a fairness section, and the server regularizers.
     secagg
@@ -142,7 +142,7 @@ def _noise(
 
 
 def _search(module: UpdateClipServer) -> list[Problem]:
-    """Say how long a search takes where noise makes it long."""
+    """Return a note on the length of a search, if noise makes it long."""
     if module.budget is None or module.search is None:
         return []
     noise = module.budget.bits_noise / module.budget.clients
@@ -161,7 +161,7 @@ def _search(module: UpdateClipServer) -> list[Problem]:
 def _range(
     aggregator: ClippedAveraging, limit: float | None, secagg: Mapping[str, Any] | None
 ) -> list[Problem]:
-    """Compare the bound with what secure aggregation lets through."""
+    """Compare the bound with the range of secure aggregation."""
     if limit is None:
         return []
     stated = aggregator.secagg_range

@@ -30,29 +30,29 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
         End of the round:  the aggregator has clipped the update to C
                            vote 1 if norm(update) <= C, else 0; none without an update
 
-    It has no parameters to choose: all of them are the server's. Its counterpart is
+    It has no parameters to choose; the server has them all. Its counterpart is
     `update-clip-server`, and it needs the aggregator `clipped-averaging` without `max_norm`.
 
     Parameters
     ----------
     fedclip : str, default=the version of this fedclip
-        The version that a configuration is of; a server writes it there for its clients.
+        The version that wrote the configuration; a server sets it for its clients.
 
     Raises
     ------
     RuntimeError
-        Where it can be reported to the server: if the server sends no bound, or has decided to
-        stop; if the aggregator is another.
+        If the server sends no bound or has decided to stop, or if there is another aggregator;
+        raised where declearn reports it to the server.
 
     Notes
     -----
-    A client that took no step, or whose update is not finite, abstains: its zeros would count
-    as "within the bound" and drag it down, round by round. An update that is zeroed because it
-    is out of range counts as above the bound: otherwise a bound that is far too low, and has
-    everything zeroed, would stay there. Of the update, the server learns that one bit and,
-    without noise, whether it was clipped or zeroed.
+    A client that took no step, or whose update is not finite, does not vote: its zeros would count
+    as "within the bound" and pull the bound down, round by round. An update that is zeroed because
+    it is out of range counts as above the bound: otherwise a bound so low that all updates are
+    zeroed would stay there. About the update, the server learns that one bit and, without noise,
+    whether it was clipped or zeroed.
 
-    Reports of the rounds (norm before, bound, clipped or not) stay on the client.
+    The records of the rounds (norm before, bound, clipped or not) stay on the client.
 
     References
     ----------
@@ -86,7 +86,7 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
         self._recorder = Recorder()
 
     def run(self, gradients: Vector[Any]) -> Vector[Any]:
-        """Return the gradients: it is the round's update that is clipped."""
+        """Return the gradients unchanged: the aggregator clips the round's update."""
         return gradients
 
     def process_aux_var(self, aux_var: Any) -> None:
@@ -108,7 +108,7 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
         CLIENT.set(self._round)
 
     def on_round_start(self) -> None:
-        """Begin a round, for which there must be a bound."""
+        """Begin a round; the server must have sent a bound."""
         if self._round is None:
             raise RuntimeError(
                 "update-clip-client has received no bound: put update-clip-server into "
@@ -131,7 +131,7 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
             return UpdateClipVotes()
         self._recorder.add(("all",), round_.norm, round_.bound, round_.clipped)
         if not self._adaptive:
-            # A bit that nobody needs is not sent.
+            # Do not send a bit that the server does not need.
             return UpdateClipVotes()
         return UpdateClipVotes(n_votes=1, n_within=int(not round_.clipped))
 
@@ -141,7 +141,7 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
         return self._recorder.rounds()
 
     def get_config(self) -> dict[str, Any]:
-        """Return the version that this configuration is of."""
+        """Return the version that wrote this configuration."""
         return {"fedclip": VERSION}
 
     def get_state(self) -> dict[str, Any]:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a module and the aggregator of one node know of each other.
+"""The connection between a module and the aggregator of one node.
 
-declearn hands auxiliary variables to modules only, and the round update to the aggregator only.
-It calls them in one go, synchronously::
+declearn passes auxiliary variables only to modules, and the round update only to the aggregator.
+It calls them synchronously, one after the other::
 
     client:  module.process_aux_var -> steps -> aggregator.prepare_for_sharing
                                                              -> module.collect_aux_var
     server:  module.collect_aux_var ... module.process_aux_var -> aggregator.finalize_updates
                                                              -> module.run
 
-so that a context variable set in one is seen by the next. Every asyncio task and every thread
-has its own, hence every client, even when all of them share a process.
+So a context variable that one of them sets is visible in the next. Every asyncio task and every
+thread has its own context, and so has every client, even if all of them share a process.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class ClientRound:
     bound
         Largest norm of the update, as the server sent it.
     private
-        Whether noise is added: then nothing is counted that noise does not cover.
+        Whether the server adds noise; then the client sends no counts that noise does not cover.
     norm
         The smallest bound that would leave the update alone; None until it is known, or if
-        there is no update to speak of.
+        there is no valid update.
     clipped
         Whether the update was above the bound.
     zeroed
-        Whether the aggregator has replaced it by zeros.
+        Whether the aggregator has replaced the update by zeros.
     done
         Whether the aggregator has seen the update.
     """
@@ -59,13 +59,13 @@ class ServerRound:
     Attributes
     ----------
     bound
-        Largest norm of an update, as it was sent to the clients.
+        Largest norm of an update, as sent to the clients.
     clients
-        Number to divide the sum of the updates by, if it is fixed in advance.
+        Number by which to divide the sum of the updates, if it is fixed in advance.
     average
-        What the aggregator made of the updates; None until it has.
+        The aggregator's average of the updates; None until then.
     trouble
-        Why the bound does not hold for this round, if so; empty otherwise.
+        Why the bound does not hold in this round; empty if it does.
     """
 
     bound: float
@@ -75,8 +75,8 @@ class ServerRound:
 
 
 CLIENT: ContextVar[ClientRound | None] = ContextVar("fedclip_client_round", default=None)
-"""From `process_aux_var` to `collect_aux_var` of the module."""
+"""The client's round, from `process_aux_var` to `collect_aux_var` of the module."""
 SERVER: ContextVar[ServerRound | None] = ContextVar("fedclip_server_round", default=None)
-"""From `process_aux_var` to `run` of the module, which come one right after the other."""
+"""The server's round, from `process_aux_var` to `run` of the module, which follows directly."""
 OPENED: ContextVar[weakref.ref[Any] | None] = ContextVar("fedclip_opened", default=None)
-"""The server's module that has sent a bound and not received votes."""
+"""The server's module that has sent a bound and not yet received votes."""

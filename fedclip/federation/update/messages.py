@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What server and clients tell each other of a round update, and how replies are added up.
+"""The messages of server and clients about a round update, and how declearn adds up replies.
 
-In cleartext the updates are kept side by side until the aggregator has looked at each of them:
-a client that did not clip, or whose reply makes no sense, must not reach the model. Under secure
-aggregation only the sum is ever seen.
+In cleartext the updates stay side by side until the aggregator has checked each of them: an update
+that was not clipped, or an invalid reply, must not reach the model. Under secure aggregation the
+server only sees the sum.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ __all__ = [
 ]
 
 AUX_NAME = "update-clip"
-"""Under which bound and votes are exchanged."""
+"""Name under which bound and votes are exchanged."""
 
 DECLEARN_RANGE = 1e5
-"""The `clipval` of declearn's secure aggregation where nobody sets another."""
+"""The default `clipval` of declearn's secure aggregation."""
 
 _LOGGER = logging.getLogger("declearn.client.fedclip")
 
 
 @dataclass
 class UpdateClipBound(FromServer):
-    """What the server tells each client at the start of a round.
+    """The message from the server to each client at the start of a round.
 
     Attributes
     ----------
     bound
         Largest norm of this round's update.
     adaptive
-        Whether the server wants to know which updates were within it.
+        Whether the clients should vote.
     private
         Whether noise is added.
     stop
-        Why training has to end, as a sentence; empty as long as it need not.
+        Why training has to end, as a sentence; empty if it goes on.
     """
 
     bound: Any
@@ -63,20 +63,20 @@ class UpdateClipBound(FromServer):
 
 @dataclass
 class UpdateClipVotes(AuxVar):
-    """What a client tells the server of its update, or the sum over clients.
+    """The vote of a client about its update, or the sum over clients.
 
-    Four ints >= 0 each round, whatever happened: a secure sum takes no less.
+    A message always has four ints >= 0, because a secure sum needs all fields.
 
     Attributes
     ----------
     n_clients
         1 for each client.
     n_votes
-        1 if the client has an update to speak of: it took a step, and the update is finite.
+        1 if the client has a valid update: it took a step, and the update is finite.
     n_within
         1 if that update was within the bound.
     n_faults
-        Replies that made no sense; set where they arrive, not by clients.
+        Number of invalid replies; set on arrival, not by clients.
     """
 
     n_clients: int = 1
@@ -86,9 +86,9 @@ class UpdateClipVotes(AuxVar):
 
     @classmethod
     def from_dict(cls, data: Any) -> UpdateClipVotes:
-        """Return a client's votes; an abstention, counted, if they are not one client's.
+        """Return a client's votes; if they are invalid, an abstention, which is counted.
 
-        An exception here would be one in the server's loop, which would never end.
+        An exception here would be in the server's loop, which would then never end.
         """
         data = data if isinstance(data, Mapping) else {}
         votes = [data.get(key) for key in ("n_clients", "n_votes", "n_within")]
@@ -97,7 +97,7 @@ class UpdateClipVotes(AuxVar):
         return cls(n_faults=1)
 
     def aggregate(self, other: Any) -> UpdateClipVotes:
-        """Return the sum; what is of another type is an abstention, counted."""
+        """Return the sum; an object of another type counts as an invalid reply."""
         if isinstance(other, AuxVar) and hasattr(other, "parts"):
             # A message that keeps others side by side, in the wrong place: it keeps this one, too.
             raise TypeError(f"votes are added to {type(other).__name__}")
@@ -113,7 +113,7 @@ class UpdateClipVotes(AuxVar):
         return sum(votes[1:], start=votes[0])
 
     def __radd__(self, other: Any) -> UpdateClipVotes:
-        """Add to 0, as declearn does, or to what a client sent of another type."""
+        """Add to 0, as declearn does, or to a client's object of another type."""
         return self if isinstance(other, int) and not other else self.aggregate(other)
 
 
@@ -128,32 +128,32 @@ class ClippedUpdates(ModelUpdates):
     weights
         1 for each client.
     n_clients, n_clipped, n_zeroed
-        How many updates this is, and how many of them were clipped or zeroed.
+        Number of updates, and of those that were clipped or zeroed.
     """
 
     n_clients: int = 1
     n_clipped: int = 0
     n_zeroed: int = 0
 
-    # These do not travel.
+    # These fields are not sent.
     fault: str = field(default="", init=False, repr=False, compare=False)
     secagg_range: float | None = field(default=None, init=False, repr=False, compare=False)
     _gathered: tuple[ClippedUpdates, ...] = field(default=(), init=False, repr=False, compare=False)
 
     @property
     def parts(self) -> tuple[ClippedUpdates, ...]:
-        """The replies that this is made of."""
+        """The replies in this sum."""
         return self._gathered or (self,)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields, without the copies that declearn's own method makes."""
+        """Return the fields, without copying them as declearn's own method does."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
 
     @classmethod
     def from_dict(cls, data: Any) -> ClippedUpdates:
-        """Return what a client sent, with `fault` set if it is not what a client may send.
+        """Return a client's reply, with `fault` set if it is not valid.
 
-        An exception here would be one in the server's loop, which would never end.
+        An exception here would be in the server's loop, which would then never end.
         """
         data = data if isinstance(data, Mapping) else {}
         counts = [data.get(key) for key in ("n_clients", "n_clipped", "n_zeroed")]
@@ -178,13 +178,13 @@ class ClippedUpdates(ModelUpdates):
 
     @classmethod
     def refused(cls, vector: Vector[Any] | None, fault: str) -> ClippedUpdates:
-        """Return what stands in the place of a reply that is none."""
+        """Return the replacement for an invalid reply."""
         result = cls(vector, 1)  # type: ignore[arg-type]
         result.fault = fault
         return result
 
     def aggregate(self, other: Any) -> ClippedUpdates:
-        """Return both, side by side, with the counts added up."""
+        """Return both replies, side by side, with the counts added up."""
         if not isinstance(other, ClippedUpdates):
             other = ClippedUpdates.refused(None, _stranger(other))
         total = ClippedUpdates(
@@ -204,13 +204,14 @@ class ClippedUpdates(ModelUpdates):
         return ClippedUpdates.refused(None, _stranger(other)).aggregate(self)
 
     def prepare_for_secagg(self) -> tuple[dict[str, Any], None]:
-        """Return all fields, for encryption; out-of-range updates as zeros, said and counted.
+        """Return all fields, for encryption; replace an update that is out of range by zeros.
 
-        declearn would clip them in silence, and an exception here is outside the client's
-        error handling: the server would wait for ever. With the aggregator's `secagg_range`
-        the same values are refused earlier, by an error that the server hears of.
+        The replacement is logged and counted. declearn would clip the values silently. An
+        exception here would be outside the client's error handling, and the server would wait for
+        ever. The aggregator's `secagg_range` refuses such values earlier, with an error that
+        reaches the server.
 
-        Values at the very edge of the range, whose sign declearn would change, are moved inside.
+        Values at the very edge of the range, whose sign declearn would change, move inside.
         """
         content = self.to_dict()
         limit = self.secagg_range or DECLEARN_RANGE
@@ -231,7 +232,7 @@ class ClippedUpdates(ModelUpdates):
 
 
 def zeros_like(vector: Vector[Any]) -> Vector[Any]:
-    """Return a vector of zeros, whatever this one holds."""
+    """Return a vector of zeros, even if this one holds NaN."""
     return type(vector)(zeros(vector.coefs))
 
 

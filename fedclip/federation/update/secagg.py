@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What declearn's secure aggregation does to an update: its range, its bits, what rounding adds.
+r"""The effect of declearn's secure aggregation on an update: range, bits, and rounding.
 
 A value x of a client is sent as an integer (`declearn.secagg.utils.Quantizer`)::
 
@@ -7,18 +7,18 @@ A value x of a client is sent as an integer (`declearn.secagg.utils.Quantizer`):
                                           bits' = bitsize                         (joye-libert)
     q    = round((min(max(x, -clipval), clipval) + clipval) / step)
 
-What is beyond ``clipval`` is clipped without a word. With 64 bits, q reaches 2^64 and wraps where
-x is within one rounding of ``clipval``: -1 comes out for +1. So fedclip moves such values inside,
-to ``clipval * (1 - 1e-14)`` (`inside`; in float32 and below to the next value within that). What
-is sent is off by up to ``step / 2``, and by that::
+declearn silently clips values beyond ``clipval``. With 64 bits, q reaches 2^64 and wraps if x is
+within one rounding of ``clipval``: +1 becomes -1. So fedclip moves such values inside, to
+``clipval * (1 - 1e-14)`` (`inside`; in float32 and below to the next value within that). A value
+that is sent is off by up to ``step / 2``, and by that move::
 
     error of one client's value   e = step / 2 + clipval * 2^-46
     added to a norm               e * sqrt(dimension)
     error of the average          2 e
 
-The average is off by up to twice as much because declearn subtracts what it takes 0 to be sent
-as for all clients but one, and 0 lies half-way between two integers: a constant shift of the
-average by ``(clients - 1) / clients * step / 2``, the same for all values, whatever they are.
+The average is off by up to twice as much, because declearn subtracts the integer for 0 for all
+clients but one, and 0 lies half-way between two integers. This shifts the average by
+``(clients - 1) / clients * step / 2``, the same for all values.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _BITS = (8, 16, 24, 32, 40, 48, 56, 64)
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of a secure aggregation, and what they do to a clipped update.
+    """Settings of a secure aggregation, and their effect on a clipped update.
 
     Attributes
     ----------
     limit, clients, dimension, kind
-        Norm that updates are clipped to, how many are summed, of how many values, and how.
+        Norm to which updates are clipped, number of updates, number of values, and protocol.
     clipval, bitsize
-        What to give declearn's server, and `clipval` the aggregator as `secagg_range`. It may
-        equal the limit: values at the very edge are sent as 1e-14 inside it.
+        Settings for declearn's server; set the aggregator's `secagg_range` to `clipval`, too. It
+        may equal the limit: values at the very edge are sent as 1e-14 inside it.
     step
         Distance between two values that can be sent.
     error
         Largest error of a value in the average over the clients.
     norm_added
-        By how much rounding can lengthen an update at most.
+        The most by which rounding can lengthen an update.
     """
 
     limit: float
@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def tight_limit(self) -> float:
-        """The bound to clip to, so that no update exceeds `limit` even after rounding."""
+        """Clip to this bound, so that no update exceeds `limit` even after rounding."""
         return self.limit - self.norm_added
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ def plan(
     bitsize: int | None = None,
     tolerance: float = 1e-3,
 ) -> Plan:
-    """Return settings under which an update of norm `limit` passes, and what rounding does.
+    """Return settings that let an update of norm `limit` pass, and the effect of rounding.
 
     Parameters
     ----------
@@ -102,24 +102,24 @@ def plan(
         Largest norm of an update; for an adaptive bound, the `max_norm` of
         `update-clip-server`. No value of such an update is larger either.
     clients : int
-        How many updates are summed.
+        Number of updates in the sum.
     dimension : int
         Number of values in an update.
     kind : {"masking", "joye-libert"}, default="masking"
         declearn's protocol.
     clipval : float or None, default=None
         Largest absolute value that can be sent. None: the next power of two from `limit`.
-        It covers everything else that is sent, too: losses and metrics of evaluation rounds.
+        It also applies to everything else that is sent: losses and metrics of evaluation rounds.
     bitsize : int or None, default=None
-        Bits of the integers. None: the least number of bytes that is within the tolerance.
+        Bits of the integers. None: the least number of bytes that keeps the tolerance.
     tolerance : float, default=1e-3
-        What rounding may add to the norm, relative to `limit`, > 0.
+        The most that rounding may add to the norm, relative to `limit`, > 0.
 
     Raises
     ------
     TypeError, ValueError
-        If a parameter is not as above; if `clipval` is below `limit`; if no, or the given,
-        `bitsize` is within the tolerance.
+        If a parameter is not as above; if `clipval` is below `limit`; if no `bitsize`, or not the
+        given one, keeps the tolerance.
 
     Examples
     --------
@@ -168,9 +168,9 @@ _MANTISSA = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 
 
 def inside(arrays: Mapping[str, Array], clipval: float) -> Mapping[str, Array]:
-    """Return arrays without values beyond ``clipval * (1 - 1e-14)``, in any direction.
+    """Return the arrays with values beyond ``± clipval * (1 - 1e-14)`` moved to that.
 
-    Those within come back as the same objects, and all of them as the same mapping.
+    Arrays without such values come back as the same objects; the mapping too, if there are none.
     """
     moved = {}
     for name, array in arrays.items():
@@ -181,7 +181,7 @@ def inside(arrays: Mapping[str, Array], clipval: float) -> Mapping[str, Array]:
         values = np.array(backend.to_host(backend.dense(array)), dtype=np.float64)
         if np.max(np.abs(values), initial=0.0) <= clipval * _EDGE:
             continue
-        # The largest number of the dtype that is inside.
+        # Find the largest number of the dtype that is inside.
         part, exponent = math.frexp(clipval * _EDGE)
         bits = _MANTISSA[dtype]
         edge = math.ldexp(math.floor(math.ldexp(part, bits)), exponent - bits)

@@ -51,7 +51,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
                     smaller steps after it was passed
 
     Its counterpart is `update-clip-client`; both need the aggregator `clipped-averaging`
-    without `max_norm`. With noise it has to come first in the server's modules.
+    without `max_norm`. With noise it must be the first of the server's modules.
 
     Parameters
     ----------
@@ -64,65 +64,66 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
     quantile : float, default=0.5
         Share of the updates that the bound should leave alone, in (0, 1).
     learning_rate : float, default=0.2
-        How fast the bound moves: by a factor of at most ``exp(± learning_rate)`` a round; from
-        10 times below, 23 rounds at the median. 0 fixes the bound, and clients do not vote.
+        Speed of the bound: it moves by a factor of at most ``exp(± learning_rate)`` a round; from
+        10 times below, it takes 23 rounds at the median. 0 fixes the bound; then clients do not
+        vote.
     min_norm, max_norm : float, default=1e-6 and 1e4
-        Bounds on the bound, > 0. The upper one is well within the range of declearn's secure
+        Limits of the bound, > 0. The upper one is well within the range of declearn's secure
         aggregation.
     noise_multiplier : float, default=0.0
-        Standard deviation of the noise, as a multiple of the sensitivity, that a round is
-        accounted with; 0 for no noise.
+        Standard deviation of the noise, as a multiple of the sensitivity, with which a round is
+        accounted; 0 for no noise.
     bits_noise : float or None, default=None
         Standard deviation of the noise on the sum of the votes, > ``noise_multiplier / 2``.
-        None: ``max(expected_clients / 20, noise_multiplier)``, which serves 3 clients as well
-        as 1,000.
+        None: ``max(expected_clients / 20, noise_multiplier)``, which suits 3 clients as well as
+        1,000.
     expected_clients : int or None, default=None
-        Number of clients a round that averages are divided by, whoever replies: needed with
-        noise, where the true number must not be used.
+        Number of clients in a round, by which averages are divided, however many reply. Noise
+        needs it, because the true number must not be used.
     delta : float, default=1e-5
         Probability with which the guarantee may fail; below 1 / number of clients.
     max_epsilon : float or None, default=None
-        Stop before a round that would exceed this.
+        Stop before a round that would exceed this epsilon.
     relation : {"add-remove", "replace-one"}, default="add-remove"
-        Which federations the guarantee makes hard to tell apart: with and without one client
-        (whose reply is empty), or with another in its place, which costs twice the noise.
+        Which federations are neighbours: those with and without one client (whose reply is
+        empty), or those with another client in its place, which needs twice the noise.
     generator : {"secure", "insecure"}, default="secure"
-        Where the noise comes from. The insecure one is for experiments.
+        Source of the noise. The insecure one is for experiments.
     seed : int or None, default=None
-        Makes the insecure noise repeatable.
+        Seed that makes the insecure noise repeatable.
     unnoised : list of names or None, default=None
         Other modules of the server whose statistics may go out without noise beside the noised
-        average, such as ``["zscore-clip-server"]``; epsilon does not cover what they tell.
-        They are refused otherwise.
+        average, such as ``["zscore-clip-server"]``; epsilon does not cover what they reveal.
+        All others are refused.
 
     Raises
     ------
     TypeError, ValueError
         At construction, if a parameter is not as above or settings are impossible; the message
-        says which would do.
+        says which are possible.
 
     Notes
     -----
-    Guarantees: the noise is sized on the bound that was *sent out*, which the clients clipped
-    to, not on the next one; votes are those of the unclipped, and norm equal to the bound is
-    within it; the spent budget and the bound are part of the state, so that a server restarted
-    from a checkpoint goes on with both; no round is run that would exceed `max_epsilon`.
+    Guarantees: the noise is scaled to the bound that was *sent out*, to which the clients clipped,
+    not to the next one; a vote says that the update was not clipped, and a norm equal to the bound
+    is within it; the spent budget and the bound are part of the state, so that a server restarted
+    from a checkpoint continues with both; no round runs that would exceed `max_epsilon`.
 
-    A round of a search costs what every round does. Where its votes say that the bound is too
-    high, its average is not released (the model stays as it was): the noise would be sized on that
-    bound. More than ``quantile / 2`` of the clients can end a search early by their votes.
+    A round of a search costs as much as any round. If its votes say that the bound is too high,
+    its average is not released (the model does not change), because the noise would be scaled to
+    that bound. More than ``quantile / 2`` of the clients can end a search early by their votes.
 
     Without noise, the share is that of the clients that voted; if none did, the bound stays.
     With noise, an abstention counts as half a vote for either side.
 
-    Nothing is raised on the server, where declearn would wait for its clients for ever. When
-    the bound does not hold (another aggregator, a module before this one), the round's average
-    becomes zero, the error is logged, and the next round ends at its start with that sentence
-    on every client, and on the server.
+    The server raises nothing, because declearn would then wait for its clients for ever. If the
+    bound does not hold (another aggregator, a module before this one), the round's average
+    becomes zero, the error is logged, and the next round ends at its start with that error on
+    every client and on the server.
 
-    A share r of the clients that always lies moves the quantile that the bound settles on
-    among the others from q to something between ``(q - r) / (1 - r)`` and ``q / (1 - r)``, and
-    the bound by a factor of at most ``exp(learning_rate * r)`` a round.
+    A share r of clients that always lie moves the quantile on which the bound settles, among the
+    others, from q to between ``(q - r) / (1 - r)`` and ``q / (1 - r)``, and the bound by a factor
+    of at most ``exp(learning_rate * r)`` a round.
 
     References
     ----------
@@ -254,7 +255,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
 
     @property
     def epsilon(self) -> float:
-        """What has been spent so far, at `delta`."""
+        """Epsilon spent so far, at `delta`."""
         return 0.0 if self.budget is None else self.budget.epsilon
 
     def rounds_left(self, most: int = MANY_ROUNDS) -> int:
@@ -306,7 +307,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         return self._message
 
     def process_aux_var(self, aux_var: Any) -> None:
-        """Count the votes: the next bound; the noise of this round stays with the one sent."""
+        """Count the votes and set the next bound; this round's noise still uses the one sent."""
         OPENED.set(None)
         self._message = None
         if self._round is None:
@@ -327,7 +328,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         self._report(aux_var, votes, share)
 
     def run(self, gradients: Vector[Any]) -> Vector[Any]:
-        """Return the average with noise on it; zeros if the bound does not hold."""
+        """Return the average with noise; zeros if the bound does not hold."""
         round_, self._round = self._round, None
         SERVER.set(None)
         trouble = self._trouble(round_, gradients)
@@ -367,7 +368,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         self._stop = self._stop or sentence
 
     def _count(self, aux_var: UpdateClipVotes) -> tuple[int, float | None]:
-        """Return how many have voted, and the share of updates within the bound."""
+        """Return the number of votes, and the share of updates within the bound."""
         votes, within, clients = aux_var.n_votes, aux_var.n_within, aux_var.n_clients
         if self.learning_rate == 0:
             return 0, None
@@ -425,7 +426,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
         Raises
         ------
         StateError
-            If anything is missing or can not be. The state is then what it was before.
+            If anything is missing or not valid. The module then keeps its old state.
         """
         if not isinstance(state, Mapping) or not {"bound", "round", "spent"} <= set(state):
             raise StateError(f"the state must have bound, round and spent, got {state!r:.200}")
@@ -444,7 +445,7 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
 
 
 def _search_of(state: Any) -> Search | None:
-    """Return how far a search had come; None where there is none."""
+    """Return the state of a search; None if there is none."""
     match state:
         case None:
             return None
