@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fedclip has registered with declearn, and the versions of what is installed."""
+"""Lists what fedclip has registered with declearn, and the installed versions."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def catalogue() -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, Any]:
-    """Return what a bug report needs: versions, frameworks, registered names."""
+    """Return the facts for a bug report: versions, frameworks, registered names."""
     return {
         "fedclip": fedclip.__version__,
         "declearn": importlib.metadata.version("declearn"),

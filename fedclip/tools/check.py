@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at a federation's TOML before it runs, and say what would go wrong and where.
+"""Checks a federation's TOML before it runs: what would go wrong, and where.
 
 declearn parses a configuration on the server and sends it to the clients; a name that a client
 does not know ends that client with a `KeyError` and leaves the server waiting for ever. So:
@@ -10,7 +10,7 @@ does not know ends that client with a `KeyError` and leaves the server waiting f
    each mistake is found, not only the first (`fedclip.tools.plugins`),
 4. declearn's own parsers have the last word on what is left.
 
-Whatever the bytes of the file are, the answer is findings, never an error.
+The result is always a list of findings, never an error, whatever bytes the file holds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fedclip.tools.settings import SECTIONS, elsewhere, section_faults
 __all__ = ["Check", "Finding", "check_config", "find_config"]
 
 REQUIRED = ("network", "data", "optim", "run")
-"""The sections without which declearn's quickrun does not start."""
+"""The sections that declearn's quickrun requires."""
 
 
 def find_config(path: str | Path) -> Path:
@@ -69,19 +69,19 @@ def check_config(path: str | Path, *, quickrun: bool = False) -> Check:
     path
         The TOML file, or a folder that holds it as ``config.toml``.
     quickrun
-        Whether it has to be a quickrun file; otherwise that is seen from its sections.
+        Whether it must be a quickrun file; otherwise its sections decide.
 
     Raises
     ------
     FileNotFoundError
-        If there is no such file. Every other trouble is a finding.
+        If there is no such file. Every other problem is a finding.
     """
     check = Check(find_config(path))
     config = read_toml(check, check.path, "the file")
     if config is None:
         return check
     check.config = config
-    # A script may keep its [network] and [run] beside client_opt; [data] is quickrun's alone.
+    # A script may have [network] and [run] next to client_opt, but only quickrun has [data].
     whole = "data" in config and not {"network", "run"}.isdisjoint(config)
     alone = "run" in config and "client_opt" not in config
     if quickrun or "optim" in config or whole or alone:
@@ -131,7 +131,7 @@ def _check_quickrun(check: Check, config: dict[str, Any]) -> None:
 
 
 def _check_section(check: Check, config: Mapping[str, Any], key: str) -> None:
-    """Check one section of a quickrun file, but for its optimizers."""
+    """Check one section of a quickrun file, without its optimizers."""
     where = f"[{key}]"
     if key not in SECTIONS:
         home = elsewhere(key, "")
@@ -153,7 +153,7 @@ def _check_section(check: Check, config: Mapping[str, Any], key: str) -> None:
 
 
 def _ignored(check: Check, where: str, key: str, known: Iterable[str]) -> None:
-    """Say that declearn does not look at a section; where it is a slip, the run is another one."""
+    """Report a section that declearn ignores; a problem if its name looks like a typo."""
     slip = difflib.get_close_matches(key, list(known), n=1, cutoff=0.8)
     what = f"[{key}]" if where == "the file" else "this section"
     if slip:
@@ -191,12 +191,12 @@ def _check_folder(check: Check, folder: str) -> None:
 
 
 def _check_data(check: Check, data: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-    """Look for the clients' files, as far as there are any yet, and compare their number."""
+    """Look for the clients' files, if they exist already, and check their number."""
     folder = check.path.resolve().parent
     if data.get("data_folder") is None and not any(folder.glob("data*")):
         return  # The data may be on another machine, or come later.
     try:
-        # Parsed once more: what was found there is not part of the check.
+        # Parse again, to count the clients only: errors here are reported elsewhere.
         clients = parse_data_folder(DataSourceConfig.from_params(**data), str(folder))
     except (OSError, ValueError, RuntimeError) as exc:
         check.add("problem", "[data]", text_of(exc))
@@ -228,20 +228,20 @@ def _check_optim(check: Check, optim: dict[str, Any], run: Mapping[str, Any], pr
             check.add("problem", where, f"the clients' optimizer is missing{hint}")
     whole = len(check.problems) == before
     aggregator = check_aggregator(check, optim.get("aggregator"), f"[{prefix}aggregator]")
-    # Of a plug-in that could not be built, nobody knows what it would have gone with.
+    # If a plug-in could not be built, its counterpart can not be checked.
     if whole:
         check_counterparts(check, plugins, prefix)
         if "aggregator" not in optim or aggregator is not None:
             _check_updates(check, optim, plugins, aggregator, prefix)
     for key in optim:
-        # A file for FLOptimConfig may hold sections for others; one nearly right is a slip.
+        # A file for FLOptimConfig may have other sections; a name that is nearly right is a typo.
         if key not in known and (prefix or difflib.get_close_matches(key, known, cutoff=0.8)):
             home = elsewhere(key, prefix.rstrip("."))
             if prefix and home:
                 check.add("problem", f"[{prefix}{key}]", f"write it in [{home}]")
             else:
                 _ignored(check, f"[{prefix}{key}]", key, known)
-    # What declearn checks beyond that is worth a line only if nothing explains it already.
+    # Report declearn's own errors only if no problem found above explains them.
     if len(check.problems) == before:
         _declearn(
             check,
@@ -249,7 +249,7 @@ def _check_optim(check: Check, optim: dict[str, Any], run: Mapping[str, Any], pr
             FLOptimConfig,
             {key: value for key, value in optim.items() if key in known},
         )
-    # A pipeline of which a part is missing guarantees something else.
+    # The guarantee of a pipeline is only known if all its parts could be built.
     if len(check.problems) == before:
         _check_bounds(check, optim, run, plugins, aggregator, prefix)
     ours = [p.name for p in plugins.get("client_opt", []) if is_ours(type(p))]
@@ -271,7 +271,7 @@ def _check_updates(
     aggregator: Any,
     prefix: str,
 ) -> None:
-    """Find what keeps the bound of the round update from holding."""
+    """Find mistakes that break the bound of the round update."""
     ours = aggregator is not None and is_ours(type(aggregator))
     server = optim.get("server_opt")
     run = check.config.get("run")
@@ -308,12 +308,12 @@ def _clients_a_round(config: Mapping[str, Any]) -> int | None:
 
 
 def _count(value: Any) -> int | None:
-    """Return a number of rounds or clients; None for what can not be one."""
+    """Return a number of rounds or clients; None if the value is not valid."""
     return value if type(value) is int and 0 < value < 2**63 else None
 
 
 def _secagg(check: Check) -> dict[str, Any] | None:
-    """Return the section about secure aggregation, where its range is a number."""
+    """Return the section about secure aggregation, if its range is a number."""
     section = _section(check.config, "secagg")
     clipval = (section or {}).get("clipval", 1.0)
     fine = isinstance(clipval, (int, float)) and not isinstance(clipval, bool) and clipval > 0
@@ -328,7 +328,7 @@ def _check_bounds(
     aggregator: Any,
     prefix: str,
 ) -> None:
-    """Say what is clipped where and what that guarantees, and what stands in the way of it."""
+    """Describe what is clipped where, and what that guarantees; report what voids a guarantee."""
     for key, chosen in plugins.items():
         for warning in places.warnings(chosen):
             check.add("note", f"[{prefix}{key}]", warning)

@@ -3,7 +3,7 @@
 
 Exit codes: 0 all is well, 1 there is a problem (one sentence on standard error says which),
 2 the command was called wrongly. ``fedclip run`` returns the exit code of the script.
-Each command imports what it needs, so that none waits for what another one needs.
+Each command imports only what it needs, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def main() -> None:
     """Run the command line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A character that the terminal does not know is no reason to fail.
+            # Do not fail on a character that the terminal can not show.
             stream.reconfigure(errors="backslashreplace")
     app(prog_name="fedclip")
 
 
 def say(text: str, **style: Any) -> None:
-    """Print a line; names in it are other people's text, and shown as they are."""
+    """Print a line as it is, without markup, because names in it are other people's text."""
     from fedclip.report import printable
 
     typer.secho(printable(text), **style)
@@ -125,7 +125,7 @@ def translate(
         given[key.strip()] = from_words(value.strip())
     try:
         kind, name, parameters = compat.translate(peer, cls, given)
-        # A line that can not be built is none: the clipper itself knows what it takes.
+        # Build the clipper, so that a line with invalid parameters is refused.
         build(kind, name, parameters)
     except (TypeError, ValueError, OverflowError) as exc:
         text = text_of(exc)
@@ -232,7 +232,7 @@ def run(
     if not os.path.isfile(script):
         fail(f"there is no script {str(script)!r}", code=2)
     sys.argv = [str(script), *(args or [])]
-    # `python SCRIPT` puts the script's folder first; here that place holds the one of `fedclip`.
+    # Like `python SCRIPT`, put the script's folder first, in place of that of `fedclip`.
     sys.path[0] = str(script.resolve().parent)
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -280,7 +280,7 @@ def report(
             fail(f"can not write {csv}: {exc}")
         say(f"wrote {csv}")
         return
-    # A pipe or a file has no width: whoever reads it folds lines as they like.
+    # A pipe or a file has no width: do not fold lines.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
     console.print(result.table(groups))
     for sentence in result.in_words():
@@ -288,7 +288,7 @@ def report(
 
 
 def save_plot(result: Report, file: Path) -> None:
-    """Write the report's plot; a missing matplotlib or folder is a sentence."""
+    """Write the report's plot; end with a sentence if matplotlib or the folder is missing."""
     if os.path.isdir(file):
         fail(f"can not write {file}: it is a folder; give a file, such as {file / 'report.png'}")
     try:

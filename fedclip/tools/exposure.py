@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in the way of a privacy guarantee, found before a run: findings for `check`.
+"""Finds what voids a privacy guarantee, before a run: findings for `check`.
 
-Nothing is said of a configuration without noise, except that secure aggregation is too coarse.
+For a configuration without noise, the only finding is that secure aggregation is too coarse.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CLIENT, SERVER = "client_opt", "server_opt"
 Found = tuple[Literal["problem", "note"], str, str]
 """Level, section (of [optim], or "run.…", "secagg"), message."""
 
-# Beyond this, a claim of privacy is one in name only.
+# Above this epsilon, a privacy guarantee means nothing.
 _ABSURD = 10.0
 
 
@@ -73,7 +73,7 @@ def exposures(
 
 # -- noise on the average ---------------------------------------------------------------------
 def _central(module: Any, server: Sequence[Any], rounds: Any) -> Iterator[Found]:
-    """Look at what goes out beside the noised average, and at the numbers."""
+    """Check what else goes out besides the noised average, and the numbers."""
     for plugin in server:
         if plugin is module or not _tells(plugin):
             continue
@@ -103,7 +103,7 @@ def _central(module: Any, server: Sequence[Any], rounds: Any) -> Iterator[Found]
 
 
 def _tells(plugin: Any) -> bool:
-    """Whether a module of the server sends clients what it may have learnt from them."""
+    """Whether a module of the server sends to clients what it has learnt from them."""
     return bool(getattr(plugin, "aux_name", None)) and plugin.name != "update-clip-server"
 
 
@@ -162,7 +162,7 @@ def _per_record(privacy: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[
 
 # -- noise modules ----------------------------------------------------------------------------
 def _own_noise(side: str, plugins: Sequence[Any]) -> Iterator[Found]:
-    """Look at declearn's noise modules: what they are sized on, and what goes out beside them."""
+    """Check declearn's noise modules: the bound before them, and what goes out besides."""
     for i, plugin in enumerate(plugins):
         std = getattr(plugin, "std", None)
         if not look_up(plugin, Context()).noise or not isinstance(std, float):
@@ -194,7 +194,7 @@ def _own_noise(side: str, plugins: Sequence[Any]) -> Iterator[Found]:
 
 
 def _least_bound(plugins: Sequence[Any]) -> float | None:
-    """Return what the bound is for a model of one value: for others it is no less."""
+    """Return the bound for a model of one value, which is a lower limit for all models."""
     try:
         return analyse(plugins, {"one": (1,)}, finite=True).l2_bound
     except ValueError:  # a pattern that fits none of these tensors
@@ -233,7 +233,7 @@ def _released_by_declearn(run: Mapping[str, Any]) -> Iterator[Found]:
 def _resolution(
     secagg: Mapping[str, Any] | None, limit: float | None, run: Mapping[str, Any]
 ) -> Iterator[Found]:
-    """Look at what the integers of secure aggregation add to an update."""
+    """Check how much the integers of secure aggregation add to an update."""
     if secagg is None or not limit:
         return
     register = run.get("register")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check has to say about a file, one finding for each thing."""
+"""The findings of a check of a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGEST = 120
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that the check has to say, and about which part of the file."""
+    """One finding, and the part of the file that it is about."""
 
     level: Level
     where: str
@@ -26,7 +26,7 @@ class Finding:
 
 @dataclasses.dataclass
 class Check:
-    """What was found in one file.
+    """The findings for one file.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class Check:
 
     @property
     def problems(self) -> list[Finding]:
-        """The findings that would stop a run, or make it another one than is written."""
+        """The findings that would stop a run, or make it differ from what is written."""
         return [finding for finding in self.findings if finding.level == "problem"]
 
     def add(self, level: Level, where: str, message: str) -> None:
@@ -61,7 +61,7 @@ class Check:
 
 
 def brief(value: Any) -> str:
-    """Return a value as it is written, and of a long one the beginning.
+    """Return a value as it is written, cut off if it is long.
 
     Examples
     --------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""declearn's quickrun with fedclip registered, and every mistake told before it starts."""
+"""declearn's quickrun with fedclip registered, after a check that reports every mistake."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["QuickrunError", "run"]
 
 
 class QuickrunError(RuntimeError):
-    """A run that can not start; says why in a sentence."""
+    """A run can not start; the message says why."""
 
 
 def run(check: Check) -> tuple[int, str, bool]:

@@ -87,7 +87,7 @@ checkpoint = {checkpoint}
 
 
 class DemoError(RuntimeError):
-    """The demo can not start or did not finish; says why in a sentence."""
+    """The demo can not start or did not finish; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ WAYS = (
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one way came to, from what its processes wrote."""
+    """The result of one way, read from the files of its processes."""
 
     way: Way
     loss: float
@@ -140,7 +140,7 @@ def run_demo(
     Parameters
     ----------
     folder
-        Where to write; it is made, or was made by an earlier demo.
+        Output folder; it is created, or is that of an earlier demo.
     rounds
         Rounds of training, each of one pass over every site's records.
     port
@@ -229,7 +229,7 @@ def _run_federation(
 ) -> None:
     """Run one server and its clients as processes until the server is done."""
     deadline = time.monotonic() + timeout
-    # One thread each: four processes that all take every core are slower than one.
+    # One thread each: four processes that compete for all cores are slower.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
@@ -401,7 +401,7 @@ def _in_words(folder: Path) -> str:
 
 
 def _plot(folder: Path) -> str:
-    """Draw norms and limits, one line of panels a way, one column a site."""
+    """Draw norms and limits: a row of panels for each way, a column for each site."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
