@@ -240,7 +240,7 @@ def test_child_processes_know_the_names(tmp_path: Path, method: str) -> None:
         [sys.executable, str(tmp_path / "main.py")],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

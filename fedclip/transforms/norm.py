@@ -188,7 +188,10 @@ class NormClipping(Transform):
     def _hold(
         self, gradient: Gradient, members: Sequence[int], target: float, base: float
     ) -> float:
-        arrays = [a for a in map(gradient.arrays.__getitem__, members) if math.prod(a.shape)]
+        # What is empty, as a sparse array without rows is, rounds nothing.
+        views = [gradient.views[i] for i in members]
+        pairs = zip(members, views, strict=True)
+        arrays = [gradient.arrays[i] for i, view in pairs if view is None or view.size]
         dtypes = {gradient.backend.dtype(array) for array in arrays}
         norm = base - self.action.eps
         if target < max(FLOOR[dtype] for dtype in dtypes) and target:
