@@ -83,7 +83,23 @@ class Federation:
             self.port = str(sock.getsockname()[1])
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
+    def listens(self) -> bool:
+        """Whether the server does: a port that it listens on can not be bound."""
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(("127.0.0.1", int(self.port)))
+            except OSError:
+                return True
+        return False
+
     def start(self, name: str, command: list[str]) -> None:
+        end = time.monotonic() + PATIENCE
+        # declearn's client tries for ten seconds, which a server on a busy machine needs to start.
+        while name != "server" and not self.listens():
+            assert time.monotonic() < end, self.said("server")[-2000:]
+            assert self.processes["server"].poll() is None, self.said("server")[-2000:]
+            time.sleep(0.1)
         script, third = ("server.py", str(self.config)) if name == "server" else ("client.py", name)
         with (self.folder / f"{name}.txt").open("wb") as log:
             self.processes[name] = subprocess.Popen(
