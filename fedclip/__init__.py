@@ -19,6 +19,8 @@ from fedclip.errors import nearest
 from fedclip.registration import register_when_possible
 
 if TYPE_CHECKING:
+    from fedclip.dpsgd.client import PrivateFederatedClient as PrivateFederatedClient
+    from fedclip.dpsgd.sample_clip import SampleClip as SampleClip
     from fedclip.errors import FedclipWarning as FedclipWarning
     from fedclip.errors import NonFiniteError as NonFiniteError
     from fedclip.errors import StateError as StateError
@@ -56,6 +58,8 @@ __version__ = "0.1.0"
 _HOMES = {
     name: home
     for home, names in {
+        "dpsgd.client": "PrivateFederatedClient",
+        "dpsgd.sample_clip": "SampleClip",
         "errors": "FedclipWarning NonFiniteError StateError",
         "federation.senders": "NamedClients",
         "federation.update.aggregator": "ClippedAveraging",
@@ -107,6 +111,7 @@ def __dir__() -> list[str]:
 
 def _register() -> None:
     """Register every plug-in by importing its module; a second call changes nothing."""
+    import fedclip.dpsgd.sample_clip
     import fedclip.federation.senders
     import fedclip.federation.update.aggregator
     import fedclip.federation.update.client

@@ -79,6 +79,7 @@ def test_every_clipper_has_a_specimen() -> None:
 
 # Counterparts and carriers of the federation, which clip nothing by themselves.
 SHELLS = {
+    "sample-clip",
     "zscore-clip-server",
     "ema-clip-server",
     "auto-clip-server",

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DP-SGD: records clipped one by one, noise on their sum, a budget that the client keeps."""

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client that trains with DP-SGD, and enforces what its owner allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from declearn.main import FederatedClient
+from declearn.messaging import Error, PrivacyRequest, TrainRequest
+
+from fedclip import parameters
+
+if TYPE_CHECKING:
+    from fedclip.dpsgd.manager import PrivateTrainingManager
+
+__all__ = ["PrivateFederatedClient"]
+
+
+class PrivateFederatedClient(FederatedClient):
+    """declearn's `FederatedClient` with DP-SGD: each record protected by a budget of the client's.
+
+    The server is declearn's own, with ``[run.privacy]``; `sample-clip` in its ``client_opt`` is
+    for settings, and may be left out.
+
+    Parameters
+    ----------
+    *args, **settings
+        As `FederatedClient` takes them. There must be `valid_data`: evaluation publishes losses,
+        without noise, of what it is done on.
+    max_budget : (float, float) or None, default=None
+        Epsilon (> 0) and delta (in (0, 1)) that this client never goes beyond, whatever the
+        server asks for. If the server asks for more, noise is sized for this.
+    require_privacy : bool, default=True
+        Refuse training rounds, and fairness rounds, which would publish something of the
+        training records without noise.
+    ledger : path or None, default=None
+        File in which what was spent is kept over restarts: one for a set of records, whatever
+        they are used for. None: ``privacy_spent.json`` in the folder of `checkpoint`, if there is
+        one; else what was spent is forgotten when the process ends.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a parameter is not as above.
+
+    Notes
+    -----
+    Guarantee: what this client sends in all of its rounds is (epsilon, delta)-differentially
+    private for adding or removing one training record, with the epsilon that `spent` returns.
+    Not protected: the number of records and the other facts that declearn's server queries
+    before it starts, the validation records, and the time that steps take.
+
+    When the budget is spent, the client goes on with updates of zero, and says so in its log.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        max_budget: Sequence[float] | None = None,
+        require_privacy: bool = True,
+        ledger: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        self.max_budget: tuple[float, float] | None = None
+        if max_budget is not None:
+            if not isinstance(max_budget, (list, tuple)) or len(max_budget) != 2:
+                raise TypeError(f"max_budget must be (epsilon, delta), got {max_budget!r}")
+            epsilon, delta = max_budget
+            self.max_budget = (
+                parameters.positive(**{"epsilon of max_budget": epsilon}),
+                parameters.unit_interval(**{"delta of max_budget": delta}),
+            )
+        self.require_privacy = parameters.boolean(require_privacy=require_privacy)
+        super().__init__(*args, **settings)
+        if self.valid_data is None:
+            raise ValueError(
+                "give valid_data: without it declearn evaluates on the training records, and "
+                "publishes their losses without noise"
+            )
+        self._private: PrivateTrainingManager | None = None
+        self.ledger = None if ledger is None else Path(ledger)
+        if self.ledger is None and self.ckptr is not None:
+            self.ledger = Path(self.ckptr.folder) / "privacy_spent.json"
+
+    @property
+    def spent(self) -> tuple[float, float] | None:
+        """The (epsilon, delta) spent so far; None before the server has asked for privacy."""
+        return None if self._private is None else self._private.get_privacy_spent()
+
+    def make_private(self, message: PrivacyRequest) -> None:
+        """Set up DP-SGD as the server asks for it, within what this client allows."""
+        # declearn's own part of this needs Opacus, which is an extra.
+        from fedclip.dpsgd.manager import PrivateTrainingManager
+
+        old = self.trainmanager
+        if old is None:
+            raise RuntimeError("a client is made private by its server, once it has a model")
+        manager = PrivateTrainingManager(
+            model=old.model,
+            optim=old.optim,
+            aggrg=old.aggrg,
+            train_data=old.train_data,
+            valid_data=old.valid_data,
+            metrics=old.metrics,
+            logger=self.logger,
+            verbose=False,
+        )
+        manager.make_private(message, self.max_budget, self.ledger)
+        self.trainmanager = self._private = manager
+
+    async def training_round(self, message: TrainRequest) -> None:
+        """Run a training round, if it is private."""
+        private = self._private is not None and self.trainmanager is self._private
+        if self.require_privacy and not private:
+            await self._refuse(
+                f"training round {message.round_i} would not be private, and this client has "
+                "require_privacy: set [run.privacy] on the server"
+            )
+            return
+        await super().training_round(message)
+
+    async def _initialize_fairness(self) -> None:
+        if self.require_privacy:
+            why = (
+                "fairness rounds publish what the model does on the training records, without "
+                "noise, and this client has require_privacy: leave [run.fairness] out"
+            )
+            await self._refuse(why)
+            raise RuntimeError(why)
+        await super()._initialize_fairness()
+
+    async def _refuse(self, why: str) -> None:
+        self.logger.error("Refused: %s.", why)
+        await self.netwk.send_message(Error(f"refused by fedclip: {why}"))

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training of a private client: sample, clip, add noise, divide by what was expected.
+
+::
+
+    Round:
+        steps = those that the server asks for, as far as they fit into the budget
+        for each step:
+            charge the ledger
+            batch = Poisson sample of the records                        (sampling)
+            sum   = Σ factor_i * gradient_i                              (persample, clipping)
+            grads = (sum + z C normal) / expected batch size             (noise)
+            apply what stands after sample-clip to grads, and step
+        write the ledger
+        no step left: the update is zero
+
+The server's seed and generator are not asked: noise and samples come from the operating system's
+secure generator. Nothing but the update leaves a round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from declearn.messaging import EvaluationReply, EvaluationRequest, PrivacyRequest
+from declearn.model.api import Vector
+from declearn.model.sklearn import NumpyVector
+from declearn.optimizer.modules import OptiModule
+from declearn.training.dp import DPTrainingManager
+
+from fedclip import parameters
+from fedclip.dpsgd import persample
+from fedclip.dpsgd.calibrate import Calibration, Ledger, calibrate, steps_of_a_round, too_few
+from fedclip.dpsgd.noise import IndependentNoise, Noise
+from fedclip.dpsgd.records import Records
+from fedclip.dpsgd.sample_clip import SampleClip
+from fedclip.dpsgd.sampling import PoissonSampler
+from fedclip.privacy import analyse
+from fedclip.privacy.noise import Normals, secure_normals
+
+__all__ = ["PrivateTrainingManager"]
+
+
+class PrivateTrainingManager(DPTrainingManager):
+    """Runs DP-SGD; made by `fedclip.PrivateFederatedClient`.
+
+    Attributes
+    ----------
+    noise
+        What adds noise to each sum; independent Gaussian noise.
+    ledger
+        What was spent, and the budget: the server's or the client's, whichever is the smaller.
+    calibration
+        Noise multiplier, sampling rate and steps.
+    """
+
+    noise: Noise
+    ledger: Ledger
+    calibration: Calibration
+
+    def make_private(
+        self,
+        message: PrivacyRequest,
+        max_budget: tuple[float, float] | None = None,
+        path: Path | None = None,
+    ) -> None:
+        """Set up DP-SGD.
+
+        Parameters
+        ----------
+        message
+            What the server asks for.
+        max_budget
+            The client's own (epsilon, delta), which the server's can only be below.
+        path
+            Where the ledger is kept.
+
+        Raises
+        ------
+        TypeError, ValueError
+            In words, if what is asked for would not be private, or can not be done.
+        """
+        if message.accountant == "gdp":
+            raise ValueError(
+                'accountant = "gdp" is no upper bound on epsilon: take "rdp" or "prv" in '
+                "[run.privacy] (what is used here is the tightest bound that is installed)"
+            )
+        persample.check(self.model)
+        self._place()
+        asked = parameters.positive(sclip_norm=message.sclip_norm)
+        if self._settings.max_norm not in (None, asked):
+            raise ValueError(
+                f"sample-clip has max_norm {self._settings.max_norm!r}, and the server's "
+                f"sclip_norm is {asked!r}: write the same, or leave max_norm out"
+            )
+        self._bound = asked
+        self.records = Records(self.train_data)
+        epsilon, delta = message.budget
+        if max_budget is not None:
+            epsilon, delta = min(epsilon, max_budget[0]), min(delta, max_budget[1])
+        steps = steps_of_a_round(
+            len(self.records), message.batches, message.n_epoch, message.n_steps
+        )
+        if not steps:
+            raise ValueError(
+                "noise for a budget needs a number of steps: set n_epoch or n_steps in "
+                "[run.training], and not a time alone"
+            )
+        size, steps = message.batches["batch_size"], steps * message.rounds
+        self.calibration = calibrate(epsilon, delta, len(self.records), size, steps)
+        self.ledger = Ledger(epsilon, delta, path)
+        self.noise = IndependentNoise()
+        self._normals: Normals = secure_normals
+        self._sampler = PoissonSampler(len(self.records), size)
+        self._taken = 0
+        self.sclip_norm, self._dp_budget = asked, (epsilon, delta)
+        self.logger.info(
+            "DP-SGD: %d records, Poisson samples at rate %.4g, %d steps, noise multiplier %.4g, "
+            "budget epsilon %.4g at delta %.3g for adding or removing one record, of which %.4g "
+            "was spent before.",
+            *(len(self.records), self.calibration.rate, steps, self.calibration.noise_multiplier),
+            *(epsilon, delta, self.ledger.spent),
+        )
+        if why := too_few(len(self.records), delta):
+            self.logger.warning("%s", why)
+
+    def _place(self) -> None:
+        """Find `sample-clip`, and refuse what can not stand before it."""
+        modules: Sequence[OptiModule[Any]] = self.optim.modules
+        found = [i for i, module in enumerate(modules) if isinstance(module, SampleClip)]
+        if len(found) > 1:
+            raise ValueError("sample-clip stands in client_opt more than once: leave one")
+        place = found[0] if found else -1
+        marker = modules[place] if found else None
+        self._settings = marker if isinstance(marker, SampleClip) else SampleClip()
+        self._before, self._after = [*modules[: max(place, 0)]], [*modules[place + 1 :]]
+        weights = self.model.get_weights(trainable=True)
+        shapes = {name: tuple(map(int, array.shape)) for name, array in weights.coefs.items()}
+        self._groups = self._settings.clipping.groups([*shapes])
+        for module in self._before:
+            (known,) = analyse(module, shapes).maps
+            why = known.shared or ("it adds noise" if known.noise else "")
+            if why:
+                raise ValueError(
+                    f"{module.name} can not stand before sample-clip, where each record goes "
+                    f"through it alone: {why}. Put it after sample-clip"
+                )
+
+    def _each(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Apply what stands before `sample-clip` to the gradient of one record."""
+        gradient: Vector[Any] = NumpyVector(dict(arrays))
+        for module in self._before:
+            gradient = module.run(gradient)
+        return gradient.coefs
+
+    def get_noise_multiplier(self) -> float:
+        """Return the standard deviation of the noise over the bound of one record."""
+        return self.calibration.noise_multiplier
+
+    def get_privacy_spent(self) -> tuple[float, float]:
+        """Return the (epsilon, delta) that all steps so far have cost."""
+        return self.ledger.spent, self.ledger.accountant.delta
+
+    def train_under_constraints(
+        self,
+        batch_cfg: dict[str, Any],
+        n_epoch: int | None = 1,
+        n_steps: int | None = None,
+        timeout: int | None = None,
+    ) -> dict[str, float]:
+        """Take the steps of a round, as far as they fit into the budget.
+
+        An epoch is as many steps as there are whole batches in the data. All batches are Poisson
+        samples, whatever `batch_cfg` says of shuffling.
+        """
+        steps = steps_of_a_round(len(self.records), batch_cfg, n_epoch, n_steps)
+        if steps is None:
+            raise ValueError("a round needs n_epoch or n_steps: its steps are paid for")
+        self._sampler = PoissonSampler(len(self.records), batch_cfg["batch_size"])
+        z, rate = self.calibration.noise_multiplier, self._sampler.rate
+        left = self.calibration.steps - self._taken
+        allowed = self.ledger.allow(z, rate, steps, left)
+        taken, start = 0, time.monotonic()
+        try:
+            while taken < allowed and (timeout is None or time.monotonic() - start < timeout):
+                self.run_train_step(self.records.take(self._sampler.draw()))
+                taken += 1
+        finally:
+            # Before anything of the round leaves this machine.
+            self.ledger.save()
+        self._taken += taken
+        spent, delta = self.get_privacy_spent()
+        self.logger.info("Privacy spent: epsilon %.4g at delta %.3g.", spent, delta)
+        if allowed < steps:
+            self.logger.warning(
+                "The privacy budget of epsilon %.4g allows %d of the %d steps of this round%s.",
+                *(self.ledger.epsilon, allowed, steps),
+                "" if allowed else ": this client sends an update of zero",
+            )
+        epochs = taken * self._sampler.expected // len(self.records)
+        # An average over no step at all is none: zero counts as the update of one step.
+        return {"n_epoch": epochs, "n_steps": max(taken, 1), "t_spent": time.monotonic() - start}
+
+    def run_train_step(self, batch: Any) -> None:
+        """Take one step on a Poisson sample of the records; None is one without a record.
+
+        Raises
+        ------
+        StopIteration
+            If the budget does not allow it.
+        """
+        z, expected = self.calibration.noise_multiplier, float(self._sampler.expected)
+        self.ledger.charge(z, self._sampler.rate)
+        settings = self._settings
+        clipping, bound = settings.clipping, settings.bound or self._bound
+        sums, norms = persample.clipped_sum(
+            self.model,
+            batch,
+            partial(clipping.factors, bound=bound),
+            groups=self._groups,
+            micro_batch=settings.micro_batch,
+            each=self._each if self._before else None,
+        )
+        noisy = self.noise.add(sums, clipping.noise_multiplier(z, expected) * bound)
+        if clipping.mode == "adaptive":
+            draw = float(self._normals(1)[0])
+            # The noise above was for the old bound, as the gradients were clipped to that.
+            settings.bound = clipping.next_bound(bound, norms, z, expected, draw)
+        scale = clipping.scale(bound) / expected
+        gradients = persample.vector(self.model, {name: a * scale for name, a in noisy.items()})
+        modules = self.optim.modules
+        self.optim.modules = self._after
+        try:
+            self.optim.apply_gradients(self.model, gradients)
+        finally:
+            self.optim.modules = modules
+
+    def _evaluation_round(self, message: EvaluationRequest) -> EvaluationReply:
+        if self.valid_data is None:
+            raise ValueError(
+                "without valid_data an evaluation would publish losses of the training records, "
+                "without noise"
+            )
+        return super()._evaluation_round(message)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The noise on sums of clipped gradients: an object with a state, so that noise may correlate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from fedclip.privacy.noise import Normals, noised, secure_normals
+
+__all__ = ["IndependentNoise", "Noise", "Sums"]
+
+Sums = Mapping[str, "np.ndarray[Any, np.dtype[np.float64]]"]
+"""Float64 arrays by name."""
+
+
+class Noise(Protocol):
+    """What adds noise to each step's sum, in the order of the steps."""
+
+    def add(self, sums: Sums, std: float) -> dict[str, Any]:
+        """Return the sums of one step, with noise of this standard deviation."""
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what has to outlive a restart."""
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `get_state` returned."""
+
+
+class IndependentNoise:
+    """Gaussian noise, new for each element and step, on the grid of `fedclip.privacy.noise`.
+
+    Parameters
+    ----------
+    normals
+        Where it comes from: the operating system's secure generator, unless in a test.
+    """
+
+    def __init__(self, normals: Normals = secure_normals) -> None:
+        self._normals = normals
+
+    def add(self, sums: Sums, std: float) -> dict[str, Any]:
+        """Return the sums of one step, with noise of this standard deviation."""
+        return {name: noised(array, std, self._normals) for name, array in sums.items()}
+
+    def get_state(self) -> dict[str, Any]:
+        """Return nothing: no draw depends on another."""
+        return {}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take over nothing."""

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sample-clip`: the place in an optimizer where records are clipped, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from declearn.model.api import Vector
+from declearn.optimizer.modules import OptiModule
+
+from fedclip import parameters
+from fedclip.dpsgd.clipping import MODES, SampleClipping
+from fedclip.privacy import Context, Map
+from fedclip.scopes import check_scope
+
+__all__ = ["SampleClip"]
+
+
+class SampleClip(OptiModule):  # type: ignore[type-arg]
+    """Marks where DP-SGD clips records, and says how; for `fedclip.PrivateFederatedClient`.
+
+    ::
+
+        Step(batch):
+            for each record of the batch:
+                g = gradient of the record
+                g = what stands before sample-clip in the optimizer, applied to g
+                g *= factor(norm(g))                       (fedclip.dpsgd.clipping)
+            grads = (sum of g + noise) / expected batch size
+            apply what stands after sample-clip to grads
+
+    Parameters
+    ----------
+    max_norm : float or None, default=None
+        Bound C on the norm of a record's gradient, > 0; the start of the bound if
+        ``mode="adaptive"``. None: the server's ``sclip_norm``; another number than the server's
+        is refused.
+    mode : {"flat", "tensor", "layer", "automatic", "adaptive"} or list of patterns, default="flat"
+        How records are clipped: one norm over all tensors, or one for each group, whose bounds
+        are C / √k; "automatic" and "adaptive" divide the update by C, so that the learning rate
+        need not follow it.
+    micro_batch : int, default=32
+        How many records' gradients are in memory at once, >= 1.
+    gamma : float, default=0.01
+        Stability constant of "automatic", > 0, in the units of the gradient.
+    quantile : float, default=0.5
+        Fraction of the records that the adaptive bound leaves alone, in (0, 1).
+    rate : float, default=0.2
+        Size of the adaptive bound's steps, in logarithms, > 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above.
+    RuntimeError
+        If a gradient comes to it outside of `PrivateFederatedClient`: nothing there clips
+        records or adds noise.
+
+    Notes
+    -----
+    The state is the adaptive bound, to which noise has been added; it is None before the first
+    step and in the other modes.
+
+    References
+    ----------
+    Abadi et al., 2016, "Deep learning with differential privacy", arXiv:1607.00133. Bu et al.,
+    2022, "Automatic clipping", arXiv:2206.07136. Andrew et al., 2021, "Differentially private
+    learning with adaptive clipping", arXiv:1905.03871.
+
+    Examples
+    --------
+    >>> SampleClip(max_norm=0.5, mode="layer").get_config()["mode"]
+    'layer'
+    """
+
+    name: ClassVar[str] = "sample-clip"
+
+    def __new__(cls, *args: Any, **config: Any) -> Self:
+        """Refuse unknown parameters, with the nearest name."""
+        parameters.refuse_unknown(cls, config)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        max_norm: float | None = None,
+        mode: str | Sequence[str] = "flat",
+        *,
+        micro_batch: int = 32,
+        gamma: float = 0.01,
+        quantile: float = 0.5,
+        rate: float = 0.2,
+    ) -> None:
+        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
+        self.mode = mode
+        if isinstance(mode, str):
+            parameters.choice(MODES, mode=mode)
+        elif isinstance(mode, Mapping):
+            raise TypeError(f"mode must be one of {MODES} or a list of patterns, got {mode!r}")
+        else:
+            self.mode = check_scope(scope=mode)  # type: ignore[assignment]
+        self.micro_batch = parameters.integer(1, micro_batch=micro_batch)
+        self.gamma = parameters.positive(gamma=gamma)
+        self.quantile = parameters.unit_interval(quantile=quantile)
+        self.rate = parameters.positive(rate=rate)
+        self.bound: float | None = None
+        """The adaptive bound, once there was a step."""
+
+    @property
+    def clipping(self) -> SampleClipping:
+        """What becomes of each record, given its norms."""
+        return SampleClipping(self.mode, self.gamma, self.quantile, self.rate)
+
+    def guarantee(self, context: Context) -> Map:
+        """Return what becomes of each record; the bound is known if it is written here."""
+        why = "it clips single records, and no whole gradient comes to it"
+        if self.max_norm is None or self.mode == "adaptive":
+            unknown = "its bound is the server's sclip_norm, or follows the norms with noise"
+            return Map(self.name, finite=True, unbounded=unknown, expands=why)
+        return Map(self.name, self.max_norm, f"{self.max_norm:g}", finite=True, expands=why)
+
+    def run(self, gradients: Vector[Any]) -> Vector[Any]:
+        """Refuse: what comes here is a whole batch, unclipped and without noise."""
+        raise RuntimeError(
+            "sample-clip clips records, and this client does not: nothing here is private. Use "
+            "fedclip.PrivateFederatedClient in the place of declearn's FederatedClient, and "
+            "[run.privacy] on the server"
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the parameters, as they would be written in a TOML file."""
+        return parameters.config_of(self)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the adaptive bound."""
+        return {"bound": self.bound}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take over the adaptive bound.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            If the state has none, or no number above 0.
+        """
+        if "bound" not in state:
+            raise KeyError(f"the state of sample-clip lacks 'bound'; it has {sorted(state)}")
+        self.bound = parameters.optional(parameters.positive, bound=state["bound"])

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DP-SGD without declearn: sampling, calibration, the ledger, and how records are clipped."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedclip.dpsgd.calibrate import Ledger, calibrate, steps_of_a_round, too_few
+from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.dpsgd.noise import IndependentNoise
+from fedclip.dpsgd.sampling import PoissonSampler
+from fedclip.privacy.accounting import Release, epsilon
+
+
+def test_the_core_needs_no_declearn_and_no_framework() -> None:
+    program = """
+import sys
+blocked = ("declearn", "torch", "tensorflow", "jax", "haiku", "sklearn")
+sys.modules.update(dict.fromkeys(blocked))
+import numpy as np
+from fedclip.dpsgd.calibrate import Ledger
+from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.dpsgd.noise import IndependentNoise
+from fedclip.dpsgd.sampling import PoissonSampler
+Ledger(1.0, 1e-5)
+SampleClipping().factors(np.ones((2, 1)), 1.0)
+IndependentNoise().add({"w": np.zeros(3)}, 1.0)
+print(len(PoissonSampler(3, 3).draw()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "3", done.stderr
+
+
+# -- sampling ----------------------------------------------------------------------------------
+def test_each_record_is_drawn_at_the_rate_independently_over_steps() -> None:
+    records, expected, steps = 200, 20, 4000
+    sampler = PoissonSampler(records, expected)
+    drawn = np.zeros((steps, records), dtype=bool)
+    for row in drawn:
+        row[sampler.draw()] = True
+    q = expected / records
+    # Six standard deviations: a sound sampler fails once in 5e8; a rate 1 % off, of 800,000
+    # draws, is 3 deviations more than that allows, and shuffled batches have no variance at all.
+    assert abs(drawn.mean() - q) < 6 * math.sqrt(q * (1 - q) / drawn.size)
+    each = drawn.mean(axis=0)
+    assert np.abs(each - q).max() < 6 * math.sqrt(q * (1 - q) / steps)
+    sizes = drawn.sum(axis=1)
+    variance = records * q * (1 - q)
+    assert abs(sizes.var() / variance - 1) < 6 * math.sqrt(2 / steps)
+    together = (drawn[1:] & drawn[:-1]).mean()
+    assert abs(together - q * q) < 6 * math.sqrt(q * q / drawn.size)
+
+
+def test_small_rates_give_empty_batches_and_full_rates_all_records() -> None:
+    sampler = PoissonSampler(50, 1)
+    empty = np.mean([not len(sampler.draw()) for _ in range(4000)])
+    assert abs(empty - (1 - 1 / 50) ** 50) < 6 * math.sqrt(0.25 / 4000)
+    assert len(PoissonSampler(5, 99).draw()) == 5
+    assert PoissonSampler(5, 99).expected == 5
+
+
+def test_the_rate_in_use_is_never_above_the_one_accounted_for() -> None:
+    edge = int(PoissonSampler(3, 1).rate * 2.0**64)
+    words = np.array([0, edge - 1, edge], dtype=np.uint64)
+    assert PoissonSampler(3, 1, lambda size: words[:size]).draw().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("records", "expected"), [(0, 1), (3, 0), (2.5, 1), (3, True)])
+def test_sampler_refuses(records: object, expected: object) -> None:
+    with pytest.raises((TypeError, ValueError), match="must be an int"):
+        PoissonSampler(records, expected)  # type: ignore[arg-type]
+
+
+# -- calibration and ledger --------------------------------------------------------------------
+def test_a_calibrated_run_costs_its_budget_and_no_more() -> None:
+    found = calibrate(3.0, 1e-5, 400, 64, 60)
+    cost = epsilon([Release(found.noise_multiplier, found.steps, found.rate)], 1e-5)
+    assert 2.99 < cost <= 3.0
+    assert found.noise == found.noise_multiplier / 64
+
+
+def test_accountants_agree_with_opacus_and_each_other() -> None:
+    rdp_of = pytest.importorskip("opacus.accountants").RDPAccountant
+    release = Release(1.1, 500, 0.02)
+    theirs = rdp_of()
+    theirs.history = [(1.1, 0.02, 500)]
+    orders = [1 + x / 10 for x in range(1, 100)] + list(range(11, 64))
+    rdp = epsilon([release], 1e-5, accountant="rdp")
+    assert rdp == pytest.approx(theirs.get_epsilon(1e-5, alphas=orders), rel=1e-3)
+    pld = epsilon([release], 1e-5, accountant="pld")
+    prv = epsilon([release], 1e-5, accountant="prv")
+    assert prv == pytest.approx(pld, rel=1e-2)
+    assert min(rdp, prv) >= pld - 1e-3
+
+
+def test_without_sampling_it_is_the_closed_form() -> None:
+    found = calibrate(2.0, 1e-5, 30, 30, 10)
+    assert found.rate == 1.0
+    assert epsilon([Release(found.noise_multiplier, 10)], 1e-5) == pytest.approx(2.0, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "kept", "expected"),
+    [(1, None, False, 3), (1, None, True, 4), (2, 5, False, 5), (None, 7, False, 7)],
+)
+def test_steps_of_a_round(epochs: int | None, steps: int | None, kept: bool, expected: int) -> None:
+    batches = {"batch_size": 30, "drop_remainder": not kept}
+    assert steps_of_a_round(100, batches, epochs, steps) == expected
+    assert steps_of_a_round(100, batches) is None
+    assert steps_of_a_round(10, batches, 1) == 1
+
+
+def test_the_ledger_stops_before_the_budget_would_be_passed() -> None:
+    ledger = Ledger(1.0, 1e-5)
+    taken = ledger.allow(2.0, 0.1, 10_000)
+    for _ in range(taken):
+        ledger.charge(2.0, 0.1)
+    with pytest.raises(StopIteration, match="budget is spent: epsilon"):
+        ledger.charge(2.0, 0.1)
+    assert taken == ledger.accountant.rounds
+    assert ledger.spent <= 1.0 < epsilon([Release(2.0, taken + 1, 0.1)], 1e-5)
+
+
+def test_the_ledger_counts_on_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "privacy_spent.json"
+    first = Ledger(1.0, 1e-5, path)
+    for _ in range(5):
+        first.charge(2.0, 0.1)
+    first.save()
+    second = Ledger(1.0, 1e-5, path)
+    assert second.spent == first.spent > 0
+    assert second.allow(2.0, 0.1, 10_000) == first.allow(2.0, 0.1, 10_000)
+    assert json.loads(path.read_text())["spent"] == [[2.0, 5, 0.1]]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"spent": [[1.0, -1]]}'])
+def test_a_broken_ledger_is_refused_and_kept(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "spent.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is not a ledger of privacy spent"):
+        Ledger(1.0, 1e-5, path)
+    assert path.read_text() == text
+
+
+def test_a_large_delta_is_named() -> None:
+    assert "not below 1 / 100 records" in too_few(100, 0.01)
+    assert too_few(100, 1e-5) == ""
+
+
+# -- clipping ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", ["flat", "tensor", "layer", ["a.*", "b.w"], "automatic"])
+def test_no_record_adds_more_than_the_bound(mode: str | list[str]) -> None:
+    clipping = SampleClipping(mode)
+    groups = clipping.groups(["a.w", "a.b", "b.w", "b.b"])
+    norms = np.random.default_rng(0).lognormal(0, 5, (1000, len(groups)))
+    norms[0] = 0.0
+    after = clipping.factors(norms, 0.7) * norms
+    assert np.sqrt((after**2).sum(axis=1)).max() <= 0.7 * (1 + 1e-12)
+
+
+def test_the_budget_is_split_over_groups() -> None:
+    clipping = SampleClipping("tensor")
+    factors = clipping.factors(np.full((1, 4), 10.0), 1.0)
+    np.testing.assert_allclose(factors, 0.05)
+    assert len(SampleClipping("flat").groups(["a", "b", "c"])) == 1
+
+
+def test_the_adaptive_bound_follows_the_quantile_and_pays_for_its_bits() -> None:
+    clipping = SampleClipping("adaptive")
+    assert clipping.noise_multiplier(1.0, 64.0) > 1.0
+    norms = np.random.default_rng(0).lognormal(0, 1, (64, 1))
+    for start in (1e-2, 1e2):
+        bound = start
+        for _ in range(150):
+            bound = clipping.next_bound(bound, norms, 1.0, 64.0, 0.0)
+        assert bound == pytest.approx(np.median(norms), rel=0.2)
+    # Clamped, and not discarded: a draw that is far out moves the bound by a whole step.
+    far = clipping.next_bound(1.0, norms, 1.0, 64.0, 1e9)
+    assert far == pytest.approx(math.exp(-0.2 * 0.5))
+    # Nothing but noise: a bound in the middle, and records with NaN vote for neither.
+    assert clipping.next_bound(1.0, np.full((3, 1), np.nan), 1.0, 64.0, 0.0) == 1.0
+    assert clipping.next_bound(1.0, np.zeros((0, 1)), 1.0, 64.0, 0.0) == 1.0
+
+
+def test_noise_has_the_standard_deviation_that_is_asked_for() -> None:
+    noise = IndependentNoise()
+    sums = {"w": np.full((200, 1000), 5.0), "b": np.zeros(3)}
+    added = noise.add(sums, 2.0)["w"] - 5.0
+    assert added.std() == pytest.approx(2.0, rel=0.01)
+    assert abs(added.mean()) < 6 * 2.0 / math.sqrt(added.size)
+    again = noise.add(sums, 2.0)["w"] - 5.0
+    assert abs(np.corrcoef(added.ravel(), again.ravel())[0, 1]) < 6 / math.sqrt(added.size)
+    noise.set_state(noise.get_state())

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of single records: against oracles, and what a record can change at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.utils import set_device_policy
+from helpers import require
+
+from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.dpsgd.persample import check, clipped_sum, vector
+from fedclip.scopes import resolve
+
+C = 0.3
+MODES: list[str | list[str]] = ["flat", "tensor", "layer", "automatic", "adaptive"]
+Model = tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_the_cpu() -> None:
+    set_device_policy(gpu=False)
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def flat(norms: Any) -> Any:
+    return SampleClipping().factors(norms, C)
+
+
+# -- models ------------------------------------------------------------------------------------
+def torch_model(kind: str = "mlp", dtype: str = "float32") -> Model:
+    require("torch")
+    import torch
+    from declearn.model.torch import TorchModel
+
+    torch.manual_seed(0)
+    nn = torch.nn
+    x: Any = rng().normal(size=(13, 1, 8, 8)).astype("float32")
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, 6)
+            self.cell = nn.LSTM(6, 5, batch_first=True)
+            self.out = nn.Linear(5, 3)
+
+        def forward(self, x: Any) -> Any:
+            return self.out(self.cell(self.embed(x))[0][:, -1])
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(3, 6)
+            self.norm = nn.LayerNorm(6)
+            self.out = nn.Linear(6, 3)
+            self.out.weight = self.embed.weight
+
+        def forward(self, x: Any) -> Any:
+            return self.out(self.norm(self.embed(x).mean(1)))
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, 6)
+            self.mix = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+            self.out = nn.Linear(6, 3)
+
+        def forward(self, x: Any) -> Any:
+            return self.out(self.mix(self.embed(x)).mean(1))
+
+    deep = [layer for _ in range(9) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    nets: dict[str, Callable[[], Any]] = {
+        "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 3)),
+        "deep": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), *deep, nn.Linear(8, 3)),
+        "cnn": lambda: nn.Sequential(
+            *(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+        ),
+        "lstm": Recurrent,
+        "attention": Attention,
+        "tied": Tied,
+    }
+    if kind in ("lstm", "attention", "tied"):
+        x = rng().integers(0, 3 if kind == "tied" else 11, (13, 7))
+    net = nets[kind]().to(getattr(torch, dtype))
+    if x.dtype == np.float32:
+        x = torch.from_numpy(x).to(getattr(torch, dtype))
+    return TorchModel(net, nn.CrossEntropyLoss()), x, rng().integers(0, 3, 13)
+
+
+def jax_model() -> Model:
+    require("jax")
+    import haiku as hk
+    import jax
+    import jax.numpy as jnp
+    from declearn.model.haiku import HaikuModel
+
+    def net(x: Any) -> Any:
+        return hk.Sequential([hk.Linear(8), jnp.tanh, hk.Linear(3)])(x)
+
+    def loss(found: Any, y: Any) -> Any:
+        return -jnp.sum(jax.nn.log_softmax(found) * jax.nn.one_hot(y, 3), axis=-1)
+
+    model = HaikuModel(net, loss, seed=0)
+    model.initialize({"features_shape": (6,), "data_type": "float32"})
+    return model, rng().normal(size=(13, 6)).astype("float32"), rng().integers(0, 3, 13)
+
+
+def tensorflow_model() -> Model:
+    require("tensorflow")
+    import keras
+    from declearn.model.tensorflow import TensorflowModel
+
+    layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = TensorflowModel(keras.Sequential(layers), loss)
+    model.initialize({"features_shape": (6,)})
+    return model, rng().normal(size=(13, 6)).astype("float32"), rng().integers(0, 3, 13)
+
+
+def sklearn_model(**config: Any) -> Model:
+    from declearn.model.sklearn import SklearnSGDModel
+
+    config = {"kind": "classifier", "loss": "log_loss", "alpha": 0.05, **config}
+    classes = config.pop("classes", 4)
+    model = SklearnSGDModel.from_parameters(**config)
+    model.initialize({"features_shape": (5,), "classes": list(range(classes))})
+    start = model.get_weights()
+    values = {n: rng().normal(size=a.shape) for n, a in start.coefs.items()}
+    model.set_weights(type(start)(values))
+    x = rng().normal(size=(13, 5))
+    continuous = config["kind"] == "regressor"
+    return model, x, rng().normal(size=13) if continuous else rng().integers(0, classes, 13)
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "torch": torch_model,
+    "jax": jax_model,
+    "tensorflow": tensorflow_model,
+    "sklearn": sklearn_model,
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def numbers(array: Any) -> Any:
+    array = array.detach().double().numpy() if hasattr(array, "detach") else array
+    return np.asarray(array, dtype=np.float64)
+
+
+def expected(model: Any, x: Any, y: Any) -> dict[str, Any]:
+    """Return the clipped sum from declearn's own gradients of batches of one record."""
+    total: dict[str, Any] = {}
+    for i in range(len(x)):
+        given = (x[i : i + 1], y[i : i + 1], None)
+        grads = {n: numbers(a) for n, a in model.compute_batch_gradients(given).coefs.items()}
+        norm = np.sqrt(sum((a**2).sum() for a in grads.values()))
+        for name, array in grads.items():
+            total[name] = total.get(name, 0.0) + min(1.0, C / norm if norm else 1.0) * array
+    return total
+
+
+# -- oracles -----------------------------------------------------------------------------------
+@each_model
+@pytest.mark.parametrize("micro_batch", [5, 13, 100])
+def test_sums_are_those_of_records_alone(name: str, micro_batch: int) -> None:
+    model, x, y = MODELS[name]()
+    check(model)
+    sums, norms = clipped_sum(model, (x, y, None), flat, micro_batch=micro_batch)
+    right = expected(model, x, y)
+    assert norms.shape == (13, 1)
+    assert sums.keys() == right.keys()
+    for key, array in right.items():
+        np.testing.assert_allclose(sums[key], array, rtol=0, atol=1e-6)
+    made = vector(model, sums)
+    assert type(made) is type(model.get_weights())
+    like = model.get_weights(trainable=True).coefs
+    assert {n: a.dtype for n, a in made.coefs.items()} == {n: a.dtype for n, a in like.items()}
+
+
+@pytest.mark.parametrize("kind", ["mlp", "deep", "cnn", "lstm", "attention", "tied"])
+def test_torch_models_of_all_kinds(kind: str) -> None:
+    model, x, y = torch_model(kind)
+    check(model)
+    sums, _ = clipped_sum(model, (x, y, None), flat, micro_batch=5)
+    for key, array in expected(model, x, y).items():
+        np.testing.assert_allclose(sums[key], array, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+@pytest.mark.filterwarnings("ignore")
+def test_it_is_what_opacus_does(kind: str) -> None:
+    sampler = pytest.importorskip("opacus.grad_sample").GradSampleModule
+    import torch
+
+    model, x, y = torch_model(kind)
+    sums, norms = clipped_sum(model, (x, y, None), flat, micro_batch=5)
+    net = sampler(model._raw_model.module, loss_reduction="sum")
+    loss = torch.nn.CrossEntropyLoss(reduction="sum")(net(x), torch.from_numpy(y))
+    loss.backward()
+    samples = {n: p.grad_sample.double() for n, p in net._module.named_parameters()}
+    theirs = torch.sqrt(sum((g**2).flatten(1).sum(1) for g in samples.values()))
+    np.testing.assert_allclose(norms[:, 0], theirs.numpy(), rtol=1e-6)
+    factors = (C / theirs).clamp(max=1.0)
+    for name, g in samples.items():
+        total = torch.einsum("i,i...->...", factors, g).numpy()
+        np.testing.assert_allclose(sums[f"module.{name}"], total, rtol=0, atol=1e-6)
+
+
+def test_it_is_what_optax_does() -> None:
+    optax = pytest.importorskip("optax")
+    model, x, y = jax_model()
+    import jax
+
+    sums, _ = clipped_sum(model, (x, y, None), flat, micro_batch=5)
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        return model._forward(params, {}, None, ([x[None]], y[None], None))
+
+    grads = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0))(model._params, x, y)
+    leaves, tree = jax.tree_util.tree_flatten(grads)
+    clipped, _ = optax.per_example_global_norm_clip(leaves, C)
+    for layer, arrays in jax.tree_util.tree_unflatten(tree, clipped).items():
+        for name, array in arrays.items():
+            np.testing.assert_allclose(sums[f"{layer}:{name}"], array, rtol=0, atol=1e-6)
+
+
+LOSSES = {
+    "classifier": "hinge log_loss modified_huber squared_hinge perceptron squared_error huber "
+    "epsilon_insensitive squared_epsilon_insensitive",
+    "regressor": "squared_error huber epsilon_insensitive squared_epsilon_insensitive",
+}
+
+
+@pytest.mark.parametrize("penalty", [None, "l2", "l1", "elasticnet"])
+@pytest.mark.parametrize(
+    ("kind", "loss"), [(kind, loss) for kind, names in LOSSES.items() for loss in names.split()]
+)
+def test_closed_forms_are_what_scikit_learn_does(kind: str, loss: str, penalty: Any) -> None:
+    from scipy.sparse import csr_matrix
+
+    for classes, intercept, sparse in [(2, True, False), (4, False, False), (4, True, True)]:
+        model, x, y = sklearn_model(
+            kind=kind, loss=loss, penalty=penalty, fit_intercept=intercept, classes=classes
+        )
+        data: Any = csr_matrix(x) if sparse else x
+        weights = rng().uniform(0, 3, 13)
+        unclipped, _ = clipped_sum(model, (data, y, weights), np.ones_like, micro_batch=5)
+        total = sum(
+            model._compute_sample_gradient(data[i : i + 1] if sparse else x[i], y[i]) * weights[i]
+            for i in range(13)
+        )
+        for name, array in unclipped.items():
+            np.testing.assert_allclose(array, total.coefs[name], rtol=0, atol=1e-9)
+
+
+# -- what a record can change ------------------------------------------------------------------
+def parts(data: Any, keep: list[int]) -> Any:
+    return None if data is None else data[np.array(keep, dtype=int)]
+
+
+@each_model
+@pytest.mark.parametrize("mode", [*MODES, "patterns"])
+def test_a_record_changes_the_sum_by_the_bound_at_most(name: str, mode: Any) -> None:
+    model, x, y = MODELS[name]()
+    x = np.array(x)
+    # Loud, silent, broken.
+    x[0] *= 1e6
+    x[1], x[2], x[3] = np.nan, np.inf, 0.0
+    weights = np.ones(13, dtype=x.dtype)
+    weights[4:7] = 0.0, 5.0, 1e6
+    names = [*model.get_weights(trainable=True).coefs]
+    clipping = SampleClipping([names[0]] if mode == "patterns" else mode)
+    groups = clipping.groups(names)
+    factors = partial(clipping.factors, bound=C)
+
+    def total(keep: list[int]) -> Any:
+        batch = tuple(parts(part, keep) for part in (x, y, weights))
+        found, norms = clipped_sum(model, batch, factors, groups=groups, micro_batch=4)
+        assert np.isnan(norms).any(axis=1).sum() == sum(i in (1, 2) for i in keep)
+        return np.concatenate([a.ravel() for a in found.values()])
+
+    whole = total([*range(13)])
+    assert np.isfinite(whole).all()
+    for i in range(13):
+        without = total([j for j in range(13) if j != i])
+        change = np.linalg.norm(whole - without)
+        assert change <= C * (1 + 1e-6)
+        if i in (1, 2, 4):
+            # Others are rounded otherwise, in a batch of another size.
+            assert change <= 1e-6
+        other = total([(j + 1) % 13 if j == i else j for j in range(13)])
+        assert np.linalg.norm(whole - other) <= 2 * C * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("kind", ["mlp", "deep"])
+def test_other_dtypes(kind: str, dtype: str) -> None:
+    model, x, y = torch_model(kind, dtype)
+    sums = clipped_sum(model, (x, y, None), flat, micro_batch=4)[0]
+    for i in range(13):
+        keep = [j for j in range(13) if j != i]
+        less = clipped_sum(model, (x[keep], y[keep], None), flat, micro_batch=4)[0]
+        change = np.sqrt(sum(((sums[n] - less[n]) ** 2).sum() for n in sums))
+        total = np.sqrt(sum((sums[n] ** 2).sum() for n in sums))
+        unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float64": 2.0**-53}[dtype]
+        assert change <= C * (1 + 1e-6) + 2 * unit * total
+
+
+@each_model
+def test_no_record_at_all_is_a_sum_of_zeros(name: str) -> None:
+    model, x, y = MODELS[name]()
+    for batch in (None, (x[:0], y[:0], None)):
+        sums, norms = clipped_sum(model, batch, flat)
+        assert norms.shape == (0, 1)
+        assert all(not a.any() for a in sums.values())
+        shapes = {n: a.shape for n, a in model.get_weights(trainable=True).coefs.items()}
+        assert {n: a.shape for n, a in sums.items()} == {n: tuple(s) for n, s in shapes.items()}
+
+
+def test_what_comes_before_is_applied_to_each_record() -> None:
+    model, x, y = sklearn_model()
+    groups = resolve("tensor", None, ("coef", "intercept"))
+    signs = clipped_sum(
+        *(model, (x, y, None), np.ones_like),
+        groups=groups,
+        each=lambda arrays: {n: np.sign(a) for n, a in arrays.items()},
+        micro_batch=5,
+    )[0]
+    right = sum(
+        np.sign(model._compute_sample_gradient(x[i], y[i]).coefs["coef"]) for i in range(13)
+    )
+    np.testing.assert_array_equal(signs["coef"], right)
+
+
+def test_each_record_has_its_own_dropout() -> None:
+    require("torch")
+    import torch
+    from declearn.model.torch import TorchModel
+
+    net = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(64, 1))
+    model = TorchModel(net, torch.nn.MSELoss())
+    x = np.ones((40, 64), dtype="float32")
+    seen: list[Any] = []
+
+    def look(arrays: Any) -> Any:
+        seen.append(arrays["module.1.weight"] != 0)
+        return arrays
+
+    clipped_sum(model, (x, np.full((40, 1), 9.0, dtype="float32"), None), flat, each=look)
+    assert len({row.tobytes() for row in seen}) == 40
+
+
+# -- refusals ----------------------------------------------------------------------------------
+def test_layers_that_mix_records_are_refused_by_name() -> None:
+    require("torch")
+    import torch
+    from declearn.model.torch import TorchModel
+
+    for layer in (torch.nn.BatchNorm1d(4), torch.nn.InstanceNorm1d(4, track_running_stats=True)):
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), layer)
+        with pytest.raises(ValueError, match=r"the layer '1' \(\w+\) mixes the records"):
+            check(TorchModel(net, torch.nn.MSELoss()))
+
+
+def test_a_buffer_that_training_changes_is_refused_by_name() -> None:
+    require("torch")
+    import torch
+    from declearn.model.torch import TorchModel
+
+    class Counting(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 1)
+            self.register_buffer("seen", torch.zeros(4))
+
+        def forward(self, x: Any) -> Any:
+            self.seen.add_(x.detach().sum(0))
+            return super().forward(x)
+
+    model = TorchModel(Counting(), torch.nn.MSELoss())
+    batch = (np.ones((3, 4), "float32"), np.ones((3, 1), "float32"), None)
+    with pytest.raises(ValueError, match="training changes the buffer 'seen'"):
+        clipped_sum(model, batch, flat)
+    assert not model._raw_model.module.seen.any()
+
+
+def test_keras_batch_normalization_is_refused_by_name() -> None:
+    require("tensorflow")
+    import keras
+    from declearn.model.tensorflow import TensorflowModel
+
+    net = keras.Sequential([keras.layers.Dense(3), keras.layers.BatchNormalization(name="bn")])
+    model = TensorflowModel(net, keras.losses.MeanSquaredError())
+    model.initialize({"features_shape": (4,)})
+    with pytest.raises(ValueError, match=r"the layer 'bn' \(BatchNormalization\) mixes"):
+        check(model)
+
+
+def test_class_weights_and_other_models_are_refused() -> None:
+    model, _, _ = sklearn_model()
+    model._model.set_params(class_weight={0: 2.0})
+    with pytest.raises(ValueError, match="class_weight lets"):
+        check(model)
+    with pytest.raises(TypeError, match="no gradients of single records for object"):
+        check(object())
