@@ -154,9 +154,19 @@ def client(name: str, settings: Settings) -> None:
         "checkpoint": f"saved_{name}" if settings.get("checkpoint") else None,
         "verbose": False,
     }
-    saved = settings.get("client_restart")
-    node = RestartedClient(f"{saved}_{name}", **specs) if saved else FederatedClient(**specs)
+    saved, private = settings.get("client_restart"), settings.get("private")
+    node: FederatedClient
+    if private is not None:
+        held = rng.normal(size=(30, 4))
+        labels = (held[:, 0] > 0).astype(int)
+        specs["valid_data"] = InMemoryDataset(held, target=labels, expose_classes=True)
+        node = fedclip.PrivateFederatedClient(**private, **specs)
+    else:
+        node = RestartedClient(f"{saved}_{name}", **specs) if saved else FederatedClient(**specs)
     node.run()
+    if isinstance(node, fedclip.PrivateFederatedClient):
+        Path(f"{name}.json").write_text(json.dumps({"spent": node.spent}))
+        return
     assert node.trainmanager is not None
     modules = [m for m in node.trainmanager.optim.modules if isinstance(m, fedclip.Clipper)]
     Path(f"{name}.json").write_text(json.dumps({m.name: m.get_state() for m in modules}))
