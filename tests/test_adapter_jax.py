@@ -153,7 +153,8 @@ def test_what_was_learnt_goes_back_into_a_clipper_and_out_again():
     _, state = run(as_optax(clipper), stream(20), compiled=True)
     load_state(clipper, state, params)
     groups = clipper.get_state()["groups"]
-    assert groups["enc.w"]["count"] == 20
+    # The first five norms only fill the median that protects the start.
+    assert groups["enc.w"]["count"] == 15
     again = as_optax(clipper).init(params)
     np.testing.assert_array_equal(again.statistics.mean, state.statistics.mean)
 

@@ -29,7 +29,8 @@ def test_steps_of_all_threads_are_counted_once(cls: type) -> None:
         list(pool.map(work, range(4)))
     assert sum(record.steps for record in clip.rounds) == 2000
     if cls is ZScoreClip:
-        assert clip.get_state()["groups"]["all"]["count"] == 2000
+        # But for the first five, which fill the median that protects the start.
+        assert clip.get_state()["groups"]["all"]["count"] == 1995
 
 
 def test_each_thread_clips_by_its_own_weights() -> None:

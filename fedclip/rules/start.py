@@ -37,7 +37,15 @@ _SLOTS = ("start_1", "start_2", "start_3", "start_4", "start_5")
 
 @cache
 def _type(name: str, fields: tuple[str, ...]) -> Any:
-    return namedtuple(f"{name}State", fields)
+    make: Any = namedtuple
+    kind = make(f"{name}State", fields)
+    # Pickle finds no class that was made here by its name.
+    kind.__reduce__ = lambda state: (_made, (name, fields, tuple(state)))
+    return kind
+
+
+def _made(name: str, fields: tuple[str, ...], values: tuple[Array, ...]) -> Any:
+    return _type(name, fields)(*values)
 
 
 def state_of(name: str, statistics: State, *more: Mapping[str, Array]) -> State:
