@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks.audit import CASES, NOISE, estimate, interval, observe
 
+pytestmark = pytest.mark.slow
+
 CLAIM = 1 / NOISE
 
 

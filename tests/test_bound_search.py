@@ -16,6 +16,8 @@ from fedclip.errors import StateError
 from fedclip.federation.update.bound import FIRST, BoundRule, Search, share_within
 from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER
 
+pytestmark = pytest.mark.slow
+
 CLIPPED = {"name": "clipped-averaging"}
 ADAPTIVE: list[Any] = ["update-clip-client"]
 RULE = BoundRule(0.5, 0.2, 1e-6, 1e4)

@@ -70,6 +70,7 @@ def with_spikes(norms: np.ndarray, number: int, first: bool, seed: int) -> np.nd
 @pytest.mark.parametrize(
     ("number", "first"), [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False)]
 )
+@pytest.mark.slow
 def test_spikes_among_the_first_steps(name: str, sigma: float, number: int, first: bool) -> None:
     """The first norm passes; a later spike of 50 is limited to 10, and no limit stays high."""
     norms = usual(sigma, 60, 10 + number)
@@ -85,6 +86,7 @@ def test_spikes_among_the_first_steps(name: str, sigma: float, number: int, firs
 
 @pytest.mark.parametrize("name", ON_NORMS)
 @pytest.mark.parametrize("step", range(1, START))
+@pytest.mark.slow
 def test_a_spike_at_each_of_the_first_steps(name: str, step: int) -> None:
     norms = usual(0.2, 60, step, 20)
     norms[step] = 50.0
@@ -97,6 +99,7 @@ def test_a_spike_at_each_of_the_first_steps(name: str, step: int) -> None:
 @pytest.mark.parametrize("name", ON_NORMS)
 @pytest.mark.parametrize("sigma", [0.0, 0.1, 0.3])
 @pytest.mark.parametrize("start", [3, 12, 30, 100, 400])
+@pytest.mark.slow
 def test_a_lasting_rise_is_followed(name: str, sigma: float, start: int) -> None:
     norms = usual(sigma, start + 100, start, 20)
     norms[start:] *= 10.0
@@ -129,6 +132,7 @@ def gradients(seed: int) -> list[dict[str, np.ndarray]]:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @settings(deadline=None, max_examples=15)
 @given(exponent=st.floats(-6.0, 6.0), seed=st.integers(0, 10**6))
+@pytest.mark.slow
 def test_scaled_gradients_give_scaled_outputs(
     name: str, scope: str, dtype: str, exponent: float, seed: int
 ) -> None:

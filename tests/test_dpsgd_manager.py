@@ -32,6 +32,8 @@ from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.sample_clip import SampleClip
 from fedclip.privacy.accounting import Release, epsilon
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("opacus")
 
 N, D = 60, 5

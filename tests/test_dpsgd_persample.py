@@ -16,6 +16,8 @@ from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.persample import check, clipped_sum, vector
 from fedclip.scopes import resolve
 
+pytestmark = pytest.mark.slow
+
 C = 0.3
 MODES: list[str | list[str]] = ["flat", "tensor", "layer", "automatic", "adaptive"]
 Model = tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any]]

@@ -26,6 +26,8 @@ from fedclip.toml import toml_line
 from fedclip.tools.catalogue import build
 from fedclip.tools.cli import app
 
+pytestmark = pytest.mark.slow
+
 SEEDS = [
     range(40),
     pytest.param(range(40, 300), marks=pytest.mark.slow),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from helpers import Specimen, apply, assert_same, norm, specimens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from hypothesis.extra import numpy as hnp
 
 from fedclip import NormClip
 from fedclip.testing import SHAPES, to_vector
+
+pytestmark = pytest.mark.slow
 
 Gradient = dict[str, np.ndarray]
 

@@ -75,6 +75,7 @@ def test_insecure_noise_repeats() -> None:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.slow
 def test_noise_keeps_dtype_shape_and_inputs(framework: str, dtype: str) -> None:
     if framework == "numpy" and dtype == "bfloat16":
         pytest.skip("NumPy has no bfloat16")
@@ -242,6 +243,7 @@ SAMPLED = [Release(1.841, 80, 64 / 479), Release(1.0, 1000, 0.01), Release(1.0, 
 
 
 @pytest.mark.parametrize("release", SAMPLED)
+@pytest.mark.slow
 def test_accountants_agree_on_samples(release: Release) -> None:
     pytest.importorskip("dp_accounting")
     pytest.importorskip("opacus")

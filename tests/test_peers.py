@@ -22,6 +22,8 @@ from helpers import norm, require
 from fedclip import compat
 from fedclip.testing import apply, to_numpy, to_vector
 
+pytestmark = pytest.mark.slow
+
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Arrays: TypeAlias = dict[str, Array]
 Config: TypeAlias = dict[str, Any]

@@ -299,6 +299,7 @@ def of(row: Bounded, **options: Any) -> Analysis:
 
 
 @bounded(PER_RECORD)
+@pytest.mark.slow
 def test_no_output_is_longer_than_its_bound(row: Bounded) -> None:
     found = of(row)
     assert found.l2_bound == pytest.approx(row.bound, rel=5e-3)
@@ -317,6 +318,7 @@ def test_no_output_of_declearn_is_longer_than_its_bound(row: Bounded) -> None:
 
 @bounded([row for row in PER_RECORD if "l2-global-clipping" not in str(row)])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.slow
 def test_no_rounding_takes_an_output_above_its_bound(row: Bounded, dtype: str) -> None:
     bound = of(row).l2_bound
     rng = np.random.default_rng(3)
@@ -487,6 +489,7 @@ UNBOUNDED = [
 
 
 @pytest.mark.parametrize("spec", UNBOUNDED, ids=str)
+@pytest.mark.slow
 def test_what_has_no_bound_has_a_reason_and_a_counter_example(spec: Spec) -> None:
     found = analyse(as_list(spec), SHAPES, weights=WEIGHTS)
     assert found.l2_bound is None
@@ -533,6 +536,7 @@ def last(name: str, config: dict[str, Any], history: Array, dtype: str) -> list[
 
 @pytest.mark.parametrize(("name", "config", "each"), DIVIDED, ids=str)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.slow
 def test_no_division_by_past_gradients_exceeds_its_bound(
     name: str, config: dict[str, Any], each: float, dtype: str
 ) -> None:
@@ -755,6 +759,7 @@ def specs() -> st.SearchStrategy[Spec]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(specs(), min_size=1, max_size=4), st.integers(0, 2**20))
+@pytest.mark.slow
 def test_any_pipeline_keeps_what_is_said_of_it(pipeline: list[Spec], seed: int) -> None:
     found = analyse(pipeline, SHAPES)
     rng = np.random.default_rng(seed)

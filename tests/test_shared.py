@@ -553,6 +553,7 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("alone", [False, True], ids=["among others", "alone"])
+@pytest.mark.slow
 def test_a_broken_client_is_left_out_counted_and_logged(
     name: str, what: str, place: int, alone: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

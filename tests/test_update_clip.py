@@ -930,6 +930,7 @@ def test_check_finds_it_before_the_run(tmp_path: Any, old: str, new: str, text: 
         ("", "", False),
     ],
 )
+@pytest.mark.slow
 def test_check_of_more_clients_than_noise_is_sized_on(
     tmp_path: Any, register: str, sampler: str, found: bool
 ) -> None:
@@ -988,6 +989,7 @@ def test_configurations_of_the_example(name: str) -> None:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.slow
 def test_updates_of_every_framework(framework: str) -> None:
     clients, server = Clients(2, ADAPTIVE, CLIPPED), Server([NOISY_TINY], CLIPPED)
     aux = server.start()

@@ -14,13 +14,13 @@ from fedclip.tools.catalogue import catalogue
 
 @cache
 def known() -> dict[str, dict[str, Any]]:
-    """Return what the catalogue says of each clipper; what acts on a server only is none."""
+    """Return what the catalogue says of each clipper of gradients."""
     return {
         entry["name"]: entry
         for entry in catalogue()
         if entry["kind"] != "aggregator"
         and not entry["name"].endswith("-server")
-        and not entry["name"].startswith("update-clip")
+        and not entry["name"].startswith(("update-clip", "sample-clip"))
     }
 
 
