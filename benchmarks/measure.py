@@ -20,8 +20,7 @@ from declearn.optimizer import list_optim_modules
 from declearn.optimizer.modules import L2GlobalClipping
 
 import fedclip
-from fedclip.modules.base import signature_of
-from fedclip.tools.catalogue import is_ours
+from fedclip.parameters import signature_of
 
 # Name, shapes, rounds of measuring.
 GRADIENTS = (
@@ -173,7 +172,7 @@ def measure_clippers(framework: str, rounds: int) -> dict[str, dict[str, float |
     many = vector_of(framework, [(64,)] * 1000)
     found: dict[str, dict[str, float | None]] = {}
     for name, cls in sorted(list_optim_modules().items()):
-        if not is_ours(cls) or name.endswith(("-server", "-client")):
+        if not issubclass(cls, fedclip.Clipper):
             continue
         config = QUIET.get(name, {})
         if name not in QUIET and "max_norm" in signature_of(cls):

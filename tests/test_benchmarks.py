@@ -43,3 +43,17 @@ def test_what_is_measured_is_what_is_compared() -> None:
     assert {"declearn", "floor", "multiply", "norm-clip", "zscore minus norm"} < set(names)
     assert rows > 15
     assert positive > 0
+
+
+@pytest.mark.slow
+def test_every_clipper_is_measured() -> None:
+    code = (
+        "import json\n"
+        "from benchmarks import measure as m\n"
+        "m.GRADIENTS = [('small', [(3, 5)] * 4, 1)]\n"
+        "print(json.dumps(sorted(m.measure_clippers('numpy', 1))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "zscore-clip" in done.stdout
