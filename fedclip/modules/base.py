@@ -32,7 +32,15 @@ from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
 from fedclip.rules import Rule
 from fedclip.scopes import Groups, Scope, resolve
 from fedclip.states import Statistics
-from fedclip.transforms import MARGIN, Action, Gradient, NormClipping, Outcome, Transform, is_float
+from fedclip.transforms import (
+    Action,
+    Gradient,
+    NormClipping,
+    Outcome,
+    Transform,
+    check_dtypes,
+    is_float,
+)
 
 __all__ = ["Clipper"]
 
@@ -266,7 +274,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         backend = backend or self._backend(groups.names, values)
         views, prepared = backend.host(values), values
         if not views.usual:
-            self._check_dtypes(groups.names, values, backend)
+            check_dtypes(self.name, groups.names, values)
             prepared = [*backend.prepared(values)]
             if any(map(is_not, prepared, values)):
                 views = backend.host(prepared)
@@ -392,17 +400,6 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
                     "at each step",
                     FedclipWarning,
                     stacklevel=6,
-                )
-
-    def _check_dtypes(
-        self, names: Sequence[str], values: Sequence[Array], backend: Backend
-    ) -> None:
-        for name, value in zip(names, values, strict=True):
-            dtype = backend.dtype(value)
-            if dtype not in MARGIN:
-                raise TypeError(
-                    f"{self.name} clips {', '.join(MARGIN)}; {name!r} is {dtype}: "
-                    "convert it, or put its name in exclude"
                 )
 
     def _install(self, statistics: Statistics) -> None:

@@ -19,7 +19,15 @@ from fedclip.scopes import Groups
 from fedclip.states import Statistics
 from fedclip.transforms.action import MARGIN
 
-__all__ = ["Bools", "Gradient", "Outcome", "Transform", "clip_on_device"]
+__all__ = [
+    "Bools",
+    "Gradient",
+    "Outcome",
+    "Transform",
+    "check_dtypes",
+    "clip_on_device",
+    "is_float",
+]
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -206,3 +214,14 @@ def clip_on_device(
 def is_float(array: Array) -> bool:
     """Whether the dtype of an array is a float, which can be clipped and can be NaN."""
     return backend_of(array).dtype(array) in MARGIN
+
+
+def check_dtypes(clipper: str, names: Sequence[str], arrays: Sequence[Array]) -> None:
+    """Raise a TypeError, with the clipper's name, for an array that can not be clipped."""
+    for name, array in zip(names, arrays, strict=True):
+        dtype = backend_of(array).dtype(array)
+        if dtype not in MARGIN:
+            raise TypeError(
+                f"{clipper} clips {', '.join(MARGIN)}; {name!r} is {dtype}: convert it, or put "
+                "its name in exclude"
+            )

@@ -25,7 +25,7 @@ from fedclip.measures import Order, measure
 from fedclip.measures.l2 import Float64, l2_norms
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope, resolve
-from fedclip.transforms import MARGIN, Gradient, NormClipping
+from fedclip.transforms import Gradient, NormClipping, check_dtypes
 
 __all__ = ["Clipped", "Signature", "UpdateClipping", "averaged", "peaks", "signature", "zeros"]
 
@@ -97,7 +97,7 @@ class UpdateClipping:
             If a tensor is of a type that can not be clipped.
         """
         groups = resolve(self.scope, self.exclude, tuple(arrays))
-        _check_dtypes(arrays, groups)
+        check_dtypes("clipped-averaging", groups.names, [arrays[n] for n in groups.names])
         norms, outputs, over = _clip(arrays, groups, self.limits(groups, round_.bound, whole))
         if not np.isfinite(norms).all() or _nonfinite(arrays, groups.excluded):
             return Clipped(zeros(arrays), self._not_finite(arrays))
@@ -153,7 +153,7 @@ class UpdateClipping:
             if not dtype.startswith(("float", "bfloat", "int", "uint")):
                 return f"its tensor {name!r:.60} is of {dtype}"
         groups = resolve(self.scope, self.exclude, tuple(arrays))
-        _check_dtypes(arrays, groups)
+        check_dtypes("clipped-averaging", groups.names, [arrays[n] for n in groups.names])
         norms = _norms(arrays, groups)
         if not np.isfinite(norms).all() or _nonfinite(arrays, groups.excluded):
             return "it holds NaN or infinity"
@@ -224,16 +224,6 @@ def _norms(arrays: Arrays, groups: Groups) -> Float64:
     backend = backend_of(values[0])
     with np.errstate(all="ignore"):
         return np.atleast_1d(l2_norms(values, backend.host(values), groups, backend))
-
-
-def _check_dtypes(arrays: Arrays, groups: Groups) -> None:
-    for name in groups.names:
-        dtype = backend_of(arrays[name]).dtype(arrays[name])
-        if dtype not in MARGIN:
-            raise TypeError(
-                f"clipped-averaging clips {', '.join(MARGIN)}; {name!r} is {dtype}: convert it, "
-                "or put its name in exclude"
-            )
 
 
 def _nonfinite(arrays: Arrays, names: Iterable[str]) -> list[str]:
