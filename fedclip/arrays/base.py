@@ -97,6 +97,10 @@ class Arithmetic:
     pick: Callable[..., Array]
     """``pick(table, row)``: one value from each column of (rows, groups), at ``row[group]``."""
 
+    def known(self, condition: Array) -> bool | None:
+        """Return what holds for all groups; None if they differ, on devices and in graphs."""
+        return None
+
     def put(self, table: Array, row: Array, values: Array) -> Array:
         """Return the table with ``values[g]`` in row ``row[g]`` of column g, for every group."""
         return self.where(self._rows(table, row) == row, values, table)

@@ -32,6 +32,9 @@ class NumberArithmetic(Arithmetic):
             return x if condition else y
         return np.where(condition, x, y)
 
+    def known(self, condition: Any) -> bool | None:
+        return bool(condition)
+
     def put(self, table: Any, row: float, values: float) -> Any:
         result = table.copy()
         result[int(row)] = values

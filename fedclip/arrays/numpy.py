@@ -115,6 +115,10 @@ class NumpyBackend(Backend):
     sum = staticmethod(np.sum)
     max = staticmethod(np.max)
 
+    def known(self, condition: Array) -> bool | None:
+        held = np.count_nonzero(condition)
+        return bool(held) if held in (0, condition.size) else None
+
     def sort(self, table: Array) -> Array:
         return np.sort(table, axis=0)
 

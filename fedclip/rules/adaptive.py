@@ -118,7 +118,7 @@ class Adaptive:
         unclipped, count = state.unclipped + judged.unclipped, state.count + 1.0
         moved = state._replace(**self._move(state, unclipped, count, xp)._asdict())
         after = choose(judged.skipped, state, moved, xp)
-        if self.start is not None:
+        if self.start is not None and not xp.known(judged.ready):
             begun = (state.limit <= 0) & (state.start_held >= FULL)
             first = self._bounded(self.start.median(state, xp), xp)
             after = after._replace(limit=xp.where(begun, first, after.limit))

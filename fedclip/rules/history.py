@@ -147,4 +147,7 @@ def limits_of(
 
 def choose(condition: Array, yes: S, no: S, xp: Arithmetic) -> S:
     """Return the state `yes` in the groups where the condition holds, else the state `no`."""
+    known = xp.known(condition)
+    if known is not None:
+        return yes if known else no
     return type(yes)(*(xp.where(condition, y, n) for y, n in zip(yes, no, strict=True)))

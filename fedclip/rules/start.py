@@ -9,6 +9,7 @@
     learnt    = x, or 1.1 * median for a spike      by the median, and by the rule
                 nothing by the rule                 before the median is of 5 norms;
                                                     of 1, if other clients' norms count too
+    learnt    = what the rule learns                by the median, once the rule has statistics
 
 Two spikes among five norms do not change the median, and more spikes hardly raise it. The
 protection has no scale: norms that are s times as large get limits that are s times as large.
@@ -90,6 +91,8 @@ class Start:
     ) -> tuple[Judgement, State]:
         """Return a rule's judgement, with groups that are not ready protected, and the state."""
         ready = judged.ready
+        if xp.known(ready):
+            return judged, self.observe(judged.seen, state, xp)
         median = self.median(state, xp)
         limit = self.factor * median
         spike = (median > 0) & (norms + eps > limit)
@@ -105,12 +108,15 @@ class Start:
                 seen=xp.where(ready, judged.seen, learnt),
                 skipped=early if judged.skipped is None else judged.skipped | early,
             )
-        return protected, self.observe(learnt, state, xp)
+        return protected, self.observe(xp.where(ready, judged.seen, learnt), state, xp)
 
     def observe(self, learnt: Array, state: State, xp: Arithmetic) -> State:
         """Return the state after one norm of each group; norms of 0 are ignored."""
         held = state.start_held
         said = learnt > 0
+        if xp.known(said & (held >= FULL)):
+            later = [getattr(state, slot) for slot in _SLOTS[1:]]
+            return state._replace(**dict(zip(_SLOTS, [*later, learnt], strict=True)))
         # Before five norms, the empty slots hold the smallest norm so far. So the median of two
         # or four norms is the lower one in the middle.
         _, b, c, d, e = (xp.where(held < 1, learnt, getattr(state, slot)) for slot in _SLOTS)
