@@ -36,7 +36,7 @@ from fedclip.tools.catalogue import is_ours
 from fedclip.tools.exposure import exposures
 from fedclip.tools.findings import Check, Finding, brief, read_toml, text_of
 from fedclip.tools.plugins import check_aggregator, check_counterparts, check_optimizer
-from fedclip.tools.settings import SECTIONS, elsewhere, section_faults
+from fedclip.tools.settings import SECTIONS, elsewhere, fits, section_faults
 
 __all__ = ["Check", "Finding", "check_config", "find_config"]
 
@@ -89,13 +89,8 @@ def check_config(path: str | Path, *, quickrun: bool = False) -> Check:
     elif "client_opt" in config:
         _check_optim(check, config, {}, prefix="")
     else:
-        hint = nearest("client_opt", config)
-        check.add(
-            "problem",
-            "the file",
-            "holds neither [optim], as a quickrun file does, nor client_opt, as a file for "
-            f"FLOptimConfig does{hint}",
-        )
+        text = "holds neither [optim], as a quickrun file does, nor client_opt, as a file for"
+        check.problem("the file", f"{text} FLOptimConfig does{nearest('client_opt', config)}")
     return check
 
 
@@ -107,76 +102,65 @@ def _check_quickrun(check: Check, config: dict[str, Any]) -> None:
         if section not in config:
             hint = nearest(section, config.keys() - SECTIONS.keys())
             empty = " (it may be empty, but declearn looks for it)" if section == "data" else ""
-            check.add("problem", f"[{section}]", f"this section is missing{empty}{hint}")
+            check.problem(f"[{section}]", f"this section is missing{empty}{hint}")
     for key in config:
         _check_section(check, config, key)
-    secagg = _section(config, "secagg") or {}
+    secagg, run = _section(config, "secagg"), _section(config, "run")
     if "clipval" in secagg and _secagg(check) is None:
         text = f"clipval must be a number > 0, got {brief(secagg['clipval'])}"
-        check.add("problem", "[secagg]", text)
-    optim, run, data = (_section(config, name) for name in ("optim", "run", "data"))
-    if optim is not None:
+        check.problem("[secagg]", text)
+    if isinstance(config.get("optim"), dict):
         wrong = any(finding.where.startswith("[run") for finding in check.problems)
-        _check_optim(check, optim, {} if run is None or wrong else run, prefix="optim.")
-    if run is not None:
-        _check_run(check, run)
-    model = (_section(config, "model") or {}).get("model_file")
+        _check_optim(check, config["optim"], {} if wrong else run, prefix="optim.")
+    register = _section(run, "register")
+    if register.get("timeout") and not register.get("max_clients"):
+        text = "without max_clients, registration lasts the whole timeout"
+        how = f"({brief(register['timeout'])} s), even when everybody has joined"
+        check.note("[run.register]", f"{text} {how}")
+    model = _section(config, "model").get("model_file")
     if isinstance(model, str) and not os.path.isfile(model):
-        check.add("problem", "[model]", f"there is no model file {brief(model)}")
-    folder = (_section(config, "experiment") or {}).get("checkpoint")
+        check.problem("[model]", f"there is no model file {brief(model)}")
+    folder = _section(config, "experiment").get("checkpoint")
     if isinstance(folder, str):
         _check_folder(check, folder)
-    if data is not None and not any(f.where == "[data]" for f in check.problems):
-        _check_data(check, data, run or {})
+    if isinstance(config.get("data"), dict) and not any(
+        f.where == "[data]" for f in check.problems
+    ):
+        _check_data(check, config["data"], run)
 
 
 def _check_section(check: Check, config: Mapping[str, Any], key: str) -> None:
     """Check one section of a quickrun file, without its optimizers."""
-    where = f"[{key}]"
-    if key not in SECTIONS:
-        home = elsewhere(key, "")
-        if home:
-            text = f"this file is for quickrun: write [{home}.{key}]"
-            if not isinstance(config[key], dict):
-                text = f"this file is for quickrun: write {key} in [{home}]"
-            check.add("problem", where, text)
-        else:
-            _ignored(check, "the file", key, SECTIONS)
+    where, home = f"[{key}]", elsewhere(key, "")
+    if key not in SECTIONS and home:
+        write = f"[{home}.{key}]" if isinstance(config[key], dict) else f"{key} in [{home}]"
+        check.problem(where, f"this file is for quickrun: write {write}")
+    elif key not in SECTIONS:
+        _ignored(check, "the file", key, SECTIONS)
     elif not isinstance(config[key], dict):
-        check.add("problem", where, f"must be a section, got {brief(config[key])}")
+        check.problem(where, f"must be a section, got {brief(config[key])}")
     elif key != "optim":
-        before = len(check.problems)
-        for section, message in section_faults(key, config[key]):
-            check.add("problem", f"[{section}]", message)
-        if len(check.problems) == before:
+        faults = list(section_faults(key, config[key]))
+        for section, message in faults:
+            check.problem(f"[{section}]", message)
+        if not faults:
             _declearn(check, where, SECTIONS[key], config[key])
 
 
 def _ignored(check: Check, where: str, key: str, known: Iterable[str]) -> None:
     """Report a section that declearn ignores; a problem if its name looks like a typo."""
     slip = difflib.get_close_matches(key, list(known), n=1, cutoff=0.8)
-    what = f"[{key}]" if where == "the file" else "this section"
+    text = f"declearn ignores {f'[{key}]' if where == 'the file' else 'this section'}"
     if slip:
-        text = f"declearn ignores {what}; did you mean {slip[0]!r}?"
-        check.add("problem", where, text)
+        check.problem(where, f"{text}; did you mean {slip[0]!r}?")
     else:
-        check.add("note", where, f"declearn ignores {what}")
+        check.note(where, text)
 
 
-def _section(config: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of a file; an empty one if there is none."""
     value = config.get(name)
-    return value if isinstance(value, dict) else None
-
-
-def _check_run(check: Check, run: Mapping[str, Any]) -> None:
-    register = run.get("register")
-    if isinstance(register, dict) and register.get("timeout") and not register.get("max_clients"):
-        check.add(
-            "note",
-            "[run.register]",
-            "without max_clients, registration lasts the whole timeout "
-            f"({brief(register['timeout'])} s), even when everybody has joined",
-        )
+    return value if isinstance(value, dict) else {}
 
 
 def _check_folder(check: Check, folder: str) -> None:
@@ -187,7 +171,7 @@ def _check_folder(check: Check, folder: str) -> None:
         pass
     except (OSError, ValueError) as exc:
         text = f"can not write to the folder {brief(folder)}: {getattr(exc, 'strerror', exc)}"
-        check.add("problem", "[experiment]", f"checkpoint: {text}")
+        check.problem("[experiment]", f"checkpoint: {text}")
 
 
 def _check_data(check: Check, data: Mapping[str, Any], run: Mapping[str, Any]) -> None:
@@ -197,19 +181,18 @@ def _check_data(check: Check, data: Mapping[str, Any], run: Mapping[str, Any]) -
         return  # The data may be on another machine, or come later.
     try:
         # Parse again, to count the clients only: errors here are reported elsewhere.
-        clients = parse_data_folder(DataSourceConfig.from_params(**data), str(folder))
+        count = len(parse_data_folder(DataSourceConfig.from_params(**data), str(folder)))
     except (OSError, ValueError, RuntimeError) as exc:
-        check.add("problem", "[data]", text_of(exc))
+        check.problem("[data]", text_of(exc))
         return
     register = run.get("register")
-    low = register.get("min_clients", 1) if isinstance(register, dict) else register
-    high = register.get("max_clients") if isinstance(register, dict) else register
-    if isinstance(low, int) and len(clients) < low:
-        text = f"{low} clients are waited for, and the data folder holds {len(clients)}"
-        check.add("problem", "[data]", text)
-    elif isinstance(high, int) and len(clients) > high:
-        text = f"{high} clients are admitted, and the data folder holds {len(clients)}"
-        check.add("problem", "[data]", text)
+    low = high = register
+    if isinstance(register, dict):
+        low, high = register.get("min_clients", 1), register.get("max_clients")
+    if isinstance(low, int) and count < low:
+        check.problem("[data]", f"{low} clients are waited for, and the data folder holds {count}")
+    elif isinstance(high, int) and count > high:
+        check.problem("[data]", f"{high} clients are admitted, and the data folder holds {count}")
 
 
 # -------------------------------------------------------------------------------- optimizers
@@ -224,10 +207,10 @@ def _check_optim(check: Check, optim: dict[str, Any], run: Mapping[str, Any], pr
         if key in optim:
             plugins[key] = check_optimizer(check, optim[key], key, where)
         elif key == "client_opt" and key not in check.config:
-            hint = nearest(key, optim)
-            check.add("problem", where, f"the clients' optimizer is missing{hint}")
+            check.problem(where, f"the clients' optimizer is missing{nearest(key, optim)}")
     whole = len(check.problems) == before
     aggregator = check_aggregator(check, optim.get("aggregator"), f"[{prefix}aggregator]")
+    ours = aggregator if is_ours(type(aggregator)) else None
     # If a plug-in could not be built, its counterpart can not be checked.
     if whole:
         check_counterparts(check, plugins, prefix)
@@ -238,27 +221,22 @@ def _check_optim(check: Check, optim: dict[str, Any], run: Mapping[str, Any], pr
         if key not in known and (prefix or difflib.get_close_matches(key, known, cutoff=0.8)):
             home = elsewhere(key, prefix.rstrip("."))
             if prefix and home:
-                check.add("problem", f"[{prefix}{key}]", f"write it in [{home}]")
+                check.problem(f"[{prefix}{key}]", f"write it in [{home}]")
             else:
                 _ignored(check, f"[{prefix}{key}]", key, known)
     # Report declearn's own errors only if no problem found above explains them.
     if len(check.problems) == before:
-        _declearn(
-            check,
-            f"[{prefix.rstrip('.')}]" if prefix else "the file",
-            FLOptimConfig,
-            {key: value for key, value in optim.items() if key in known},
-        )
+        where = f"[{prefix.rstrip('.')}]" if prefix else "the file"
+        _declearn(check, where, FLOptimConfig, {k: v for k, v in optim.items() if k in known})
     # The guarantee of a pipeline is only known if all its parts could be built.
     if len(check.problems) == before:
-        _check_bounds(check, optim, run, plugins, aggregator, prefix)
-    ours = [p.name for p in plugins.get("client_opt", []) if is_ours(type(p))]
-    ours += [aggregator.name] if aggregator is not None and is_ours(type(aggregator)) else []
-    if ours:
-        check.add(
-            "note",
+        _check_bounds(check, optim, run, plugins, ours, prefix)
+    chosen = [*plugins.get("client_opt", []), ours]
+    names = dict.fromkeys(plugin.name for plugin in chosen if is_ours(type(plugin)))
+    if names:
+        check.note(
             f"[{prefix}client_opt]",
-            f"clients need fedclip>={fedclip.__version__} for {', '.join(dict.fromkeys(ours))} "
+            f"clients need fedclip>={fedclip.__version__} for {', '.join(names)} "
             "(`make build` writes the wheel to hand to them), and `import fedclip` in the client's "
             "script, or `fedclip run` to start it",
         )
@@ -272,39 +250,30 @@ def _check_updates(
     prefix: str,
 ) -> None:
     """Find mistakes that break the bound of the round update."""
-    ours = aggregator is not None and is_ours(type(aggregator))
-    server = optim.get("server_opt")
-    run = check.config.get("run")
+    ours = is_ours(type(aggregator))
+    run, sampler = (_section(check.config, name) for name in ("run", "client_sampler"))
+    register = _section(run, "register")
+    most = register.get("max_clients", register.get("min_clients"))
     found = update_problems(
         plugins,
         aggregator if ours else getattr(aggregator, "name", None),
-        rounds=_count(run.get("rounds")) if isinstance(run, dict) else None,
-        clients=_clients_a_round(check.config),
+        rounds=_count(run.get("rounds")),
+        clients=_count(sampler.get("n_samples", most)),
         fairness="fairness" in optim,
-        regularizers=isinstance(server, dict) and bool(server.get("regularizers")),
+        regularizers=bool(_section(optim, "server_opt").get("regularizers")),
         secagg=_secagg(check),
     )
     for level, section, message in found:
         check.add("note" if level == "note" else "problem", f"[{prefix}{section}]", message)
     # `fedclip quickrun` and the demo do it by themselves.
-    sampler = (_section(check.config, "client_sampler") or {}).get("strategy")
     shared = any(is_shared(p) for chosen in plugins.values() for p in chosen)
-    if not prefix and (ours or shared) and sampler != NamedClients.strategy:
-        check.add(
-            "note",
+    if not prefix and (ours or shared) and sampler.get("strategy") != NamedClients.strategy:
+        check.note(
             "[client_sampler]",
             "replies are not vetted: give FederatedServer client_sampler = {'strategy': "
             "'named-clients'}, and what one client sends can neither end the run nor cost another "
             "client its reply",
         )
-
-
-def _clients_a_round(config: Mapping[str, Any]) -> int | None:
-    """Return how many clients may take part in a round; None if the file does not say."""
-    run, sampler = _section(config, "run") or {}, _section(config, "client_sampler") or {}
-    register = _section(run, "register") or {}
-    most = register.get("max_clients", register.get("min_clients"))
-    return _count(sampler.get("n_samples", most))
 
 
 def _count(value: Any) -> int | None:
@@ -313,11 +282,10 @@ def _count(value: Any) -> int | None:
 
 
 def _secagg(check: Check) -> dict[str, Any] | None:
-    """Return the section about secure aggregation, if its range is a number."""
-    section = _section(check.config, "secagg")
-    clipval = (section or {}).get("clipval", 1.0)
-    fine = isinstance(clipval, (int, float)) and not isinstance(clipval, bool) and clipval > 0
-    return section if fine else None
+    """Return the section about secure aggregation, if there is one and its range is a number."""
+    section = check.config.get("secagg")
+    clipval = _section(check.config, "secagg").get("clipval", 1.0)
+    return section if isinstance(section, dict) and fits(clipval, float) and clipval > 0 else None
 
 
 def _check_bounds(
@@ -331,22 +299,19 @@ def _check_bounds(
     """Describe what is clipped where, and what that guarantees; report what voids a guarantee."""
     for key, chosen in plugins.items():
         for warning in places.warnings(chosen):
-            check.add("note", f"[{prefix}{key}]", warning)
-    ours = aggregator if aggregator is not None and is_ours(type(aggregator)) else None
+            check.note(f"[{prefix}{key}]", warning)
     secagg = _secagg(check)
-    for level, section, message in exposures(plugins, run, aggregator=ours, secagg=secagg):
+    for level, section, message in exposures(plugins, run, aggregator=aggregator, secagg=secagg):
         own = section.partition(".")[0] in ("run", "secagg")
         check.add(level, f"[{section}]" if own else f"[{prefix}{section}]", message)
-    client = optim.get("client_opt")
-    options = client if isinstance(client, dict) else {}
-    training = _section(run, "training") or {}
+    client = _section(optim, "client_opt")
     check.places = places.in_words(
         plugins.get("client_opt", []),
         plugins.get("server_opt", []),
-        ours,
-        lrate=options.get("lrate"),
-        w_decay=options.get("w_decay", 0.0),
-        steps=training.get("n_steps"),
+        aggregator,
+        lrate=client.get("lrate"),
+        w_decay=client.get("w_decay", 0.0),
+        steps=_section(run, "training").get("n_steps"),
         privacy=_section(run, "privacy"),
     )
 
@@ -358,7 +323,7 @@ def _declearn(check: Check, where: str, parser: Any, values: Mapping[str, Any]) 
         try:
             parser.from_params(**values)
         except Exception as exc:  # declearn raises a RuntimeError, or whatever it met first
-            check.add("problem", where, text_of(exc))
+            check.problem(where, text_of(exc))
     for warning in caught:
         if issubclass(warning.category, RuntimeWarning):
-            check.add("note", where, str(warning.message))
+            check.note(where, str(warning.message))

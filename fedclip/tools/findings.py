@@ -59,6 +59,16 @@ class Check:
         """Add a finding, its message on one line."""
         self.findings.append(Finding(level, where, " ".join(message.split())))
 
+    def problem(self, where: str, *messages: str) -> bool:
+        """Add a problem for each message; return whether there is one."""
+        for message in messages:
+            self.add("problem", where, message)
+        return bool(messages)
+
+    def note(self, where: str, message: str) -> None:
+        """Add a note."""
+        self.add("note", where, message)
+
 
 def brief(value: Any) -> str:
     """Return a value as it is written, cut off if it is long.
@@ -87,9 +97,9 @@ def read_toml(check: Check, path: Path, where: str) -> dict[str, Any] | None:
         with path.open("rb") as file:
             return tomllib.load(file, parse_float=lambda s: None if s == "nan" else float(s))
     except RecursionError:
-        check.add("problem", where, f"{path.name} nests its values too deeply")
+        check.problem(where, f"{path.name} nests its values too deeply")
     except ValueError as exc:  # no TOML, no UTF-8, or an int of thousands of digits
-        check.add("problem", where, f"{path.name} is not valid TOML: {text_of(exc)}")
+        check.problem(where, f"{path.name} is not valid TOML: {text_of(exc)}")
     except OSError as exc:
-        check.add("problem", where, f"{path} can not be read: {exc.strerror}")
+        check.problem(where, f"{path} can not be read: {exc.strerror}")
     return None

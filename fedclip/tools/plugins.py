@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from declearn.aggregator import Aggregator
 from declearn.main.config import FLOptimConfig
 from declearn.optimizer import Optimizer, list_optim_modules, list_optim_regularizers
-from declearn.optimizer.schedulers import Scheduler
 from declearn.utils import access_types_mapping
 
 from fedclip import parameters
@@ -20,7 +20,7 @@ from fedclip.errors import nearest
 from fedclip.federation.statistics.check import is_shared, shared_problems
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.findings import Check, brief, read_toml, text_of
-from fedclip.tools.settings import argument_faults
+from fedclip.tools.settings import argument_faults, fits
 
 __all__ = ["check_aggregator", "check_counterparts", "check_optimizer"]
 
@@ -30,8 +30,7 @@ def check_optimizer(check: Check, value: Any, key: str, where: str) -> list[Any]
     if isinstance(value, str):
         # Relative to the working directory, not to the file: so does declearn.
         if not os.path.isfile(value):
-            text = f"there is no file {brief(value)} in {Path.cwd().name}/"
-            check.add("problem", where, text)
+            check.problem(where, f"there is no file {brief(value)} in {Path.cwd().name}/")
             return []
         loaded = read_toml(check, Path(value), where)
         if loaded is None:
@@ -41,146 +40,117 @@ def check_optimizer(check: Check, value: Any, key: str, where: str) -> list[Any]
         except RuntimeError as exc:
             if "Unsupported inputs" in str(exc):
                 text = f"this declearn takes no path here: write the section of {value!r} itself"
-                check.add("problem", where, text)
+                check.problem(where, text)
         where = f"{value} {where}"
         value = loaded.get(key, loaded)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        before = len(check.problems)
-        for text in _rate_faults(key, value):
-            check.add("problem", where, text)
-        if len(check.problems) == before:
+    if fits(value, float):
+        if not _check_rate(check, where, key, value):
             check.add("ok", where, f"plain SGD, learning rate {value}")
         return []
     if not isinstance(value, dict):
-        check.add("problem", where, f"must be a learning rate or a section, got {brief(value)}")
+        check.problem(where, f"must be a learning rate or a section, got {brief(value)}")
         return []
     allowed = parameters.signature_of(Optimizer)
-    for name in value:
-        if name not in allowed:
-            known = ", ".join(allowed)
-            hint = nearest(name, allowed)
-            check.add("problem", where, f"unknown field {brief(name)}{hint} (allowed: {known})")
+    known = f" (allowed: {', '.join(allowed)})"
+    unknown = [name for name in value if name not in allowed]
+    check.problem(
+        where, *(f"unknown field {brief(n)}{nearest(n, allowed)}{known}" for n in unknown)
+    )
     if "lrate" not in value:
-        check.add("problem", where, "lrate is missing")
+        check.problem(where, "lrate is missing")
     for name in ("lrate", "w_decay"):
         if name in value:
-            for text in _rate_faults(name, value[name]):
-                check.add("problem", where, text)
+            _check_rate(check, where, name, value[name])
+    registries = {"regularizers": list_optim_regularizers(), "modules": list_optim_modules()}
     plugins = []
-    for field, registry, other in (
-        ("regularizers", list_optim_regularizers(), list_optim_modules()),
-        ("modules", list_optim_modules(), list_optim_regularizers()),
-    ):
+    for field in registries:
         specs = value.get(field, [])
-        if not isinstance(specs, list):
-            text = f"{field} must be a list, got {brief(specs)}"
-            check.add("problem", where, text + (f": write [{brief(specs)}]" if specs else ""))
-            continue
-        for spec in specs:
-            plugin = _check_plugin(check, spec, field, registry, other, where)
-            if plugin is not None:
-                plugins.append(plugin)
+        if isinstance(specs, list):
+            plugins += [_check_plugin(check, spec, field, registries, where) for spec in specs]
+        else:
+            what = f": write [{brief(specs)}]" if specs else ""
+            check.problem(where, f"{field} must be a list, got {brief(specs)}{what}")
     if not (value.get("modules") or value.get("regularizers")):
         check.add("ok", where, "no module")
-    return plugins
+    return [plugin for plugin in plugins if plugin is not None]
 
 
-def _rate_faults(name: str, value: Any) -> Iterator[str]:
-    """Say what is wrong with a learning rate or a decay: a number, or a schedule."""
-    if isinstance(value, list):
-        yield from (f"{name}: {text}" for text in _schedule_faults(value))
-    elif isinstance(value, bool) or not isinstance(value, (int, float)):
-        yield f"{name} must be a number, got {brief(value)}"
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield f"{name} must be a finite number, got {value!r}"
-    elif name == "w_decay" and value < 0:
-        yield f"{name} must be >= 0, got {brief(value)}"
-    elif name != "w_decay" and value <= 0:
-        yield f"{name} must be > 0, got {brief(value)}"
-    elif isinstance(value, int):
-        yield f"{name} = {brief(value)} must be a float: write {brief(value)}.0"
-
-
-def _schedule_faults(value: list[Any]) -> Iterator[str]:
+def _check_rate(check: Check, where: str, name: str, value: Any) -> bool:
+    """Check a learning rate or a decay, a number or a schedule; return whether it is wrong."""
+    schedules: Mapping[str, Any] = access_types_mapping("Scheduler")
     match value:
-        case [str() as kind, dict() as config]:
-            pass
+        case [str() as kind, dict() as config] if kind in schedules:
+            return _build(check, where, f"{name}: {kind}", schedules[kind], config) is None
+        case [str() as kind, dict()]:
+            text = f": unknown schedule {brief(kind)}{nearest(kind, schedules)}"
+        case list():
+            text = f": must be a number, or [schedule, {{parameter = value}}], got {brief(value)}"
+        case _ if not fits(value, float):
+            text = f" must be a number, got {brief(value)}"
+        case float() if not math.isfinite(value):
+            text = f" must be a finite number, got {value!r}"
+        case _ if value < 0 or (value == 0 and name != "w_decay"):
+            text = f" must be {'>=' if name == 'w_decay' else '>'} 0, got {brief(value)}"
+        case int():
+            text = f" = {brief(value)} must be a float: write {brief(value)}.0"
         case _:
-            yield f"must be a number, or [schedule, {{parameter = value}}], got {brief(value)}"
-            return
-    known: Mapping[str, Any] = access_types_mapping("Scheduler")
-    if kind not in known:
-        yield f"unknown schedule {brief(kind)}{nearest(kind, known)}"
-        return
-    faults = [*_unknown(known[kind], config), *argument_faults(known[kind], config)]
-    if not faults:
-        try:
-            Scheduler.from_specs(kind, dict(config))
-        except Exception as exc:  # whatever a schedule's constructor may raise
-            faults.append(text_of(exc))
-    yield from (f"{kind}: {text}" for text in faults)
+            return False
+    return check.problem(where, name + text)
 
 
-def _unknown(cls: Any, config: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each parameter that a plug-in does not have."""
+def _build(
+    check: Check, where: str, label: str, cls: Any, config: Mapping[str, Any], ok: str = ""
+) -> Any:
+    """Build a plug-in; report what is wrong with its parameters, and what it warns of."""
     allowed = parameters.signature_of(cls)
-    if any(p.kind is p.VAR_KEYWORD for p in allowed.values()):
-        return []
-    takes = f" (it takes: {', '.join(allowed)})" if allowed else " (it takes none)"
-    return [
-        f"unknown parameter {brief(key)}{nearest(key, allowed)}{takes}"
-        for key in config
-        if key not in allowed
-    ]
+    faults = []
+    if not any(p.kind is p.VAR_KEYWORD for p in allowed.values()):
+        takes = f" (it takes: {', '.join(allowed)})" if allowed else " (it takes none)"
+        unknown = [key for key in config if key not in allowed]
+        faults = [f"unknown parameter {brief(k)}{nearest(k, allowed)}{takes}" for k in unknown]
+    if not is_ours(cls):
+        faults += argument_faults(cls, config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            # Only an aggregator's `from_config` wants its name too.
+            make = (lambda c: cls(**c)) if issubclass(cls, Aggregator) else cls.from_config
+            plugin = None if faults else make(dict(config))
+        except Exception as exc:  # anything at all that a plug-in's constructor may raise
+            faults.append(text_of(exc))
+    if check.problem(where, *(f"{label}: {text}" for text in faults)):
+        return None
+    if ok:
+        check.add("ok", where, ok)
+    for warning in caught:
+        check.note(where, f"{label}: {warning.message}")
+    return plugin
 
 
 def _check_plugin(
-    check: Check,
-    spec: Any,
-    field: str,
-    registry: Mapping[str, type],
-    other: Mapping[str, type],
-    where: str,
+    check: Check, spec: Any, field: str, registries: Mapping[str, Any], where: str
 ) -> Any:
     """Look up and build one plug-in; return it, or None if it can not be built."""
-    config: dict[str, Any] = {}
     match spec:
         case str() as name:
-            pass
+            config: dict[str, Any] = {}
         case [str() as name, dict() as config]:
             pass
         case _:
-            text = f"{brief(spec)} in {field} must be a name, or [name, {{parameter = value}}]"
-            check.add("problem", where, text)
+            form = "must be a name, or [name, {parameter = value}]"
+            check.problem(where, f"{brief(spec)} in {field} {form}")
             return None
-    if name not in registry:
-        if name in other:
-            right = "modules" if field == "regularizers" else "regularizers"
-            check.add("problem", where, f"{name!r} is not one of the {field}: put it in {right}")
-        else:
-            hint = nearest(name, registry) or "; `fedclip list` shows the names"
-            check.add("problem", where, f"unknown {field.removesuffix('s')} {brief(name)}{hint}")
-        return None
-    cls: Any = registry[name]
-    faults = _unknown(cls, config)
-    if not is_ours(cls):
-        faults += argument_faults(cls, config)
-    for text in faults:
-        check.add("problem", where, f"{name}: {text}")
-    if faults:
-        return None
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            plugin = cls.from_config(dict(config))
-    except Exception as exc:  # anything at all that a plug-in's constructor may raise
-        check.add("problem", where, f"{name}: {text_of(exc)}")
-        return None
-    shown = ", ".join(f"{key} = {brief(value)}" for key, value in config.items())
-    check.add("ok", where, f"{name} {{{shown}}}" if shown else name)
-    for warning in caught:
-        check.add("note", where, f"{name}: {warning.message}")
-    return plugin
+    if name in registries[field]:
+        shown = ", ".join(f"{key} = {brief(value)}" for key, value in config.items())
+        ok = f"{name} {{{shown}}}" if shown else name
+        return _build(check, where, name, registries[field][name], config, ok)
+    right = next((other for other, registry in registries.items() if name in registry), None)
+    if right:
+        check.problem(where, f"{name!r} is not one of the {field}: put it in {right}")
+    else:
+        hint = nearest(name, registries[field]) or "; `fedclip list` shows the names"
+        check.problem(where, f"unknown {field.removesuffix('s')} {brief(name)}{hint}")
+    return None
 
 
 def check_aggregator(check: Check, value: Any, where: str) -> Any:
@@ -190,24 +160,11 @@ def check_aggregator(check: Check, value: Any, where: str) -> Any:
     config = dict(value) if isinstance(value, dict) else {"name": value}
     name = config.pop("name", None)
     registry = access_types_mapping("Aggregator")
-    if not isinstance(name, str) or name not in registry:
-        hint = nearest(name, registry) if isinstance(name, str) else ": give the name of one"
-        check.add("problem", where, f"unknown aggregator {brief(name)}{hint}")
-        return None
-    cls: Any = registry[name]
-    faults = _unknown(cls, config)
-    if not is_ours(cls):
-        faults += argument_faults(cls, config)
-    try:
-        aggregator = None if faults else cls(**config)
-    except Exception as exc:  # anything at all that a plug-in's constructor may raise
-        faults.append(text_of(exc))
-    for text in faults:
-        check.add("problem", where, f"{name}: {text}")
-    if faults:
-        return None
-    check.add("ok", where, name)
-    return aggregator
+    if isinstance(name, str) and name in registry:
+        return _build(check, where, name, registry[name], config, ok=name)
+    hint = nearest(name, registry) if isinstance(name, str) else ": give the name of one"
+    check.problem(where, f"unknown aggregator {brief(name)}{hint}")
+    return None
 
 
 def check_counterparts(check: Check, plugins: Mapping[str, Iterable[Any]], prefix: str) -> None:
@@ -216,7 +173,7 @@ def check_counterparts(check: Check, plugins: Mapping[str, Iterable[Any]], prefi
     declearn's server does not survive a variable without a receiver: it hangs.
     """
     for side, problem in shared_problems(plugins):
-        check.add("problem", f"[{prefix}{side}]", problem)
+        check.problem(f"[{prefix}{side}]", problem)
     for side, other in (("client_opt", "server_opt"), ("server_opt", "client_opt")):
         sent = {plugin.aux_name for plugin in plugins.get(side, ()) if _sends(plugin)}
         received = {getattr(plugin, "aux_name", None) for plugin in plugins.get(other, ())}
@@ -228,12 +185,8 @@ def check_counterparts(check: Check, plugins: Mapping[str, Iterable[Any]], prefi
                 if getattr(cls, "aux_name", None) == aux and not isinstance(mine, cls)
             ]
             what = f" ({', '.join(map(repr, candidates))})" if candidates else ""
-            check.add(
-                "problem",
-                f"[{prefix}{side}]",
-                f"{mine.name} exchanges {aux!r} with a counterpart{what}, and {other} has none: "
-                "the run would hang",
-            )
+            text = f"{mine.name} exchanges {aux!r} with a counterpart{what}, and {other} has none"
+            check.problem(f"[{prefix}{side}]", f"{text}: the run would hang")
 
 
 def _sends(plugin: Any) -> bool:
