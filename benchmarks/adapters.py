@@ -109,7 +109,7 @@ def run(framework: str) -> None:
         arrays = [rng.standard_normal(shape).astype(np.float32) for _ in range(count)]
         for what, limit in LIMITS.items():
             for peer, calls in CALLS[framework](arrays, limit).items():
-                found = medians(calls, rounds)
+                found = medians(calls, 0.0, rounds)
                 ratios = ", ".join(
                     f"{name} {found[name]:.0f} µs ({found[name] / found['theirs']:.2f}×)"
                     for name in ("norm-clip", "zscore-clip")

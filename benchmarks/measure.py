@@ -1,7 +1,14 @@
-"""Measure one framework; print JSON: ``python -m benchmarks.measure FRAMEWORK [--quick]``."""
+"""Measure one cell, and print JSON: ``python -m benchmarks.measure FRAMEWORK GRADIENT MODE``.
+
+MODE is "quiet", where nothing is clipped; "clipped"; or "clippers", for all of them.
+The floor is the machine's: reading with all cores that the process may use, or with one where
+that is faster, and a product into memory that was touched before.
+"""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import os
 import random
@@ -9,7 +16,9 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -20,14 +29,8 @@ from declearn.optimizer import list_optim_modules
 from declearn.optimizer.modules import L2GlobalClipping
 
 import fedclip
+from benchmarks.models import GRADIENTS, Shape
 from fedclip.parameters import signature_of
-
-# Name, shapes, rounds of measuring.
-GRADIENTS = (
-    ("40 tensors, 21M", [(525_000,)] * 40, 11),
-    ("200 tensors, 3.7M", [(136, 136)] * 200, 25),
-    ("20 tensors, 2.7k", [(135,)] * 20, 151),
-)
 
 FAR = 1e9
 """A limit that no gradient here comes near."""
@@ -45,7 +48,7 @@ QUIET: dict[str, dict[str, Any]] = {
 }
 
 
-def vector_of(framework: str, shapes: list[tuple[int, ...]]) -> Any:
+def vector_of(framework: str, shapes: Sequence[Shape]) -> Any:
     """Return a gradient of standard normals, float32, as declearn's Vector of the framework."""
     rng = np.random.default_rng(0)
     arrays = {f"t{i}": rng.standard_normal(s).astype(np.float32) for i, s in enumerate(shapes)}
@@ -96,8 +99,64 @@ def runner(framework: str, module: Any, gradient: Any) -> Callable[[], Any]:
     return run
 
 
-def side_by_side(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Return the microseconds of every call in every round, taken in turn.
+class Floor:
+    """What reading and multiplying must take: NumPy on pieces of 1 MiB, over all cores.
+
+    `product` writes to memory that it has touched before.
+    """
+
+    def __init__(self, arrays: list[np.ndarray[Any, Any]]) -> None:
+        flat = [a.reshape(-1) for a in arrays]
+        outputs = [np.zeros_like(a) for a in flat]
+        step = 1 << 18
+        self._pieces = [
+            (a[i : i + step], o[i : i + step])
+            for a, o in zip(flat, outputs, strict=True)
+            for i in range(0, a.size, step)
+        ]
+        self.cores = cores()
+        self._pool = ThreadPoolExecutor(self.cores)
+
+    def calls(self, name: str, call: Callable[[Any, Any], Any]) -> dict[str, Callable[[], Any]]:
+        """Return what makes the call on each piece: with one core, and with all."""
+
+        def one() -> None:
+            for source, output in self._pieces:
+                call(source, output)
+
+        def every() -> None:
+            turn, last = itertools.count(), len(self._pieces)
+
+            def work(_: int) -> None:
+                while (i := next(turn)) < last:
+                    call(*self._pieces[i])
+
+            list(self._pool.map(work, range(self.cores)))
+
+        found: dict[str, Callable[[], Any]] = {f"{name}, one core": one}
+        return found | ({f"{name}, all cores": every} if self.cores > 1 else {})
+
+    def read(self) -> dict[str, Callable[[], Any]]:
+        """Return calls that read all arrays once."""
+        return self.calls("read", lambda source, _: np.vdot(source, source))
+
+    def product(self) -> dict[str, Callable[[], Any]]:
+        """Return calls that multiply all arrays."""
+        k = np.float32(0.5)
+        return self.calls("product", lambda source, output: np.multiply(source, k, out=output))
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    allowed = os.environ.get("OMP_NUM_THREADS", "")
+    found = len(os.sched_getaffinity(0))
+    return min(found, int(allowed)) if allowed.isdigit() else found
+
+
+def side_by_side(
+    calls: dict[str, Callable[[], Any]], seconds: float, least: int = 5
+) -> dict[str, list[float]]:
+    """Return the microseconds of every call in every round, taken in turn for some seconds.
 
     Each call is made once, untimed, ahead of the one that counts, so that what it finds in the
     caches does not depend on which other call came before it. The order is another one in each
@@ -107,7 +166,9 @@ def side_by_side(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
     for call in calls.values():
         call()
     order, names = random.Random(0), list(calls)
-    for _ in range(rounds):
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < least or (time.perf_counter() < end and rounds < 300):
+        rounds += 1
         order.shuffle(names)
         for name in names:
             call = calls[name]
@@ -118,57 +179,88 @@ def side_by_side(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
     return times
 
 
-def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def medians(
+    calls: dict[str, Callable[[], Any]], seconds: float, least: int = 5
+) -> dict[str, float]:
     """Return the median microseconds of every call."""
-    times = side_by_side(calls, rounds)
+    times = side_by_side(calls, seconds, least)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def measure_quiet(framework: str, shapes: list[tuple[int, ...]], rounds: int) -> dict[str, float]:
+def measure_quiet(framework: str, shapes: Sequence[Shape], seconds: float) -> dict[str, float]:
     """Return medians in microseconds where nothing is clipped, and what zscore-clip costs more."""
     gradient = vector_of(framework, shapes)
-    host = [np.asarray(x) for x in gradient.coefs.values()]
-    calls: dict[str, Callable[[], Any]] = {
-        "floor": lambda: [np.vdot(x, x) for x in host],
-        "norm-clip": runner(framework, fedclip.NormClip(FAR), gradient),
-        "declearn": runner(framework, L2GlobalClipping(FAR), gradient),
-    }
-    result = medians(calls, rounds)
+    floor = Floor([np.asarray(x) for x in gradient.coefs.values()])
+    result = medians(
+        floor.read()
+        | {
+            "norm-clip": runner(framework, fedclip.NormClip(FAR), gradient),
+            "declearn": runner(framework, L2GlobalClipping(FAR), gradient),
+        },
+        seconds,
+    )
     scopes = {"zscore minus norm": "global"}
     if len(shapes) >= 100:
         scopes["zscore minus norm, by tensor"] = "tensor"
     for name, scope in scopes.items():
+        if sum(map(np.prod, shapes)) > 1e7:
+            break
         pair = {
             "norm": runner(framework, fedclip.NormClip(FAR, scope=scope), gradient),
             "zscore": runner(framework, fedclip.ZScoreClip(max_norm=FAR, scope=scope), gradient),
         }
-        times = side_by_side(pair, 2 * rounds)
+        times = side_by_side(pair, seconds / 2)
         result[name] = _more(times["zscore"], times["norm"])
     return result
 
 
-def measure_clipped(framework: str, shapes: list[tuple[int, ...]], rounds: int) -> dict[str, float]:
-    """Return medians in microseconds where all is clipped."""
+def measure_clipped(framework: str, shapes: Sequence[Shape], seconds: float) -> dict[str, float]:
+    """Return medians in microseconds where all is clipped, and MiB that a step takes at most."""
     gradient = vector_of(framework, shapes)
     arrays = list(gradient.coefs.values())
-    host = [np.asarray(x) for x in arrays]
-    calls: dict[str, Callable[[], Any]] = {
-        "floor, clipped": lambda: [np.vdot(x, x) for x in host],
-        "norm-clip, clipped": runner(framework, fedclip.NormClip(1.0), gradient),
-        "declearn, clipped": runner(framework, L2GlobalClipping(1.0), gradient),
-        "multiply": multiplier(framework, arrays),
-    }
-    return medians(calls, rounds)
+    floor = Floor([np.asarray(x) for x in arrays])
+    makers = {"norm-clip": fedclip.NormClip, "declearn": L2GlobalClipping}
+    result = medians(
+        floor.read()
+        | floor.product()
+        | {name: runner(framework, make(1.0), gradient) for name, make in makers.items()}
+        | {"multiply": multiplier(framework, arrays)},
+        seconds,
+    )
+    for name, make in makers.items():
+        result[f"MiB, {name}"] = peak(lambda make=make: runner(framework, make(1.0), gradient))
+    return result
+
+
+def peak(make: Callable[[], Callable[[], Any]]) -> float:
+    """Return the MiB that three steps need at most besides what is there before them."""
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not reset.exists():
+        return 0.0
+
+    def kib(field: str) -> int:
+        found = next(x for x in status.read_text().splitlines() if x.startswith(field))
+        return int(found.split()[1])
+
+    call = make()
+    # This sets the peak back to what is in use now.
+    reset.write_text("5")
+    before = kib("VmRSS:")
+    for _ in range(3):
+        call()
+    return (kib("VmHWM:") - before) / 1024
 
 
 def _more(times: list[float], others: list[float]) -> float:
     """Return the median of the differences, each of two calls made one after the other."""
-    return statistics.median(a - b for a, b in zip(times, others, strict=True))
+    return statistics.median(a - b for a, b in zip(times, others, strict=False))
 
 
-def measure_clippers(framework: str, rounds: int) -> dict[str, dict[str, float | None]]:
+def measure_clippers(
+    framework: str, shapes: Sequence[Shape], seconds: float
+) -> dict[str, dict[str, float | None]]:
     """Return for each clipper its time against norm-clip's, and that of a step by tensor."""
-    large = vector_of(framework, GRADIENTS[0][1])
+    large = vector_of(framework, shapes)
     many = vector_of(framework, [(64,)] * 1000)
     found: dict[str, dict[str, float | None]] = {}
     for name, cls in sorted(list_optim_modules().items()):
@@ -188,7 +280,7 @@ def measure_clippers(framework: str, rounds: int) -> dict[str, dict[str, float |
             "norm-clip": runner(framework, fedclip.NormClip(FAR), large),
             name + "*": runner(framework, module, large),
         }
-        times = medians(calls, rounds)
+        times = medians(calls, seconds)
         ours = times[name + "*"]
         entry: dict[str, float | None] = {
             "microseconds": ours,
@@ -197,27 +289,26 @@ def measure_clippers(framework: str, rounds: int) -> dict[str, dict[str, float |
             "by tensor, ms": None,
         }
         if by_tensor is not None:
-            steps = medians({"step": runner(framework, by_tensor, many)}, rounds * 3)
+            steps = medians({"step": runner(framework, by_tensor, many)}, seconds)
             entry["by tensor, ms"] = steps["step"] / 1000
         found[name] = entry
     return found
 
 
+MODES = {"quiet": measure_quiet, "clipped": measure_clipped, "clippers": measure_clippers}
+
+
 def main() -> None:
-    """Measure the framework that the command line names."""
-    framework, quick = sys.argv[1], "--quick" in sys.argv[2:]
+    """Measure the cell that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.measure", description=__doc__)
+    parser.add_argument("framework")
+    parser.add_argument("gradient", choices=GRADIENTS)
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
-    result: dict[str, Any] = {"gradients": {}}
-    # First all where nothing is clipped: once norm-clip has clipped, the allocator keeps more
-    # memory, and declearn's own clipper takes a fifth of the time (`fedclip.arrays.arena`).
-    for measure in (measure_quiet, measure_clipped):
-        for name, shapes, rounds in GRADIENTS:
-            many = max(5, rounds // 4) if quick else rounds
-            times = measure(framework, shapes, many)
-            result["gradients"].setdefault(name, {}).update(times)
-    if framework == "numpy":
-        result["clippers"] = measure_clippers(framework, 5 if quick else 9)
-    print(json.dumps(result))
+    found = MODES[options.mode](options.framework, GRADIENTS[options.gradient], options.seconds)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers import PATIENCE
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("__main__", "adapters", "cuda", "measure", "merge", "noise")
+NAMES = ("__main__", "adapters", "cuda", "measure", "merge", "models", "noise")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -25,35 +28,47 @@ def test_they_can_be_imported(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-@pytest.mark.slow
-def test_what_is_measured_is_what_is_compared() -> None:
-    """Of a small gradient, so that it takes a moment; every number of the tables is there."""
-    code = (
-        "import json\n"
-        "from benchmarks import __main__ as b, measure as m\n"
-        "times = m.measure_quiet('numpy', [(3, 5)] * 120, 3)\n"
-        "times |= m.measure_clipped('numpy', [(3, 5)] * 120, 3)\n"
-        "table = b.ratios({'numpy': {name: times for name, _, _ in m.GRADIENTS}})\n"
-        "print(json.dumps([sorted(times), table.row_count, min(times['floor'], 1)]))"
-    )
+@pytest.mark.parametrize(
+    ("model", "tensors", "values"),
+    [
+        ("MLP", 6, 235_146),
+        ("LSTM", 11, 819_920),
+        ("ResNet-50", 161, 25_557_032),
+        ("ViT-S", 152, 22_050_664),
+        ("BERT-base", 197, 108_891_648),
+    ],
+)
+def test_models_have_their_published_sizes(
+    model: str, tensors: int, values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    shapes = importlib.import_module("benchmarks.models").MODELS[model]
+    assert (len(shapes), sum(map(math.prod, shapes))) == (tensors, values)
+
+
+def bench(*options: str) -> str:
+    command = [sys.executable, "-m", *options]
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE
     )
-    names, rows, positive = json.loads(done.stdout.splitlines()[-1])
-    assert {"declearn", "floor", "multiply", "norm-clip", "zscore minus norm"} < set(names)
-    assert rows > 15
-    assert positive > 0
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_table_has_every_cell_that_was_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "times.json"
+    options = ("--quick", "--gradients", "20 t", "--frameworks", "numpy,torch", "--threads", "1")
+    table = bench("benchmarks", *options, "--json", str(file))
+    cells = {tuple(row["cell"]): row["times"] for row in json.loads(file.read_text())}
+    assert len(cells) == 4
+    for (_, _, _, mode), times in cells.items():
+        assert {"norm-clip", "declearn", "read, one core"} < set(times)
+        assert ("multiply" in times) == (mode == "clipped")
+        assert min(times["norm-clip"], times["declearn"]) > 0
+    assert table.count("norm-clip / floor") == 2
 
 
 @pytest.mark.slow
 def test_every_clipper_is_measured() -> None:
-    code = (
-        "import json\n"
-        "from benchmarks import measure as m\n"
-        "m.GRADIENTS = [('small', [(3, 5)] * 4, 1)]\n"
-        "print(json.dumps(sorted(m.measure_clippers('numpy', 1))))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert "zscore-clip" in done.stdout
+    out = bench("benchmarks.measure", "numpy", "20 tensors, 2.7k", "clippers", "--seconds", "0")
+    assert {"zscore-clip", "norm-clip", "value-clip"} < set(json.loads(out.splitlines()[-1]))
