@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -12,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedclip.dpsgd.calibrate import Ledger, calibrate, steps_of_a_round, too_few
+from fedclip.dpsgd.calibrate import calibrate, steps_of_a_round, too_few
 from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.dpsgd.ledger import Ledger, read_ledger
 from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.sampling import PoissonSampler
 from fedclip.privacy.accounting import Release, epsilon
@@ -25,7 +25,7 @@ import sys
 blocked = ("declearn", "torch", "tensorflow", "jax", "haiku", "sklearn")
 sys.modules.update(dict.fromkeys(blocked))
 import numpy as np
-from fedclip.dpsgd.calibrate import Ledger
+from fedclip.dpsgd.ledger import Ledger
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.sampling import PoissonSampler
@@ -121,7 +121,7 @@ def test_steps_of_a_round(epochs: int | None, steps: int | None, kept: bool, exp
 
 def test_the_ledger_stops_before_the_budget_would_be_passed() -> None:
     ledger = Ledger(1.0, 1e-5)
-    taken = ledger.allow(2.0, 0.1, 10_000)
+    taken = ledger.reserve(2.0, 0.1, 10_000)
     for _ in range(taken):
         ledger.charge(2.0, 0.1)
     with pytest.raises(StopIteration, match="budget is spent: epsilon"):
@@ -135,11 +135,72 @@ def test_the_ledger_counts_on_after_a_restart(tmp_path: Path) -> None:
     first = Ledger(1.0, 1e-5, path)
     for _ in range(5):
         first.charge(2.0, 0.1)
-    first.save()
     second = Ledger(1.0, 1e-5, path)
     assert second.spent == first.spent > 0
-    assert second.allow(2.0, 0.1, 10_000) == first.allow(2.0, 0.1, 10_000)
-    assert json.loads(path.read_text())["spent"] == [[2.0, 5, 0.1]]
+    assert second.reserve(2.0, 0.1, 10_000) == Ledger(1.0, 1e-5).reserve(2.0, 0.1, 10_000) - 5
+    assert first.reserve(2.0, 0.1, 1) == 0
+    assert read_ledger(path).spent == first.accountant.spent
+
+
+def test_steps_that_are_not_taken_are_given_back(tmp_path: Path) -> None:
+    ledger = Ledger(1.0, 1e-5, tmp_path / "spent.json")
+    all_ = ledger.reserve(2.0, 0.1, 10_000)
+    for _ in range(3):
+        ledger.charge(2.0, 0.1)
+    ledger.release()
+    assert read_ledger(tmp_path / "spent.json").spent == [Release(2.0, 3, 0.1)]
+    ledger.charge(3.0, 0.1)
+    assert ledger.accountant.rounds == 4
+    assert 0 < ledger.reserve(2.0, 0.1, 10_000) <= all_ - 3
+    ledger.release()
+    ledger.release()
+    assert ledger.accountant.rounds == 4
+
+
+def test_a_process_that_is_killed_has_paid_for_its_steps(tmp_path: Path) -> None:
+    path = tmp_path / "spent.json"
+    program = f"""
+import os
+from pathlib import Path
+from fedclip.dpsgd.ledger import Ledger
+ledger = Ledger(1.0, 1e-5, Path({str(path)!r}))
+ledger.reserve(2.0, 0.1, 7)
+for _ in range(2):
+    ledger.charge(2.0, 0.1)
+os._exit(1)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == 1
+    assert read_ledger(path).rounds == 7
+
+
+@pytest.mark.slow
+def test_processes_on_one_ledger_share_its_budget(tmp_path: Path) -> None:
+    path = tmp_path / "spent.json"
+    program = f"""
+from pathlib import Path
+from fedclip.dpsgd.ledger import Ledger
+ledger = Ledger(50.0, 1e-5, Path({str(path)!r}))
+taken = 0
+try:
+    for _ in range(60):
+        ledger.reserve(2.0, 1.0, 5)
+        for _ in range(3):
+            ledger.charge(2.0, 1.0)
+            taken += 1
+        ledger.release()
+except StopIteration:
+    pass
+print(taken)
+"""
+    command = [sys.executable, "-c", program]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    taken = [int(process.communicate()[0]) for process in started]
+    assert read_ledger(path).rounds == sum(taken)
+    most = Ledger(50.0, 1e-5).reserve(2.0, 1.0, 10_000)
+    # Each may have had to leave room for two steps that another one had reserved.
+    assert most - 6 <= sum(taken) <= most
+    assert min(taken) < 180
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"spent": [[1.0, -1]]}'])

@@ -26,7 +26,7 @@ from declearn.utils import set_device_policy
 from helpers import require
 
 import fedclip
-from fedclip.dpsgd.calibrate import Ledger
+from fedclip.dpsgd.ledger import Ledger
 from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.sample_clip import SampleClip

@@ -1,57 +1,106 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""From a budget to a noise multiplier, and the ledger of what was spent.
+r"""From a budget to a noise multiplier, and to what that noise does.
 
-::
+For n records, T steps, batches of B and a model of d values::
 
-    rate  = min(1, batch_size / records)
-    steps = rounds * min(n_steps, n_epoch * (records // batch_size))     (rounded up, if kept)
-    z     = least noise multiplier with which `steps` Poisson samples cost at most epsilon
+    rate   = min(1, B / n)
+    T      = rounds * min(n_steps, n_epoch * (n // B))                  (rounded up, if kept)
+    z      = least noise multiplier with which T Poisson samples cost at most epsilon
+    noise  = z / B          on each value of a mean gradient, over the bound C of one record
+    length = noise sqrt(d)  of a step's noise, relative to C, the longest that the gradient can be
+    drift  = length / sqrt(T)    of the noise of all steps, relative to T C, the longest way
 
+With twice the records, at the same rate and steps, each of the last three is half as large.
 Records are neighbours by adding or removing one. Accountants are those of
 `fedclip.privacy.accounting`; z is worked out once for the same numbers, and kept.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fedclip import parameters
-from fedclip.privacy.accounting import Accountant, noise_multiplier
+from fedclip.privacy.accounting import Release, epsilon, noise_multiplier, tightest
+from fedclip.privacy.planning import verdict
 
-__all__ = ["Calibration", "Ledger", "calibrate", "steps_of_a_round"]
+__all__ = ["Calibration", "calibrate", "steps_of_a_round", "too_few"]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a budget comes to.
+    """What a budget comes to; made by `calibrate`.
 
     Attributes
     ----------
+    epsilon, delta, records, steps
+        The budget, how many records there are, and for how many steps it is.
     noise_multiplier
         Standard deviation of the noise on a sum, over the bound of one record.
     rate
         Probability with which a record is in a batch.
-    steps
-        How many the budget is for.
     expected
         Expected size of a batch, by which each sum is divided.
     """
 
+    epsilon: float
+    delta: float
+    records: int
+    steps: int
     noise_multiplier: float
     rate: float
-    steps: int
     expected: float
+
+    @property
+    def accountant(self) -> str:
+        """Name of the accountant, one of `fedclip.privacy.accounting.ACCOUNTANTS`."""
+        return tightest(self.rate)
+
+    @property
+    def spent(self) -> float:
+        """The epsilon of all steps, at most the budget's."""
+        release = Release(self.noise_multiplier, self.steps, self.rate)
+        return epsilon([release], self.delta)
 
     @property
     def noise(self) -> float:
         """Standard deviation of the noise on a mean gradient, over the bound of one record."""
         return self.noise_multiplier / self.expected
+
+    def drift(self, values: int) -> float:
+        """Return the length of all noise, relative to the longest way that a model can go."""
+        return self.noise * math.sqrt(values / self.steps)
+
+    def in_words(self, values: int | None = None) -> str:
+        """Return what the noise does to a model of so many values."""
+        lines = [
+            f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.records:,} records, "
+            f"{self.steps:,} steps:",
+            f"  each record is in a batch with probability {self.rate:.4g} (Poisson sampling), "
+            f"{self.expected:g} of them on average",
+            f"  noise multiplier {self.noise_multiplier:.4g}; all steps cost epsilon "
+            f"{self.spent:.4g} by {self.accountant}, for adding or removing one record",
+            f"  on each value of the mean gradient {self.noise:.3g} C, which is itself at most C "
+            "long; C is the bound of a record",
+        ]
+        if why := too_few(self.records, self.delta):
+            lines.append(f"  {why}")
+        count = values or 1
+        drift = self.drift(count)
+        if values is None and drift <= 1:
+            lines.append("  with --values, the number of values of the model: what that adds up to")
+            return "\n".join(lines)
+        lines.append(
+            f"  over {count:,} value{'s' * (count > 1)}, noise "
+            f"{self.noise * math.sqrt(count):.3g} C long in a step; over all steps "
+            f"{drift:.3g} of the longest way that the model can go"
+        )
+        if drift > 1:
+            lines.append(f"  {self.records:,} records are too few for this epsilon")
+        lines.append(f"  {verdict(drift, self.records, 'records')}")
+        return "\n".join(lines)
 
 
 def steps_of_a_round(
@@ -71,13 +120,13 @@ def steps_of_a_round(
 
 
 def calibrate(
-    epsilon: float, delta: float, records: int, batch_size: int, steps: int
+    epsilon_: float, delta: float, records: int, batch_size: int, steps: int
 ) -> Calibration:
     """Return noise and sampling with which so many steps stay within a budget.
 
     Parameters
     ----------
-    epsilon, delta
+    epsilon_, delta
         The budget: epsilon above 0, delta in (0, 1).
     records
         How many the client has, at least 1.
@@ -102,93 +151,8 @@ def calibrate(
     records = parameters.integer(1, records=records)
     expected = min(parameters.integer(1, batch_size=batch_size), records)
     rate = expected / records
-    return Calibration(noise_multiplier(epsilon, delta, steps, rate), rate, steps, float(expected))
-
-
-class Ledger:
-    """What was spent of a budget, and whether another step fits; kept in a file over restarts.
-
-    Parameters
-    ----------
-    epsilon, delta
-        The budget.
-    path
-        A file of JSON, read at the start if it is there; None: the ledger ends with the process.
-
-    Raises
-    ------
-    ValueError
-        If the file is not a ledger. (It is not overwritten: what it says was spent, was.)
-    """
-
-    def __init__(self, epsilon: float, delta: float, path: Path | None = None) -> None:
-        self.epsilon = parameters.positive(epsilon=epsilon)
-        self.accountant = Accountant(parameters.unit_interval(delta=delta))
-        self.path = path
-        self._free: tuple[float, float, int] = (0.0, 0.0, 0)
-        if path is not None and path.exists():
-            try:
-                self.accountant.set_state(json.loads(path.read_text(encoding="utf-8"))["spent"])
-            except (KeyError, TypeError, ValueError) as exc:
-                raise ValueError(
-                    f"{path} is not a ledger of privacy spent ({exc}): give the file that belongs "
-                    "to these records, or another name if they were never used"
-                ) from exc
-
-    @property
-    def spent(self) -> float:
-        """Epsilon of all steps so far, at the budget's delta."""
-        return self.accountant.epsilon()
-
-    def allow(self, noise_multiplier: float, rate: float, steps: int, planned: int = 0) -> int:
-        """Return how many of so many steps still fit.
-
-        To account takes long: what is found out for the `planned` steps of the whole run holds
-        until noise or rate change.
-        """
-        z, q, free = self._free
-        if (z, q) != (noise_multiplier, rate) or steps > free:
-            most = max(steps, planned)
-            if self.accountant.epsilon(noise_multiplier, most, rate) > self.epsilon:
-                most = self.accountant.affordable(noise_multiplier, self.epsilon, most, rate)
-            self._free = (noise_multiplier, rate, most)
-        return min(steps, self._free[2])
-
-    def charge(self, noise_multiplier: float, rate: float) -> None:
-        """Count one step, before it is taken.
-
-        Raises
-        ------
-        StopIteration
-            If it does not fit; nothing is counted then.
-        """
-        if not self.allow(noise_multiplier, rate, 1):
-            raise StopIteration(
-                f"the privacy budget is spent: epsilon {self.spent:.4g} of {self.epsilon:.4g} at "
-                f"delta {self.accountant.delta:.3g}; another step would pass it"
-            )
-        self.accountant.add(noise_multiplier, 1, rate)
-        self._free = (noise_multiplier, rate, self._free[2] - 1)
-
-    def save(self) -> None:
-        """Write the file, if there is one, so that a crash leaves the old one or the new one."""
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(
-            {
-                "spent": self.accountant.get_state(),
-                "delta": self.accountant.delta,
-                "relation": self.accountant.relation,
-                "sampling": "Poisson",
-            }
-        )
-        fresh = self.path.with_name(f"{self.path.name}.new")
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self.path)
+    z = noise_multiplier(epsilon_, delta, steps, rate)
+    return Calibration(epsilon_, delta, records, steps, z, rate, float(expected))
 
 
 def too_few(records: int, delta: float) -> str:

@@ -11,6 +11,7 @@ from declearn.main import FederatedClient
 from declearn.messaging import Error, PrivacyRequest, TrainRequest
 
 from fedclip import parameters
+from fedclip.dpsgd import ledger as ledgers
 
 if TYPE_CHECKING:
     from fedclip.dpsgd.manager import PrivateTrainingManager
@@ -82,7 +83,7 @@ class PrivateFederatedClient(FederatedClient):
         self._private: PrivateTrainingManager | None = None
         self.ledger = None if ledger is None else Path(ledger)
         if self.ledger is None and self.ckptr is not None:
-            self.ledger = Path(self.ckptr.folder) / "privacy_spent.json"
+            self.ledger = Path(self.ckptr.folder) / ledgers.FILE
 
     @property
     def spent(self) -> tuple[float, float] | None:

@@ -4,14 +4,13 @@
 ::
 
     Round:
-        steps = those that the server asks for, as far as they fit into the budget
+        steps = those that the server asks for, as far as they fit into the budget: all are paid
         for each step:
-            charge the ledger
             batch = Poisson sample of the records                        (sampling)
             sum   = Σ factor_i * gradient_i                              (persample, clipping)
             grads = (sum + z C normal) / expected batch size             (noise)
             apply what stands after sample-clip to grads, and step
-        write the ledger
+        steps not taken are paid back
         no step left: the update is zero
 
 The server's seed and generator are not asked: noise and samples come from the operating system's
@@ -34,7 +33,8 @@ from declearn.training.dp import DPTrainingManager
 
 from fedclip import parameters
 from fedclip.dpsgd import persample
-from fedclip.dpsgd.calibrate import Calibration, Ledger, calibrate, steps_of_a_round, too_few
+from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, too_few
+from fedclip.dpsgd.ledger import Ledger
 from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.records import Records
 from fedclip.dpsgd.sample_clip import SampleClip
@@ -183,15 +183,14 @@ class PrivateTrainingManager(DPTrainingManager):
         self._sampler = PoissonSampler(len(self.records), batch_cfg["batch_size"])
         z, rate = self.calibration.noise_multiplier, self._sampler.rate
         left = self.calibration.steps - self._taken
-        allowed = self.ledger.allow(z, rate, steps, left)
+        allowed = self.ledger.reserve(z, rate, steps, left)
         taken, start = 0, time.monotonic()
         try:
             while taken < allowed and (timeout is None or time.monotonic() - start < timeout):
                 self.run_train_step(self.records.take(self._sampler.draw()))
                 taken += 1
         finally:
-            # Before anything of the round leaves this machine.
-            self.ledger.save()
+            self.ledger.release()
         self._taken += taken
         spent, delta = self.get_privacy_spent()
         self.logger.info("Privacy spent: epsilon %.4g at delta %.3g.", spent, delta)

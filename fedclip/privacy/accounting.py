@@ -50,6 +50,7 @@ __all__ = [
     "epsilon",
     "noise_multiplier",
     "split_noise",
+    "tightest",
 ]
 
 RELATIONS = ("add-remove", "replace-one")
@@ -128,7 +129,7 @@ def epsilon(
     if not spent:
         return 0.0
     if accountant is None:
-        accountant = _tightest(all(r.sampling == 1.0 for r in spent), relation)
+        accountant = tightest(min(r.sampling for r in spent), relation)
     return _epsilon(spent, delta, relation, parameters.choice(ACCOUNTANTS, accountant=accountant))
 
 
@@ -179,7 +180,7 @@ def noise_multiplier(
     high = math.sqrt(steps) / mu * (1.0 + 1e-9)
     if sampling == 1.0:
         return high
-    accountant = _tightest(False, relation)
+    accountant = tightest(sampling, relation)
 
     def enough(z: float) -> bool:
         return _epsilon((Release(z, steps, sampling),), delta, relation, accountant) <= epsilon
@@ -202,8 +203,15 @@ def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _tightest(unsampled: bool, relation: str) -> str:
-    if unsampled:
+def tightest(sampling: float, relation: str = "add-remove") -> str:
+    """Return the name of the tightest accountant that is installed.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If there is none for samples.
+    """
+    if sampling == 1.0:
         return "closed form"
     if _installed("dp_accounting"):
         return "pld"

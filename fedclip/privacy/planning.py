@@ -37,7 +37,7 @@ from fedclip.privacy.accounting import (
     split_noise,
 )
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "plan", "verdict"]
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,6 @@ class Plan:
         return None if self.length is None else self.length / math.sqrt(self.rounds)
 
     @property
-    def clients_for(self) -> int | None:
-        """Number of clients with which the drift is at most a tenth."""
-        # An upper bound: the votes of many clients cost less.
-        return None if self.drift is None else math.ceil(10 * self.drift * self.clients)
-
-    @property
     def config(self) -> dict[str, float | int | str]:
         """The parameters of `update-clip-server` that differ from its defaults."""
         found: dict[str, float | int | str] = {
@@ -123,14 +117,7 @@ class Plan:
             f"  over {self.values:,} values, noise {self.length:.3g} C long in a round; over all "
             f"rounds {self.drift:.3g} of the longest way that the model can go"
         )
-        if self.drift <= 0.1:
-            lines.append("  that is little: expect about the accuracy of the bound alone")
-        else:
-            much = "more than all there is to learn from" if self.drift > 1 else "not little"
-            lines.append(
-                f"  that is {much}: with {self.clients_for:,} clients it would be a tenth; fewer "
-                "values to train, or a larger epsilon, do the same"
-            )
+        lines.append(f"  {verdict(self.drift, self.clients, 'clients')}")
         return "\n".join(lines)
 
 
@@ -172,6 +159,23 @@ def plan(
     spent = epsilon([Release(z, rounds)], delta, relation)
     update = split_noise(z, bits)
     return Plan(budget, delta, rounds, clients, relation, values, z, spent, bits, update)
+
+
+def verdict(drift: float, takers: int, kind: str) -> str:
+    """Return what to expect of noise that adds up to so much of the longest way.
+
+    >>> verdict(0.5, 100, "clients")[:40]
+    'that is not little: with 500 clients it '
+    """
+    if drift <= 0.1:
+        return "that is little: expect about the accuracy of the bound alone"
+    much = "more than all there is to learn from" if drift > 1 else "not little"
+    # An upper bound: the votes of many clients cost less.
+    enough = math.ceil(10 * drift * takers)
+    return (
+        f"that is {much}: with {enough:,} {kind} it would be a tenth; fewer values to train, or a "
+        "larger epsilon, do the same"
+    )
 
 
 def _rounded_up(value: float) -> float:

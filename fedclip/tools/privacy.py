@@ -1,30 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fedclip privacy``: what a budget costs in noise, before a run."""
+"""``fedclip privacy``: what a budget costs in noise, before a run, and what a run has spent."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="What privacy costs in noise, before a run.", no_args_is_help=True, rich_markup_mode=None
+    help="What privacy costs in noise, and what was spent.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
+
+Epsilon = Annotated[float, typer.Option(help="Budget of all rounds together.")]
+Rounds = Annotated[int, typer.Option(help="Number of rounds.")]
+Values = Annotated[
+    int | None,
+    typer.Option(help="How many values the model has, for what noise adds up to."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @app.callback()
 def root() -> None:
-    """Say what privacy costs in noise, before a run."""
+    """Say what privacy costs in noise, before a run, and what a run has spent."""
+
+
+def fail(message: object, code: int) -> NoReturn:
+    """End the command with one sentence on standard error."""
+    typer.echo(f"fedclip: {message}", err=True)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def in_one_sentence() -> Iterator[None]:
+    """End the command with a sentence if a number is not allowed, or an accountant missing."""
+    try:
+        yield
+    except (TypeError, ValueError) as exc:
+        fail(exc, 2)
+    except ModuleNotFoundError as exc:
+        fail(exc, 1)
 
 
 @app.command()
 def plan(
-    epsilon: Annotated[float, typer.Option(help="Budget of all rounds together.")],
-    rounds: Annotated[int, typer.Option(help="Number of rounds.")],
+    epsilon: Epsilon,
+    rounds: Rounds,
     clients: Annotated[int, typer.Option(help="Number of clients in a round.")],
     delta: Annotated[
         float, typer.Option(help="Probability with which it may fail, below 1 / clients.")
@@ -32,20 +62,15 @@ def plan(
     relation: Annotated[
         str, typer.Option(help="add-remove of one client, or replace-one.")
     ] = "add-remove",
-    values: Annotated[
-        int | None, typer.Option(help="How many values the model has, for what noise adds up to.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    values: Values = None,
+    as_json: Json = False,
 ) -> None:
     """Size the noise on averages of clipped updates, and print the lines of TOML."""
     from fedclip.privacy import planning
     from fedclip.toml import toml_line
 
-    try:
+    with in_one_sentence():
         found = planning.plan(epsilon, delta, rounds, clients, relation=relation, values=values)
-    except (TypeError, ValueError) as exc:
-        typer.echo(f"fedclip: {exc}", err=True)
-        raise typer.Exit(2) from None
     lines = [
         "[optim]",
         'aggregator = "clipped-averaging"',
@@ -54,11 +79,105 @@ def plan(
         "[optim.server_opt]",
         toml_line("module", "update-clip-server", found.config),
     ]
+    extra = {"noise": found.noise, "length": found.length, "drift": found.drift}
+    _print(found, str(found), lines, extra, as_json)
+
+
+@app.command()
+def calibrate(
+    epsilon: Epsilon,
+    rounds: Rounds,
+    records: Annotated[int, typer.Option(help="How many training records the client has.")],
+    batch_size: Annotated[int, typer.Option(help="Expected size of a batch.")],
+    epochs: Annotated[
+        int | None, typer.Option(help="Epochs of a round; 1, if --steps is not given.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of a round.")] = None,
+    delta: Annotated[
+        float, typer.Option(help="Probability with which it may fail, below 1 / records.")
+    ] = 1e-5,
+    values: Values = None,
+    as_json: Json = False,
+) -> None:
+    """Size the noise of DP-SGD on one client's records, and print the lines of TOML."""
+    from fedclip import parameters
+    from fedclip.dpsgd import calibrate as dpsgd
+    from fedclip.toml import toml_line, toml_value
+
+    epochs = 1 if epochs is None and steps is None else epochs
+    with in_one_sentence():
+        parameters.optional(parameters.integer, 1, values=values)
+        total = parameters.integer(1, rounds=rounds) * (
+            dpsgd.steps_of_a_round(
+                parameters.integer(1, records=records), {"batch_size": batch_size}, epochs, steps
+            )
+            or 0
+        )
+        found = dpsgd.calibrate(epsilon, delta, records, batch_size, total)
+        text = found.in_words(values)
+    lines = [
+        "[optim.client_opt]",
+        toml_line("module", "sample-clip", {"mode": "automatic"}),
+        "[run]",
+        f"rounds = {rounds}",
+        f"privacy = {toml_value({'budget': [epsilon, delta], 'sclip_norm': 1.0})}",
+        "[run.training]",
+        f"batch_size = {batch_size}",
+        *([] if epochs is None else [f"n_epoch = {epochs}"]),
+        *([] if steps is None else [f"n_steps = {steps}"]),
+    ]
+    extra: dict[str, Any] = {
+        **{name: getattr(found, name) for name in ("noise", "spent", "accountant")},
+        **({} if values is None else {"drift": found.drift(values)}),
+        "relation": "add-remove",
+        "sampling": "Poisson",
+    }
+    _print(found, text, lines, extra, as_json)
+
+
+def _print(found: Any, text: str, lines: list[str], extra: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        facts = dataclasses.asdict(found)
-        extra = {"noise": found.noise, "length": found.length, "drift": found.drift}
-        print(json.dumps({**facts, **extra, "toml": lines}))
-        return
-    print(found)
-    print()
-    print("\n".join(lines))
+        print(json.dumps({**dataclasses.asdict(found), **extra, "toml": lines}))
+    else:
+        print(text, "", *lines, sep="\n")
+
+
+@app.command()
+def spent(
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="A ledger, or a folder with checkpoints of clients or a server."),
+    ] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="Of a plan, in the place of a file.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps, or rounds, of the plan.")] = 1,
+    rate: Annotated[
+        float, typer.Option(help="Probability with which a record is in a batch of the plan.")
+    ] = 1.0,
+    delta: Annotated[
+        float | None, typer.Option(help="Another delta than the file's; 1e-5 for a plan.")
+    ] = None,
+    relation: Annotated[
+        str | None, typer.Option(help="add-remove, or replace-one; the file's, if not given.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the epsilon that was spent, or that a plan would cost, by each accountant."""
+    from fedclip.report import printable
+    from fedclip.tools.spent import of_plan, read_spent
+
+    if (path is None) == (noise_multiplier is None):
+        fail("give either a ledger or a folder, or --noise-multiplier with --steps and --rate", 2)
+    if path is not None and not path.exists():
+        fail(f"there is no {path}", 2)
+    with in_one_sentence():
+        if noise_multiplier is not None:
+            found = [of_plan(noise_multiplier, steps, rate, 1e-5)]
+        elif path is not None:
+            found = [*read_spent(path)]
+        costs = [one.cost(delta, relation) for one in found]
+    if as_json:
+        print(json.dumps([cost.as_dict() for cost in costs]))
+    else:
+        print(*(printable(line) for cost in costs for line in cost.lines()), sep="\n")

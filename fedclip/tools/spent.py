@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was spent of a privacy budget, read from ledgers and checkpoints, by each accountant."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fedclip import parameters
+from fedclip.dpsgd.ledger import FILE, read_ledger
+from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, Release, epsilon
+
+__all__ = ["Cost", "Spent", "of_plan", "read_spent"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What releases cost.
+
+    Attributes
+    ----------
+    where, protects
+        Where they were read, and what they protect: a record, or a client.
+    releases
+        Noise multiplier, steps and sampling of each kind.
+    delta, relation
+        For which epsilon holds.
+    epsilons
+        By the name of the accountant; a sentence where it can not account for these.
+    """
+
+    where: str
+    protects: str
+    releases: list[Release]
+    delta: float
+    relation: str
+    epsilons: dict[str, float | str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `json` can write."""
+        releases = [release._asdict() for release in self.releases]
+        return {**dataclasses.asdict(self), "releases": releases}
+
+    def lines(self) -> Iterator[str]:
+        """Yield what it comes to in words."""
+        verb = {"add-remove": "adding or removing", "replace-one": "replacing"}[self.relation]
+        yield f"{self.where}: what {verb} one {self.protects} may change"
+        for z, steps, rate in self.releases:
+            how = f"Poisson samples at rate {rate:.4g}" if rate < 1 else "without sampling"
+            yield f"  {steps:,} steps at noise multiplier {z:.4g}, {how}"
+        if not self.releases:
+            yield "  nothing was spent"
+        for name, value in self.epsilons.items():
+            shown = value if isinstance(value, str) else f"epsilon {value:.4g}"
+            yield f"  {name:12} {shown}" + (
+                "" if isinstance(value, str) else f" at delta {self.delta:g}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """What one file says was spent."""
+
+    where: str
+    protects: str
+    accountant: Accountant
+
+    def cost(self, delta: float | None = None, relation: str | None = None) -> Cost:
+        """Return what it costs, at another delta or relation than its own if they are given."""
+        spent = self.accountant.spent
+        delta = self.accountant.delta if delta is None else delta
+        relation = self.accountant.relation if relation is None else relation
+        sampled = {release.sampling != 1 for release in spent}
+        # There is no closed form with samples, and no other bound of Opacus' PRV without.
+        useless = ["closed form"] * (True in sampled) + ["prv"] * (False in sampled)
+        found: dict[str, float | str] = {}
+        for name in ACCOUNTANTS if spent else ():
+            if name in useless:
+                continue
+            try:
+                found[name] = epsilon(spent, delta, relation, name)
+            except ModuleNotFoundError:
+                found[name] = "not installed: pip install 'fedclip[dp]'"
+            except ValueError as exc:
+                if name not in ("prv", "rdp") or relation == "add-remove":
+                    raise
+                found[name] = str(exc)
+        return Cost(self.where, self.protects, spent, delta, relation, found)
+
+
+def of_plan(noise_multiplier: float, steps: int, rate: float, delta: float) -> Spent:
+    """Return what a plan would spend."""
+    accountant = Accountant(delta)
+    accountant.add(noise_multiplier, parameters.integer(1, steps=steps), rate)
+    return Spent("plan", "record", accountant)
+
+
+def read_spent(path: Path) -> Iterator[Spent]:
+    """Yield what was spent by each ledger, and each server with noise, in a folder; or one ledger.
+
+    Raises
+    ------
+    ValueError
+        If there is none, or a file is damaged.
+    """
+    if not path.is_dir():
+        yield Spent(path.name, "record", read_ledger(path))
+        return
+    none = True
+    for file in sorted(path.rglob(FILE)):
+        none = False
+        yield Spent(str(file.relative_to(path)), "record", read_ledger(file))
+    for config in sorted(path.rglob("optimizer_config.json")):
+        accountant = _of_server(config.parent)
+        if accountant is not None:
+            none = False
+            yield Spent(str(config.parent.relative_to(path)), "client", accountant)
+    if none:
+        raise ValueError(
+            f"nothing in {path} has spent a privacy budget: neither a ledger of DP-SGD ({FILE}) "
+            "nor a checkpoint of a server with update-clip-server and noise"
+        )
+
+
+def _of_server(folder: Path) -> Accountant | None:
+    """Return what update-clip-server has spent, by the newest checkpoint in a folder."""
+    from declearn.main.utils import Checkpointer
+
+    try:
+        modules = Checkpointer(str(folder)).load_optimizer().modules
+    except Exception as exc:  # whatever a damaged file makes declearn raise
+        raise ValueError(f"the checkpoint in {folder} can not be read: {exc!s:.200}") from exc
+    budgets = [getattr(module, "budget", None) for module in modules]
+    return next((budget.accountant for budget in budgets if budget is not None), None)

@@ -1,0 +1,143 @@
+"""The command line of DP-SGD: noise for a budget, and what was spent."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from declearn.main.config import FLRunConfig
+from declearn.main.utils import Checkpointer
+from declearn.optimizer import Optimizer
+from typer.testing import CliRunner
+
+import fedclip
+from fedclip.dpsgd.calibrate import calibrate
+from fedclip.dpsgd.ledger import Ledger
+from fedclip.privacy.accounting import Release, epsilon
+from fedclip.tools.cli import app
+
+pytest.importorskip("dp_accounting")
+
+
+def call(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["privacy", *map(str, arguments)])
+
+
+BUDGET = ("calibrate", "--epsilon", 3, "--rounds", 10, "--records", 400, "--batch-size", 64)
+
+
+# -- calibrate ---------------------------------------------------------------------------------
+def test_a_calibration_is_what_the_client_works_out() -> None:
+    facts = json.loads(call(*BUDGET, "--json", "--values", 650).stdout)
+    found = calibrate(3.0, 1e-5, records=400, batch_size=64, steps=60)
+    assert facts["noise_multiplier"] == found.noise_multiplier
+    assert facts["steps"] == 60
+    assert facts["noise"] == found.noise_multiplier / 64
+    assert facts["drift"] == pytest.approx(found.noise * math.sqrt(650 / 60))
+    assert 2.99 < facts["spent"] <= 3.0
+    named = (facts["accountant"], facts["relation"], facts["sampling"])
+    assert named == ("pld", "add-remove", "Poisson")
+    every = json.loads(call(*BUDGET, "--json", "--steps", 2, "--epochs", 3).stdout)
+    assert every["steps"] == 20
+    assert json.loads(call(*BUDGET[:-1], 500, "--json").stdout)["accountant"] == "closed form"
+
+
+def test_its_lines_are_a_configuration() -> None:
+    text = call(*BUDGET).stdout
+    config = tomllib.loads(text[text.index("[optim.client_opt]") :])
+    optimizer = Optimizer(lrate=0.1, **config["optim"]["client_opt"])
+    assert isinstance(optimizer.modules[0], fedclip.SampleClip)
+    run = FLRunConfig.from_params(register=3, evaluate={"batch_size": 64}, **config["run"])
+    assert run.privacy is not None
+    assert tuple(run.privacy.budget) == (3.0, 1e-5)
+    assert run.training.n_epoch == 1
+
+
+def test_it_says_when_there_are_too_few_records() -> None:
+    assert "too few" not in call(*BUDGET, "--values", 650).stdout
+    few = call(*BUDGET, "--values", 10**6).stdout
+    assert "400 records are too few for this epsilon" in few
+    assert "more than all there is to learn from: with 16,17" in few
+    # Too few for whatever model; and a delta for which one record is nothing.
+    least = ("--epsilon", 0.02, "--rounds", 1, "--records", 9, "--batch-size", 3)
+    text = call("calibrate", *least).stdout
+    assert "over 1 value, noise" in text
+    assert "9 records are too few for this epsilon" in text
+    assert "not below 1 / 9 records" in call("calibrate", *least, "--delta", 0.2).stdout
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (("--epsilon", 0), "epsilon must be"),
+        (("--records", 0), "records must be"),
+        (("--batch-size", -1), "batch_size must be"),
+        (("--rounds", 0), "rounds must be"),
+        (("--steps", 0), "n_steps must be"),
+        (("--values", 0), "values must be"),
+        (("--delta", 1), "delta must be"),
+    ],
+)
+def test_numbers_that_are_not_allowed_are_named(changed: tuple[Any, ...], said: str) -> None:
+    done = call(*BUDGET, *changed)
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+# -- spent -------------------------------------------------------------------------------------
+def test_a_ledger_is_read_and_each_accountant_named(tmp_path: Path) -> None:
+    path = tmp_path / "result" / "client_0" / "privacy_spent.json"
+    ledger = Ledger(3.0, 1e-5, path)
+    ledger.reserve(2.0, 0.16, 30)
+    for place in (path, tmp_path):
+        (found,) = json.loads(call("spent", place, "--json").stdout)
+        assert found["releases"] == [{"noise_multiplier": 2.0, "steps": 30, "sampling": 0.16}]
+        assert [*found["epsilons"]] == ["pld", "prv", "rdp"]
+        assert found["epsilons"]["pld"] == ledger.spent
+    text = call("spent", path).stdout
+    assert "adding or removing one record" in text
+    assert "30 steps at noise multiplier 2, Poisson samples at rate 0.16" in text
+    other = json.loads(call("spent", path, "--delta", 1e-3, "--json").stdout)[0]
+    assert other["epsilons"]["pld"] == epsilon([Release(2.0, 30, 0.16)], 1e-3)
+
+
+def test_a_servers_checkpoint_is_read(tmp_path: Path) -> None:
+    settings = {"noise_multiplier": 2.0, "expected_clients": 20, "delta": 1e-3}
+    optimizer = Optimizer(lrate=1.0, modules=[("update-clip-server", settings)])
+    budget: Any = optimizer.modules[0].budget  # type: ignore[attr-defined]
+    budget.accountant.add(2.0, 7)
+    Checkpointer(str(tmp_path / "server")).save_optimizer(optimizer)
+    (found,) = json.loads(call("spent", tmp_path, "--json").stdout)
+    assert (found["protects"], found["delta"]) == ("client", 1e-3)
+    assert found["epsilons"]["closed form"] == epsilon([Release(2.0, 7)], 1e-3)
+    assert "prv" not in found["epsilons"]
+
+
+def test_a_plan_needs_no_file() -> None:
+    plan = ("spent", "--noise-multiplier", 2, "--steps", 5, "--rate", 0.1)
+    (found,) = json.loads(call(*plan, "--relation", "replace-one", "--json").stdout)
+    right = epsilon([Release(2.0, 5, 0.1)], 1e-5, "replace-one")
+    assert found["epsilons"]["pld"] == right
+    assert "take 'pld'" in found["epsilons"]["prv"]
+
+
+def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / "privacy_spent.json").write_text("{}")
+    for arguments, said in [
+        ((), "give either a ledger or a folder"),
+        ((tmp_path, "--noise-multiplier", 1), "give either a ledger or a folder"),
+        ((tmp_path / "nothing",), "there is no "),
+        ((tmp_path,), "is not a ledger of privacy spent"),
+        (("--noise-multiplier", -1), "noise_multiplier must be"),
+        (("--noise-multiplier", 1, "--rate", 2), "sampling must be"),
+        (("--noise-multiplier", 1, "--steps", 0), "steps must be"),
+    ]:
+        done = call("spent", *arguments)
+        assert done.exit_code == 2, done.stdout
+        assert said in done.stderr
+    (tmp_path / "privacy_spent.json").unlink()
+    assert "has spent a privacy budget" in call("spent", tmp_path).stderr
