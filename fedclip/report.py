@@ -18,9 +18,9 @@ from __future__ import annotations
 import csv
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import msgpack
 
@@ -184,25 +184,8 @@ class Report:
 
         Needs matplotlib, the extra ``fedclip[plot]``.
         """
-        from matplotlib.figure import Figure
-
-        panels = [(node, self.select(node)) for node in self.nodes]
-        columns = min(3, len(panels))
-        lines = -(-len(panels) // columns)
-        figure = Figure(figsize=(4.6 * columns, 3.2 * lines), layout="constrained")
-        axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
-        for ax, (node, rows) in zip(axes.flat, panels, strict=False):
-            draw_norms(ax, rows)
-            ax.set_title(printable(node), fontsize="medium", parse_math=False)
-        for ax in axes.flat[len(panels) :]:
-            ax.set_axis_off()
-        for ax in axes[-1]:
-            ax.set_xlabel("round")
-        for ax in axes[:, 0]:
-            ax.set_ylabel("norm before clipping")
-        handles, labels = axes.flat[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-        return figure
+        panels = {node: self.select(node) for node in self.nodes}
+        return draw_panels(panels, columns=min(3, len(panels)))
 
     def in_words(self) -> list[str]:
         """Return the most important findings, one or two sentences for each clipper."""
@@ -283,7 +266,30 @@ def read_report(folder: str | Path) -> Report:
     return Report(folder, tuple(found), tuple(skipped))
 
 
-def draw_norms(ax: Any, rows: Iterable[Row]) -> None:
+def draw_panels(
+    panels: Mapping[str, Iterable[Row]], columns: int, sharey: bool | Literal["row"] = True
+) -> Figure:
+    """Return a figure of panels by title, so many in a line."""
+    from matplotlib.figure import Figure
+
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.2 * lines), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=sharey)
+    for ax, (title, rows) in zip(axes.flat, panels.items(), strict=False):
+        _draw_norms(ax, rows)
+        ax.set_title(printable(title), fontsize="medium", parse_math=False)
+    for ax in axes.flat[len(panels) :]:
+        ax.set_axis_off()
+    for ax in axes[-1]:
+        ax.set_xlabel("round")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("norm before clipping")
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _draw_norms(ax: Any, rows: Iterable[Row]) -> None:
     """Draw one node's rounds on matplotlib axes, always in the same colours.
 
     With several groups, draw the one with the largest norm in each round.

@@ -358,7 +358,7 @@ def test_quickrun_that_is_interrupted_points_to_the_report(
 ) -> None:
     import fedclip.tools.quickrun
 
-    async def interrupted(config: str) -> None:
+    async def interrupted(federation: object) -> None:
         raise KeyboardInterrupt
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -369,7 +369,7 @@ def test_quickrun_that_is_interrupted_points_to_the_report(
     for part in ("train_data", "train_target", "valid_data", "valid_target"):
         (client / f"{part}.npy").touch()
     (tmp_path / "model.py").touch()
-    monkeypatch.setattr(fedclip.tools.quickrun, "run_experiment", interrupted)
+    monkeypatch.setattr(fedclip.tools.quickrun.Federation, "run", interrupted)
     result = call("quickrun", file)
     assert result.exit_code == 130
     assert one_sentence(result).endswith("fedclip report results/today")

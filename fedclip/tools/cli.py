@@ -204,7 +204,7 @@ def quickrun(config: ConfigPath) -> None:
     from fedclip.tools.quickrun import QuickrunError, run
 
     try:
-        clients, results, finished = run(result)
+        clients, results, finished = run(result.path)
     except QuickrunError as exc:
         fail(str(exc))
     if not finished:

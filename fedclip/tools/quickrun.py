@@ -1,29 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""declearn's quickrun with fedclip registered, after a check that reports every mistake."""
+"""The federation that a quickrun file describes: declearn's public parts, with a guarded server.
+
+The server that declearn's own quickrun starts does not vet replies, and may wait for ever.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import importlib
+import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
 
-from declearn.quickrun import DataSourceConfig, parse_data_folder
+from declearn.communication import NetworkClientConfig, NetworkServerConfig
+from declearn.dataset import InMemoryDataset
+from declearn.main import FederatedClient, FederatedServer
+from declearn.main.config import FLOptimConfig, FLRunConfig
+from declearn.quickrun import DataSourceConfig, ExperimentConfig, ModelConfig, parse_data_folder
+from declearn.utils import (
+    LOGGING_LEVEL_MAJOR,
+    make_importable,
+    set_device_policy,
+    setup_client_loggers,
+    setup_server_loggers,
+)
 
-from fedclip.tools.check import Check
-from fedclip.tools.experiment import run_experiment
+from fedclip.federation.serving import guarded
 from fedclip.tools.ports import port_is_free
 
-__all__ = ["QuickrunError", "run"]
+__all__ = ["Federation", "QuickrunError", "run"]
 
 
 class QuickrunError(RuntimeError):
     """A run can not start; the message says why."""
 
 
-def run(check: Check) -> tuple[int, str, bool]:
-    """Run what a checked file describes.
+class Federation:
+    """The nodes of a federation, to run in one process or in a process each.
+
+    Parameters
+    ----------
+    file
+        A quickrun file.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.toml, self.folder = str(file), file.resolve().parent
+        self.network = NetworkServerConfig.from_toml(self.toml, False, "network")
+        self.data = DataSourceConfig.from_toml(self.toml, False, "data")
+        self.experiment = ExperimentConfig.from_toml(self.toml, False, "experiment", True)
+        model = ModelConfig.from_toml(self.toml, False, "model", True)
+        self.model_name = model.model_name
+        self.model_file: str = model.model_file or str(self.folder / "model.py")
+        default = self.folder / time.strftime("result_%y-%m-%d_%H-%M")
+        self.results: str = self.experiment.checkpoint or str(default)
+        """The folder of checkpoints and logs."""
+
+    def clients(self) -> list[str]:
+        """Return the names of the clients whose data is in the data folder."""
+        return list(parse_data_folder(self.data, str(self.folder)))
+
+    async def serve(self) -> None:
+        """Run the server."""
+        set_device_policy(gpu=False)
+        checkpoint = os.path.join(self.results, "server")
+        setup_server_loggers(level=logging.INFO, fpath=os.path.join(checkpoint, "logs.txt"))
+        optim = FLOptimConfig.from_toml(self.toml, False, "optim")
+        folder, name = os.path.split(os.path.abspath(self.model_file))
+        with make_importable(folder):
+            model = getattr(importlib.import_module(name.removesuffix(".py")), self.model_name)
+        server = FederatedServer(
+            model=model,
+            optim=optim,
+            metrics=self.experiment.metrics,
+            checkpoint=checkpoint,
+            **guarded(self.network, optim),
+        )
+        await server.async_run(FLRunConfig.from_toml(self.toml, False, "run"))
+
+    async def take_part(self, name: str, seed: int | None = None) -> None:
+        """Run one client, whose batches are drawn from a seed if there is one."""
+        set_device_policy(gpu=False)
+        checkpoint = os.path.join(self.results, name)
+        setup_client_loggers(name, logging.INFO, os.path.join(checkpoint, "logs.txt"))
+        # The file gets everything, the console, which clients may share, what matters.
+        for handler in logging.getLogger(f"declearn.client-{name}").handlers:
+            if not isinstance(handler, logging.FileHandler):
+                handler.setLevel(LOGGING_LEVEL_MAJOR)
+        # A client may be alone on its machine: look for its own data only.
+        own = dataclasses.replace(self.data, client_names=[name])
+        files = parse_data_folder(own, str(self.folder))[name]
+        client = FederatedClient(
+            netwk=NetworkClientConfig.from_params(
+                protocol=self.network.protocol,
+                server_uri=self.network.build_server().uri,
+                name=name,
+            ),
+            train_data=InMemoryDataset(
+                files["train_data"], target=files["train_target"], expose_classes=True, seed=seed
+            ),
+            valid_data=InMemoryDataset(files["valid_data"], target=files["valid_target"]),
+            checkpoint=checkpoint,
+            verbose=False,
+        )
+        await client.async_run()
+
+    async def run(self) -> None:
+        """Run the server and all clients in this process."""
+        await asyncio.gather(self.serve(), *map(self.take_part, self.clients()))
+
+
+def run(file: Path) -> tuple[int, str, bool]:
+    """Run what a checked quickrun file describes.
 
     Returns
     -------
@@ -31,32 +121,21 @@ def run(check: Check) -> tuple[int, str, bool]:
         How many clients took part, where the results are, and whether the run came to its end:
         not so if it was interrupted from the keyboard.
     """
-    network = check.config["network"]
-    host, port = network.get("host", "localhost"), network.get("port", 8765)
+    federation = Federation(file)
+    host, port = federation.network.host, federation.network.port
     if not port_is_free(host, port):
         raise QuickrunError(f"port {port} on {host} is in use; set another port in [network]")
-    folder = check.path.resolve().parent
-    data = DataSourceConfig.from_toml(str(check.path), False, "data")
     try:
-        clients = parse_data_folder(data, str(folder))
+        clients = federation.clients()
     except (OSError, ValueError) as exc:
         raise QuickrunError(f"[data] {exc}") from None
     if not clients:
         raise QuickrunError("[data] the data folder holds no client's folder")
-    model = check.config.get("model", {}).get("model_file") or folder / "model.py"
-    if not os.path.isfile(model):
-        raise QuickrunError(f"[model] there is no model file {str(model)!r}")
-
-    started, finished = time.time(), True
+    if not os.path.isfile(federation.model_file):
+        raise QuickrunError(f"[model] there is no model file {federation.model_file!r}")
+    finished = True
     try:
-        asyncio.run(run_experiment(str(check.path)))
+        asyncio.run(federation.run())
     except KeyboardInterrupt:
         finished = False
-    return len(clients), str(_results(check.config, folder, started)), finished
-
-
-def _results(config: dict[str, Any], folder: Path, started: float) -> Any:
-    """Return the folder of the results, which declearn names by the minute if nobody else does."""
-    chosen = config.get("experiment", {}).get("checkpoint")
-    results = [path for path in folder.glob("result_*") if path.stat().st_mtime >= started - 1]
-    return chosen or max(results, key=lambda path: path.stat().st_mtime, default=folder)
+    return len(clients), federation.results, finished

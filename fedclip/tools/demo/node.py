@@ -8,68 +8,17 @@ process outlives the demo, however the demo ends.
 
 from __future__ import annotations
 
+import asyncio
 import os
-import runpy
 import sys
 import threading
-import tomllib
 from pathlib import Path
-from typing import Any
-
-from declearn.communication import NetworkClientConfig, NetworkServerConfig
-from declearn.dataset import InMemoryDataset
-from declearn.main import FederatedClient, FederatedServer
-from declearn.main.config import FLOptimConfig, FLRunConfig
-from declearn.quickrun import ExperimentConfig
-from declearn.utils import setup_client_loggers, setup_server_loggers
 
 import fedclip  # noqa: F401  (registers the clippers)
-from fedclip.federation.serving import guarded
 from fedclip.tools.demo.data import SITES
+from fedclip.tools.quickrun import Federation
 
-__all__ = ["serve", "take_part"]
-
-
-def serve(file: Path, config: dict[str, Any]) -> None:
-    """Run the server of the federation that `file` describes."""
-    setup_server_loggers(level=20)
-    path = str(file)
-    experiment = ExperimentConfig.from_toml(path, False, "experiment")
-    optim = FLOptimConfig.from_toml(path, False, "optim")
-    server = FederatedServer(
-        model=runpy.run_path(config["model"]["model_file"])["model"],
-        optim=optim,
-        metrics=experiment.metrics,
-        checkpoint=os.path.join(str(experiment.checkpoint), "server"),
-        **guarded(NetworkServerConfig.from_toml(path, False, "network"), optim),
-    )
-    server.run(FLRunConfig.from_toml(path, False, "run"))
-
-
-def take_part(site: str, config: dict[str, Any]) -> None:
-    """Run one client of the federation."""
-    setup_client_loggers(site, level=20)
-    folder = Path(config["data"]["data_folder"], site)
-    network = config["network"]
-    client = FederatedClient(
-        netwk=NetworkClientConfig.from_params(
-            protocol=network["protocol"],
-            server_uri=f"ws://{network['host']}:{network['port']}",
-            name=site,
-        ),
-        train_data=InMemoryDataset(
-            str(folder / "train_data.npy"),
-            target=str(folder / "train_target.npy"),
-            expose_classes=True,
-            seed=SITES.index(site),
-        ),
-        valid_data=InMemoryDataset(
-            str(folder / "valid_data.npy"), target=str(folder / "valid_target.npy")
-        ),
-        checkpoint=os.path.join(config["experiment"]["checkpoint"], site),
-        verbose=False,
-    )
-    client.run()
+__all__ = ["main"]
 
 
 def end_with_parent() -> None:
@@ -84,11 +33,11 @@ def main() -> None:
     """Run the node that the command line names."""
     role, file = sys.argv[1], Path(sys.argv[2])
     threading.Thread(target=end_with_parent, daemon=True).start()
-    config = tomllib.loads(file.read_text(encoding="utf-8"))
+    federation = Federation(file)
     if role == "server":
-        serve(file, config)
+        asyncio.run(federation.serve())
     else:
-        take_part(role, config)
+        asyncio.run(federation.take_part(role, seed=SITES.index(role)))
 
 
 if __name__ == "__main__":

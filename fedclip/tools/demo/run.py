@@ -14,19 +14,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fedclip.report import Report, draw_norms, read_report
+from fedclip.report import draw_panels, read_report
 from fedclip.tools.demo.data import FACTOR, SITES, write_data
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 __all__ = ["WAYS", "DemoError", "Result", "Way", "run_demo"]
 
@@ -235,51 +232,42 @@ def _run_federation(
     try:
         for node in ("server", *SITES):
             (folder / node).mkdir()
-            with (folder / node / "log.txt").open("wb") as log:
+            with (folder / node / "output.txt").open("wb") as output:
                 processes[node] = subprocess.Popen(
                     [sys.executable, "-m", "fedclip.tools.demo.node", node, str(config)],
                     stdin=subprocess.PIPE,
-                    stdout=log,
+                    stdout=output,
                     stderr=subprocess.STDOUT,
                     env=environment,
                     start_new_session=True,
                 )
         while any(process.poll() is None for process in processes.values()):
             advance(*_progress_of(folder))
-            for node, process in processes.items():
-                if process.poll():
-                    raise DemoError(_why(folder, node))
+            _look_for_failures(folder, processes)
             if time.monotonic() > deadline:
                 raise DemoError(
                     f"{folder.name} did not finish within {timeout:.0f} s and was ended; the "
-                    f"logs are {_shown(folder)}/*/log.txt"
+                    f"logs are {_shown(folder)}/*/logs.txt"
                 )
             time.sleep(0.1)
-        for node, process in processes.items():
-            if process.returncode:
-                raise DemoError(_why(folder, node))
+        _look_for_failures(folder, processes)
         advance(*_progress_of(folder))
     finally:
-        _end(list(processes.values()))
-
-
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
+        for process in processes.values():
             process.kill()
-        process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
+            process.communicate()
 
 
-def _why(folder: Path, node: str) -> str:
-    """Say why a node ended, from the last line that it wrote."""
-    log = folder / node / "log.txt"
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    last = next((line for line in reversed(lines) if line), "it said nothing")
+def _look_for_failures(folder: Path, processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    """Raise an error that says why a node failed, by the last line that it wrote."""
+    node = next((node for node, process in processes.items() if process.poll()), None)
+    if node is None:
+        return
+    output = folder / node / "output.txt"
+    last = output.read_text(errors="replace").rstrip().rpartition("\n")[2] or "it said nothing"
     if "address already in use" in last.lower():
         last = "its port is in use by another program"
-    return f"{node} of {folder.name} failed: {last} (log: {_shown(log)})"
+    raise DemoError(f"{node} of {folder.name} failed: {last.strip()} (output: {_shown(output)})")
 
 
 def _metrics(folder: Path) -> list[dict[str, str]]:
@@ -338,12 +326,8 @@ def _progress(console: Console, rounds: int) -> Iterator[Callable[[Way, int, str
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
     """Let a polite kill take the same way out as Ctrl-C, by which the processes are ended."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
     try:
-        previous = signal.signal(signal.SIGTERM, interrupt)
+        previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     except ValueError:  # not in the main thread, which alone may ask
         yield
         return
@@ -402,24 +386,16 @@ def _in_words(folder: Path) -> str:
 
 def _plot(folder: Path) -> str:
     """Draw norms and limits: a row of panels for each way, a column for each site."""
+    file = folder / "norms.png"
+    panels = {
+        f"{way.name}, {site}": read_report(folder / way.name).select(node=site)
+        for way in WAYS
+        for site in SITES
+    }
     try:
-        from matplotlib.figure import Figure
+        draw_panels(panels, len(SITES), sharey="row").savefig(file, dpi=120)
     except ModuleNotFoundError:
         return "No plot without matplotlib: pip install 'fedclip[plot]'"
-    figure = Figure(figsize=(12, 9), layout="constrained")
-    axes = figure.subplots(len(WAYS), len(SITES), sharex=True, sharey="row")
-    for line, way in zip(axes, WAYS, strict=True):
-        report: Report = read_report(folder / way.name)
-        for ax, site in zip(line, SITES, strict=True):
-            draw_norms(ax, report.select(node=site))
-            ax.set_title(f"{way.name}, {site}", fontsize="medium")
-        line[0].set_ylabel("norm before clipping")
-    for ax in axes[-1]:
-        ax.set_xlabel("round")
-    handles, labels = axes[-1][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    file = folder / "norms.png"
-    figure.savefig(file, dpi=120)
     return f"Norms and limits of every site: {_shown(file)}"
 
 
