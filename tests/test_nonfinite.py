@@ -142,6 +142,7 @@ def test_a_nonfinite_first_step_leaves_no_trace() -> None:
 
 LEFT_ALONE: list[tuple[str, dict[str, Any]]] = [
     ("norm-clip", {"exclude": "b"}),
+    ("norm-clip", {"exclude": ["w", "b"]}),
     ("value-clip", {"exclude": "b"}),
     ("zscore-clip", {"exclude": "b"}),
     ("percentile-clip", {"exclude": "b"}),

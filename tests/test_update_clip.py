@@ -15,13 +15,15 @@ from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 from federation_helpers import Clients, Server, norm, sent
-from helpers import FRAMEWORKS, to_numpy, to_vector
+from helpers import FRAMEWORKS, require, to_numpy, to_vector
 
 import fedclip
 from fedclip.errors import NonFiniteError, StateError
+from fedclip.federation.update.averaging import UpdateClipping, averaged
 from fedclip.federation.update.bound import next_bound, share_within
-from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER
+from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER, ClientRound
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
+from fedclip.federation.update.secagg import inside
 from fedclip.federation.version import VERSION
 from fedclip.privacy.accounting import split_noise
 
@@ -1022,3 +1024,84 @@ def test_client_keeps_a_record_of_its_updates() -> None:
     assert other.modules[0].rounds == module.rounds
     with pytest.raises(StateError):
         module.set_state({"rounds": []})
+
+
+# -- updates that are not plain arrays of the machine -------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])
+@pytest.mark.parametrize("size", [0.5, 1.0 + 1e-7, 700.0])
+def test_updates_of_another_byte_order_are_clipped_and_averaged(dtype: str, size: float) -> None:
+    given = vector(0.6 * size, 0.8 * size)
+    foreign = NumpyVector({name: a.astype(dtype) for name, a in given.coefs.items()})
+    native = NumpyVector({name: a.astype(dtype[1:]) for name, a in given.coefs.items()})
+    aggregator = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
+    shared, expected = (
+        aggregator.prepare_for_sharing(updates=update, n_steps=3) for update in (foreign, native)
+    )
+    assert (shared.n_clipped, shared.n_zeroed) == (expected.n_clipped, 0)
+    assert (shared.updates is foreign) == (expected.updates is native)
+    for name, array in shared.updates.coefs.items():
+        assert array.dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(array, expected.updates.coefs[name])
+    # The server measures what arrives, refuses none of it, and takes the mean.
+    average = aggregator.finalize_updates(shared + shared).coefs
+    for name, array in expected.updates.coefs.items():
+        np.testing.assert_array_equal(average[name], array)
+
+
+@pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])
+def test_the_edge_of_the_range_moves_inside_in_another_byte_order(dtype: str) -> None:
+    values = np.array([1.0, -1.0, 0.25])
+    moved = inside({"w": values.astype(dtype)}, 1.0)["w"]
+    assert moved.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(moved, inside({"w": values.astype(dtype[1:])}, 1.0)["w"])
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("seed", range(3))
+def test_sparse_updates_are_clipped_and_averaged(framework: str, dtype: str, seed: int) -> None:
+    clipping = UpdateClipping(
+        "global",
+        None,
+        zeroing_norm=None,
+        zeroing_ord="inf",
+        zeroing_factor=None,
+        on_nonfinite="skip",
+    )
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 3, 64)
+    # Much of it cancels, so that the rounding of single rows would count.
+    values = rng.standard_normal((64, 2)) * 10.0 ** rng.uniform(0, 2, (64, 1))
+    update = {"emb": repeated_rows(framework, dtype, rows, values)}
+    shared = clipping.prepare(update, ClientRound(0.1), whole=True).arrays
+    assert shared is not update
+    assert np.linalg.norm(dense_sum(shared["emb"])) <= 0.1 * (1 + 1e-12)
+    assert not clipping.excess(shared, 0.1, whole=True)
+    average = averaged([shared, shared], 2)["emb"]
+    np.testing.assert_allclose(dense_sum(average), dense_sum(shared["emb"]), rtol=2e-3)
+
+
+def repeated_rows(framework: str, dtype: str, rows: np.ndarray, values: np.ndarray) -> Any:
+    """Return a sparse tensor of five rows, some of which repeat."""
+    if framework == "torch":
+        torch = require("torch")
+        wide = torch.tensor(values).to(getattr(torch, dtype))
+        return torch.sparse_coo_tensor(
+            torch.tensor(rows)[None], wide, (5, 2), check_invariants=True
+        )
+    tf = require("tensorflow")
+    wide = tf.cast(tf.constant(values), dtype)
+    return tf.IndexedSlices(wide, tf.constant(rows), tf.constant([5, 2], tf.int64))
+
+
+def dense_sum(array: Any) -> np.ndarray:
+    """Return an array as a dense one, its rows added up in float64, as nobody rounds."""
+    if hasattr(array, "to_dense"):
+        return np.asarray(array.double().to_dense())
+    if not hasattr(array, "indices"):
+        return np.asarray(array, np.float64)
+    result = np.zeros((5, 2))
+    np.add.at(result, array.indices.numpy(), array.values.numpy().astype(float))
+    return result

@@ -11,9 +11,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import Context
 from dataclasses import fields
-from operator import is_not
 from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
@@ -21,7 +19,7 @@ from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip import parameters, states
-from fedclip.arrays import Arena, Array, Backend, Views, backend_of
+from fedclip.arrays import Arena, Array, Backend, Views
 from fedclip.compat import translate
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
 from fedclip.measures import Order
@@ -32,23 +30,9 @@ from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
 from fedclip.rules import Rule
 from fedclip.scopes import Groups, Scope, resolve
 from fedclip.states import Statistics
-from fedclip.transforms import (
-    Action,
-    Gradient,
-    NormClipping,
-    Outcome,
-    Transform,
-    check_dtypes,
-    is_float,
-)
+from fedclip.transforms import Action, Gradient, NormClipping, Outcome, Transform
 
 __all__ = ["Clipper"]
-
-# A context variable tells NumPy how to handle floating-point errors. Calling a function in a copy
-# of this context, which ignores them, takes a tenth of the time of `np.errstate`.
-_QUIET = Context()
-_QUIET.run(np.seterr, all="ignore")
-
 
 _Clipped: TypeAlias = tuple[Sequence[Array] | None, Mapping[str, Array]]
 """New arrays of the groups (None: unchanged), and of the excluded tensors."""
@@ -267,43 +251,22 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
 
     def _clip(self, arrays: Mapping[str, Array], backend: Backend | None) -> Mapping[str, Array]:
         groups = self._resolve(arrays)
-        # Without exclusions, the mapping has the names of the groups, in the same order.
-        values = [arrays[name] for name in groups.names] if groups.excluded else [*arrays.values()]
-        if not values:
+        if not arrays:
             return arrays
-        backend = backend or self._backend(groups.names, values)
-        views, prepared = backend.host(values), values
-        if not views.usual:
-            check_dtypes(self.name, groups.names, values)
-            prepared = [*backend.prepared(values)]
-            if any(map(is_not, prepared, values)):
-                views = backend.host(prepared)
-        transform = self.transform(groups)
-        rest: dict[str, Array] = {}
-        if groups.excluded:
-            rest = {n: a for n, a in arrays.items() if n in groups.excluded and is_float(a)}
-        gradient = Gradient(prepared, groups, backend, views, self._arrays, rest)
+        gradient = Gradient.of(self.name, arrays, groups, backend, self._arrays)
+        transform, views = self.transform(groups), gradient.views
         if not (views.remote or any(views.sizes)):
-            outputs, others = self._pass_by(gradient)
+            outputs, rest = self._pass_by(gradient)
         elif self._stays_on_device(transform, views):
-            outputs, others = self._clip_on_device(transform, gradient)
+            outputs, rest = self._clip_on_device(transform, gradient)
         else:
-            outputs, others = self._clip_on_host(transform, gradient)
-        if outputs is None:
-            return arrays
-        if prepared is not values:
-            trios = zip(outputs, prepared, values, strict=True)
-            outputs = [v if o is p else backend.restored(o, v) for o, p, v in trios]
-        clipped = dict(arrays)
-        # With the keyword `strict`, this would take half as long again.
-        clipped.update(zip(groups.names, outputs))  # noqa: B905
-        clipped.update(others)
-        return clipped
+            outputs, rest = self._clip_on_host(transform, gradient)
+        return arrays if outputs is None else gradient.result(arrays, outputs, rest)
 
     def _pass_by(self, gradient: Gradient) -> _Clipped:
         """Leave alone a gradient that has nothing to measure, and nothing to learn from."""
         self._last, self._bad = None, ()
-        if not gradient.rest or _QUIET.copy().run(gradient.rest_is_finite):
+        if gradient.rest_is_finite():
             return None, {}
         return self._replace_nonfinite(gradient, self._report_nonfinite(gradient))
 
@@ -313,12 +276,10 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
             fresh, labels = transform.init(groups), groups.labels
             self._state = states.load(fresh, states.dump(self._state, labels), labels)
             self._on_device = False
-        quiet = _QUIET.copy()
-        measured = quiet.run(transform.measure, gradient)
-        finite = math.isfinite(measured) if type(measured) is float else np.isfinite(measured).all()
-        if not finite or (gradient.rest and not quiet.run(gradient.rest_is_finite)):
+        measured = gradient.measured(transform)
+        if measured is None:
             return self._replace_nonfinite(gradient, self._report_nonfinite(gradient))
-        outcome = quiet.run(transform.step, gradient, measured, self._state)
+        outcome = gradient.stepped(transform, measured, self._state)
         self._note(outcome, groups)
         return outcome.outputs, gradient.rest
 
@@ -429,18 +390,6 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         groups = states.check_groups(state["groups"], one)
         arrays = states.check_arrays(state["arrays"], transform.array_fields)
         return groups, arrays, round_, read_rounds(state)
-
-    @staticmethod
-    def _backend(names: Sequence[str], values: Sequence[Array]) -> Backend:
-        backend = backend_of(values[0])
-        if len({*map(type, values)}) > 1:
-            others = [n for n, v in zip(names, values, strict=True) if backend_of(v) is not backend]
-            if others:
-                raise TypeError(
-                    f"tensors of one gradient must be of one framework: {names[0]!r} is of "
-                    f"{backend.name}, {others[0]!r} is not"
-                )
-        return backend
 
     def _report_nonfinite(self, gradient: Gradient) -> tuple[int, ...]:
         """Count the step, warn or raise; return the positions of the arrays to blame."""

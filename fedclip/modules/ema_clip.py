@@ -138,6 +138,6 @@ class EmaClip(SharedClipper):
         if self.warmup_scope == "global" and self.ord != 2:
             raise ValueError(
                 "warmup_scope='global' needs ord=2: only L2 norms of groups add up to the norm of "
-                f"all; got ord={ord!r}"
+                f"all; got ord={self.ord!r}"
             )
         return self._clipping(Ema, joint_warmup=self.warmup_scope == "global")

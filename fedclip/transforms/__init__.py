@@ -5,14 +5,7 @@ Each class has a step for the host. Some also have a step for devices and compil
 """
 
 from fedclip.transforms.action import MARGIN, Action
-from fedclip.transforms.base import (
-    Gradient,
-    Outcome,
-    Transform,
-    check_dtypes,
-    clip_on_device,
-    is_float,
-)
+from fedclip.transforms.base import Gradient, Outcome, Transform, clip_on_device
 from fedclip.transforms.norm import NormClipping
 from fedclip.transforms.slice import SliceClipping
 from fedclip.transforms.value import ValueClipping
@@ -26,7 +19,5 @@ __all__ = [
     "SliceClipping",
     "Transform",
     "ValueClipping",
-    "check_dtypes",
     "clip_on_device",
-    "is_float",
 ]

@@ -13,7 +13,7 @@ import functools
 import math
 import operator
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +22,10 @@ from fedclip.arrays import Array, backend_of
 from fedclip.errors import FedclipWarning, NonFiniteError
 from fedclip.federation.update.coupling import ClientRound
 from fedclip.measures import Order, measure
-from fedclip.measures.l2 import Float64, l2_norms
+from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope, resolve
-from fedclip.transforms import Gradient, NormClipping, check_dtypes
+from fedclip.transforms import Gradient, NormClipping
 
 __all__ = ["Clipped", "Signature", "UpdateClipping", "averaged", "peaks", "signature", "zeros"]
 
@@ -96,24 +96,32 @@ class UpdateClipping:
         TypeError
             If a tensor is of a type that can not be clipped.
         """
-        groups = resolve(self.scope, self.exclude, tuple(arrays))
-        check_dtypes("clipped-averaging", groups.names, [arrays[n] for n in groups.names])
-        norms, outputs, over = _clip(arrays, groups, self.limits(groups, round_.bound, whole))
-        if not np.isfinite(norms).all() or _nonfinite(arrays, groups.excluded):
-            return Clipped(zeros(arrays), self._not_finite(arrays))
-        limits = self.limits(groups, round_.bound, whole)
+        gradient = self._gradient(arrays)
+        limits = self.limits(gradient.groups, round_.bound, whole)
+        transform = NormClipping(Constant(limits))
+        norms = gradient.measured(transform)
+        if norms is None:
+            return Clipped(zeros(arrays), self._not_finite(gradient))
+        outcome = gradient.stepped(transform, norms, NoState())
+        round_.clipped = bool(np.any(outcome.clipped))
         # The factor by which the bound would have to grow to leave the update alone.
-        need = max((n / c for n, c in zip(norms.tolist(), limits, strict=False)), default=0.0)
-        round_.clipped = over
+        pairs = zip(np.atleast_1d(outcome.norms).tolist(), limits, strict=True)
+        need = max((n / c for n, c in pairs), default=0.0)
         # Norms close to the limit were measured exactly; the ratio must agree with that decision.
-        need = max(need, math.nextafter(1.0, 2.0)) if over else min(need, 1.0)
+        need = max(need, math.nextafter(1.0, 2.0)) if round_.clipped else min(need, 1.0)
         round_.norm = need * round_.bound
         if far := self._far(arrays, round_):
             return Clipped(zeros(arrays), far)
-        return Clipped(arrays if outputs is None else outputs)
+        outputs = outcome.outputs
+        return Clipped(arrays if outputs is None else gradient.result(arrays, outputs, {}))
 
-    def _not_finite(self, arrays: Arrays) -> str:
-        named = ", ".join(map(repr, _nonfinite(arrays, tuple(arrays)))) or "a norm beyond float64"
+    def _gradient(self, arrays: Arrays) -> Gradient:
+        groups = resolve(self.scope, self.exclude, tuple(arrays))
+        return Gradient.of("clipped-averaging", arrays, groups)
+
+    def _not_finite(self, gradient: Gradient) -> str:
+        names = gradient.names
+        named = ", ".join(repr(names[i]) for i in gradient.nonfinite()) or "a norm beyond float64"
         if self.on_nonfinite == "raise":
             raise NonFiniteError(f"clipped-averaging: NaN or infinity in {named}")
         text = f"NaN or infinity in {named}"
@@ -152,23 +160,24 @@ class UpdateClipping:
             dtype = backend_of(array).dtype(array)
             if not dtype.startswith(("float", "bfloat", "int", "uint")):
                 return f"its tensor {name!r:.60} is of {dtype}"
-        groups = resolve(self.scope, self.exclude, tuple(arrays))
-        check_dtypes("clipped-averaging", groups.names, [arrays[n] for n in groups.names])
-        norms = _norms(arrays, groups)
-        if not np.isfinite(norms).all() or _nonfinite(arrays, groups.excluded):
+        gradient = self._gradient(arrays)
+        groups = gradient.groups
+        limits = self.limits(groups, bound, whole)
+        norms = gradient.measured(NormClipping(Constant(limits)))
+        if norms is None:
             return "it holds NaN or infinity"
         slack = _SLACK if clients == 1 else _SUM_SLACK
-        limits = self.limits(groups, bound, whole)
-        for label, norm, limit in zip(groups.labels, norms.tolist(), limits, strict=True):
+        columns = groups.labels, np.atleast_1d(norms).tolist(), limits
+        for label, norm, limit in zip(*columns, strict=True):
             if norm > limit * clients * slack:
                 return f"its norm of {label!r} is {norm:.4g}, beyond the limit of {limit:.4g}"
         return ""
 
 
 def averaged(updates: Sequence[Arrays], clients: int) -> dict[str, Array]:
-    """Return the sum of updates, tensor by tensor, divided by the number of clients."""
+    """Return the sum of updates, tensor by tensor, divided by the number of clients; dense."""
     sums = {
-        name: functools.reduce(operator.add, [update[name] for update in updates])
+        name: functools.reduce(operator.add, [_dense(update[name]) for update in updates])
         for name in updates[0]
     }
     return {name: total / float(clients) for name, total in sums.items()}
@@ -196,39 +205,8 @@ def signature(arrays: Arrays) -> Signature:
     )
 
 
-def _clip(
-    arrays: Arrays, groups: Groups, limits: tuple[float, ...]
-) -> tuple[Float64, dict[str, Array] | None, bool]:
-    """Return the norms of the groups, the clipped arrays (None: unchanged), and whether."""
-    values = [arrays[name] for name in groups.names]
-    if not values:
-        return np.zeros(0), None, False
-    backend = backend_of(values[0])
-    gradient = Gradient(values, groups, backend, backend.host(values))
-    transform = NormClipping(Constant(limits))
-    with np.errstate(all="ignore"):
-        norms = transform.measure(gradient)
-        if not np.isfinite(norms).all():
-            return np.atleast_1d(norms), None, False
-        outcome = transform.step(gradient, norms, transform.init(groups))
-    outputs = None
-    if outcome.outputs is not None:
-        outputs = {**arrays, **dict(zip(groups.names, outcome.outputs, strict=True))}
-    return np.atleast_1d(outcome.norms), outputs, bool(np.any(outcome.clipped))
-
-
-def _norms(arrays: Arrays, groups: Groups) -> Float64:
-    values = [arrays[name] for name in groups.names]
-    if not values:
-        return np.zeros(0)
-    backend = backend_of(values[0])
-    with np.errstate(all="ignore"):
-        return np.atleast_1d(l2_norms(values, backend.host(values), groups, backend))
-
-
-def _nonfinite(arrays: Arrays, names: Iterable[str]) -> list[str]:
-    """Return which of the named tensors hold NaN or infinity."""
-    return [n for n in names if not math.isfinite(measure(_views({n: arrays[n]}), "inf"))]
+def _dense(array: Array) -> Array:
+    return backend_of(array).dense(array)
 
 
 def _views(arrays: Arrays) -> list[Any]:

@@ -178,7 +178,9 @@ def inside(arrays: Mapping[str, Array], clipval: float) -> Mapping[str, Array]:
         dtype = backend.dtype(array)
         if dtype not in _MANTISSA:
             continue
-        values = np.array(backend.to_host(backend.dense(array)), dtype=np.float64)
+        (prepared,) = backend.prepared([array])
+        like = backend.dense(prepared)
+        values = np.array(backend.to_host(like), dtype=np.float64)
         if np.max(np.abs(values), initial=0.0) <= clipval * _EDGE:
             continue
         # Find the largest number of the dtype that is inside.
@@ -187,5 +189,5 @@ def inside(arrays: Mapping[str, Array], clipval: float) -> Mapping[str, Array]:
         edge = math.ldexp(math.floor(math.ldexp(part, bits)), exponent - bits)
         kind = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
         clipped = encode(np.clip(values, -edge, edge), kind)
-        moved[name] = backend.from_host(clipped, backend.dense(array))
+        moved[name] = backend.restored(backend.from_host(clipped, like), array)
     return {**arrays, **moved} if moved else arrays
