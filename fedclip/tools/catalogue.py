@@ -9,9 +9,8 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from declearn.aggregator import Aggregator
+from declearn.aggregator import list_aggregators
 from declearn.optimizer import list_optim_modules, list_optim_regularizers
-from declearn.utils import access_types_mapping
 
 import fedclip
 from fedclip import parameters
@@ -20,16 +19,7 @@ __all__ = ["OLDEST_DECLEARN", "build", "catalogue", "fits", "is_ours", "versions
 
 OLDEST_DECLEARN = (2, 9, 1)
 
-FRAMEWORKS = (
-    "torch",
-    "tensorflow",
-    "jax",
-    "scikit-learn",
-    "opacus",
-    "dp-accounting",
-    "matplotlib",
-    "websockets",
-)
+FRAMEWORKS = "torch tensorflow jax scikit-learn opacus dp-accounting matplotlib websockets"
 
 
 def is_ours(cls: type) -> bool:
@@ -37,56 +27,51 @@ def is_ours(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "fedclip"
 
 
-def build(kind: str, name: str, config: Mapping[str, Any]) -> Any:
-    """Return a plug-in of fedclip or declearn, made as declearn makes it from a file."""
-    registries: dict[str, Mapping[str, Any]] = {
+def registries() -> dict[str, Mapping[str, Any]]:
+    """Return what is registered with declearn, by kind and name."""
+    return {
         "module": list_optim_modules(),
         "regularizer": list_optim_regularizers(),
-        "aggregator": access_types_mapping(Aggregator.__name__),
+        "aggregator": list_aggregators(),
     }
-    return registries[kind][name](**config)
+
+
+def build(kind: str, name: str, config: Mapping[str, Any]) -> Any:
+    """Return a plug-in of fedclip or declearn, made as declearn makes it from a file."""
+    return registries()[kind][name](**config)
 
 
 def catalogue() -> list[dict[str, Any]]:
     """Return what fedclip has registered with declearn, as plain data."""
-    kinds: dict[str, dict[str, Any]] = {
-        "module": dict(list_optim_modules()),
-        "regularizer": dict(list_optim_regularizers()),
-        "aggregator": access_types_mapping(Aggregator.__name__),
+    return [
+        _entry(kind, name, cls)
+        for kind, registry in registries().items()
+        for name, cls in sorted(registry.items())
+        if is_ours(cls)
+    ]
+
+
+def _entry(kind: str, name: str, cls: type) -> dict[str, Any]:
+    known = parameters.signature_of(cls).items()
+    own = {key: p.default for key, p in known if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    required = [key for key, default in own.items() if default is inspect.Parameter.empty]
+    return {
+        "name": name,
+        "kind": kind,
+        "summary": (inspect.getdoc(cls) or "").partition("\n")[0],
+        "parameters": {**own, **dict.fromkeys(required)},
+        "required": required,
     }
-    entries = []
-    for kind, mapping in kinds.items():
-        for name, cls in sorted(mapping.items()):
-            if not is_ours(cls):
-                continue
-            entries.append(
-                {
-                    "name": name,
-                    "kind": kind,
-                    "summary": (inspect.getdoc(cls) or "").partition("\n")[0],
-                    "parameters": {
-                        key: None if p.default is p.empty else p.default
-                        for key, p in parameters.signature_of(cls).items()
-                        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-                    },
-                    "required": [
-                        key
-                        for key, p in parameters.signature_of(cls).items()
-                        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-                    ],
-                }
-            )
-    return entries
 
 
 def versions() -> dict[str, Any]:
     """Return the facts for a bug report: versions, frameworks, registered names."""
     return {
         "fedclip": fedclip.__version__,
-        "declearn": importlib.metadata.version("declearn"),
+        "declearn": _version("declearn"),
         "python": platform.python_version(),
-        "numpy": importlib.metadata.version("numpy"),
-        **{name: _version(name) for name in FRAMEWORKS},
+        "numpy": _version("numpy"),
+        **{name: _version(name) for name in FRAMEWORKS.split()},
         "platform": f"{platform.system()} {platform.machine()}",
         "registered": [entry["name"] for entry in catalogue()],
     }

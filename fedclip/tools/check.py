@@ -94,9 +94,6 @@ def check_config(path: str | Path, *, quickrun: bool = False) -> Check:
     return check
 
 
-# --------------------------------------------------------------------------------- quickrun
-
-
 def _check_quickrun(check: Check, config: dict[str, Any]) -> None:
     for section in REQUIRED:
         if section not in config:
@@ -193,9 +190,6 @@ def _check_data(check: Check, data: Mapping[str, Any], run: Mapping[str, Any]) -
         check.problem("[data]", f"{low} clients are waited for, and the data folder holds {count}")
     elif isinstance(high, int) and count > high:
         check.problem("[data]", f"{high} clients are admitted, and the data folder holds {count}")
-
-
-# -------------------------------------------------------------------------------- optimizers
 
 
 def _check_optim(check: Check, optim: dict[str, Any], run: Mapping[str, Any], prefix: str) -> None:

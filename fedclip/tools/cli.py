@@ -75,9 +75,6 @@ def root(
         raise typer.Exit
 
 
-# ------------------------------------------------------------------------------------- list
-
-
 @app.command("list")
 def list_(as_json: JsonFlag = False) -> None:
     """List the clippers, their parameters and defaults."""
@@ -98,9 +95,6 @@ def list_(as_json: JsonFlag = False) -> None:
         ]
         if shown:
             typer.secho(f"    {', '.join(shown)}", dim=True)
-
-
-# -------------------------------------------------------------------------------- translate
 
 
 @app.command()
@@ -139,15 +133,13 @@ def from_words(value: str) -> Any:
     """Read a value as Python or TOML would: None, a number, a list; anything else is a word."""
     import tomllib
 
-    if value in ("None", "True", "False"):
-        return {"None": None, "True": True, "False": False}[value]
+    words = {"None": None, "True": True, "False": False}
+    if value in words:
+        return words[value]
     try:
         return tomllib.loads(f"value = {value}")["value"]
     except (ValueError, RecursionError):  # no TOML, too many digits, or nested too deeply
         return value
-
-
-# ------------------------------------------------------------------------------------ check
 
 
 @app.command()
@@ -183,13 +175,7 @@ def _print_check(result: Check) -> None:
     for place in result.places:
         say(f"  {place}")
     count = len(result.problems)
-    if count:
-        typer.echo(f"{count} problem{'s' if count > 1 else ''}.")
-    else:
-        typer.echo("No problem.")
-
-
-# --------------------------------------------------------------------------------- quickrun
+    typer.echo(f"{count or 'No'} problem{'s' if count > 1 else ''}.")
 
 
 @app.command()
@@ -210,9 +196,6 @@ def quickrun(config: ConfigPath) -> None:
     if not finished:
         fail(f"interrupted; what was done until then: fedclip report {results}", code=130)
     say(f"fedclip: {clients} clients; see  fedclip report {results}")
-
-
-# -------------------------------------------------------------------------------------- run
 
 
 @app.command(
@@ -238,9 +221,6 @@ def run(
         runpy.run_path(str(script), run_name="__main__")
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-
-
-# ----------------------------------------------------------------------------------- report
 
 
 @app.command()
@@ -302,9 +282,6 @@ def save_plot(result: Report, file: Path) -> None:
     say(f"wrote {file}")
 
 
-# ----------------------------------------------------------------------------------- doctor
-
-
 @app.command()
 def doctor(as_json: JsonFlag = False) -> None:
     """Show what a bug report needs: versions, frameworks, registered names."""
@@ -321,9 +298,6 @@ def doctor(as_json: JsonFlag = False) -> None:
     if not fitting:
         oldest = ".".join(map(str, OLDEST_DECLEARN))
         fail(f"fedclip needs declearn>={oldest},<3: pip install 'declearn>={oldest},<3'")
-
-
-# ------------------------------------------------------------------------------------- demo
 
 
 @app.command()

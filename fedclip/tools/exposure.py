@@ -29,6 +29,18 @@ Found = tuple[Literal["problem", "note"], str, str]
 # Above this epsilon, a privacy guarantee means nothing.
 _ABSURD = 10.0
 
+_WEIGHTS = (
+    "agc limits by the norms of the weights, which are private from the second local step on: it "
+    "bounds no sensitivity"
+)
+_RELEASED = (
+    "declearn sends each client's evaluation loss and metrics, its number of steps and of samples, "
+    "without noise: epsilon does not cover them",
+    "the weights that declearn keeps in the end are those of the lowest loss: a choice made by "
+    "what has no noise; take the last checkpoint instead",
+)
+_STOPPED = "training is stopped by losses without noise: the number of rounds tells of them"
+
 
 def exposures(
     plugins: Mapping[str, Sequence[Any]],
@@ -53,16 +65,21 @@ def exposures(
     server = plugins.get(SERVER, ())
     central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)
     privacy = run.get("privacy")
+    per_record = isinstance(privacy, Mapping)
     found: list[Found] = []
     if central is not None:
         found += _central(central, server, run.get("rounds"))
-    if isinstance(privacy, Mapping):
+    if per_record:
         found += _per_record(privacy, run)
-    own = [f for side in plugins for f in _own_noise(side, plugins[side])]
+    own = [("note", side, text) for side in plugins for text in _own_noise(side, plugins[side])]
     found += own
-    if central is not None or isinstance(privacy, Mapping) or own:
-        found += _weights(plugins.get(CLIENT, ()), isinstance(privacy, Mapping))
-        found += _released_by_declearn(run)
+    if central is not None or per_record or own:
+        if not per_record and any(p.name == "agc" for p in plugins.get(CLIENT, ())):
+            found.append(("note", CLIENT, _WEIGHTS))
+        if run:
+            found += [("note", "run.evaluate", text) for text in _RELEASED]
+        if run.get("early_stop") is not None:
+            found.append(("note", "run.early_stop", _STOPPED))
     limit = getattr(aggregator, "max_norm", None)
     adaptive = next((p for p in server if p.name == "update-clip-server"), None)
     if adaptive is not None:
@@ -122,75 +139,64 @@ def _per_record(privacy: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[
     where = "run.privacy"
     limit = privacy.get("sclip_norm")
     shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
-    yield (
-        "note",
-        where,
+    text = (
         "declearn clips each tensor of a sample by itself: a sample's gradient reaches "
         f"{shown}·√k for k tensors, which is what sclip_norm bounds. Noise of z·{shown} is added "
         "to the mean of a batch, after regularizers and before the client's modules: those bound "
-        "no sensitivity",
+        "no sensitivity"
     )
+    yield "note", where, text
     if not privacy.get("use_csprng"):
-        seed = privacy.get("seed")
-        with_seed = (
-            "" if seed is None else ", and the server, which sends the seed, can subtract it"
-        )
-        text = f"noise is drawn from a generator that can be predicted{with_seed}"
+        text = "noise is drawn from a generator that can be predicted"
+        if privacy.get("seed") is not None:
+            text += ", and the server, which sends the seed, can subtract it"
         yield "note", where, f"{text}: set use_csprng = true"
     if privacy.get("accountant") == "gdp":
         text = "accountant = 'gdp' is no upper bound on epsilon: take 'prv' or 'rdp'"
         yield "note", where, text
-    training = run.get("training")
-    if isinstance(training, Mapping) and training.get("poisson") is False:
+    if isinstance(run.get("training"), Mapping) and run["training"].get("poisson") is False:
         text = (
             "poisson = false: epsilon is that of Poisson samples, and batches that are shuffled "
             "have a larger one; leave it out"
         )
         yield "note", "run.training", text
-    budget = privacy.get("budget")
-    if isinstance(budget, (list, tuple)) and len(budget) == 2:
-        numbers = [float(b) for b in budget if isinstance(b, (int, float))]
-        if len(numbers) == 2:
-            yield from _absurd(numbers[0], "each client's budget", where)
-            if numbers[1] >= 1e-3:
+    match privacy.get("budget"):
+        case [int() | float() as spent, int() | float() as delta]:
+            yield from _absurd(spent, "each client's budget", where)
+            if delta >= 1e-3:
                 text = (
-                    f"delta = {numbers[1]:g} has to be far below 1 / number of records of the "
-                    "smallest client: to publish one record, drawn at random, would pass"
+                    f"delta = {delta:g} has to be far below 1 / number of records of the smallest "
+                    "client: to publish one record, drawn at random, would pass"
                 )
                 yield "note", where, text
 
 
 # -- noise modules ----------------------------------------------------------------------------
-def _own_noise(side: str, plugins: Sequence[Any]) -> Iterator[Found]:
+def _own_noise(side: str, plugins: Sequence[Any]) -> Iterator[str]:
     """Check declearn's noise modules: the bound before them, and what goes out besides."""
     for i, plugin in enumerate(plugins):
         std = getattr(plugin, "std", None)
         if not look_up(plugin, Context()).noise or not isinstance(std, float):
             continue
         if not getattr(plugin, "safe_mode", True):
-            text = (
-                f"{plugin.name} draws from a generator that can be predicted: set safe_mode = true"
-            )
-            yield "note", side, text
+            text = f"{plugin.name} draws from a generator that can be predicted"
+            yield f"{text}: set safe_mode = true"
         before = analyse(plugins[:i], finite=True)
         least = _least_bound(plugins[:i])
         if least and before.formula:
             spent = math.inf if std <= 0 else epsilon([Release(std / least)], 1e-5)
             if spent > _ABSURD:
-                text = (
+                yield (
                     f"{plugin.name} of deviation {std:g} is too little for a sensitivity of "
                     f"{before.formula}: one step alone costs epsilon = {spent:.4g} at delta = 1e-5"
                     + (", and more with more tensors" if before.l2_bound is None else "")
                 )
-                yield "note", side, text
         for other in plugins[:i]:
             if is_shared(other) and side == CLIENT:
-                text = f"{other.name} is shared, and sends statistics from before {plugin.name}"
-                yield "note", side, text
+                yield f"{other.name} is shared, and sends statistics from before {plugin.name}"
         for other in plugins if side == SERVER else ():
             if _tells(other):
-                text = f"{other.name} sends its statistics without the noise of {plugin.name}"
-                yield "note", side, text
+                yield f"{other.name} sends its statistics without the noise of {plugin.name}"
 
 
 def _least_bound(plugins: Sequence[Any]) -> float | None:
@@ -201,35 +207,7 @@ def _least_bound(plugins: Sequence[Any]) -> float | None:
         return None
 
 
-# -- what else is there -----------------------------------------------------------------------
-def _weights(client: Sequence[Any], noise_first: bool) -> Iterator[Found]:
-    if noise_first or not any(p.name == "agc" for p in client):
-        return
-    text = (
-        "agc limits by the norms of the weights, which are private from the second local step on: "
-        "it bounds no sensitivity"
-    )
-    yield "note", CLIENT, text
-
-
-def _released_by_declearn(run: Mapping[str, Any]) -> Iterator[Found]:
-    if not run:
-        return
-    text = (
-        "declearn sends each client's evaluation loss and metrics, its number of steps and of "
-        "samples, without noise: epsilon does not cover them"
-    )
-    yield "note", "run.evaluate", text
-    text = (
-        "the weights that declearn keeps in the end are those of the lowest loss: a choice made "
-        "by what has no noise; take the last checkpoint instead"
-    )
-    yield "note", "run.evaluate", text
-    if run.get("early_stop") is not None:
-        text = "training is stopped by losses without noise: the number of rounds tells of them"
-        yield "note", "run.early_stop", text
-
-
+# -- secure aggregation ------------------------------------------------------------------------
 def _resolution(
     secagg: Mapping[str, Any] | None, limit: float | None, run: Mapping[str, Any]
 ) -> Iterator[Found]:

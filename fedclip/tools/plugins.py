@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from declearn.aggregator import Aggregator
+from declearn.aggregator import Aggregator, list_aggregators
 from declearn.main.config import FLOptimConfig
 from declearn.optimizer import Optimizer, list_optim_modules, list_optim_regularizers
 from declearn.utils import access_types_mapping
@@ -159,7 +159,7 @@ def check_aggregator(check: Check, value: Any, where: str) -> Any:
         return None
     config = dict(value) if isinstance(value, dict) else {"name": value}
     name = config.pop("name", None)
-    registry = access_types_mapping("Aggregator")
+    registry = list_aggregators()
     if isinstance(name, str) and name in registry:
         return _build(check, where, name, registry[name], config, ok=name)
     hint = nearest(name, registry) if isinstance(name, str) else ": give the name of one"
