@@ -211,3 +211,20 @@ def test_what_it_can_not_do_is_said_at_once():
     gradient = {"w": jnp.ones(2)}
     with pytest.raises(NotImplementedError, match="ord=2"):
         transform.update(gradient, transform.init(gradient))
+
+
+@pytest.mark.parametrize("make", [lambda: NormClip(1.0, scope="tensor"), lambda: AGC(0.1)])
+def test_leaves_of_the_same_path_are_clipped_each_by_itself(make):
+    x, y = jnp.array([3.0, 4.0]), jnp.array([0.3, 0.4])
+    tree = {"a": {"b": x}, "a.b": y}
+    weights = {"a": {"b": jnp.ones(2)}, "a.b": jnp.full(2, 5.0)}
+    transform = as_optax(make())
+    output, state = transform.update(tree, transform.init(weights), weights)
+    names = {"x": np.asarray(x), "y": np.asarray(y)}
+    clipper = make()
+    args = [{"x": np.ones(2), "y": np.full(2, 5.0)}] if isinstance(clipper, AGC) else []
+    expected = clipper.clip(names, *args)
+    np.testing.assert_allclose(output["a"]["b"], expected["x"], rtol=1e-6)
+    np.testing.assert_allclose(output["a.b"], expected["y"], rtol=1e-6)
+    if not args:
+        np.testing.assert_allclose(state.norm, [5.0, 0.5], rtol=1e-6)

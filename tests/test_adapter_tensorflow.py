@@ -219,6 +219,8 @@ def test_what_would_clip_twice_or_can_not_be_done_is_refused():
     raising = NormClip(1.0, on_nonfinite="raise")
     with pytest.raises(NotImplementedError, match="'skip' or"):
         CompiledClipper.of(raising)
+    with pytest.raises(NotImplementedError, match="'skip' or"):
+        ClippedOptimizer(keras.optimizers.SGD(0.1), raising)
     held = variables()
     with pytest.raises(NotImplementedError, match="ord=2"):
         CompiledClipper(NormClip(1.0, ord="inf"))(pairs(next(stream()), held))

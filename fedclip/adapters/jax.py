@@ -14,7 +14,7 @@ except ImportError as error:
         "fedclip.adapters.jax needs JAX and optax: pip install 'fedclip[jax]'"
     ) from error
 
-from fedclip import states
+from fedclip.adapters.shared import check_compilable, load, start, unique
 from fedclip.arrays import Array, backend_named
 from fedclip.modules import AGC, Clipper
 from fedclip.rules import NoState
@@ -49,7 +49,8 @@ def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
 
     It works eagerly, under ``jit`` (compiled once), ``scan`` and ``vmap``. Its state is a pytree
     that any checkpoint library saves. The transformation starts from the clipper's statistics, if
-    they are of the same tensors, and never changes the clipper.
+    they are of the same tensors, and never changes the clipper. Scopes know a leaf by its path,
+    as in ``enc.w``; if two leaves have the same one, the second is called ``enc.w#1``.
 
     Parameters
     ----------
@@ -77,20 +78,12 @@ def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
     5.0
     """
     backend = backend_named("jax")
-    if clipper.on_nonfinite == "raise":
-        raise NotImplementedError(
-            "on_nonfinite='raise' would have to wait for the device: use 'skip' or 'propagate'"
-        )
+    check_compilable(clipper)
 
     def init(params: optax.Params) -> ClipState:
         groups = _groups(clipper, params)
-        start: Any = NoState()
-        if isinstance(clipper, Clipper):
-            known = clipper.get_state()["groups"]
-            fits = set(groups.labels) <= set(known)
-            fresh = clipper.transform(groups).init(groups)
-            start = states.load(fresh, known if fits else {}, groups.labels)
-        statistics = jax.tree.map(lambda c: jnp.atleast_1d(backend.asarray(c)), start)
+        first = start(clipper, groups) if isinstance(clipper, Clipper) else NoState()
+        statistics = jax.tree.map(lambda c: jnp.atleast_1d(backend.asarray(c)), first)
         numbers = jnp.zeros(len(groups), float)
         zero = jnp.zeros((), jnp.int32)
         return ClipState(statistics, numbers, numbers, zero, zero, zero)
@@ -139,15 +132,12 @@ def load_state(clipper: Clipper, state: ClipState, params: optax.Params) -> None
 
     A federated client can then continue with what a notebook has learnt.
     """
-    groups = _groups(clipper, params)
-    clipper.set_state(
-        {**clipper.get_state(), "groups": states.dump(state.statistics, groups.labels)}
-    )
+    load(clipper, state.statistics, _groups(clipper, params).labels)
 
 
-def _names(tree: Any) -> tuple[str, ...]:
+def _names(tree: Any) -> list[str]:
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
+    return unique(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
 
 
 def _groups(clipper: Clipper | AGC, tree: Any) -> Groups:

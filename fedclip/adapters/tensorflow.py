@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,9 +16,8 @@ except ImportError as error:
     ) from error
 
 import numpy as np
-from declearn.optimizer.modules import OptiModule
 
-from fedclip import states
+from fedclip.adapters.shared import check_compilable, clipper_of, load, start, unique
 from fedclip.arrays import Array, backend_named
 from fedclip.modules import Clipper
 from fedclip.scopes import Groups, resolve
@@ -68,15 +66,7 @@ def clip(grads_and_vars: Iterable[tuple[Array, Any]], clipper: Clipper) -> list[
 
 def _names(variables: Sequence[Any]) -> list[str]:
     """Return a name for each variable, all different: Keras' path, or TensorFlow's name."""
-    names: dict[str, None] = {}
-    counts: Counter[str] = Counter()
-    for variable in variables:
-        name = unique = getattr(variable, "path", None) or variable.name.removesuffix(":0")
-        while unique in names:
-            counts[name] += 1
-            unique = f"{name}#{counts[name]}"
-        names[unique] = None
-    return list(names)
+    return unique(getattr(v, "path", None) or v.name.removesuffix(":0") for v in variables)
 
 
 class CompiledClipper(tf.Module):  # type: ignore[misc]
@@ -87,6 +77,7 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
 
     def __init__(self, clipper: Clipper) -> None:
         super().__init__(name=clipper.name.replace("-", "_"))
+        check_compilable(clipper)
         self.clipper = clipper
         self._backend = backend_named("tensorflow")
         self._labels: tuple[str, ...] = ()
@@ -99,11 +90,6 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
     def of(cls, clipper: Clipper) -> CompiledClipper:
         """Return the compiled form of a clipper; the first call makes it."""
         if clipper not in _compiled:
-            if clipper.on_nonfinite == "raise":
-                raise NotImplementedError(
-                    "on_nonfinite='raise' can not be done in compiled code: use 'skip' or "
-                    "'propagate'"
-                )
             _compiled[clipper] = cls(clipper)
         return _compiled[clipper]
 
@@ -140,16 +126,13 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
                     f"the gradients have {list(groups.labels)}"
                 )
             return
-        known = self.clipper.get_state()["groups"]
-        fits = set(groups.labels) <= set(known)
-        fresh = self.clipper.transform(groups).init(groups)
-        start = states.load(fresh, known if fits else {}, groups.labels)
+        first = start(self.clipper, groups)
         self._labels = groups.labels
         # Leave the function that is being traced: variables are made once.
         with tf.init_scope():
             self._statistics = [
                 self._variable(np.atleast_1d(value), field)
-                for field, value in zip(start._fields, start, strict=True)
+                for field, value in zip(first._fields, first, strict=True)
             ]
             self._last = self._variable(np.zeros((2, len(groups))), "norm_and_limit")
             self._counts = tf.Variable(np.zeros(3, np.int64), trainable=False, name="counts")
@@ -185,20 +168,14 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
 
     def update_clipper(self) -> None:
         """Copy the statistics from compiled code back into the clipper."""
-        state = self.clipper.get_state()
-        fields = [variable.numpy() for variable in self._statistics]
-        fresh = self.clipper.transform(_bare(self._labels)).init(_bare(self._labels))
-        state["groups"] = states.dump(type(fresh)(*fields), self._labels)
-        self.clipper.set_state(state)
+        groups = Groups(self._labels, self._labels, tuple((i,) for i in range(len(self._labels))))
+        fresh = self.clipper.transform(groups).init(groups)
+        load(self.clipper, type(fresh)(*(v.numpy() for v in self._statistics)), self._labels)
 
 
 def _row(variable: Any, row: int) -> Any:
     """Return a row of a variable; None before the first gradient, which makes the variable."""
     return None if variable is None else variable[row]
-
-
-def _bare(labels: tuple[str, ...]) -> Groups:
-    return Groups(labels, labels, tuple((i,) for i in range(len(labels))))
 
 
 @keras.saving.register_keras_serializable(package="fedclip")
@@ -236,14 +213,9 @@ class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             if getattr(inner_optimizer, option, None) is not None:
                 raise ValueError(f"{option} of the inner optimizer would clip twice: leave it out")
         super().__init__(learning_rate=0.0, name=name)
-        if not isinstance(clipper, Clipper):
-            module = OptiModule.from_specs(clipper[0], dict(clipper[1]))
-            if not isinstance(module, Clipper):
-                raise TypeError(f"{clipper[0]!r} is not a clipper of fedclip")
-            clipper = module
         self.inner_optimizer = inner_optimizer
-        self.clipper = clipper
-        self.compiled_clipper = CompiledClipper(clipper)
+        self.clipper = clipper_of(clipper)
+        self.compiled_clipper = CompiledClipper(self.clipper)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Make the variables of the inner optimizer and of the clipper."""

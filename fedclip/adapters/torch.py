@@ -21,7 +21,7 @@ except ImportError as error:
 
 import numpy as np
 
-from fedclip import states
+from fedclip.adapters.shared import check_compilable, start
 from fedclip.arrays.torch import TorchBackend, TorchInPlace
 from fedclip.errors import FedclipWarning
 from fedclip.modules import AGC, Clipper
@@ -112,6 +112,14 @@ def _checked(pair: Any) -> tuple[str, torch.Tensor]:
     return pair
 
 
+def _held(
+    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters
+) -> dict[str, torch.Tensor]:
+    """Return the parameters that an optimizer holds, by name."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {name: p for name, p in dict(named_parameters).items() if id(p) in held}
+
+
 class ClipHandle:
     """A clipper that acts before every step of an optimizer; made by `attach`."""
 
@@ -122,11 +130,7 @@ class ClipHandle:
         named_parameters: NamedParameters,
     ) -> None:
         self.clipper = clipper
-        pairs = (
-            named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
-        )
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._parameters = {name: p for name, p in pairs if id(p) in held}
+        self._parameters = _held(optimizer, named_parameters)
         if not self._parameters:
             raise ValueError("none of the named parameters is in the optimizer")
         self._key = f"fedclip:{clipper.name}"
@@ -244,23 +248,17 @@ class PureClipping:
     """
 
     def __init__(self, clipper: Clipper) -> None:
-        if clipper.on_nonfinite == "raise":
-            raise NotImplementedError(
-                "on_nonfinite='raise' can not be done in compiled code: use 'skip' or 'propagate'"
-            )
+        check_compilable(clipper)
         self.clipper = clipper
         self._backend = TorchBackend()
 
     def init(self, gradients: Mapping[str, torch.Tensor]) -> Any:
         """Return the state before the first step, on the device of the gradients."""
         groups = resolve(self.clipper.scope, self.clipper.exclude, list(gradients))
-        known = self.clipper.get_state()["groups"]
-        fits = set(groups.labels) <= set(known)
-        fresh = self.clipper.transform(groups).init(groups)
-        start = states.load(fresh, known if fits else {}, groups.labels)
+        first = start(self.clipper, groups)
         like = next(iter(gradients.values()))
-        columns = (self._backend.asarray(np.atleast_1d(column), like=like) for column in start)
-        return type(start)(*columns)
+        columns = (self._backend.asarray(np.atleast_1d(column), like=like) for column in first)
+        return type(first)(*columns)
 
     def update(
         self, gradients: Mapping[str, torch.Tensor], state: Any
@@ -306,9 +304,8 @@ class LightningClipping:
                 f"gradient_clip_val={gradient_clip_val!r} and self.clipper would clip twice: "
                 "leave gradient_clip_val out of the Trainer"
             )
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = self.named_parameters()  # type: ignore[attr-defined]
-        clip_({name: p for name, p in named if id(p) in held}, self.clipper)
+        clip_(_held(optimizer, named), self.clipper)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the clipper's state into the checkpoint."""

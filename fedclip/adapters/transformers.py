@@ -13,8 +13,7 @@ except ImportError as error:
         "fedclip.adapters.transformers needs Transformers: pip install 'transformers[torch]'"
     ) from error
 
-from declearn.optimizer.modules import OptiModule
-
+from fedclip.adapters.shared import clipper_of
 from fedclip.adapters.torch import clip_
 from fedclip.modules import Clipper
 
@@ -35,12 +34,7 @@ class ClipCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, clipper: Clipper | tuple[str, dict[str, Any]]) -> None:
-        if not isinstance(clipper, Clipper):
-            module = OptiModule.from_specs(*clipper)
-            if not isinstance(module, Clipper):
-                raise TypeError(f"{clipper[0]!r} is not a clipper of fedclip")
-            clipper = module
-        self.clipper = clipper
+        self.clipper = clipper_of(clipper)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to clip twice."""

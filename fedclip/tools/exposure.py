@@ -64,14 +64,16 @@ def exposures(
     """
     server = plugins.get(SERVER, ())
     central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)
-    privacy = run.get("privacy")
+    privacy: Any = run.get("privacy")
     per_record = isinstance(privacy, Mapping)
     found: list[Found] = []
     if central is not None:
         found += _central(central, server, run.get("rounds"))
     if per_record:
         found += _per_record(privacy, run)
-    own = [("note", side, text) for side in plugins for text in _own_noise(side, plugins[side])]
+    own: list[Found] = [
+        ("note", side, text) for side in plugins for text in _own_noise(side, plugins[side])
+    ]
     found += own
     if central is not None or per_record or own:
         if not per_record and any(p.name == "agc" for p in plugins.get(CLIENT, ())):

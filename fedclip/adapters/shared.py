@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several adapters need: names, and the statistics of compiled code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from declearn.optimizer.modules import OptiModule
+
+from fedclip import states
+from fedclip.modules import AGC, Clipper
+from fedclip.scopes import Groups
+
+__all__ = ["check_compilable", "clipper_of", "load", "start", "unique"]
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """Return the names, all different: those that come again are numbered.
+
+    >>> unique(["w", "b", "w", "w#1"])
+    ['w', 'b', 'w#1', 'w#1#1']
+    """
+    found: dict[str, None] = {}
+    counts: Counter[str] = Counter()
+    for name in names:
+        chosen = name
+        while chosen in found:
+            counts[name] += 1
+            chosen = f"{name}#{counts[name]}"
+        found[chosen] = None
+    return list(found)
+
+
+def clipper_of(spec: Clipper | Sequence[Any]) -> Clipper:
+    """Return a clipper, or the one of a (name, config) as in a declearn configuration."""
+    clipper = spec if isinstance(spec, Clipper) else OptiModule.from_specs(spec[0], dict(spec[1]))
+    if not isinstance(clipper, Clipper):
+        raise TypeError(f"{clipper.name!r} is not a clipper of fedclip")
+    return clipper
+
+
+def check_compilable(clipper: Clipper | AGC) -> None:
+    """Raise an error for a clipper that compiled code can not follow."""
+    if clipper.on_nonfinite == "raise":
+        raise NotImplementedError(
+            "on_nonfinite='raise' can not be done in compiled code, which would have to wait for "
+            "the device: use 'skip' or 'propagate'"
+        )
+
+
+def start(clipper: Clipper, groups: Groups) -> Any:
+    """Return a first state for these groups: the clipper's statistics if it has all of them."""
+    known = clipper.get_state()["groups"]
+    fits = set(groups.labels) <= set(known)
+    fresh = clipper.transform(groups).init(groups)
+    return states.load(fresh, known if fits else {}, groups.labels)
+
+
+def load(clipper: Clipper, state: Any, labels: Sequence[str]) -> None:
+    """Put the statistics of compiled code into a clipper."""
+    clipper.set_state({**clipper.get_state(), "groups": states.dump(state, labels)})
