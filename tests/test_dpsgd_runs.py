@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from federation_runs import N, complete, running
+from federation_runs import PATIENCE, N, complete, running
 
 pytestmark = pytest.mark.slow
 
@@ -48,3 +53,42 @@ def test_a_run_does_not_look_private_that_is_not(tmp_path: Path) -> None:
     with running(tmp_path, **settings(run={"privacy": None})) as run:
         assert run.wait()["server"] != 0
     assert "PrivateFederatedClient" in run.said("client_0") + run.said("server")
+
+
+QUICKRUN = Path(__file__).parents[1] / "examples" / "quickrun"
+
+
+def test_quickrun_starts_private_clients_if_records_are_to_be_clipped(tmp_path: Path) -> None:
+    pytest.importorskip("opacus")
+    folder = tmp_path / "quickrun"
+    shutil.copytree(QUICKRUN, folder, ignore=shutil.ignore_patterns("data", "result"))
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    config = folder / "config.toml"
+    text = config.read_text().replace("port = 8765", f"port = {port}")
+    text = text.replace(
+        "rounds = 5", "rounds = 2\nprivacy = {budget = [3.0, 1e-5], sclip_norm = 0.5}"
+    )
+    config.write_text(text.replace('["zscore-clip", { z_max = 2.0 }]', '"sample-clip"'))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+    def call(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=folder,
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return str(done.stdout)
+
+    call("prepare.py")
+    said = call("-m", "fedclip", "quickrun", "config.toml")
+    assert said.endswith("and what was spent:  fedclip privacy spent result\n")
+    found = json.loads(call("-m", "fedclip", "privacy", "spent", "result", "--json"))
+    assert [one["where"] for one in found] == [f"client_{i}/privacy_spent.json" for i in range(3)]
+    assert all(2.9 < one["epsilons"]["pld"] <= 3.0 for one in found)

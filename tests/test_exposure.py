@@ -197,7 +197,7 @@ def test_agc_before_declearns_noise_promises_no_bound(check: Any) -> None:
     assert "at most 0.02" not in step
     step = check('regularizers = ["ridge"]\nmodules = ["norm-clip"]', run=PRIVATE).places[0]
     assert "Before the noise, ridge" in step
-    assert "After it, norm-clip: the L2 norm is at most 1. It acts on noise" in step
+    assert "After the noise, norm-clip: the L2 norm is at most 1. It acts on noise" in step
 
 
 @pytest.mark.parametrize(
@@ -218,6 +218,67 @@ def test_notes_on_run_privacy(check: Any, old: str, new: str, text: str) -> None
 def test_shuffled_batches_are_no_poisson_samples(check: Any) -> None:
     found = check(run="poisson = false\n" + PRIVATE)
     assert "poisson = false: epsilon is that of Poisson samples" in said(found)
+
+
+# -- fedclip's DP-SGD -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        ('"flat"', "each record is clipped to 0.5, by one norm over all its tensors"),
+        ('"tensor"', "each of the k tensors of a record is clipped to 0.5/√k"),
+        ('["0.*", "*"]', "each of the k groups of tensors of a record is clipped to 0.5/√k"),
+        ('"automatic"', "brought to almost C, and the step divided by C"),
+        ('"adaptive"', "clipped to C, which starts at 0.5 and follows the 0.5 quantile"),
+    ],
+)
+def test_what_becomes_of_each_record(check: Any, mode: str, text: str) -> None:
+    found = check(
+        f'modules = ["value-clip", ["sample-clip", {{mode = {mode}}}], "adam"]', run=PRIVATE
+    )
+    assert found.ok
+    step = found.places[0]
+    assert text in step
+    bound = "C" if mode in ('"automatic"', '"adaptive"') else "0.5"
+    assert f"moves the sum of a batch by at most {bound}," in step
+    assert f"noise of z·{bound} is added to the sum" in step
+    assert "Before that, each record goes through value-clip. After the noise, adam" in step
+    words = said(found)
+    assert "declearn clips" not in words + step
+    assert "max_budget = (epsilon, delta)" in words
+    assert "evaluation loss and metrics" in words
+    assert "lets its bound be exceeded" not in words
+
+
+@pytest.mark.parametrize(
+    ("modules", "run", "text"),
+    [
+        ('["sample-clip"]', "", "sample-clip needs [run.privacy] on the server"),
+        ('["sample-clip", "sample-clip"]', PRIVATE, "more than once: leave one"),
+        ('["zscore-clip", "sample-clip"]', PRIVATE, "zscore-clip can not stand before sample-clip"),
+        ('["gaussian-noise", "sample-clip"]', PRIVATE, "it adds noise. Put it after sample-clip"),
+        ('[["sample-clip", {max_norm = 0.1}]]', PRIVATE, "sample-clip has max_norm = 0.1"),
+        ('["sample-clip"]', PRIVATE + 'accountant = "gdp"\n', "'gdp' is no upper bound"),
+    ],
+)
+def test_what_private_clients_would_refuse(check: Any, modules: str, run: str, text: str) -> None:
+    found = check(f"modules = {modules}", run=run)
+    assert any(text in problem.message for problem in found.problems)
+
+
+def test_records_are_clipped_on_clients_and_without_fairness(check: Any) -> None:
+    found = check(server='modules = ["sample-clip"]', run=PRIVATE)
+    assert any("which clients have: put it in client_opt" in p.message for p in found.problems)
+    fair = '"averaging"\nfairness = {algorithm = "fairgrad", f_type = "accuracy_parity"}'
+    found = check('modules = ["sample-clip"]', run=PRIVATE, aggregator=fair)
+    assert any("private clients refuse them" in p.message for p in found.problems)
+
+
+def test_a_file_of_optimizers_alone_says_what_the_run_needs(tmp_path: Path) -> None:
+    file = tmp_path / "optim.toml"
+    file.write_text('[client_opt]\nlrate = 0.5\nmodules = ["sample-clip"]\n')
+    found = check_config(file)
+    assert found.ok
+    assert "sample-clip needs [run.privacy]" in said(found)
 
 
 # -- noise modules ----------------------------------------------------------------------------

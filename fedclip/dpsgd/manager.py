@@ -37,9 +37,8 @@ from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, to
 from fedclip.dpsgd.ledger import Ledger
 from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.records import Records
-from fedclip.dpsgd.sample_clip import SampleClip
+from fedclip.dpsgd.sample_clip import SampleClip, unfit
 from fedclip.dpsgd.sampling import PoissonSampler
-from fedclip.privacy import analyse
 from fedclip.privacy.noise import Normals, secure_normals
 
 __all__ = ["PrivateTrainingManager"]
@@ -141,14 +140,8 @@ class PrivateTrainingManager(DPTrainingManager):
         weights = self.model.get_weights(trainable=True)
         shapes = {name: tuple(map(int, array.shape)) for name, array in weights.coefs.items()}
         self._groups = self._settings.clipping.groups([*shapes])
-        for module in self._before:
-            (known,) = analyse(module, shapes).maps
-            why = known.shared or ("it adds noise" if known.noise else "")
-            if why:
-                raise ValueError(
-                    f"{module.name} can not stand before sample-clip, where each record goes "
-                    f"through it alone: {why}. Put it after sample-clip"
-                )
+        if why := unfit(self._before, shapes):
+            raise ValueError(why)
 
     def _each(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Apply what stands before `sample-clip` to the gradient of one record."""

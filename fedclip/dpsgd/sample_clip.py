@@ -11,10 +11,24 @@ from declearn.optimizer.modules import OptiModule
 
 from fedclip import parameters
 from fedclip.dpsgd.clipping import MODES, SampleClipping
-from fedclip.privacy import Context, Map
+from fedclip.privacy import Context, Map, analyse
+from fedclip.privacy.maps import Shapes
 from fedclip.scopes import check_scope
 
-__all__ = ["SampleClip"]
+__all__ = ["SampleClip", "unfit"]
+
+
+def unfit(before: Sequence[OptiModule[Any]], shapes: Shapes | None = None) -> str:
+    """Return why one of these modules can not stand before `sample-clip`; "" if all can."""
+    for module in before:
+        (known,) = analyse(module, shapes).maps
+        why = known.shared or ("it adds noise" if known.noise else "")
+        if why:
+            return (
+                f"{module.name} can not stand before sample-clip, where each record goes "
+                f"through it alone: {why}. Put it after sample-clip"
+            )
+    return ""
 
 
 class SampleClip(OptiModule):  # type: ignore[type-arg]
@@ -118,6 +132,26 @@ class SampleClip(OptiModule):  # type: ignore[type-arg]
             unknown = "its bound is the server's sclip_norm, or follows the norms with noise"
             return Map(self.name, finite=True, unbounded=unknown, expands=why)
         return Map(self.name, self.max_norm, f"{self.max_norm:g}", finite=True, expands=why)
+
+    def in_words(self, limit: str) -> str:
+        """Return what becomes of records and of their sum, with a bound of `limit`."""
+        bound = "C" if self.mode in ("automatic", "adaptive") else limit
+        how = {
+            "flat": f"each record is clipped to {limit}, by one norm over all its tensors",
+            "automatic": "each record is brought to almost C, and the step divided by C, which "
+            "can thus be any number",
+            "adaptive": f"each record is clipped to C, which starts at {limit} and follows the "
+            f"{self.quantile:g} quantile of the norms, for a share of the noise; the step is "
+            "divided by C",
+        }
+        each = "tensors" if self.mode == "tensor" else "groups of tensors"
+        split = f"each of the k {each} of a record is clipped to {limit}/√k"
+        said = how.get(self.mode, split) if isinstance(self.mode, str) else split
+        return (
+            f"{said}. To add or remove a record moves the sum of a batch by at most {bound}, to "
+            f"replace one by twice that; noise of z·{bound} is added to the sum, which is divided "
+            "by the expected size of a batch."
+        )
 
     def run(self, gradients: Vector[Any]) -> Vector[Any]:
         """Refuse: what comes here is a whole batch, unclipped and without noise."""

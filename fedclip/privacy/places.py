@@ -61,22 +61,31 @@ def _noised(client: Sequence[Any], privacy: Mapping[str, Any]) -> str:
     """Return what DP-SGD does to a batch, and what the plug-ins before and after its noise do."""
     limit = privacy.get("sclip_norm")
     shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
-    said = (
-        f"declearn clips each tensor of each sample to {shown}, a sample of k tensors to "
-        f"{shown}·√k, and adds noise of z·{shown} to the mean of the batch, which has no bound "
-        "then."
-    )
-    # Regularizers, which get the weights, come first.
-    before = [p for p in client if isinstance(p, Regularizer)]
-    after = [p for p in client if not isinstance(p, Regularizer)]
-    if before:
-        found = analyse(before, finite=True)
-        said += f" Before the noise, {found.name}: {found.aggregate_in_words}"
+    # Regularizers, which get the weights: declearn's come first, fedclip's client has them last.
+    weighted = [p for p in client if isinstance(p, Regularizer)]
+    modules = [p for p in client if not isinstance(p, Regularizer)]
+    names = [p.name for p in modules]
+    if "sample-clip" in names:
+        place = names.index("sample-clip")
+        said = str(modules[place].in_words(shown))
+        if place:
+            said += f" Before that, each record goes through {', '.join(names[:place])}."
+        after = [*weighted, *modules[place + 1 :]]
+    else:
+        after = modules
+        said = (
+            f"declearn clips each tensor of each sample to {shown}, a sample of k tensors to "
+            f"{shown}·√k, and adds noise of z·{shown} to the mean of the batch, which has no "
+            "bound then."
+        )
+        if weighted:
+            found = analyse(weighted, finite=True)
+            said += f" Before the noise, {found.name}: {found.aggregate_in_words}"
     if after:
         found = analyse(after)
         said += (
-            f" After it, {found.bound_in_words} It acts on noise, which [run.privacy] adds first: "
-            "it bounds no sensitivity."
+            f" After the noise, {found.bound_in_words} It acts on noise, which [run.privacy] adds "
+            "first: it bounds no sensitivity."
         )
     return said
 
@@ -150,6 +159,10 @@ def _aggregate(server: Sequence[Any]) -> str:
 
 def warnings(plugins: Sequence[Any]) -> list[str]:
     """Return warnings about plug-ins of an optimizer that may not do what the user expects."""
+    names = [p.name for p in plugins]
+    if "sample-clip" in names:
+        # What is before it clips records, and what comes after acts on noise.
+        return warnings(plugins[names.index("sample-clip") + 1 :])
     maps = analyse(plugins).maps
     said = []
     for i, map_ in enumerate(maps):

@@ -295,7 +295,9 @@ def _check_bounds(
         for warning in places.warnings(chosen):
             check.note(f"[{prefix}{key}]", warning)
     secagg = _secagg(check)
-    for level, section, message in exposures(plugins, run, aggregator=aggregator, secagg=secagg):
+    fair = "fairness" in optim
+    found = exposures(plugins, run, aggregator=aggregator, secagg=secagg, fairness=fair)
+    for level, section, message in found:
         own = section.partition(".")[0] in ("run", "secagg")
         check.add(level, f"[{section}]" if own else f"[{prefix}{section}]", message)
     client = _section(optim, "client_opt")

@@ -195,7 +195,9 @@ def quickrun(config: ConfigPath) -> None:
         fail(str(exc))
     if not finished:
         fail(f"interrupted; what was done until then: fedclip report {results}", code=130)
-    say(f"fedclip: {clients} clients; see  fedclip report {results}")
+    spent = any(Path(results).rglob("privacy_spent.json"))
+    also = f", and what was spent:  fedclip privacy spent {results}" if spent else ""
+    say(f"fedclip: {clients} clients; see  fedclip report {results}{also}")
 
 
 @app.command(

@@ -10,6 +10,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from declearn.optimizer.regularizers import Regularizer
+
+from fedclip.dpsgd.sample_clip import SampleClip, unfit
 from fedclip.federation.statistics.check import is_shared
 from fedclip.federation.update.messages import DECLEARN_RANGE
 from fedclip.federation.update.secagg import plan
@@ -48,6 +51,7 @@ def exposures(
     *,
     aggregator: Any = None,
     secagg: Mapping[str, Any] | None = None,
+    fairness: bool = False,
 ) -> list[Found]:
     """Return what voids a guarantee that the configuration seems to give.
 
@@ -61,6 +65,8 @@ def exposures(
         The aggregator, if it is fedclip's.
     secagg
         Section about secure aggregation, if there is one.
+    fairness
+        Whether there are fairness rounds.
     """
     server = plugins.get(SERVER, ())
     central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)
@@ -69,8 +75,12 @@ def exposures(
     found: list[Found] = []
     if central is not None:
         found += _central(central, server, run.get("rounds"))
+    if any(isinstance(p, SampleClip) for side in plugins.values() for p in side):
+        found += _records_clipped(plugins, run, fairness)
+    elif per_record:
+        found += _declearns(privacy, run)
     if per_record:
-        found += _per_record(privacy, run)
+        found += _budget(privacy)
     own: list[Found] = [
         ("note", side, text) for side in plugins for text in _own_noise(side, plugins[side])
     ]
@@ -128,16 +138,68 @@ def _tells(plugin: Any) -> bool:
 
 def _absurd(spent: float, what: str, section: str) -> Iterator[Found]:
     if spent > _ABSURD:
+        how = "fedclip privacy " + ("calibrate" if section == "run.privacy" else "plan")
         text = (
             f"epsilon = {spent:.4g} for {what} is a guarantee in name only: the odds that somebody "
-            f"took part may rise by a factor of exp({spent:.4g}); `fedclip privacy plan` says "
-            "which noise would do"
+            f"took part may rise by a factor of exp({spent:.4g}); `{how}` says which "
+            "noise would do"
         )
         yield "note", section, text
 
 
 # -- noise on the gradient of a batch ---------------------------------------------------------
-def _per_record(privacy: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[Found]:
+def _records_clipped(
+    plugins: Mapping[str, Sequence[Any]], run: Mapping[str, Any], fairness: bool
+) -> Iterator[Found]:
+    """Check fedclip's DP-SGD, which `sample-clip` asks for."""
+    modules = [p for p in plugins.get(CLIENT, ()) if not isinstance(p, Regularizer)]
+    places = [i for i, p in enumerate(modules) if isinstance(p, SampleClip)]
+    if any(isinstance(p, SampleClip) for p in plugins.get(SERVER, ())):
+        yield (
+            "problem",
+            SERVER,
+            "sample-clip clips records, which clients have: put it in client_opt",
+        )
+    if len(places) != 1:
+        if places:
+            yield "problem", CLIENT, "sample-clip stands there more than once: leave one"
+        return
+    marker = modules[places[0]]
+    if why := unfit(modules[: places[0]]):
+        yield "problem", CLIENT, why
+    if fairness:
+        text = (
+            "fairness rounds publish what the model does on the training records, without noise: "
+            "private clients refuse them; leave fairness out"
+        )
+        yield "problem", CLIENT, text
+    privacy = run.get("privacy")
+    if not isinstance(privacy, Mapping):
+        text = (
+            "sample-clip needs [run.privacy] on the server, with budget = [epsilon, delta] and "
+            "sclip_norm: without it there is no noise, and the clients refuse to train"
+        )
+        yield ("problem" if run else "note"), CLIENT, text
+        return
+    if marker.max_norm not in (None, privacy.get("sclip_norm")):
+        text = (
+            f"sclip_norm = {privacy.get('sclip_norm')!r}, and sample-clip has max_norm = "
+            f"{marker.max_norm!r}: write the same, or leave max_norm out"
+        )
+        yield "problem", "run.privacy", text
+    if privacy.get("accountant") == "gdp":
+        text = "accountant = 'gdp' is no upper bound on epsilon: take 'prv' or 'rdp'"
+        yield "problem", "run.privacy", text
+    text = (
+        "this is what the server asks for, of each client's records; a client that is started with "
+        "fedclip.PrivateFederatedClient(max_budget = (epsilon, delta), ...) never goes beyond its "
+        "own, whoever asks. `fedclip privacy calibrate` says what noise that takes; `fedclip "
+        "quickrun` starts such clients, without a budget of their own"
+    )
+    yield "note", "run.privacy", text
+
+
+def _declearns(privacy: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[Found]:
     where = "run.privacy"
     limit = privacy.get("sclip_norm")
     shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
@@ -145,7 +207,8 @@ def _per_record(privacy: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[
         "declearn clips each tensor of a sample by itself: a sample's gradient reaches "
         f"{shown}·√k for k tensors, which is what sclip_norm bounds. Noise of z·{shown} is added "
         "to the mean of a batch, after regularizers and before the client's modules: those bound "
-        "no sensitivity"
+        "no sensitivity. With sample-clip in client_opt and fedclip.PrivateFederatedClient, the "
+        "whole record is clipped, and the noise is for that"
     )
     yield "note", where, text
     if not privacy.get("use_csprng"):
@@ -162,6 +225,10 @@ def _per_record(privacy: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[
             "have a larger one; leave it out"
         )
         yield "note", "run.training", text
+
+
+def _budget(privacy: Mapping[str, Any]) -> Iterator[Found]:
+    where = "run.privacy"
     match privacy.get("budget"):
         case [int() | float() as spent, int() | float() as delta]:
             yield from _absurd(spent, "each client's budget", where)

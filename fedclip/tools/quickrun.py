@@ -27,6 +27,7 @@ from declearn.utils import (
     setup_server_loggers,
 )
 
+import fedclip
 from fedclip.federation.serving import guarded
 from fedclip.tools.ports import port_is_free
 
@@ -81,7 +82,10 @@ class Federation:
         await server.async_run(FLRunConfig.from_toml(self.toml, False, "run"))
 
     async def take_part(self, name: str, seed: int | None = None) -> None:
-        """Run one client, whose batches are drawn from a seed if there is one."""
+        """Run one client, whose batches are drawn from a seed if there is one.
+
+        With `sample-clip` in client_opt it is a private one, which takes no seed for its batches.
+        """
         set_device_policy(gpu=False)
         checkpoint = os.path.join(self.results, name)
         setup_client_loggers(name, logging.INFO, os.path.join(checkpoint, "logs.txt"))
@@ -92,7 +96,10 @@ class Federation:
         # A client may be alone on its machine: look for its own data only.
         own = dataclasses.replace(self.data, client_names=[name])
         files = parse_data_folder(own, str(self.folder))[name]
-        client = FederatedClient(
+        modules = FLOptimConfig.from_toml(self.toml, False, "optim").client_opt.modules
+        private = any(isinstance(module, fedclip.SampleClip) for module in modules)
+        kind = fedclip.PrivateFederatedClient if private else FederatedClient
+        client = kind(
             netwk=NetworkClientConfig.from_params(
                 protocol=self.network.protocol,
                 server_uri=self.network.build_server().uri,
