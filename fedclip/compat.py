@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other packages' clippers, translated into ours.
 
-For each class of another package (a peer), one short function says which clipper and parameters
-give the same numbers, and what differs. If the peer has a defect, the translation is the
-corrected clipper, and `notes` says so. The translation treats NaN and infinity as `on_nonfinite`
-says, whatever the peer does.
+The table `_PEERS` at the end has a function for each class of another package (a peer). Its
+parameters and defaults are those of the class; it says which clipper and parameters give the same
+numbers, and what differs. If the peer has a defect, the translation is the corrected clipper, and
+`notes` says so. The translation treats NaN and infinity as `on_nonfinite` says, whatever the peer
+does.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -26,25 +28,22 @@ class _Translation(NamedTuple):
 
 class _Entry(NamedTuple):
     parameters: dict[str, Any]
-    build: Callable[[dict[str, Any]], _Translation]
+    build: Callable[..., _Translation]
 
 
 # The default of a parameter that the peer requires.
 _REQUIRED: Any = object()
-_PEERS: dict[str, dict[str, _Entry]] = {}
-
-_Build = Callable[[dict[str, Any]], _Translation]
 
 
-def _peer(peer: str, *classes: str, **parameters: Any) -> Callable[[_Build], _Build]:
-    """Register a function for classes of a peer, with their parameters and defaults."""
-
-    def enter(build: _Build) -> _Build:
-        for cls in classes:
-            _PEERS.setdefault(peer, {})[cls] = _Entry(parameters, build)
-        return build
-
-    return enter
+def _entry(build: Callable[..., _Translation], **shared: Any) -> _Entry:
+    """Return the entry of a class: its parameters are those of `build`, and the `shared` ones."""
+    own = inspect.signature(build).parameters.values()
+    defaults = {
+        p.name: _REQUIRED if p.default is p.empty else p.default
+        for p in own
+        if p.kind is not p.VAR_KEYWORD
+    }
+    return _Entry({**defaults, **shared}, build)
 
 
 _KINDS = {"agc": "regularizer", "clipped-averaging": "aggregator"}
@@ -53,11 +52,6 @@ _KINDS = {"agc": "regularizer", "clipped-averaging": "aggregator"}
 def _to(name: str, *notes: str | None, **config: Any) -> _Translation:
     kind = _KINDS.get(name, "module")
     return _Translation(kind, name, config, [note for note in notes if note])
-
-
-def _noted(translation: _Translation, *notes: str | None) -> _Translation:
-    """Return a translation with further notes."""
-    return translation._replace(notes=[*translation.notes, *filter(None, notes)])
 
 
 def translate(peer: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
@@ -146,7 +140,7 @@ def _translation(peer: str, cls: str, config: Mapping[str, Any]) -> _Translation
         if default is not None and _is_number(default, key) and not _is_number(value, key):
             raise ValueError(f"{key} of {cls} must be a number, got {value!r:.80}")
     try:
-        return entry.build(values)
+        return entry.build(**values)
     except (TypeError, OverflowError) as exc:
         raise ValueError(f"{cls} of {peer} takes no such value: {exc}") from exc
 
@@ -167,8 +161,10 @@ def _unknown(what: str, given: object, allowed: Mapping[str, Any]) -> str:
     return f"{what} {given!r}{hint}"
 
 
-def _word(parameter: str, given: Any, words: Mapping[str, Any]) -> Any:
-    """Return our value for a word of the peer."""
+def _word(parameter: str, given: Any, words: Mapping[str, Any] | str) -> Any:
+    """Return our value for a word of the peer, or the word itself if we have the same `words`."""
+    if isinstance(words, str):
+        words = {word: word for word in words.split()}
     if not isinstance(given, str) or given not in words:
         raise ValueError(_unknown(f"{parameter} can not be", given, words))
     return words[given]
@@ -181,40 +177,13 @@ def _order(value: float | str) -> float | str:
     try:
         number = float(value.removeprefix("l"))
     except ValueError:
-        words = {w: w for w in ("mad", "std", "var", "sum", "l1", "l2", "linf", "inf")}
-        return str(_word("ord", value, words))
+        return str(_word("ord", value, "mad std var sum l1 l2 linf inf"))
     if number == float("inf"):
         return "inf"
     return int(number) if number.is_integer() else number
 
 
 # -- drytorch ---------------------------------------------------------------------------------
-@_peer("drytorch", "NoOp")
-def _no_op(c: dict[str, Any]) -> _Translation:
-    return _to("no-op")
-
-
-@_peer("drytorch", "GradNormClipper", threshold=1)
-def _grad_norm_clipper(c: dict[str, Any]) -> _Translation:
-    return _to("norm-clip", max_norm=c["threshold"], eps=1e-6)
-
-
-@_peer("drytorch", "GradValueClipper", threshold=1)
-def _grad_value_clipper(c: dict[str, Any]) -> _Translation:
-    return _to("value-clip", max_value=c["threshold"])
-
-
-@_peer("drytorch", "GradParamNormalizer", eps=1e-8)
-def _grad_param_normalizer(c: dict[str, Any]) -> _Translation:
-    return _to("normalize", norm=1.0, scope="tensor", eps=c["eps"])
-
-
-@_peer("drytorch", "GradZScoreNormalizer", eps=1e-8)
-def _grad_zscore_normalizer(c: dict[str, Any]) -> _Translation:
-    note = "tensors of one element are left alone; drytorch makes them NaN"
-    return _to("standardize", note, eps=c["eps"], scope="tensor")
-
-
 _HISTORY: dict[str, Any] = {
     "criterion": "zstat",
     "clipping_function": None,
@@ -225,35 +194,22 @@ _HISTORY: dict[str, Any] = {
 }
 
 
-@_peer("drytorch", "HistClipper", **_HISTORY)
-def _hist_clipper(c: dict[str, Any]) -> _Translation:
-    return _history_clipper(c, "global")
-
-
-@_peer("drytorch", "ParamHistClipper", **_HISTORY)
-def _param_hist_clipper(c: dict[str, Any]) -> _Translation:
-    return _history_clipper(c, "tensor")
-
-
-def _history_clipper(c: dict[str, Any], scope: str) -> _Translation:
+def _history(c: dict[str, Any], scope: str) -> _Translation:
     criteria = {"zstat": "zstat", "ema": "ema", "ZStatCriterion": "zstat", "EMACriterion": "ema"}
     zstat = _word("criterion", c["criterion"], criteria) == "zstat"
-    given = {
-        key: default if c[key] is None else c[key]
-        for key, default in (
-            ("clipping_function", "reciprocal" if zstat else "max"),
-            ("alpha", 0.97 if zstat else 0.98),
-            ("thresh", 2.5 if zstat else 1.05),
-        )
-    }
+    defaults = ("reciprocal", 0.97, 2.5) if zstat else ("max", 0.98, 1.05)
+    names = ("clipping_function", "alpha", "thresh")
+    function, alpha, thresh = (
+        default if c[name] is None else c[name]
+        for name, default in zip(names, defaults, strict=True)
+    )
     functions = {"max": "max", "mean": "mean", "reciprocal": "reciprocal"}
     functions |= {f"{word}_clipping": word for word in functions}
-    action = _word("clipping_function", given["clipping_function"], functions)
-    warmup_norm = _word(
-        "warmup_clip_strategy", c["warmup_clip_strategy"], {"norm1": 1.0, "noop": None}
-    )
+    action = _word("clipping_function", function, functions)
+    strategies = {"norm1": 1.0, "noop": None}
+    warmup_norm = _word("warmup_clip_strategy", c["warmup_clip_strategy"], strategies)
     common = {
-        "decay": given["alpha"],
+        "decay": alpha,
         "action": action,
         "feedback": "raw",
         "warmup": c["n_warmup_steps"],
@@ -266,16 +222,39 @@ def _history_clipper(c: dict[str, Any], scope: str) -> _Translation:
         "scope": scope,
     }
     if zstat:
-        return _to("zscore-clip", z_max=given["thresh"], std_eps=1e-8, min_std=0.0, **common)
-    note = None
-    if action == "mean":
-        note = "clips to the running mean, as documented; drytorch zeroes the gradient"
-    return _to("ema-clip", note, ratio=given["thresh"], **common)
+        return _to("zscore-clip", z_max=thresh, std_eps=1e-8, min_std=0.0, **common)
+    note = "clips to the running mean, as documented; drytorch zeroes the gradient"
+    return _to("ema-clip", note if action == "mean" else None, ratio=thresh, **common)
 
 
 # -- smartclip --------------------------------------------------------------------------------
-_GATE: dict[str, Any] = {"scope": "global", "warmup_steps": 100, "min_history": 50, "eps": 1e-8}
+_GATE: dict[str, Any] = {
+    "scope": "global",
+    "warmup_steps": 100,
+    "min_history": 50,
+    "eps": 1e-8,
+    "guard_nans": True,
+}
+_ZSCORE: dict[str, Any] = {"zmax": 3.0, "ema_decay": 0.99, **_GATE}
+_AUTO: dict[str, Any] = {
+    "mode": "auto",
+    "percentile": 95.0,
+    "history": "ema",
+    "ema_decay": 0.99,
+    "window_size": 1024,
+    **_GATE,
+}
+_AGC: dict[str, Any] = {
+    "clipping": 0.01,
+    "exclude_bias_bn": True,
+    **_GATE,
+    "scope": "per_layer",
+    "warmup_steps": 0,
+    "min_history": 0,
+}
 _SCOPES = {"global": "global", "per_layer": "layer", "per_param": "tensor"}
+# On TensorFlow, smartclip clips each tensor by itself, even with "per_layer".
+_TF_SCOPES = {"global": "global", "per_layer": "per_param", "per_param": "per_param"}
 
 
 def _gated(c: dict[str, Any]) -> dict[str, Any]:
@@ -291,25 +270,20 @@ def _gated(c: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gate_note(c: dict[str, Any]) -> str | None:
-    if c["scope"] == "global":
-        return None
-    return (
+def _gate_notes(c: dict[str, Any]) -> tuple[str | None, str | None]:
+    groups = (
         "warmup counts calls; smartclip counts observations over all groups, so that its warm-up "
         "is shorter by the number of groups"
     )
+    guard = "NaN is never observed; smartclip would note it as eps"
+    return None if c["scope"] == "global" else groups, None if c["guard_nans"] else guard
 
 
-def _guard_note(c: dict[str, Any]) -> str | None:
-    return None if c["guard_nans"] else "NaN is never observed; smartclip would note it as eps"
-
-
-@_peer("smartclip", "ZScoreClip", zmax=3.0, ema_decay=0.99, guard_nans=True, **_GATE)
-def _smart_zscore(c: dict[str, Any]) -> _Translation:
+def _smart_zscore(c: dict[str, Any], note: str | None = None) -> _Translation:
     return _to(
         "zscore-clip",
-        _gate_note(c),
-        _guard_note(c),
+        *_gate_notes(c),
+        note,
         z_max=c["zmax"],
         decay=c["ema_decay"],
         action="max",
@@ -320,69 +294,30 @@ def _smart_zscore(c: dict[str, Any]) -> _Translation:
     )
 
 
-_AUTO: dict[str, Any] = {
-    "mode": "auto",
-    "percentile": 95.0,
-    "history": "ema",
-    "ema_decay": 0.99,
-    "window_size": 1024,
-    "guard_nans": True,
-}
-
-
-@_peer("smartclip", "AutoClip", **_AUTO, **_GATE)
-def _smart_auto(c: dict[str, Any]) -> _Translation:
-    if _word("mode", c["mode"], {"auto": "auto", "percentile": "percentile"}) == "auto":
-        note = "the median is the published P2 estimate; smartclip's lacks a division"
+def _smart_auto(c: dict[str, Any], note: str | None = None) -> _Translation:
+    gated, gate = _gated(c), (*_gate_notes(c), note)
+    if _word("mode", c["mode"], "auto percentile") == "auto":
+        median = "the median is the published P2 estimate; smartclip's lacks a division"
         late = "a group is not clipped before its 5th norm; smartclip may erase it"
-        return _to(
-            "auto-clip",
-            note,
-            late,
-            _gate_note(c),
-            _guard_note(c),
-            median="p2",
-            decay=None,
-            min_std=1e-3,
-            **_gated(c),
-        )
-    if _word("history", c["history"], {"ema": "stream", "window": "window"}) == "window":
-        return _to(
-            "percentile-norm-clip",
-            _gate_note(c),
-            _guard_note(c),
-            percentile=c["percentile"],
-            history="window",
-            window=c["window_size"],
-            **_gated(c),
-        )
-    return _to(
-        "percentile-norm-clip",
-        "the streaming percentile goes down as well as up; smartclip's never falls",
-        _gate_note(c),
-        _guard_note(c),
-        percentile=c["percentile"],
-        history="stream",
-        rate=1.0 - c["ema_decay"],
-        **_gated(c),
-    )
+        own = {"median": "p2", "decay": None, "min_std": 1e-3}
+        return _to("auto-clip", median, late, *gate, **own, **gated)
+    config = {"percentile": c["percentile"], "history": "window", "window": c["window_size"]}
+    if _word("history", c["history"], "ema window") == "window":
+        return _to("percentile-norm-clip", *gate, **config, **gated)
+    falls = "the streaming percentile goes down as well as up; smartclip's never falls"
+    config = {"percentile": c["percentile"], "history": "stream", "rate": 1.0 - c["ema_decay"]}
+    return _to("percentile-norm-clip", falls, *gate, **config, **gated)
 
 
-_AGC: dict[str, Any] = {"clipping": 0.01, "exclude_bias_bn": True, "eps": 1e-8, "guard_nans": True}
-
-
-@_peer("smartclip", "AGC", scope="per_layer", warmup_steps=0, min_history=0, **_AGC)
 def _smart_agc(c: dict[str, Any]) -> _Translation:
     _word("scope", c["scope"], _SCOPES)
     scope = "each tensor is a unit whatever the scope, as smartclip does on torch"
-    gate = None
-    if c["warmup_steps"] or c["min_history"]:
-        gate = "clips from the first step: a limit from the weights needs no warm-up"
+    gate = "clips from the first step: a limit from the weights needs no warm-up"
     return _to(
         "agc",
         None if c["scope"] == "per_param" else scope,
-        gate,
-        _zero_weights(c),
+        gate if c["warmup_steps"] or c["min_history"] else None,
+        None if c["exclude_bias_bn"] else _ZERO_WEIGHTS,
         ratio=c["clipping"],
         unit="tensor",
         eps=c["eps"],
@@ -390,60 +325,50 @@ def _smart_agc(c: dict[str, Any]) -> _Translation:
     )
 
 
-# On TensorFlow, smartclip clips each tensor by itself, even with "per_layer".
-_TF_SCOPES = {"global": "global", "per_layer": "per_param", "per_param": "per_param"}
-
-
 def _on_tensorflow(c: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     scope = _word("scope", c["scope"], _TF_SCOPES)
-    note = None
-    if scope == "global":
-        note = (
-            "the warm-up lasts as many calls as it is set to; smartclip's TensorFlow backend also "
-            "counts each tensor, so that its own is shorter, and its last call may clip by tensor"
-        )
-    return {**c, "scope": scope}, note
+    note = (
+        "the warm-up lasts as many calls as it is set to; smartclip's TensorFlow backend also "
+        "counts each tensor, so that its own is shorter, and its last call may clip by tensor"
+    )
+    return {**c, "scope": scope}, note if scope == "global" else None
 
 
-@_peer("smartclip-tf", "ZScoreClip", zmax=3.0, ema_decay=0.99, guard_nans=True, **_GATE)
-def _smart_tf_zscore(c: dict[str, Any]) -> _Translation:
-    config, note = _on_tensorflow(c)
-    return _noted(_smart_zscore(config), note)
-
-
-@_peer("smartclip-tf", "AutoClip", **_AUTO, **_GATE)
-def _smart_tf_auto(c: dict[str, Any]) -> _Translation:
-    config, note = _on_tensorflow(c)
-    return _noted(_smart_auto(config), note)
-
-
-@_peer("smartclip-tf", "AGC", scope="per_layer", warmup_steps=0, min_history=0, **_AGC)
 def _smart_tf_agc(c: dict[str, Any]) -> _Translation:
     whole = _word("scope", c["scope"], _SCOPES) == "global"
     return _to(
         "agc",
-        None if whole else _zero_weights(c),
+        None if whole or c["exclude_bias_bn"] else _ZERO_WEIGHTS,
         ratio=c["clipping"],
         unit="global" if whole else "tensor",
         eps=c["eps"],
-        # On TensorFlow, smartclip ignores this parameter and excludes nothing.
+        # On TensorFlow, smartclip ignores exclude_bias_bn and excludes nothing.
         skip_vectors=False,
     )
 
 
-def _zero_weights(c: dict[str, Any]) -> str | None:
-    if c["exclude_bias_bn"]:
-        return None
-    return (
-        "tensors whose weights are all zero are left a limit that they can grow from; "
-        "smartclip's freezes them"
-    )
+_ZERO_WEIGHTS = (
+    "tensors whose weights are all zero are left a limit that they can grow from; smartclip's "
+    "freezes them"
+)
 
 
 # -- torchzero --------------------------------------------------------------------------------
-# Parameters of earlier versions, renamed or removed since.
+# Parameters of earlier versions, renamed or removed since, are `parameterwise` and `ema_init`.
 _TARGET: dict[str, Any] = {"target": "update"}
-_TENSORWISE: dict[str, Any] = {"tensorwise": True, "parameterwise": None, **_TARGET}
+_GROUPED: dict[str, Any] = {"ord": 2, "tensorwise": True, "parameterwise": None, **_TARGET}
+_ALONG: dict[str, Any] = {"dim": None, "inverse_dims": False, **_TARGET}
+_DIMS: dict[str, Any] = {"ord": 2, "min_size": 1, **_ALONG}
+_GROWTH: dict[str, Any] = {"add": None, "mul": 1.5, "min_value": 1e-4, "max_decay": 2}
+_BY_EMA: dict[str, Any] = {
+    "beta": 0.99,
+    "max_ema_growth": 1.5,
+    "init": 0.0,
+    "ema_init": None,
+    "min_norm": 1e-6,
+    "eps": None,
+    **_GROUPED,
+}
 
 
 def _target_note(c: dict[str, Any]) -> str | None:
@@ -452,25 +377,17 @@ def _target_note(c: dict[str, Any]) -> str | None:
     return note
 
 
-def _tensorwise(c: dict[str, Any]) -> str:
+def _grouped(c: dict[str, Any]) -> dict[str, Any]:
     old = c["parameterwise"]
-    return "tensor" if (c["tensorwise"] if old is None else old) else "global"
-
-
-_DIMS: dict[str, Any] = {
-    "ord": 2,
-    "dim": None,
-    "inverse_dims": False,
-    "min_size": 1,
-    **_TARGET,
-}
+    tensorwise = c["tensorwise"] if old is None else old
+    return {"ord": _order(c["ord"]), "scope": "tensor" if tensorwise else "global"}
 
 
 def _spanned(c: dict[str, Any]) -> dict[str, Any] | None:
     """Return our parameters for torchzero's dims; None if they leave every tensor untouched."""
     dim = c["dim"]
     if isinstance(dim, str):
-        return _word("dim", dim, {"global": {"scope": "global"}})  # type: ignore[no-any-return]
+        return {"scope": _word("dim", dim, "global")}
     dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
     if dims is not None and not all(type(d) is int for d in dims):
         raise ValueError(f"dim must be an int, a list of ints or 'global', got {dim!r:.80}")
@@ -482,14 +399,13 @@ def _spanned(c: dict[str, Any]) -> dict[str, Any] | None:
     return {"scope": "tensor", "dims": dims, "inverse_dims": inverse, "min_size": min_size}
 
 
-def _dims_notes(c: dict[str, Any]) -> list[str]:
+def _dims_note(c: dict[str, Any]) -> str | None:
     dim = c["dim"]
     if dim is None:
-        return ["dim=None: all dims of each tensor; torchzero takes those of the first"]
+        return "dim=None: all dims of each tensor; torchzero takes those of the first"
     values = [dim] if isinstance(dim, int) else [] if isinstance(dim, str) else list(dim)
-    if any(d < 0 for d in values):
-        return ["negative dims count from the end of each tensor; torchzero's may not"]
-    return []
+    negative = "negative dims count from the end of each tensor; torchzero's may not"
+    return negative if any(d < 0 for d in values) else None
 
 
 _MEASURES = {
@@ -500,232 +416,122 @@ _MEASURES = {
 }
 
 
-def _measured(name: str, c: dict[str, Any], **config: Any) -> _Translation:
-    """Translate a class that measures along dims; `config` holds the limits."""
+def _measured(name: str, c: dict[str, Any], **limits: Any) -> _Translation:
+    """Translate a class that measures along dims."""
     ord, spanned = _order(c["ord"]), _spanned(c)
-    notes = [*_dims_notes(c), _MEASURES.get(ord), _target_note(c)]
+    notes = [_dims_note(c), _MEASURES.get(ord), _target_note(c)]
     if spanned is None or ord == 0:
         empty = None if spanned else "no dims are left to measure along: nothing is clipped"
         return _to("no-op", *notes, empty)
-    return _to(name, *notes, **config, ord=1 if ord == "sum" else ord, **spanned)
+    return _to(name, *notes, **limits, ord=1 if ord == "sum" else ord, **spanned)
 
 
-@_peer("torchzero", "ClipNorm", max_norm=_REQUIRED, **_DIMS)
-def _tz_clip_norm(c: dict[str, Any]) -> _Translation:
-    return _measured("norm-clip", c, max_norm=c["max_norm"])
-
-
-@_peer(
-    "torchzero", "clip_grad_norm_", max_norm=_REQUIRED, min_norm=None, **{**_DIMS, "min_size": 2}
-)
-def _tz_clip_grad_norm(c: dict[str, Any]) -> _Translation:
-    if c["max_norm"] is None and c["min_norm"] is None:
+def _clip_grad_norm(max_norm: Any, min_norm: Any = None, **c: Any) -> _Translation:
+    if max_norm is None and min_norm is None:
         return _to("no-op", "without max_norm and min_norm, nothing is clipped")
-    return _measured("norm-clip", c, max_norm=c["max_norm"], min_norm=c["min_norm"])
+    return _measured("norm-clip", c, max_norm=max_norm, min_norm=min_norm)
 
 
-@_peer("torchzero", "Normalize", "normalize_grads_", norm_value=1.0, **_DIMS)
-def _tz_normalize(c: dict[str, Any]) -> _Translation:
-    return _measured("normalize", c, norm=c["norm_value"])
-
-
-@_peer("torchzero", "ClipValue", "clip_grad_value_", value=_REQUIRED, **_TARGET)
-def _tz_clip_value(c: dict[str, Any]) -> _Translation:
-    return _to("value-clip", _target_note(c), max_value=c["value"])
-
-
-@_peer("torchzero", "Centralize", dim=None, inverse_dims=False, min_size=2, **_TARGET)
-def _tz_centralize(c: dict[str, Any]) -> _Translation:
+def _centralize(c: dict[str, Any]) -> _Translation:
     spanned = _spanned(c)
     if spanned is None:
         return _to("no-op", "no dims are left to average along: nothing is changed")
     # Over all tensors together, torchzero has no smallest size.
-    notes = [*_dims_notes(c), _target_note(c)]
-    return _to("centralize", *notes, **{"min_size": 1, **spanned})
-
-
-_BY_EMA: dict[str, Any] = {
-    "beta": 0.99,
-    "ord": 2,
-    "max_ema_growth": 1.5,
-    "init": 0.0,
-    "ema_init": None,
-    "min_norm": 1e-6,
-    "eps": None,
-    **_TENSORWISE,
-}
+    return _to("centralize", _dims_note(c), _target_note(c), **{"min_size": 1, **spanned})
 
 
 def _by_ema(name: str, c: dict[str, Any]) -> _Translation:
-    eps = None
-    if c["eps"] is not None:
-        eps = "eps has no counterpart: it only shows where the average is shorter than eps"
+    eps = "eps has no counterpart: it only shows where the average is shorter than eps"
     return _to(
         name,
         _target_note(c),
-        eps,
+        None if c["eps"] is None else eps,
         decay=c["beta"],
-        ord=_order(c["ord"]),
-        scope=_tensorwise(c),
+        **_grouped(c),
         max_growth=c["max_ema_growth"],
-        init=_start(c, "first"),
+        init=_start(c["init"], c["ema_init"], "first"),
         min_norm=c["min_norm"],
     )
 
 
-def _start(c: dict[str, Any], first: float | str) -> Any:
+def _start(init: Any, ema_init: Any, first: float | str) -> Any:
     """Return the start of an average; `first` means the first update."""
     words = {"zeros": 0.0, "update": first}
-    return c["init"] if c["ema_init"] is None else _word("ema_init", c["ema_init"], words)
+    return init if ema_init is None else _word("ema_init", ema_init, words)
 
 
-@_peer("torchzero", "ClipNormByEMA", **_BY_EMA)
-def _tz_clip_by_ema(c: dict[str, Any]) -> _Translation:
-    return _by_ema("ema-norm-clip", c)
-
-
-@_peer("torchzero", "NormalizeByEMA", **_BY_EMA)
-def _tz_normalize_by_ema(c: dict[str, Any]) -> _Translation:
-    return _by_ema("ema-normalize", c)
-
-
-@_peer("torchzero", "ClipValueByEMA", beta=0.99, init=0, ema_init=None, **_TARGET)
-def _tz_value_by_ema(c: dict[str, Any]) -> _Translation:
-    return _to("ema-value-clip", _target_note(c), decay=c["beta"], init=_start(c, 1.0))
-
-
-@_peer(
-    "torchzero",
-    "ClipNormGrowth",
-    add=None,
-    mul=1.5,
-    min_value=1e-4,
-    max_decay=2,
-    ord=2,
-    **_TENSORWISE,
-)
-def _tz_norm_growth(c: dict[str, Any]) -> _Translation:
-    floor = c["min_value"]
-    note = None
-    if floor is not None and floor > 1:
-        note = "min_value floors the past norm; torchzero divides every update by it"
+def _norm_growth(min_value: Any, mul: Any, add: Any, max_decay: Any, **c: Any) -> _Translation:
+    note = "min_value floors the past norm; torchzero divides every update by it"
     return _to(
         "growth-clip",
-        note,
+        note if min_value is not None and min_value > 1 else None,
         _target_note(c),
-        mul=c["mul"],
-        add=c["add"],
-        min_norm=floor,
-        max_decay=c["max_decay"],
+        mul=mul,
+        add=add,
+        min_norm=min_value,
+        max_decay=max_decay,
         warmup_norm=None,
-        ord=_order(c["ord"]),
-        scope=_tensorwise(c),
+        **_grouped(c),
     )
 
 
-@_peer("torchzero", "ClipValueGrowth", add=None, mul=1.5, min_value=1e-4, max_decay=2, **_TARGET)
-def _tz_value_growth(c: dict[str, Any]) -> _Translation:
-    config = {key: value for key, value in c.items() if key != "target"}
-    return _to("growth-value-clip", _target_note(c), **config)
-
-
 # -- fixed limits of the frameworks -----------------------------------------------------------
-@_peer("declearn", "L2Clipping", max_norm=1.0)
-def _l2_clipping(c: dict[str, Any]) -> _Translation:
-    return _to("norm-clip", max_norm=c["max_norm"], scope="tensor")
+def _optax_agc(clipping: Any, eps: Any = 1e-3, axis: Any = None) -> _Translation:
+    dims = {} if axis is None else {"dims": axis}
+    note = "0-d tensors are whole units; optax raises on them" if dims else None
+    return _to("agc", note, ratio=clipping, min_norm=eps, **dims)
 
 
-@_peer("declearn", "L2GlobalClipping", max_norm=1.0)
-@_peer("optax", "clip_by_global_norm", max_norm=_REQUIRED)
-def _global_clip(c: dict[str, Any]) -> _Translation:
-    return _to("norm-clip", max_norm=c["max_norm"])
-
-
-@_peer("optax", "clip", max_delta=_REQUIRED)
-def _optax_clip(c: dict[str, Any]) -> _Translation:
-    return _to("value-clip", max_value=c["max_delta"])
-
-
-@_peer("optax", "clip_by_block_rms", threshold=_REQUIRED)
-def _optax_block_rms(c: dict[str, Any]) -> _Translation:
-    return _to("norm-clip", max_norm=c["threshold"], ord="rms", scope="tensor")
-
-
-@_peer("optax", "adaptive_grad_clip", clipping=_REQUIRED, eps=1e-3, axis=None)
-def _optax_agc(c: dict[str, Any]) -> _Translation:
-    note = None if c["axis"] is None else "0-d tensors are whole units; optax raises on them"
-    dims = {} if c["axis"] is None else {"dims": c["axis"]}
-    return _to("agc", note, ratio=c["clipping"], min_norm=c["eps"], **dims)
-
-
-@_peer("torch", "clip_grad_norm_", max_norm=_REQUIRED, norm_type=2.0, error_if_nonfinite=False)
-def _torch_clip_grad_norm(c: dict[str, Any]) -> _Translation:
-    ord = _order(c["norm_type"])
+def _torch_norm(
+    max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: Any = False
+) -> _Translation:
+    ord = _order(norm_type)
     if ord == 0:
         return _to("no-op", "norm_type=0 counts tensors in torch, which no scaling changes")
-    config = {"on_nonfinite": "raise"} if c["error_if_nonfinite"] else {}
-    return _to("norm-clip", max_norm=c["max_norm"], ord=ord, eps=1e-6, **config)
+    config = {"on_nonfinite": "raise"} if error_if_nonfinite else {}
+    return _to("norm-clip", max_norm=max_norm, ord=ord, eps=1e-6, **config)
 
 
-@_peer("torch", "clip_grad_value_", clip_value=_REQUIRED)
-def _torch_clip_grad_value(c: dict[str, Any]) -> _Translation:
-    return _to("value-clip", max_value=c["clip_value"])
-
-
-@_peer("tensorflow", "clip_by_global_norm", clip_norm=_REQUIRED)
-def _tf_global(c: dict[str, Any]) -> _Translation:
-    return _to("norm-clip", max_norm=c["clip_norm"])
-
-
-@_peer("tensorflow", "clip_by_norm", clip_norm=_REQUIRED, axes=None)
-def _tf_by_norm(c: dict[str, Any]) -> _Translation:
-    axes = c["axes"]
+def _tf_by_norm(clip_norm: Any, axes: Any = None) -> _Translation:
     dims = {} if axes is None else {"dims": [axes] if isinstance(axes, int) else list(axes)}
     note = "tensors without these axes are left alone; TensorFlow raises" if dims else None
-    return _to("norm-clip", note, max_norm=c["clip_norm"], scope="tensor", **dims)
+    return _to("norm-clip", note, max_norm=clip_norm, scope="tensor", **dims)
 
 
-@_peer("tensorflow", "clip_by_value", clip_value_min=_REQUIRED, clip_value_max=_REQUIRED)
-def _tf_by_value(c: dict[str, Any]) -> _Translation:
-    return _to("value-clip", max_value=c["clip_value_max"], min_value=c["clip_value_min"])
-
-
-@_peer("keras", "Optimizer", clipnorm=None, global_clipnorm=None, clipvalue=None)
-def _keras(c: dict[str, Any]) -> _Translation:
+def _keras(**c: Any) -> _Translation:
     given = {key: value for key, value in c.items() if value is not None}
     if len(given) > 1:
         raise ValueError(f"Keras takes one of {', '.join(c)}, got {', '.join(given)}")
-    if not any(value > 0 for value in given.values()):
-        return _to("no-op", "without a limit above 0, nothing is clipped")
-    if c["clipvalue"] is not None:
-        return _to("value-clip", max_value=c["clipvalue"])
-    if c["global_clipnorm"] is not None:
-        return _to("norm-clip", max_norm=c["global_clipnorm"])
-    return _to("norm-clip", max_norm=c["clipnorm"], scope="tensor")
+    match given:
+        case {"clipvalue": limit} if limit > 0:
+            return _to("value-clip", max_value=limit)
+        case {"global_clipnorm": limit} if limit > 0:
+            return _to("norm-clip", max_norm=limit)
+        case {"clipnorm": limit} if limit > 0:
+            return _to("norm-clip", max_norm=limit, scope="tensor")
+    return _to("no-op", "without a limit above 0, nothing is clipped")
 
 
-@_peer("lightning", "Trainer", gradient_clip_val=None, gradient_clip_algorithm=None)
-def _lightning(c: dict[str, Any]) -> _Translation:
-    words = {"norm": "norm", "value": "value"}
-    by = _word("gradient_clip_algorithm", c["gradient_clip_algorithm"] or "norm", words)
-    limit = c["gradient_clip_val"]
-    if limit is None or limit <= 0:
+def _lightning(gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> _Translation:
+    by = _word("gradient_clip_algorithm", gradient_clip_algorithm or "norm", "norm value")
+    if gradient_clip_val is None or gradient_clip_val <= 0:
         return _to("no-op", "without a gradient_clip_val above 0, nothing is clipped")
     if by == "value":
-        return _to("value-clip", max_value=limit)
-    return _to("norm-clip", max_norm=limit, eps=1e-6)
+        return _to("value-clip", max_value=gradient_clip_val)
+    return _to("norm-clip", max_norm=gradient_clip_val, eps=1e-6)
 
 
-_FABRIC: dict[str, Any] = {"clip_val": None, "max_norm": None, "norm_type": 2.0}
-
-
-@_peer("lightning", "Fabric.clip_gradients", **_FABRIC, error_if_nonfinite=True)
-def _fabric(c: dict[str, Any]) -> _Translation:
-    if (c["clip_val"] is None) == (c["max_norm"] is None):
+def _fabric(
+    clip_val: Any = None,
+    max_norm: Any = None,
+    norm_type: Any = 2.0,
+    error_if_nonfinite: Any = True,
+) -> _Translation:
+    if (clip_val is None) == (max_norm is None):
         raise ValueError("clip_gradients of Fabric takes one of clip_val and max_norm")
-    if c["max_norm"] is None:
-        return _to("value-clip", max_value=c["clip_val"])
-    return _torch_clip_grad_norm(c)
+    if max_norm is None:
+        return _to("value-clip", max_value=clip_val)
+    return _torch_norm(max_norm, norm_type, error_if_nonfinite)
 
 
 # -- other federated frameworks ---------------------------------------------------------------
@@ -738,134 +544,95 @@ _SPLIT = (
     "noise_multiplier is what a round is accounted with, votes included, so that the noise on "
     "updates is a little larger than Flower's"
 )
-_FLOWER: dict[str, Any] = {"noise_multiplier": _REQUIRED, "num_sampled_clients": _REQUIRED}
-
-
-def _noise(c: dict[str, Any]) -> dict[str, Any]:
-    if not c["noise_multiplier"]:
-        return {}
-    return {
-        "noise_multiplier": c["noise_multiplier"],
-        "expected_clients": c["num_sampled_clients"],
-    }
-
-
-@_peer(
-    "flower",
-    "DifferentialPrivacyServerSideFixedClipping",
-    "DifferentialPrivacyClientSideFixedClipping",
-    **_FLOWER,
-    clipping_norm=_REQUIRED,
+_SETTLES = (
+    "the bound settles where the share target_clipped_quantile of the updates is clipped; Flower "
+    "lowers its bound when more are, so that it runs away"
 )
-def _flower_fixed(c: dict[str, Any]) -> _Translation:
-    limit, noise = c["clipping_norm"], _noise(c)
-    if not noise:
-        return _to("clipped-averaging", _WEIGHTS, max_norm=limit)
+
+
+def _flower_fixed(
+    noise_multiplier: Any, num_sampled_clients: Any, clipping_norm: Any
+) -> _Translation:
+    if not noise_multiplier:
+        return _to("clipped-averaging", _WEIGHTS, max_norm=clipping_norm)
     return _to(
         "update-clip-server",
         _UPDATES,
         _WEIGHTS,
         _SPLIT,
-        start_norm=limit,
+        start_norm=clipping_norm,
         learning_rate=0.0,
-        min_norm=limit,
-        max_norm=limit,
-        **noise,
+        min_norm=clipping_norm,
+        max_norm=clipping_norm,
+        noise_multiplier=noise_multiplier,
+        expected_clients=num_sampled_clients,
     )
 
 
-@_peer(
-    "flower",
-    "DifferentialPrivacyServerSideAdaptiveClipping",
-    "DifferentialPrivacyClientSideAdaptiveClipping",
-    **_FLOWER,
-    initial_clipping_norm=0.1,
-    target_clipped_quantile=0.5,
-    clip_norm_lr=0.2,
-    clipped_count_stddev=None,
-)
-def _flower_adaptive(c: dict[str, Any]) -> _Translation:
-    noise = _noise(c)
-    if noise:
-        noise["bits_noise"] = c["clipped_count_stddev"]
+def _flower_adaptive(
+    noise_multiplier: Any,
+    num_sampled_clients: Any,
+    initial_clipping_norm: Any = 0.1,
+    target_clipped_quantile: Any = 0.5,
+    clip_norm_lr: Any = 0.2,
+    clipped_count_stddev: Any = None,
+) -> _Translation:
+    noise = {
+        "noise_multiplier": noise_multiplier,
+        "expected_clients": num_sampled_clients,
+        "bits_noise": clipped_count_stddev,
+    }
     return _to(
         "update-clip-server",
         _UPDATES,
         _WEIGHTS,
-        _SPLIT if noise else None,
-        "the bound settles where the share target_clipped_quantile of the updates is clipped; "
-        "Flower lowers its bound when more are, so that it runs away",
-        start_norm=c["initial_clipping_norm"],
-        quantile=1.0 - c["target_clipped_quantile"],
-        learning_rate=c["clip_norm_lr"],
-        **noise,
+        _SPLIT if noise_multiplier else None,
+        _SETTLES,
+        start_norm=initial_clipping_norm,
+        quantile=1.0 - target_clipped_quantile,
+        learning_rate=clip_norm_lr,
+        **(noise if noise_multiplier else {}),
     )
 
 
-@_peer("flower", "fixedclipping_mod", clipping_norm=_REQUIRED)
-def _flower_mod(c: dict[str, Any]) -> _Translation:
-    return _to("clipped-averaging", _WEIGHTS, max_norm=c["clipping_norm"])
-
-
 # -- papers -----------------------------------------------------------------------------------
-@_peer("torchlean", "clipGradientsSpec", max_norm=_REQUIRED)
-def _lean_norm(c: dict[str, Any]) -> _Translation:
-    # The specification takes the absolute value itself.
-    return _to("norm-clip", max_norm=abs(c["max_norm"]), scope="tensor")
-
-
-@_peer("torchlean", "clipByValueSpec", min_val=_REQUIRED, max_val=_REQUIRED)
-def _lean_value(c: dict[str, Any]) -> _Translation:
-    return _to("value-clip", max_value=c["max_val"], min_value=c["min_val"])
-
-
-@_peer("torchlean", "clipByPercentileSpec", pct=_REQUIRED)
-def _lean_percentile(c: dict[str, Any]) -> _Translation:
-    # The specification caps the percentile itself.
-    return _to("percentile-clip", percentile=min(c["pct"], 100), method="lower", scope="tensor")
-
-
-@_peer(
-    "zclip",
-    "ZClip",
-    alpha=0.97,
-    z_thresh=2.5,
-    max_grad_norm=1.0,
-    eps=1e-6,
-    warmup_steps=25,
-    mode="zscore",
-    clip_option="adaptive_scaling",
-    clip_factor=1.0,
-    skip_update_on_spike=False,
-)
-def _zclip(c: dict[str, Any]) -> _Translation:
-    percentile = _word("mode", c["mode"], {"zscore": False, "percentile": True})
+def _zclip(
+    alpha: Any = 0.97,
+    z_thresh: Any = 2.5,
+    max_grad_norm: Any = 1.0,
+    eps: Any = 1e-6,
+    warmup_steps: Any = 25,
+    mode: Any = "zscore",
+    clip_option: Any = "adaptive_scaling",
+    clip_factor: Any = 1.0,
+    skip_update_on_spike: Any = False,
+) -> _Translation:
+    percentile = _word("mode", mode, "zscore percentile") == "percentile"
     options = {"adaptive_scaling": "reciprocal", "mean": "mean"}
-    action = "max" if percentile else _word("clip_option", c["clip_option"], options)
-    factor = {"factor": c["clip_factor"]} if action == "reciprocal" else {}
+    action = "max" if percentile else _word("clip_option", clip_option, options)
+    factor = {"factor": clip_factor} if action == "reciprocal" else {}
     return _to(
         "zscore-clip",
         "mode='percentile' is a limit of mean + z_thresh * std" if percentile else None,
-        z_max=c["z_thresh"],
-        decay=c["alpha"],
+        z_max=z_thresh,
+        decay=alpha,
         action=action,
-        feedback="none" if c["skip_update_on_spike"] else "clipped",
-        warmup=c["warmup_steps"],
-        max_norm=c["max_grad_norm"],
+        feedback="none" if skip_update_on_spike else "clipped",
+        warmup=warmup_steps,
+        max_norm=max_grad_norm,
         warmup_factor=None,
         min_std=0.0,
         # The percentile mode compares norms, not z-scores.
-        std_eps=0.0 if percentile else c["eps"],
+        std_eps=0.0 if percentile else eps,
         eps=1e-6,
         **factor,
     )
 
 
-@_peer("autoclip", "autoclip_gradient", clip_percentile=_REQUIRED)
-def _autoclip(c: dict[str, Any]) -> _Translation:
+def _autoclip(clip_percentile: Any) -> _Translation:
     return _to(
         "percentile-norm-clip",
-        percentile=c["clip_percentile"],
+        percentile=clip_percentile,
         history="window",
         window=None,
         feedback="raw",
@@ -878,36 +645,31 @@ def _autoclip(c: dict[str, Any]) -> _Translation:
     )
 
 
-@_peer(
-    "opacus",
-    "AdaClipDPOptimizer",
-    "AdaClipDPOptimizer.update_max_grad_norm",
-    clipbound_learning_rate=_REQUIRED,
-    target_unclipped_quantile=_REQUIRED,
-    max_clipbound=_REQUIRED,
-    min_clipbound=_REQUIRED,
-    initial=_REQUIRED,
-    sample_size=1,
-)
-def _opacus_adaptive(c: dict[str, Any]) -> _Translation:
+def _opacus_adaptive(
+    clipbound_learning_rate: Any,
+    target_unclipped_quantile: Any,
+    max_clipbound: Any,
+    min_clipbound: Any,
+    initial: Any,
+    sample_size: Any = 1,
+) -> _Translation:
     return _to(
         "adaptive-clip",
         "counts norms without noise: the update of the bound only, which is not private by itself",
-        quantile=c["target_unclipped_quantile"],
-        rate=c["clipbound_learning_rate"],
-        start_norm=c["initial"],
-        every=c["sample_size"],
-        min_norm=c["min_clipbound"],
-        max_norm=c["max_clipbound"],
+        quantile=target_unclipped_quantile,
+        rate=clipbound_learning_rate,
+        start_norm=initial,
+        every=sample_size,
+        min_norm=min_clipbound,
+        max_norm=max_clipbound,
         eps=1e-6,
     )
 
 
-@_peer("timm", "adaptive_clip_grad", clip_factor=0.01, eps=1e-3, norm_type=2.0)
-def _timm_agc(c: dict[str, Any]) -> _Translation:
-    if _order(c["norm_type"]) != 2:
-        raise ValueError(f"norm_type must be 2, the only norm of agc; got {c['norm_type']!r}")
-    return _to("agc", ratio=c["clip_factor"], min_norm=c["eps"], axis=0)
+def _timm_agc(clip_factor: Any = 0.01, eps: Any = 1e-3, norm_type: Any = 2.0) -> _Translation:
+    if _order(norm_type) != 2:
+        raise ValueError(f"norm_type must be 2, the only norm of agc; got {norm_type!r}")
+    return _to("agc", ratio=clip_factor, min_norm=eps, axis=0)
 
 
 _ADAGC: dict[str, Any] = {
@@ -917,16 +679,6 @@ _ADAGC: dict[str, Any] = {
     "start_clip_steps": 100,
     "max_norm": 1.0,
 }
-
-
-@_peer("adagc", "AdaGC", **_ADAGC)
-def _adagc_tensor(c: dict[str, Any]) -> _Translation:
-    return _adagc(c, "tensor")
-
-
-@_peer("adagc", "GlobalAdaGC", **_ADAGC)
-def _adagc_global(c: dict[str, Any]) -> _Translation:
-    return _adagc(c, "global")
 
 
 def _adagc(c: dict[str, Any], scope: str) -> _Translation:
@@ -946,3 +698,141 @@ def _adagc(c: dict[str, Any], scope: str) -> _Translation:
         eps=c["eps"],
         scope=scope,
     )
+
+
+# -- all classes ------------------------------------------------------------------------------
+def _norm_clip(max_norm: Any) -> _Translation:
+    return _to("norm-clip", max_norm=max_norm)
+
+
+_PEERS: dict[str, dict[str, _Entry]] = {
+    "drytorch": {
+        "NoOp": _entry(lambda: _to("no-op")),
+        "GradNormClipper": _entry(
+            lambda threshold=1: _to("norm-clip", max_norm=threshold, eps=1e-6)
+        ),
+        "GradValueClipper": _entry(lambda threshold=1: _to("value-clip", max_value=threshold)),
+        "GradParamNormalizer": _entry(
+            lambda eps=1e-8: _to("normalize", norm=1.0, scope="tensor", eps=eps)
+        ),
+        "GradZScoreNormalizer": _entry(
+            lambda eps=1e-8: _to(
+                "standardize",
+                "tensors of one element are left alone; drytorch makes them NaN",
+                eps=eps,
+                scope="tensor",
+            )
+        ),
+        "HistClipper": _entry(lambda **c: _history(c, "global"), **_HISTORY),
+        "ParamHistClipper": _entry(lambda **c: _history(c, "tensor"), **_HISTORY),
+    },
+    "smartclip": {
+        "ZScoreClip": _entry(lambda **c: _smart_zscore(c), **_ZSCORE),
+        "AutoClip": _entry(lambda **c: _smart_auto(c), **_AUTO),
+        "AGC": _entry(lambda **c: _smart_agc(c), **_AGC),
+    },
+    "smartclip-tf": {
+        "ZScoreClip": _entry(lambda **c: _smart_zscore(*_on_tensorflow(c)), **_ZSCORE),
+        "AutoClip": _entry(lambda **c: _smart_auto(*_on_tensorflow(c)), **_AUTO),
+        "AGC": _entry(lambda **c: _smart_tf_agc(c), **_AGC),
+    },
+    "torchzero": {
+        "ClipNorm": _entry(
+            lambda max_norm, **c: _measured("norm-clip", c, max_norm=max_norm), **_DIMS
+        ),
+        "clip_grad_norm_": _entry(_clip_grad_norm, **{**_DIMS, "min_size": 2}),
+        "Normalize": (
+            _normalize := _entry(
+                lambda norm_value=1.0, **c: _measured("normalize", c, norm=norm_value), **_DIMS
+            )
+        ),
+        "normalize_grads_": _normalize,
+        "ClipValue": (
+            _clip_value := _entry(
+                lambda value, **c: _to("value-clip", _target_note(c), max_value=value), **_TARGET
+            )
+        ),
+        "clip_grad_value_": _clip_value,
+        "Centralize": _entry(lambda **c: _centralize(c), min_size=2, **_ALONG),
+        "ClipNormByEMA": _entry(lambda **c: _by_ema("ema-norm-clip", c), **_BY_EMA),
+        "NormalizeByEMA": _entry(lambda **c: _by_ema("ema-normalize", c), **_BY_EMA),
+        "ClipValueByEMA": _entry(
+            lambda beta=0.99, init=0, ema_init=None, **c: _to(
+                "ema-value-clip", _target_note(c), decay=beta, init=_start(init, ema_init, 1.0)
+            ),
+            **_TARGET,
+        ),
+        "ClipNormGrowth": _entry(_norm_growth, **{**_GROWTH, **_GROUPED}),
+        "ClipValueGrowth": _entry(
+            lambda target="update", **c: _to(
+                "growth-value-clip", _target_note({"target": target}), **c
+            ),
+            **_GROWTH,
+        ),
+    },
+    "declearn": {
+        "L2Clipping": _entry(
+            lambda max_norm=1.0: _to("norm-clip", max_norm=max_norm, scope="tensor")
+        ),
+        "L2GlobalClipping": _entry(_norm_clip, max_norm=1.0),
+    },
+    "optax": {
+        "clip_by_global_norm": _entry(_norm_clip),
+        "clip": _entry(lambda max_delta: _to("value-clip", max_value=max_delta)),
+        "clip_by_block_rms": _entry(
+            lambda threshold: _to("norm-clip", max_norm=threshold, ord="rms", scope="tensor")
+        ),
+        "adaptive_grad_clip": _entry(_optax_agc),
+    },
+    "torch": {
+        "clip_grad_norm_": _entry(_torch_norm),
+        "clip_grad_value_": _entry(lambda clip_value: _to("value-clip", max_value=clip_value)),
+    },
+    "tensorflow": {
+        "clip_by_global_norm": _entry(lambda clip_norm: _norm_clip(clip_norm)),
+        "clip_by_norm": _entry(_tf_by_norm),
+        "clip_by_value": _entry(
+            lambda clip_value_min, clip_value_max: _to(
+                "value-clip", max_value=clip_value_max, min_value=clip_value_min
+            )
+        ),
+    },
+    "keras": {
+        "Optimizer": _entry(_keras, clipnorm=None, global_clipnorm=None, clipvalue=None),
+    },
+    "lightning": {"Trainer": _entry(_lightning), "Fabric.clip_gradients": _entry(_fabric)},
+    "flower": {
+        "DifferentialPrivacyServerSideFixedClipping": _entry(_flower_fixed),
+        "DifferentialPrivacyClientSideFixedClipping": _entry(_flower_fixed),
+        "DifferentialPrivacyServerSideAdaptiveClipping": _entry(_flower_adaptive),
+        "DifferentialPrivacyClientSideAdaptiveClipping": _entry(_flower_adaptive),
+        "fixedclipping_mod": _entry(
+            lambda clipping_norm: _to("clipped-averaging", _WEIGHTS, max_norm=clipping_norm)
+        ),
+    },
+    "torchlean": {
+        # The specifications take the absolute value, and cap the percentile, themselves.
+        "clipGradientsSpec": _entry(
+            lambda max_norm: _to("norm-clip", max_norm=abs(max_norm), scope="tensor")
+        ),
+        "clipByValueSpec": _entry(
+            lambda min_val, max_val: _to("value-clip", max_value=max_val, min_value=min_val)
+        ),
+        "clipByPercentileSpec": _entry(
+            lambda pct: _to(
+                "percentile-clip", percentile=min(pct, 100), method="lower", scope="tensor"
+            )
+        ),
+    },
+    "zclip": {"ZClip": _entry(_zclip)},
+    "autoclip": {"autoclip_gradient": _entry(_autoclip)},
+    "opacus": {
+        "AdaClipDPOptimizer": _entry(_opacus_adaptive),
+        "AdaClipDPOptimizer.update_max_grad_norm": _entry(_opacus_adaptive),
+    },
+    "timm": {"adaptive_clip_grad": _entry(_timm_agc)},
+    "adagc": {
+        "AdaGC": _entry(lambda **c: _adagc(c, "tensor"), **_ADAGC),
+        "GlobalAdaGC": _entry(lambda **c: _adagc(c, "global"), **_ADAGC),
+    },
+}
