@@ -16,9 +16,10 @@ from __future__ import annotations
 import importlib.util
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -185,6 +186,21 @@ def _run(
     return [to_numpy(apply(clipper, to_vector(s, framework, dtype), weights)) for s in steps]
 
 
+def differences(gradients: Vector[Any], output: Vector[Any]) -> Iterator[tuple[str, str]]:
+    """Yield what an output must share with its gradient and does not, and what was seen."""
+    if type(output) is not type(gradients) or list(output.coefs) != list(gradients.coefs):
+        yield "same names", f"the output has other names, or is of another kind: {output!r:.100}"
+        return
+    for name, given in gradients.coefs.items():
+        found = output.coefs[name]
+        for what, seen, wanted in (
+            ("dtype", found.dtype, given.dtype),
+            ("shape", tuple(map(int, found.shape)), tuple(map(int, given.shape))),
+        ):
+            if seen != wanted:
+                yield f"same {what}", f"{name!r} came back with the {what} {seen}, not {wanted}"
+
+
 # -- checks -----------------------------------------------------------------------------------
 def check_clipper(factory: Factory, frameworks: Sequence[str] | None = None) -> None:
     """Run all checks.
@@ -259,13 +275,14 @@ def check_identity(factory: Factory) -> None:
         output = apply(clipper, gradients, weights)
         for name, value in gradients.coefs.items():
             assert np.array_equal(value, before[name]), f"the input {name!r} was changed in place"
-        assert list(output.coefs) == list(before), "the output has other names, or another order"
-        equal = all(np.array_equal(value, before[name]) for name, value in output.coefs.items())
-        assert not equal or output is gradients, "an unchanged gradient must be the same object"
+        _assert_none(differences(gradients, output))
+        same = {n: np.array_equal(value, before[n]) for n, value in output.coefs.items()}
+        assert not all(same.values()) or output is gradients, (
+            "an unchanged gradient must be the same object"
+        )
         for name, value in output.coefs.items():
-            same = np.array_equal(value, before[name])
             shared = np.shares_memory(value, gradients.coefs[name])
-            assert same or not shared, f"the output {name!r} shares memory with the input"
+            assert same[name] or not shared, f"the output {name!r} shares memory with the input"
 
 
 def check_guarantee(factory: Factory) -> None:
@@ -308,17 +325,10 @@ def check_dtype_and_shape(factory: Factory, framework: str = "numpy") -> None:
         for arrays in gradient_stream(7):
             gradients = to_vector(arrays, framework, dtype)
             output = apply(clipper, gradients, weights)
-            assert type(output) is type(gradients), f"the output is a {type(output).__name__}"
+            _assert_none(differences(gradients, output))
             for name, value in output.coefs.items():
-                given = gradients.coefs[name]
-                assert isinstance(value, type(given)), (
-                    f"{name!r} came back as {type(value).__name__}, not {type(given).__name__}"
-                )
-                assert _dtype(value) == dtype, f"{name!r} came back as {_dtype(value)}, not {dtype}"
-                assert tuple(value.shape) == tuple(given.shape), (
-                    f"{name!r} came back with the shape {tuple(value.shape)}, "
-                    f"not {tuple(given.shape)}"
-                )
+                kind = type(gradients.coefs[name])
+                assert isinstance(value, kind), f"{name!r} came back as {type(value).__name__}"
 
 
 def check_nonfinite(factory: Factory) -> None:
@@ -471,12 +481,9 @@ def _wrong_states(state: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return states that are wrong in one place each, and say where."""
     hostile: list[Any] = [None, 1, "state", [], b"", np.zeros(2), {}]
     wrong = [(f"the type {type(value).__name__}", value) for value in hostile]
-    for path in _paths(state):
+    for path, value in _values(state):
         where = "/".join(map(str, path))
-        value = _at(state, path)
-        if isinstance(value, dict):
-            continue
-        wrong.append((f"{where!r} missing", _without(state, path)))
+        wrong.append((f"{where!r} missing", _changed(state, path)))
         replacements: list[Any] = [object(), {"a": 1}, "text" if path[0] != "clipper" else "other"]
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             replacements += [float("nan"), float("inf"), True, "1", [1, 2]]
@@ -487,36 +494,29 @@ def _wrong_states(state: dict[str, Any]) -> list[tuple[str, Any]]:
         elif isinstance(value, np.ndarray):
             replacements += [value * np.nan, value.astype("O"), value.tolist()]
         for replacement in replacements:
-            wrong.append((f"{replacement!r} for {where!r}", _with(state, path, replacement)))
+            wrong.append((f"{replacement!r} for {where!r}", _changed(state, path, replacement)))
     return wrong
 
 
-def _paths(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the paths to all values in nested dicts; lists count as values."""
-    if not isinstance(state, dict):
-        return [path]
-    return [p for key, value in state.items() for p in [(*path, key), *_below(value, (*path, key))]]
+def _values(
+    state: dict[Any, Any], path: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the values in nested dicts, and the path to each; lists count as values."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _values(value, (*path, key))
+        else:
+            yield (*path, key), value
 
 
-def _below(value: Any, path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    return _paths(value, path) if isinstance(value, dict) else []
-
-
-def _at(state: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        state = state[key]
-    return state
-
-
-def _with(state: Any, path: tuple[Any, ...], value: Any) -> Any:
+def _changed(state: Any, path: tuple[Any, ...], *replacement: Any) -> Any:
+    """Return a copy with another value at the path, or with none."""
     copy = deepcopy(state)
-    _at(copy, path[:-1])[path[-1]] = value
-    return copy
-
-
-def _without(state: Any, path: tuple[Any, ...]) -> Any:
-    copy = deepcopy(state)
-    del _at(copy, path[:-1])[path[-1]]
+    parent = reduce(getitem, path[:-1], copy)
+    if replacement:
+        (parent[path[-1]],) = replacement
+    else:
+        del parent[path[-1]]
     return copy
 
 
@@ -545,6 +545,11 @@ def _count(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(_count(v) for v in value)
     return int(value.size) if isinstance(value, np.ndarray) else 1
+
+
+def _assert_none(broken: Iterable[tuple[str, str]]) -> None:
+    for _, seen in broken:
+        raise AssertionError(seen)
 
 
 def _assert_equal(got: Sequence[Arrays], wanted: Sequence[Arrays], what: str) -> None:

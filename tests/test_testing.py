@@ -190,7 +190,7 @@ CHECKS: list[Callable[[Any], None]] = [
         (lambda: ForgetsItsConfig(0.3), testing.check_config_round_trip, "get_config"),
         (ChangesInput, testing.check_identity, "changed in place"),
         (AlwaysCopies, testing.check_identity, "must be the same object"),
-        (Widens, testing.check_dtype_and_shape, "came back as float64, not float16"),
+        (Widens, testing.check_dtype_and_shape, "the dtype float64, not float16"),
         (Flattens, testing.check_dtype_and_shape, r"the shape \(1,\), not \(\)"),
         (LearnsFromNaN, testing.check_nonfinite, "the steps after one of nan"),
         (HidesNaN, testing.check_nonfinite, "must become zero"),

@@ -13,7 +13,7 @@ from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
 from benchmarks.search.gradients import RANGES, Gradient, build, merged, parts
 from fedclip.errors import FedclipWarning
 from fedclip.scopes import resolve
-from fedclip.testing import apply
+from fedclip.testing import apply, differences
 
 # No measure in float64 is surer than this; the limit itself is a float64 number.
 ROUNDING = 1.0 + 2.0**-50
@@ -81,7 +81,7 @@ class Trial:
         if {name: parts(value) for name, value in vector.coefs.items()} != before:
             yield "input untouched", "a tensor has changed"
         self.output = {name: parts(value) for name, value in output.coefs.items()}
-        unlike = list(self._alike(vector, output))
+        unlike = list(differences(vector, output))
         if unlike:
             yield from unlike
             return
@@ -116,18 +116,6 @@ class Trial:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return statistics(self.clipper)
-
-    def _alike(self, vector: Any, output: Any) -> Iterator[Broken]:
-        if type(output) is not type(vector) or list(output.coefs) != list(vector.coefs):
-            yield "same names", f"{list(output.coefs)}"
-            return
-        for name, given in vector.coefs.items():
-            found = output.coefs[name]
-            if str(found.dtype) != str(given.dtype):
-                yield "same dtype", f"{name}: {given.dtype} became {found.dtype}"
-            shapes = [tuple(int(n) for n in array.shape) for array in (given, found)]
-            if shapes[0] != shapes[1]:
-                yield "same shape", f"{name}: {shapes[0]} became {shapes[1]}"
 
     # -- limits of groups ---------------------------------------------------------------------
     def _groups(
