@@ -14,6 +14,10 @@ from fedclip.privacy.maps import Context, Guarantee, Map
 __all__ = ["MAPS", "look_up"]
 
 
+_PASSED = "it passes NaN and infinity on, which have no norm; for finite gradients it is"
+_CARRIED = "it carries the gradients of earlier steps along"
+
+
 def _penalty(regularizer: Any, context: Context) -> Map:
     return Map(
         regularizer.name,
@@ -31,18 +35,10 @@ def _declearn_clip(module: Any, context: Context) -> Map:
     formula = kinds.formula_of(limit, 2, noun)
     if not context.finite:
         instead = f"norm-clip with max_norm={limit!r}" + (" and scope='tensor'" if noun else "")
-        return replace(
-            result,
-            unbounded=(
-                "it passes NaN and infinity on, which have no norm; for finite gradients it is "
-                f"{formula}, and {instead} is so for all"
-            ),
-        )
-    count = 1
-    if noun:
-        if context.shapes is None:
-            return replace(result, formula=formula)
-        count = sum(1 for shape in context.shapes.values() if math.prod(shape))
+        return replace(result, unbounded=f"{_PASSED} {formula}, and {instead} is so for all")
+    if noun and context.shapes is None:
+        return replace(result, formula=formula)
+    count = sum(1 for shape in (context.shapes or {}).values() if math.prod(shape)) if noun else 1
     # declearn measures and scales in the dtype of the gradient.
     bound = root_of_squares([(limit, count)]) * (1.0 + 16 * SINGLE)
     return replace(result, bound=bound, formula=formula)
@@ -58,7 +54,7 @@ def _linear_memory(module: Any, context: Context) -> Map:
         growth=gain * (1.0 + 4 * SINGLE / (1.0 - beta)),
         finite=context.finite,
         unbounded="it adds up what it is given, and limits nothing",
-        shared="it carries the gradients of earlier steps along",
+        shared=_CARRIED,
     )
     if gain == 1.0:
         return result
@@ -90,8 +86,7 @@ def _divided(module: Any, context: Context, each: float, forgets: float = 1.0) -
     each *= 1.0 + 16 * SINGLE * (1.0 + 1.0 / forgets) + _HIDDEN / (forgets * module.eps)
     formula = f"{number(each)}·√d for d elements"
     if not context.finite:
-        passed = "it passes NaN and infinity on, which have no norm; for finite gradients it is"
-        return replace(result, unbounded=f"{passed} {formula}")
+        return replace(result, unbounded=f"{_PASSED} {formula}")
     bound = math.inf
     if context.shapes is not None:
         bound = root_of_squares([(each, sum(map(math.prod, context.shapes.values())))])
@@ -147,12 +142,7 @@ def _yogi(module: Any, context: Context) -> Map:
 
 def _yogi_momentum(module: Any, context: Context) -> Map:
     why = "what it keeps grows without end under a constant gradient"
-    return Map(
-        module.name,
-        unbounded=why,
-        shared="it carries the gradients of earlier steps along",
-        expands=why,
-    )
+    return Map(module.name, unbounded=why, shared=_CARRIED, expands=why)
 
 
 def _scaffold(module: Any, context: Context) -> Map:

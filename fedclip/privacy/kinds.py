@@ -23,8 +23,8 @@ from fedclip.privacy.lengths import (
     slope,
     stretch,
 )
-from fedclip.privacy.maps import Context, Map, Shapes
-from fedclip.scopes import Groups, resolve
+from fedclip.privacy.maps import Context, Map
+from fedclip.scopes import resolve
 
 __all__ = [
     "box",
@@ -70,6 +70,8 @@ def formula_of(limit: float, ord: Order, noun: str) -> str:
     return f"{c}·d^(1/2 - 1/{p:g}) for d elements"
 
 
+_LEARNT = "its limit is learnt from the gradients of earlier steps"
+_PRESENT = "and from the very one that it clips"
 _LEFT_ALONE = "{} left alone, and may be of any size"
 _NAN = "NaN and infinity are passed on (on_nonfinite='propagate'), and have no norm"
 
@@ -83,21 +85,17 @@ class _Scoped(NamedTuple):
     alone: str = ""
 
 
-def _sizes(groups: Groups, shapes: Shapes) -> list[int]:
-    return [sum(math.prod(shapes[groups.names[i]]) for i in m) for m in groups.members]
+def _finite(clipper: Any, context: Context, alone: object) -> bool:
+    """Whether the output is finite, where tensors that are left `alone` come out as they are."""
+    return context.finite or (clipper.on_nonfinite != "propagate" and not alone)
 
 
 def _scoped(clipper: Any, limit: float, context: Context) -> _Scoped:
     """Return the groups of a clipper, each with its own limit, else `limit`."""
     scope, shapes = clipper.scope, context.shapes
     sliced = getattr(clipper, "dims", None) is not None or getattr(clipper, "min_size", 1) > 1
-    noun = (
-        "slice"
-        if sliced
-        else {"global": "", "tensor": "tensor", "layer": "layer"}.get(
-            scope if isinstance(scope, str) else "", "group"
-        )
-    )
+    noun = "slice" if sliced else scope if isinstance(scope, str) else "group"
+    noun = "" if noun == "global" else noun
     if shapes is None:
         return _without_shapes(clipper, limit, noun, sliced)
     groups = resolve(scope, clipper.exclude, list(shapes))
@@ -115,12 +113,9 @@ def _scoped(clipper: Any, limit: float, context: Context) -> _Scoped:
                 alone.append(name)
     else:
         own = scope if isinstance(scope, Mapping) else {}
-        sizes = _sizes(groups, shapes)
-        pieces = [
-            Piece(own.get(label, limit), size)
-            for label, size in zip(groups.labels, sizes, strict=True)
-            if size
-        ]
+        for label, members in zip(groups.labels, groups.members, strict=True):
+            size = sum(math.prod(shapes[groups.names[i]]) for i in members)
+            pieces += [Piece(own.get(label, limit), size)] if size else []
     return _Scoped(pieces, noun, _alone(alone))
 
 
@@ -150,7 +145,7 @@ def _limited(clipper: Any, limit: float, context: Context) -> Map:
     """Return the map of a clipper that scales each group down to a limit."""
     ord: Order = clipper.ord
     pieces, noun, alone = _scoped(clipper, limit, context)
-    finite = context.finite or (clipper.on_nonfinite != "propagate" and not alone)
+    finite = _finite(clipper, context, alone)
     result = Map(clipper.name, growth=1.0, finite=finite, expands=_oblique(ord))
     if ord in (2, "rms") or pieces is None or context.shapes is None:
         lipschitz = 1.0 if ord in (2, "rms") else math.inf
@@ -220,9 +215,9 @@ def learnt_limit(clipper: Any, context: Context) -> Map:
     """Return the map of a limit that follows gradients; only `max_norm` bounds it."""
     limit = math.inf if clipper.max_norm is None else clipper.max_norm
     result = _limited(clipper, limit, context)
-    learnt = "its limit is learnt from the gradients of earlier steps"
+    learnt = _LEARNT
     if getattr(clipper, "include_current", False):
-        learnt += " and from the very one that it clips"
+        learnt += f" {_PRESENT}"
     if clipper.max_norm is None:
         result = replace(result, unbounded=f"{learnt}, and nothing holds it (max_norm=None)")
     return replace(result, lipschitz=math.inf, shared=learnt, expands=learnt)
@@ -235,7 +230,7 @@ def box(clipper: Any, context: Context) -> Map:
     high = clipper.max_value
     own = clipper.scope if isinstance(clipper.scope, Mapping) else {}
     pieces, _, alone = _scoped(clipper, max(-low, high), context)
-    finite = context.finite or (clipper.on_nonfinite != "propagate" and not alone)
+    finite = _finite(clipper, context, alone)
     # A box that contains 0 only shortens; any other box moves 0 itself.
     growth = 1.0 if low <= 0.0 <= high else math.inf
     result = Map(clipper.name, lipschitz=1.0, growth=growth, finite=finite)
@@ -255,11 +250,8 @@ def box(clipper: Any, context: Context) -> Map:
 
 def own_percentile(clipper: Any, context: Context) -> Map:
     """Return the map of a limit at a percentile of the gradient that it clips."""
-    _, _, alone = _scoped(clipper, 1.0, context)
-    return Map(
-        clipper.name,
-        growth=1.0,
-        finite=context.finite or (clipper.on_nonfinite != "propagate" and not alone),
+    return replace(
+        _followed(clipper, context, ""),
         unbounded="its limit is a percentile of the very gradient that it clips",
         expands="one element moves the limit of all",
     )
@@ -267,13 +259,12 @@ def own_percentile(clipper: Any, context: Context) -> Map:
 
 def past_values(clipper: Any, context: Context) -> Map:
     """Return the map of a limit that follows only the gradients of earlier steps."""
-    return _followed(clipper, context, "its limit is learnt from the gradients of earlier steps")
+    return _followed(clipper, context, _LEARNT)
 
 
 def present_values(clipper: Any, context: Context) -> Map:
     """Return the map of a limit that follows all gradients, the one that it clips included."""
-    learnt = "its limit is learnt from the gradients of earlier steps"
-    return _followed(clipper, context, f"{learnt} and from the very one that it clips")
+    return _followed(clipper, context, f"{_LEARNT} {_PRESENT}")
 
 
 def divided_by_average(clipper: Any, context: Context) -> Map:
@@ -282,11 +273,10 @@ def divided_by_average(clipper: Any, context: Context) -> Map:
 
 
 def _followed(clipper: Any, context: Context, learnt: str) -> Map:
-    _, _, alone = _scoped(clipper, 1.0, context)
     return Map(
         clipper.name,
         growth=1.0,
-        finite=context.finite or (clipper.on_nonfinite != "propagate" and not alone),
+        finite=_finite(clipper, context, _scoped(clipper, 1.0, context).alone),
         unbounded=f"{learnt}, and nothing holds it",
         shared=learnt,
         expands=learnt,
@@ -301,7 +291,7 @@ def centred(clipper: Any, context: Context) -> Map:
         lipschitz=1.0,
         # An orthogonal projection, plus the rounding of its elements.
         growth=1.0 + COARSEST,
-        finite=context.finite or (clipper.on_nonfinite != "propagate" and not clipper.exclude),
+        finite=_finite(clipper, context, clipper.exclude),
         unbounded="it takes the mean away, and limits nothing",
     )
 
@@ -309,7 +299,7 @@ def centred(clipper: Any, context: Context) -> Map:
 def standardised(clipper: Any, context: Context) -> Map:
     """Return the map that subtracts the mean and divides by the standard deviation."""
     pieces, noun, alone = _scoped(clipper, 1.0, context)
-    finite = context.finite or (clipper.on_nonfinite != "propagate" and not alone)
+    finite = _finite(clipper, context, alone)
     steepest = slope(1.0, clipper.eps)
     why = "gradients that vary little are scaled up"
     if not math.isinf(steepest):
@@ -359,7 +349,7 @@ def weight_limit(regularizer: Any, context: Context) -> Map:
         why = _LEFT_ALONE.format("tensors that are excluded, or without these dims, are")
     else:
         why = ""
-    finite = context.finite or (regularizer.on_nonfinite != "propagate" and not why)
+    finite = _finite(regularizer, context, why)
     result = Map(regularizer.name, lipschitz=1.0, growth=1.0, finite=finite)
     if why or not finite:
         return replace(result, unbounded=why or _NAN)
@@ -398,19 +388,13 @@ def _unit_limits(regularizer: Any, weights: Mapping[str, Any]) -> list[tuple[flo
 
 def noise(module: Any, context: Context) -> Map:
     """Return the map of a plug-in that adds noise."""
-    return Map(
-        module.name,
-        noise=True,
-        unbounded="noise is of any size",
-        expands="it adds noise",
-    )
+    return Map(module.name, noise=True, unbounded="noise is of any size", expands="it adds noise")
 
 
 def unchanged_or_noise(module: Any, context: Context) -> Map:
     """Return the map of a module of update clipping: no change of the step, or only noise."""
-    if getattr(module, "noise_multiplier", 0.0):
-        return noise(module, context)
-    return unchanged(module, context)
+    noisy = getattr(module, "noise_multiplier", 0.0)
+    return noise(module, context) if noisy else unchanged(module, context)
 
 
 def unknown(plugin: Any, context: Context) -> Map:
