@@ -16,23 +16,6 @@ from typing import Any, TypeVar
 
 from fedclip.errors import nearest
 
-__all__ = [
-    "at_least_one",
-    "boolean",
-    "choice",
-    "config_of",
-    "integer",
-    "name",
-    "non_negative",
-    "number",
-    "optional",
-    "positive",
-    "raw_if_current",
-    "refuse_unknown",
-    "signature_of",
-    "unit_interval",
-]
-
 T = TypeVar("T")
 
 

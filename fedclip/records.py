@@ -21,8 +21,6 @@ from fedclip.arrays import on_host
 from fedclip.errors import StateError
 from fedclip.measures.sketch import Sketch, holder
 
-__all__ = ["Recorder", "RoundRecord", "StepRecord", "read_rounds"]
-
 ALL = "all"
 _SKETCH = Sketch(error=0.01)
 _ROUNDS = 100

@@ -28,8 +28,6 @@ import numpy as np
 from fedclip import parameters
 from fedclip.errors import nearest
 
-__all__ = ["Groups", "Scope", "check_exclude", "check_scope", "resolve"]
-
 Scope: TypeAlias = str | Sequence[str] | Mapping[str, float]
 """What users write for `scope`."""
 

@@ -20,8 +20,6 @@ import numpy as np
 from fedclip.arrays import on_host
 from fedclip.errors import StateError
 
-__all__ = ["Statistics", "check_arrays", "check_groups", "dump", "load"]
-
 Statistics: TypeAlias = dict[str, dict[str, Any]]
 
 

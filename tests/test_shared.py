@@ -86,7 +86,7 @@ class Federation:
         self.config: dict[str, Any] = {**CONFIGS[name], **config}
         counterpart = SharedServer.__subclasses__
         (cls,) = [c for c in counterpart() if c.name == f"{name}-server"]
-        known = {k: v for k, v in self.config.items() if k in cls.clipper.shared_settings}
+        known = {k: v for k, v in self.config.items() if k in cls.clipper.shared_settings()}
         self.name = name
         self.server = Optimizer(1.0, modules=[(cls.name, {**known, **(server or {})}), *also])
         self.clients: dict[str, Optimizer] = {}

@@ -18,8 +18,6 @@ from declearn.messaging import CancelTraining, Message, SerializedMessage
 
 from fedclip import parameters
 
-__all__ = ["WatchfulWebsocketsClient", "WatchfulWebsocketsServer"]
-
 _GRACE = 10.0
 """Seconds that clients have to end their connections themselves when the server stops."""
 

@@ -13,18 +13,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import ref
 
-__all__ = [
-    "UPDATES",
-    "Expected",
-    "Sender",
-    "blank",
-    "expect",
-    "expected",
-    "faulty_senders",
-    "note",
-    "sender_of",
-]
-
 UPDATES = "updates"
 """The key of the updates, next to the names of auxiliary variables."""
 

@@ -13,8 +13,6 @@ from declearn.optimizer import Optimizer
 
 from fedclip.errors import StateError
 
-__all__ = ["SavedRound", "load_round"]
-
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 

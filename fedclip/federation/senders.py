@@ -29,8 +29,6 @@ from fedclip.federation.tolerant import FromServer
 from fedclip.federation.update.averaging import Signature, signature
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes, zeros_like
 
-__all__ = ["NamedClients"]
-
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 

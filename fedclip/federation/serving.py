@@ -14,8 +14,6 @@ from declearn.main.config import FLOptimConfig
 
 from fedclip.federation.senders import NamedClients
 
-__all__ = ["guarded"]
-
 
 def guarded(
     network: NetworkServerConfig,

@@ -11,8 +11,6 @@ from declearn.optimizer.modules import AuxVar
 
 from fedclip.federation.version import VERSION, other
 
-__all__ = ["FromServer"]
-
 
 @dataclass
 class FromServer(AuxVar, register=False):

@@ -9,8 +9,6 @@ from typing import Any
 
 from fedclip import parameters
 
-__all__ = ["VERSION", "other", "refuse_unknown"]
-
 try:
     VERSION = metadata.version("fedclip")
 except metadata.PackageNotFoundError:  # not installed: run from its folder

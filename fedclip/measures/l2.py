@@ -33,21 +33,6 @@ import numpy as np
 from fedclip.arrays import UNDERFLOW, Array, Backend, HostView, Views
 from fedclip.scopes import Groups
 
-__all__ = [
-    "CHUNK",
-    "UNCERTAINTY",
-    "all_finite",
-    "blocks",
-    "decode",
-    "encode",
-    "exact_norm",
-    "extremes",
-    "l2_norms",
-    "scaled_up",
-    "square_sums",
-    "total_square_sum",
-]
-
 Float64 = np.ndarray[Any, np.dtype[np.float64]]
 
 Numbers = float | Float64

@@ -40,8 +40,6 @@ from fedclip.measures.l2 import (
     square_sums,
 )
 
-__all__ = ["MEANS", "Order", "check_order", "degree", "lowered", "measure", "slice_measures"]
-
 Order = float | str
 """What users write for `ord`."""
 

@@ -23,8 +23,6 @@ import numpy as np
 
 from fedclip.measures.l2 import Float64
 
-__all__ = ["Integers", "Sketch", "holder"]
-
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Edge = TypeVar("Edge", float, Float64)
 

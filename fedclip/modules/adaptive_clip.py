@@ -14,8 +14,6 @@ from fedclip.privacy import kinds
 from fedclip.rules.adaptive import Adaptive
 from fedclip.transforms import Transform
 
-__all__ = ["AdaptiveClip"]
-
 
 class AdaptiveClip(SharedClipper):
     """Limit that moves until a given fraction of the norms is at most the limit.
@@ -53,17 +51,10 @@ class AdaptiveClip(SharedClipper):
         Limit before the first five norms, as a multiple of their median, >= 1; without
         `start_norm`.
 
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at the first
-        gradient, if a pattern matches no tensor.
-
     Notes
     -----
-    State: limit, unclipped and count since the last update, of each group, and its last five
-    norms; a client's rounds
-    continue each other, and a run that is saved and resumed gives the same outputs, bit for bit.
+    State: limit, unclipped and count since the last update, of each group, and its last five norms;
+    {resumed}.
 
     Guarantees: no output norm is above its limit, which is known before the gradient is, nor
     above `max_norm`; where no norm is over its limit the very same Vector comes back; NaN and
@@ -106,17 +97,8 @@ class AdaptiveClip(SharedClipper):
             },
         )
     }
-    shared_settings: ClassVar[tuple[str, ...]] = (
-        "quantile",
-        "rate",
-        "start_norm",
-        "every",
-        "min_norm",
-        "max_norm",
-        "scope",
-        "exclude",
-        "ord",
-    )
+    apart: ClassVar[tuple[str, ...]] = ("warmup_factor",)
+    agreed: ClassVar[tuple[str, ...]] = ("max_norm", *SharedClipper.agreed)
 
     def __init__(
         self,
@@ -138,7 +120,6 @@ class AdaptiveClip(SharedClipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
         low = 0.0 if self.min_norm is None else self.min_norm
         high = math.inf if self.max_norm is None else self.max_norm
         start = max(low, min(1.0, high)) if self.start_norm is None else self.start_norm

@@ -22,8 +22,6 @@ from fedclip.scopes import Groups
 from fedclip.transforms import Action, Gradient, NormClipping, SliceClipping, Transform
 from fedclip.transforms.slice import check_dims, spanned
 
-__all__ = ["AGC"]
-
 _UNITS = ("output", "tensor", "global")
 
 
@@ -141,7 +139,7 @@ class AGC(Regularizer):
         if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
             raise TypeError(f"axis must be an int or None, got {axis!r} ({type(axis).__name__})")
         self.axis = axis
-        self.dims = check_dims(dims, "tensor", False, 1)
+        self.dims = check_dims(dims=dims)
         if self.unit != "output" and not (self.axis is None and self.dims is None):
             raise ValueError(f"axis and dims go with unit='output', got unit={unit!r}")
         if self.axis is not None and self.dims is not None:

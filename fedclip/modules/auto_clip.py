@@ -14,8 +14,6 @@ from fedclip.rules.auto import Auto
 from fedclip.rules.quantiles import Markers, Window, check_window
 from fedclip.transforms import Transform
 
-__all__ = ["AutoClip"]
-
 
 class AutoClip(SharedClipper):
     """Limit at three standard deviations above the running median of past norms.
@@ -56,21 +54,12 @@ class AutoClip(SharedClipper):
         What the statistics learn from a spike: its limit, its norm, or nothing. With "raw" a
         single spike pulls the limit up for long.
 
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at the first
-        gradient, if a pattern matches no tensor.
-
     Notes
     -----
-    State: the last norms (or five markers and their positions), mean, variance and count of
-    each group; a client's rounds continue each other, and a run that is saved and
-    resumed gives the same outputs, bit for bit.
+    State: the last norms (or five markers and their positions), mean, variance and count of each
+    group; {resumed}.
 
-    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
-    same Vector comes back; NaN and infinity never reach the statistics; no group is judged
-    before its fifth norm. Only `max_norm` bounds a sensitivity.
+    {learnt}; no group is judged before its fifth norm. Only `max_norm` bounds a sensitivity.
 
     Norms that are all equal give a limit 30 % above them (``std_factor * min_std``); norms that
     are all 0 give none, and the group stays in warm-up.
@@ -94,23 +83,11 @@ class AutoClip(SharedClipper):
     name: ClassVar[str] = "auto-clip"
     presets: ClassVar[Mapping[str, Preset]] = {"smartclip": Preset("smartclip", "AutoClip")}
     differs: ClassVar[Mapping[str, Parameter]] = {
-        "warmup": COMMON["warmup"].but(
+        "warmup": COMMON["warmup"]._replace(
             meaning="Number of norms that only fill the statistics, >= 0; less than 5 counts as 5."
         )
     }
     guarantee = kinds.learnt_limit
-    shared_settings: ClassVar[tuple[str, ...]] = (
-        "std_factor",
-        "median",
-        "window",
-        "decay",
-        "min_std",
-        "feedback",
-        "warmup",
-        "scope",
-        "exclude",
-        "ord",
-    )
 
     def __init__(
         self,
@@ -137,7 +114,6 @@ class AutoClip(SharedClipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
         parameters.raw_if_current(self.include_current, self.feedback)
         exact = self.median == "window"
         median = Window(0.5, self.window or 64) if exact else Markers(0.5)

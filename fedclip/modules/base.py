@@ -11,7 +11,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
@@ -28,11 +28,18 @@ from fedclip.privacy import Context as Known
 from fedclip.privacy import Map, analyse, kinds
 from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
 from fedclip.rules import Rule
+from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope, resolve
 from fedclip.states import Statistics
-from fedclip.transforms import Action, Gradient, NormClipping, Outcome, Transform
-
-__all__ = ["Clipper"]
+from fedclip.transforms import (
+    Action,
+    Gradient,
+    NormClipping,
+    Outcome,
+    SliceClipping,
+    Transform,
+)
+from fedclip.transforms.slice import check_slices
 
 _Clipped: TypeAlias = tuple[Sequence[Array] | None, Mapping[str, Array]]
 """New arrays of the groups (None: unchanged), and of the excluded tensors."""
@@ -65,6 +72,9 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
     scope: Scope
     exclude: list[str] | None
     on_nonfinite: str
+    dims: list[int] | None
+    inverse_dims: bool
+    min_size: int
     ord: Order
     eps: float
     max_norm: float | None
@@ -156,6 +166,21 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         names = [f.name for f in fields(rule) if f.name not in own]  # type: ignore[arg-type]
         made = rule(**{name: getattr(self, name) for name in names}, **own)
         return NormClipping(made, self.ord, Action(self.eps, skip=self.on_spike == "skip"))
+
+    def _fixed(self, limit: float, action: Action) -> Transform:
+        """Return the transform that brings the norms of groups, or of slices, to a fixed limit."""
+        check_slices(self.dims, self.scope, self.inverse_dims, self.min_size)
+        if self.dims is None and self.min_size == 1:
+            return NormClipping(Constant((limit,)), self.ord, action)
+        dims = None if self.dims is None else tuple(self.dims)
+        return SliceClipping(limit, dims, self.inverse_dims, self.min_size, self.ord, action)
+
+    def _by_table(self, groups: Groups, rest: float) -> Transform:
+        """Return the transform with the limits of a table in `scope`, if it is one."""
+        if not isinstance(self.scope, Mapping):
+            return self._transform
+        limits = tuple(self.scope.get(label, rest) for label in groups.labels)
+        return replace(self._transform, rule=Constant(limits))  # type: ignore[type-var]
 
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: Vector[Any]) -> Vector[Any]:

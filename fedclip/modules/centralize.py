@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, Unpack
 
-from fedclip import parameters
 from fedclip.modules.base import Clipper
-from fedclip.modules.common import COMMON, Common, Parameter
+from fedclip.modules.common import COMMON, Parameter, Sliced
 from fedclip.privacy import kinds
 from fedclip.transforms import Transform
 from fedclip.transforms.moment import Centralizing
-from fedclip.transforms.slice import check_dims
-
-__all__ = ["Centralize"]
+from fedclip.transforms.slice import check_slices
 
 
 class Centralize(Clipper):
@@ -25,24 +22,6 @@ class Centralize(Clipper):
         Step(grads):
             for each slice, tensor or group of min_size elements or more:
                 slice -= mean(slice)
-
-    Parameters
-    ----------
-    dims : int, list of int or None, default=None
-        Take the mean of each slice that spans these dimensions (negative ones count from the
-        end) instead of each tensor; goes with the scopes "global" and "tensor", which then
-        mean the same.
-    inverse_dims : bool, default=False
-        Let the slices span all dimensions but `dims`: ``dims=0, inverse_dims=True`` is the
-        gradient centralisation of the paper, for torch's layout of weights.
-    min_size : int, default=2
-        Leave alone what has fewer elements: by slice, by tensor, or by group.
-
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above; at the first gradient, if a pattern
-        matches no tensor.
 
     Notes
     -----
@@ -81,32 +60,26 @@ class Centralize(Clipper):
     name: ClassVar[str] = "centralize"
     guarantee = kinds.centred
     differs: ClassVar[Mapping[str, Parameter]] = {
-        "scope": COMMON["scope"].but(default="tensor", meaning="Which tensors share a mean."),
-        "exclude": COMMON["exclude"].but(
+        "inverse_dims": COMMON["inverse_dims"]._replace(
+            meaning="Let the slices span all dimensions but `dims`: ``dims=0, inverse_dims=True`` "
+            "is the gradient centralisation of the paper, for torch's layout of weights."
+        ),
+        "min_size": COMMON["min_size"]._replace(
+            default=2,
+            meaning="Leave alone what has fewer elements: by slice, by tensor, or by group.",
+        ),
+        "scope": COMMON["scope"]._replace(default="tensor", meaning="Which tensors share a mean."),
+        "exclude": COMMON["exclude"]._replace(
             meaning="Tensors left alone; the paper leaves out those of one dimension."
         ),
     }
 
-    def __init__(
-        self,
-        *,
-        dims: int | Sequence[int] | None = None,
-        inverse_dims: bool = False,
-        min_size: int = 2,
-        **common: Unpack[Common],
-    ) -> None:
-        self.inverse_dims = parameters.boolean(inverse_dims=inverse_dims)
-        self.min_size = parameters.integer(1, min_size=min_size)
-        self.dims = dims
+    def __init__(self, **common: Unpack[Sliced]) -> None:
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
         # Groups have a size here too, so that `min_size` goes with every scope.
-        self.dims = check_dims(self.dims, self.scope, self.inverse_dims, 1)
-        return Centralizing(
-            None if self.dims is None else tuple(self.dims),
-            self.inverse_dims,
-            self.min_size,
-            pooled=self.dims is None and self.scope != "tensor",
-        )
+        check_slices(self.dims, self.scope, self.inverse_dims)
+        dims = None if self.dims is None else tuple(self.dims)
+        pooled = dims is None and self.scope != "tensor"
+        return Centralizing(dims, self.inverse_dims, self.min_size, pooled)

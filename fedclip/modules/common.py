@@ -19,24 +19,7 @@ from typing import Any, NamedTuple, TypedDict, get_args, get_type_hints
 from fedclip import parameters
 from fedclip.measures import Order, check_order
 from fedclip.scopes import Scope, check_exclude, check_scope
-
-__all__ = [
-    "COMMON",
-    "ORD_VAR",
-    "SCOPE_NORM",
-    "SCOPE_TABLE",
-    "Common",
-    "Exact",
-    "Limited",
-    "Measured",
-    "Parameter",
-    "Preset",
-    "Remembering",
-    "Shared",
-    "common_of",
-    "docstring_of",
-    "signature_of",
-]
+from fedclip.transforms.slice import check_dims
 
 
 class Parameter(NamedTuple):
@@ -47,10 +30,6 @@ class Parameter(NamedTuple):
     type: str
     meaning: str
 
-    def but(self, **changes: Any) -> Parameter:
-        """Return the parameter with other words, another default or another check."""
-        return self._replace(**changes)
-
     def entry(self, name: str) -> str:
         """Return the lines of a numpydoc docstring."""
         default = f'"{self.default}"' if isinstance(self.default, str) else repr(self.default)
@@ -59,6 +38,23 @@ class Parameter(NamedTuple):
 
 
 COMMON = {
+    "dims": Parameter(
+        None,
+        check_dims,
+        "int, list of int or None",
+        "Each slice that spans these dimensions (negative ones count from the end) is a group of "
+        'its own, instead of each tensor; goes with the scopes "global" and "tensor", which then '
+        "mean the same.",
+    ),
+    "inverse_dims": Parameter(
+        False, parameters.boolean, "bool", "Let the slices span all dimensions but `dims`."
+    ),
+    "min_size": Parameter(
+        1,
+        partial(parameters.integer, 1),
+        "int",
+        'Leave alone what has fewer elements, by slice or (scope "tensor") by tensor.',
+    ),
     "include_current": Parameter(
         False,
         parameters.boolean,
@@ -141,13 +137,13 @@ COMMON = {
 }
 """The common parameters, in the order in which they follow a clipper's own."""
 
-SCOPE_NORM = COMMON["scope"].but(meaning="Which tensors share a norm.")
-SCOPE_TABLE = COMMON["scope"].but(
+SCOPE_NORM = COMMON["scope"]._replace(meaning="Which tensors share a norm.")
+SCOPE_TABLE = COMMON["scope"]._replace(
     check=partial(check_scope, limits=True),
     type='{"global", "tensor", "layer"}, list of patterns or table',
 )
 """A scope that may be a table of limits."""
-ORD_VAR = COMMON["ord"].but(type='float or {"inf", "rms", "mad", "std", "var"}')
+ORD_VAR = COMMON["ord"]._replace(type='float or {"inf", "rms", "mad", "std", "var"}')
 """Orders with the variance, for limits that are fixed."""
 
 
@@ -168,6 +164,14 @@ class Common(TypedDict, total=False):
     on_nonfinite: str
 
 
+class Sliced(Common, total=False):
+    """Parameters of clippers that can treat each slice of a tensor by itself."""
+
+    dims: int | Sequence[int] | None
+    inverse_dims: bool
+    min_size: int
+
+
 class Measured(Common, total=False):
     """Parameters of clippers that measure a norm."""
 
@@ -178,6 +182,10 @@ class Exact(Measured, total=False):
     """Parameters of clippers that bring a norm to a limit."""
 
     eps: float
+
+
+class Fixed(Sliced, Exact, total=False):
+    """Parameters of clippers that bring the norm of a group, or of a slice, to a fixed limit."""
 
 
 class Limited(Exact, total=False):
@@ -201,6 +209,25 @@ class Remembering(Shared, total=False):
     warmup: int
     warmup_norm: float | None
     warmup_factor: float | None
+
+
+PHRASES = {
+    "resumed": "a client's rounds continue each other, and a run that is saved and resumed gives "
+    "the same outputs, bit for bit",
+    "learnt": "Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes "
+    "the very same Vector comes back; NaN and infinity never reach the statistics",
+    "arrays": "State: for each tensor, an array of its shape (float64 for float64, else float32), "
+    "in host memory, and its number of steps; as much memory as the model. A run that is saved and "
+    "resumed gives the same outputs, bit for bit",
+}
+"""What several docstrings say: ``{resumed}`` in a docstring stands for the words here."""
+
+_RAISES = """Raises
+------
+TypeError, ValueError
+    At construction, if a parameter is not as above or two do not go together; at a gradient, if
+    a pattern matches no tensor{or_shape}."""
+_OR_SHAPE = ", or its shape is not that of the state"
 
 
 @cache
@@ -230,12 +257,35 @@ def signature_of(cls: Any) -> inspect.Signature:
 
 
 def docstring_of(cls: Any) -> str:
-    """Return a clipper's docstring with entries for the common parameters after its own."""
-    entries = [parameter.entry(name) for name, parameter in common_of(cls).items()]
-    return re.sub(
-        r"(\nParameters\n-{10}\n.*?)(?=\n\n\w[\w ]*\n-{3,}\n|\Z)",
-        lambda found: "\n".join([found[1], *entries]).replace("{name}", cls.name),
-        inspect.cleandoc(cls.__doc__),
-        count=1,
-        flags=re.DOTALL,
-    )
+    """Return a clipper's docstring, with what it has in common with others written out.
+
+    The entries of common parameters follow its own. A clipper without parameters of its own has
+    those of the clipper that it is made from, and one without "Raises" has the usual errors.
+    """
+    text = inspect.cleandoc(cls.__doc__)
+    raises = _RAISES.format(or_shape=_OR_SHAPE if "{arrays}" in text else "")
+    head, found = _sections("\n\n".join(map(_filled, text.split("\n\n"))))
+    if "Parameters" in found or "__init__" in vars(cls):
+        entries = [parameter.entry(name) for name, parameter in common_of(cls).items()]
+        own = found.get("Parameters", "Parameters\n----------")
+        found["Parameters"] = "\n".join([own, *entries])
+    elif hasattr(cls.__base__, "name"):
+        found = {**_sections(cls.__base__.__doc__)[1], **found}
+    else:
+        return text
+    found = {"Parameters": found["Parameters"], "Raises": raises, **found}
+    return "\n\n".join([head, *found.values()]).replace("{name}", cls.name)
+
+
+def _sections(text: str) -> tuple[str, dict[str, str]]:
+    """Return what comes before the first heading, and the sections by heading."""
+    head, *sections = re.split(r"\n\n(?=\w[\w ]*\n-{3,}\n)", text)
+    return head, {section.partition("\n")[0]: section for section in sections}
+
+
+def _filled(paragraph: str) -> str:
+    for name, words in PHRASES.items():
+        if f"{{{name}}}" in paragraph:
+            *heading, text = re.split(r"(?<=---\n)", paragraph.replace(f"{{{name}}}", words))
+            paragraph = "".join([*heading, textwrap.fill(text, 96, break_on_hyphens=False)])
+    return paragraph

@@ -13,8 +13,6 @@ from fedclip.privacy import kinds
 from fedclip.rules.ema import Ema
 from fedclip.transforms import Transform
 
-__all__ = ["EmaClip"]
-
 
 class EmaClip(SharedClipper):
     """Limit at a multiple of the moving average of past norms (AdaGC).
@@ -55,20 +53,11 @@ class EmaClip(SharedClipper):
         What the mean starts from: the mean of the norms of the warm-up, or the smallest of them.
         "drytorch" without warm-up starts from 0, and is far too low for a while.
 
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at the first
-        gradient, if a pattern matches no tensor.
-
     Notes
     -----
-    State: mean and count of each group, and its last five norms; a client's rounds continue
-    each other, and a run that is saved and resumed gives the same outputs, bit for bit.
+    State: mean and count of each group, and its last five norms; {resumed}.
 
-    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
-    same Vector comes back; NaN and infinity never reach the statistics. Only `max_norm` bounds
-    a sensitivity; during warm-up `warmup_norm` does too.
+    {learnt}. Only `max_norm` bounds a sensitivity; during warm-up `warmup_norm` does too.
 
     With clipped feedback the mean grows by at most a factor
     ``1 + (1 - decay) * (ratio - 1)`` a step: 1.02 by default, and 1.001 with the paper's ratio
@@ -97,16 +86,7 @@ class EmaClip(SharedClipper):
         "adagc-global": Preset("adagc", "GlobalAdaGC"),
     }
     guarantee = kinds.learnt_limit
-    shared_settings: ClassVar[tuple[str, ...]] = (
-        "ratio",
-        "decay",
-        "feedback",
-        "warmup",
-        "estimator",
-        "scope",
-        "exclude",
-        "ord",
-    )
+    apart: ClassVar[tuple[str, ...]] = ("action", "warmup_scope")
 
     def __init__(
         self,
@@ -133,7 +113,6 @@ class EmaClip(SharedClipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
         parameters.raw_if_current(self.include_current, self.feedback)
         if self.warmup_scope == "global" and self.ord != 2:
             raise ValueError(

@@ -13,8 +13,6 @@ from fedclip.privacy import kinds
 from fedclip.transforms import Transform
 from fedclip.transforms.average import AverageClipping
 
-__all__ = ["EmaNormClip"]
-
 
 def _check_start(init: Any, debias: bool) -> float | None:
     """Return the first value of the averages; None for the first gradient."""
@@ -56,26 +54,17 @@ class EmaNormClip(Clipper):
     init : float or "first", default=0.0
         Where the average starts: with every element at this value, or at the first gradient.
         With 0.0 the first output is ``1 - decay`` times the gradient, and outputs grow from
-        there; with "first" the first gradient is not clipped.
+        there; with "first" the first gradient passes.
     min_norm : float or None, default=None
         The average may always grow to this norm, > 0; None for no such floor. From 0 it may
         grow to any norm.
     debias : bool, default=False
         Divide the average by ``1 - decay^t``, so that it is not too short for having started
-        at 0; the first gradient is then not clipped. Needs ``init=0.0``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a
-        gradient, if a pattern matches no tensor, or its shape is not that of the state.
+        at 0; the first gradient then passes. Needs ``init=0.0``.
 
     Notes
     -----
-    State: for each tensor, an array of its shape (float64 for float64, else float32), in host
-    memory, and its number of steps; as much memory as the model. For each group, the norm of
-    the average, and the number of steps. A run that is saved and resumed gives the same
-    outputs, bit for bit.
+    {arrays}. Besides, for each group, the norm of the average, and the number of steps.
 
     Guarantees, with ``ord=2``: no output norm is above its limit; if nothing is clipped the
     very same Vector comes back; the direction of a clipped group is kept; NaN and infinity
@@ -122,13 +111,6 @@ class EmaNormClip(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
-        return AverageClipping(
-            decay=self.decay,
-            ord=self.ord,
-            max_growth=self.max_growth,
-            start=self._start,
-            min_norm=self.min_norm,
-            debias=self.debias,
-            rescale=self._rescale,
-        )
+        names = ("decay", "ord", "max_growth", "min_norm", "debias")
+        own = {name: getattr(self, name) for name in names}
+        return AverageClipping(**own, start=self._start, rescale=self._rescale)

@@ -14,8 +14,6 @@ from fedclip.rules.elementwise import EmaValue
 from fedclip.transforms import Transform
 from fedclip.transforms.past import PastClipping
 
-__all__ = ["EmaValueClip"]
-
 
 class EmaValueClip(Clipper):
     """Limit on every element: the moving average of its absolute values.
@@ -42,17 +40,9 @@ class EmaValueClip(Clipper):
         Divide the average by ``1 - decay^t``, so that it is never too small for having
         started at 0; the first output is then the gradient. Needs ``init=0``.
 
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a
-        gradient, if a pattern matches no tensor, or its shape is not that of the state.
-
     Notes
     -----
-    State: for each tensor, an array of its shape (float64 for float64, else float32), in host
-    memory, and its number of steps; as much memory as the model. A run that is saved and
-    resumed gives the same outputs, bit for bit.
+    {arrays}.
 
     The average learns an element before it limits that element: of a single spike of size s,
     ``(1 - decay) * s`` passes on top of the average.
@@ -84,7 +74,7 @@ class EmaValueClip(Clipper):
     presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "ClipValueByEMA")}
     guarantee = kinds.present_values
     differs: ClassVar[Mapping[str, Parameter]] = {
-        "scope": COMMON["scope"].but(
+        "scope": COMMON["scope"]._replace(
             meaning="Which tensors are reported on together; every element has its own limit."
         )
     }
@@ -105,5 +95,4 @@ class EmaValueClip(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
         return PastClipping(EmaValue(self.decay, self.init, self.debias))

@@ -13,8 +13,6 @@ from fedclip.privacy import kinds
 from fedclip.rules.growth import Growth
 from fedclip.transforms import Transform
 
-__all__ = ["GrowthClip"]
-
 
 class GrowthClip(Clipper):
     """Limit at the norm of the step before, times a factor, plus a step.
@@ -48,16 +46,9 @@ class GrowthClip(Clipper):
     warmup_norm : float or None, default=None
         Fixed limit at the first step, which has no step before it; None for none.
 
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at the first
-        gradient, if a pattern matches no tensor.
-
     Notes
     -----
-    State: the past norm of each group, after clipping; a client's rounds continue each other,
-    and a run that is saved and resumed gives the same outputs, bit for bit.
+    State: the past norm of each group, after clipping; {resumed}.
 
     Guarantees: no output norm is above its limit, nor above `max_norm`; where no norm is over
     its limit the very same Vector comes back; NaN and infinity are not remembered. Only
@@ -106,5 +97,4 @@ class GrowthClip(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
         return self._clipping(Growth)

@@ -14,8 +14,6 @@ from fedclip.rules.elementwise import GrowthValue
 from fedclip.transforms import Transform
 from fedclip.transforms.past import PastClipping
 
-__all__ = ["GrowthValueClip"]
-
 
 class GrowthValueClip(Clipper):
     """Limit on every element: by how much it may grow from one output to the next.
@@ -46,17 +44,9 @@ class GrowthValueClip(Clipper):
         Largest factor by which the past output may fall in a step, >= 1, so that a single
         small gradient does not hold back those after it; None for no such limit.
 
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above; at a gradient, if a pattern matches no
-        tensor, or its shape is not that of the state.
-
     Notes
     -----
-    State: for each tensor, an array of its shape (float64 for float64, else float32), in host
-    memory, and its number of steps; as much memory as the model. A run that is saved and
-    resumed gives the same outputs, bit for bit.
+    {arrays}.
 
     Guarantees: no element of the output is above its limit; signs are kept; NaN and infinity
     never reach the state; if nothing is clipped the very same Vector comes back. There is no
@@ -85,7 +75,7 @@ class GrowthValueClip(Clipper):
     presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "ClipValueGrowth")}
     guarantee = kinds.past_values
     differs: ClassVar[Mapping[str, Parameter]] = {
-        "scope": COMMON["scope"].but(
+        "scope": COMMON["scope"]._replace(
             meaning="Which tensors are reported on together; every element has its own limit."
         )
     }
@@ -106,5 +96,4 @@ class GrowthValueClip(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
         return PastClipping(GrowthValue(self.mul, self.add, self.min_value, self.max_decay))

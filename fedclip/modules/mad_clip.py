@@ -13,8 +13,6 @@ from fedclip.rules.mad import Mad
 from fedclip.rules.quantiles import check_window
 from fedclip.transforms import Transform
 
-__all__ = ["MadClip"]
-
 
 class MadClip(SharedClipper):
     """Limit at three median absolute deviations above the median of past norms.
@@ -49,21 +47,11 @@ class MadClip(SharedClipper):
     feedback : {"clipped", "raw", "none"}, default="clipped"
         What the history learns from a spike: twice its limit, its norm, or nothing.
 
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at the first
-        gradient, if a pattern matches no tensor.
-
     Notes
     -----
-    State: the last norms and the count of each group, and its last five norms once more; a
-    client's rounds continue each other, and a run that is saved and resumed gives the same
-    outputs, bit for bit.
+    State: the last norms and the count of each group, and its last five norms once more; {resumed}.
 
-    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
-    same Vector comes back; NaN and infinity never reach the history. Only `max_norm` bounds a
-    sensitivity.
+    {learnt}. Only `max_norm` bounds a sensitivity.
 
     Norms that are all equal give a limit 30 % above them (``mad_factor * min_mad``); norms that
     are all 0 give none, and the group stays in warm-up.
@@ -86,16 +74,6 @@ class MadClip(SharedClipper):
 
     name: ClassVar[str] = "mad-clip"
     guarantee = kinds.learnt_limit
-    shared_settings: ClassVar[tuple[str, ...]] = (
-        "mad_factor",
-        "window",
-        "min_mad",
-        "feedback",
-        "warmup",
-        "scope",
-        "exclude",
-        "ord",
-    )
 
     def __init__(
         self,
@@ -113,6 +91,5 @@ class MadClip(SharedClipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
         parameters.raw_if_current(self.include_current, self.feedback)
         return self._clipping(Mad, given=False)

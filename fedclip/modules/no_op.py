@@ -15,8 +15,6 @@ from fedclip.privacy import kinds
 from fedclip.rules.constant import Constant
 from fedclip.transforms import Gradient, NormClipping, Transform
 
-__all__ = ["NoOp"]
-
 
 class NoOp(Clipper):
     """Changes nothing, measures everything, and counts what a limit would have clipped.
@@ -31,12 +29,6 @@ class NoOp(Clipper):
     ----------
     max_norm : float or None, default=None
         A limit to try out, > 0: steps above it are counted as clipped in the records.
-
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above; at the first gradient, if a pattern
-        matches no tensor.
 
     Notes
     -----
@@ -59,7 +51,7 @@ class NoOp(Clipper):
     differs: ClassVar[Mapping[str, Parameter]] = {
         "scope": SCOPE_NORM,
         "ord": ORD_VAR,
-        "exclude": COMMON["exclude"].but(meaning="Tensors that are not measured."),
+        "exclude": COMMON["exclude"]._replace(meaning="Tensors that are not measured."),
         "on_nonfinite": Parameter(
             "propagate",
             partial(parameters.choice, ("propagate", "raise")),
@@ -78,7 +70,6 @@ class NoOp(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
         limit = math.inf if self.max_norm is None else self.max_norm
         return NormClipping(Constant((limit,)), self.ord, dry=True)
 

@@ -3,20 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import ClassVar, Unpack
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
-from fedclip.modules.common import COMMON, ORD_VAR, SCOPE_TABLE, Exact, Parameter
+from fedclip.modules.common import COMMON, ORD_VAR, SCOPE_TABLE, Fixed, Parameter
 from fedclip.privacy import kinds
-from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups
-from fedclip.transforms import Action, NormClipping, SliceClipping, Transform
-from fedclip.transforms.slice import check_dims
-
-__all__ = ["Normalize"]
+from fedclip.transforms import Action, Transform
 
 
 class Normalize(Clipper):
@@ -36,20 +31,6 @@ class Normalize(Clipper):
     ----------
     norm : float, default=1.0
         Norm that each group is brought to, > 0, in the units of the output.
-    dims : int, list of int or None, default=None
-        Measure and rescale each slice that spans these dimensions (negative ones count from the
-        end) instead of each tensor; goes with the scopes "global" and "tensor", which then
-        mean the same.
-    inverse_dims : bool, default=False
-        Let the slices span all dimensions but `dims`.
-    min_size : int, default=1
-        Leave alone what has fewer elements, by slice or (scope "tensor") by tensor.
-
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above; at the first gradient, if a pattern
-        matches no tensor.
 
     Notes
     -----
@@ -86,15 +67,15 @@ class Normalize(Clipper):
     name: ClassVar[str] = "normalize"
     guarantee = kinds.brought_to_norm
     differs: ClassVar[Mapping[str, Parameter]] = {
-        "scope": SCOPE_TABLE.but(
+        "scope": SCOPE_TABLE._replace(
             meaning='Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups their '
             "own norm; tensors that no pattern names form one more group, brought to `norm`."
         ),
-        "ord": ORD_VAR.but(
+        "ord": ORD_VAR._replace(
             meaning="What is measured (see `fedclip.measures`). The standard deviation or "
             "variance of fewer than two elements is not defined; they are left alone."
         ),
-        "eps": COMMON["eps"].but(
+        "eps": COMMON["eps"]._replace(
             meaning="Added to the measure in the factor, >= 0: groups whose norm is not much "
             "larger than `eps` stay smaller than `norm`, instead of being blown up."
         ),
@@ -103,36 +84,13 @@ class Normalize(Clipper):
     def __init__(
         self,
         norm: float = 1.0,
-        *,
-        dims: int | Sequence[int] | None = None,
-        inverse_dims: bool = False,
-        min_size: int = 1,
-        **common: Unpack[Exact],
+        **common: Unpack[Fixed],
     ) -> None:
         self.norm = parameters.positive(norm=norm)
-        self.inverse_dims = parameters.boolean(inverse_dims=inverse_dims)
-        self.min_size = parameters.integer(1, min_size=min_size)
-        self.dims = dims
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
-        self.dims = check_dims(self.dims, self.scope, self.inverse_dims, self.min_size)
-        action = Action(self.eps, rescale=True)
-        if self.dims is None and self.min_size == 1:
-            return NormClipping(Constant((self.norm,)), self.ord, action)
-        return SliceClipping(
-            self.norm,
-            None if self.dims is None else tuple(self.dims),
-            self.inverse_dims,
-            self.min_size,
-            self.ord,
-            action,
-        )
+        return self._fixed(self.norm, Action(self.eps, rescale=True))
 
     def transform(self, groups: Groups) -> Transform:
-        """Return the transform, with the norms of a table."""
-        if not isinstance(self.scope, Mapping):
-            return self._transform
-        norms = tuple(self.scope.get(label, self.norm) for label in groups.labels)
-        return replace(self._transform, rule=Constant(norms))  # type: ignore[type-var]
+        return self._by_table(groups, self.norm)

@@ -14,8 +14,6 @@ from fedclip.privacy import kinds
 from fedclip.transforms import Transform
 from fedclip.transforms.value import PercentileClipping
 
-__all__ = ["PercentileClip"]
-
 
 class PercentileClip(Clipper):
     """Limit on every element: a percentile of the absolute values of the same gradient.
@@ -38,12 +36,6 @@ class PercentileClip(Clipper):
         brings every element to the size of the smallest.
     method : {"lower", "linear"}, default="lower"
         If the position is between two elements, take the smaller one, or interpolate.
-
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above; at the first gradient, if a pattern
-        matches no tensor.
 
     Notes
     -----
@@ -83,7 +75,7 @@ class PercentileClip(Clipper):
     name: ClassVar[str] = "percentile-clip"
     guarantee = kinds.own_percentile
     differs: ClassVar[Mapping[str, Parameter]] = {
-        "scope": COMMON["scope"].but(default="tensor", meaning="Which tensors share a limit.")
+        "scope": COMMON["scope"]._replace(default="tensor", meaning="Which tensors share a limit.")
     }
 
     def __init__(
@@ -98,6 +90,5 @@ class PercentileClip(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
         # Use the decimal number as written, not the nearest binary one.
         return PercentileClipping(Fraction(repr(self.percentile)), self.method == "linear")

@@ -14,8 +14,6 @@ from fedclip.rules.percentile import Percentile
 from fedclip.rules.quantiles import LARGEST, Markers, Quantile, Stream, Window, check_window
 from fedclip.transforms import Transform
 
-__all__ = ["PercentileNormClip"]
-
 
 class PercentileNormClip(SharedClipper):
     """Limit at a percentile of past norms (AutoClip).
@@ -56,21 +54,12 @@ class PercentileNormClip(SharedClipper):
         What the history learns from a spike: twice its limit, or its norm. With "raw" a burst
         of ``(1 - percentile / 100) * window`` spikes is the new limit.
 
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at the first
-        gradient, if a pattern matches no tensor.
-
     Notes
     -----
     State: the last norms (or two numbers; or five markers and their positions) and the count of
-    each group; a client's rounds continue each other, and a run that is saved and resumed gives
-    the same outputs, bit for bit.
+    each group; {resumed}.
 
-    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
-    same Vector comes back; NaN and infinity never reach the history. Only `max_norm` bounds a
-    sensitivity.
+    {learnt}. Only `max_norm` bounds a sensitivity.
 
     Clipped feedback is twice the limit, not the limit itself, so that the limit can rise: if
     spikes were learnt at the limit, no norm in the history would be above it. A percentile only
@@ -103,22 +92,13 @@ class PercentileNormClip(SharedClipper):
         "autoclip": Preset("autoclip", "autoclip_gradient", {"clip_percentile": 10.0})
     }
     differs: ClassVar[Mapping[str, Parameter]] = {
-        "warmup": COMMON["warmup"].but(
+        "warmup": COMMON["warmup"]._replace(
             meaning="Number of norms that only fill the history, >= 0. The first one always does, "
             'with "p2" the first five.'
         )
     }
     guarantee = kinds.learnt_limit
-    shared_settings: ClassVar[tuple[str, ...]] = (
-        "percentile",
-        "history",
-        "window",
-        "feedback",
-        "warmup",
-        "scope",
-        "exclude",
-        "ord",
-    )
+    apart: ClassVar[tuple[str, ...]] = ("rate", "decay")
 
     def __init__(
         self,
@@ -157,7 +137,6 @@ class PercentileNormClip(SharedClipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
         parameters.raw_if_current(self.include_current, self.feedback, "history has")
         if self.shared and self.history == "stream":
             raise ValueError(

@@ -13,15 +13,6 @@ from fedclip.modules.mad_clip import MadClip
 from fedclip.modules.percentile_norm_clip import PercentileNormClip
 from fedclip.modules.zscore_clip import ZScoreClip
 
-__all__ = [
-    "AdaptiveClipServer",
-    "AutoClipServer",
-    "EmaClipServer",
-    "MadClipServer",
-    "PercentileNormClipServer",
-    "ZScoreClipServer",
-]
-
 
 class ZScoreClipServer(SharedServer):
     """Keep mean and variance of all clients' norms, for `zscore-clip` with ``shared = true``.

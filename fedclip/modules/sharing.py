@@ -11,10 +11,9 @@ from declearn.optimizer.modules import AuxVar
 from fedclip.federation.statistics.client import SharedStatistics
 from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.modules.base import Clipper
-from fedclip.modules.common import Remembering
+from fedclip.modules.common import Remembering, common_of
+from fedclip.parameters import signature_of
 from fedclip.transforms import Transform
-
-__all__ = ["SharedClipper"]
 
 
 class SharedClipper(Clipper, register=False):
@@ -29,8 +28,17 @@ class SharedClipper(Clipper, register=False):
         this pair of clipper and counterpart from others (`fedclip.federation.statistics`).
     """
 
-    shared_settings: ClassVar[tuple[str, ...]]
-    """The parameters that the counterpart must have as well."""
+    agreed: ClassVar[tuple[str, ...]] = ("warmup", "scope", "exclude", "ord")
+    """The common parameters that the counterpart must have as well, where there are any."""
+    apart: ClassVar[tuple[str, ...]] = ()
+    """The parameters of its own that the counterpart need not have."""
+
+    @classmethod
+    def shared_settings(cls) -> list[str]:
+        """Return the parameters that the counterpart must have as well."""
+        common = common_of(cls)
+        own = [name for name in signature_of(cls) if name not in (*common, *cls.apart)]
+        return own + [name for name in cls.agreed if name in common]
 
     def __init__(self, transform: Transform | None = None, **common: Unpack[Remembering]) -> None:
         super().__init__(transform, **common)
@@ -48,7 +56,7 @@ class SharedClipper(Clipper, register=False):
             )
         # Set on the instance, where declearn looks: two pairs of one kind can have two names.
         self.aux_name = self.shared_name or f"{self.name}-shared"  # type: ignore[misc]
-        settings = {key: getattr(self, key) for key in self.shared_settings}
+        settings = {key: getattr(self, key) for key in self.shared_settings()}
         self.sharing = SharedStatistics(self.name, self._transform, settings)
 
     def collect_aux_var(self) -> AuxVar | None:

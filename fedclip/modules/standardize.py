@@ -13,8 +13,6 @@ from fedclip.privacy import kinds
 from fedclip.transforms import Transform
 from fedclip.transforms.moment import Standardizing
 
-__all__ = ["Standardize"]
-
 
 class Standardize(Clipper):
     """Bring each tensor to mean 0 and standard deviation 1 (z-score).
@@ -33,12 +31,6 @@ class Standardize(Clipper):
         Added to the standard deviation, >= 0, in the units of the gradient: gradients that
         vary by less are not blown up to a deviation of 1. 0 for an output that does not depend
         on the scale of the gradient.
-
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above; at the first gradient, if a pattern
-        matches no tensor.
 
     Notes
     -----
@@ -79,7 +71,7 @@ class Standardize(Clipper):
     }
     guarantee = kinds.standardised
     differs: ClassVar[Mapping[str, Parameter]] = {
-        "scope": COMMON["scope"].but(
+        "scope": COMMON["scope"]._replace(
             default="tensor", meaning="Which tensors share mean and standard deviation."
         )
     }
@@ -93,5 +85,4 @@ class Standardize(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
         return Standardizing(self.eps)

@@ -14,8 +14,6 @@ from fedclip.privacy import kinds
 from fedclip.scopes import Groups
 from fedclip.transforms import Transform, ValueClipping
 
-__all__ = ["ValueClip"]
-
 
 class ValueClip(Clipper):
     """Fixed limit on every element: [-max_value, max_value], or [min_value, max_value].
@@ -35,12 +33,6 @@ class ValueClip(Clipper):
         it may be infinity: no limit above.
     min_value : float or None, default=None
         Smallest element, <= `max_value`; None means ``-max_value``, minus infinity no limit below.
-
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above; at the first gradient, if a pattern
-        matches no tensor.
 
     Notes
     -----
@@ -64,7 +56,7 @@ class ValueClip(Clipper):
     name: ClassVar[str] = "value-clip"
     guarantee = kinds.box
     differs: ClassVar[Mapping[str, Parameter]] = {
-        "scope": SCOPE_TABLE.but(
+        "scope": SCOPE_TABLE._replace(
             meaning='Which tensors are reported on together. A table ``{"head.*" = 0.1}`` gives '
             "groups their own symmetric limit; the rest keeps `max_value` and `min_value`."
         )
@@ -95,7 +87,6 @@ class ValueClip(Clipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
         return self._box(1, {})
 
     def _box(self, groups: int, own: Mapping[int, float]) -> ValueClipping:
@@ -106,7 +97,6 @@ class ValueClip(Clipper):
         )
 
     def transform(self, groups: Groups) -> Transform:
-        """Return the transform, with the limit of each group."""
         table = self.scope if isinstance(self.scope, Mapping) else {}
         own = {g: table[label] for g, label in enumerate(groups.labels) if label in table}
         return self._box(len(groups), own)

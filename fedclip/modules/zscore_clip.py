@@ -13,8 +13,6 @@ from fedclip.privacy import kinds
 from fedclip.rules.zscore import ZScore
 from fedclip.transforms import Transform
 
-__all__ = ["ZScoreClip"]
-
 
 class ZScoreClip(SharedClipper):
     """Limit at a number of standard deviations above the running mean of past norms (ZClip).
@@ -61,21 +59,13 @@ class ZScoreClip(SharedClipper):
         The standard deviation counts as this many times the mean at least, >= 0, so that norms
         that hardly vary can still grow.
 
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at the first
-        gradient, if a pattern matches no tensor.
-
     Notes
     -----
-    State: mean, variance and count of each group, and its last five norms; a client's rounds
-    continue each other, and a run that is saved and resumed gives the same outputs, bit for bit.
+    State: mean, variance and count of each group, and its last five norms; {resumed}.
 
-    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
-    same Vector comes back; NaN and infinity never reach the statistics; clippers never share
-    statistics by accident. Without `max_norm` there is no bound known in advance, and with it
-    the limit still depends on the data: only `max_norm` bounds a sensitivity.
+    {learnt}; clippers never share statistics by accident. Without `max_norm` there is no bound
+    known in advance, and with it the limit still depends on the data: only `max_norm` bounds a
+    sensitivity.
 
     Norms that are all equal give a limit 25 % above them (``z_max * min_std``). A spike during
     the warm-up hardly moves the statistics, and neither do two or three.
@@ -105,19 +95,7 @@ class ZScoreClip(SharedClipper):
         "drytorch": Preset("drytorch", "HistClipper"),
         "smartclip": Preset("smartclip", "ZScoreClip"),
     }
-    shared_settings: ClassVar[tuple[str, ...]] = (
-        "z_max",
-        "decay",
-        "feedback",
-        "warmup",
-        "factor",
-        "estimator",
-        "std_eps",
-        "min_std",
-        "scope",
-        "exclude",
-        "ord",
-    )
+    apart: ClassVar[tuple[str, ...]] = ("action",)
 
     def __init__(
         self,
@@ -148,6 +126,5 @@ class ZScoreClip(SharedClipper):
         super().__init__(**common)
 
     def build(self) -> Transform:
-        """Return the transform of the clipper."""
         parameters.raw_if_current(self.include_current, self.feedback)
         return self._clipping(ZScore)

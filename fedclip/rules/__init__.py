@@ -19,9 +19,6 @@ from typing import Any, NamedTuple, Protocol
 
 from fedclip.arrays import Arithmetic, Array
 
-__all__ = ["CLEAR", "Judgement", "NoState", "Rule", "State"]
-
-
 CLEAR = 1.0 + 4e-6
 """A norm is surely below this many times itself, whatever its uncertainty."""
 

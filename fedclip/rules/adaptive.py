@@ -19,8 +19,6 @@ from fedclip.rules.history import TINY, choose
 from fedclip.rules.sharing import Counted, Floats, Sketched
 from fedclip.rules.start import FULL, Start, state_of
 
-__all__ = ["Adaptive", "AdaptiveState", "geometric_update"]
-
 
 def geometric_update(
     limit: Array,

@@ -14,8 +14,6 @@ from fedclip.rules.history import History, choose
 from fedclip.rules.quantiles import Given, Markers, Window
 from fedclip.rules.sharing import Counted, Floats, Sketched, pooled
 
-__all__ = ["LEAST", "Auto", "AutoGivenState", "AutoMarkersState", "AutoWindowState"]
-
 LEAST = 5
 """Number of norms of a group before which it is not judged."""
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import NoState
 
-__all__ = ["Constant", "Given"]
-
 
 @dataclass(frozen=True)
 class Constant:

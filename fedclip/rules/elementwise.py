@@ -19,8 +19,6 @@ import numpy as np
 
 from fedclip.arrays import HostView
 
-__all__ = ["ElementRule", "EmaValue", "GrowthValue", "blend", "step_size"]
-
 
 class ElementRule(Protocol):
     """The protocol of these rules, as `fedclip.transforms.past.PastClipping` uses it."""

@@ -18,8 +18,6 @@ from fedclip.rules import Judgement, State
 from fedclip.rules.history import TINY, History
 from fedclip.rules.sharing import Counted, Floats, Sketched, pooled
 
-__all__ = ["Ema", "EmaState"]
-
 
 class EmaState(NamedTuple):
     """Average of the norms, and how many have been seen."""

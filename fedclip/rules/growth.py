@@ -10,8 +10,6 @@ from typing import NamedTuple
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules.history import limits_of
 
-__all__ = ["Growth", "GrowthState"]
-
 
 class GrowthState(NamedTuple):
     """The norm of the step before, after clipping; 0 if there was none."""

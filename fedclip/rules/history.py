@@ -29,8 +29,6 @@ from fedclip.rules import CLEAR, Judgement, State
 from fedclip.rules.sharing import Floats
 from fedclip.rules.start import Start, state_of
 
-__all__ = ["TINY", "History", "choose", "limits_of"]
-
 TINY = 1.2e-38
 """The smallest normal float32: a divisor in place of 0, on every device."""
 

@@ -12,8 +12,6 @@ from fedclip.rules.history import History
 from fedclip.rules.quantiles import Window
 from fedclip.rules.sharing import Counted, Floats, Sketched
 
-__all__ = ["Mad", "MadGivenState"]
-
 _NORMAL = 1.4826
 """Times the median absolute deviation: the standard deviation of normal numbers."""
 

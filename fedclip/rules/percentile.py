@@ -16,8 +16,6 @@ from fedclip.rules.history import History
 from fedclip.rules.quantiles import Given, GivenState, Quantile, Window
 from fedclip.rules.sharing import Counted, Floats, Sketched
 
-__all__ = ["Percentile"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Percentile(History):

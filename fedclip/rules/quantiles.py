@@ -26,20 +26,6 @@ from fedclip import parameters
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State
 
-__all__ = [
-    "LARGEST",
-    "Given",
-    "GivenState",
-    "Markers",
-    "MarkersState",
-    "Quantile",
-    "Stream",
-    "StreamState",
-    "Window",
-    "WindowState",
-    "check_window",
-]
-
 LARGEST = 65_536
 """Largest size of a window: a state can still hold it, and a step sorts it in a millisecond."""
 

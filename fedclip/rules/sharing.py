@@ -21,8 +21,6 @@ from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import Judgement, State
 from fedclip.rules.start import Start
 
-__all__ = ["Counted", "Floats", "Shareable", "Sketched", "pooled"]
-
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 

@@ -27,8 +27,6 @@ from typing import Any
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import CLEAR, Judgement, State
 
-__all__ = ["FULL", "Start", "state_of"]
-
 FULL = 5
 """Number of norms in the median."""
 

@@ -16,8 +16,6 @@ from fedclip.rules import Judgement, State
 from fedclip.rules.history import History, choose
 from fedclip.rules.sharing import Counted, Floats, Sketched, pooled
 
-__all__ = ["ZScore", "ZScoreState"]
-
 
 class ZScoreState(NamedTuple):
     """Mean and variance of the norms, and how many have been seen."""

@@ -4,20 +4,12 @@
 Each class has a step for the host. Some also have a step for devices and compiled code.
 """
 
-from fedclip.transforms.action import MARGIN, Action
-from fedclip.transforms.base import Gradient, Outcome, Transform, clip_on_device
-from fedclip.transforms.norm import NormClipping
-from fedclip.transforms.slice import SliceClipping
-from fedclip.transforms.value import ValueClipping
-
-__all__ = [
-    "MARGIN",
-    "Action",
-    "Gradient",
-    "NormClipping",
-    "Outcome",
-    "SliceClipping",
-    "Transform",
-    "ValueClipping",
-    "clip_on_device",
-]
+from fedclip.transforms.action import MARGIN as MARGIN
+from fedclip.transforms.action import Action as Action
+from fedclip.transforms.base import Gradient as Gradient
+from fedclip.transforms.base import Outcome as Outcome
+from fedclip.transforms.base import Transform as Transform
+from fedclip.transforms.base import clip_on_device as clip_on_device
+from fedclip.transforms.norm import NormClipping as NormClipping
+from fedclip.transforms.slice import SliceClipping as SliceClipping
+from fedclip.transforms.value import ValueClipping as ValueClipping

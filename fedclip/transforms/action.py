@@ -24,20 +24,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from fedclip.arrays import Arena, Arithmetic, Array, Backend
 
-__all__ = [
-    "FLOOR",
-    "LARGEST",
-    "MARGIN",
-    "SCALE_DOWN",
-    "SUBNORMAL",
-    "Action",
-    "Decision",
-    "multiplied",
-    "replaced",
-    "scaled",
-    "split",
-]
-
 Key = TypeVar("Key", bound=Hashable)
 
 MARGIN = {

@@ -30,8 +30,6 @@ from fedclip.transforms.base import Gradient, Outcome, Transform
 from fedclip.transforms.norm import CLOSE, NormClipping
 from fedclip.transforms.past import PAST, recall
 
-__all__ = ["AverageClipping", "AverageState"]
-
 
 class AverageState(NamedTuple):
     """Norm of the average, and the number of steps, of each group."""
@@ -65,7 +63,6 @@ class AverageClipping(Transform):
     rescale: bool
 
     def init(self, groups: Groups) -> AverageState:
-        """Return the state before the first step."""
         return AverageState(np.zeros(len(groups)), np.zeros(len(groups)))
 
     def measure(self, gradient: Gradient) -> Numbers:

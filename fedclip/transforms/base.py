@@ -31,8 +31,6 @@ from fedclip.scopes import Groups
 from fedclip.states import Statistics
 from fedclip.transforms.action import MARGIN
 
-__all__ = ["Bools", "Gradient", "Outcome", "Transform", "clip_on_device"]
-
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 # A context variable tells NumPy how to handle floating-point errors. Calling a function in a copy

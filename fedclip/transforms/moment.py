@@ -22,8 +22,6 @@ from fedclip.scopes import Groups
 from fedclip.transforms.base import Gradient, Outcome, Transform
 from fedclip.transforms.slice import spanned
 
-__all__ = ["Centralizing", "Standardizing"]
-
 # A float64 sum of finite elements may overflow; the sum of elements 2^64 times smaller does not.
 _DOWN = 64
 _HIGH = 1e300

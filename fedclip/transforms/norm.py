@@ -55,8 +55,6 @@ from fedclip.transforms.action import (
 )
 from fedclip.transforms.base import Bools, Gradient, Outcome, Transform
 
-__all__ = ["CLOSE", "NormClipping"]
-
 CLOSE = 2 * UNCERTAINTY["float32"]
 """Relative distance from a limit within which a norm is measured in float64."""
 # Between these targets, products neither become subnormal nor too large for the dtype.
@@ -89,7 +87,6 @@ class NormClipping(Transform):
     dry: bool = False
 
     def init(self, groups: Groups) -> State:
-        """Return the state before the first step."""
         return self.rule.init(len(groups), NUMPY)
 
     # -- on the host --------------------------------------------------------------------------

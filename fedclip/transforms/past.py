@@ -22,8 +22,6 @@ from fedclip.states import Statistics
 from fedclip.transforms.base import Gradient, Outcome, Transform
 from fedclip.transforms.value import value_ranges
 
-__all__ = ["PAST", "PastClipping", "recall"]
-
 PAST = ("past", "count")
 """Names of the arrays kept for each tensor: its past, and the number of its gradients."""
 

@@ -33,22 +33,13 @@ from fedclip.measures import (
     slice_measures,
 )
 from fedclip.rules import State
-from fedclip.scopes import check_scope
 from fedclip.transforms.action import FLOOR, LARGEST, MARGIN, SCALE_DOWN, SUBNORMAL, Action
 from fedclip.transforms.base import Gradient, Outcome, Transform
 
-__all__ = ["SliceClipping", "check_dims", "spanned"]
 
-
-def check_dims(dims: Any, scope: Any, inverse_dims: bool, min_size: int) -> list[int] | None:
-    """Return `dims` as a list, or None for whole tensors; check it against the other parameters."""
+def check_dims(*, dims: Any) -> list[int] | None:
+    """Return `dims` as a list, or None for whole tensors."""
     if dims is None:
-        if inverse_dims:
-            raise ValueError("inverse_dims=True needs dims: all dimensions but which?")
-        if min_size > 1 and scope != "tensor":
-            raise ValueError(
-                f"min_size={min_size} needs dims or scope='tensor', got scope={scope!r}"
-            )
         return None
     allowed = "an int or a list of ints"
     values = dims if isinstance(dims, (list, tuple)) else [dims]
@@ -56,9 +47,17 @@ def check_dims(dims: Any, scope: Any, inverse_dims: bool, min_size: int) -> list
         raise TypeError(f"dims must be {allowed}, got {dims!r}")
     if not values or len(set(values)) != len(values):
         raise ValueError(f"dims must be {allowed}, all different, got {dims!r}")
-    if check_scope(scope, limits=True) not in ("global", "tensor"):
-        raise ValueError(f"dims make each slice a group: scope must be 'tensor', got {scope!r}")
     return list(values)
+
+
+def check_slices(dims: Any, scope: Any, inverse_dims: bool, min_size: int = 1) -> None:
+    """Raise a ValueError if what says which slices to take does not go together."""
+    if dims is None and inverse_dims:
+        raise ValueError("inverse_dims=True needs dims: all dimensions but which?")
+    if dims is None and min_size > 1 and scope != "tensor":
+        raise ValueError(f"min_size={min_size} needs dims or scope='tensor', got scope={scope!r}")
+    if dims is not None and scope not in ("global", "tensor"):
+        raise ValueError(f"dims make each slice a group: scope must be 'tensor', got {scope!r}")
 
 
 def spanned(ndim: int, dims: tuple[int, ...] | None, inverse: bool) -> tuple[int, ...]:

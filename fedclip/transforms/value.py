@@ -28,8 +28,6 @@ from fedclip.rules import State
 from fedclip.transforms.action import replaced
 from fedclip.transforms.base import Gradient, Outcome, Transform
 
-__all__ = ["PercentileClipping", "ValueClipping", "value_ranges"]
-
 
 def value_ranges(gradient: Gradient) -> Float64:
     """Return the smallest and the largest element of each array; zeros for an empty one."""
@@ -88,7 +86,6 @@ class ValueClipping(Transform):
     # -- on a device, or in compiled code -----------------------------------------------------
     @property
     def runs_on_device(self) -> bool:
-        """Whether there is a step for devices: yes."""
         return True
 
     def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:

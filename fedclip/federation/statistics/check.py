@@ -8,8 +8,6 @@ from typing import Any
 
 from fedclip.federation.statistics.counterpart import SharedServer
 
-__all__ = ["is_shared", "shared_problems"]
-
 CLIENT, SERVER = "client_opt", "server_opt"
 
 

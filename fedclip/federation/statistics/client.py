@@ -34,8 +34,6 @@ from fedclip.rules.sharing import Shareable
 from fedclip.rules.start import Start, state_of
 from fedclip.states import Statistics
 
-__all__ = ["MAX_STEPS", "SharedRule", "SharedStatistics", "centre_of"]
-
 MAX_STEPS = 10_000
 """Largest number of norms of a group that a client counts in a round, by default."""
 

@@ -24,8 +24,6 @@ from fedclip.federation.update.coupling import OPENED, SERVER
 from fedclip.privacy import kinds
 from fedclip.scopes import resolve
 
-__all__ = ["SharedServer"]
-
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 _OWN = ("max_steps", "shared_name")
@@ -101,7 +99,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         cls.__doc__ = _DOC.format(summary=summary, clipper=cls.clipper.name, notes=notes)
         theirs = inspect.signature(cls.clipper).parameters
         own = inspect.signature(SharedServer.__init__).parameters
-        chosen = [theirs[name] for name in cls.clipper.shared_settings] + [own[n] for n in _OWN]
+        chosen = [theirs[name] for name in cls.clipper.shared_settings()] + [own[n] for n in _OWN]
         keyword = inspect.Parameter.KEYWORD_ONLY
         cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [parameter.replace(kind=keyword) for parameter in chosen]

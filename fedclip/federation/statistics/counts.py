@@ -34,18 +34,6 @@ from fedclip.measures.sketch import Integers, Sketch, holder
 from fedclip.rules import Judgement, State
 from fedclip.rules.sharing import Floats
 
-__all__ = [
-    "BUCKETS",
-    "ERROR",
-    "LARGEST",
-    "Counts",
-    "Integers",
-    "Round",
-    "Tally",
-    "counts_of",
-    "quantile_of",
-]
-
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 """Whole numbers, of shape (rows, groups)."""
 

@@ -15,8 +15,6 @@ from declearn.optimizer.modules import AuxVar
 
 from fedclip.federation.tolerant import FromServer
 
-__all__ = ["FedclipSharedCounts", "FedclipSharedState"]
-
 
 @dataclass
 class FedclipSharedState(FromServer):

@@ -17,14 +17,12 @@ from fedclip.federation.statistics.counts import (
     BUCKETS,
     Bounds,
     Counts,
-    Integers,
     Round,
     counts_of,
     quantile_of,
 )
+from fedclip.measures.sketch import Integers
 from fedclip.rules.sharing import Counted, Shareable
-
-__all__ = ["History", "Merged", "SharedState"]
 
 
 class History:

@@ -21,8 +21,6 @@ from fedclip.federation.version import VERSION, refuse_unknown
 from fedclip.measures import Order, check_order
 from fedclip.scopes import Scope, check_exclude, check_scope
 
-__all__ = ["ClippedAveraging"]
-
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 _CLIENT_LOGGER = logging.getLogger("declearn.client.fedclip")
 

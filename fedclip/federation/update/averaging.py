@@ -27,8 +27,6 @@ from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope, resolve
 from fedclip.transforms import Gradient, NormClipping
 
-__all__ = ["Clipped", "Signature", "UpdateClipping", "averaged", "peaks", "signature", "zeros"]
-
 Arrays = Mapping[str, Array]
 
 Signature = tuple[tuple[str, tuple[int, ...], str], ...]

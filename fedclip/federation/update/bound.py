@@ -25,8 +25,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["FIRST", "BoundRule", "Moved", "Search", "next_bound", "share_within"]
-
 FIRST = 0.1
 """First bound of a search."""
 

@@ -14,8 +14,6 @@ from fedclip.privacy.accounting import Accountant, Release, default_bits_noise, 
 from fedclip.privacy.accounting import noise_multiplier as least_noise
 from fedclip.privacy.noise import Normals, add_noise, insecure_normals, noised, secure_normals
 
-__all__ = ["MANY_ROUNDS", "Budget"]
-
 MANY_ROUNDS = 10**6
 
 

@@ -12,8 +12,6 @@ from fedclip.federation.update.client import UpdateClipClient
 from fedclip.federation.update.messages import DECLEARN_RANGE
 from fedclip.federation.update.server import UpdateClipServer
 
-__all__ = ["update_problems"]
-
 CLIENT, SERVER, AGGREGATOR = "client_opt", "server_opt", "aggregator"
 
 # Up to this noise on the share of votes, a search takes 10 rounds.

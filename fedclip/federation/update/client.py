@@ -17,8 +17,6 @@ from fedclip.federation.version import VERSION, refuse_unknown
 from fedclip.privacy import kinds
 from fedclip.records import Recorder, RoundRecord, read_rounds
 
-__all__ = ["UpdateClipClient"]
-
 
 class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
     """Bring the bound of this round to `clipped-averaging`, and the vote back.

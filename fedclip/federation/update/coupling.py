@@ -20,8 +20,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CLIENT", "OPENED", "SERVER", "ClientRound", "ServerRound"]
-
 
 @dataclass
 class ClientRound:

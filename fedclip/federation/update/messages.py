@@ -21,15 +21,6 @@ from fedclip.federation.tolerant import FromServer
 from fedclip.federation.update.averaging import peaks, zeros
 from fedclip.federation.update.secagg import inside
 
-__all__ = [
-    "AUX_NAME",
-    "DECLEARN_RANGE",
-    "ClippedUpdates",
-    "UpdateClipBound",
-    "UpdateClipVotes",
-    "zeros_like",
-]
-
 AUX_NAME = "update-clip"
 """Name under which bound and votes are exchanged."""
 

@@ -33,8 +33,6 @@ from fedclip import parameters
 from fedclip.arrays import Array, backend_of
 from fedclip.measures.l2 import encode
 
-__all__ = ["Plan", "inside", "plan"]
-
 _KINDS = ("masking", "joye-libert")
 _BITS = (8, 16, 24, 32, 40, 48, 56, 64)
 

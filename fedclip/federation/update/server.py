@@ -25,8 +25,6 @@ from fedclip.federation.update.messages import (
 )
 from fedclip.privacy import kinds
 
-__all__ = ["UpdateClipServer"]
-
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 
