@@ -4,52 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import Judgement, State
+from fedclip.rules import State
 from fedclip.rules.history import History, choose
 from fedclip.rules.quantiles import Given, Markers, Window
-from fedclip.rules.sharing import Counted, Floats, Sketched, pooled
-
-LEAST = 5
-"""Number of norms of a group before which it is not judged."""
-
-
-class AutoMarkersState(NamedTuple):
-    """The markers of the median (`fedclip.rules.quantiles`), mean, variance, and count."""
-
-    h0: Array
-    h1: Array
-    h2: Array
-    h3: Array
-    h4: Array
-    n1: Array
-    n2: Array
-    n3: Array
-    mean: Array
-    variance: Array
-    count: Array
-
-
-class AutoWindowState(NamedTuple):
-    """The last norms, for the median, and mean, variance and count of all norms."""
-
-    window: Array
-    mean: Array
-    variance: Array
-    count: Array
-
-
-class AutoGivenState(NamedTuple):
-    """A median from elsewhere, and mean, variance and count of all norms."""
-
-    level: Array
-    mean: Array
-    variance: Array
-    count: Array
+from fedclip.rules.sharing import Counted, Sketched, pooled
+from fedclip.rules.start import state_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,32 +44,21 @@ class Auto(History):
     decay: float | None
     min_std: float
 
+    @property
+    def least(self) -> int:
+        # The P2 algorithm needs five norms, and the deviation of fewer says little.
+        return 5
+
     def begin(self, groups: int, xp: Arithmetic) -> State:
         zeros = xp.asarray([0.0] * groups)
-        fields = self.median.init(groups, xp)._asdict()
-        cls = {Markers: AutoMarkersState, Window: AutoWindowState, Given: AutoGivenState}[
-            type(self.median)
-        ]
-        return cls(**fields, mean=zeros, variance=zeros)
+        moments = {"mean": zeros, "variance": zeros}
+        return state_of("Auto", self.median.init(groups, xp), moments)
 
-    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
+    def threshold(self, state: State, xp: Arithmetic) -> Array:
         median = self.median.estimate(state, xp)
         few = xp.maximum(state.count - 1.0, 1.0)
         std = xp.sqrt(state.variance * (state.count / few))
-        threshold = median + self.std_factor * xp.maximum(std, self.min_std * median)
-        ready = (state.count >= max(self.warmup, LEAST)) & (threshold > 0)
-        spike = ready & (norms + self.eps > threshold)
-        limits = self.limits(
-            norms,
-            threshold,
-            spike,
-            ready,
-            xp,
-            target=threshold,
-        )
-        clipped = xp.where(spike, xp.minimum(norms, threshold), norms)
-        seen = norms if self.feedback == "raw" else clipped
-        return Judgement(limits, seen, ready, spike if self.feedback == "none" else None)
+        return median + self.std_factor * xp.maximum(std, self.min_std * median)
 
     @property
     def remembered(self) -> int | None:
@@ -117,17 +70,10 @@ class Auto(History):
     def shared(self) -> Auto:
         return replace(self, median=Given(0.5, self.remembered, least=self.median.least))
 
-    def merge(self, state: AutoGivenState, counted: Counted) -> AutoGivenState:
+    def merge(self, state: State, counted: Counted) -> State:
         keep = 0.0 if self.decay is None else 1.0 - np.power(self.decay, counted.n)
         count, mean, variance = pooled(state.count, state.mean, state.variance, counted, keep)
-        return AutoGivenState(counted.levels[0], mean, variance, count)
-
-    def ceiling(self, state: AutoGivenState) -> Floats:
-        few = np.maximum(state.count - 1.0, 1.0)
-        std = np.sqrt(state.variance * (state.count / few))
-        threshold = state.level + self.std_factor * np.maximum(std, self.min_std * state.level)
-        ready = (state.count >= max(self.warmup, LEAST)) & (threshold > 0)
-        return self.known(threshold, ready)
+        return state._replace(level=counted.levels[0], mean=mean, variance=variance, count=count)
 
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         count = state.count + 1.0

@@ -16,7 +16,7 @@ import numpy as np
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import Judgement, State
 from fedclip.rules.history import TINY, History
-from fedclip.rules.sharing import Counted, Floats, Sketched, pooled
+from fedclip.rules.sharing import Counted, Floats, pooled
 
 
 class EmaState(NamedTuple):
@@ -57,7 +57,6 @@ class Ema(History):
     """
 
     counters: ClassVar[tuple[str, ...]] = ("moments",)
-    remembered: ClassVar[int | None] = None
 
     ratio: float
     decay: float
@@ -69,20 +68,16 @@ class Ema(History):
         zeros = xp.asarray([0.0] * groups)
         return EmaState(zeros, zeros)
 
+    def threshold(self, state: State, xp: Arithmetic) -> Array:
+        return self.ratio * state.mean
+
     def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
-        ready = (state.count >= max(self.warmup, 1)) & (state.mean > 0)
-        threshold = self.ratio * state.mean
+        threshold = self.threshold(state, xp)
+        ready = self.ready(state, state.mean)
         spike = ready & (norms > threshold)
         before, warmed = self._warm(norms, xp)
-        limits = self.limits(
-            norms,
-            threshold,
-            spike,
-            ready,
-            xp,
-            target=self._target(norms, state.mean, xp),
-            before=before,
-        )
+        target = self._target(norms, state.mean, xp)
+        limits = self.limits(norms, threshold, spike, ready, xp, target=target, before=before)
         passed = xp.minimum(xp.where(ready, norms, warmed), limits)
         seen = norms if self.feedback == "raw" else passed
         skipped = spike if self.feedback == "none" else None
@@ -90,12 +85,6 @@ class Ema(History):
             # A norm of 0 says nothing about the scale, and would only pull the mean down.
             skipped = norms <= 0 if skipped is None else skipped | (norms <= 0)
         return Judgement(limits, seen, ready, skipped)
-
-    def shared(self) -> Ema:
-        return self
-
-    def levels(self, sketch: Sketched) -> tuple[float, ...]:
-        return ()
 
     def merge(self, state: EmaState, counted: Counted) -> EmaState:
         mean, before = state
@@ -111,8 +100,7 @@ class Ema(History):
         return EmaState(moved, count)
 
     def ceiling(self, state: EmaState) -> Floats:
-        ready = (state.count >= max(self.warmup, 1)) & (state.mean > 0)
-        return self.known(max(self.ratio, 1.0) * state.mean, ready)
+        return self.known(max(self.ratio, 1.0) * state.mean, self.ready(state, state.mean))
 
     def _warm(self, norms: Array, xp: Arithmetic) -> tuple[Array | float, Array]:
         """Return the limit during warm-up, and the norm after clipping to it."""

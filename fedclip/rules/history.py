@@ -20,13 +20,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from fedclip.arrays import Arithmetic, Array
+from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.rules import CLEAR, Judgement, State
-from fedclip.rules.sharing import Floats
+from fedclip.rules.sharing import Floats, Sketched
 from fedclip.rules.start import Start, state_of
 
 TINY = 1.2e-38
@@ -55,6 +55,9 @@ class History(ABC):
         Added to the norm when it is compared with a limit.
     """
 
+    reach: ClassVar[float] = 1.0
+    """How many thresholds the statistics learn from a spike, at most."""
+
     feedback: str
     include_current: bool
     warmup: int
@@ -62,6 +65,24 @@ class History(ABC):
     warmup_factor: float | None
     max_norm: float | None
     eps: float
+
+    @property
+    def least(self) -> int:
+        """Number of norms of a group before which it is not judged, whatever the warm-up."""
+        return 1
+
+    @property
+    def remembered(self) -> int | None:
+        """Least number of norms in a sketch of all clients' norms; None for all."""
+        return None
+
+    def shared(self) -> History:
+        """Return the rule for clients, which judges by the server's state."""
+        return self
+
+    def levels(self, sketch: Sketched) -> tuple[float, ...]:
+        """Return what the server needs from the sketch, if anything."""
+        return ()
 
     @property
     def start(self) -> Start | None:
@@ -95,8 +116,27 @@ class History(ABC):
         """Return the statistics before the first norm."""
 
     @abstractmethod
+    def threshold(self, state: State, xp: Arithmetic) -> Array:
+        """Return the norm of each group above which a norm is a spike."""
+
+    def ready(self, state: State, scale: Array) -> Array:
+        """Return which groups can be judged; a scale of 0 is none to judge by."""
+        return (state.count >= max(self.warmup, self.least)) & (scale > 0)
+
     def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
         """Return the limits, and what the statistics should learn."""
+        threshold = self.threshold(state, xp)
+        ready = self.ready(state, threshold)
+        spike = ready & (norms + self.eps > threshold)
+        limits = self.limits(norms, threshold, spike, ready, xp, target=threshold)
+        clipped = xp.where(ready, xp.minimum(norms, self.reach * threshold), norms)
+        seen = norms if self.feedback == "raw" else clipped
+        return Judgement(limits, seen, ready, spike if self.feedback == "none" else None)
+
+    def ceiling(self, state: State) -> Floats:
+        """Return the largest norm that the statistics can learn; infinity if there is no bound."""
+        threshold = self.threshold(state, NUMPY)
+        return self.known(self.reach * threshold, self.ready(state, threshold))
 
     @abstractmethod
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:

@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-from fedclip.arrays import NUMPY, Arithmetic, Array
-from fedclip.rules import Judgement, State
+from fedclip.arrays import Arithmetic, Array
+from fedclip.rules import State
 from fedclip.rules.history import History
 from fedclip.rules.quantiles import Window
-from fedclip.rules.sharing import Counted, Floats, Sketched
+from fedclip.rules.sharing import Counted, Sketched
 
 _NORMAL = 1.4826
 """Times the median absolute deviation: the standard deviation of normal numbers."""
@@ -46,6 +46,7 @@ class Mad(History):
     """
 
     counters: ClassVar[tuple[str, ...]] = ("sketch",)
+    reach: ClassVar[float] = 2.0
 
     mad_factor: float
     window: int
@@ -66,15 +67,6 @@ class Mad(History):
         zeros = xp.asarray([0.0] * groups)
         return MadGivenState(zeros, zeros, zeros)
 
-    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
-        threshold = self._threshold(state, xp)
-        ready = (state.count >= max(self.warmup, 1)) & (threshold > 0)
-        spike = ready & (norms + self.eps > threshold)
-        limits = self.limits(norms, threshold, spike, ready, xp, target=threshold)
-        clipped = xp.where(ready, xp.minimum(norms, 2.0 * threshold), norms)
-        seen = norms if self.feedback == "raw" else clipped
-        return Judgement(limits, seen, ready, spike if self.feedback == "none" else None)
-
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         return self._middle.observe(seen, state, xp)._replace(count=state.count + 1.0)
 
@@ -88,11 +80,7 @@ class Mad(History):
     def merge(self, state: MadGivenState, counted: Counted) -> MadGivenState:
         return MadGivenState(counted.levels[0], counted.levels[1], state.count + counted.n)
 
-    def ceiling(self, state: MadGivenState) -> Floats:
-        threshold = self._threshold(state, NUMPY)
-        return self.known(2.0 * threshold, (state.count >= max(self.warmup, 1)) & (threshold > 0))
-
-    def _threshold(self, state: State, xp: Arithmetic) -> Array:
+    def threshold(self, state: State, xp: Arithmetic) -> Array:
         if self.given:
             median, spread = state.level, state.spread
         else:

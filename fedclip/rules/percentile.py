@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import Judgement, State
+from fedclip.rules import State
 from fedclip.rules.history import History
 from fedclip.rules.quantiles import Given, GivenState, Quantile, Window
-from fedclip.rules.sharing import Counted, Floats, Sketched
+from fedclip.rules.sharing import Counted, Sketched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,25 +37,19 @@ class Percentile(History):
     """
 
     counters: ClassVar[tuple[str, ...]] = ("sketch",)
+    reach: ClassVar[float] = 2.0
 
     history: Quantile
 
     def begin(self, groups: int, xp: Arithmetic) -> State:
         return self.history.init(groups, xp)
 
-    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
-        threshold = self.history.estimate(state, xp)
-        ready = (state.count >= max(self.warmup, self.history.least)) & (threshold > 0)
-        limits = self.limits(
-            norms,
-            threshold,
-            ready & (norms + self.eps > threshold),
-            ready,
-            xp,
-            target=threshold,
-        )
-        clipped = xp.where(ready, xp.minimum(norms, 2.0 * threshold), norms)
-        return Judgement(limits, norms if self.feedback == "raw" else clipped, ready)
+    @property
+    def least(self) -> int:
+        return self.history.least
+
+    def threshold(self, state: State, xp: Arithmetic) -> Array:
+        return self.history.estimate(state, xp)
 
     @property
     def remembered(self) -> int | None:
@@ -70,10 +64,6 @@ class Percentile(History):
 
     def merge(self, state: GivenState, counted: Counted) -> GivenState:
         return GivenState(counted.levels[0], state.count + counted.n)
-
-    def ceiling(self, state: GivenState) -> Floats:
-        ready = (state.count >= max(self.warmup, self.history.least)) & (state.level > 0)
-        return self.known(2.0 * state.level, ready)
 
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         return self.history.observe(seen, state, xp)._replace(count=state.count + 1.0)

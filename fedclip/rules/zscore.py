@@ -11,10 +11,10 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import Arithmetic, Array
+from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.rules import Judgement, State
-from fedclip.rules.history import History, choose
-from fedclip.rules.sharing import Counted, Floats, Sketched, pooled
+from fedclip.rules.history import TINY, History, choose
+from fedclip.rules.sharing import Counted, Floats, pooled
 
 
 class ZScoreState(NamedTuple):
@@ -62,7 +62,6 @@ class ZScore(History):
     """
 
     counters: ClassVar[tuple[str, ...]] = ("moments",)
-    remembered: ClassVar[int | None] = None
 
     z_max: float
     decay: float
@@ -81,30 +80,26 @@ class ZScore(History):
         # drytorch without a warm-up starts its moving averages at mean 0 and variance 1.
         return self.estimator == "drytorch" and self.warmup == 0
 
-    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
+    def ready(self, state: State, scale: Array) -> Array:
         # There are no statistics to judge the first norm by, unless it is included itself.
-        ready = state.count >= max(self.warmup, 1)
-        std = xp.maximum(xp.sqrt(state.variance), self.min_std * state.mean)
-        threshold = state.mean + self.z_max * (std + self.std_eps)
+        return state.count >= max(self.warmup, self.least)
+
+    def threshold(self, state: State, xp: Arithmetic) -> Array:
+        return self._above(state.mean, self._std(state, xp))
+
+    def _above(self, mean: Array, std: Array) -> Array:
+        return mean + self.z_max * (std + self.std_eps)
+
+    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
+        std = self._std(state, xp)
+        threshold = self._above(state.mean, std)
+        ready = self.ready(state, threshold)
         measured = norms + self.eps if self.estimator == "smartclip" else norms
         spike = ready & (measured > threshold)
         target = self._target(norms, state.mean, std, xp)
-        limits = self.limits(
-            norms,
-            threshold,
-            spike,
-            ready,
-            xp,
-            target=target,
-        )
+        limits = self.limits(norms, threshold, spike, ready, xp, target=target)
         seen = xp.where(spike, target, norms) if self.feedback == "clipped" else norms
         return Judgement(limits, seen, ready, spike if self.feedback == "none" else None)
-
-    def shared(self) -> ZScore:
-        return self
-
-    def levels(self, sketch: Sketched) -> tuple[float, ...]:
-        return ()
 
     def merge(self, state: ZScoreState, counted: Counted) -> ZScoreState:
         mean, variance, before = state
@@ -133,9 +128,11 @@ class ZScore(History):
         )
 
     def ceiling(self, state: ZScoreState) -> Floats:
-        std = np.maximum(np.sqrt(state.variance), self.min_std * state.mean)
-        threshold = state.mean + self.z_max * (std + self.std_eps)
-        return self.known(max(self.factor, 1.0) * threshold, state.count >= max(self.warmup, 1))
+        threshold = self.threshold(state, NUMPY)
+        return self.known(max(self.factor, 1.0) * threshold, self.ready(state, threshold))
+
+    def _std(self, state: State, xp: Arithmetic) -> Array:
+        return xp.maximum(xp.sqrt(state.variance), self.min_std * state.mean)
 
     def _target(self, norms: Array, mean: Array, std: Array, xp: Arithmetic) -> Array:
         if self.action == "mean":
@@ -143,7 +140,7 @@ class ZScore(History):
         if self.action == "max":
             return mean + self.z_max * std
         # Without a spike the z-score may be 0 or negative; the value is then not used.
-        excess = xp.maximum(norms - mean, 1.2e-38)
+        excess = xp.maximum(norms - mean, TINY)
         return self.factor * (mean + self.z_max**2 * (std + self.std_eps) / excess * std)
 
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
