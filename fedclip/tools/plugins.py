@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers and aggregators of a configuration: each plug-in is looked up and built on its own."""
+"""Checks optimizers and aggregators: looks up and builds each plug-in of a configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["check_aggregator", "check_counterparts", "check_optimizer"]
 def check_optimizer(check: Check, value: Any, key: str, where: str) -> list[Any]:
     """Check one optimizer in any of the forms it may take; return the plug-ins it holds."""
     if isinstance(value, str):
-        # Relative to the working directory, not to the file: so does declearn.
+        # Like declearn, look in the working directory, not in that of the file.
         if not os.path.isfile(value):
             check.problem(where, f"there is no file {brief(value)} in {Path.cwd().name}/")
             return []
@@ -168,9 +168,9 @@ def check_aggregator(check: Check, value: Any, where: str) -> Any:
 
 
 def check_counterparts(check: Check, plugins: Mapping[str, Iterable[Any]], prefix: str) -> None:
-    """Find modules that exchange variables with a module which the other side lacks.
+    """Find modules that exchange variables with a module that the other side lacks.
 
-    declearn's server does not survive a variable without a receiver: it hangs.
+    declearn's server hangs on a variable without a receiver.
     """
     for side, problem in shared_problems(plugins):
         check.problem(f"[{prefix}{side}]", problem)
@@ -191,7 +191,7 @@ def check_counterparts(check: Check, plugins: Mapping[str, Iterable[Any]], prefi
 
 def _sends(plugin: Any) -> bool:
     """Whether a module sends variables to the other side; having a name for them is not enough."""
-    # Shared clippers stay silent until they are spoken to, and have been looked at already.
+    # A shared clipper sends nothing before its server does; `shared_problems` has checked it.
     if not getattr(plugin, "aux_name", None) or is_shared(plugin):
         return False
     if plugin.auxvar_cls is not None:
@@ -200,5 +200,5 @@ def _sends(plugin: Any) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             return plugin.collect_aux_var() is not None
-    except Exception:  # scaffold-client, for one, can not say before its first step
+    except Exception:  # a module, such as scaffold-client, that can not say before its first step
         return True

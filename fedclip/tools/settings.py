@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """declearn's own settings: unknown keys, missing ones, values of another type or out of range.
 
-What there is, and of which type, is asked of declearn's dataclasses and of its plug-ins'
-constructors, so that it is that of the version installed.
+declearn's dataclasses and the constructors of its plug-ins say which settings there are, and of
+which type. So the checks fit the version of declearn that is installed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SECTIONS: dict[str, Any] = {
 }
 """The sections of a quickrun file, and what declearn makes of each."""
 
-# What a Python caller may give, and a file can not.
+# A Python caller may give these, and a file can not.
 _NOT_IN_TOML = ("kwargs", "logger")
 
 Faults: TypeAlias = Iterator[tuple[str, str]]
@@ -67,7 +67,7 @@ def _faults(section: str, cls: Any, values: Mapping[str, Any]) -> Faults:
         if inner and isinstance(value, Mapping):
             yield from _faults(f"{section}.{key}", inner, value)
         elif inner and not isinstance(value, str) and not (key == "register" and fits(value, int)):
-            # A string is the path of a file, a number of clients may stand for a section.
+            # A string is the path of a file. A number of clients may stand for a section.
             yield section, f"{key} must be a section, got {brief(value)}"
         elif not fits(value, hint) and not (key == "timeout" and fits(value, float)):
             yield section, f"{key} must be {_words(hint)}, got {brief(value)}{_nan(value)}"
@@ -87,7 +87,7 @@ def _types(hint: Any) -> tuple[Any, ...]:
 
 
 def _out_of_range(key: str, value: Any, hint: Any) -> str:
-    """Say what is wrong with a number: whole ones are counts or seconds, but for seeds."""
+    """Say what is wrong with a number; whole numbers, other than seeds, are counts or seconds."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"must be a finite number, got {value!r}"
     if fits(value, int) and key != "seed" and float not in _types(hint) and value < 1:
@@ -128,8 +128,8 @@ def elsewhere(key: str, section: str) -> str | None:
 def argument_faults(cls: Any, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the parameters of one of declearn's own plug-ins.
 
-    Their constructors look at few of them. All numbers that they take are sizes, rates or shares,
-    none of which is below zero.
+    Their constructors check few of them. All numbers that they take are sizes, rates or shares,
+    and none of these may be below 0.
     """
     try:
         hints = typing.get_type_hints(cls.__init__)
