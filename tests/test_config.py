@@ -248,6 +248,7 @@ def test_a_clipper_of_ones_own_may_take_common_parameters_or_none() -> None:
         "ord": 1,
         "exclude": None,
         "on_nonfinite": "skip",
+        "keep_memory": True,
     }
     with pytest.raises(TypeError, match="no parameter 'ords'; did you mean 'ord'"):
         Full(ords=1)  # type: ignore[call-arg]

@@ -11,8 +11,6 @@ import textwrap
 import pytest
 from helpers import PATIENCE, needs
 
-from fedclip.arrays import Arena
-
 pytestmark = pytest.mark.slow
 
 
@@ -113,7 +111,7 @@ def test_torch_on_another_device_is_multiplied_by_a_number(in_place: bool) -> No
     backend = TorchInPlace() if in_place else TorchBackend()
     far = [torch.empty(3, 2, device="meta"), torch.empty((), device="meta")]
     assert type(backend._number(0.5, far[0])) is float
-    outputs = backend.scale(far, 0.5, Arena())
+    outputs = backend.scale(far, 0.5)
     assert [(t.device.type, t.shape) for t in outputs] == [("meta", t.shape) for t in far]
     near = [torch.ones(3), torch.tensor(2.0)]
-    assert [t.tolist() for t in backend.scale(near, 0.5, Arena())] == [[0.5] * 3, 1.0]
+    assert [t.tolist() for t in backend.scale(near, 0.5)] == [[0.5] * 3, 1.0]

@@ -10,7 +10,6 @@ import pytest
 from helpers import SPECIMENS, Specimen, apply, needs, norm, require, specimens
 
 from fedclip import NoOp, NormClip, ValueClip
-from fedclip.arrays import Arena
 
 ROWS = np.array([1, 3, 1, 0])
 VALUES = np.array([[3.0, 4.0], [0.0, 12.0], [1.0, -1.0], [0.5, 0.5]])
@@ -144,7 +143,7 @@ def test_torch_rounds_products_once(dtype: str, in_place: bool) -> None:
     dense, single = values.clone(), values[0].clone()
     table = torch.sparse_coo_tensor(torch.arange(1000)[None], values.clone(), check_invariants=True)
     backend = TorchInPlace() if in_place else TorchBackend()
-    outputs = backend.scale([dense, table, single], 0.3217, Arena())
+    outputs = backend.scale([dense, table, single], 0.3217)
     found = [outputs[0], outputs[1].to_dense(), outputs[2]]
     for output, expected in zip(found, [once, once, once[0]], strict=True):
         assert output.dtype == kind

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays.arena import Arena
-from fedclip.arrays.base import UNDERFLOW, Arithmetic, Array, Backend, HostView, Views
+from fedclip.arrays.base import UNDERFLOW, Arithmetic, Array, Backend, HostView, Outs, Views
+from fedclip.arrays.memory import Memory, Room
 from fedclip.arrays.number import NumberArithmetic
 from fedclip.arrays.numpy import NumpyBackend
 
@@ -21,11 +21,13 @@ __all__ = [
     "NUMBER",
     "NUMPY",
     "UNDERFLOW",
-    "Arena",
     "Arithmetic",
     "Array",
     "Backend",
     "HostView",
+    "Memory",
+    "Outs",
+    "Room",
     "Views",
     "backend_named",
     "backend_of",

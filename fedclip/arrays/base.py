@@ -16,13 +16,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from fedclip.arrays.arena import Arena
-
-__all__ = ["UNDERFLOW", "Arithmetic", "Array", "Backend", "HostView", "Views"]
+__all__ = ["UNDERFLOW", "Arithmetic", "Array", "Backend", "HostView", "Outs", "Views"]
 
 UNDERFLOW = 2.0**-70
 """Below this sum, float32 squares may have been lost (each at least 2^-126, of up to 2^35)."""
@@ -32,6 +30,12 @@ Array: TypeAlias = Any
 
 HostView: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 """A NumPy view; of bfloat16 data it shows the bits, as uint16 (`fedclip.measures.l2.decode`)."""
+
+
+Outs: TypeAlias = "Sequence[HostView | None]"
+"""For each output of a backend that `writes`, where it may be written to; empty for nowhere.
+
+It is laid out like the host view of the array that the output is for."""
 
 
 _dtype = attrgetter("dtype")
@@ -121,6 +125,8 @@ class Backend(Arithmetic, ABC):
     """One framework, as fedclip sees it."""
 
     name: str
+    writes: ClassVar[bool] = False
+    """Whether outputs can be written to memory that NumPy allocated."""
 
     # -- host ---------------------------------------------------------------------------------
     @abstractmethod
@@ -153,11 +159,10 @@ class Backend(Arithmetic, ABC):
 
     # -- gradients ----------------------------------------------------------------------------
     @abstractmethod
-    def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
         """Return ``array * factor`` for arrays of one dtype: new arrays, same dtype and shape.
 
-        Half precision is multiplied in float32 and rounded once. Outputs in host memory may come
-        from the arena, which all calls of a step share.
+        Half precision is multiplied in float32 and rounded once.
         """
 
     @abstractmethod
@@ -165,7 +170,9 @@ class Backend(Arithmetic, ABC):
         """Return ``array * factors``; the factors are a NumPy array that broadcasts against it."""
 
     @abstractmethod
-    def clip(self, arrays: Sequence[Array], low: float, high: float, arena: Arena) -> list[Array]:
+    def clip(
+        self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
+    ) -> list[Array]:
         """Return arrays with each element moved into [low, high]; sparse rows are merged."""
 
     @abstractmethod

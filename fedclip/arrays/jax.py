@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedclip.arrays.arena import Arena
-from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView, Views
+from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView, Outs, Views
 from fedclip.arrays.numpy import bits, dtype_name
 
 __all__ = ["JaxBackend"]
@@ -92,7 +91,7 @@ class JaxBackend(Backend):
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)
 
-    def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
         first = arrays[0].sharding
         together = all(a.sharding is first or a.sharding == first for a in arrays)
         size = sum([math.prod(a.shape) for a in arrays])
@@ -105,7 +104,9 @@ class JaxBackend(Backend):
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         return _multiply(array, jnp.asarray(factors, jnp.promote_types(array.dtype, jnp.float32)))
 
-    def clip(self, arrays: Sequence[Array], low: float, high: float, arena: Arena) -> list[Array]:
+    def clip(
+        self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
+    ) -> list[Array]:
         return [jnp.clip(a, low, high) for a in arrays]
 
     def zeros_like(self, array: Array) -> Array:

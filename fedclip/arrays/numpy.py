@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from fedclip.arrays.arena import Arena
-from fedclip.arrays.base import Array, Backend, HostView, Views
+from fedclip.arrays.base import Array, Backend, HostView, Outs, Views
+from fedclip.arrays.cores import PIECE, each, worthwhile
+from fedclip.arrays.memory import in_memory_order
 
-__all__ = ["NumpyBackend", "bits", "dtype_name"]
+__all__ = ["NumpyBackend", "bits", "dtype_name", "written"]
 
 
 def bits(array: HostView) -> HostView:
@@ -23,6 +25,7 @@ def bits(array: HostView) -> HostView:
 
 
 _ARRAY = {np.ndarray}
+_nbytes = attrgetter("nbytes")
 
 
 @cache
@@ -32,10 +35,51 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     return str(dtype.name)
 
 
+def written(
+    call: Callable[[Any, Any, HostView | None], Any], arrays: Sequence[Array], k: Any, outs: Outs
+) -> list[HostView]:
+    """Return ``call(array, k, out)``, elementwise, for each array; large ones over all cores."""
+    outs = outs or [None] * len(arrays)
+    threads = worthwhile(sum(map(_nbytes, arrays)))
+    if threads < 2:
+        results = [*map(call, arrays, repeat(k), outs)]
+        # NumPy returns a scalar for a 0-d array: make it an array again.
+        return results if {*map(type, results)} == _ARRAY else [np.asarray(r) for r in results]
+    results, calls = [], []
+    for array, out in zip(arrays, outs, strict=True):
+        result = np.empty_like(array, subok=False) if out is None else out
+        results.append(result)
+        source, target = in_memory_order(array), in_memory_order(result)
+        if array.size <= PIECE or source is None or target is None:
+            calls.append(partial(call, array, k, result))
+            continue
+        source, target = source.reshape(-1), target.reshape(-1)
+        for start in range(0, array.size, PIECE):
+            piece = slice(start, start + PIECE)
+            calls.append(partial(call, source[piece], k, target[piece]))
+    each(calls, threads)
+    return results
+
+
+def _multiply_half(array: HostView, factor: Any, out: HostView | None = None) -> HostView:
+    product = np.asarray(np.asarray(array, np.float32) * factor)
+    if out is None:
+        return product.astype(array.dtype)
+    out[...] = product
+    return out
+
+
+def _clip(array: HostView, ends: tuple[Any, Any], out: HostView | None) -> HostView:
+    # Several times faster than `np.clip`, whose branches are hard to predict.
+    result = np.asarray(np.maximum(array, ends[0], out=out))
+    return np.asarray(np.minimum(result, ends[1], out=result))
+
+
 class NumpyBackend(Backend):
     """Arrays and 0-d scalars of NumPy."""
 
     name = "numpy"
+    writes = True
 
     def host(self, arrays: Sequence[Array]) -> Views:
         if {*map(type, arrays)} == _ARRAY:
@@ -53,40 +97,29 @@ class NumpyBackend(Backend):
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)
 
-    def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
         dtype = arrays[0].dtype
         if dtype.itemsize == 2:
-            return [self._multiply_half(np.asarray(a), np.float32(factor)) for a in arrays]
+            return written(_multiply_half, arrays, np.float32(factor), self._typed(outs, dtype))
         # NumPy handles a 0-d array faster than a scalar, whose type it has to find out.
-        k = np.asarray(factor, dtype)
-        if arena.wanted:
-            # Arrays that are not C-contiguous keep their layout, and so get their own memory.
-            outs = [arena.empty(a.shape, dtype) if a.flags.c_contiguous else None for a in arrays]
-            return [np.multiply(a, k, out=o) for a, o in zip(arrays, outs, strict=True)]
-        products = [*map(np.multiply, arrays, repeat(k))]
-        # NumPy returns a scalar for a 0-d array: make it an array again.
-        no_scalars = arena.sizes and min(arena.sizes) > dtype.itemsize
-        return products if no_scalars else [np.asarray(p) for p in products]
+        return written(np.multiply, arrays, np.asarray(factor, dtype), outs)
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         if array.dtype.itemsize == 2:
-            return self._multiply_half(np.asarray(array), factors.astype(np.float32))
+            return _multiply_half(np.asarray(array), factors.astype(np.float32))
         return np.asarray(array * factors.astype(array.dtype))
 
-    @staticmethod
-    def _multiply_half(array: HostView, factor: Any) -> HostView:
-        return np.asarray(array.astype(np.float32) * factor).astype(array.dtype)
+    def clip(
+        self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
+    ) -> list[Array]:
+        dtype = arrays[0].dtype
+        ends = dtype.type(low), dtype.type(high)
+        return written(_clip, arrays, ends, self._typed(outs, dtype))
 
-    def clip(self, arrays: Sequence[Array], low: float, high: float, arena: Arena) -> list[Array]:
-        return [self._clip(np.asarray(a), low, high, arena) for a in arrays]
-
     @staticmethod
-    def _clip(array: HostView, low: float, high: float, arena: Arena) -> HostView:
-        # Several times faster than `np.clip`, whose branches are hard to predict.
-        result = arena.empty(array.shape, array.dtype)
-        np.maximum(array, array.dtype.type(low), out=result)
-        np.minimum(result, array.dtype.type(high), out=result)
-        return result
+    def _typed(outs: Outs, dtype: np.dtype[Any]) -> Outs:
+        # Host views show bfloat16 as bits.
+        return [out if out is None else out.view(dtype) for out in outs]
 
     def zeros_like(self, array: Array) -> Array:
         return np.zeros_like(array, subok=False)
@@ -149,7 +182,7 @@ class NumpyBackend(Backend):
     def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
         if not arrays:
             return []
-        return self.scale(arrays, float(factor), Arena([a.nbytes for a in arrays]))
+        return self.scale(arrays, float(factor))
 
     def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays) if condition else [self.zeros_like(a) for a in arrays]

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from fedclip.arrays.arena import Arena
-from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView, Views
+from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView, Outs, Views
 from fedclip.arrays.numpy import bits
 
 __all__ = ["TensorflowBackend"]
@@ -84,7 +83,7 @@ class TensorflowBackend(Backend):
     def dtype(self, array: Array) -> str:
         return str(array.dtype.name)
 
-    def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
         k = tf.constant(factor, self._product_dtype(arrays[0]))
         if k.dtype == arrays[0].dtype and {type(t) for t in arrays} == _EAGER:
             # The usual case, without a Python method call for each tensor.
@@ -108,7 +107,9 @@ class TensorflowBackend(Backend):
             return product(x=tensor, y=factor)
         return tf.cast(product(x=tf.cast(tensor, factor.dtype), y=factor), tensor.dtype)
 
-    def clip(self, arrays: Sequence[Array], low: float, high: float, arena: Arena) -> list[Array]:
+    def clip(
+        self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
+    ) -> list[Array]:
         return [self._clip(t, low, high) for t in arrays]
 
     def _clip(self, array: Array, low: float, high: float) -> Array:

@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 
-from fedclip.arrays.arena import Arena
-from fedclip.arrays.base import Array, Backend, HostView, Views
+from fedclip.arrays.base import Array, Backend, HostView, Outs, Views
+from fedclip.arrays.numpy import written
 
 __all__ = ["TorchBackend", "TorchInPlace"]
 
 _requires_grad = attrgetter("requires_grad")
+_layout = attrgetter("layout")
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 # A table, not `functools.cache`: torch.compile can look into a table.
 _NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
 
@@ -24,6 +27,7 @@ class TorchBackend(Backend):
     """Tensors of PyTorch."""
 
     name = "torch"
+    writes = True
 
     def host(self, arrays: Sequence[Array]) -> Views:
         try:
@@ -62,22 +66,32 @@ class TorchBackend(Backend):
     def dtype(self, array: Array) -> str:
         return _NAMES.get(array.dtype) or str(array.dtype).removeprefix("torch.")
 
-    def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
         k = self._number(factor, arrays[0])
         if any(map(_requires_grad, arrays)):
             # torch._foreach_mul would make the gradient of one output depend on all inputs.
             return [torch.mul(t, k) for t in arrays]
+        if outs and self._may_write(arrays):
+            if type(k) is not float:
+                # The same products as torch's own, over all cores.
+                views = [t.numpy() for t in arrays]
+                return [*map(torch.from_numpy, written(np.multiply, views, k.numpy(), outs))]
+            pairs = zip(arrays, outs, strict=True)
+            return [torch.mul(t, factor, out=self._on(out, t)) for t, out in pairs]
         if arrays[0].dtype.itemsize == 2:
             return [self._multiply_half(t, factor) for t in arrays]
-        if type(k) is float or not arena.wanted:
-            products: Sequence[torch.Tensor] = torch._foreach_mul(list(arrays), k)
-            return list(products)
-        return [
-            torch.mul(t, k, out=torch.from_numpy(arena.empty(tuple(t.shape), k.numpy().dtype)))
-            if self._fits(t)
-            else torch.mul(t, k)
-            for t in arrays
-        ]
+        products: Sequence[torch.Tensor] = torch._foreach_mul(list(arrays), k)
+        return list(products)
+
+    @staticmethod
+    def _may_write(arrays: Sequence[torch.Tensor]) -> bool:
+        """Return whether results may be written to memory of NumPy, without autograd."""
+        return {*map(type, arrays)} <= _PLAIN and {*map(_layout, arrays)} == {torch.strided}
+
+    @staticmethod
+    def _on(memory: HostView | None, like: torch.Tensor) -> torch.Tensor | None:
+        """Return a tensor over memory of NumPy, of the dtype of `like`."""
+        return None if memory is None else torch.from_numpy(memory).view(like.dtype)
 
     @staticmethod
     def _multiply_half(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -98,12 +112,6 @@ class TorchBackend(Backend):
         )
 
     @staticmethod
-    def _fits(tensor: torch.Tensor) -> bool:
-        """Return whether a product may be written to memory that NumPy allocated."""
-        dense = tensor.layout is torch.strided
-        return dense and tensor.is_cpu and tensor.is_contiguous()
-
-    @staticmethod
     def _number(factor: float, like: torch.Tensor) -> Any:
         # On the CPU, torch multiplies faster by a 0-d tensor than by a Python float. Half
         # precision needs the Python float: only then does torch multiply in float32 and round
@@ -117,14 +125,21 @@ class TorchBackend(Backend):
             return torch.mul(array, k)
         return torch.mul(array.float(), k.float()).to(array.dtype)
 
-    def clip(self, arrays: Sequence[Array], low: float, high: float, arena: Arena) -> list[Array]:
-        return [self._clip(t, low, high) for t in arrays]
+    def clip(
+        self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
+    ) -> list[Array]:
+        if any(map(_requires_grad, arrays)) or not self._may_write(arrays):
+            outs = ()
+        pairs = zip_longest(arrays, outs)
+        return [self._clip(t, low, high, self._on(out, t)) for t, out in pairs]
 
     @staticmethod
-    def _clip(array: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    def _clip(
+        array: torch.Tensor, low: float, high: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if array.layout == torch.sparse_coo:
             return TorchBackend._sparse(torch.clamp(array._values(), low, high), array)
-        return torch.clamp(array, low, high)
+        return torch.clamp(array, low, high, out=out)
 
     def zeros_like(self, array: Array) -> Array:
         return torch.zeros_like(array)
@@ -289,13 +304,15 @@ class TorchBackend(Backend):
 class TorchInPlace(TorchBackend):
     """Tensors that fedclip changes in place: the gradients of a training loop."""
 
+    writes = False
+
     def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
         for tensor in arrays:
             if tensor.layout is torch.sparse_coo and not tensor.is_coalesced():
                 tensor.copy_(tensor.coalesce())
         return arrays
 
-    def scale(self, arrays: Sequence[Array], factor: float, arena: Arena) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
         like = arrays[0]
         k: Any = factor
         if like.is_cpu:
@@ -308,7 +325,9 @@ class TorchInPlace(TorchBackend):
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         return array.copy_(super().scale_slices(array, factors))
 
-    def clip(self, arrays: Sequence[Array], low: float, high: float, arena: Arena) -> list[Array]:
+    def clip(
+        self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
+    ) -> list[Array]:
         for tensor in arrays:
             if tensor.layout == torch.sparse_coo:
                 tensor.copy_(self._clip(tensor, low, high))

@@ -23,14 +23,15 @@ Guarantees
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedclip.arrays import UNDERFLOW, Array, Backend, HostView, Views
+from fedclip.arrays.cores import PIECE, each, worthwhile
 from fedclip.scopes import Groups
 
 Float64 = np.ndarray[Any, np.dtype[np.float64]]
@@ -47,6 +48,7 @@ UNCERTAINTY = {
 """Largest relative error of a norm measured on the fast path, by dtype."""
 
 _BLOCK = 1024
+_ROWS = PIECE // _BLOCK
 # Smaller arrays are joined: one call for all of them costs less than one for each.
 _SMALL = 512
 CHUNK = 1 << 16
@@ -138,10 +140,12 @@ class _Pieces(NamedTuple):
 
 
 def _pieces(views: Sequence[HostView], dtypes: set[np.dtype[Any]]) -> _Pieces:
-    """Square rows of up to 1024 elements with BLAS; the views have these dtypes."""
+    """Square rows of up to 1024 elements with BLAS, over all cores; the views have these dtypes."""
     widths = {dtype.itemsize for dtype in dtypes}
     halves = 2 in widths
     sums = [0.0] * len(views)
+    threads = worthwhile(sum(view.nbytes for view in views))
+    calls: list[Callable[[], object]] = []
     tables: list[HostView] = []
     tails: list[HostView] = []
     rows: list[int] = []
@@ -149,7 +153,7 @@ def _pieces(views: Sequence[HostView], dtypes: set[np.dtype[Any]]) -> _Pieces:
     for place, view in enumerate(views):
         size = view.size
         if halves and view.itemsize == 2:
-            sums[place] = _half_square_sum(view)
+            calls.append(partial(_add_half, sums, place, view))
         elif size >= _BLOCK:
             flat = view if view.flags.c_contiguous else _flat(view)
             shape, left = _rows(size)
@@ -171,8 +175,16 @@ def _pieces(views: Sequence[HostView], dtypes: set[np.dtype[Any]]) -> _Pieces:
     start = 0
     for table, count in zip(tables, counts, strict=True):
         stop = start + count
-        _vecdot(table, table, dots[start:stop])
+        if threads < 2:
+            _vecdot(table, table, dots[start:stop])
+        else:
+            for i in range(0, count, _ROWS):
+                some = table[i : i + _ROWS]
+                calls.append(
+                    partial(_vecdot, some, some, dots[start + i : min(start + i + _ROWS, stop)])
+                )
         start = stop
+    each(calls, threads)
     return _Pieces(sums, dots, counts, rows, tails, rest)
 
 
@@ -228,10 +240,10 @@ def _add_up(
         sums[place] += total
 
 
-def _half_square_sum(view: HostView) -> float:
+def _add_half(sums: list[float], place: int, view: HostView) -> None:
     flat = _flat(view)
     chunks = (decode(flat[i : i + CHUNK]) for i in range(0, flat.size, CHUNK))
-    return sum(square_sums([chunk])[0] for chunk in chunks)
+    sums[place] = sum(square_sums([chunk])[0] for chunk in chunks)
 
 
 def exact_norm(views: Sequence[HostView]) -> float:

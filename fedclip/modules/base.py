@@ -19,7 +19,7 @@ from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip import parameters, states
-from fedclip.arrays import Arena, Array, Backend, Views
+from fedclip.arrays import Array, Backend, Memory, Views
 from fedclip.compat import translate
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
 from fedclip.measures import Order
@@ -61,6 +61,9 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         What to do with a gradient that holds NaN or infinity. "skip": the output is zero, the
         step is counted, one warning a round. "raise": a `NonFiniteError` that names the tensors.
         "propagate": each group that holds one becomes NaN. No statistic ever sees such a step.
+    keep_memory
+        Whether large outputs of NumPy and torch are written to memory that is kept between the
+        steps of a round: at most one gradient's size, and only what nobody holds any more.
     """
 
     differs: ClassVar[Mapping[str, Parameter]] = {}
@@ -72,6 +75,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
     scope: Scope
     exclude: list[str] | None
     on_nonfinite: str
+    keep_memory: bool
     dims: list[int] | None
     inverse_dims: bool
     min_size: int
@@ -125,6 +129,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         self._bad: tuple[str, ...] = ()
         self._on_client = False
         self._warned = -1
+        self._memory = Memory()
         # If several threads share a clipper, only one clips at a time.
         self.lock = threading.RLock()
 
@@ -192,10 +197,12 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
     def on_round_start(self) -> None:
         """Begin the records of a new round; the statistics stay."""
         self._on_client = True
+        self._memory.release()
         self._recorder.start_round()
 
     def collect_aux_var(self) -> AuxVar | None:
         """Return nothing; on a server, begin a round."""
+        self._memory.release()
         # declearn calls `on_round_start` only on clients, and this method before a server's step.
         if not self._on_client:
             self._recorder.start_round()
@@ -278,7 +285,8 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         groups = self._resolve(arrays)
         if not arrays:
             return arrays
-        gradient = Gradient.of(self.name, arrays, groups, backend, self._arrays)
+        memory = self._memory if self.keep_memory else None
+        gradient = Gradient.of(self.name, arrays, groups, backend, self._arrays, memory)
         transform, views = self.transform(groups), gradient.views
         if not (views.remote or any(views.sizes)):
             outputs, rest = self._pass_by(gradient)
@@ -446,5 +454,5 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         hit = {i for m in members if not bad or set(m) & set(bad) for i in m}
         outputs = list(values)
         for i in hit:
-            (outputs[i],) = backend.scale([values[i]], math.nan, Arena())
+            (outputs[i],) = backend.scale([values[i]], math.nan)
         return outputs, rest

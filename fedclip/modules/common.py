@@ -121,6 +121,12 @@ COMMON = {
         '{"skip", "raise", "propagate"}',
         "What happens to a gradient with NaN or infinity (see `fedclip.modules.Clipper`).",
     ),
+    "keep_memory": Parameter(
+        True,
+        parameters.boolean,
+        "bool",
+        "Whether to keep memory for the next output (see `fedclip.modules.Clipper`).",
+    ),
     "shared": Parameter(
         False,
         parameters.boolean,
@@ -162,6 +168,7 @@ class Common(TypedDict, total=False):
     scope: Scope
     exclude: str | Sequence[str] | None
     on_nonfinite: str
+    keep_memory: bool
 
 
 class Sliced(Common, total=False):

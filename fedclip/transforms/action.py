@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from fedclip.arrays import Arena, Arithmetic, Array, Backend
+from fedclip.arrays import Arithmetic, Array, Backend, Outs
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -157,26 +157,14 @@ def split(numerator: float, denominator: float, power: float = 1.0) -> tuple[flo
     return math.ldexp(ratio, first), *(math.ldexp(1.0, e) for e in rest)
 
 
-def scaled(
-    arrays: Sequence[Array],
-    factors: Mapping[int, tuple[float, ...]],
-    backend: Backend,
-    arena: Arena,
-) -> list[Array]:
-    """Return the arrays, multiplied by their factors (if any) and shrunk by the dtype's margin."""
-    return replaced(
-        arrays,
-        {i: (arrays[i].dtype, factor) for i, factor in factors.items()},
-        lambda chosen, key: multiplied(chosen, key[1], backend, arena),
-    )
-
-
 def replaced(
     arrays: Sequence[Array],
     keys: Mapping[int, Key],
-    call: Callable[[list[Array], Key], Sequence[Array]],
+    call: Callable[[list[Array], list[int], Key], Sequence[Array]],
 ) -> list[Array]:
     """Return the arrays, with those that have a key replaced; one call for all with the same key.
+
+    The call gets these arrays and their positions.
 
     If the call needs arrays of one dtype, the key has to contain the dtype.
     """
@@ -185,17 +173,17 @@ def replaced(
     for i, key in keys.items():
         alike.setdefault(key, []).append(i)
     for key, chosen in alike.items():
-        results = call([arrays[i] for i in chosen], key)
+        results = call([arrays[i] for i in chosen], chosen, key)
         for i, result in zip(chosen, results, strict=True):
             outputs[i] = result
     return outputs
 
 
 def multiplied(
-    arrays: Sequence[Array], factor: tuple[float, ...], backend: Backend, arena: Arena
+    arrays: Sequence[Array], factor: tuple[float, ...], backend: Backend, outs: Outs
 ) -> list[Array]:
     """Return arrays of one dtype times a factor, shrunk by the margin of the dtype."""
-    outputs = backend.scale(arrays, factor[0] * (1.0 - MARGIN[backend.dtype(arrays[0])]), arena)
+    outputs = backend.scale(arrays, factor[0] * (1.0 - MARGIN[backend.dtype(arrays[0])]), outs)
     for k in factor[1:]:
-        outputs = backend.scale(outputs, k, arena)
+        outputs = backend.scale(outputs, k, outs)
     return outputs

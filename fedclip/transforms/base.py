@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import NUMPY, Array, Backend, HostView, Views, backend_of
+from fedclip.arrays import NUMPY, Array, Backend, HostView, Memory, Outs, Room, Views, backend_of
 from fedclip.arrays.numpy import bits
 from fedclip.measures import Numbers, all_finite
 from fedclip.rules import NoState, State
@@ -57,9 +57,21 @@ class Gradient:
     rest : dict
         Excluded tensors of floats, by name: they are not clipped, but NaN in one of them is NaN
         in the gradient.
+    memory : Memory or None
+        Memory for outputs; None for new memory.
     """
 
-    __slots__ = ("_given", "arrays", "backend", "groups", "kept", "rest", "views")
+    __slots__ = (
+        "_given",
+        "_room",
+        "arrays",
+        "backend",
+        "groups",
+        "kept",
+        "memory",
+        "rest",
+        "views",
+    )
 
     def __init__(
         self,
@@ -69,12 +81,15 @@ class Gradient:
         views: Views | None = None,
         kept: Statistics | None = None,
         rest: Mapping[str, Array] | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.arrays, self.groups, self.backend = arrays, groups, backend
         self.views = Views([]) if views is None else views
         self.kept = {} if kept is None else kept
         self.rest = {} if rest is None else rest
+        self.memory = memory
         self._given: Sequence[Array] = arrays
+        self._room: Room | None = None
 
     @classmethod
     def of(
@@ -84,6 +99,7 @@ class Gradient:
         groups: Groups,
         backend: Backend | None = None,
         kept: Statistics | None = None,
+        memory: Memory | None = None,
     ) -> Gradient:
         """Return the gradient of arrays by name, prepared for a transform.
 
@@ -105,7 +121,7 @@ class Gradient:
             prepared = [*backend.prepared(given)]
             if any(map(is_not, prepared, given)):
                 views = backend.host(prepared)
-        gradient = cls(prepared, groups, backend, views, kept, rest)
+        gradient = cls(prepared, groups, backend, views, kept, rest, memory)
         gradient._given = given
         return gradient
 
@@ -131,6 +147,24 @@ class Gradient:
         clipped.update(zip(self.groups.names, outputs))  # noqa: B905
         clipped.update(rest)
         return clipped
+
+    @property
+    def room(self) -> Room | None:
+        """The memory of this step, if its outputs can be written to memory that is kept."""
+        memory = self.memory
+        if memory and not self._room and self.backend.writes and not self.views.remote:
+            self._room = memory.room(self.views.sizes)
+        return self._room
+
+    def outs(self, places: Sequence[int]) -> Outs:
+        """Return where the outputs for some of the arrays may be written to."""
+        room = self.room
+        return [room.like(i, self.views[i]) for i in places] if room else ()
+
+    def empty(self, i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostView:
+        """Return an uninitialised array for the output of array i."""
+        room = self.room
+        return np.empty(shape, dtype) if room is None else room.empty(i, shape, dtype)
 
     def rest_is_finite(self) -> bool:
         """Whether the excluded tensors hold neither NaN nor infinity."""

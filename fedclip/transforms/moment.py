@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays import Arena, HostView
+from fedclip.arrays import HostView
 from fedclip.measures import Float64, Numbers, measure
 from fedclip.measures.l2 import CHUNK, blocks, decode, encode, extremes, square_sums
 from fedclip.rules import State
@@ -50,10 +50,10 @@ def _slice_means(view: HostView, axes: tuple[int, ...]) -> Float64:
     return np.asarray(total / size)
 
 
-def _shifted(view: HostView, centre: Any, dtype: np.dtype[Any], arena: Arena) -> HostView:
-    """Return ``view - centre``."""
-    wide = decode(view)
-    result = arena.empty(view.shape, wide.dtype)
+def _shifted(gradient: Gradient, i: int, view: HostView, centre: Any) -> HostView:
+    """Return ``view - centre`` for array i."""
+    wide, dtype = decode(view), gradient.host_dtype(i)
+    result = gradient.empty(i, view.shape, wide.dtype)
     # The ufunc computes in float64 piece by piece, without an array of float64.
     np.subtract(wide, centre, out=result, dtype=np.float64, casting="same_kind")
     top = float(decode(np.array([0x7F7F], np.uint16))[0])
@@ -95,14 +95,13 @@ class Centralizing(Transform):
     def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
         """Centre one gradient; the record has the largest mean as norm, and 0 as limit."""
         groups, local = gradient.groups, gradient.dense()
-        arena = Arena([view.nbytes for view in local])
         outputs = list(gradient.arrays)
         largest = np.zeros(len(groups))
         for i, centre in enumerate(self._centres(local, groups, np.asarray(measured))):
             peak = np.abs(centre).max(initial=0.0)
             largest[groups.index[i]] = max(largest[groups.index[i]], peak)
             if peak > 0:
-                result = _shifted(local[i], centre, gradient.host_dtype(i), arena)
+                result = _shifted(gradient, i, local[i], centre)
                 outputs[i] = gradient.from_host(i, result)
         changed = largest > 0
         limits = np.zeros(len(groups))
@@ -161,14 +160,13 @@ class Standardizing(Transform):
     def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
         """Standardise one gradient; the record has the deviation as norm, and 1 as limit."""
         groups, local = gradient.groups, gradient.dense()
-        arena = Arena([view.nbytes for view in local])
         means, deviations = np.asarray(measured).T
         outputs = list(gradient.arrays)
         for mean, deviation, members in zip(means, deviations, groups.members, strict=True):
             if sum(local[i].size for i in members) < 2 or not (mean or deviation):
                 continue
             for i in members:
-                result = arena.empty(local[i].shape, gradient.host_dtype(i))
+                result = gradient.empty(i, local[i].shape, gradient.host_dtype(i))
                 self._write(local[i], mean, deviation, result)
                 outputs[i] = gradient.from_host(i, result)
         changed = any(new is not old for new, old in zip(outputs, gradient.arrays, strict=True))

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays import NUMBER, NUMPY, Arena, Array, Views
+from fedclip.arrays import NUMBER, NUMPY, Array, Views
 from fedclip.measures import (
     MEANS,
     UNCERTAINTY,
@@ -50,7 +50,7 @@ from fedclip.transforms.action import (
     Action,
     Decision,
     multiplied,
-    scaled,
+    replaced,
     split,
 )
 from fedclip.transforms.base import Bools, Gradient, Outcome, Transform
@@ -152,18 +152,24 @@ class NormClipping(Transform):
 
     def _apply(self, gradient: Gradient, decision: Decision) -> list[Array]:
         arrays, backend, views = gradient.arrays, gradient.backend, gradient.views
-        power, arena = 1.0 / degree(self.ord), Arena(views.sizes)
+        power = 1.0 / degree(self.ord)
         _, moved, target, base = decision
         if not self._is_far(views, target):
             target = self._within(gradient, decision)
         if len(gradient.groups) == 1 and not views.remote and len(views.dtypes) == 1:
-            return multiplied(arrays, split(float(target), float(base), power), backend, arena)
-        factors: dict[int, tuple[float, ...]] = {}
+            factor = split(float(target), float(base), power)
+            return multiplied(arrays, factor, backend, gradient.outs(range(len(arrays))))
+        factors: dict[int, tuple[Any, tuple[float, ...]]] = {}
         columns = (np.atleast_1d(column).tolist() for column in (moved, target, base))
         for members, chosen, top, bottom in zip(gradient.groups.members, *columns, strict=True):
             if chosen:
-                factors.update(dict.fromkeys(members, split(top, bottom, power)))
-        return scaled(arrays, factors, backend, arena)
+                factor = split(top, bottom, power)
+                factors.update((i, (arrays[i].dtype, factor)) for i in members)
+        return replaced(
+            arrays,
+            factors,
+            lambda some, places, key: multiplied(some, key[1], backend, gradient.outs(places)),
+        )
 
     def _is_far(self, views: Views, target: Any) -> bool:
         """Whether all targets are far from the smallest and largest numbers of the dtypes."""

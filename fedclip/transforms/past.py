@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedclip.arrays import Arena, HostView
+from fedclip.arrays import HostView
 from fedclip.measures import Float64, Numbers
 from fedclip.measures.l2 import CHUNK, decode, encode
 from fedclip.rules import State
@@ -78,12 +78,11 @@ class PastClipping(Transform):
         """Clip one gradient; the record has the largest element as norm, and the largest limit."""
         groups, local = gradient.groups, gradient.dense()
         memories = recall(gradient, local)
-        arena = Arena([view.nbytes for view in local])
         outputs = list(gradient.arrays)
         limits = np.zeros(len(groups))
         clipped = np.zeros(len(groups), dtype=bool)
         for i, (view, memory) in enumerate(zip(local, memories, strict=True)):
-            output, top = self._clip(view, memory, gradient.host_dtype(i), arena)
+            output, top = self._clip(gradient, i, view, memory)
             group = groups.index[i]
             limits[group] = max(limits[group], top)
             if output is not None:
@@ -93,9 +92,10 @@ class PastClipping(Transform):
         return Outcome(outputs if clipped.any() else None, state, largest, limits, clipped)
 
     def _clip(
-        self, view: HostView, memory: dict[str, Any], dtype: np.dtype[Any], arena: Arena
+        self, gradient: Gradient, i: int, view: HostView, memory: dict[str, Any]
     ) -> tuple[HostView | None, float]:
         """Return the output, None if nothing is clipped, and the largest limit."""
+        dtype = gradient.host_dtype(i)
         flat, past, count = view.reshape(-1), memory["past"].reshape(-1), float(memory["count"])
         output: HostView | None = None
         top = 0.0
@@ -107,7 +107,7 @@ class PastClipping(Transform):
             top = max(top, float(limits.max()))
             past[piece] = after
             if output is None and (result != values).any():
-                output = arena.empty(flat.shape, dtype)
+                output = gradient.empty(i, flat.shape, dtype)
                 output[:start] = encode(decode(flat[:start]), dtype)
             if output is not None:
                 output[piece] = encode(result, dtype, towards_zero=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays import Arena, HostView
+from fedclip.arrays import HostView
 from fedclip.measures import Float64, Numbers
 from fedclip.measures.l2 import decode, encode, extremes
 from fedclip.rules import State
@@ -79,8 +79,11 @@ class ValueClipping(Transform):
                 dtype = gradient.host_dtype(i)
                 boxes[i] = dtype, _inwards(low, dtype, True), _inwards(high, dtype, False)
                 clipped[group] = True
-        arena = Arena(gradient.views.sizes)
-        outputs = replaced(arrays, boxes, lambda some, box: backend.clip(some, *box[1:], arena))
+        outputs = replaced(
+            arrays,
+            boxes,
+            lambda some, places, box: backend.clip(some, *box[1:], gradient.outs(places)),
+        )
         return Outcome(outputs if clipped.any() else None, state, largest, self.limits, clipped)
 
     # -- on a device, or in compiled code -----------------------------------------------------
@@ -99,7 +102,7 @@ class ValueClipping(Transform):
         outputs = list(arrays)
         for group, members in enumerate(groups.members):
             low, high = self.lows[group], self.highs[group]
-            boxed = xp.clip([arrays[i] for i in members], low, high, Arena())
+            boxed = xp.clip([arrays[i] for i in members], low, high)
             if on_nonfinite == "skip":
                 boxed = xp.keep_if(finite, boxed)
             for i, output in zip(members, boxed, strict=True):

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All cores that the process may use, for reading and multiplying large arrays.
+
+One core does not read as fast as memory delivers. NumPy releases the interpreter's lock in both
+operations, so threads of Python are enough. What is computed does not depend on their number:
+each piece has its own place for its result, and the results are added up afterwards, in order.
+
+``python -m benchmarks --threads 1,2`` shows the gain.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import numpy as np
+
+PIECE = 1 << 18
+"""Number of elements in one call: its 2 MiB in float64 take a hundred times as long as the call."""
+
+# Bytes: waking a thread takes as long as reading some hundred kilobytes.
+_PER_CORE = 1 << 21
+_pool: ThreadPoolExecutor | None = None
+
+
+def cores() -> int:
+    """Return the number of threads that may run: by affinity, OMP_NUM_THREADS and torch."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    found = len(affinity(0)) if affinity else os.cpu_count() or 1
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if wanted.isdigit():
+        found = min(found, int(wanted))
+    torch = sys.modules.get("torch")
+    if hasattr(torch, "get_num_threads"):
+        found = min(found, torch.get_num_threads())  # type: ignore[union-attr]
+    return max(found, 1)
+
+
+def worthwhile(size: int) -> int:
+    """Return the number of threads for so many bytes: 1 for few."""
+    return 1 if size < 2 * _PER_CORE else min(cores(), size // _PER_CORE)
+
+
+def each(calls: Sequence[Callable[[], object]], threads: int) -> None:
+    """Make all calls, in any order, over so many threads, this one included."""
+    if threads < 2:
+        for call in calls:
+            call()
+        return
+    turns = deque(calls)
+    helpers: list[Future[None]] = []
+    # The system may have no more threads, and Python starts none while it exits.
+    with suppress(RuntimeError):
+        for _ in range(threads - 1):
+            helpers.append(_helpers().submit(_work, turns))
+    try:
+        _work(turns)
+    finally:
+        # A helper that has not begun, as others keep the threads busy, is not waited for.
+        begun = [helper for helper in helpers if not helper.cancel()]
+        for helper in begun:
+            helper.result()
+
+
+def _work(turns: deque[Callable[[], object]]) -> None:
+    # A thread has its own settings for errors of floating point.
+    with np.errstate(all="ignore"):
+        while call := _next(turns):
+            call()
+
+
+def _next(turns: deque[Callable[[], object]]) -> Callable[[], object] | None:
+    # Two threads never get the same call.
+    try:
+        return turns.popleft()
+    except IndexError:
+        return None
+
+
+def _helpers() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(max(os.cpu_count() or 1, 2) - 1, "fedclip")
+    return _pool
+
+
+def _forget() -> None:
+    global _pool
+    _pool = None
+
+
+# The threads are not there after a fork; a child that waited for them would hang.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads over large gradients: the same bits whatever their number, after a fork too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.model.sklearn import NumpyVector
+from helpers import PATIENCE, require
+
+from fedclip import NormClip, ValueClip
+from fedclip.arrays import cores
+from fedclip.arrays import numpy as numpy_file
+from fedclip.measures import l2
+
+
+def large(dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    shapes = {"a": (1500, 1001), "b": (64, 64, 3, 3), "c": (999,), "d": (), "e": (700_001,)}
+    arrays = {name: np.asarray(rng.standard_normal(s), dtype) for name, s in shapes.items()}
+    return arrays | {"turned": np.asfortranarray(arrays["a"]), "gaps": arrays["a"][:, ::3]}
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def use(number: int) -> None:
+        for module in (l2, numpy_file):
+            monkeypatch.setattr(module, "worthwhile", lambda _: number)
+
+    return use
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_the_bits_do_not_depend_on_the_number_of_threads(
+    dtype: str, scope: str, threads: Any
+) -> None:
+    found = []
+    for number in (1, 2, 3, 8):
+        threads(number)
+        clip = NormClip(1.0, scope=scope)
+        output = clip.run(NumpyVector(large(dtype))).coefs
+        values = ValueClip(0.5).run(NumpyVector(large(dtype))).coefs
+        assert clip.last is not None
+        norms = np.asarray(clip.last.norm_before).tobytes()
+        arrays = (*output.values(), *values.values())
+        found.append((norms, [np.asarray(v).tobytes() for v in arrays]))
+    assert all(other == found[0] for other in found)
+
+
+def test_torch_gives_the_same_bits(threads: Any) -> None:
+    torch = require("torch")
+    gradient = {n: torch.from_numpy(np.ascontiguousarray(v)) for n, v in large().items()}
+    threads(1)
+    first = NormClip(1.0, keep_memory=False).clip(gradient)
+    threads(3)
+    second = NormClip(1.0).clip(gradient)
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.parametrize(
+    ("setting", "most"), [("1", 1), ("2", 2), ("2,1", 2), ("", 64), ("many", 64), ("0", 1)]
+)
+def test_settings_limit_the_number(
+    setting: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", setting)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setitem(cores.sys.modules, "torch", None)  # type: ignore[attr-defined]
+    assert cores.cores() == most
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
+    assert cores.cores() == 1
+    assert cores.worthwhile(1 << 30) == 1
+
+
+def test_torch_limits_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = require("torch")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert cores.cores() == 3
+
+
+def test_few_bytes_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "cores", lambda: 8)
+    assert [cores.worthwhile(n << 20) for n in (0, 1, 3, 4, 8, 400)] == [1, 1, 1, 2, 4, 8]
+
+
+def test_every_call_is_made_once_and_errors_come_out() -> None:
+    made: list[int] = []
+    cores.each([partial(made.append, i) for i in range(1000)], 4)
+    assert sorted(made) == [*range(1000)]
+    with pytest.raises(ZeroDivisionError):
+        cores.each([partial(divmod, 1, 0)] * 9, 3)
+
+
+def test_nobody_waits_for_threads_that_others_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(cores, "_pool", pool)
+        go = threading.Event()
+        pool.submit(go.wait, PATIENCE)
+        made: list[int] = []
+        cores.each([partial(made.append, i) for i in range(10)], 3)
+        assert made == [*range(10)]
+        go.set()
+    # It takes no more work now, as at the interpreter's exit.
+    cores.each([partial(made.append, i) for i in range(10)], 3)
+    assert len(made) == 20
+
+
+def test_threads_say_nothing_of_overflow(threads: Any) -> None:
+    threads(3)
+    gradient = NumpyVector({"w": np.full((1100, 1024), 1e30, np.float32)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isfinite(NormClip(1.0).run(gradient).coefs["w"]).all()
+
+
+FORKS = """
+import sys
+import numpy as np
+from declearn.model.sklearn import NumpyVector
+from fedclip import NormClip
+from fedclip.arrays import cores
+from fedclip.arrays import numpy as numpy_file
+from fedclip.measures import l2
+
+for module in (l2, numpy_file):
+    module.worthwhile = lambda _: 3
+
+def norm(seed):
+    clip = NormClip(1.0)
+    values = np.random.default_rng(seed).standard_normal((3000, 1001))
+    output = clip.run(NumpyVector({"w": values})).coefs["w"]
+    return clip.last.norm_before[0], float(output.sum())
+
+# The threads are there when the process is forked.
+here = [norm(seed) for seed in range(3)]
+assert cores._pool is not None
+done, found = run_as_processes(*[(norm, (seed,)) for seed in range(3)])
+assert done, found
+assert found == here, (found, here)
+# They work on in the parent.
+assert norm(1) == here[1]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="this system has no fork")
+def test_threads_are_made_anew_after_a_fork() -> None:
+    """With declearn's own helper, in a process that has threads already."""
+    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=PATIENCE)

@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that outputs are written to is used again, and never while somebody holds it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.model.sklearn import NumpyVector
+from helpers import each_framework, needs, require, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedclip import Centralize, NormClip, Standardize, ValueClip
+from fedclip.arrays import NUMPY, Memory
+from fedclip.arrays.base import Arithmetic
+from fedclip.testing import to_numpy, to_vector
+
+MANY = [(1100, 210)] * 37 + [(), (0, 3), (5,)]
+"""Above 32 MiB together, each below 4 MiB."""
+SHAPES: dict[str, tuple[int, ...]] = {
+    "wide": (300, 400),
+    "middle": (130, 140),
+    "also": (140, 130),
+    "small": (7,),
+    "one": (),
+}
+
+
+def address(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def gradient_of(seed: int, dtype: str = "float32") -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {name: np.asarray(rng.standard_normal(s), dtype) for name, s in SHAPES.items()}
+
+
+def test_memory_is_used_again_once_nobody_holds_it() -> None:
+    clip, gradient = NormClip(1.0), NumpyVector(gradient_of(0))
+    found = {address(clip.run(gradient).coefs["wide"]) for _ in range(5)}
+    assert len(found) == 1
+
+
+def test_what_shares_a_block_is_held_together() -> None:
+    clip, gradient = NormClip(1.0), NumpyVector(gradient_of(0))
+    held = clip.run(gradient).coefs["also"]
+    again = clip.run(gradient).coefs
+    assert not any(np.shares_memory(held, array) for array in again.values())
+
+
+def _torch() -> Any:
+    return require("torch")
+
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "the vector": lambda v: v,
+    "an array": lambda v: v.coefs["wide"],
+    "a row": lambda v: v.coefs["wide"][3],
+    "a transpose": lambda v: v.coefs["wide"].T,
+    "other numbers": lambda v: v.coefs["wide"].view(np.int32),
+    "a matrix": lambda v: v.coefs["wide"].view(np.matrix),
+    "broadcast": lambda v: np.broadcast_to(v.coefs["wide"], (2, 300, 400))[1:, ::2],
+    "memory": lambda v: memoryview(v.coefs["wide"]),
+    "bytes of memory": lambda v: memoryview(v.coefs["wide"]).cast("B")[5:],
+    "an iterator": lambda v: v.coefs["wide"].flat,
+    "pickled without a copy": lambda v: pickle.PickleBuffer(v.coefs["wide"]),
+    "DLPack": lambda v: v.coefs["wide"].__dlpack__(),
+    "from DLPack": lambda v: np.from_dlpack(v.coefs["wide"]),
+    "torch": lambda v: _torch().from_numpy(v.coefs["wide"]),
+    "a part of torch's": lambda v: _torch().as_tensor(v.coefs["wide"]).T[1:],
+    "ctypes": lambda v: np.ctypeslib.as_ctypes(v.coefs["wide"]),
+}
+
+
+def as_array(holder: Any) -> Any:
+    """Return what the holder sees, as bytes, without a copy."""
+    if isinstance(holder, NumpyVector):
+        holder = holder.coefs["wide"]
+    if type(holder).__name__ == "PyCapsule":
+        holder = _torch().utils.dlpack.from_dlpack(holder)
+    if isinstance(holder, np.flatiter):
+        holder = holder.base
+    return np.array(holder, copy=True)
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_somebody_holds_does_not_change(holder: str) -> None:
+    if "torch" in holder or holder == "DLPack":
+        needs("torch")
+    clip = NormClip(1.0)
+    clip.run(NumpyVector(gradient_of(0)))
+    held = HOLDERS[holder](clip.run(NumpyVector(gradient_of(1))))
+    expected = as_array(HOLDERS[holder](NormClip(1.0).run(NumpyVector(gradient_of(1)))))
+    for seed in range(2, 5):
+        clip.run(NumpyVector(gradient_of(seed)))
+    np.testing.assert_array_equal(as_array(held), expected)
+
+
+TORCH_HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "a tensor": lambda t: t,
+    "a view": lambda t: t.T[2:],
+    "detached": lambda t: t.detach(),
+    "data": lambda t: t.data,
+    "storage": lambda t: t.untyped_storage(),
+    "numpy": lambda t: t.numpy(),
+    "numpy of a view": lambda t: t[3:].T.numpy(),
+    "DLPack": lambda t: _torch().utils.dlpack.to_dlpack(t),
+    "other numbers": lambda t: t.view(_torch().int32),
+    "alias": lambda t: t.expand(2, *t.shape),
+    "unbound": lambda t: t.unbind()[3],
+    "a parameter": lambda t: _torch().nn.Parameter(t),
+    "nothing else": lambda t: [t.clone()],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("holder", TORCH_HOLDERS)
+def test_what_somebody_holds_of_torch_does_not_change(holder: str, dtype: str) -> None:
+    torch = require("torch")
+    if (dtype == "bfloat16" and "numpy" in holder) or (
+        "32" not in dtype and holder == "other numbers"
+    ):
+        pytest.skip("torch has no such view")
+
+    def gradient(seed: int) -> Any:
+        values = gradient_of(seed).items()
+        return {n: torch.from_numpy(v).to(getattr(torch, dtype)) for n, v in values}
+
+    clip = NormClip(1.0)
+    clip.clip(gradient(0))
+    output = clip.clip(gradient(1))["wide"]
+    expected = output.clone()
+    place = output.data_ptr()
+    held = TORCH_HOLDERS[holder](output)
+    del output
+    for seed in range(2, 5):
+        again = clip.clip(gradient(seed))["wide"]
+        assert (again.data_ptr() == place) == (holder == "nothing else")
+        del again
+    if holder == "DLPack":
+        held = torch.utils.dlpack.from_dlpack(held)
+    if holder in ("a tensor", "detached", "data", "DLPack", "a parameter"):
+        assert torch.equal(held, expected)
+
+
+def test_gradients_of_parameters_and_what_autograd_saved_do_not_change() -> None:
+    torch = require("torch")
+    clip = NormClip(1.0)
+
+    def clipped(seed: int) -> Any:
+        return clip.clip({n: torch.from_numpy(v) for n, v in gradient_of(seed).items()})["wide"]
+
+    clipped(0)
+    parameter = torch.nn.Parameter(torch.zeros(300, 400))
+    parameter.grad = clipped(1)
+    expected = parameter.grad.clone()
+    clipped(2)
+    assert torch.equal(parameter.grad, expected)
+    parameter.grad = None
+    factor = torch.ones((), requires_grad=True)
+    product = (clipped(3) * factor).sum()
+    for seed in range(4, 7):
+        clipped(seed)
+    product.backward()
+    (other,) = torch.autograd.grad(
+        (
+            NormClip(1.0).clip({n: torch.from_numpy(v) for n, v in gradient_of(3).items()})["wide"]
+            * factor
+        ).sum(),
+        factor,
+    )
+    assert factor.grad == other
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["run", "twice", "numpy", "drop", "round", "copy"]),
+        st.integers(0, 5),
+        st.sampled_from([*HOLDERS]),
+        st.sampled_from(["float32", "float64"]),
+    ),
+    min_size=3,
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS, kind=st.sampled_from([NormClip, ValueClip]))
+def test_no_held_output_ever_changes(steps: list[Any], kind: type) -> None:
+    """Random programs of steps that keep, view, export and drop outputs."""
+    needs("torch")
+    clippers = [kind(0.5)]
+    held: list[tuple[Any, Any]] = []
+    last: Any = None
+    for what, seed, holder, dtype in steps:
+        clip = clippers[seed % len(clippers)]
+        if what == "copy":
+            clippers.append(copy.deepcopy(clip))
+        elif what == "round":
+            clip.on_round_start()
+        elif what == "drop" and held:
+            held.pop(seed % len(held))
+        elif what == "twice" and last is not None:
+            last = clip.run(last)
+        elif what == "run":
+            last = clip.run(NumpyVector(gradient_of(seed, dtype)))
+        else:
+            # A vector of the last step that is not kept.
+            last = None
+            clip.run(NumpyVector(gradient_of(seed, dtype)))
+        if last is not None and seed % 2:
+            kept = HOLDERS[holder](last)
+            if holder != "DLPack":
+                held.append((kept, as_array(kept)))
+        for kept, expected in held:
+            np.testing.assert_array_equal(as_array(kept), expected)
+
+
+def test_no_output_shares_memory_with_an_input() -> None:
+    clip = NormClip(1.0)
+    output = clip.run(NumpyVector(gradient_of(0)))
+    for _ in range(4):
+        clip_again = NumpyVector({name: 3.0 * value for name, value in output.coefs.items()})
+        inputs = [output.coefs, clip_again.coefs]
+        output = clip.run(clip_again)
+        for arrays in inputs:
+            for name, value in output.coefs.items():
+                assert not np.shares_memory(value, arrays[name])
+
+
+def test_two_threads_never_share_memory() -> None:
+    clip = NormClip(1.0)
+
+    def work(seed: int) -> bool:
+        gradient, right = NumpyVector(gradient_of(seed)), True
+        expected = NormClip(1.0).run(gradient).coefs["wide"]
+        for _ in range(40):
+            output = clip.run(gradient).coefs["wide"]
+            right &= bool(np.array_equal(output, expected))
+        return right
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+def test_a_step_within_a_step_has_memory_of_its_own() -> None:
+    # As when the garbage collector runs a finaliser that clips.
+    memory, sizes = Memory(), [400_000, 400_000]
+    outer = memory.room(sizes)
+    first = outer.empty(0, (100_000,), np.dtype(np.float32))
+    inner = memory.room(sizes).empty(0, (100_000,), np.dtype(np.float32))
+    second = outer.empty(1, (100_000,), np.dtype(np.float32))
+    again = outer.empty(0, (100_000,), np.dtype(np.float32))
+    arrays = [first, inner, second, again]
+    for i, array in enumerate(arrays):
+        assert not any(np.shares_memory(array, other) for other in arrays[i + 1 :])
+
+
+@pytest.mark.parametrize(
+    "other", [copy.copy, copy.deepcopy, lambda clip: pickle.loads(pickle.dumps(clip))]
+)
+def test_a_copy_has_memory_of_its_own(other: Callable[[Any], Any]) -> None:
+    clip, gradient = NormClip(1.0), NumpyVector(gradient_of(0))
+    clip.run(gradient)
+    twin = other(clip)
+    first, second = clip.run(gradient).coefs, twin.run(gradient).coefs
+    assert not any(np.shares_memory(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("end", ["on_round_start", "collect_aux_var"])
+def test_the_end_of_a_round_gives_memory_back(end: str) -> None:
+    clip, gradient = NormClip(1.0), NumpyVector(gradient_of(0))
+    output = clip.run(gradient).coefs["wide"]
+    # The output is a part of the lease, which is a view of the memory.
+    memory = weakref.ref(output.base.base.obj)
+    del output
+    assert memory() is not None
+    getattr(clip, end)()
+    assert memory() is None
+
+
+def test_as_much_as_one_gradient_is_kept() -> None:
+    memory, sizes = Memory(), [4 * 100_000] * 9 + [80, 0, 3_000_000, 70_001]
+    for _ in range(3):
+        room = memory.room(sizes)
+        held = [room.empty(i, (n,), np.dtype(np.uint8)) for i, n in enumerate(sizes)]
+        whole = {id(a.base): a.base.nbytes for a in held if a.base is not None}
+        assert sum(sizes) - 80 <= sum(whole.values()) <= sum(sizes) + 128 * len(sizes)
+        assert len(whole) == 7
+        assert all(address(a) % 64 == 0 for a in held if a.base is not None)
+
+
+def test_it_can_be_switched_off() -> None:
+    clip = NormClip(1.0, keep_memory=False)
+    output = clip.run(NumpyVector(gradient_of(0))).coefs["wide"]
+    assert output.base is None
+    assert NormClip.from_config({"max_norm": 1.0, "keep_memory": False}).keep_memory is False
+
+
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "C": lambda x: x,
+    "Fortran": np.asfortranarray,
+    "transposed": lambda x: x.T,
+    "channels last": lambda x: x.reshape(30, 10, 20, 20).transpose(0, 3, 1, 2),
+    "with gaps": lambda x: x[:, ::2],
+    "backwards": lambda x: x[::-1],
+    "broadcast": lambda x: np.broadcast_to(x[:1], x.shape),
+    "extra dimensions": lambda x: x[None, :, None].transpose(1, 3, 0, 2),
+}
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout(layout: str, framework: str) -> None:
+    array = LAYOUTS[layout](gradient_of(0)["wide"])
+    if framework == "torch":
+        torch = require("torch")
+        if layout == "backwards":
+            pytest.skip("torch has no negative strides")
+        array = torch.from_numpy(array.copy("K") if layout == "broadcast" else array)
+    off, clip = NormClip(1.0, keep_memory=False), NormClip(1.0)
+    plain = off.clip({"w": array})["w"]
+    for _ in range(3):
+        output = clip.clip({"w": array})["w"]
+        np.testing.assert_array_equal(np.asarray(output), np.asarray(plain))
+        found = zip(np.asarray(output).strides, np.asarray(plain).strides, plain.shape, strict=True)
+        assert all(a == b for a, b, length in found if length > 1)
+        assert type(output) is type(plain)
+
+
+@pytest.mark.parametrize("make", [NormClip, ValueClip, Centralize, Standardize])
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_outputs_are_the_same_with_and_without(make: Any, framework: str, dtype: str) -> None:
+    needs(framework)
+    if framework == "numpy" and dtype == "bfloat16":
+        dtype_ = pytest.importorskip("ml_dtypes").bfloat16
+        arrays = {n: v.astype(dtype_) for n, v in gradient_of(3).items()}
+    elif framework == "torch":
+        torch = require("torch")
+        values = gradient_of(3).items()
+        arrays = {n: torch.from_numpy(v).to(getattr(torch, dtype)) for n, v in values}
+    else:
+        arrays = gradient_of(3, dtype)
+    clip, plain = make(), make(keep_memory=False)
+    for _ in range(3):
+        for name, output in clip.clip(arrays).items():
+            expected = plain.clip(arrays)[name]
+            assert output.dtype == expected.dtype
+            pair = (
+                (output, expected) if framework == "numpy" else (output.double(), expected.double())
+            )
+            assert np.asarray(pair[0]).tobytes() == np.asarray(pair[1]).tobytes()
+
+
+FAULTS = """
+import resource
+import numpy as np
+from declearn.model.sklearn import NumpyVector
+from fedclip import NormClip
+
+gradient = NumpyVector({f"t{i}": np.full((384, 1536), i, np.float32) for i in range(20)})
+clipper = NormClip(1.0)
+for _ in range(3):
+    clipper.run(gradient)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    clipper.run(gradient)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_used_again_from_step_to_step() -> None:
+    command = [sys.executable, "-c", FAULTS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # Page by page it would be 11,500 a step.
+    assert int(done.stdout) < 2_000
+
+
+@each_framework()
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_a_large_gradient_is_clipped_as_a_small_one(framework: str, scope: str) -> None:
+    needs(framework)
+    rng = np.random.default_rng(7)
+    arrays = {f"t{i}": rng.standard_normal(s).astype(np.float32) for i, s in enumerate(MANY)}
+    arrays["wide"] = rng.standard_normal((1100, 1000)).astype(np.float32)
+    arrays["turned"] = np.asfortranarray(rng.standard_normal((400, 90)).astype(np.float32))
+    before = {name: array.copy() for name, array in arrays.items()}
+    gradient = to_vector(arrays, framework)
+    output = to_numpy(NormClip(0.01, scope=scope).run(gradient))
+    norms = {name: float(np.linalg.norm(a.astype(np.float64))) for name, a in before.items()}
+    total = float(np.linalg.norm(list(norms.values())))
+    for name, expected in before.items():
+        np.testing.assert_array_equal(to_numpy(gradient)[name], expected)
+        norm = total if scope == "global" else norms[name]
+        factor = 0.01 / norm if norm > 0.01 else 1.0
+        assert output[name].shape == expected.shape
+        np.testing.assert_allclose(output[name], expected * factor, rtol=3e-6)
+
+
+def test_values_of_a_large_gradient() -> None:
+    rng = np.random.default_rng(8)
+    arrays = {f"t{i}": rng.standard_normal(s).astype(np.float32) for i, s in enumerate(MANY)}
+    (output,) = run(ValueClip(0.5), [arrays])
+    for name, values in arrays.items():
+        np.testing.assert_array_equal(output[name], np.clip(values, -0.5, 0.5))
+
+
+@pytest.mark.parametrize("held", [[1, 1, 1], [5, 5, 5], [8, 8, 8], [2, 8, 5]])
+def test_selected_or_sorted_is_the_same(held: list[int]) -> None:
+    rng = np.random.default_rng(9)
+    table = rng.integers(0, 5, (8, 3)).astype(float)
+    counts = np.array(held, float)
+    for quantile in (0.0, 0.3, 0.5, 0.95, 1.0):
+        rank = np.floor(quantile * (counts - 1))
+        selected = NUMPY.ranked(table, counts, rank)
+        ordered = Arithmetic.ranked(NUMPY, table, counts, rank)
+        np.testing.assert_array_equal(selected, ordered)
+    row = counts - 1
+    values = np.array([7.0, 8.0, 9.0])
+    put = NUMPY.put(table, row, values)
+    np.testing.assert_array_equal(put, Arithmetic.put(NUMPY, table, row, values))
+    assert (table < 5).all()
