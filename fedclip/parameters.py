@@ -12,7 +12,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from fedclip.errors import nearest
 
@@ -145,6 +145,23 @@ def refuse_unknown(cls: Any, config: Mapping[str, Any]) -> None:
                 f"{cls.name} has no parameter {key!r}{nearest(key, known)}; "
                 f"its parameters are {', '.join(known)}"
             )
+
+
+class Configured:
+    """Base of plug-ins that refuse unknown parameters, and keep the others under their names."""
+
+    name: ClassVar[str]
+
+    def __new__(cls, *args: Any, **config: Any) -> Self:
+        """Refuse unknown parameters, with the nearest name."""
+        # Not in __init__: here a typo gets an answer with the nearest name in Python, in
+        # declearn's specs and in TOML.
+        refuse_unknown(cls, config)
+        return super().__new__(cls)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the parameters, as they would be written in a TOML file."""
+        return config_of(self)
 
 
 def config_of(plugin: Any) -> dict[str, Any]:

@@ -43,6 +43,13 @@ def load(fresh: Any, statistics: Statistics, labels: Sequence[str]) -> Any:
     return type(fresh)(**{f: float(c[0]) if c.shape == (1,) else c for f, c in columns.items()})
 
 
+def check_count(name: str, value: Any) -> int:
+    """Return a whole number of a state if it is one, and not below 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise StateError(f"{name!r} must be an int >= 0, got {value!r}")
+    return value
+
+
 def check_groups(groups: Any, one: Any) -> Statistics:
     """Return statistics by group if they fit `one`, the fresh state of one group."""
     if not isinstance(groups, Mapping):

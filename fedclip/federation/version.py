@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, Self
 
 from fedclip import parameters
 
@@ -22,9 +21,17 @@ def other(theirs: object) -> str:
     return f"; it is of fedclip {theirs!s:.30}, and this is {VERSION}: install one on all nodes"
 
 
-def refuse_unknown(cls: Any, config: Mapping[str, Any]) -> None:
-    """Raise a TypeError for a parameter that a plug-in does not have, and say whose it may be."""
-    try:
-        parameters.refuse_unknown(cls, config)
-    except TypeError as exc:
-        raise TypeError(f"{exc}{other(config.get('fedclip'))}") from None
+class Versioned(parameters.Configured):
+    """Base of plug-ins that a server sets up for its clients, with its own version of fedclip."""
+
+    def __new__(cls, *args: Any, **config: Any) -> Self:
+        """Refuse unknown parameters, and say whose they may be."""
+        try:
+            return super().__new__(cls, *args, **config)
+        except TypeError as exc:
+            raise TypeError(f"{exc}{other(config.get('fedclip'))}") from None
+
+    @property
+    def fedclip(self) -> str:
+        """The version that wrote the configuration: this one."""
+        return VERSION

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from declearn.model.api import Vector
@@ -25,7 +25,7 @@ from fedclip.transforms.slice import check_dims, spanned
 _UNITS = ("output", "tensor", "global")
 
 
-class AGC(Regularizer):
+class AGC(parameters.Configured, Regularizer):
     """Adaptive gradient clipping: a limit relative to the norm of the weights.
 
     ::
@@ -115,11 +115,6 @@ class AGC(Regularizer):
 
     name: ClassVar[str] = "agc"
     guarantee = kinds.weight_limit
-
-    def __new__(cls, *args: Any, **config: Any) -> Self:
-        """Refuse unknown parameters, with the nearest name."""
-        parameters.refuse_unknown(cls, config)
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -240,10 +235,6 @@ class AGC(Regularizer):
     def on_round_start(self) -> None:
         """Begin the records of a new round."""
         self._clipper.on_round_start()
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the parameters, as they would be written in a TOML file."""
-        return parameters.config_of(self)
 
     @property
     def rounds(self) -> list[RoundRecord]:

@@ -48,7 +48,7 @@ _Clipped: TypeAlias = tuple[Sequence[Array] | None, Mapping[str, Array]]
 _MOST_ABSENT = 1000
 
 
-class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
+class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignore[type-arg]
     """Base of fedclip's clippers.
 
     Parameters
@@ -96,13 +96,6 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         cls.__signature__ = signature_of(cls)  # type: ignore[attr-defined]
         if register and cls.__dict__.get("__doc__"):
             cls.__doc__ = docstring_of(cls)
-
-    def __new__(cls, *args: Any, **config: Any) -> Self:
-        """Refuse unknown parameters, with the nearest name."""
-        # Not in __init__: here a typo gets an answer with the nearest name in Python, in
-        # declearn's specs and in TOML.
-        parameters.refuse_unknown(cls, config)
-        return super().__new__(cls)
 
     def __init__(self, transform: Transform | None = None, **common: Any) -> None:
         own = common_of(type(self))
@@ -207,10 +200,6 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
         if not self._on_client:
             self._recorder.start_round()
         return None
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the parameters, as they would be written in a TOML file."""
-        return parameters.config_of(self)
 
     def get_state(self) -> dict[str, Any]:
         """Return the statistics by group, and the records, as plain numbers, strings and lists."""
@@ -416,9 +405,7 @@ class Clipper(OptiModule, register=False):  # type: ignore[type-arg]
                 raise StateError(f"the state lacks {key!r}; it has {sorted(map(str, state))}")
         if state["clipper"] != self.name:
             raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
-        round_ = state["round"]
-        if isinstance(round_, bool) or not isinstance(round_, int) or round_ < 0:
-            raise StateError(f"'round' must be an int >= 0, got {round_!r}")
+        round_ = states.check_count("round", state["round"])
         one = transform.init(Groups(("x",), ("x",), ((0,),)))
         groups = states.check_groups(state["groups"], one)
         arrays = states.check_arrays(state["arrays"], transform.array_fields)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar, OptiModule
 
-from fedclip import parameters
+from fedclip import parameters, states
 from fedclip.errors import StateError
 from fedclip.federation.replies import expect, sender_of
 from fedclip.federation.statistics.client import MAX_STEPS
@@ -38,7 +38,8 @@ Parameters
 ----------
 max_steps : int, default=10000
     Largest number of norms of a group that one client counts in a round; the server leaves
-    out higher claims.
+    out higher claims. Set it to the number of steps that a client really takes, to bound the
+    weight of a client that lies.
 shared_name : str or None, default=None
     The clipper's `shared_name`, if it has one.
 **settings
@@ -73,18 +74,6 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
             state  = rule.merge(state, counts)
         Step:
             nothing: the server's gradients pass as they are
-
-    Parameters
-    ----------
-    max_steps : int, default=10000
-        Largest number of norms of a group that one client counts in a round. The server refuses
-        higher claims. Set it to the number of steps that a client really takes, to bound the
-        weight of a client that lies.
-    shared_name : str or None, default=None
-        The clipper's `shared_name`, if any.
-    **settings
-        The parameters of the clipper that its state depends on, with the same names and
-        defaults. Both sides must have the same values.
     """
 
     clipper: ClassVar[Any]
@@ -163,10 +152,10 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         round_ = self.shared_state.version + 1
         merged = self.shared_state.merge(
             [
-                (part.members, part.counts)
-                if isinstance(part, FedclipSharedCounts)
-                else f"a {type(part).__name__}"
-                for part in parts
+                (p.members, p.counts)
+                if isinstance(p, FedclipSharedCounts)
+                else f"a {type(p).__name__}"
+                for p in parts
             ]
         )
         self._report(merged.faults, round_)
@@ -195,9 +184,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
             raise StateError(f"a state of {self.name} must have {', '.join(keys)}")
         if state["clipper"] != self.name:
             raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
-        refused = state["refused"]
-        if isinstance(refused, bool) or not isinstance(refused, int) or refused < 0:
-            raise StateError(f"'refused' must be an int >= 0, got {refused!r}")
+        refused = states.check_count("refused", state["refused"])
         self.shared_state.set_state(state)
         self._refused = refused
 

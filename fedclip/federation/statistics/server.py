@@ -215,9 +215,7 @@ class SharedState:
         StateError
             If the state is not valid. The old state then stays in place.
         """
-        version = state["version"]
-        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise StateError(f"'version' must be an int >= 0, got {version!r}")
+        version = states.check_count("version", state["version"])
         groups = states.check_groups(state["groups"], self.rule.begin(1, NUMPY))
         labels, history = tuple(groups), state["history"]
         wanted = set(labels) if self.tally.has_sketch else set()

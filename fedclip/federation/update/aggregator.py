@@ -7,7 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from declearn.aggregator import Aggregator
 from declearn.model.api import Vector
@@ -17,7 +17,7 @@ from fedclip.federation.replies import UPDATES, blank, sender_of
 from fedclip.federation.update.averaging import UpdateClipping, averaged, peaks, signature
 from fedclip.federation.update.coupling import CLIENT, SERVER, ClientRound
 from fedclip.federation.update.messages import ClippedUpdates, zeros_like
-from fedclip.federation.version import VERSION, refuse_unknown
+from fedclip.federation.version import VERSION, Versioned
 from fedclip.measures import Order, check_order
 from fedclip.scopes import Scope, check_exclude, check_scope
 
@@ -25,7 +25,7 @@ _LOGGER = logging.getLogger("declearn.server.fedclip")
 _CLIENT_LOGGER = logging.getLogger("declearn.client.fedclip")
 
 
-class ClippedAveraging(Aggregator[ClippedUpdates]):
+class ClippedAveraging(Versioned, Aggregator[ClippedUpdates]):
     """Clip each client's round update before it is shared; average with equal weights.
 
     ::
@@ -119,11 +119,6 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
     name: ClassVar[str] = "clipped-averaging"
     updates_cls = ClippedUpdates
 
-    def __new__(cls, *args: Any, **config: Any) -> Self:
-        """Refuse unknown parameters, with the nearest name."""
-        refuse_unknown(cls, config)
-        return super().__new__(cls)
-
     def __init__(
         self,
         max_norm: float | None = None,
@@ -167,12 +162,7 @@ class ClippedAveraging(Aggregator[ClippedUpdates]):
 
     def get_config(self) -> dict[str, Any]:
         """Return the name and the parameters, as they would be written in a TOML file."""
-        return {"name": self.name, **parameters.config_of(self)}
-
-    @property
-    def fedclip(self) -> str:
-        """The version that wrote the configuration: this one."""
-        return VERSION
+        return {"name": self.name, **super().get_config()}
 
     # -- on a client ----------------------------------------------------------------------------
     def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:

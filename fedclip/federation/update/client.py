@@ -4,21 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from declearn.model.api import Vector
 from declearn.optimizer.modules import OptiModule
 
 from fedclip import parameters
-from fedclip.errors import StateError
 from fedclip.federation.update.coupling import CLIENT, ClientRound
 from fedclip.federation.update.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
-from fedclip.federation.version import VERSION, refuse_unknown
+from fedclip.federation.version import VERSION, Versioned
 from fedclip.privacy import kinds
 from fedclip.records import Recorder, RoundRecord, read_rounds
+from fedclip.states import check_count
 
 
-class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
+class UpdateClipClient(Versioned, OptiModule):  # type: ignore[type-arg]
     """Bring the bound of this round to `clipped-averaging`, and the vote back.
 
     ::
@@ -72,11 +72,6 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
     guarantee = kinds.unchanged
     aux_name: ClassVar[str] = AUX_NAME
     auxvar_cls = UpdateClipVotes
-
-    def __new__(cls, *args: Any, **config: Any) -> Self:
-        """Refuse unknown parameters, and say whose they may be."""
-        refuse_unknown(cls, config)
-        return super().__new__(cls)
 
     def __init__(self, *, fedclip: str = VERSION) -> None:
         self._round: ClientRound | None = None
@@ -138,17 +133,12 @@ class UpdateClipClient(OptiModule):  # type: ignore[type-arg]
         """What happened to the updates of the last rounds."""
         return self._recorder.rounds()
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the version that wrote this configuration."""
-        return {"fedclip": VERSION}
-
     def get_state(self) -> dict[str, Any]:
         """Return the records of the rounds."""
         return self._recorder.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take over the records of the rounds."""
-        round_ = state.get("round") if isinstance(state, Mapping) else None
-        if isinstance(round_, bool) or not isinstance(round_, int) or round_ < 0:
-            raise StateError(f"'round' must be an int >= 0, got {round_!r}")
+        found = state.get("round") if isinstance(state, Mapping) else None
+        round_ = check_count("round", found)
         self._recorder.set_state(round_, read_rounds(state))

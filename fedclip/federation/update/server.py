@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from declearn.model.api import Vector
 from declearn.optimizer.modules import OptiModule
@@ -28,7 +28,7 @@ from fedclip.privacy import kinds
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 
-class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
+class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-arg]
     """A bound of the clients' updates that follows a quantile of their norms; central noise.
 
     ::
@@ -143,11 +143,6 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
     guarantee = kinds.unchanged_or_noise
     aux_name: ClassVar[str] = AUX_NAME
     auxvar_cls = UpdateClipBound
-
-    def __new__(cls, *args: Any, **config: Any) -> Self:
-        """Refuse unknown parameters, with the nearest name."""
-        parameters.refuse_unknown(cls, config)
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -408,10 +403,6 @@ class UpdateClipServer(OptiModule):  # type: ignore[type-arg]
             )
 
     # -- configuration and state ----------------------------------------------------------------
-    def get_config(self) -> dict[str, Any]:
-        """Return the parameters, as they would be written in a TOML file."""
-        return parameters.config_of(self)
-
     def get_state(self) -> dict[str, Any]:
         """Return the bound, the number of rounds, and what was spent of the budget."""
         spent = [] if self.budget is None else self.budget.accountant.get_state()
