@@ -13,11 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from declearn.client_sampler import (
-    ClientSampler,
-    DefaultClientSampler,
-    instantiate_client_sampler,
-)
+from declearn.client_sampler import ClientSampler, DefaultClientSampler, instantiate_client_sampler
 from declearn.messaging import TrainReply
 from declearn.model.api import Model, Vector
 from declearn.optimizer.modules import AuxVar

@@ -39,12 +39,7 @@ Float64 = np.ndarray[Any, np.dtype[np.float64]]
 Numbers = float | Float64
 """One number for each group; a plain float where there is one group."""
 
-UNCERTAINTY = {
-    "float16": 2.0**-20,
-    "bfloat16": 2.0**-20,
-    "float32": 2.0**-20,
-    "float64": 2.0**-46,
-}
+UNCERTAINTY = {"float16": 2.0**-20, "bfloat16": 2.0**-20, "float32": 2.0**-20, "float64": 2.0**-46}
 """Largest relative error of a norm measured on the fast path, by dtype."""
 
 _BLOCK = 1024

@@ -73,8 +73,6 @@ class AdaptiveClip(SharedClipper):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = AdaptiveClip(start_norm=0.1)
     >>> for _ in range(100):
     ...     out = clip.run(NumpyVector({"w": np.array([1.0])}))

@@ -31,14 +31,7 @@ from fedclip.rules import Rule
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope, resolve
 from fedclip.states import Statistics
-from fedclip.transforms import (
-    Action,
-    Gradient,
-    NormClipping,
-    Outcome,
-    SliceClipping,
-    Transform,
-)
+from fedclip.transforms import Action, Gradient, NormClipping, Outcome, SliceClipping, Transform
 from fedclip.transforms.slice import check_slices
 
 _Clipped: TypeAlias = tuple[Sequence[Array] | None, Mapping[str, Array]]

@@ -49,8 +49,6 @@ class Centralize(Clipper):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> centralize = Centralize(dims=0, inverse_dims=True)
     >>> centralize.run(NumpyVector({"w": np.array([[1.0, 3.0], [4.0, 4.0]])})).coefs["w"]
     array([[-1.,  1.],

@@ -234,6 +234,10 @@ _RAISES = """Raises
 TypeError, ValueError
     At construction, if a parameter is not as above or two do not go together; at a gradient, if
     a pattern matches no tensor{or_shape}."""
+_IMPORTS = """\
+>>> import numpy as np
+>>> from declearn.model.sklearn import NumpyVector
+"""
 _OR_SHAPE = ", or its shape is not that of the state"
 
 
@@ -267,7 +271,8 @@ def docstring_of(cls: Any) -> str:
     """Return a clipper's docstring, with what it has in common with others written out.
 
     The entries of common parameters follow its own. A clipper without parameters of its own has
-    those of the clipper that it is made from, and one without "Raises" has the usual errors.
+    those of the clipper that it is made from, one without "Raises" has the usual errors, and an
+    example without imports has the usual ones.
     """
     text = inspect.cleandoc(cls.__doc__)
     raises = _RAISES.format(or_shape=_OR_SHAPE if "{arrays}" in text else "")
@@ -281,6 +286,8 @@ def docstring_of(cls: Any) -> str:
     else:
         return text
     found = {"Parameters": found["Parameters"], "Raises": raises, **found}
+    if "import " not in (examples := found.get("Examples", "import ")):
+        found["Examples"] = examples.replace("--------\n", f"--------\n{_IMPORTS}", 1)
     return "\n\n".join([head, *found.values()]).replace("{name}", cls.name)
 
 

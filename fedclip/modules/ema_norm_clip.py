@@ -77,8 +77,6 @@ class EmaNormClip(Clipper):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = EmaNormClip(decay=0.5, init="first")
     >>> for value in (1.0, 1.0, 2.0):
     ...     out = clip.run(NumpyVector({"w": np.array([value])}))

@@ -44,8 +44,6 @@ class EmaNormalize(EmaNormClip):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> normalize = EmaNormalize(decay=0.5, init="first")
     >>> for value in (1.0, 1.0, 0.2):
     ...     out = normalize.run(NumpyVector({"w": np.array([value])}))

@@ -61,8 +61,6 @@ class EmaValueClip(Clipper):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = EmaValueClip(decay=0.5, init=1.0)
     >>> for value in (1.0, 1.0, -9.0):
     ...     out = clip.run(NumpyVector({"w": np.array([value])}))

@@ -64,8 +64,6 @@ class GrowthClip(Clipper):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = GrowthClip()
     >>> for norm in (1.0, 10.0, 10.0):
     ...     out = clip.run(NumpyVector({"w": np.array([norm])}))

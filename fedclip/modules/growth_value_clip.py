@@ -62,8 +62,6 @@ class GrowthValueClip(Clipper):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = GrowthValueClip(mul=1.5)
     >>> for value in (1.0, 8.0, -8.0):
     ...     out = clip.run(NumpyVector({"w": np.array([value])}))

@@ -63,8 +63,6 @@ class MadClip(SharedClipper):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = MadClip(warmup=3)
     >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 1.0, 1.2, 0.9, 20.0):
     ...     out = clip.run(NumpyVector({"w": np.array([norm])}))

@@ -36,8 +36,6 @@ class NoOp(Clipper):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> look = NoOp(max_norm=1.0)
     >>> grads = NumpyVector({"w": np.array([3.0, 4.0])})
     >>> look.run(grads) is grads
@@ -61,11 +59,7 @@ class NoOp(Clipper):
         ),
     }
 
-    def __init__(
-        self,
-        max_norm: float | None = None,
-        **common: Unpack[Measured],
-    ) -> None:
+    def __init__(self, max_norm: float | None = None, **common: Unpack[Measured]) -> None:
         self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
         super().__init__(**common)
 

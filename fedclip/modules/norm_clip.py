@@ -62,8 +62,6 @@ class NormClip(Clipper):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = NormClip(max_norm=1.0)
     >>> clip.run(NumpyVector({"w": np.array([3.0, 4.0])})).coefs["w"].round(6)
     array([0.6, 0.8])

@@ -57,8 +57,6 @@ class Normalize(Clipper):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> normalize = Normalize(norm=1.0)
     >>> normalize.run(NumpyVector({"w": np.array([0.03, 0.04])})).coefs["w"].round(6)
     array([0.6, 0.8])
@@ -81,11 +79,7 @@ class Normalize(Clipper):
         ),
     }
 
-    def __init__(
-        self,
-        norm: float = 1.0,
-        **common: Unpack[Fixed],
-    ) -> None:
+    def __init__(self, norm: float = 1.0, **common: Unpack[Fixed]) -> None:
         self.norm = parameters.positive(norm=norm)
         super().__init__(**common)
 

@@ -65,8 +65,6 @@ class PercentileClip(Clipper):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = PercentileClip(percentile=50)
     >>> clip.run(NumpyVector({"w": np.array([-5.0, 1.0, 2.0])})).coefs["w"]
     array([-2.,  1.,  2.])
@@ -79,11 +77,7 @@ class PercentileClip(Clipper):
     }
 
     def __init__(
-        self,
-        percentile: float = 95,
-        *,
-        method: str = "lower",
-        **common: Unpack[Common],
+        self, percentile: float = 95, *, method: str = "lower", **common: Unpack[Common]
     ) -> None:
         self.percentile = parameters.number("a number in [0, 100]", 0, 100, percentile=percentile)
         self.method = parameters.choice(("lower", "linear"), method=method)

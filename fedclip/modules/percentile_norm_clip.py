@@ -78,8 +78,6 @@ class PercentileNormClip(SharedClipper):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = PercentileNormClip(50.0, warmup=1)
     >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 1.0, 20.0):
     ...     out = clip.run(NumpyVector({"w": np.array([norm])}))

@@ -58,8 +58,6 @@ class Standardize(Clipper):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> standardize = Standardize()
     >>> standardize.run(NumpyVector({"w": np.array([1.0, 2.0, 3.0])})).coefs["w"].round(6)
     array([-1.,  0.,  1.])
@@ -76,11 +74,7 @@ class Standardize(Clipper):
         )
     }
 
-    def __init__(
-        self,
-        eps: float = 0.0,
-        **common: Unpack[Common],
-    ) -> None:
+    def __init__(self, eps: float = 0.0, **common: Unpack[Common]) -> None:
         self.eps = parameters.non_negative(eps=eps)
         super().__init__(**common)
 

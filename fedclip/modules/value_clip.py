@@ -46,8 +46,6 @@ class ValueClip(Clipper):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = ValueClip(max_value=1.0)
     >>> clip.run(NumpyVector({"w": np.array([-3.0, 0.5])})).coefs["w"]
     array([-1. ,  0.5])
@@ -63,11 +61,7 @@ class ValueClip(Clipper):
     }
 
     def __init__(
-        self,
-        max_value: float = 1.0,
-        *,
-        min_value: float | None = None,
-        **common: Unpack[Common],
+        self, max_value: float = 1.0, *, min_value: float | None = None, **common: Unpack[Common]
     ) -> None:
         if min_value is None:
             self.min_value = None

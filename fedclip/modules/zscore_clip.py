@@ -77,8 +77,6 @@ class ZScoreClip(SharedClipper):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = ZScoreClip()
     >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 20.0):
     ...     out = clip.run(NumpyVector({"w": np.array([norm])}))

@@ -23,14 +23,8 @@ class Auto(History):
     ::
 
         threshold = median + std_factor * max(std, min_std * median)
-        limit     = threshold, or x if that is larger    where x + eps <= threshold
-                    threshold                            elsewhere
-                    warmup_norm                          before `warmup` norms (5 at least), and
-                                                         where the threshold is 0
-        limit     = min(limit, max_norm)
-        u         = min(x, threshold) | x | no update on a spike     (feedback)
 
-    The standard deviation, n - 1 in the denominator, is of all u. Its floor lets a constant
+    The standard deviation, n - 1 in the denominator, is of all norms as learnt. Its floor lets a constant
     stream grow: with a limit at the very median, clipped norms would be constant for ever.
 
     In a federation (`merge`) mean, variance and count are those of all norms of all clients,

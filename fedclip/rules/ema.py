@@ -33,11 +33,9 @@ class Ema(History):
     ::
 
         threshold = ratio * mean
-        limit     = threshold, or x if that is larger      where x <= threshold
-                    threshold                              action "max"
+        limit     = threshold                              of a spike x, action "max"
                     mean                                   action "mean"
                     threshold^2 / x                        action "reciprocal"
-        limit     = min(limit, max_norm)
         u         = min(x, limit) | x | no update on a spike     (feedback)
 
     With `warmup_factor` the mean does not learn a norm of 0. Estimators, for the first `warmup`

@@ -7,12 +7,15 @@
     (while a group has no statistics, `fedclip.rules.start` protects it)
     state                 = observe(seen, state), except for skipped groups
 
-If the current norm is included, ``state = observe(norms, state)`` comes first. The limit is::
+If the current norm is included, ``state = observe(norms, state)`` comes first. A rule has a
+threshold, and judges by it, unless it says otherwise, like this::
 
-    limit = target                              for a spike
+    ready = there are `warmup` norms, and at least so many as the rule needs; threshold > 0
+    limit = threshold                           for a spike, n + eps > threshold
             threshold, and well above n         for any other norm
-            warmup_norm                         without statistics
+            warmup_norm                         for a group that is not ready
     limit = min(limit, max_norm)
+    seen  = min(n, reach * threshold) | n | nothing of a spike      (feedback)
 """
 
 from __future__ import annotations

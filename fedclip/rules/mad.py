@@ -32,10 +32,6 @@ class Mad(History):
 
         spread    = 1.4826 * median of abs(x_i - median)     of the last `window` norms x_i
         threshold = median + mad_factor * max(spread, min_mad * median)
-        limit     = threshold, or x if that is larger    where x + eps <= threshold
-                    threshold                            elsewhere
-        limit     = min(limit, max_norm)
-        u         = min(x, 2 * threshold) | x | no update on a spike     (feedback)
 
     Fewer than half of the norms that are held, however large, move neither median nor spread far;
     once they are more than half, they are what is usual. Norms are learnt at up to twice the

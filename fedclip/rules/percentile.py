@@ -23,11 +23,7 @@ class Percentile(History):
 
     ::
 
-        limit = quantile, or x if that is larger    where x + eps <= quantile
-                quantile                            elsewhere
-                warmup_norm                         before `warmup` norms, and where it is 0
-        limit = min(limit, max_norm)
-        u     = min(x, 2 * quantile) | x            (feedback)
+        threshold = quantile
 
     A spike is learnt as twice the limit. If it were learnt as the limit itself, no norm learnt
     would ever be above the limit, and the limit could not rise. A quantile hardly depends on how

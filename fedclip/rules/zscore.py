@@ -34,11 +34,9 @@ class ZScore(History):
         std       = max(sqrt(variance), min_std * mean)
         z         = (x - mean) / (std + std_eps)
         threshold = mean + z_max * (std + std_eps)
-        limit     = threshold, or x if that is larger         where z <= z_max
-                    mean + z_max * std                        action "max"
+        limit     = mean + z_max * std                        of a spike, action "max"
                     mean                                      action "mean"
                     factor * (mean + z_max^2/z * std)         action "reciprocal"
-        limit     = min(limit, max_norm)
         u         = min(x, limit before max_norm) | x | no update on a spike     (feedback)
 
     The estimator "smartclip" takes x + eps for x in the comparison.
