@@ -24,8 +24,8 @@ class Auto(History):
 
         threshold = median + std_factor * max(std, min_std * median)
 
-    The standard deviation, n - 1 in the denominator, is of all norms as learnt. Its floor lets a constant
-    stream grow: with a limit at the very median, clipped norms would be constant for ever.
+    The standard deviation, n - 1 in the denominator, is of all norms as learnt. Its floor lets a
+    constant stream grow: with a limit at the very median, clipped norms would be constant for ever.
 
     In a federation (`merge`) mean, variance and count are those of all norms of all clients,
     and the median is that of their sketch.

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import Judgement, State
-from fedclip.rules.history import TINY, History
+from fedclip.rules.history import TINY, History, limits_of
 from fedclip.rules.sharing import Counted, Floats, pooled
 
 
@@ -75,7 +75,7 @@ class Ema(History):
         spike = ready & (norms > threshold)
         before, warmed = self._warm(norms, xp)
         target = self._target(norms, state.mean, xp)
-        limits = self.limits(norms, threshold, spike, ready, xp, target=target, before=before)
+        limits = limits_of(self, norms, threshold, spike, ready, xp, target=target, before=before)
         passed = xp.minimum(xp.where(ready, norms, warmed), limits)
         seen = norms if self.feedback == "raw" else passed
         skipped = spike if self.feedback == "none" else None

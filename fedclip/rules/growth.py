@@ -53,17 +53,7 @@ class Growth:
             threshold = xp.minimum(threshold, previous + self.add)
         # No norm can grow from 0: the step after a norm of 0 is a first step again.
         ready = previous > 0
-        limits = limits_of(
-            norms,
-            threshold,
-            ready & (norms > threshold),
-            ready,
-            xp,
-            threshold,
-            math.inf if self.warmup_norm is None else self.warmup_norm,
-            self.max_norm,
-            self.eps,
-        )
+        limits = limits_of(self, norms, threshold, ready & (norms > threshold), ready, xp)
         after = xp.minimum(norms, limits)
         if self.max_decay is not None:
             after = xp.maximum(after, previous / self.max_decay)

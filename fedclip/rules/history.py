@@ -131,7 +131,7 @@ class History(ABC):
         threshold = self.threshold(state, xp)
         ready = self.ready(state, threshold)
         spike = ready & (norms + self.eps > threshold)
-        limits = self.limits(norms, threshold, spike, ready, xp, target=threshold)
+        limits = limits_of(self, norms, threshold, spike, ready, xp)
         clipped = xp.where(ready, xp.minimum(norms, self.reach * threshold), norms)
         seen = norms if self.feedback == "raw" else clipped
         return Judgement(limits, seen, ready, spike if self.feedback == "none" else None)
@@ -145,45 +145,34 @@ class History(ABC):
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         """Return the state after it has learnt one norm of each group."""
 
-    def limits(
-        self,
-        norms: Array,
-        threshold: Array,
-        spike: Array,
-        ready: Array,
-        xp: Arithmetic,
-        *,
-        target: Array,
-        before: Array | float | None = None,
-    ) -> Array:
-        """Return the limits; `before` is the limit of groups that are not ready, if not default."""
-        if before is None:
-            before = math.inf if self.warmup_norm is None else self.warmup_norm
-        return limits_of(
-            norms, threshold, spike, ready, xp, target, before, self.max_norm, self.eps
-        )
-
     def known(self, highest: Floats, ready: Array) -> Floats:
         """Return the largest norm that the statistics can learn: `highest`, for ready groups."""
         return np.where(ready & (self.feedback != "raw"), highest, math.inf)
 
 
 def limits_of(
+    rule: Any,
     norms: Array,
     threshold: Array,
     spike: Array,
     ready: Array,
     xp: Arithmetic,
-    target: Array,
-    before: Array | float,
-    max_norm: float | None,
-    eps: float,
+    *,
+    target: Array | None = None,
+    before: Array | float | None = None,
 ) -> Array:
-    """Return the limits, given which norms are spikes and which groups are ready."""
+    """Return the limits of a rule, given which norms are spikes and which groups are ready.
+
+    `target` is the limit of a spike, if not the threshold, and `before` that of a group that is
+    not ready, if not `warmup_norm`.
+    """
     # Keep the limit of other norms well above them, so that they are not measured again.
-    judged = xp.where(spike, target, xp.maximum(threshold, CLEAR * (norms + eps)))
+    clear = xp.maximum(threshold, CLEAR * (norms + rule.eps))
+    judged = xp.where(spike, threshold if target is None else target, clear)
+    if before is None:
+        before = math.inf if rule.warmup_norm is None else rule.warmup_norm
     limits = xp.where(ready, judged, before)
-    return limits if max_norm is None else xp.minimum(limits, max_norm)
+    return limits if rule.max_norm is None else xp.minimum(limits, rule.max_norm)
 
 
 def choose(condition: Array, yes: S, no: S, xp: Arithmetic) -> S:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.rules import Judgement, State
-from fedclip.rules.history import TINY, History, choose
+from fedclip.rules.history import TINY, History, choose, limits_of
 from fedclip.rules.sharing import Counted, Floats, pooled
 
 
@@ -95,7 +95,7 @@ class ZScore(History):
         measured = norms + self.eps if self.estimator == "smartclip" else norms
         spike = ready & (measured > threshold)
         target = self._target(norms, state.mean, std, xp)
-        limits = self.limits(norms, threshold, spike, ready, xp, target=target)
+        limits = limits_of(self, norms, threshold, spike, ready, xp, target=target)
         seen = xp.where(spike, target, norms) if self.feedback == "clipped" else norms
         return Judgement(limits, seen, ready, spike if self.feedback == "none" else None)
 
