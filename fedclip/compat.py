@@ -184,7 +184,7 @@ def _order(value: float | str) -> float | str:
 
 
 # -- drytorch ---------------------------------------------------------------------------------
-_HISTORY: dict[str, Any] = {
+_HISTORY = {
     "criterion": "zstat",
     "clipping_function": None,
     "n_warmup_steps": 20,
@@ -228,15 +228,9 @@ def _history(c: dict[str, Any], scope: str) -> _Translation:
 
 
 # -- smartclip --------------------------------------------------------------------------------
-_GATE: dict[str, Any] = {
-    "scope": "global",
-    "warmup_steps": 100,
-    "min_history": 50,
-    "eps": 1e-8,
-    "guard_nans": True,
-}
-_ZSCORE: dict[str, Any] = {"zmax": 3.0, "ema_decay": 0.99, **_GATE}
-_AUTO: dict[str, Any] = {
+_GATE = {"scope": "global", "warmup_steps": 100, "min_history": 50, "eps": 1e-8, "guard_nans": True}
+_ZSCORE = {"zmax": 3.0, "ema_decay": 0.99, **_GATE}
+_AUTO = {
     "mode": "auto",
     "percentile": 95.0,
     "history": "ema",
@@ -244,7 +238,7 @@ _AUTO: dict[str, Any] = {
     "window_size": 1024,
     **_GATE,
 }
-_AGC: dict[str, Any] = {
+_AGC = {
     "clipping": 0.01,
     "exclude_bias_bn": True,
     **_GATE,
@@ -355,12 +349,12 @@ _ZERO_WEIGHTS = (
 
 # -- torchzero --------------------------------------------------------------------------------
 # Parameters of earlier versions, renamed or removed since, are `parameterwise` and `ema_init`.
-_TARGET: dict[str, Any] = {"target": "update"}
-_GROUPED: dict[str, Any] = {"ord": 2, "tensorwise": True, "parameterwise": None, **_TARGET}
-_ALONG: dict[str, Any] = {"dim": None, "inverse_dims": False, **_TARGET}
-_DIMS: dict[str, Any] = {"ord": 2, "min_size": 1, **_ALONG}
-_GROWTH: dict[str, Any] = {"add": None, "mul": 1.5, "min_value": 1e-4, "max_decay": 2}
-_BY_EMA: dict[str, Any] = {
+_TARGET = {"target": "update"}
+_GROUPED = {"ord": 2, "tensorwise": True, "parameterwise": None, **_TARGET}
+_ALONG = {"dim": None, "inverse_dims": False, **_TARGET}
+_DIMS = {"ord": 2, "min_size": 1, **_ALONG}
+_GROWTH = {"add": None, "mul": 1.5, "min_value": 1e-4, "max_decay": 2}
+_BY_EMA = {
     "beta": 0.99,
     "max_ema_growth": 1.5,
     "init": 0.0,
@@ -672,13 +666,7 @@ def _timm_agc(clip_factor: Any = 0.01, eps: Any = 1e-3, norm_type: Any = 2.0) ->
     return _to("agc", ratio=clip_factor, min_norm=eps, axis=0)
 
 
-_ADAGC: dict[str, Any] = {
-    "clip_ratio": 1.04,
-    "beta": 0.99,
-    "eps": 1e-6,
-    "start_clip_steps": 100,
-    "max_norm": 1.0,
-}
+_ADAGC = {"clip_ratio": 1.04, "beta": 0.99, "eps": 1e-6, "start_clip_steps": 100, "max_norm": 1.0}
 
 
 def _adagc(c: dict[str, Any], scope: str) -> _Translation:

@@ -13,18 +13,18 @@ raises `AssertionError` with a sentence. The reference for all frameworks is Num
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, reduce
+from importlib import import_module
+from importlib.util import find_spec
 from operator import getitem
 from typing import Any, TypeAlias
 
 import numpy as np
 from declearn.model.api import Vector
-from declearn.model.sklearn import NumpyVector
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 from declearn.utils.serialize import (
@@ -64,9 +64,15 @@ Plugin: TypeAlias = Any
 """An `OptiModule` or a `Regularizer`."""
 Factory: TypeAlias = Callable[[], Plugin]
 
-# The package that declearn's Vector of the framework needs.
-_PACKAGES = {"numpy": "numpy", "torch": "torch", "tensorflow": "tensorflow", "jax": "haiku"}
-FRAMEWORKS = tuple(_PACKAGES)
+# The Vector of each framework, in the module of `declearn.model` that is called as the package.
+_VECTORS = {
+    "numpy": ("sklearn", "NumpyVector"),
+    "torch": ("torch", "TorchVector"),
+    "tensorflow": ("tensorflow", "TensorflowVector"),
+    # Importing this one turns on float64 for all of JAX, as for every user of declearn.
+    "jax": ("haiku", "JaxNumpyVector"),
+}
+FRAMEWORKS = tuple(_VECTORS)
 """Names of the frameworks."""
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -81,26 +87,15 @@ SHAPES: dict[str, tuple[int, ...]] = {
 # -- gradients of every framework -------------------------------------------------------------
 def installed() -> list[str]:
     """Return the frameworks that are installed, NumPy first."""
-    return [name for name, package in _PACKAGES.items() if importlib.util.find_spec(package)]
+    return [name for name, (package, _) in _VECTORS.items() if find_spec(package)]
 
 
 @cache
 def _vector_class(framework: str) -> type[Vector[Any]]:
+    module, name = _VECTORS[framework]
     # Import on demand: each of these imports its framework.
-    if framework == "torch":
-        from declearn.model.torch import TorchVector
-
-        return TorchVector
-    if framework == "tensorflow":
-        from declearn.model.tensorflow import TensorflowVector
-
-        return TensorflowVector
-    if framework == "jax":
-        # This import turns on float64 for all of JAX, as for every user of declearn.
-        from declearn.model.haiku import JaxNumpyVector
-
-        return JaxNumpyVector
-    return NumpyVector
+    cls: type[Vector[Any]] = getattr(import_module(f"declearn.model.{module}"), name)
+    return cls
 
 
 def _array(value: Any, framework: str, dtype: str | None) -> Any:

@@ -37,18 +37,9 @@ def in_words(
 ) -> list[str]:
     """Return one line for each place: what is clipped there.
 
-    Parameters
-    ----------
-    client, server
-        Plug-ins of the two optimizers, in the order in which they act.
-    aggregator
-        The aggregator; None if it is not fedclip's.
-    lrate, w_decay
-        Learning rate and weight decay of the client's optimizer, as in the configuration.
-    steps
-        Number of local steps in a round, if it is fixed.
-    privacy
-        The section [run.privacy]: with it, declearn clips samples and adds noise.
+    The plug-ins are in the order in which they act, and the aggregator is given if it is fedclip's.
+    `lrate`, `w_decay`, a fixed number of local `steps` and the section [run.privacy] are as in the
+    configuration.
     """
     return [
         f"step: {_noised(client, privacy) if privacy else _step(client, lrate, w_decay, steps)}",

@@ -45,13 +45,7 @@ REQUIRED = ("network", "data", "optim", "run")
 
 
 def find_config(path: str | Path) -> Path:
-    """Return the configuration file that `path` names: a file, or a folder with config.toml.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is none.
-    """
+    """Return the file that `path` names, itself or by its folder; raise an error without one."""
     path = Path(path)
     folder = os.path.isdir(path)  # `Path.is_dir` raises where a path is too long for the system.
     file = path / "config.toml" if folder else path
@@ -64,17 +58,8 @@ def find_config(path: str | Path) -> Path:
 def check_config(path: str | Path, *, quickrun: bool = False) -> Check:
     """Check a declearn configuration: a quickrun file, or one for `FLOptimConfig`.
 
-    Parameters
-    ----------
-    path
-        The TOML file, or a folder that holds it as ``config.toml``.
-    quickrun
-        Whether it must be a quickrun file; otherwise its sections decide.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such file. Every other problem is a finding.
+    `path` is as for `find_config`. With `quickrun` it must be a quickrun file; otherwise its
+    sections decide. If there is no such file, raise `FileNotFoundError`; all else is a finding.
     """
     check = Check(find_config(path))
     config = read_toml(check, check.path, "the file")

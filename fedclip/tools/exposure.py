@@ -55,18 +55,8 @@ def exposures(
 ) -> list[Found]:
     """Return what voids a guarantee that the configuration seems to give.
 
-    Parameters
-    ----------
-    plugins
-        Plug-ins of client_opt and server_opt, in the order in which they act.
-    run
-        The section [run]; empty if there is none.
-    aggregator
-        The aggregator, if it is fedclip's.
-    secagg
-        Section about secure aggregation, if there is one.
-    fairness
-        Whether there are fairness rounds.
+    `plugins` are those of client_opt and server_opt, in order. `run` and `secagg` are sections
+    of the file. `aggregator` is given if it is fedclip's; `fairness` says if there are such rounds.
     """
     server = plugins.get(SERVER, ())
     central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)

@@ -24,13 +24,7 @@ SEED = 0
 
 
 def write_data(folder: Path) -> None:
-    """Write each site's records as declearn's quickrun expects them.
-
-    Parameters
-    ----------
-    folder
-        Where to make one folder a site.
-    """
+    """Write each site's records into a folder of its own, as declearn's quickrun expects them."""
     from sklearn.datasets import load_breast_cancer
 
     source = load_breast_cancer()

@@ -134,24 +134,9 @@ def run_demo(
 ) -> list[Result]:
     """Train in all three ways, print the table, write the plot.
 
-    Parameters
-    ----------
-    folder
-        Output folder; it is created, or is that of an earlier demo.
-    rounds
-        Rounds of training, each of one pass over every site's records.
-    port
-        Port of the server on 127.0.0.1; 0 takes any free one.
-    timeout
-        Seconds after which one training is given up.
-    console
-        Where to print; standard output by default.
-
-    Raises
-    ------
-    DemoError
-        If the folder can not be used, or a process failed, or the time was up. All processes
-        have ended by then.
+    The folder is new, empty, or that of an earlier demo. Port 0 takes any free one; a training is
+    given up after `timeout` seconds. If the folder can not be used, a process fails or the time is
+    up, raise a `DemoError`; all processes have ended by then.
     """
     console = console or Console(highlight=False, markup=False)
     try:
@@ -216,9 +201,8 @@ def _write_config(folder: Path, way: Way, rounds: int, port: int) -> Path:
 
 
 def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _run_federation(
