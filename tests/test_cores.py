@@ -126,7 +126,7 @@ def test_threads_say_nothing_of_overflow(threads: Any) -> None:
 
 
 FORKS = """
-import sys
+from declearn.utils import run_as_processes
 import numpy as np
 from declearn.model.sklearn import NumpyVector
 from fedclip import NormClip
