@@ -1,0 +1,118 @@
+"""DP-SGD attacked, its accuracy, and the example: what the benchmarks show, shorter."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from declearn.utils import set_device_policy
+from federation_runs import PATIENCE
+from helpers import require
+from scipy import stats
+
+pytest.importorskip("opacus")
+
+from benchmarks import dpsgd_audit as attack
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "dp_sgd"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_the_cpu() -> Iterator[None]:
+    set_device_policy(gpu=False)
+    return
+
+
+# -- the audit ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", attack.CASES)
+def test_a_short_audit_finds_the_faults_and_no_others(name: str) -> None:
+    case = attack.CASES[name]
+    found = attack.audit(case, canaries=1000, guesses=200)
+    assert (found > attack.EPSILON) == case.found
+
+
+@pytest.mark.soak
+def test_the_audit_of_twenty_runs() -> None:
+    assert attack.main(["20"]) == 0
+
+
+def test_the_chance_is_that_of_the_paper() -> None:
+    """Its appendix gives the sum as a loop."""
+    for canaries, guesses, right, epsilon, delta in [
+        (1000, 100, 90, 2.0, 1e-5),
+        (50, 9, 3, 0.1, 0.01),
+    ]:
+        q = 1 / (1 + np.exp(-epsilon))
+        most = total = 0.0
+        for i in range(1, right + 1):
+            total += stats.binom.pmf(right - i, guesses, q)
+            most = max(most, total / i)
+        right_one = stats.binom.sf(right - 1, guesses, q) + most * delta * 2 * canaries
+        found = attack.chance(canaries, guesses, right, epsilon, delta)
+        assert found == pytest.approx(right_one, rel=1e-9)
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 2.0])
+def test_the_bound_is_below_the_truth_as_often_as_it_says(epsilon: float) -> None:
+    # Randomised response, whose guesses are right with just this probability.
+    right = np.random.default_rng(0).binomial(200, 1 / (1 + np.exp(-epsilon)), 300)
+    bounds = [attack.lower_bound(5000, 200, int(r), 1e-9) for r in right]
+    # 5 % of 300, and 3.5 standard deviations.
+    assert sum(bound > epsilon for bound in bounds) <= 15 + 13
+    assert np.median(bounds) > 0.5 * epsilon
+    assert attack.lower_bound(5000, 200, 100) == pytest.approx(0.0, abs=1e-9)
+
+
+# -- accuracy ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["mlp", "linear"])
+def test_the_digits_are_learnt_within_a_budget(kind: str) -> None:
+    require("torch")
+    from benchmarks.dpsgd_accuracy import DIGITS, Setting, accuracy, digits
+
+    assert accuracy(kind, digits(), DIGITS[kind][0], seed=100) > 0.8
+    # As much noise as for a thousandth of epsilon leaves little to learn.
+    assert accuracy(kind, digits(), Setting("flat", 1.0, 0.5), 100, epsilon=3e-3) < 0.5
+
+
+# -- the example -------------------------------------------------------------------------------
+def test_the_example_trains_in_processes_and_plots(tmp_path: Path) -> None:
+    require("torch")
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "dp_sgd"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("data", "result", "*.png"))
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("rounds = 10", "rounds = 3"))
+    program = """
+import compare
+found = compare.train(3.0)
+compare.plot([1.0, 3.0], {"a": [0.1, found], "b": [0.2, 0.3]}, 0.9)
+print(found)
+"""
+    path = os.pathsep.join([*(p for p in sys.path if p), str(folder)])
+
+    def call(*command: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    call("prepare.py")
+    assert "No problem." in call("-m", "fedclip", "check", "config.toml")
+    assert float(call("-c", program)) > 0.5
+    assert (folder / "accuracy.png").stat().st_size > 5000
