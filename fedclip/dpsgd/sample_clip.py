@@ -54,8 +54,8 @@ class SampleClip(OptiModule):  # type: ignore[type-arg]
         How records are clipped: one norm over all tensors, or one for each group, whose bounds
         are C / √k; "automatic" and "adaptive" divide the update by C, so that the learning rate
         need not follow it.
-    micro_batch : int, default=32
-        How many records' gradients are in memory at once, >= 1.
+    micro_batch : int, default=128
+        How many records are in memory at once, >= 1; fewer, if their gradients are large.
     gamma : float, default=0.01
         Stability constant of "automatic", > 0, in the units of the gradient.
     quantile : float, default=0.5
@@ -100,7 +100,7 @@ class SampleClip(OptiModule):  # type: ignore[type-arg]
         max_norm: float | None = None,
         mode: str | Sequence[str] = "flat",
         *,
-        micro_batch: int = 32,
+        micro_batch: int = 128,
         gamma: float = 0.01,
         quantile: float = 0.5,
         rate: float = 0.2,

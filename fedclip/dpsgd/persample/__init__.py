@@ -10,24 +10,21 @@
         sum   += factors(n_i) * g_i, in float64
 
 Each record goes through the model in a batch of its own, so that none can depend on another.
+Gradients and sums stay where the framework has them; norms and factors go through the host.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
+from fedclip.dpsgd.persample.base import Arrays, Float64, HostStack, Stack
 from fedclip.scopes import Groups
 
 __all__ = ["Arrays", "check", "clipped_sum", "vector"]
-
-Float64: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
-Arrays: TypeAlias = Mapping[str, "np.ndarray[Any, Any]"]
-"""Arrays by the names of the model's trainable weights."""
 
 _HOMES = {
     "declearn.model.torch": "fedclip.dpsgd.persample.torch",
@@ -70,7 +67,7 @@ def clipped_sum(
     factors: Callable[[Float64], Float64],
     *,
     groups: Groups | None = None,
-    micro_batch: int = 32,
+    micro_batch: int = 128,
     each: Callable[[Arrays], Arrays] | None = None,
 ) -> tuple[dict[str, Float64], Float64]:
     """Return the sum of the clipped gradients of a batch, and the norms before.
@@ -86,7 +83,7 @@ def clipped_sum(
     groups
         Which tensors share a norm; all, if None.
     micro_batch
-        How many records' gradients are in memory at once.
+        How many records are in memory at once, at most; fewer, if their gradients are large.
     each
         What is done to each record's gradient before it is measured.
 
@@ -98,57 +95,51 @@ def clipped_sum(
         Of shape (records, groups); NaN in the row of a record that counted as zero.
     """
     framework = _framework(model)
-    weights = model.get_weights(trainable=True).coefs
-    names = groups.names if groups is not None else tuple(weights)
+    shapes = framework.shapes(model)
+    names = groups.names if groups is not None else tuple(shapes)
     members = groups.members if groups is not None else (tuple(range(len(names))),)
-    sums = {name: np.zeros(tuple(weights[name].shape)) for name in names}
+    totals: dict[str, Any] = {}
     norms = [np.zeros((0, len(members)))]
-    stacks: Iterator[Arrays] = framework.gradients(model, batch, micro_batch)
-    for given in () if batch is None else stacks:
-        stack = given if each is None else _one_by_one(given, each)
-        norms.append(_add(sums, stack, names, members, factors))
+    if batch is not None:
+        stacks: Iterator[Stack] = framework.stacks(model, batch, micro_batch, each is not None)
+        for given in stacks:
+            stack = given if each is None else _one_by_one(given.arrays(), each)
+            norms.append(_add(totals, stack, names, members, factors))
+    sums = {
+        name: _host(totals[name]) if name in totals else np.zeros(shapes[name]) for name in names
+    }
     return sums, np.concatenate(norms)
 
 
-def _one_by_one(stack: Arrays, each: Callable[[Arrays], Arrays]) -> Arrays:
-    records = len(next(iter(stack.values())))
+def _host(total: Any) -> Float64:
+    # What is on another device does not become an array by itself.
+    return np.asarray(total.cpu() if hasattr(total, "cpu") else total, dtype=np.float64)
+
+
+def _one_by_one(arrays: Arrays, each: Callable[[Arrays], Arrays]) -> HostStack:
     done = []
-    for i in range(records):
-        record = {name: array[i] for name, array in stack.items()}
+    for i in range(len(next(iter(arrays.values())))):
+        record = {name: array[i] for name, array in arrays.items()}
         # A record with NaN counts as zero, and no policy of what comes before is asked.
         sound = all(np.isfinite(array).all() for array in record.values())
         done.append(each(record) if sound else record)
-    return {name: np.stack([one[name] for one in done]) for name in stack}
+    return HostStack({name: np.stack([one[name] for one in done]) for name in arrays})
 
 
 def _add(
-    sums: dict[str, Float64],
-    stack: Arrays,
+    totals: dict[str, Any],
+    stack: Stack,
     names: tuple[str, ...],
     members: tuple[tuple[int, ...], ...],
     factors: Callable[[Float64], Float64],
 ) -> Float64:
+    squares = stack.squares(names)
     with np.errstate(all="ignore"):
-        squares = np.stack([_squares(stack[name]) for name in names], axis=1)
         norms = np.sqrt(np.stack([squares[:, list(m)].sum(axis=1) for m in members], axis=1))
     sound = np.isfinite(norms).all(axis=1)
     norms[~sound] = np.nan
-    scales = factors(norms[sound])
-    for group, positions in enumerate(members):
-        for name in (names[i] for i in positions):
-            rows = _rows(stack[name])
-            rows = rows if sound.all() else rows[sound]
-            # Products, and their sum, are those of float64: the norm was measured in it too.
-            sums[name] += (scales[:, group] @ rows).reshape(sums[name].shape)
+    scales = np.zeros_like(norms)
+    scales[sound] = factors(norms[sound])
+    columns = {names[i]: scales[:, group] for group, m in enumerate(members) for i in m}
+    stack.add(totals, columns, sound)
     return np.asarray(norms)
-
-
-def _rows(array: np.ndarray[Any, Any]) -> Float64:
-    size = math.prod(array.shape[1:])
-    rows: Float64 = np.asarray(array.reshape(len(array), size), dtype=np.float64)
-    return rows
-
-
-def _squares(array: np.ndarray[Any, Any]) -> Float64:
-    rows = _rows(array)
-    return np.asarray(np.einsum("ij,ij->i", rows, rows))

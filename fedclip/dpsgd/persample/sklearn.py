@@ -14,7 +14,9 @@ import numpy as np
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from scipy.sparse import issparse  # type: ignore[import-untyped]
 
-__all__ = ["check", "gradients", "vector"]
+from fedclip.dpsgd.persample.base import HostStack, at_once
+
+__all__ = ["check", "shapes", "stacks", "vector"]
 
 Array = np.ndarray[Any, Any]
 
@@ -65,8 +67,15 @@ def vector(model: SklearnSGDModel, arrays: Any) -> NumpyVector:
     return NumpyVector({k: np.asarray(a, dtype=weights[k].dtype) for k, a in arrays.items()})
 
 
-def gradients(model: SklearnSGDModel, batch: Any, micro_batch: int) -> Iterator[dict[str, Array]]:
-    """Yield the stacked gradients of each micro-batch."""
+def shapes(model: SklearnSGDModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the trained weights."""
+    return {n: tuple(a.shape) for n, a in model.get_weights(trainable=True).coefs.items()}
+
+
+def stacks(
+    model: SklearnSGDModel, batch: Any, micro_batch: int, whole: bool
+) -> Iterator[HostStack]:
+    """Yield the gradients of each micro-batch, which are always whole."""
     inputs, targets, weights = model._unpack_batch(batch)
     skl = model._model
     slope, given = _SLOPES[skl.loss], skl.get_params()
@@ -76,8 +85,9 @@ def gradients(model: SklearnSGDModel, batch: Any, micro_batch: int) -> Iterator[
     coef = np.atleast_2d(np.asarray(skl.coef_, np.float64))
     intercept = np.atleast_1d(np.asarray(skl.intercept_, np.float64))
     decay = (_SPARSE if issparse(inputs) else 1.0) if given["fit_intercept"] else 0.0
-    for start in range(0, inputs.shape[0], micro_batch):
-        part = slice(start, start + micro_batch)
+    together = at_once(micro_batch, coef.size)
+    for start in range(0, inputs.shape[0], together):
+        part = slice(start, start + together)
         x = _dense(inputs, part)
         y = _signs(model, _dense(targets, part))
         with np.errstate(all="ignore"):
@@ -92,10 +102,12 @@ def gradients(model: SklearnSGDModel, batch: Any, micro_batch: int) -> Iterator[
                 # As declearn does: the whole step counts so many times, with its penalty.
                 w = _dense(weights, part)
                 steps, free = steps * w[:, None, None], free * w[:, None]
-        yield {
-            "intercept": free.reshape(len(x), *skl.intercept_.shape),
-            "coef": steps.reshape(len(x), *skl.coef_.shape),
-        }
+        yield HostStack(
+            {
+                "intercept": free.reshape(len(x), *skl.intercept_.shape),
+                "coef": steps.reshape(len(x), *skl.coef_.shape),
+            }
+        )
 
 
 def _dense(data: Any, part: slice) -> Array:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,7 +11,9 @@ import numpy as np
 import tensorflow as tf
 from declearn.model.tensorflow import TensorflowModel, TensorflowVector
 
-__all__ = ["check", "gradients", "vector"]
+from fedclip.dpsgd.persample.base import Float64, at_once
+
+__all__ = ["TensorflowStack", "check", "shapes", "stacks", "vector"]
 
 # To trace takes long: once for a model.
 _TRACED: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -35,30 +37,76 @@ def vector(model: TensorflowModel, arrays: Any) -> Any:
         return TensorflowVector({k: tf.cast(a, weights[k].dtype) for k, a in arrays.items()})
 
 
-def gradients(
-    model: TensorflowModel, batch: Any, micro_batch: int
-) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
-    """Yield the stacked gradients of each micro-batch."""
+def shapes(model: TensorflowModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the trained weights."""
+    return {v.name: tuple(v.shape) for v in model._get_weight_variables(trainable=True)}
+
+
+def stacks(
+    model: TensorflowModel, batch: Any, micro_batch: int, whole: bool
+) -> Iterator[TensorflowStack]:
+    """Yield the gradients of each micro-batch, which are always whole."""
     with tf.device(model._device):
         inputs, targets, weights = model._unpack_batch(batch)
-    names = [v.name for v in model._get_weight_variables(trainable=True)]
+    variables = [*model._get_weight_variables(trainable=True)]
     memory = [np.array(v) for v in model._model.non_trainable_weights]
     if model not in _TRACED:
         _TRACED[model] = tf.function(_together(model), reduce_retracing=True)
-    first = tf.nest.flatten(inputs)[0]
-    for start in range(0, len(first), micro_batch):
-        size = min(micro_batch, len(first) - start)
-        # Always as many records, so that nothing is traced again; those too many are cut off.
-        rows = np.minimum(np.arange(start, start + micro_batch), start + size - 1)
-        given = {"inputs": inputs, "target": targets, "weight": weights}
+    given = {"inputs": inputs, "target": targets, "weight": weights}
+    given = {name: data for name, data in given.items() if data is not None}
+    many = len(tf.nest.flatten(inputs)[0])
+    together = at_once(micro_batch, sum(int(np.prod(v.shape)) for v in variables))
+    for start in range(0, many, together):
+        size = min(together, many - start)
+        # Always as many records, so that nothing is traced again; those too many are left out.
+        rows = np.minimum(np.arange(start, start + together), start + size - 1)
         with tf.device(model._device):
-            records = tf.nest.map_structure(
-                lambda a, rows=rows: tf.gather(a, rows),
-                {name: data for name, data in given.items() if data is not None},
-            )
-            found = _TRACED[model](records)
+            found, squares = _TRACED[model](given, rows)
+            named = dict(zip([v.name for v in variables], found, strict=True))
+            yield TensorflowStack(named, squares, size)
         _unchanged(model, memory)
-        yield {n: _host(a)[:size] for n, a in zip(names, found, strict=True)}
+
+
+class TensorflowStack:
+    """Gradients of shape (records, ...), of which the first `size` count."""
+
+    def __init__(self, arrays: dict[str, Any], squares: Any, size: int) -> None:
+        self._arrays, self._squares, self._size = arrays, squares, size
+
+    def squares(self, names: tuple[str, ...]) -> Float64:
+        order = [*self._arrays]
+        return np.array(self._squares)[: self._size, [order.index(name) for name in names]]
+
+    def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
+        names = [*factors]
+        scales = np.zeros((len(names), len(self._arrays[names[0]])))
+        scales[:, : self._size] = [factors[name] for name in names]
+        arrays = [self._arrays[name] for name in names]
+        kept = np.zeros(scales.shape[1], dtype=bool)
+        kept[: self._size] = sound
+        start = [
+            totals.get(n, tf.zeros(a.shape[1:], tf.float64))
+            for n, a in zip(names, arrays, strict=True)
+        ]
+        totals.update(zip(names, _sums(start, arrays, scales, kept), strict=True))
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        return {name: _host(array)[: self._size] for name, array in self._arrays.items()}
+
+
+# Without being compiled, it takes three times as long.
+@tf.function(jit_compile=True)  # type: ignore[untyped-decorator]
+def _sums(totals: list[Any], arrays: list[Any], scales: Any, kept: Any) -> list[Any]:
+    sums = []
+    for i, array in enumerate(arrays):
+        # Zero times NaN would be NaN.
+        rows = tf.where(kept[:, None], _rows(array), 0.0)
+        sums.append(tf.reshape(tf.einsum("i,ij->j", scales[i], rows), totals[i].shape))
+    return [total + more for total, more in zip(totals, sums, strict=True)]
+
+
+def _rows(array: Any) -> Any:
+    return tf.reshape(tf.cast(array, tf.float64), (tf.shape(array)[0], -1))
 
 
 def _together(model: TensorflowModel) -> Any:
@@ -76,7 +124,13 @@ def _together(model: TensorflowModel) -> Any:
         grads = tape.gradient(loss, [*trained], unconnected_gradients="zero")
         return [tf.convert_to_tensor(g) for g in grads]
 
-    return lambda records: tf.vectorized_map(one, records)
+    def together(given: Any, rows: Any) -> Any:
+        records = tf.nest.map_structure(lambda a: tf.gather(a, rows), given)
+        found = tf.vectorized_map(one, records)
+        wide = [_rows(array) for array in found]
+        return found, tf.stack([tf.reduce_sum(r * r, axis=1) for r in wide], axis=1)
+
+    return together
 
 
 def _host(array: Any) -> np.ndarray[Any, Any]:

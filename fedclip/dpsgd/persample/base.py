@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the gradients of some records, taken together, can be asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+__all__ = ["Arrays", "Float64", "HostStack", "Stack", "at_once"]
+
+Float64: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+Arrays: TypeAlias = Mapping[str, "np.ndarray[Any, Any]"]
+"""Arrays by the names of the model's trainable weights."""
+
+MOST = 1 << 21
+"""Numbers that the gradients of records taken together may have: 16 MiB in float64."""
+
+
+def at_once(size: int, elements: int) -> int:
+    """Return how many records to take together, each of which holds so many numbers.
+
+    >>> at_once(128, 1000), at_once(128, 500_000), at_once(128, 100_000_000)
+    (128, 4, 1)
+    """
+    return max(1, min(size, MOST // max(elements, 1)))
+
+
+class Stack(Protocol):
+    """The gradients of a micro-batch, where the framework has them."""
+
+    def squares(self, names: tuple[str, ...]) -> Float64:
+        """Return the squared norms of these tensors, of shape (records, names)."""
+
+    def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
+        """Add the gradients, times factors, to float64 arrays of the framework.
+
+        Parameters
+        ----------
+        totals
+            By name; what is not there yet counts as zero.
+        factors
+            For each tensor, of all records; 0 for those that are not sound.
+        sound
+            Which records hold finite values only: the others add nothing.
+        """
+
+    def arrays(self) -> Arrays:
+        """Return the gradients themselves, on the host; if they were asked for as a whole."""
+
+
+class HostStack:
+    """Gradients as NumPy arrays, of shape (records, ...)."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays = arrays
+
+    def squares(self, names: tuple[str, ...]) -> Float64:
+        rows = [_rows(self._arrays[name]) for name in names]
+        with np.errstate(all="ignore"):
+            return np.stack([np.einsum("ij,ij->i", r, r) for r in rows], axis=1)
+
+    def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
+        for name, factor in factors.items():
+            array = self._arrays[name]
+            total = totals.setdefault(name, np.zeros(array.shape[1:]))
+            rows = _rows(array)
+            # Products, and their sum, are those of float64: the norm was measured in it too.
+            total += (factor[sound] @ (rows if sound.all() else rows[sound])).reshape(total.shape)
+
+    def arrays(self) -> Arrays:
+        return self._arrays
+
+
+def _rows(array: np.ndarray[Any, Any]) -> Float64:
+    size = math.prod(array.shape[1:])
+    return np.asarray(array.reshape(len(array), size), dtype=np.float64)

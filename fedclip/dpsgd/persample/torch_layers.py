@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Norms and sums of single records' gradients, from what goes into a layer and comes back.
+
+The gradient of a linear layer's weights is :math:`\sum_t b_t a_t^T`, with inputs a and gradients
+b of the outputs, over positions t. Its norm needs no gradient at all (Goodfellow, 2015; Li et
+al., 2022), and the weighted sum over records is one product (book-keeping; Bu et al., 2023)::
+
+    ||g_i||^2     = Σ_tu (a_it . a_iu) (b_it . b_iu)          one position: ||a_i||^2 ||b_i||^2
+    Σ_i f_i g_i   = Σ_i Σ_t (f_i b_it) a_it^T
+
+Where a gradient is smaller than the products of its positions, it is worked out instead (`Rows`).
+Norms and sums are those of float64. A convolution is a linear layer of patches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn import functional
+from torch.nn import grad as gradients
+
+__all__ = ["LAYERS", "Part", "Rows", "parts", "takes"]
+
+# Of what positions multiply to, how much float64 may lose where they cancel: norms are that
+# much too large, never too small.
+_LOST = 2.0**-42
+
+
+class Part(Protocol):
+    """The gradients of one tensor, of each record."""
+
+    def squares(self) -> Tensor:
+        """Return the squared norm of each record, in float64."""
+
+    def numbers(self) -> int:
+        """Return how many numbers are in memory."""
+
+    def only(self, kept: Tensor) -> Part:
+        """Return those of these records."""
+
+    def sum(self, factors: Tensor) -> Tensor:
+        """Return their sum, each times its factor, in float64; of the tensor's size."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Gradients themselves, of shape (records, ...)."""
+
+    rows: Tensor
+
+    def squares(self) -> Tensor:
+        return self.rows.flatten(1).double().square().sum(1)
+
+    def numbers(self) -> int:
+        return self.rows.numel()
+
+    def only(self, kept: Tensor) -> Rows:
+        return Rows(self.rows[kept])
+
+    def sum(self, factors: Tensor) -> Tensor:
+        return factors @ self.rows.reshape(len(self.rows), -1).double()
+
+
+@dataclass(frozen=True)
+class Products:
+    """Gradients Σ b a^T: `a` of shape (records, positions, p), `b` of (records, positions, q)."""
+
+    a: Tensor
+    b: Tensor
+
+    def squares(self) -> Tensor:
+        return _safe((self.a @ self.a.mT) * (self.b @ self.b.mT))
+
+    def numbers(self) -> int:
+        return self.a.numel() + self.b.numel()
+
+    def only(self, kept: Tensor) -> Products:
+        return Products(self.a[kept], self.b[kept])
+
+    def sum(self, factors: Tensor) -> Tensor:
+        return (self.b * factors[:, None, None]).flatten(0, 1).T @ self.a.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Looked:
+    """Gradients of a table of so many rows: `b` (records, positions, q) goes to the rows `at`."""
+
+    at: Tensor
+    b: Tensor
+    size: int
+
+    def squares(self) -> Tensor:
+        return _safe((self.b @ self.b.mT) * (self.at[:, :, None] == self.at[:, None, :]))
+
+    def numbers(self) -> int:
+        return self.b.numel()
+
+    def only(self, kept: Tensor) -> Looked:
+        return Looked(self.at[kept], self.b[kept], self.size)
+
+    def sum(self, factors: Tensor) -> Tensor:
+        weighted = (self.b * factors[:, None, None]).flatten(0, 1)
+        return weighted.new_zeros(self.size, weighted.shape[1]).index_add_(
+            0, self.at.flatten(), weighted
+        )
+
+
+def _safe(products: Tensor) -> Tensor:
+    """Return the sums of (records, positions, positions), and what might have been lost."""
+    lengths = products.diagonal(dim1=1, dim2=2).sqrt().sum(1)
+    return products.sum((1, 2)).clamp(min=0.0) + _LOST * lengths.square()
+
+
+def _products(a: Tensor, b: Tensor) -> Part:
+    """Return what takes less: products of positions, or gradients."""
+    if _smaller(a.shape[1], a.shape[2] * b.shape[2]):
+        return Products(a.double(), b.double())
+    return Rows(_wide(b).mT @ _wide(a))
+
+
+def _smaller(positions: int, gradient: int) -> bool:
+    return positions == 1 or 2 * positions**2 < gradient
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return at least float32, in which products of half precision do not overflow."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _linear(layer: Any, x: Tensor, out: Tensor) -> Iterator[Part]:
+    yield _products(_positions(x), _positions(out))
+    yield Rows(_positions(out).sum(1, dtype=torch.float64))
+
+
+def _convolution(layer: Any, x: Tensor, out: Tensor) -> Iterator[Part]:
+    dims = len(layer.kernel_size)
+    # (records, images, channels, *places)
+    x, out = (v.reshape(len(v), -1, *v.shape[-dims - 1 :]) for v in (x, out))
+    places = out.shape[1] * math.prod(out.shape[3:])
+    if layer.groups == 1 and _smaller(places, layer.weight.numel()):
+        yield Products(_patches(layer, x).double(), out.flatten(3).mT.flatten(1, 2).double())
+    else:
+        shape, backward = layer.weight.shape, getattr(gradients, f"conv{dims}d_weight")
+        settings = (layer.stride, layer.padding, layer.dilation, layer.groups)
+        yield Rows(vmap(lambda x, out: backward(x, shape, out, *settings))(_wide(x), _wide(out)))
+    yield Rows(out.flatten(3).sum((1, 3), dtype=torch.float64))
+
+
+def _patches(layer: Any, x: Tensor) -> Tensor:
+    """Return what the kernel sees at each place, of shape (records, places, numbers)."""
+    dims = len(layer.kernel_size)
+    x = functional.pad(x, [side for size in reversed(layer.padding) for side in (size, size)])
+    settings = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
+    for axis, (size, step, apart) in enumerate(settings, 3):
+        x = x.unfold(axis, (size - 1) * apart + 1, step)[..., ::apart]
+    # (records, images, channels, *places, *kernel)
+    return x.movedim(2, 2 + dims).flatten(2 + dims).flatten(1, 1 + dims)
+
+
+def _embedding(layer: Any, x: Tensor, out: Tensor) -> Iterator[Part]:
+    at, b = x.flatten(1), _positions(out).double()
+    if layer.padding_idx is not None:
+        b = b.masked_fill((at == layer.padding_idx)[:, :, None], 0.0)
+    yield Looked(at, b, layer.num_embeddings)
+
+
+def _layer_norm(layer: Any, x: Tensor, out: Tensor) -> Iterator[Part]:
+    shape = layer.normalized_shape
+    plain = functional.layer_norm(x, shape, eps=layer.eps)
+    for rows in (plain * out, out):
+        yield Rows(rows.reshape(len(x), -1, math.prod(shape)).sum(1, dtype=torch.float64))
+
+
+def _group_norm(layer: Any, x: Tensor, out: Tensor) -> Iterator[Part]:
+    images = x.flatten(0, 1)
+    plain = functional.group_norm(images, layer.num_groups, eps=layer.eps).view(x.shape)
+    for rows in (plain * out, out):
+        # (records, images, channels, places)
+        yield Rows(rows.reshape(*x.shape[:3], -1).sum((1, 3), dtype=torch.float64))
+
+
+def _positions(x: Tensor) -> Tensor:
+    return x.reshape(len(x), -1, x.shape[-1])
+
+
+LAYERS: dict[type[nn.Module], Callable[[Any, Tensor, Tensor], Iterator[Part]]] = {
+    nn.Linear: _linear,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution),
+    nn.Embedding: _embedding,
+    nn.LayerNorm: _layer_norm,
+    nn.GroupNorm: _group_norm,
+}
+"""What is known of layers, by their exact types."""
+
+
+def takes(layer: nn.Module) -> bool:
+    """Return whether a layer is one of these, and does nothing but what they do."""
+    if type(layer) not in LAYERS or "forward" in vars(layer):
+        return False
+    if not {*layer._parameters} <= {"weight", "bias"}:
+        return False
+    if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return not getattr(layer, "scale_grad_by_freq", False)
+
+
+def parts(layer: nn.Module, x: Tensor, out: Tensor) -> dict[str, Part]:
+    """Return the gradients of a layer's own parameters, by their names in it.
+
+    Parameters
+    ----------
+    layer
+        One that `takes`.
+    x, out
+        What went into it, and the gradient of what came out, with the records as first axis.
+    """
+    found = dict(zip(("weight", "bias"), LAYERS[type(layer)](layer, x, out), strict=False))
+    known = layer._parameters
+    return {
+        n: part for n, part in found.items() if (p := known.get(n)) is not None and p.requires_grad
+    }
