@@ -54,8 +54,8 @@ class _Watch:
         for finder in finders[finders.index(self) + 1 :]:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
-                watched: Any = _Watched(spec.loader, self)
-                spec.loader = watched if spec.loader is not None else None
+                loader: Any = spec.loader and _Watched(spec.loader, self)
+                spec.loader = loader
                 return spec
         return None
 
@@ -92,11 +92,6 @@ class _Watched:
         self._loader = loader
         self._watch = watch
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Leave it to the real loader."""
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
     def exec_module(self, module: ModuleType) -> None:
         """Give the module its real loader, and run it."""
         assert module.__spec__ is not None
@@ -104,5 +99,5 @@ class _Watched:
         self._watch.run(self._loader, module)
 
     def __getattr__(self, name: str) -> Any:
-        # Source, path and resources come from the real loader.
+        # The module itself, its source, path and resources come from the real loader.
         return getattr(self._loader, name)

@@ -69,6 +69,16 @@ def _names(variables: Sequence[Any]) -> list[str]:
     return unique(getattr(v, "path", None) or v.name.removesuffix(":0") for v in variables)
 
 
+def _row(variable: str, row: int, doc: str) -> Any:
+    """Return the property of a variable's row; None before a gradient has made the variable."""
+
+    def get(self: CompiledClipper) -> Any:
+        found = getattr(self, variable)
+        return None if found is None else found[row]
+
+    return property(get, doc=doc)
+
+
 class CompiledClipper(tf.Module):  # type: ignore[misc]
     """A clipper whose statistics are TensorFlow variables, for use in a ``tf.function``.
 
@@ -137,30 +147,11 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
             self._last = self._variable(np.zeros((2, len(groups))), "norm_and_limit")
             self._counts = tf.Variable(np.zeros(3, np.int64), trainable=False, name="counts")
 
-    @property
-    def steps(self) -> Any:
-        """Number of steps."""
-        return _row(self._counts, 0)
-
-    @property
-    def clipped(self) -> Any:
-        """Number of steps in which a group was clipped."""
-        return _row(self._counts, 1)
-
-    @property
-    def nonfinite(self) -> Any:
-        """Number of steps with NaN or infinity."""
-        return _row(self._counts, 2)
-
-    @property
-    def norm(self) -> Any:
-        """Norms of the last step before clipping, one for each group."""
-        return _row(self._last, 0)
-
-    @property
-    def limit(self) -> Any:
-        """Limits of the last step, one for each group."""
-        return _row(self._last, 1)
+    steps = _row("_counts", 0, "Number of steps.")
+    clipped = _row("_counts", 1, "Number of steps in which a group was clipped.")
+    nonfinite = _row("_counts", 2, "Number of steps with NaN or infinity.")
+    norm = _row("_last", 0, "Norms of the last step before clipping, one for each group.")
+    limit = _row("_last", 1, "Limits of the last step, one for each group.")
 
     @staticmethod
     def _variable(values: Any, name: str) -> Any:
@@ -171,11 +162,6 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         groups = Groups(self._labels, self._labels, tuple((i,) for i in range(len(self._labels))))
         fresh = self.clipper.transform(groups).init(groups)
         load(self.clipper, type(fresh)(*(v.numpy() for v in self._statistics)), self._labels)
-
-
-def _row(variable: Any, row: int) -> Any:
-    """Return a row of a variable; None before the first gradient, which makes the variable."""
-    return None if variable is None else variable[row]
 
 
 @keras.saving.register_keras_serializable(package="fedclip")
