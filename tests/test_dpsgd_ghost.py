@@ -85,6 +85,17 @@ class Folded(nn.Module):  # type: ignore[misc]
         return self.norm(self.conv(x.reshape(-1, 1, 6))).reshape(len(x), -1)
 
 
+class Scaled(nn.Module):  # type: ignore[misc]
+    """Has a parameter that is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.tensor(2.0)), nn.Linear(6, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x * self.scale)
+
+
 class Halved(nn.Linear):  # type: ignore[misc]
     """Is a linear layer, but for its forward."""
 
@@ -138,6 +149,7 @@ MODULES: dict[str, tuple[Callable[[], Any], tuple[int, ...], int]] = {
     "tied": (Tied, (6,), 0),
     "mixing": (Mixing, (6,), 1),
     "folded": (Folded, (4, 6), 2),
+    "a number": (Scaled, (6,), 1),
     "another forward": (lambda: Halved(6, 2), (6,), 0),
     "weight norm": (weight_norm, (6,), 0),
     "hooked": (hooked, (6,), 1),
@@ -176,10 +188,11 @@ def test_norms_and_sums_are_those_of_gradients(kind: str) -> None:
         factors = torch.rand(len(some), dtype=torch.float64)
         for name, part in parts.items():
             rows = torch.stack([row[name] for row in some])
-            squares = rows.square().flatten(1).sum(1)
+            squares = rows.square().reshape(len(rows), -1).sum(1)
             torch.testing.assert_close(part.squares(), squares, rtol=2e-6, atol=1e-10)
             total = torch.einsum("i,i...->...", factors, rows).flatten()
             torch.testing.assert_close(part.sum(factors).flatten(), total, rtol=1e-5, atol=1e-5)
+            assert not part.only(torch.tensor([], dtype=int)).sum(factors[:0]).any()
             kept = torch.tensor([len(some) - 1])
             last = part.only(kept).sum(factors[kept]).flatten()
             torch.testing.assert_close(
@@ -238,7 +251,7 @@ def test_as_many_records_at_once_as_was_said(monkeypatch: pytest.MonkeyPatch) ->
     # Whole gradients of twelve numbers and more each, and memory for sixty.
     monkeypatch.setattr(base, "MOST", 60)
     list(records.record_parts(large, loss, x, 32))
-    assert seen[:3] == [32, 32, 6]
+    assert seen[:3] == [32, 32, 32]
     assert max(seen[3:]) <= 5
 
 

@@ -41,8 +41,8 @@ class Part(Protocol):
     def numbers(self) -> int:
         """Return how many numbers are in memory."""
 
-    def only(self, kept: Tensor) -> Part:
-        """Return those of these records."""
+    def only(self, kept: Any) -> Part:
+        """Return those of these records: a tensor of positions, or a slice."""
 
     def sum(self, factors: Tensor) -> Tensor:
         """Return their sum, each times its factor, in float64; of the tensor's size."""
@@ -55,16 +55,20 @@ class Rows:
     rows: Tensor
 
     def squares(self) -> Tensor:
-        return self.rows.flatten(1).double().square().sum(1)
+        return self._flat().square().sum(1)
+
+    def _flat(self) -> Tensor:
+        # There may be no record, and a gradient may be a number.
+        return self.rows.reshape(len(self.rows), math.prod(self.rows.shape[1:])).double()
 
     def numbers(self) -> int:
         return self.rows.numel()
 
-    def only(self, kept: Tensor) -> Rows:
+    def only(self, kept: Any) -> Rows:
         return Rows(self.rows[kept])
 
     def sum(self, factors: Tensor) -> Tensor:
-        return factors @ self.rows.reshape(len(self.rows), -1).double()
+        return factors @ self._flat()
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Products:
     def numbers(self) -> int:
         return self.a.numel() + self.b.numel()
 
-    def only(self, kept: Tensor) -> Products:
+    def only(self, kept: Any) -> Products:
         return Products(self.a[kept], self.b[kept])
 
     def sum(self, factors: Tensor) -> Tensor:
@@ -101,7 +105,7 @@ class Looked:
     def numbers(self) -> int:
         return self.b.numel()
 
-    def only(self, kept: Tensor) -> Looked:
+    def only(self, kept: Any) -> Looked:
         return Looked(self.at[kept], self.b[kept], self.size)
 
     def sum(self, factors: Tensor) -> Tensor:

@@ -39,6 +39,9 @@ Loss: TypeAlias = Callable[[Callable[[tuple[Any, ...]], Any], Any], Tensor]
 
 Tensors: TypeAlias = dict[str, Tensor]
 
+# Records taken together are filled up to a multiple of this.
+_SIZES = 32
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -104,16 +107,24 @@ def record_parts(
     weights = trained(module)
     plan = _plan(module, loss, of(0), buffers, leaves, weights, whole)
     together = at_once(size, plan.elements)
-    for start in range(0, len(leaves[0]), together):
-        part = [leaf[start : start + together] for leaf in leaves]
+    many = len(leaves[0])
+    for start in range(0, many, together):
+        count = min(together, many - start)
+        # A record more or less shall not change how the others are rounded: sizes are few.
+        padded = min(together, -(-count // _SIZES) * _SIZES)
+        part = [leaf[start : start + count] for leaf in leaves]
+        if padded > count:
+            part = [torch.cat([x, x[-1:].expand(padded - count, *x.shape[1:])]) for x in part]
         try:
-            yield _together(module, loss, part, tree, buffers, plan, weights)
+            filled = _together(module, loss, part, tree, buffers, plan, weights)
+            found = {name: each.only(slice(count)) for name, each in filled.items()}
         except RuntimeError:
             # No rule for `vmap` (recurrent layers, branches on values); a fault of the module
             # comes again.
-            alone = [of(start + i) for i in range(len(part[0]))]
-            yield _one_by_one(module, loss, alone, buffers, weights)
+            alone = [of(start + i) for i in range(count)]
+            found = _one_by_one(module, loss, alone, buffers, weights)
         _unchanged(module, buffers)
+        yield found
 
 
 def _plan(

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No record changes the sum by more than the bound, whatever it and the others hold.
+
+Between two sums that differ in a record, the others are in other places of other batches, and may
+be rounded otherwise there: to what one record may add comes 2u times the sum, for gradients of
+unit roundoff u.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.utils import set_device_policy
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from test_dpsgd_manager import Silent, manager, request
+from test_dpsgd_persample import MODELS, Model, torch_model
+
+from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.dpsgd.noise import IndependentNoise
+from fedclip.dpsgd.persample import clipped_sum
+from fedclip.dpsgd.sample_clip import SampleClip
+from fedclip.privacy.noise import insecure_normals
+
+pytestmark = pytest.mark.slow
+
+C = 0.3
+MODES = ("flat", "tensor", "layer", "patterns", "automatic", "adaptive")
+UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+# What is trained, and in which dtype its gradients are.
+MAKERS: dict[str, tuple[Callable[[], Model], str]] = {
+    "jax": (MODELS["jax"], "float32"),
+    "tensorflow": (MODELS["tensorflow"], "float32"),
+    "sklearn": (MODELS["sklearn"], "float64"),
+    "torch": (torch_model, "float32"),
+    "torch, 20 tensors": (partial(torch_model, "deep"), "float32"),
+    "torch, convolutions": (partial(torch_model, "cnn"), "float32"),
+    "torch, attention": (partial(torch_model, "attention"), "float32"),
+    "torch, shared": (partial(torch_model, "tied"), "float32"),
+    "torch, float16": (partial(torch_model, "mlp", "float16"), "float16"),
+    "torch, bfloat16": (partial(torch_model, "deep", "bfloat16"), "bfloat16"),
+    "torch, float64": (partial(torch_model, "mlp", "float64"), "float64"),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_the_cpu() -> None:
+    set_device_policy(gpu=False)
+
+
+@functools.cache
+def model_of(name: str) -> Model:
+    return MAKERS[name][0]()
+
+
+LOUD = st.sampled_from([0.0, 1e-30, 1e-6, 1.0, 1e3, 1e6, 1e30, -1.0, np.nan, np.inf])
+WEIGHTS = st.sampled_from([0.0, 1.0, 5.0, 1e6, 1e-6, np.nan])
+RECORDS = st.lists(st.tuples(st.integers(0, 12), LOUD, WEIGHTS), min_size=2, max_size=13)
+LOUDEST = [(i, 1e6, 1e6) for i in range(13)]
+ODD = [
+    (0, np.nan, 1.0),
+    (1, np.inf, 5.0),
+    (2, 1.0, 0.0),
+    (3, 1.0, 1e6),
+    (4, 0.0, 1.0),
+    (4, 1.0, 5.0),
+]
+
+
+def batch_of(name: str, records: list[tuple[int, float, float]]) -> Any:
+    _, x, y = model_of(name)
+    at = np.array([i for i, _, _ in records])
+    loud = np.array([scale for _, scale, _ in records])
+    weights = np.array([weight for _, _, weight in records], dtype="float32")
+    inputs: Any = x[at]
+    if hasattr(inputs, "new_tensor"):
+        inputs = inputs * inputs.new_tensor(loud).reshape(-1, *[1] * (inputs.ndim - 1))
+    elif inputs.dtype.kind == "f":
+        with np.errstate(all="ignore"):
+            scaled = inputs * loud.reshape(-1, *[1] * (inputs.ndim - 1))
+            inputs = scaled.astype(inputs.dtype)
+    return inputs, y[at], weights
+
+
+def sum_of(name: str, mode: str, records: list[tuple[int, float, float]]) -> Any:
+    model = model_of(name)[0]
+    names = [*model.get_weights(trainable=True).coefs]
+    clipping = SampleClipping([names[0], names[1]] if mode == "patterns" else mode)
+    sums, norms = clipped_sum(
+        *(model, batch_of(name, records) if records else None),
+        partial(clipping.factors, bound=C),
+        groups=clipping.groups(names),
+        micro_batch=4,
+    )
+    assert len(norms) == len(records)
+    return np.concatenate([sums[n].ravel() for n in names])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+@pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+@given(
+    records=RECORDS, mode=st.sampled_from(MODES), at=st.integers(0, 12), other=st.integers(0, 12)
+)
+@example(records=LOUDEST, mode="flat", at=0, other=1)
+@example(records=LOUDEST, mode="layer", at=12, other=1)
+@example(records=ODD, mode="flat", at=0, other=3)
+@example(records=ODD, mode="automatic", at=3, other=1)
+@example(records=ODD, mode="tensor", at=5, other=0)
+def test_a_record_moves_the_sum_by_the_bound_at_most(
+    name: str, records: list[tuple[int, float, float]], mode: str, at: int, other: int
+) -> None:
+    at %= len(records)
+    whole = sum_of(name, mode, records)
+    assert np.isfinite(whole).all()
+    rounding = 2 * UNITS[MAKERS[name][1]] * np.linalg.norm(whole)
+    without = sum_of(name, mode, records[:at] + records[at + 1 :])
+    assert np.linalg.norm(whole - without) <= C * (1 + 1e-6) + rounding
+    replaced = [*records]
+    replaced[at] = (other, 1.0, 1e6)
+    changed = np.linalg.norm(whole - sum_of(name, mode, replaced))
+    assert changed <= 2 * C * (1 + 1e-6) + rounding
+
+
+@pytest.mark.parametrize("mode", ["flat", "tensor", "layer", "automatic", "adaptive"])
+def test_the_step_without_its_noise_is_the_sum_over_what_was_expected(mode: str) -> None:
+    moved = []
+    for noise in (IndependentNoise(insecure_normals(3)), Silent()):
+        made = manager([SampleClip(mode=mode)], private=request(sclip_norm=C))
+        made._normals = np.zeros
+        made.noise = noise
+        made.run_train_step(made.records.take(np.arange(20)))
+        moved.append(np.concatenate([np.ravel(a) for a in made.model.get_weights().coefs.values()]))
+        z, clipping = made.calibration.noise_multiplier, SampleClip(mode=mode).clipping
+    std = clipping.noise_multiplier(z, 15.0) * C
+    drawn = insecure_normals(3)
+    sizes = [a.size for a in made.model.get_weights().coefs.values()]
+    noise_alone = np.concatenate([drawn(size) for size in sizes]) * std
+    noisy, plain = moved
+    found = -noisy * 15.0 / clipping.scale(C) - noise_alone
+    # The grid of the noise, and the sum of twenty records.
+    np.testing.assert_allclose(found, -plain * 15.0 / clipping.scale(C), rtol=0, atol=1e-7 * std)
+    assert np.linalg.norm(found) <= 20 * C * (1 + 1e-6)
