@@ -18,6 +18,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -164,14 +165,12 @@ class Report:
         """Return the limit to show for a whole gradient: the smallest of its groups."""
         if row.record.limit is not None or row.record.group != ALL:
             return row.record.limit
-        limits = [
+        same = (
             other.record.limit
-            for other in self.rows
-            if (other.node, other.module, other.record.round)
-            == (row.node, row.module, row.record.round)
-            and other.record.limit is not None
-        ]
-        return min(limits, default=None)
+            for other in self.select(row.node, row.module)
+            if (other.position, other.record.round) == (row.position, row.record.round)
+        )
+        return min((limit for limit in same if limit is not None), default=None)
 
     def write_csv(self, file: TextIO) -> None:
         """Write every row and every column as CSV; a missing number is an empty cell."""
@@ -294,14 +293,8 @@ def _draw_norms(ax: Any, rows: Iterable[Row]) -> None:
 
     With several groups, draw the one with the largest norm in each round.
     """
-    worst: dict[int, RoundRecord] = {}
-    for row in rows:
-        record = row.record
-        if record.norm_max is None:
-            continue
-        seen = worst.get(record.round)
-        if seen is None or record.norm_max > (seen.norm_max or 0.0):
-            worst[record.round] = record
+    measured = [row.record for row in rows if row.record.norm_max is not None]
+    worst = {record.round: record for record in sorted(measured, key=lambda r: r.norm_max or 0.0)}
     records = [worst[key] for key in sorted(worst)]
     rounds = [record.round for record in records]
     share = ax.twinx()
@@ -342,11 +335,11 @@ def _read(path: Path, node: str, others: set[str]) -> Iterator[Row]:
     if not path.is_file():  # a pipe would be waited for
         raise OSError(f"{path} is no file")
     modules = msgpack.unpackb(path.read_bytes())["modules"]
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     for name, state in modules:
         if not isinstance(name, str):
             raise TypeError(f"a module's name must be a string, got {name!r}")
-        position = seen.setdefault(name, 0)
+        position = seen[name]
         seen[name] += 1
         if not isinstance(state, dict) or "rounds" not in state:
             others.add(name)
@@ -416,14 +409,14 @@ def _inert(last_clipped: int, after: Sequence[RoundRecord], was: str) -> str:
 
 
 def _share(rows: Sequence[Row], were: str) -> str:
-    nodes: dict[str, tuple[int, int]] = {}
+    steps: Counter[str] = Counter()
+    clipped: Counter[str] = Counter()
     for row in rows:
-        steps, clipped = nodes.get(row.node, (0, 0))
-        nodes[row.node] = steps + row.record.steps, clipped + row.record.clipped
-    shares = {node: clipped / steps for node, (steps, clipped) in nodes.items() if steps}
-    steps = sum(pair[0] for pair in nodes.values())
-    clipped = sum(pair[1] for pair in nodes.values())
-    sentence = f"{clipped / steps:.1%} of {steps} steps {were} clipped"
+        steps[row.node] += row.record.steps
+        clipped[row.node] += row.record.clipped
+    shares = {node: clipped[node] / count for node, count in steps.items() if count}
+    total = steps.total()
+    sentence = f"{clipped.total() / total:.1%} of {total} steps {were} clipped"
     if len(shares) > 1:
         most = max(shares, key=shares.__getitem__)
         sentence += f", most often on {most} ({shares[most]:.1%})"
