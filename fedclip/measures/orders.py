@@ -140,7 +140,7 @@ def _scaled(views: Sequence[HostView], exponent: int) -> Any:
 
 
 def _slice_square_sums(view: HostView, axes: tuple[int, ...]) -> Float64:
-    # Take a few rows of the first dimension at a time, so that they stay in the cache.
+    # Take a few rows of the first dimension at a time, so that no float64 copy of all is made.
     rows = max(1, CHUNK * len(view) // view.size)
     parts = []
     for start in range(0, len(view), rows):

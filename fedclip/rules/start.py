@@ -89,6 +89,8 @@ class Start:
     ) -> tuple[Judgement, State]:
         """Return a rule's judgement, with groups that are not ready protected, and the state."""
         ready = judged.ready
+        # Without this, a step of `zscore-clip` takes 18 % longer once the group is ready, and 8 %
+        # without each of the two like it, in `observe` and `choose` (20 tensors of 50 elements).
         if xp.known(ready):
             return judged, self.observe(judged.seen, state, xp)
         median = self.median(state, xp)

@@ -138,8 +138,6 @@ def split(numerator: float, denominator: float, power: float = 1.0) -> tuple[flo
     """
     if not numerator:
         return (0.0,)
-    if power == 1.0 and 1e-30 < numerator < 1e30 and 1e-5 < denominator < 1e5:
-        return (numerator / denominator,)
     m, e = math.frexp(numerator)
     n, f = math.frexp(denominator)
     ratio, exponent = m / n, e - f

@@ -33,8 +33,9 @@ from fedclip.transforms.action import MARGIN
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
-# A context variable tells NumPy how to handle floating-point errors. Calling a function in a copy
-# of this context, which ignores them, takes a tenth of the time of `np.errstate`.
+# A context variable tells NumPy how to handle floating-point errors. Call functions in a copy of
+# this context, which ignores them: with `np.errstate`, a quiet step of `norm-clip` takes 15 %
+# longer ("20 tensors, 2.7k" of `make bench`).
 _QUIET = Context()
 _QUIET.run(np.seterr, all="ignore")
 
@@ -116,6 +117,8 @@ class Gradient:
         if backend is None:
             backend = _backend(groups.names, given or [*rest.values()])
         views, prepared = backend.host(given) if given else Views([]), given
+        # To ask each array of a usual gradient would take a quarter of a step of `norm-clip`
+        # ("20 tensors, 2.7k" of `make bench`).
         if not views.usual:
             _check_dtypes(clipper, groups.names, given)
             prepared = [*backend.prepared(given)]
@@ -143,8 +146,7 @@ class Gradient:
             trios = zip(outputs, self.arrays, self._given, strict=True)
             outputs = [g if o is a else self.backend.restored(o, g) for o, a, g in trios]
         clipped = dict(arrays)
-        # With the keyword `strict`, this would take half as long again.
-        clipped.update(zip(self.groups.names, outputs))  # noqa: B905
+        clipped.update(zip(self.groups.names, outputs, strict=True))
         clipped.update(rest)
         return clipped
 

@@ -154,6 +154,8 @@ class NormClipping(Transform):
         arrays, backend, views = gradient.arrays, gradient.backend, gradient.views
         power = 1.0 / degree(self.ord)
         _, moved, target, base = decision
+        # Where all is far from the ends of the dtypes, a step that clips takes a third less, and a
+        # third less again for one group of one dtype ("20 tensors, 2.7k" of `make bench`).
         if not self._is_far(views, target):
             target = self._within(gradient, decision)
         if len(gradient.groups) == 1 and not views.remote and len(views.dtypes) == 1:
