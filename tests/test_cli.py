@@ -353,6 +353,18 @@ def test_quickrun_says_what_is_not_there(write: Write, tmp_path: Path) -> None:
     assert "there is no model file" in one_sentence(call("quickrun", file))
 
 
+def test_quickrun_takes_a_model_in_a_python_file_only(write: Write, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    (tmp_path / "model.txt").touch()
+    file = write(config(port=port) + f"[model]\nmodel_file = '{tmp_path / 'model.txt'}'\n")
+    client = tmp_path / "data" / "c0"
+    client.mkdir(parents=True)
+    for part in ("train_data", "train_target", "valid_data", "valid_target"):
+        (client / f"{part}.npy").touch()
+    assert "must be a Python file" in one_sentence(call("quickrun", file))
+
+
 def test_quickrun_that_is_interrupted_points_to_the_report(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

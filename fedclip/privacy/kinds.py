@@ -146,12 +146,14 @@ def _limited(clipper: Any, limit: float, context: Context) -> Map:
     ord: Order = clipper.ord
     pieces, noun, alone = _scoped(clipper, limit, context)
     finite = _finite(clipper, context, alone)
-    result = Map(clipper.name, growth=1.0, finite=finite, expands=_oblique(ord))
-    if ord in (2, "rms") or pieces is None or context.shapes is None:
-        lipschitz = 1.0 if ord in (2, "rms") else math.inf
+    if ord in (2, "rms"):
+        lipschitz, oblique = 1.0, ""
     else:
-        lipschitz = max((stretch(ord, p.size) for p in pieces if p.times), default=1.0)
-    result = replace(result, lipschitz=lipschitz)
+        known = pieces is not None and context.shapes is not None
+        sizes = [p.size for p in pieces or () if p.times]
+        lipschitz = max((stretch(ord, n) for n in sizes), default=1.0) if known else math.inf
+        oblique = f"scaling down to a limit of order {ord!r} is no projection in the L2 norm"
+    result = Map(clipper.name, lipschitz=lipschitz, growth=1.0, finite=finite, expands=oblique)
     if alone:
         return replace(result, unbounded=alone)
     if math.isinf(l2_of(ord, 1.0, 2)):
@@ -168,12 +170,6 @@ def _limited(clipper: Any, limit: float, context: Context) -> Map:
     if pieces is not None and (context.shapes is not None or l2_of(ord, 1.0, 4) == 1.0):
         bound = root_of_squares((l2_of(ord, p.limit, p.size), p.times) for p in pieces)
     return replace(result, bound=bound, formula=formula)
-
-
-def _oblique(ord: Order) -> str:
-    if ord in (2, "rms"):
-        return ""
-    return f"scaling down to a limit of order {ord!r} is no projection in the L2 norm"
 
 
 def fixed_limit(clipper: Any, context: Context) -> Map:

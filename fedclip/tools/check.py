@@ -19,7 +19,7 @@ import dataclasses
 import difflib
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from fedclip.federation.update.check import update_problems
 from fedclip.privacy import places
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.exposure import exposures
-from fedclip.tools.findings import Check, Finding, brief, read_toml, text_of
+from fedclip.tools.findings import Check, Finding, Plugins, Section, brief, read_toml, text_of
 from fedclip.tools.plugins import check_aggregator, check_counterparts, check_optimizer
 from fedclip.tools.settings import SECTIONS, elsewhere, fits, section_faults
 
@@ -111,7 +111,7 @@ def _check_quickrun(check: Check, config: dict[str, Any]) -> None:
         _check_data(check, config["data"], run)
 
 
-def _check_section(check: Check, config: Mapping[str, Any], key: str) -> None:
+def _check_section(check: Check, config: Section, key: str) -> None:
     """Check one section of a quickrun file, without its optimizers."""
     where, home = f"[{key}]", elsewhere(key, "")
     if key not in SECTIONS and home:
@@ -139,7 +139,7 @@ def _ignored(check: Check, where: str, key: str, known: Iterable[str]) -> None:
         check.note(where, text)
 
 
-def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _section(config: Section, name: str) -> dict[str, Any]:
     """Return a section of a file; an empty one if there is none."""
     value = config.get(name)
     return value if isinstance(value, dict) else {}
@@ -156,7 +156,7 @@ def _check_folder(check: Check, folder: str) -> None:
         check.problem("[experiment]", f"checkpoint: {text}")
 
 
-def _check_data(check: Check, data: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+def _check_data(check: Check, data: Section, run: Section) -> None:
     """Look for the clients' files, if they exist already, and check their number."""
     folder = check.path.resolve().parent
     if data.get("data_folder") is None and not any(folder.glob("data*")):
@@ -177,7 +177,7 @@ def _check_data(check: Check, data: Mapping[str, Any], run: Mapping[str, Any]) -
         check.problem("[data]", f"{high} clients are admitted, and the data folder holds {count}")
 
 
-def _check_optim(check: Check, optim: dict[str, Any], run: Mapping[str, Any], prefix: str) -> None:
+def _check_optim(check: Check, optim: dict[str, Any], run: Section, prefix: str) -> None:
     known = [field.name for field in dataclasses.fields(FLOptimConfig)]
     before = len(check.problems)
     plugins: dict[str, list[Any]] = {}
@@ -222,11 +222,7 @@ def _check_optim(check: Check, optim: dict[str, Any], run: Mapping[str, Any], pr
 
 
 def _check_updates(
-    check: Check,
-    optim: Mapping[str, Any],
-    plugins: Mapping[str, list[Any]],
-    aggregator: Any,
-    prefix: str,
+    check: Check, optim: Section, plugins: Plugins, aggregator: Any, prefix: str
 ) -> None:
     """Find mistakes that break the bound of the round update."""
     ours = is_ours(type(aggregator))
@@ -268,12 +264,7 @@ def _secagg(check: Check) -> dict[str, Any] | None:
 
 
 def _check_bounds(
-    check: Check,
-    optim: Mapping[str, Any],
-    run: Mapping[str, Any],
-    plugins: Mapping[str, list[Any]],
-    aggregator: Any,
-    prefix: str,
+    check: Check, optim: Section, run: Section, plugins: Plugins, aggregator: Any, prefix: str
 ) -> None:
     """Describe what is clipped where, and what that guarantees; report what voids a guarantee."""
     for key, chosen in plugins.items():
@@ -297,7 +288,7 @@ def _check_bounds(
     )
 
 
-def _declearn(check: Check, where: str, parser: Any, values: Mapping[str, Any]) -> None:
+def _declearn(check: Check, where: str, parser: Any, values: Section) -> None:
     """Have declearn parse a section, and report what it refuses or ignores."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -21,6 +21,7 @@ from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.lengths import number
 from fedclip.privacy.maps import Context
+from fedclip.tools.findings import Plugins, Section
 
 __all__ = ["exposures"]
 
@@ -46,17 +47,17 @@ _STOPPED = "training is stopped by losses without noise: the number of rounds te
 
 
 def exposures(
-    plugins: Mapping[str, Sequence[Any]],
-    run: Mapping[str, Any],
+    plugins: Plugins,
+    run: Section,
     *,
     aggregator: Any = None,
-    secagg: Mapping[str, Any] | None = None,
+    secagg: Section | None = None,
     fairness: bool = False,
 ) -> list[Found]:
     """Return what voids a guarantee that the configuration seems to give.
 
-    `plugins` are those of client_opt and server_opt, in order. `run` and `secagg` are sections
-    of the file. `aggregator` is given if it is fedclip's; `fairness` says if there are such rounds.
+    `run` and `secagg` are sections of the file. `aggregator` is given if it is fedclip's, and
+    `fairness` says if there are such rounds.
     """
     server = plugins.get(SERVER, ())
     central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)
@@ -138,9 +139,7 @@ def _absurd(spent: float, what: str, section: str) -> Iterator[Found]:
 
 
 # -- noise on the gradient of a batch ---------------------------------------------------------
-def _records_clipped(
-    plugins: Mapping[str, Sequence[Any]], run: Mapping[str, Any], fairness: bool
-) -> Iterator[Found]:
+def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator[Found]:
     """Check fedclip's DP-SGD, which `sample-clip` asks for."""
     modules = [p for p in plugins.get(CLIENT, ()) if not isinstance(p, Regularizer)]
     places = [i for i, p in enumerate(modules) if isinstance(p, SampleClip)]
@@ -189,7 +188,7 @@ def _records_clipped(
     yield "note", "run.privacy", text
 
 
-def _declearns(privacy: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[Found]:
+def _declearns(privacy: Section, run: Section) -> Iterator[Found]:
     where = "run.privacy"
     limit = privacy.get("sclip_norm")
     shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
@@ -217,7 +216,7 @@ def _declearns(privacy: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[F
         yield "note", "run.training", text
 
 
-def _budget(privacy: Mapping[str, Any]) -> Iterator[Found]:
+def _budget(privacy: Section) -> Iterator[Found]:
     where = "run.privacy"
     match privacy.get("budget"):
         case [int() | float() as spent, int() | float() as delta]:
@@ -267,9 +266,7 @@ def _least_bound(plugins: Sequence[Any]) -> float | None:
 
 
 # -- secure aggregation ------------------------------------------------------------------------
-def _resolution(
-    secagg: Mapping[str, Any] | None, limit: float | None, run: Mapping[str, Any]
-) -> Iterator[Found]:
+def _resolution(secagg: Section | None, limit: float | None, run: Section) -> Iterator[Found]:
     """Check how much the integers of secure aggregation add to an update."""
     if secagg is None or not limit:
         return

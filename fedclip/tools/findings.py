@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-__all__ = ["Check", "Finding", "brief", "read_toml", "text_of"]
+__all__ = ["Check", "Finding", "Plugins", "Section", "brief", "read_toml", "text_of"]
+
+Section: TypeAlias = Mapping[str, Any]
+Plugins: TypeAlias = Mapping[str, Sequence[Any]]
+"""The plug-ins of client_opt and server_opt, in the order in which they act."""
 
 Level = Literal["ok", "note", "problem"]
 

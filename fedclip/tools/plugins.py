@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from fedclip import parameters
 from fedclip.errors import nearest
 from fedclip.federation.statistics.check import is_shared, shared_problems
 from fedclip.tools.catalogue import is_ours
-from fedclip.tools.findings import Check, brief, read_toml, text_of
+from fedclip.tools.findings import Check, Plugins, Section, brief, read_toml, text_of
 from fedclip.tools.settings import argument_faults, fits
 
 __all__ = ["check_aggregator", "check_counterparts", "check_optimizer"]
@@ -98,9 +98,7 @@ def _check_rate(check: Check, where: str, name: str, value: Any) -> bool:
     return check.problem(where, name + text)
 
 
-def _build(
-    check: Check, where: str, label: str, cls: Any, config: Mapping[str, Any], ok: str = ""
-) -> Any:
+def _build(check: Check, where: str, label: str, cls: Any, config: Section, ok: str = "") -> Any:
     """Build a plug-in; report what is wrong with its parameters, and what it warns of."""
     allowed = parameters.signature_of(cls)
     faults = []
@@ -167,7 +165,7 @@ def check_aggregator(check: Check, value: Any, where: str) -> Any:
     return None
 
 
-def check_counterparts(check: Check, plugins: Mapping[str, Iterable[Any]], prefix: str) -> None:
+def check_counterparts(check: Check, plugins: Plugins, prefix: str) -> None:
     """Find modules that exchange variables with a module that the other side lacks.
 
     declearn's server hangs on a variable without a receiver.

@@ -138,6 +138,8 @@ def run(file: Path) -> tuple[int, str, bool]:
         raise QuickrunError(f"[data] {exc}") from None
     if not clients:
         raise QuickrunError("[data] the data folder holds no client's folder")
+    if not federation.model_file.endswith(".py"):
+        raise QuickrunError(f"[model] {federation.model_file!r} must be a Python file, model.py")
     if not os.path.isfile(federation.model_file):
         raise QuickrunError(f"[model] there is no model file {federation.model_file!r}")
     finished = True
