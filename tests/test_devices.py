@@ -7,9 +7,13 @@ import os
 import subprocess
 import sys
 import textwrap
+from functools import partial
+from typing import Any
 
 import pytest
 from helpers import PATIENCE, needs
+
+from fedclip import NormClip, ZScoreClip
 
 pytestmark = pytest.mark.slow
 
@@ -115,3 +119,44 @@ def test_torch_on_another_device_is_multiplied_by_a_number(in_place: bool) -> No
     assert [(t.device.type, t.shape) for t in outputs] == [("meta", t.shape) for t in far]
     near = [torch.ones(3), torch.tensor(2.0)]
     assert [t.tolist() for t in backend.scale(near, 0.5)] == [[0.5] * 3, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [
+        (partial(NormClip, 1.0, on_nonfinite="propagate"), 30),
+        (partial(NormClip, 1.0), 50),
+        (partial(ZScoreClip, on_nonfinite="propagate"), 135),
+        (partial(ZScoreClip), 155),
+    ],
+)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_number_of_operations_on_a_device(make: Any, most: int, in_place: bool) -> None:
+    """Each may be a launch; "skip" takes one more for each tensor, and nothing else grows."""
+    needs("torch")
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from fedclip.arrays.torch import TorchBackend, TorchInPlace
+
+    class Count(TorchDispatchMode):
+        made = 0
+
+        def __torch_dispatch__(
+            self, call: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.made += 1
+            return call(*args, **(kwargs or {}))
+
+    def count(tensors: int) -> int:
+        clip, backend = make(), TorchInPlace() if in_place else TorchBackend()
+        gradient = {f"t{i}": torch.empty(3, 5, device="meta") for i in range(tensors)}
+        # The first step makes the state on the device.
+        clip.clip(gradient, backend=backend)
+        with Count() as mode:
+            clip.clip(gradient, backend=backend)
+        return mode.made
+
+    assert count(20) <= most
+    grows = 20 if make().on_nonfinite == "skip" else 0
+    assert count(40) - count(20) == grows

@@ -105,6 +105,27 @@ class Arithmetic:
         """Return what holds for all groups; None if they differ, on devices and in graphs."""
         return None
 
+    def choose(self, condition: Array, yes: Sequence[Array], no: Sequence[Array]) -> list[Array]:
+        """Return ``where(condition, y, n)`` of each pair; what is the same in both stays."""
+        differ = [i for i, (y, n) in enumerate(zip(yes, no, strict=True)) if y is not n]
+        found = self._where_all(condition, [yes[i] for i in differ], [no[i] for i in differ])
+        chosen = list(no)
+        for i, values in zip(differ, found, strict=True):
+            chosen[i] = values
+        return chosen
+
+    def _where_all(
+        self, condition: Array, yes: Sequence[Array], no: Sequence[Array]
+    ) -> Sequence[Array]:
+        return [self.where(condition, y, n) for y, n in zip(yes, no, strict=True)]
+
+    def median(self, values: Sequence[Array]) -> Array:
+        """Return the median of five arrays, elementwise."""
+        a, b, c, d, e = values
+        low = self.maximum(self.minimum(a, b), self.minimum(c, d))
+        high = self.minimum(self.maximum(a, b), self.maximum(c, d))
+        return self.maximum(self.minimum(low, high), self.minimum(self.maximum(low, high), e))
+
     def put(self, table: Array, row: Array, values: Array) -> Array:
         """Return the table with ``values[g]`` in row ``row[g]`` of column g, for every group."""
         return self.where(self._rows(table, row) == row, values, table)

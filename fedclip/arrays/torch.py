@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from itertools import zip_longest
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,6 @@ from fedclip.arrays.numpy import written
 
 __all__ = ["TorchBackend", "TorchInPlace"]
 
-_requires_grad = attrgetter("requires_grad")
-_layout = attrgetter("layout")
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 # A table, not `functools.cache`: torch.compile can look into a table.
 _NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
@@ -47,7 +44,8 @@ class TorchBackend(Backend):
 
     @staticmethod
     def _values(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         if tensor.layout == torch.strided:
             return tensor
         if tensor.layout == torch.sparse_coo:
@@ -68,7 +66,7 @@ class TorchBackend(Backend):
 
     def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
         k = self._number(factor, arrays[0])
-        if any(map(_requires_grad, arrays)):
+        if any(t.requires_grad for t in arrays):
             # torch._foreach_mul would make the gradient of one output depend on all inputs.
             return [torch.mul(t, k) for t in arrays]
         if outs and self._may_write(arrays):
@@ -86,7 +84,9 @@ class TorchBackend(Backend):
     @staticmethod
     def _may_write(arrays: Sequence[torch.Tensor]) -> bool:
         """Return whether results may be written to memory of NumPy, without autograd."""
-        return {*map(type, arrays)} <= _PLAIN and {*map(_layout, arrays)} == {torch.strided}
+        return all(type(t) in _PLAIN for t in arrays) and all(
+            t.layout is torch.strided for t in arrays
+        )
 
     @staticmethod
     def _on(memory: HostView | None, like: torch.Tensor) -> torch.Tensor | None:
@@ -128,9 +128,9 @@ class TorchBackend(Backend):
     def clip(
         self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
     ) -> list[Array]:
-        if any(map(_requires_grad, arrays)) or not self._may_write(arrays):
-            outs = ()
-        pairs = zip_longest(arrays, outs)
+        if not outs or any(t.requires_grad for t in arrays) or not self._may_write(arrays):
+            return [self._clip(t, low, high) for t in arrays]
+        pairs = zip(arrays, outs, strict=True)
         return [self._clip(t, low, high, self._on(out, t)) for t, out in pairs]
 
     @staticmethod
@@ -203,7 +203,8 @@ class TorchBackend(Backend):
         return torch.where(condition, x, y)
 
     def isfinite(self, x: Array) -> Array:
-        return torch.isfinite(x)
+        # Half as many operations as `torch.isfinite` makes; NaN is not below anything.
+        return torch.abs(x) < math.inf
 
     def sqrt(self, x: Array) -> Array:
         return torch.sqrt(x)
@@ -222,6 +223,18 @@ class TorchBackend(Backend):
 
     def max(self, x: Array) -> Array:
         return torch.amax(x)
+
+    def _where_all(
+        self, condition: Array, yes: Sequence[Array], no: Sequence[Array]
+    ) -> Sequence[Array]:
+        # Four operations, whatever the number of pairs: on a device, each is a launch.
+        if len(yes) < 4 or len({x.shape for x in (*yes, *no)}) > 1:
+            return super()._where_all(condition, yes, no)
+        return torch.where(condition, torch.stack(list(yes)), torch.stack(list(no))).unbind()
+
+    def median(self, values: Sequence[Array]) -> Array:
+        # Three operations in the place of twelve.
+        return torch.stack(list(values)).median(dim=0).values
 
     def sort(self, table: Array) -> Array:
         return torch.sort(table, dim=0).values
@@ -254,8 +267,21 @@ class TorchBackend(Backend):
         return torch.all(x)
 
     def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
+        products: list[torch.Tensor] = []
+        if any(t.requires_grad for t in arrays) or not self._alike(arrays):
+            products += [torch.mul(t, self._factor(factor, t)) for t in arrays]
+        elif arrays:
+            # One kernel launch for many tensors.
+            products += torch._foreach_mul(list(arrays), self._factor(factor, arrays[0]))
         # Cast back: the product of two 0-d tensors is as wide as the factor.
-        return [torch.mul(t, self._factor(factor, t)).to(t.dtype) for t in arrays]
+        return [p.to(t.dtype) for p, t in zip(products, arrays, strict=True)]
+
+    @staticmethod
+    def _alike(arrays: Sequence[torch.Tensor]) -> bool:
+        """Return whether all tensors are dense and on one device."""
+        return (
+            all(t.layout is torch.strided for t in arrays) and len({t.device for t in arrays}) == 1
+        )
 
     @staticmethod
     def _factor(factor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -268,7 +294,14 @@ class TorchBackend(Backend):
         return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
     def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
-        return [torch.where(condition.to(t.device), t, torch.zeros_like(t)) for t in arrays]
+        nothing = torch.zeros((), device=condition.device)
+        # A 0-d tensor does not widen the result, but it may be wider than one of half precision.
+        return [
+            torch.where(condition.to(t.device), t, nothing.to(t.device, t.dtype))
+            if t.layout is torch.strided
+            else torch.where(condition.to(t.device), t, torch.zeros_like(t))
+            for t in arrays
+        ]
 
     def group_extremes(
         self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
@@ -290,6 +323,11 @@ class TorchBackend(Backend):
         return torch.stack(list(arrays))
 
     def slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
+        if array.dtype != torch.float64 and array.device.type != "mps":
+            # No square of a narrower dtype overflows or underflows in float64.
+            return torch.linalg.vector_norm(
+                self._values(array), dim=axes, keepdim=True, dtype=torch.float64
+            )
         wide = array.detach().to(torch.float32 if array.device.type == "mps" else torch.float64)
         peak = wide.abs().amax(dim=axes, keepdim=True)
         peak = torch.where(peak > 0, peak, torch.ones_like(peak))
@@ -354,9 +392,10 @@ class TorchInPlace(TorchBackend):
         return list(arrays)
 
     def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
+        lost = ~condition
         for tensor in arrays:
             values = tensor if tensor.layout == torch.strided else tensor._values()
-            values.masked_fill_(~condition.to(tensor.device), 0.0)
+            values.masked_fill_(lost.to(tensor.device), 0.0)
         return list(arrays)
 
     def multiply_slices(self, array: Array, factors: Array) -> Array:

@@ -180,4 +180,4 @@ def choose(condition: Array, yes: S, no: S, xp: Arithmetic) -> S:
     known = xp.known(condition)
     if known is not None:
         return yes if known else no
-    return type(yes)(*(xp.where(condition, y, n) for y, n in zip(yes, no, strict=True)))
+    return type(yes)(*xp.choose(condition, yes, no))

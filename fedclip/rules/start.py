@@ -79,10 +79,7 @@ class Start:
 
     def median(self, state: State, xp: Arithmetic) -> Array:
         """Return the median of the last norms; 0 before the first."""
-        a, b, c, d, e = (getattr(state, slot) for slot in _SLOTS)
-        low = xp.maximum(xp.minimum(a, b), xp.minimum(c, d))
-        high = xp.minimum(xp.maximum(a, b), xp.maximum(c, d))
-        return xp.maximum(xp.minimum(low, high), xp.minimum(xp.maximum(low, high), e))
+        return xp.median([getattr(state, slot) for slot in _SLOTS])
 
     def step(
         self, judged: Judgement, norms: Array, eps: float, state: State, xp: Arithmetic
@@ -127,9 +124,7 @@ class Start:
             e,
             learnt,
         )
-        changed = {
-            slot: xp.where(said, new, getattr(state, slot))
-            for slot, new in zip(_SLOTS, slots, strict=True)
-        }
-        count = xp.where(said, xp.minimum(held + 1.0, float(FULL)), held)
-        return state._replace(**changed, start_held=count)
+        fields = (*_SLOTS, "start_held")
+        new = (*slots, xp.minimum(held + 1.0, float(FULL)))
+        after = xp.choose(said, new, [getattr(state, field) for field in fields])
+        return state._replace(**dict(zip(fields, after, strict=True)))

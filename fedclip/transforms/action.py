@@ -113,7 +113,7 @@ class Action:
 
     def decide(self, norms: Any, limits: Any, xp: Arithmetic) -> Decision:
         """Decide on finite norms, in host or device arithmetic."""
-        base = norms + self.eps
+        base = norms + self.eps if self.eps else norms
         over = base > limits
         moved, target = over, limits
         if self.rescale:

@@ -231,7 +231,7 @@ class NormClipping(Transform):
         finite = gradient.finite(norms)
         safe = xp.where(fine, norms, 0.0)
         limits, after = self.rule(safe, state, xp)
-        after = type(state)(*(xp.where(finite, n, o) for o, n in zip(state, after, strict=True)))
+        after = type(state)(*xp.choose(finite, after, state))
         decision = self.action.decide(safe, limits, xp)
         over = decision.over
         outputs = list(arrays)
