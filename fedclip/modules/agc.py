@@ -286,4 +286,6 @@ class _WeightClipper(Clipper, register=False):
                 f"it was given {', '.join(map(repr, self.weights))}"
             )
         weights = [self.weights[name] for name in groups.names]
+        if not weights:
+            return self._transform
         return self._agc.transform(weights, groups, backend_of(weights[0]))
