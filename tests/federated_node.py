@@ -133,7 +133,10 @@ def client(name: str, settings: Settings) -> None:
     if settings.get("forger") == i:
         forge_replies(settings["seed"])
     rng = np.random.default_rng(i)
-    data = rng.normal(size=(60, 4)) * settings.get("scale", [1.0] * 9)[i]
+    columns = settings.get("columns", 4)
+    data = rng.normal(size=(60, columns))
+    labels = (data[:, 0] > 0).astype(int)
+    data *= settings.get("scale", [1.0] * 9)[i]
     keys: Any = None
     if secagg:
         private = [bytes.fromhex(key) for key in settings["keys"]]
@@ -147,9 +150,7 @@ def client(name: str, settings: Settings) -> None:
         uri = "ws://" + uri
     specs: dict[str, Any] = {
         "netwk": {"protocol": settings["protocol"], "server_uri": uri, "name": name},
-        "train_data": InMemoryDataset(
-            data, target=(data[:, 0] > 0).astype(int), expose_classes=True
-        ),
+        "train_data": InMemoryDataset(data, target=labels, expose_classes=True),
         "secagg": keys,
         "checkpoint": f"saved_{name}" if settings.get("checkpoint") else None,
         "verbose": False,
@@ -157,9 +158,9 @@ def client(name: str, settings: Settings) -> None:
     saved, private = settings.get("client_restart"), settings.get("private")
     node: FederatedClient
     if private is not None:
-        held = rng.normal(size=(30, 4))
-        labels = (held[:, 0] > 0).astype(int)
-        specs["valid_data"] = InMemoryDataset(held, target=labels, expose_classes=True)
+        held = rng.normal(size=(30, columns))
+        right = (held[:, 0] > 0).astype(int)
+        specs["valid_data"] = InMemoryDataset(held, target=right, expose_classes=True)
         node = fedclip.PrivateFederatedClient(**private, **specs)
     else:
         node = RestartedClient(f"{saved}_{name}", **specs) if saved else FederatedClient(**specs)

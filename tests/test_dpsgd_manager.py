@@ -136,25 +136,30 @@ def test_noise_on_the_weights_is_what_the_budget_says(size: int, actual: int) ->
     assert abs(noise.mean()) < 6 * right / math.sqrt(noise.size)
 
 
-def test_noise_on_models_of_many_tensors() -> None:
+@pytest.mark.parametrize("size", [1, 64, 128])
+@pytest.mark.parametrize("actual", [0, 2])
+@pytest.mark.parametrize("layers", [1, 10])
+def test_noise_on_models_of_many_tensors(size: int, actual: int, layers: int) -> None:
     torch = require("torch")
     from declearn.model.torch import TorchModel
 
-    layers = [torch.nn.Linear(100, 100) for _ in range(10)]
-    model = TorchModel(torch.nn.Sequential(torch.nn.Flatten(), *layers), torch.nn.MSELoss())
-    zeros = np.zeros((8, 10, 10), dtype="float32")
-    dataset = InMemoryDataset(zeros, target=np.zeros((8, 100), dtype="float32"))
+    wide = 100 if layers > 1 else 320
+    net = [torch.nn.Linear(wide, wide) for _ in range(layers)]
+    model = TorchModel(torch.nn.Sequential(torch.nn.Flatten(), *net), torch.nn.MSELoss())
+    # Of records without weight nothing is left but noise.
+    blank = np.zeros((128, wide), dtype="float32")
+    dataset = InMemoryDataset(blank, target=blank, s_wght=blank[:, 0])
     made = PrivateTrainingManager(
         *(model, Optimizer(lrate=0.7), AveragingAggregator(), dataset), verbose=False
     )
-    made.make_private(request(batches={"batch_size": 4}, sclip_norm=0.3))
+    made.make_private(request(batches={"batch_size": size}, sclip_norm=0.3))
     before = model.get_weights()
-    made.run_train_step(None)
+    made.run_train_step(made.records.take(np.arange(min(actual * size, 128))))
     moved = before - model.get_weights()
     noise = np.concatenate([a.numpy().ravel() for a in moved.coefs.values()])
-    assert len(moved.coefs) == 20
+    assert len(moved.coefs) == 2 * layers
     assert noise.size > 100_000
-    right = made.calibration.noise_multiplier * 0.3 * 0.7 / 4
+    right = made.calibration.noise_multiplier * 0.3 * 0.7 / size
     assert noise.std() == pytest.approx(right, rel=0.01)
 
 

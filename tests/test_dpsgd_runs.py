@@ -12,8 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from federation_runs import PATIENCE, N, complete, running
+
+from fedclip.dpsgd.calibrate import calibrate
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +43,24 @@ def test_three_private_clients_train_within_their_budget(tmp_path: Path) -> None
         assert delta == 1e-3
     (weights,) = (w for name, w in run.result()["weights"].items() if "coef" in name)
     assert any(weights)
+
+
+@pytest.mark.parametrize("size", [1, 20, 60])
+def test_noise_on_the_weights_of_a_federation_is_what_the_budget_says(
+    tmp_path: Path, size: int
+) -> None:
+    # Records of zeros: all that moves the weights, but for the intercept, is noise.
+    training = {"batch_size": size, "n_epoch": 2, "n_steps": 2}
+    quiet = {"columns": 100_000, "scale": [0.0] * N, "private": {}}
+    run = complete(tmp_path, **settings(run={"rounds": 1, "training": training}, **quiet))
+    weights = run.result()["weights"]
+    noise = np.array(next(w for name, w in weights.items() if "coef" in name))
+    z = calibrate(3.0, 1e-3, 60, size, 2).noise_multiplier
+    # Of two steps, and the mean over the clients.
+    right = z * 0.5 * 0.5 / size * np.sqrt(2 / N)
+    assert noise.size == 100_000
+    assert noise.std() == pytest.approx(right, rel=0.01)
+    assert abs(noise.mean()) < 6 * right / np.sqrt(noise.size)
 
 
 def test_a_private_client_takes_no_part_in_a_run_without_privacy(tmp_path: Path) -> None:
