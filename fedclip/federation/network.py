@@ -64,7 +64,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
                 await serving
             self.handler.registered_clients.pop(socket, None)
             for name in self._lost:
-                # The client is gone, and will not collect its message.
+                # This client is gone, and will not collect its message.
                 self.handler.outgoing_messages.pop(name, None)
 
     @property
@@ -72,7 +72,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         return self._members - self.client_names
 
     async def wait_for_clients(self, *args: Any, **settings: Any) -> None:
-        """Wait for clients to register; from then on, none may leave."""
+        """Wait for clients to register; none may leave afterwards."""
         await super().wait_for_clients(*args, **settings)
         self._members = self.client_names
 
@@ -131,13 +131,13 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     def _gone(self) -> str:
         names = ", ".join(map(repr, sorted(self._lost)))
         return (
-            f"the connection of {names} has ended, and the run can not go on without: its log says "
-            "why; where fedclip is not imported on a client, that ends it at the start"
+            f"the connection of {names} has ended, and the run can not go on without it: its log "
+            "says why; a client that does not import fedclip ends at the start"
         )
 
     def _silent(self, clients: set[str]) -> str:
         return (
-            f"no answer from {', '.join(map(repr, sorted(clients)))} in {self.patience:g} s; where "
+            f"no answer from {', '.join(map(repr, sorted(clients)))} in {self.patience:g} s; if "
             "rounds take longer, raise patience in [network.kwargs]"
         )
 

@@ -9,7 +9,7 @@ r"""The bound of the next round, from the share of the updates that were within 
 With noise on the votes, the centred sum is clamped to ``± m / 2`` before the noise is added: one
 client moves it by at most 1/2, however many reply.
 
-If nothing is known about the norms, a search with the same votes finds the bound::
+A search finds the bound with the same votes if nothing is known about the norms::
 
     u     = (b - quantile) / (half of the way to 0 or to 1), within [-1, 1]
     C    <- C * exp(-u * step)
@@ -30,7 +30,7 @@ FIRST = 0.1
 
 _STEP = math.log(4.0)
 _FOUND = _STEP / 16
-# To find the length of a search: number of simulated searches, and of rounds in each.
+# Number of simulated searches, and of rounds in each, to find out how long a search takes.
 _PLAYED, _LONGEST = 400, 200
 
 
@@ -125,9 +125,9 @@ class BoundRule:
         return Moved(moved, left, too_high=pull == 1.0)
 
     def rounds_to_find(self, noise: float, times: float = 100.0) -> int | None:
-        """Return after how many rounds 95 % of searches are within a factor of 2.
+        """Return the number of rounds after which 95 % of searches are within a factor of 2.
 
-        None where 200 rounds are not enough.
+        None if 200 rounds are not enough.
 
         Parameters
         ----------

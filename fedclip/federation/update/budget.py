@@ -110,7 +110,7 @@ class Budget:
 
     def noise_on_votes(self, round_: int) -> float:
         """Return the noise on the sum of the votes of a round."""
-        # A sum of votes is on the grid of its noise already, so noise alone can be drawn.
+        # A sum of votes lies on the grid of its noise, so the noise can be drawn by itself.
         return float(noised(np.zeros(1), self.bits_noise, self._normals(round_, 0))[0])
 
     def noised(self, average: Mapping[str, Array], bound: float, round_: int) -> dict[str, Array]:
@@ -137,6 +137,6 @@ class Budget:
         if found and budget is None:
             raise StateError(
                 "the state has spent a privacy budget, and this update-clip-server adds no noise: "
-                "what it releases would void the guarantee; give it its noise_multiplier"
+                "its averages would void the guarantee; set the noise_multiplier of that state"
             )
         return found

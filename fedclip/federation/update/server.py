@@ -183,7 +183,7 @@ class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-
         if searching and self.learning_rate == 0:
             raise ValueError(
                 "learning_rate=0 fixes the bound, and clients do not vote: give start_norm a "
-                "number, there is nothing to search with"
+                "number, because a search needs their votes"
             )
         self.noise_multiplier = parameters.non_negative(noise_multiplier=noise_multiplier)
         self.bits_noise = parameters.optional(parameters.non_negative, bits_noise=bits_noise)
@@ -210,7 +210,7 @@ class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-
         self._round: ServerRound | None = None
         self._voted = self._withheld = False
         self._stop = ""
-        # Until it is sent, a module that comes after this one may say why the run has to end.
+        # A later module may write into this message why the run has to end, until it is sent.
         self._message: UpdateClipBound | None = None
 
     def _budget(self) -> Budget | None:
@@ -227,7 +227,7 @@ class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-
         if self.expected_clients is None:
             raise ValueError(
                 "noise_multiplier needs expected_clients, the number of clients in a round: the "
-                "noise is sized on it, and the number that reply would itself tell something"
+                "noise is sized on it, and the number of replies would itself reveal something"
             )
         return Budget(
             self.noise_multiplier,
@@ -256,9 +256,10 @@ class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-
         return most if self.budget is None else self.budget.rounds_left(most)
 
     def admit(self, name: str) -> bool:
-        """Whether a module may send statistics without noise: where none is added, or by name.
+        """Return whether a module may send statistics without noise.
 
-        If not, the run ends with the message that is about to be sent, on every client.
+        It may if no noise is added, or if `unnoised` names it. If not, the message that is about to
+        be sent ends the run on every client.
         """
         if self.budget is None or name in (self.unnoised or ()):
             return True
@@ -270,11 +271,11 @@ class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-
 
     @staticmethod
     def refusal_of(name: str) -> str:
-        """Say why a module has no place beside the noise."""
+        """Return why a module may not send statistics beside averages with noise."""
         return (
-            f"{name} sends what it has learnt from the clients without noise, beside averages that "
-            "are noised: one client may show in it, whatever epsilon is; take it out, or write in "
-            f"update-clip-server that it may, unnoised = [{name!r}]"
+            f"{name} sends what it has learnt from the clients without noise, while the averages "
+            "have noise: it may reveal a single client, whatever epsilon is; remove it, or allow "
+            f"it in update-clip-server with unnoised = [{name!r}]"
         )
 
     # -- the round, in declearn's order ---------------------------------------------------------
@@ -283,7 +284,8 @@ class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-
         if self.budget is not None and not self._stop:
             self._halt(self.budget.refusal())
         opened = OPENED.get()
-        # In the loop over modules that is one call before; None if it was in another life.
+        # declearn has just called another module, in the same loop. A module of an earlier run may
+        # have left its reference, which is None if that module is gone.
         if opened is not None and opened() not in (None, self):
             self._halt("there are two update-clip-server modules in server_opt: keep one")
         if self._stop:
@@ -304,7 +306,7 @@ class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-
         OPENED.set(None)
         self._message = None
         if self._round is None:
-            self._halt("votes have come without a bound having been sent")
+            self._halt("votes have come, but no bound was sent")
             return
         if not isinstance(aux_var, UpdateClipVotes):
             aux_var = UpdateClipVotes.among(getattr(aux_var, "parts", None) or [aux_var])
@@ -355,9 +357,9 @@ class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-
                 )
         return ""
 
-    # -- parts of it ----------------------------------------------------------------------------
+    # -- its parts ----------------------------------------------------------------------------
     def _halt(self, sentence: str) -> None:
-        """Remember why to stop; the clients are told, and report it, in the next round."""
+        """Remember why to stop; the next message tells the clients, which report it."""
         self._stop = self._stop or sentence
 
     def _count(self, aux_var: UpdateClipVotes) -> tuple[int, float | None]:
@@ -370,7 +372,7 @@ class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-
             return votes, share_within(votes, within, self.expected_clients, noise)
         if not 0 <= within <= votes <= clients:
             _LOGGER.warning(
-                "update-clip-server: %d of %d votes from %d clients can not be; they are not "
+                "update-clip-server: %d of %d votes from %d clients can not be right, and are not "
                 "counted",
                 within,
                 votes,
@@ -385,9 +387,9 @@ class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-
         if share is not None:
             parts.append(f"{share:.0%} of the updates within it, next bound {self.bound:.4g}")
         if self._withheld:
-            parts.append("it is searched for and too high: the average is not released")
+            parts.append("the search has found it too high: the average is not released")
         elif self.search is not None:
-            parts.append("it is searched for")
+            parts.append("the search goes on")
         if self.budget is not None:
             parts.append(f"epsilon {self.epsilon:.4g} at delta {self.delta:g}")
         elif share is not None and votes < aux_var.n_clients:
