@@ -284,16 +284,7 @@ def all_finite(views: Sequence[HostView]) -> bool:
 def l2_norms(arrays: Sequence[Array], views: Views, groups: Groups, backend: Backend) -> Numbers:
     """Return the L2 norm of each group: a float if there is one group, else an array.
 
-    Parameters
-    ----------
-    arrays
-        The arrays of all groups, of one framework.
-    views
-        Their host views; None for an array that stays on its device.
-    groups
-        Which arrays share a norm.
-    backend
-        The framework, which measures the arrays without a view.
+    The backend measures the arrays that have no host view: they stay on their device.
     """
     remote = views.remote
     if len(groups) == 1:

@@ -17,16 +17,7 @@ from fedclip.transforms import Transform
 
 
 class SharedClipper(Clipper, register=False):
-    """Base of the clippers that have a counterpart on the server.
-
-    Parameters
-    ----------
-    transform, **common
-        The parameters of every clipper (see `Clipper`).
-    shared, shared_name
-        Whether to share one state with all clients of a federation, and the name that tells
-        this pair of clipper and counterpart from others (`fedclip.federation.statistics`).
-    """
+    """Base of the clippers that have a counterpart on the server."""
 
     agreed: ClassVar[tuple[str, ...]] = ("warmup", "scope", "exclude", "ord")
     """The common parameters that the counterpart must have as well, where there are any."""

@@ -36,20 +36,8 @@ def geometric_update(
 
         limit <- clamp(limit * exp(-rate * (unclipped - quantile)), min_norm, max_norm)
 
-    Parameters
-    ----------
-    limit
-        The limit that the norms were compared with.
-    unclipped
-        Fraction of the norms that were at most the limit, in [0, 1]; with noise it may be outside.
-    quantile
-        Target of that fraction.
-    rate
-        Size of the step, in logarithms.
-    min_norm, max_norm
-        Bounds of the limit.
-    xp
-        Arithmetic of `limit` and `unclipped`; that of Python floats by default.
+    `unclipped` is the fraction of the norms that were at most the limit; with noise it may be
+    outside of [0, 1]. `xp` is the arithmetic of both, that of Python floats by default.
     """
     moved = limit * xp.exp(-rate * (unclipped - quantile))
     return xp.minimum(xp.maximum(moved, min_norm), max_norm)

@@ -42,20 +42,7 @@ S = TypeVar("S", bound=tuple[Any, ...])
 class History(ABC):
     """A rule that judges each norm by those before it, or by itself as well.
 
-    Attributes
-    ----------
-    feedback
-        What the statistics learn from a spike: "clipped", "raw" or "none".
-    include_current
-        Whether the statistics learn a norm before the rule judges it.
-    warmup, warmup_norm
-        Number of norms that the statistics need, and the limit until then.
-    warmup_factor
-        Limit until then, as a multiple of the median of the last norms; None for none.
-    max_norm
-        Limit at every step.
-    eps
-        Added to the norm when it is compared with a limit.
+    Its fields, like those of all rules, are parameters of the clipper, under the same names.
     """
 
     reach: ClassVar[float] = 1.0

@@ -59,14 +59,8 @@ def state_of(name: str, statistics: State, *more: Mapping[str, Array]) -> State:
 class Start:
     """Protection of the first norms; its fields are in the state next to those of the rule.
 
-    Attributes
-    ----------
-    factor
-        Limit, as a multiple of the median.
-    raw
-        Whether the rule learns every norm as it is.
-    least
-        Number of norms that the median needs before the rule learns any.
+    The limit is `factor` times the median. With `raw` the rule learns every norm as it is; else
+    none before the median is of `least` norms.
     """
 
     factor: float

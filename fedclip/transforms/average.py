@@ -42,14 +42,8 @@ class AverageState(NamedTuple):
 class AverageClipping(Transform):
     """Clip to, or bring to (`rescale`), the norm of the moving average.
 
-    Attributes
-    ----------
-    decay, debias
-        Weight of the past; whether to divide averages that start at zero by ``1 - decay^t``.
-    start
-        First value of every element of the average; None: the first gradient.
-    max_growth, min_norm
-        Largest factor by which the norm of the average may grow in a step, above `min_norm`.
+    The other fields are parameters of `ema-norm-clip`; `start`, its `init`, is None for the first
+    gradient.
     """
 
     array_fields: ClassVar[tuple[str, ...]] = PAST

@@ -69,16 +69,7 @@ _NOWHERE = (math.inf, 0.0)
 class NormClipping(Transform):
     """Rule × measure × action; the scope comes with the groups of each call.
 
-    Attributes
-    ----------
-    rule
-        Gives each group its limit.
-    ord
-        The measure.
-    action
-        What happens to a group, given norm and limit.
-    dry
-        Measure and decide, but change nothing.
+    If it is `dry`, it measures and decides, but changes nothing.
     """
 
     rule: Rule

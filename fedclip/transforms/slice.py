@@ -72,17 +72,9 @@ def spanned(ndim: int, dims: tuple[int, ...] | None, inverse: bool) -> tuple[int
 class SliceClipping(Transform):
     """A limit on the measure of every slice; see `fedclip.transforms.norm.NormClipping`.
 
-    Attributes
-    ----------
-    limit
-        One limit for all slices; or, for each array, an array with a limit for each of its slices.
-    dims, inverse_dims, min_size
-        What a slice spans (see `spanned`), and how many elements it must have.
-    ord, action
-        The measure, and what happens to a slice, given measure and limit.
-    span
-        A function that returns the dims that a slice spans, given the shape of the array; for
-        choices that `dims` can not express.
+    The limit is one for all slices; or, for each array, an array with a limit for each of its
+    slices. `span` returns the dims that a slice spans, given the shape of the array, for choices
+    that `dims` (see `spanned`) can not express.
     """
 
     limit: float | tuple[Any, ...]

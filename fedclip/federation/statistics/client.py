@@ -89,15 +89,8 @@ class SharedRule:
 class SharedStatistics:
     """A client's side of a shared state.
 
-    Parameters
-    ----------
-    clipper
-        Name of the clipper, for messages.
-    transform
-        The clipper's transform as long as it has not heard from a counterpart. Its rule derives
-        limits from norms, and the state from counts.
-    settings
-        The parameters that the server's counterpart must have as well, as plain values.
+    The `transform` is the clipper's own, as long as no counterpart has been heard. The `settings`
+    are the parameters that the counterpart must have as well.
     """
 
     def __init__(self, clipper: str, transform: Any, settings: dict[str, Any]) -> None:

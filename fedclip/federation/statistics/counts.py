@@ -85,13 +85,7 @@ def _column() -> Floats:
 
 
 class Tally:
-    """The counters of one rule: on clients, on the wire, and on the server.
-
-    Parameters
-    ----------
-    counters
-        Which of "moments", "sketch" and "bits".
-    """
+    """The counters of one rule, some of "moments", "sketch" and "bits", wherever they are."""
 
     def __init__(self, counters: Sequence[str]) -> None:
         self.has_moments = "moments" in counters
@@ -177,18 +171,9 @@ class Tally:
         return Round(n, unclipped, first, second, buckets)
 
     def fault(self, counts: Counts, members: int, most: int, bounds: Bounds) -> str:
-        """Return why this number of clients can not have made these counts; "" if they can.
+        """Return why these `members` clients can not have made these counts; "" if they can.
 
-        Parameters
-        ----------
-        counts
-            Counts of one client, or the sum of several, in the right shape.
-        members
-            Number of clients.
-        most
-            Largest number of norms of a group that one client counts.
-        bounds
-            What is known about the groups.
+        Each of them counts at most `most` norms of a group; the counts have the right shape.
         """
         totals = counts[0]
         if totals.max(initial=0) > members * most:

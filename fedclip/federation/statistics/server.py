@@ -102,12 +102,7 @@ class Merged(NamedTuple):
 class SharedState:
     """The state that a rule shares with all clients, and its updates.
 
-    Parameters
-    ----------
-    rule
-        Derives the state from counts.
-    max_steps
-        Largest number of norms of a group that one client counts in a round.
+    A client counts at most `max_steps` norms of a group in a round.
     """
 
     def __init__(self, rule: Shareable, max_steps: int) -> None:
@@ -136,11 +131,8 @@ class SharedState:
     def merge(self, messages: Sequence[tuple[Any, Any] | str]) -> Merged:
         """Update the state with the clients' counts.
 
-        Parameters
-        ----------
-        messages
-            For each client (or sum of several): the number of clients and the counts, unchecked;
-            or why the message is invalid.
+        A message is the number of clients (a sum has several) and their counts, unchecked; or why
+        it is invalid.
         """
         total, members, faults = self._add_up(messages)
         if not members:

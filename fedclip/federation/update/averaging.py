@@ -46,17 +46,7 @@ class Clipped(NamedTuple):
 
 
 class UpdateClipping:
-    """The limits of an update, group by group.
-
-    Parameters
-    ----------
-    scope, exclude
-        Which tensors share a norm, and which are shared unchanged.
-    zeroing_norm, zeroing_ord, zeroing_factor
-        Above which an update is replaced by zeros, if at all.
-    on_nonfinite
-        "skip": an update that is not finite is replaced by zeros; "raise": it is an error.
-    """
+    """The limits of an update, group by group; the parameters are those of `clipped-averaging`."""
 
     def __init__(
         self,
@@ -145,14 +135,9 @@ class UpdateClipping:
 
     # -- on the server ------------------------------------------------------------------------
     def excess(self, arrays: Arrays, bound: float, whole: bool, clients: int = 1) -> str:
-        """Return by how much an update is beyond the limit to which its client should clip it.
+        """Return by how much an update, or a sum of several clients', is beyond its limit.
 
-        Parameters
-        ----------
-        arrays
-            The update, or the sum of those of several `clients`.
-        bound, whole
-            The bound for clipping, and whether it is for the whole update.
+        `whole` says whether the bound is for the whole update.
         """
         for name, array in arrays.items():
             dtype = backend_of(array).dtype(array)

@@ -44,17 +44,10 @@ def next_bound(bound: float, share: float, quantile: float, learning_rate: float
 
 
 def share_within(votes: int, within: int, clients: int | None, noise: float) -> float | None:
-    """Return the share of updates within the bound, in [0, 1]; None if there is none.
+    """Return the share of updates within the bound, in [0, 1]; None if nobody has voted.
 
-    Parameters
-    ----------
-    votes, within
-        Number of clients that voted, and of those whose update was within the bound.
-    clients
-        Expected number of clients, by which the sum of votes is divided. None: divide by the
-        number of votes.
-    noise
-        Noise that is added to the sum.
+    Of the `votes`, so many were `within` the bound. Their sum, with `noise`, is divided by the
+    expected number of `clients`; if that is None, by the number of votes.
     """
     if clients is None:
         return within / votes if votes else None
@@ -84,16 +77,9 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundRule:
-    """The rule by which a bound follows the votes.
+    """The rule by which a bound follows the votes, with parameters of `update-clip-server`.
 
-    Attributes
-    ----------
-    quantile
-        Share of the updates that the bound should leave alone.
-    learning_rate
-        Speed of the bound.
-    lowest, highest
-        Limits of the bound.
+    `lowest` and `highest` are its `min_norm` and `max_norm`.
     """
 
     quantile: float
@@ -127,14 +113,8 @@ class BoundRule:
     def rounds_to_find(self, noise: float, times: float = 100.0) -> int | None:
         """Return the number of rounds after which 95 % of searches are within a factor of 2.
 
-        None if 200 rounds are not enough.
-
-        Parameters
-        ----------
-        noise
-            Standard deviation of the noise on the share.
-        times
-            Factor by which the first bound is too high or too low; all updates are alike.
+        None if 200 rounds are not enough. The share has noise of this standard deviation. The first
+        bound is too high or too low by a factor of `times`, and all updates are alike.
         """
         rng, target = np.random.default_rng(0), math.sqrt(self.lowest * self.highest)
         late = []

@@ -20,22 +20,8 @@ MANY_ROUNDS = 10**6
 class Budget:
     """Noise on the average and on the votes of each round, within a budget.
 
-    Parameters
-    ----------
-    noise_multiplier
-        Noise multiplier with which a round is accounted, > 0.
-    clients
-        Number of clients by which the average is divided.
-    votes
-        Whether the clients vote, which costs privacy too.
-    bits_noise
-        Standard deviation of the noise on the sum of the votes; None for the default.
-    delta, relation
-        Parameters of the guarantee (`fedclip.privacy.accounting`).
-    max_epsilon
-        Largest epsilon that may be spent; None for any amount.
-    generator, seed
-        Source of the noise.
+    The parameters are those of `update-clip-server`. `clients` is the number by which the average
+    is divided, and `votes` says whether the clients vote, which costs privacy too.
 
     Raises
     ------

@@ -35,20 +35,9 @@ def update_problems(
 ) -> list[Problem]:
     """Return problems and notes about the clipping of round updates.
 
-    Parameters
-    ----------
-    plugins
-        Plug-ins of the sections client_opt and server_opt.
-    aggregator
-        The aggregator, or its name if it is not fedclip's; None for declearn's default.
-    rounds
-        Number of planned rounds, if known.
-    clients
-        Largest number of clients in a round, if known.
-    fairness, regularizers
-        Whether the configuration has a fairness section, and the server regularizers.
-    secagg
-        Section about secure aggregation, if there is one.
+    The `plugins` are those of the sections client_opt and server_opt. The `aggregator` is a name if
+    it is not fedclip's, and None for declearn's default. `rounds`, and `clients` in a round, are
+    the largest numbers, if known.
     """
     found: list[Problem] = []
     client = [p for p in plugins.get(CLIENT, ()) if isinstance(p, UpdateClipClient)]
