@@ -52,7 +52,7 @@ DIGITS = {
     "mlp": [Setting("flat", 4.0, 0.5), Setting("automatic", 2.0), Setting("adaptive", 2.0)],
     "linear": [Setting("flat", 1.0, 2.0), Setting("automatic", 4.0), Setting("adaptive", 2.0)],
 }
-MNIST = {"mlp": Setting("flat", 4.0, 0.5), "linear": Setting("flat", 1.0, 2.0)}
+MNIST = {"mlp": Setting("flat", 2.0, 0.5), "linear": Setting("flat", 1.0, 1.0)}
 OWN = {"mlp": Setting("declearn", 0.05, 0.1), "linear": Setting("declearn", 0.05, 0.1)}
 PUBLIC = Setting("none", 0.5)
 TARGETS = {"mlp": 0.86, "linear": 0.87}
