@@ -165,7 +165,7 @@ def spent(
 ) -> None:
     """Show the epsilon that was spent, or that a plan would cost, by each accountant."""
     from fedclip.report import printable
-    from fedclip.tools.spent import of_plan, read_spent
+    from fedclip.tools.spent import in_words, of_plan, read_spent
 
     if (path is None) == (noise_multiplier is None):
         fail("give either a ledger or a folder, or --noise-multiplier with --steps and --rate", 2)
@@ -178,6 +178,6 @@ def spent(
             found = [*read_spent(path)]
         costs = [one.cost(delta, relation) for one in found]
     if as_json:
-        print(json.dumps([cost.as_dict() for cost in costs]))
+        print(json.dumps(costs))
     else:
-        print(*(printable(line) for cost in costs for line in cost.lines()), sep="\n")
+        print(*(printable(line) for cost in costs for line in in_words(cost)), sep="\n")

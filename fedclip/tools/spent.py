@@ -3,72 +3,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedclip import parameters
 from fedclip.dpsgd.ledger import FILE, read_ledger
-from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, Release, epsilon
+from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, epsilon
 
-__all__ = ["Cost", "Spent", "of_plan", "read_spent"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """What releases cost.
-
-    Attributes
-    ----------
-    where, protects
-        Where they were read, and what they protect: a record, or a client.
-    releases
-        Noise multiplier, steps and sampling of each kind.
-    delta, relation
-        For which epsilon holds.
-    epsilons
-        By the name of the accountant; a sentence where it can not account for these.
-    """
-
-    where: str
-    protects: str
-    releases: list[Release]
-    delta: float
-    relation: str
-    epsilons: dict[str, float | str]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what `json` can write."""
-        releases = [release._asdict() for release in self.releases]
-        return {**dataclasses.asdict(self), "releases": releases}
-
-    def lines(self) -> Iterator[str]:
-        """Yield what it comes to in words."""
-        verb = {"add-remove": "adding or removing", "replace-one": "replacing"}[self.relation]
-        yield f"{self.where}: what {verb} one {self.protects} may change"
-        for z, steps, rate in self.releases:
-            how = f"Poisson samples at rate {rate:.4g}" if rate < 1 else "without sampling"
-            yield f"  {steps:,} steps at noise multiplier {z:.4g}, {how}"
-        if not self.releases:
-            yield "  nothing was spent"
-        for name, value in self.epsilons.items():
-            shown = value if isinstance(value, str) else f"epsilon {value:.4g}"
-            yield f"  {name:12} {shown}" + (
-                "" if isinstance(value, str) else f" at delta {self.delta:g}"
-            )
+__all__ = ["Spent", "in_words", "of_plan", "read_spent"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Spent:
-    """What one file says was spent."""
+class Spent(NamedTuple):
+    """What one file says was spent, and whether that protects a record or a client."""
 
     where: str
     protects: str
     accountant: Accountant
 
-    def cost(self, delta: float | None = None, relation: str | None = None) -> Cost:
-        """Return what it costs, at another delta or relation than its own if they are given."""
+    def cost(self, delta: float | None = None, relation: str | None = None) -> dict[str, Any]:
+        """Return what it costs by each accountant, or why one can not say.
+
+        Delta and relation are those of the file, unless others are given.
+        """
         spent = self.accountant.spent
         delta = self.accountant.delta if delta is None else delta
         relation = self.accountant.relation if relation is None else relation
@@ -87,7 +44,30 @@ class Spent:
                 if name not in ("prv", "rdp") or relation == "add-remove":
                     raise
                 found[name] = str(exc)
-        return Cost(self.where, self.protects, spent, delta, relation, found)
+        return {
+            "where": self.where,
+            "protects": self.protects,
+            "delta": delta,
+            "relation": relation,
+            "releases": [r._asdict() for r in spent],
+            "epsilons": found,
+        }
+
+
+def in_words(cost: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what `Spent.cost` has found, line by line."""
+    verb = {"add-remove": "adding or removing", "replace-one": "replacing"}[cost["relation"]]
+    yield f"{cost['where']}: what {verb} one {cost['protects']} may change"
+    for z, steps, rate in (release.values() for release in cost["releases"]):
+        how = f"Poisson samples at rate {rate:.4g}" if rate < 1 else "without sampling"
+        yield f"  {steps:,} steps at noise multiplier {z:.4g}, {how}"
+    if not cost["releases"]:
+        yield "  nothing was spent"
+    for name, value in cost["epsilons"].items():
+        sure = not isinstance(value, str)
+        yield f"  {name:12} " + (
+            f"epsilon {value:.4g} at delta {cost['delta']:g}" if sure else value
+        )
 
 
 def of_plan(noise_multiplier: float, steps: int, rate: float, delta: float) -> Spent:
