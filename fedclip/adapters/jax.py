@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 try:
@@ -16,12 +18,13 @@ except ImportError as error:
 
 from fedclip.adapters.shared import check_compilable, load, start, unique
 from fedclip.arrays import Array, backend_named
+from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
+from fedclip.dpsgd.step import private_mean
 from fedclip.modules import AGC, Clipper
-from fedclip.rules import NoState
 from fedclip.scopes import Groups, resolve
 from fedclip.transforms import clip_on_device
 
-__all__ = ["ClipState", "as_optax", "load_state"]
+__all__ = ["ClipState", "as_optax", "load_state", "private_gradients"]
 
 
 class ClipState(NamedTuple):
@@ -82,7 +85,10 @@ def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
 
     def init(params: optax.Params) -> ClipState:
         groups = _groups(clipper, params)
-        first = start(clipper, groups) if isinstance(clipper, Clipper) else NoState()
+        if isinstance(clipper, Clipper):
+            first = start(clipper, groups)
+        else:
+            first = _agc(clipper, params, groups, backend).init(groups)
         statistics = jax.tree.map(lambda c: jnp.atleast_1d(backend.asarray(c)), first)
         numbers = jnp.zeros(len(groups), float)
         zero = jnp.zeros((), jnp.int32)
@@ -104,8 +110,7 @@ def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
         else:
             if params is None:
                 raise ValueError("agc needs the parameters: update(updates, state, params)")
-            weights = dict(zip(names, jax.tree.leaves(params), strict=True))
-            transform = clipper.transform([weights[n] for n in groups.names], groups, backend)
+            transform = _agc(clipper, params, groups, backend)
         clipped, step = clip_on_device(
             transform,
             dict(zip(names, leaves, strict=True)),
@@ -135,6 +140,11 @@ def load_state(clipper: Clipper, state: ClipState, params: optax.Params) -> None
     load(clipper, state.statistics, _groups(clipper, params).labels)
 
 
+def _agc(clipper: AGC, params: optax.Params, groups: Groups, backend: Any) -> Any:
+    weights = dict(zip(_names(params), jax.tree.leaves(params), strict=True))
+    return clipper.transform([weights[name] for name in groups.names], groups, backend)
+
+
 def _names(tree: Any) -> list[str]:
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     return unique(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
@@ -147,3 +157,75 @@ def _groups(clipper: Clipper | AGC, tree: Any) -> Groups:
     shapes = {n: leaf.shape for n, leaf in zip(names, jax.tree.leaves(tree), strict=True)}
     scope = "global" if clipper.unit == "global" else "tensor"
     return resolve(scope, clipper.excluded(shapes), names)
+
+
+def private_gradients(
+    loss: Callable[[Any, Any], Any],
+    params: Any,
+    batch: Any,
+    *,
+    max_norm: float,
+    noise_multiplier: float,
+    expected_batch_size: float,
+    micro_batch: int = 128,
+    **settings: Any,
+) -> Any:
+    """Return the gradients of one step of DP-SGD, as a pytree like the parameters.
+
+    ::
+
+        (Σ min(1, max_norm / n_i) g_i  +  noise_multiplier max_norm normal) / expected_batch_size
+
+    The gradients of records are compiled, once for a loss; noise comes from the operating
+    system's secure generator, so that the whole can not be compiled. Give it Poisson samples
+    (`fedclip.dpsgd.sampling.PoissonSampler`), also those without a record, and account for each
+    with the same `noise_multiplier` (``fedclip privacy calibrate``).
+
+    Parameters
+    ----------
+    loss
+        From the parameters and one record (without its first axis) to a number. Give the same
+        function at each step. Random numbers need a key in each record.
+    params
+        A pytree of arrays.
+    batch
+        A pytree of arrays whose first axis is the records; there may be none.
+    max_norm, noise_multiplier, expected_batch_size
+        As above: > 0, >= 0, > 0.
+    micro_batch
+        How many records are in memory at once, at most.
+    **settings
+        ``mode`` ("flat", "tensor", "layer", "automatic" or a list of patterns) and ``noise``, an
+        object that adds it; see `fedclip.dpsgd.step.private_mean`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a parameter is not as above.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> params, batch = {"w": jnp.ones(2)}, jnp.eye(2)
+    >>> step = {"max_norm": 1.0, "noise_multiplier": 1.1, "expected_batch_size": 2}
+    >>> private_gradients(lambda p, x: jnp.sum(p["w"] * x) ** 2, params, batch, **step)["w"].shape
+    (2,)
+    """
+    leaves, tree = jax.tree.flatten(params)
+    names = _names(params)
+
+    def stacks() -> Iterator[JaxStack]:
+        for records, count in micro_batches(batch, micro_batch, sum(leaf.size for leaf in leaves)):
+            grads = jax.tree.leaves(_gradients(loss)(params, records))
+            yield JaxStack(dict(zip(names, grads, strict=True)), count)
+
+    shapes = {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)}
+    sizes = (max_norm, noise_multiplier, expected_batch_size)
+    found = private_mean(stacks(), shapes, *sizes, **settings)
+    pairs = zip(names, leaves, strict=True)
+    return jax.tree.unflatten(tree, [jnp.asarray(found[n], like.dtype) for n, like in pairs])
+
+
+@functools.lru_cache(maxsize=8)
+def _gradients(loss: Callable[[Any, Any], Any]) -> Any:
+    return jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))

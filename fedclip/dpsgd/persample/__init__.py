@@ -15,7 +15,7 @@ Gradients and sums stay where the framework has them; norms and factors go throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 from fedclip.dpsgd.persample.base import Arrays, Float64, HostStack, Stack
 from fedclip.scopes import Groups
 
-__all__ = ["Arrays", "check", "clipped_sum", "vector"]
+__all__ = ["Arrays", "add_up", "check", "clipped_sum", "vector"]
 
 _HOMES = {
     "declearn.model.torch": "fedclip.dpsgd.persample.torch",
@@ -95,16 +95,26 @@ def clipped_sum(
         Of shape (records, groups); NaN in the row of a record that counted as zero.
     """
     framework = _framework(model)
-    shapes = framework.shapes(model)
+    whole = each is not None
+    stacks = () if batch is None else framework.stacks(model, batch, micro_batch, whole)
+    return add_up(stacks, framework.shapes(model), factors, groups, each)
+
+
+def add_up(
+    stacks: Iterable[Stack],
+    shapes: Mapping[str, tuple[int, ...]],
+    factors: Callable[[Float64], Float64],
+    groups: Groups | None = None,
+    each: Callable[[Arrays], Arrays] | None = None,
+) -> tuple[dict[str, Float64], Float64]:
+    """Return what `clipped_sum` does, of gradients that are there."""
     names = groups.names if groups is not None else tuple(shapes)
     members = groups.members if groups is not None else (tuple(range(len(names))),)
     totals: dict[str, Any] = {}
     norms = [np.zeros((0, len(members)))]
-    if batch is not None:
-        stacks: Iterator[Stack] = framework.stacks(model, batch, micro_batch, each is not None)
-        for given in stacks:
-            stack = given if each is None else _one_by_one(given.arrays(), each)
-            norms.append(_add(totals, stack, names, members, factors))
+    for given in stacks:
+        stack = given if each is None else _one_by_one(given.arrays(), each)
+        norms.append(_add(totals, stack, names, members, factors))
     sums = {
         name: _host(totals[name]) if name in totals else np.zeros(shapes[name]) for name in names
     }

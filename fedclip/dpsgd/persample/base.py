@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from fedclip import parameters
+
 __all__ = ["Arrays", "Float64", "HostStack", "Stack", "at_once"]
 
 Float64: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -25,6 +27,7 @@ def at_once(size: int, elements: int) -> int:
     >>> at_once(128, 1000), at_once(128, 500_000), at_once(128, 100_000_000)
     (128, 4, 1)
     """
+    size = parameters.integer(1, micro_batch=size)
     return max(1, min(size, MOST // max(elements, 1)))
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from declearn.model.haiku import HaikuModel, JaxNumpyVector
 
-from fedclip.dpsgd.persample.base import Float64, at_once
+from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
 
-__all__ = ["JaxStack", "check", "shapes", "stacks", "vector"]
+__all__ = ["check", "shapes", "stacks", "vector"]
 
 # To compile takes long: once for a model.
 _COMPILED: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -47,15 +47,9 @@ def stacks(model: HaikuModel, batch: Any, micro_batch: int, whole: bool) -> Iter
         one = jax.grad(model._forward)
         _COMPILED[model] = jax.jit(jax.vmap(one, in_axes=(None, None, 0, 0)))
     elements = sum(leaf.size for leaf in jax.tree_util.tree_leaves(trained))
-    together = at_once(micro_batch, elements)
-    for start in range(0, len(inputs[0]), together):
-        size = min(together, len(inputs[0]) - start)
-        # Always as many records, so that nothing is compiled again; those too many are left out.
-        rows = np.minimum(np.arange(start, start + together), start + size - 1)
-        records = jax.tree_util.tree_map(
-            lambda a, rows=rows: jnp.expand_dims(a[rows], 1), (inputs, targets, weights)
-        )
-        keys = jax.random.split(next(model._rng_gen), together)
+    for some, size in micro_batches((inputs, targets, weights), micro_batch, elements):
+        records = jax.tree_util.tree_map(lambda a: jnp.expand_dims(a, 1), some)
+        keys = jax.random.split(next(model._rng_gen), len(records[0][0]))
         found = _COMPILED[model](trained, fixed, keys, records)
         arrays = {
             f"{layer}:{name}": array
@@ -63,55 +57,3 @@ def stacks(model: HaikuModel, batch: Any, micro_batch: int, whole: bool) -> Iter
             for name, array in named.items()
         }
         yield JaxStack(arrays, size)
-
-
-class JaxStack:
-    """Gradients of shape (records, ...), of which the first `size` count."""
-
-    def __init__(self, arrays: dict[str, jax.Array], size: int) -> None:
-        self._arrays, self._size = arrays, size
-
-    def squares(self, names: tuple[str, ...]) -> Float64:
-        found = _squares([self._arrays[name] for name in names])
-        return np.array(found)[: self._size]
-
-    def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
-        names = [*factors]
-        arrays = [self._arrays[name] for name in names]
-        scales = np.zeros((len(names), len(arrays[0])))
-        scales[:, : self._size] = [factors[name] for name in names]
-        kept = None
-        if not sound.all():
-            kept = np.zeros(len(arrays[0]), dtype=bool)
-            kept[: self._size] = sound
-        start = [totals.get(n, jnp.zeros(a.shape[1:])) for n, a in zip(names, arrays, strict=True)]
-        totals.update(zip(names, _sums(start, arrays, scales, kept), strict=True))
-
-    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        return {
-            n: np.asarray(a, dtype=_wide(a.dtype))[: self._size] for n, a in self._arrays.items()
-        }
-
-
-@jax.jit
-def _squares(arrays: list[jax.Array]) -> jax.Array:
-    wide = [a.astype(jnp.float64).reshape(len(a), -1) for a in arrays]
-    return jnp.stack([jnp.sum(a * a, axis=1) for a in wide], axis=1)
-
-
-@jax.jit
-def _sums(
-    totals: list[jax.Array], arrays: list[jax.Array], scales: jax.Array, kept: jax.Array | None
-) -> list[jax.Array]:
-    sums = []
-    for total, array, scale in zip(totals, arrays, scales, strict=True):
-        rows = array.astype(jnp.float64).reshape(len(array), -1)
-        if kept is not None:
-            # Zero times NaN would be NaN.
-            rows = jnp.where(kept[:, None], rows, 0.0)
-        sums.append(total + (scale @ rows).reshape(total.shape))
-    return sums
-
-
-def _wide(dtype: Any) -> Any:
-    return np.float32 if dtype == jnp.bfloat16 else dtype

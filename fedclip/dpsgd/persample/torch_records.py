@@ -18,21 +18,22 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedclip.dpsgd.persample.base import at_once
+from fedclip.dpsgd.persample.base import Float64, at_once
 from fedclip.dpsgd.persample.torch_layers import Part, Rows, parts, takes
 
-__all__ = ["Loss", "check", "record_parts", "trained"]
+__all__ = ["Loss", "TorchStack", "check", "record_parts", "record_stacks", "trained"]
 
 Loss: TypeAlias = Callable[[Callable[[tuple[Any, ...]], Any], Any], Tensor]
 """From a function that runs the module on its arguments, and one record, to the record's loss."""
@@ -276,3 +277,40 @@ def _unchanged(module: nn.Module, buffers: Tensors) -> None:
                 f"training changes the buffer {name.removeprefix('module.')!r}, which would keep "
                 "records unclipped and without noise: use a layer without such a memory"
             )
+
+
+def record_stacks(
+    module: nn.Module, loss: Loss, records: Any, size: int, whole: bool = False
+) -> Iterator[TorchStack]:
+    """Yield what `record_parts` does, to be asked for norms and sums."""
+    weights = trained(module)
+    for found in record_parts(module, loss, records, size, whole):
+        yield TorchStack(found, weights)
+
+
+class TorchStack:
+    """Gradients by parameter, on the device of the module."""
+
+    def __init__(self, found: dict[str, Part], weights: Tensors) -> None:
+        self._parts, self._weights = found, weights
+
+    def squares(self, names: tuple[str, ...]) -> Float64:
+        found = torch.stack([self._parts[name].squares() for name in names], 1)
+        return np.asarray(found.cpu().numpy())
+
+    def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
+        kept = None if sound.all() else torch.from_numpy(np.flatnonzero(sound))
+        for name, factor in factors.items():
+            part, scale, like = self._parts[name], torch.from_numpy(factor), self._weights[name]
+            if kept is not None:
+                part, scale = part.only(kept.to(like.device)), scale[kept]
+            found = part.sum(scale.to(like.device)).view(like.shape)
+            totals[name] = totals[name].add_(found) if name in totals else found
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        return {name: _host(part) for name, part in self._parts.items()}
+
+
+def _host(part: Any) -> np.ndarray[Any, Any]:
+    rows = part.rows.detach().cpu()
+    return np.asarray((rows.float() if rows.dtype is torch.bfloat16 else rows).numpy())
