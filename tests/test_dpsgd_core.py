@@ -6,7 +6,9 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,23 +44,46 @@ print(len(PoissonSampler(3, 3).draw()))
 
 
 # -- sampling ----------------------------------------------------------------------------------
-def test_each_record_is_drawn_at_the_rate_independently_over_steps() -> None:
-    records, expected, steps = 200, 20, 4000
-    sampler = PoissonSampler(records, expected)
-    drawn = np.zeros((steps, records), dtype=bool)
+RECORDS, EXPECTED, STEPS = 200, 20, 4000
+
+
+def faults(draw: Callable[[], Any]) -> set[str]:
+    """Return in what draws differ from Poisson samples by more than six standard deviations.
+
+    A sound sampler is blamed once in 5e8 for each of the four, and once in 2e6 for one of the
+    two hundred records.
+    """
+    drawn = np.zeros((STEPS, RECORDS), dtype=bool)
     for row in drawn:
-        row[sampler.draw()] = True
-    q = expected / records
-    # Six standard deviations: a sound sampler fails once in 5e8; a rate 1 % off, of 800,000
-    # draws, is 3 deviations more than that allows, and shuffled batches have no variance at all.
-    assert abs(drawn.mean() - q) < 6 * math.sqrt(q * (1 - q) / drawn.size)
-    each = drawn.mean(axis=0)
-    assert np.abs(each - q).max() < 6 * math.sqrt(q * (1 - q) / steps)
-    sizes = drawn.sum(axis=1)
-    variance = records * q * (1 - q)
-    assert abs(sizes.var() / variance - 1) < 6 * math.sqrt(2 / steps)
+        row[draw()] = True
+    q = EXPECTED / RECORDS
+    sizes, variance = drawn.sum(axis=1), RECORDS * q * (1 - q)
     together = (drawn[1:] & drawn[:-1]).mean()
-    assert abs(together - q * q) < 6 * math.sqrt(q * q / drawn.size)
+    found = {
+        "mean": abs(drawn.mean() - q) / math.sqrt(q * (1 - q) / drawn.size),
+        "records": np.abs(drawn.mean(axis=0) - q).max() / math.sqrt(q * (1 - q) / STEPS),
+        "sizes": abs(sizes.var() / variance - 1) / math.sqrt(2 / STEPS),
+        "steps": abs(together - q * q) / math.sqrt(q * q / drawn.size),
+    }
+    return {name for name, deviations in found.items() if deviations > 6}
+
+
+def test_each_record_is_drawn_at_the_rate_independently_over_steps() -> None:
+    assert not faults(PoissonSampler(RECORDS, EXPECTED).draw)
+
+
+def test_samplers_that_are_not_poisson_are_told_apart() -> None:
+    rng, sampler = np.random.default_rng(0), PoissonSampler(RECORDS, EXPECTED)
+    # A rate that is a twentieth too high: 13 deviations of the mean.
+    assert "mean" in faults(lambda: np.flatnonzero(rng.random(RECORDS) < 0.105))
+    # Batches of one size have no variance.
+    assert faults(lambda: rng.permutation(RECORDS)[:EXPECTED]) == {"sizes"}
+    # One record half as often again: 10 deviations of its own mean.
+    rates = np.where(np.arange(RECORDS) == 7, 0.15, 0.1)
+    assert faults(lambda: np.flatnonzero(rng.random(RECORDS) < rates)) == {"records"}
+    # Each batch twice: neighbours in time have half of their batches in common.
+    batches = iter([batch for _ in range(STEPS // 2) for batch in [sampler.draw()] * 2])
+    assert "steps" in faults(lambda: next(batches))
 
 
 def test_small_rates_give_empty_batches_and_full_rates_all_records() -> None:

@@ -96,7 +96,7 @@ def torch_model(kind: str = "mlp", dtype: str = "float32") -> Model:
     return TorchModel(net, nn.CrossEntropyLoss()), x, rng().integers(0, 3, 13)
 
 
-def jax_model() -> Model:
+def jax_model(kind: str = "mlp") -> Model:
     require("jax")
     import haiku as hk
     import jax
@@ -104,14 +104,21 @@ def jax_model() -> Model:
     from declearn.model.haiku import HaikuModel
 
     def net(x: Any) -> Any:
+        if kind == "embedding":
+            x = hk.Embed(11, 6)(x.astype(int)).mean(1)
+        if kind == "cnn":
+            x = hk.Flatten()(jnp.tanh(hk.Conv2D(2, 3)(x)))
         return hk.Sequential([hk.Linear(8), jnp.tanh, hk.Linear(3)])(x)
 
     def loss(found: Any, y: Any) -> Any:
         return -jnp.sum(jax.nn.log_softmax(found) * jax.nn.one_hot(y, 3), axis=-1)
 
     model = HaikuModel(net, loss, seed=0)
-    model.initialize({"features_shape": (6,), "data_type": "float32"})
-    return model, rng().normal(size=(13, 6)).astype("float32"), rng().integers(0, 3, 13)
+    shape = {"mlp": (6,), "cnn": (5, 5, 1), "embedding": (7,)}[kind]
+    model.initialize({"features_shape": shape, "data_type": "float32"})
+    x = rng().normal(size=(13, *shape))
+    x = rng().integers(0, 11, (13, *shape)) if kind == "embedding" else x
+    return model, x.astype("float32"), rng().integers(0, 3, 13)
 
 
 def tensorflow_model() -> Model:
@@ -194,16 +201,49 @@ def test_torch_models_of_all_kinds(kind: str) -> None:
         np.testing.assert_allclose(sums[key], array, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def opacus_model(kind: str) -> Model:
+    """Return a model of Opacus' own layers, which it has gradients of records for."""
+    import torch
+    from declearn.model.torch import TorchModel
+    from opacus.layers import DPLSTM, DPMultiheadAttention
+
+    torch.manual_seed(0)
+    nn = torch.nn
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = nn.Embedding(11, 6), nn.Linear(6, 3)
+            self.cell = DPLSTM(6, 6, batch_first=True)
+            self.mix = DPMultiheadAttention(6, 2, batch_first=True)
+
+        def forward(self, x: Any) -> Any:
+            found = self.embed(x)
+            if kind == "lstm":
+                return self.out(self.cell(found)[0][:, -1])
+            if kind == "attention":
+                return self.out(self.mix(found, found, found)[0].mean(1))
+            return self.out(found.mean(1))
+
+    net = Net()
+    for name in {"embedding": ("cell", "mix"), "lstm": ("mix",), "attention": ("cell",)}[kind]:
+        delattr(net, name)
+    x = rng().integers(0, 11, (13, 7))
+    return TorchModel(net, nn.CrossEntropyLoss()), x, rng().integers(0, 3, 13)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn", "embedding", "lstm", "attention"])
+@pytest.mark.parametrize("micro_batch", [5, 128])
 @pytest.mark.filterwarnings("ignore")
-def test_it_is_what_opacus_does(kind: str) -> None:
+def test_it_is_what_opacus_does(kind: str, micro_batch: int) -> None:
     sampler = pytest.importorskip("opacus.grad_sample").GradSampleModule
     import torch
 
-    model, x, y = torch_model(kind)
-    sums, norms = clipped_sum(model, (x, y, None), flat, micro_batch=5)
+    model, x, y = torch_model(kind) if kind in ("mlp", "cnn") else opacus_model(kind)
+    sums, norms = clipped_sum(model, (x, y, None), flat, micro_batch=micro_batch)
     net = sampler(model._raw_model.module, loss_reduction="sum")
-    loss = torch.nn.CrossEntropyLoss(reduction="sum")(net(x), torch.from_numpy(y))
+    found = net(torch.as_tensor(x))
+    loss = torch.nn.CrossEntropyLoss(reduction="sum")(found, torch.from_numpy(y))
     loss.backward()
     samples = {n: p.grad_sample.double() for n, p in net._module.named_parameters()}
     theirs = torch.sqrt(sum((g**2).flatten(1).sum(1) for g in samples.values()))
@@ -214,12 +254,14 @@ def test_it_is_what_opacus_does(kind: str) -> None:
         np.testing.assert_allclose(sums[f"module.{name}"], total, rtol=0, atol=1e-6)
 
 
-def test_it_is_what_optax_does() -> None:
+@pytest.mark.parametrize("kind", ["mlp", "cnn", "embedding"])
+@pytest.mark.parametrize("micro_batch", [5, 128])
+def test_it_is_what_optax_does(kind: str, micro_batch: int) -> None:
     optax = pytest.importorskip("optax")
-    model, x, y = jax_model()
+    model, x, y = jax_model(kind)
     import jax
 
-    sums, _ = clipped_sum(model, (x, y, None), flat, micro_batch=5)
+    sums, _ = clipped_sum(model, (x, y, None), flat, micro_batch=micro_batch)
 
     def loss(params: Any, x: Any, y: Any) -> Any:
         return model._forward(params, {}, None, ([x[None]], y[None], None))
