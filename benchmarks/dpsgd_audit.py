@@ -46,7 +46,8 @@ def prepared(there: np.ndarray[Any, Any]) -> PrivateTrainingManager:
     """Return a client that has those canaries that are there, and empty records for the others."""
     count = len(there)
     # The gradient is half the record, for a model of zeros.
-    records = np.diag(np.where(there, 20.0 * BOUND, 0.0)).astype("float32")
+    records = np.zeros((count, count), dtype="float32")
+    np.fill_diagonal(records, np.where(there, 20.0 * BOUND, 0.0))
     dataset = InMemoryDataset(records, target=np.zeros(count, dtype=int))
     model = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss", penalty=None)
     model.initialize({"features_shape": (count,), "classes": [0, 1]})
