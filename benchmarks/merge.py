@@ -1,8 +1,8 @@
 """Time and memory of the server's merge, by number of clients: ``python -m benchmarks.merge``.
 
 A client's reply is what declearn hands to the module: a message that has been read off the wire.
-Time is that of adding up the replies of one round and of moving the state on; memory is what
-that takes besides the replies themselves.
+Time is the processor's, for adding up the replies of one round and moving the state on; memory is
+what that takes besides the replies themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.table import Table
 import fedclip  # noqa: F401  (registers the clippers)
 
 NAMES = ("zscore-clip", "ema-clip", "auto-clip", "percentile-norm-clip", "adaptive-clip")
-SIZES = (100, 1000, 10_000)
+SIZES = (100, 1000, 10_000, 100_000)
 STEPS = 14
 
 
@@ -58,9 +58,9 @@ def measure(name: str, clients: int) -> tuple[float, int]:
         return [msgpack_deserialize(wire[i % len(wire)]) for i in range(clients)]
 
     messages = received()
-    start = time.perf_counter()
+    start = time.process_time()
     merge(server, messages)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert not server.modules[0].refused  # type: ignore[attr-defined]
     messages = received()
     tracemalloc.start()
@@ -73,13 +73,16 @@ def measure(name: str, clients: int) -> tuple[float, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, nargs="*", default=SIZES)
-    sizes = parser.parse_args().clients
+    parser.add_argument("--plot", metavar="FILE", help="draw times by clients as well")
+    options = parser.parse_args()
+    sizes, lines = options.clients, {}
     table = Table(title="The server's merge of one round")
     for head in ("clipper", "clients", "ms", "µs a client", "KiB besides", "bytes a client"):
         table.add_column(head, justify="left" if head == "clipper" else "right")
     for name in NAMES:
         for clients in sizes:
             seconds, peak = measure(name, clients)
+            lines.setdefault(name, []).append(seconds)
             table.add_row(
                 name,
                 f"{clients:,}",
@@ -89,6 +92,22 @@ def main() -> None:
                 f"{peak / clients:.0f}",
             )
     Console().print(table)
+    if options.plot:
+        draw(sizes, lines, options.plot)
+
+
+def draw(sizes: list[int], lines: dict[str, list[float]], file: str) -> None:
+    """Draw the seconds of a merge by number of clients."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, seconds in lines.items():
+        axes.loglog(sizes, seconds, marker="o", label=name)
+    axes.set(xlabel="clients in a round", ylabel="processor time of the server's merge, s")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file, dpi=100)
 
 
 if __name__ == "__main__":

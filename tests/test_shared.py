@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import warnings
@@ -574,6 +575,32 @@ def test_a_broken_client_is_left_out_counted_and_logged(
         assert bad.group() == without.group(), caplog.text
     assert bad.counterpart.refused == 2
     assert f"{name}-server: left out what 1 of" in caplog.text
+
+
+@every_clipper
+def test_many_clients_are_checked_together_and_lies_are_left_out_alone(name: str) -> None:
+    fed = Federation(name)
+    rng = np.random.default_rng(11)
+    sent = fed.server.collect_aux_var()
+    messages = []
+    for place in range(60):
+        client = Optimizer(0.1, modules=[(name, {**fed.config, "shared": True})])
+        client.process_aux_var(sent)
+        client.start_round()
+        for norm in draw(rng, 3):
+            client.modules[0].run(NumpyVector({"w": np.array([norm])}))
+        ((_, message),) = client.collect_aux_var().items()
+        counts = np.asarray(message.counts).ravel().tolist()
+        # More norms than there can be, and a group that does not add up.
+        lie = place in (7, 8, 41)
+        messages.append((1, [10**9, *counts[1:]] if lie else counts))
+    shared = fed.counterpart.shared_state
+    alone = copy.deepcopy(shared)
+    merged = shared.merge(messages)
+    assert [i for i, fault in enumerate(merged.faults) if fault] == [7, 8, 41]
+    assert merged.members == 57
+    alone.merge([m for i, m in enumerate(messages) if i not in (7, 8, 41)])
+    assert shared.get_state() == alone.get_state()
 
 
 def tampering(what: str) -> Callable[[FedclipSharedCounts], Any]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
@@ -282,9 +283,13 @@ def counts_of(members: Any, counts: Any, shape: tuple[int, int]) -> tuple[Counts
         # Check this before NumPy makes an array of any size or kind.
         if len(counts) != shape[0] * shape[1]:
             return None, f"not {shape[0]} rows of {shape[1]} numbers"
-        if set(map(type, counts)) != {int} or min(counts) < 0 or max(counts) >= 2**48:
+        try:
+            # This takes whole numbers from 0 to 2^64 only, and a tenth of the time of NumPy.
+            counts = np.frombuffer(array("Q", counts), dtype=np.uint64).reshape(shape)
+        except (TypeError, OverflowError):
             return None, "numbers that are no counts"
-        counts = np.array(counts, dtype=np.uint64).reshape(shape)
+        if counts.max(initial=0) >= 2**48:
+            return None, "numbers that are no counts"
     if not isinstance(counts, np.ndarray):
         return None, f"{type(counts).__name__} in place of counts"
     if counts.shape != shape:
