@@ -36,11 +36,9 @@ def number(
     """Return the one keyword value as a finite float inside [low, high] (or open ends)."""
     name, value = _one(values)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        hint = (
-            " (declearn's TOML reads nan as None)"
-            if value is None
-            else f" ({type(value).__name__})"
-        )
+        hint = f" ({type(value).__name__})"
+        if value is None:
+            hint = " (declearn's TOML reads nan as None)"
         raise TypeError(f"{name} must be {allowed}, got {value!r}{hint}")
     try:
         result = float(value)

@@ -170,9 +170,11 @@ class Gradient:
 
     def rest_is_finite(self) -> bool:
         """Whether the excluded tensors hold neither NaN nor infinity."""
+        if not self.rest:
+            return True
         backend = self.backend
         rest = [*backend.prepared([*self.rest.values()])]
-        return not rest or _QUIET.copy().run(all_finite, _local(rest, backend.host(rest), backend))
+        return _QUIET.copy().run(all_finite, _local(rest, backend.host(rest), backend))
 
     def rest_after(self, outcome: Outcome, on_nonfinite: str) -> Mapping[str, Array]:
         """Return the excluded tensors unchanged, or zeros if a device skips the step."""
