@@ -116,8 +116,9 @@ def _tensor(
         rows = tuple(int(row) for row in rng.integers(0, min(n_rows, 4), count))
         values = _values(rng, (count, *shape[1:]), dtype, kind, scale)
         if count and rng.random() < 0.5:
-            # Rows that nearly cancel.
-            values[count // 2 :] = -values[: count - count // 2] * rng.uniform(0.9, 1.1)
+            # Rows that nearly cancel; those near the largest number become infinite.
+            with np.errstate(over="ignore"):
+                values[count // 2 :] = -values[: count - count // 2] * rng.uniform(0.9, 1.1)
         return Tensor(held(values, dtype), dtype, layout, rows, n_rows)
     if layout == "sparse" or not shape:
         layout = "plain"
