@@ -15,7 +15,7 @@ import pytest
 from helpers import PATIENCE
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("__main__", "adapters", "cuda", "measure", "merge", "models", "noise")
+NAMES = ("__main__", "adapters", "cuda", "measure", "merge", "models", "noise", "training")
 
 
 @pytest.mark.parametrize("name", NAMES)
