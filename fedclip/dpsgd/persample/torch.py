@@ -34,12 +34,14 @@ def vector(model: TorchModel, arrays: Any) -> TorchVector:
 
 def stacks(model: TorchModel, batch: Any, micro_batch: int, whole: bool) -> Iterator[Any]:
     """Return the gradients of each micro-batch."""
-    module, criterion = model._raw_model, model._loss_fn
+    # Not those that declearn wraps them in, which send all arguments to the device once more.
+    device, module = model._raw_model.device, model._raw_model.module
+    criterion = model._loss_fn.module
     module.train()
     inputs, targets, weights = model._unpack_batch(batch)
     given = {"inputs": inputs, "target": targets, "weight": weights}
     records = torch.utils._pytree.tree_map(
-        lambda data: data.to(module.device), {n: x for n, x in given.items() if x is not None}
+        lambda data: data.to(device), {n: x for n, x in given.items() if x is not None}
     )
 
     def loss(run: Any, record: Any) -> torch.Tensor:
@@ -48,4 +50,4 @@ def stacks(model: TorchModel, batch: Any, micro_batch: int, whole: bool) -> Iter
         value: torch.Tensor = criterion(found, target).mean()
         return value * record["weight"].to(value.dtype) if "weight" in record else value
 
-    return torch_records.record_stacks(module, loss, records, micro_batch, whole)
+    return torch_records.record_stacks(module, loss, records, micro_batch, whole, "module.")

@@ -274,18 +274,18 @@ def _unchanged(module: nn.Module, buffers: Tensors) -> None:
     for name, buffer in module.named_buffers() if buffers else ():
         if not torch.equal(buffers[name].nan_to_num(), buffer.nan_to_num()):
             raise ValueError(
-                f"training changes the buffer {name.removeprefix('module.')!r}, which would keep "
+                f"training changes the buffer {name!r}, which would keep "
                 "records unclipped and without noise: use a layer without such a memory"
             )
 
 
 def record_stacks(
-    module: nn.Module, loss: Loss, records: Any, size: int, whole: bool = False
+    module: nn.Module, loss: Loss, records: Any, size: int, whole: bool = False, prefix: str = ""
 ) -> Iterator[TorchStack]:
-    """Yield what `record_parts` does, to be asked for norms and sums."""
-    weights = trained(module)
+    """Yield what `record_parts` does, to be asked for norms and sums, under longer names."""
+    weights = {prefix + name: weight for name, weight in trained(module).items()}
     for found in record_parts(module, loss, records, size, whole):
-        yield TorchStack(found, weights)
+        yield TorchStack({prefix + name: part for name, part in found.items()}, weights)
 
 
 class TorchStack:
