@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -201,7 +203,7 @@ def test_norms_and_sums_are_those_of_gradients(kind: str) -> None:
     assert start == 7
     (plan,) = records._PLANS[module].values()
     assert len(plan.layers) == known
-    inside = {id(p) for layer, *_ in plan.layers.values() for p in layer.parameters()}
+    inside = {id(p) for layer in plan.layers for p in module.get_submodule(layer).parameters()}
     names = {n for n, p in module.named_parameters() if id(p) in inside}
     assert not names & {*plan.others}
 
@@ -221,6 +223,26 @@ def test_positions_that_cancel_do_not_hide_a_norm(make: Any) -> None:
     exact = part.sum(torch.ones(1, dtype=torch.float64)).square().sum()
     assert exact > 0
     assert part.squares()[0] >= exact
+
+
+def test_a_layer_that_is_exchanged_is_looked_at_again() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 2))
+    records_of = {"x": torch.randn(4, 6), "scale": torch.randn(4)}
+    for layer in (net[0], Halved(6, 2)):
+        net[0] = layer
+        (parts,) = records.record_parts(net, loss, records_of, 4)
+        right = torch.stack([row["0.weight"] for row in of_each(net, *records_of.values())])
+        ones = torch.ones(4, dtype=torch.float64)
+        torch.testing.assert_close(parts["0.weight"].sum(ones).view(2, 6), right.sum(0))
+
+
+def test_plans_do_not_keep_modules_alive() -> None:
+    gone = weakref.ref(net := nn.Linear(6, 2))
+    list(records.record_parts(net, loss, {"x": torch.randn(4, 6), "scale": torch.ones(4)}, 4))
+    del net
+    gc.collect()
+    assert gone() is None
 
 
 def test_dropout_is_each_record_s_own() -> None:

@@ -354,7 +354,8 @@ def private_gradients(
         In training mode, on the device of the records.
     loss
         From what the module puts out and the targets, of one record in a batch of its own, to a
-        tensor whose mean is the loss.
+        tensor whose mean is the loss. Parameters that it uses besides have no part in the
+        gradients: add those of penalties afterwards.
     inputs, targets
         Tensors whose first axis is the records; there may be none.
     max_norm, noise_multiplier, expected_batch_size

@@ -48,7 +48,7 @@ _SIZES = 32
 class Plan:
     """Which layers are taken apart, with the shape and dtype of what they put out."""
 
-    layers: dict[str, tuple[nn.Module, torch.Size, torch.dtype]]
+    layers: dict[str, tuple[torch.Size, torch.dtype]]
     others: tuple[str, ...]
     elements: int
 
@@ -137,21 +137,22 @@ def _plan(
     weights: Tensors,
     whole: bool,
 ) -> Plan:
-    key = (whole, *weights, *((x.shape[1:], x.dtype) for x in leaves))
+    layers = (type(layer) for layer in module.modules())
+    key = (whole, *weights, *layers, *((x.shape[1:], x.dtype) for x in leaves))
     plans = _PLANS.setdefault(module, {})
     if key not in plans:
-        layers = {} if whole else _known_layers(module, loss, record, buffers)
-        inside = {_full(n, p) for n, (layer, *_) in layers.items() for p in layer._parameters}
+        known = {} if whole else _known_layers(module, loss, record, buffers)
+        inside = {_full(n, p) for n in known for p in module.get_submodule(n)._parameters}
         others = tuple(n for n in weights if n not in inside)
         held = sum(weights[n].numel() for n in others)
-        held += sum(entry[-1] for entry in layers.values())
-        plans[key] = Plan({n: entry[:3] for n, entry in layers.items()}, others, held)
+        held += sum(entry[-1] for entry in known.values())
+        plans[key] = Plan({n: entry[:2] for n, entry in known.items()}, others, held)
     return plans[key]
 
 
 def _known_layers(
     module: nn.Module, loss: Loss, record: Any, buffers: Tensors
-) -> dict[str, tuple[nn.Module, torch.Size, torch.dtype, int]]:
+) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
     """Return the layers that can be taken apart, and how much they hold of a record."""
     owners = Counter(id(p) for m in module.modules() for p in m._parameters.values())
     known = {
@@ -193,7 +194,7 @@ def _known_layers(
             if len(args) == 1 and not kwargs:
                 held = parts(layer, args[0].detach()[None], out[None]).values()
                 size = sum(part.numbers() for part in held)
-                result[name] = (layer, out.shape, out.dtype, size)
+                result[name] = (out.shape, out.dtype, size)
     return result
 
 
@@ -207,9 +208,10 @@ def _together(
     weights: Tensors,
 ) -> dict[str, Part]:
     count, device = len(leaves[0]), leaves[0].device
+    layers = {name: module.get_submodule(name) for name in plan.layers}
     taps = [
         torch.zeros(count, *shape, dtype=dtype, device=device, requires_grad=True)
-        for _, shape, dtype in plan.layers.values()
+        for shape, dtype in plan.layers.values()
     ]
     copies = [weights[n].expand(count, *weights[n].shape).requires_grad_() for n in plan.others]
 
@@ -228,7 +230,7 @@ def _together(
         instead = {**own, **buffers}
         run = partial(functional_call, module, instead) if instead else lambda args: module(*args)
         with ExitStack() as hooks:
-            for name, (layer, *_) in plan.layers.items():
+            for name, layer in layers.items():
                 hook = layer.register_forward_hook(partial(tap, name), prepend=True)
                 hooks.callback(hook.remove)
             value = loss(run, torch.utils._pytree.tree_unflatten([*rest], tree))
@@ -244,7 +246,7 @@ def _together(
     result: dict[str, Part] = {}
     given = zip([*taps, *copies], found, strict=True)
     grads = [torch.zeros_like(like) if grad is None else grad for like, grad in given]
-    for (name, (layer, *_)), x, out in zip(plan.layers.items(), came, grads, strict=False):
+    for (name, layer), x, out in zip(layers.items(), came, grads, strict=False):
         for own, part in parts(layer, x.detach(), out).items():
             result[_full(name, own)] = part
     for name, rows in zip(plan.others, grads[len(taps) :], strict=True):
