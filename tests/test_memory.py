@@ -256,8 +256,11 @@ def test_a_step_within_a_step_has_memory_of_its_own() -> None:
     # As when the garbage collector runs a finaliser that clips.
     memory, sizes = Memory(), [400_000, 400_000]
     outer = memory.room(sizes)
+    assert outer
     first = outer.empty(0, (100_000,), np.dtype(np.float32))
-    inner = memory.room(sizes).empty(0, (100_000,), np.dtype(np.float32))
+    other_room = memory.room(sizes)
+    assert other_room
+    inner = other_room.empty(0, (100_000,), np.dtype(np.float32))
     second = outer.empty(1, (100_000,), np.dtype(np.float32))
     again = outer.empty(0, (100_000,), np.dtype(np.float32))
     arrays = [first, inner, second, again]
@@ -292,6 +295,7 @@ def test_as_much_as_one_gradient_is_kept() -> None:
     memory, sizes = Memory(), [4 * 100_000] * 9 + [80, 0, 3_000_000, 70_001]
     for _ in range(3):
         room = memory.room(sizes)
+        assert room
         held = [room.empty(i, (n,), np.dtype(np.uint8)) for i, n in enumerate(sizes)]
         whole = {id(a.base): a.base.nbytes for a in held if a.base is not None}
         assert sum(sizes) - 80 <= sum(whole.values()) <= sum(sizes) + 128 * len(sizes)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ class _Block:
     """Memory for some arrays, which are held or free together."""
 
     def __init__(self) -> None:
-        self.size = 0
+        self.size = self.shift = 0
         self._memory: memoryview | None = None
         self._lease: weakref.ref[_Array] | None = None
 
@@ -49,7 +49,8 @@ class _Block:
         """Return an array over memory that nobody else holds."""
         if self._memory is None or self._lease is None or self._lease() is not None:
             # NumPy asks the kernel for huge pages from 4 MiB on.
-            self._memory = np.empty(self.size + _ALIGNMENT, np.uint8).data
+            memory = np.empty(self.size + _ALIGNMENT, np.uint8)
+            self._memory, self.shift = memory.data, -memory.ctypes.data % _ALIGNMENT
         # Views hold the lease, and not what is below it: a memoryview is no array.
         lease = np.frombuffer(self._memory, np.uint8)
         self._lease = weakref.ref(lease)
@@ -73,11 +74,11 @@ class Memory:
         """Let copies and pickles be empty: two clippers must not write to one memory."""
         return Memory, ()
 
-    def room(self, sizes: Sequence[int]) -> Room:
-        """Return the memory for one step over arrays of these numbers of bytes."""
+    def room(self, sizes: Sequence[int]) -> Room | None:
+        """Return the memory for one step over arrays of these numbers of bytes; None if small."""
         if sizes != self._sizes:
             self._sizes, self._places = sizes, _places(sizes)
-        return Room(self._places)
+        return Room(self._places) if self._places else None
 
     def release(self) -> None:
         """Keep nothing; what somebody holds lives as long as that."""
@@ -104,18 +105,31 @@ class Room:
 
     def __init__(self, places: Mapping[int, _Place]) -> None:
         self._places = dict(places)
-        self._leases: dict[_Block, tuple[_Array, int]] = {}
+        self._leases: dict[_Block, _Array] = {}
 
-    def like(self, i: int, view: _Array | None) -> _Array | None:
-        """Return memory for array i, laid out like a view of it; None if there is none."""
-        if view is None or i not in self._places or in_memory_order(view) is None:
+    def like(self, places: Iterable[int], views: Sequence[_Array | None]) -> list[_Array | None]:
+        """Return memory for some arrays, laid out like views of them; None where there is none."""
+        known = self._places
+        return [
+            None if i not in known or (view := views[i]) is None else self._like(i, view)
+            for i in places
+        ]
+
+    def _like(self, i: int, view: _Array) -> _Array | None:
+        if view.flags.c_contiguous:
+            return self._take(i, view.shape, view.dtype)
+        if in_memory_order(view) is None:
             return None
         return self._take(i, view.shape, view.dtype, view.strides)
 
     def empty(self, i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Array:
         """Return an uninitialised array in C order, in the memory for array i if it fits."""
-        array = self._take(i, shape, dtype)
+        size = math.prod(shape) * dtype.itemsize
+        array = self._take(i, shape, dtype) if self._holds(i, size) else None
         return np.empty(shape, dtype) if array is None else array
+
+    def _holds(self, i: int, size: int) -> bool:
+        return i in self._places and size <= self._places[i].size
 
     def _take(
         self,
@@ -124,15 +138,11 @@ class Room:
         dtype: np.dtype[Any],
         strides: tuple[int, ...] | None = None,
     ) -> _Array | None:
-        place = self._places.pop(i, None)
-        if place is None or math.prod(shape) * dtype.itemsize > place.size:
-            return None
-        found = self._leases.get(place.block)
-        if found is None:
-            lease = place.block.lend()
-            found = self._leases[place.block] = lease, -lease.ctypes.data % _ALIGNMENT
-        lease, shift = found
-        array: _Array = np.ndarray(shape, dtype, lease, shift + place.start, strides)
+        block, start, _ = self._places.pop(i)
+        lease = self._leases.get(block)
+        if lease is None:
+            lease = self._leases[block] = block.lend()
+        array: _Array = np.ndarray(shape, dtype, lease, block.shift + start, strides)
         # Views of the array will hold what it holds: if that were not the lease, nobody would
         # know that they are there.
         return array if array.base is lease else None

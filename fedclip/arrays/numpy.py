@@ -36,17 +36,16 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def written(
-    call: Callable[[Any, Any, HostView | None], Any], arrays: Sequence[Array], k: Any, outs: Outs
+    call: Callable[..., Any], arrays: Sequence[Array], k: Any, outs: Outs
 ) -> list[HostView]:
     """Return ``call(array, k, out)``, elementwise, for each array; large ones over all cores."""
-    outs = outs or [None] * len(arrays)
     threads = worthwhile(sum(map(_nbytes, arrays)))
     if threads < 2:
-        results = [*map(call, arrays, repeat(k), outs)]
+        results = [*map(call, arrays, repeat(k), *([outs] if outs else []))]
         # NumPy returns a scalar for a 0-d array: make it an array again.
         return results if {*map(type, results)} == _ARRAY else [np.asarray(r) for r in results]
     results, calls = [], []
-    for array, out in zip(arrays, outs, strict=True):
+    for array, out in zip(arrays, outs or [None] * len(arrays), strict=True):
         result = np.empty_like(array, subok=False) if out is None else out
         results.append(result)
         source, target = in_memory_order(array), in_memory_order(result)
@@ -69,7 +68,7 @@ def _multiply_half(array: HostView, factor: Any, out: HostView | None = None) ->
     return out
 
 
-def _clip(array: HostView, ends: tuple[Any, Any], out: HostView | None) -> HostView:
+def _clip(array: HostView, ends: tuple[Any, Any], out: HostView | None = None) -> HostView:
     # Several times faster than `np.clip`, whose branches are hard to predict.
     result = np.asarray(np.maximum(array, ends[0], out=out))
     return np.asarray(np.minimum(result, ends[1], out=result))

@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,7 +142,7 @@ def _pieces(views: Sequence[HostView], dtypes: set[np.dtype[Any]]) -> _Pieces:
     widths = {dtype.itemsize for dtype in dtypes}
     halves = 2 in widths
     sums = [0.0] * len(views)
-    threads = worthwhile(sum(view.nbytes for view in views))
+    threads = worthwhile(sum(map(attrgetter("nbytes"), views)))
     calls: list[Callable[[], object]] = []
     tables: list[HostView] = []
     tails: list[HostView] = []

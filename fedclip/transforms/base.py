@@ -161,7 +161,7 @@ class Gradient:
     def outs(self, places: Sequence[int]) -> Outs:
         """Return where the outputs for some of the arrays may be written to."""
         room = self.room
-        return [room.like(i, self.views[i]) for i in places] if room else ()
+        return room.like(places, self.views) if room else ()
 
     def empty(self, i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostView:
         """Return an uninitialised array for the output of array i."""
