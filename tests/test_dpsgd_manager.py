@@ -29,6 +29,7 @@ import fedclip
 from fedclip.dpsgd.ledger import Ledger
 from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.noise import IndependentNoise
+from fedclip.dpsgd.persample import clipped_sum
 from fedclip.dpsgd.sample_clip import SampleClip
 from fedclip.privacy.accounting import Release, epsilon
 
@@ -210,6 +211,23 @@ def test_batches_are_poisson_samples_whatever_the_server_says() -> None:
     assert len(sizes) == 240
     assert len(set(sizes)) > 3
     assert abs(np.mean(sizes) - 15) < 6 * math.sqrt(60 * 0.25 * 0.75 / 240)
+
+
+@pytest.mark.parametrize(("size", "most"), [(1, 32), (15, 32), (40, 64), (60, 96)])
+def test_small_batches_are_not_filled_up_to_large_ones(
+    monkeypatch: pytest.MonkeyPatch, size: int, most: int
+) -> None:
+    seen: list[int] = []
+
+    def note(*args: Any, micro_batch: int, **settings: Any) -> Any:
+        seen.append(micro_batch)
+        return clipped_sum(*args, micro_batch=micro_batch, **settings)
+
+    monkeypatch.setattr("fedclip.dpsgd.persample.clipped_sum", note)
+    for clip in (SampleClip(), SampleClip(micro_batch=7)):
+        made = manager([clip], private=request(batches={"batch_size": size}))
+        made.run_train_step(made.records.take(np.arange(size)))
+    assert seen == [most, 7]
 
 
 # -- modes -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ secure generator. Nothing but the update leaves a round.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -214,7 +215,7 @@ class PrivateTrainingManager(DPTrainingManager):
             batch,
             partial(clipping.factors, bound=bound),
             groups=self._groups,
-            micro_batch=settings.micro_batch,
+            micro_batch=min(settings.micro_batch, _enough(expected)),
             each=self._each if self._before else None,
         )
         noisy = self.noise.add(sums, clipping.noise_multiplier(z, expected) * bound)
@@ -238,3 +239,8 @@ class PrivateTrainingManager(DPTrainingManager):
                 "without noise"
             )
         return super()._evaluation_round(message)
+
+
+def _enough(expected: float) -> int:
+    """Return as many records as nearly all batches have: what is padded is padded to that."""
+    return 32 * math.ceil((expected + 3.0 * math.sqrt(expected)) / 32)
