@@ -159,3 +159,32 @@ assert norm(1) == here[1]
 def test_threads_are_made_anew_after_a_fork() -> None:
     """With declearn's own helper, in a process that has threads already."""
     subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=PATIENCE)
+
+
+BITS = """
+import numpy as np
+from declearn.model.sklearn import NumpyVector
+from fedclip import NormClip
+
+rng = np.random.default_rng(0)
+clip = NormClip(1.0)
+clip.run(NumpyVector({f"t{i}": rng.standard_normal(499) for i in range(400)}))
+print(clip.last.norm_before[0].hex())
+"""
+
+
+@pytest.mark.slow
+def test_the_bits_of_many_small_arrays_do_not_depend_on_the_setting() -> None:
+    """Joined, they are long enough for OpenBLAS to use threads of its own."""
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", BITS],
+            env={**os.environ, "OMP_NUM_THREADS": threads},
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        ).stdout
+        for threads in ("1", "2", "4")
+    ]
+    assert len({*found}) == 1
