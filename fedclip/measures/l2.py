@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -44,7 +44,8 @@ UNCERTAINTY = {"float16": 2.0**-20, "bfloat16": 2.0**-20, "float32": 2.0**-20, "
 """Largest relative error of a norm measured on the fast path, by dtype."""
 
 _BLOCK = 1024
-_ROWS = PIECE // _BLOCK
+# With 500 rows or fewer, `np.vecdot` keeps the lock of the interpreter.
+_ROWS = 2 * PIECE // _BLOCK
 _ALONE = 8192
 # Smaller arrays are joined: one call for all of them costs less than one for each.
 _SMALL = 512
@@ -177,11 +178,11 @@ def _pieces(views: Sequence[HostView], dtypes: set[np.dtype[Any]]) -> _Pieces:
         if threads < 2:
             np.vecdot(table, table, dots[start:stop])
         else:
-            for i in range(0, count, _ROWS):
-                some = table[i : i + _ROWS]
-                calls.append(
-                    partial(np.vecdot, some, some, dots[start + i : min(start + i + _ROWS, stop)])
-                )
+            parts = max(1, count // _ROWS)
+            edges = [count * part // parts for part in range(parts + 1)]
+            for low, high in pairwise(edges):
+                some, into = table[low:high], dots[start + low : start + high]
+                calls.append(partial(np.vecdot, some, some, into))
         start = stop
     each(calls, threads)
     return _Pieces(sums, dots, counts, rows, tails, rest)
