@@ -41,20 +41,20 @@ class _Block:
     """Memory for some arrays, which are held or free together."""
 
     def __init__(self) -> None:
-        self.size = self.shift = 0
+        self.size = self._shift = 0
         self._memory: memoryview | None = None
         self._lease: weakref.ref[_Array] | None = None
 
-    def lend(self) -> _Array:
-        """Return an array over memory that nobody else holds."""
+    def lend(self) -> tuple[_Array, int]:
+        """Return an array over memory that nobody else holds, and where it is aligned."""
         if self._memory is None or self._lease is None or self._lease() is not None:
             # NumPy asks the kernel for huge pages from 4 MiB on.
             memory = np.empty(self.size + _ALIGNMENT, np.uint8)
-            self._memory, self.shift = memory.data, -memory.ctypes.data % _ALIGNMENT
+            self._memory, self._shift = memory.data, -memory.ctypes.data % _ALIGNMENT
         # Views hold the lease, and not what is below it: a memoryview is no array.
         lease = np.frombuffer(self._memory, np.uint8)
         self._lease = weakref.ref(lease)
-        return lease
+        return lease, self._shift
 
 
 class _Place(NamedTuple):
@@ -105,7 +105,7 @@ class Room:
 
     def __init__(self, places: Mapping[int, _Place]) -> None:
         self._places = dict(places)
-        self._leases: dict[_Block, _Array] = {}
+        self._leases: dict[_Block, tuple[_Array, int]] = {}
 
     def like(self, places: Iterable[int], views: Sequence[_Array | None]) -> list[_Array | None]:
         """Return memory for some arrays, laid out like views of them; None where there is none."""
@@ -139,10 +139,11 @@ class Room:
         strides: tuple[int, ...] | None = None,
     ) -> _Array | None:
         block, start, _ = self._places.pop(i)
-        lease = self._leases.get(block)
-        if lease is None:
-            lease = self._leases[block] = block.lend()
-        array: _Array = np.ndarray(shape, dtype, lease, block.shift + start, strides)
+        found = self._leases.get(block)
+        if found is None:
+            found = self._leases[block] = block.lend()
+        lease, shift = found
+        array: _Array = np.ndarray(shape, dtype, lease, shift + start, strides)
         # Views of the array will hold what it holds: if that were not the lease, nobody would
         # know that they are there.
         return array if array.base is lease else None
