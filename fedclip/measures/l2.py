@@ -226,7 +226,11 @@ def total_square_sum(views: Views) -> float:
 
 
 def _joined_square_sum(views: Sequence[HostView]) -> float:
-    values = np.concatenate(views, axis=None, dtype=np.float64)
+    # Of a plain list: NumPy takes a sixth longer over a class made from it.
+    values = np.concatenate([*views], axis=None, dtype=np.float64)
+    if values.size <= _ALONE:
+        # A step of `norm-clip` takes 5 % less ("20 tensors, 2.7k" of `make bench`).
+        return float(values.dot(values))
     # Beyond 10,000 elements OpenBLAS would use threads of its own, which keep a core busy for
     # milliseconds after the call, and give other bits.
     pieces = (values[i : i + _ALONE] for i in range(0, values.size, _ALONE))
