@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedclip import Centralize, NormClip, Standardize, ValueClip
-from fedclip.arrays import NUMPY, Memory
+from fedclip.arrays import NUMPY, Memory, memory
 from fedclip.arrays.base import Arithmetic
 from fedclip.testing import to_numpy, to_vector
 
@@ -33,6 +33,14 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "small": (7,),
     "one": (),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_gradients_too() -> Iterator[None]:
+    """Keep the memory of small gradients too, so that the tests are fast."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_FROM", 1)
+        yield
 
 
 def address(array: Any) -> int:
@@ -50,11 +58,34 @@ def test_memory_is_used_again_once_nobody_holds_it() -> None:
     assert len(found) == 1
 
 
-def test_what_shares_a_block_is_held_together() -> None:
+def test_only_what_is_held_gets_new_memory() -> None:
     clip, gradient = NormClip(1.0), NumpyVector(gradient_of(0))
-    held = clip.run(gradient).coefs["also"]
+    output = clip.run(gradient).coefs
+    places, held = {name: address(array) for name, array in output.items()}, output["also"]
+    del output
     again = clip.run(gradient).coefs
-    assert not any(np.shares_memory(held, array) for array in again.values())
+    assert not np.shares_memory(held, again["also"])
+    assert address(again["wide"]) == places["wide"]
+    assert address(again["middle"]) == places["middle"]
+
+
+def test_what_is_done_to_an_output_stays_with_it() -> None:
+    clip, gradient = NormClip(1.0), NumpyVector(gradient_of(0))
+    output = clip.run(gradient).coefs["wide"]
+    output.flags.writeable = False
+    output.shape = (400, 300)
+    output.dtype = np.int32
+    del output
+    assert clip.run(gradient).coefs["wide"].shape == (300, 400)
+    assert clip.run(gradient).coefs["wide"].dtype == np.float32
+
+
+def test_the_memory_of_small_gradients_is_not_kept() -> None:
+    assert not Memory().serves([0, 0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_FROM", 1 << 22)
+        assert not Memory().serves([1 << 20] * 3)
+        assert Memory().serves([1 << 20] * 4)
 
 
 def _torch() -> Any:
@@ -254,17 +285,10 @@ def test_two_threads_never_share_memory() -> None:
 
 def test_a_step_within_a_step_has_memory_of_its_own() -> None:
     # As when the garbage collector runs a finaliser that clips.
-    memory, sizes = Memory(), [400_000, 400_000]
-    outer = memory.room(sizes)
-    assert outer
-    first = outer.empty(0, (100_000,), np.dtype(np.float32))
-    other_room = memory.room(sizes)
-    assert other_room
-    inner = other_room.empty(0, (100_000,), np.dtype(np.float32))
-    second = outer.empty(1, (100_000,), np.dtype(np.float32))
-    again = outer.empty(0, (100_000,), np.dtype(np.float32))
-    arrays = [first, inner, second, again]
+    kept, views = Memory(), [np.ones(100_000, np.float32)] * 2
+    arrays = [*kept.like([0], views), *kept.like([0], views), *kept.like([1, 0], views)]
     for i, array in enumerate(arrays):
+        assert array is not None
         assert not any(np.shares_memory(array, other) for other in arrays[i + 1 :])
 
 
@@ -283,24 +307,28 @@ def test_a_copy_has_memory_of_its_own(other: Callable[[Any], Any]) -> None:
 def test_the_end_of_a_round_gives_memory_back(end: str) -> None:
     clip, gradient = NormClip(1.0), NumpyVector(gradient_of(0))
     output = clip.run(gradient).coefs["wide"]
-    # The output is a part of the lease, which is a view of the memory.
-    memory = weakref.ref(output.base.base.obj)
+    owner = weakref.ref(output.base)
     del output
-    assert memory() is not None
+    assert owner() is not None
     getattr(clip, end)()
-    assert memory() is None
+    assert owner() is None
 
 
 def test_as_much_as_one_gradient_is_kept() -> None:
-    memory, sizes = Memory(), [4 * 100_000] * 9 + [80, 0, 3_000_000, 70_001]
-    for _ in range(3):
-        room = memory.room(sizes)
-        assert room
-        held = [room.empty(i, (n,), np.dtype(np.uint8)) for i, n in enumerate(sizes)]
-        whole = {id(a.base): a.base.nbytes for a in held if a.base is not None}
-        assert sum(sizes) - 80 <= sum(whole.values()) <= sum(sizes) + 128 * len(sizes)
-        assert len(whole) == 7
-        assert all(address(a) % 64 == 0 for a in held if a.base is not None)
+    kept = Memory()
+    owners: list[Any] = []
+    for shapes in ([100_000] * 9, [100_000] * 9, [80, 300_000, 1], [100_000]):
+        views = [np.ones(n, np.float32) for n in shapes]
+        assert kept.serves([view.nbytes for view in views])
+        outs = kept.like(range(len(views)), views)
+        assert [out is None for out in outs] == [n < 1024 for n in shapes]
+        owners += [weakref.ref(out.base) for out in outs if out is not None]
+        held = outs[-1]
+        del outs
+    alive = [owner() for owner in owners if owner() is not None]
+    assert [array.nbytes for array in alive] == [400_000]
+    assert held is not None
+    assert held.base is alive[0]
 
 
 def test_it_can_be_switched_off() -> None:

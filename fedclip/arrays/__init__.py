@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fedclip.arrays.base import UNDERFLOW, Arithmetic, Array, Backend, HostView, Outs, Views
-from fedclip.arrays.memory import Memory, Room
+from fedclip.arrays.memory import Memory
 from fedclip.arrays.number import NumberArithmetic
 from fedclip.arrays.numpy import NumpyBackend
 
@@ -27,7 +27,6 @@ __all__ = [
     "HostView",
     "Memory",
     "Outs",
-    "Room",
     "Views",
     "backend_named",
     "backend_of",

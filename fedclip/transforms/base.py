@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import NUMPY, Array, Backend, HostView, Memory, Outs, Room, Views, backend_of
+from fedclip.arrays import NUMPY, Array, Backend, HostView, Memory, Outs, Views, backend_of
 from fedclip.arrays.numpy import bits
 from fedclip.measures import Numbers, all_finite
 from fedclip.rules import NoState, State
@@ -64,7 +64,6 @@ class Gradient:
 
     __slots__ = (
         "_given",
-        "_room",
         "arrays",
         "backend",
         "groups",
@@ -90,7 +89,6 @@ class Gradient:
         self.rest = {} if rest is None else rest
         self.memory = memory
         self._given: Sequence[Array] = arrays
-        self._room: Room | None = None
 
     @classmethod
     def of(
@@ -150,23 +148,19 @@ class Gradient:
         clipped.update(rest)
         return clipped
 
-    @property
-    def room(self) -> Room | None:
-        """The memory of this step, if its outputs can be written to memory that is kept."""
-        memory = self.memory
-        if memory and not self._room and self.backend.writes and not self.views.remote:
-            self._room = memory.room(self.views.sizes)
-        return self._room
-
     def outs(self, places: Sequence[int]) -> Outs:
         """Return where the outputs for some of the arrays may be written to."""
-        room = self.room
-        return room.like(places, self.views) if room else ()
+        memory, views = self.memory, self.views
+        if memory is None or views.remote or not self.backend.writes:
+            return ()
+        return memory.like(places, views) if memory.serves(views.sizes) else ()
 
     def empty(self, i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostView:
-        """Return an uninitialised array for the output of array i."""
-        room = self.room
-        return np.empty(shape, dtype) if room is None else room.empty(i, shape, dtype)
+        """Return an uninitialised array in C order for the output of array i."""
+        (out,) = self.outs((i,)) or (None,)
+        if out is None or not out.flags.c_contiguous or out.dtype != dtype:
+            return np.empty(shape, dtype)
+        return out.reshape(shape)
 
     def rest_is_finite(self) -> bool:
         """Whether the excluded tensors hold neither NaN nor infinity."""
