@@ -14,6 +14,7 @@ mnist        5,000 digits of MNIST over epsilon = 0.5 to 8, and without privacy
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -33,6 +34,9 @@ from sklearn.datasets import load_digits
 
 import fedclip
 from fedclip.dpsgd.manager import PrivateTrainingManager
+
+_LOGGER = logging.getLogger("benchmarks.dpsgd")
+_LOGGER.setLevel("ERROR")
 
 SEEDS = range(100, 105)
 CLIENTS, ROUNDS, BATCH, DELTA = 3, 10, 64, 1e-5
@@ -87,9 +91,9 @@ def manager(setting: Setting, model: TorchModel, data: Data, epsilon: float) -> 
         optim=Optimizer(lrate=setting.lrate, modules=clip),
         aggrg=AveragingAggregator(),
         train_data=InMemoryDataset(data[0], target=data[1], expose_classes=True),
+        logger=_LOGGER,
         verbose=False,
     )
-    made.logger.setLevel("ERROR")
     if isinstance(made, DPTrainingManager):
         request = PrivacyRequest(
             budget=(epsilon, DELTA),

@@ -13,6 +13,7 @@ Cases that have a fault built in must come out above the claim, or the audit wou
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -40,6 +41,9 @@ STEPS, BOUND = 10, 1.0
 # So small that the weights, on which the canaries' gradients depend, stay where they are.
 LRATE = 1e-9
 
+_LOGGER = logging.getLogger("benchmarks.dpsgd")
+_LOGGER.setLevel("ERROR")
+
 
 # -- one training -----------------------------------------------------------------------------
 def prepared(there: np.ndarray[Any, Any]) -> PrivateTrainingManager:
@@ -56,9 +60,9 @@ def prepared(there: np.ndarray[Any, Any]) -> PrivateTrainingManager:
         optim=Optimizer(lrate=LRATE, modules=[SampleClip(micro_batch=256)]),
         aggrg=AveragingAggregator(),
         train_data=dataset,
+        logger=_LOGGER,
         verbose=False,
     )
-    made.logger.setLevel("ERROR")
     # Half of the records in each batch: sampling takes part, and a canary is in nearly all runs.
     batches = {"batch_size": count // 2}
     settings: dict[str, Any] = {
