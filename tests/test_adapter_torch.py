@@ -313,6 +313,7 @@ def test_pure_clipping_refuses_what_it_can_not_do():
         PureClipping(NormClip(1.0, ord="inf")).update({"w": torch.ones(2)}, NormClip)
 
 
+@pytest.mark.slow
 def test_lightning_clips_saves_and_refuses_to_clip_twice(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch")
     from fedclip.adapters.torch import LightningClipping

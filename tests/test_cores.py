@@ -39,6 +39,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Any:
     return use
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("scope", ["global", "tensor"])
 def test_the_bits_do_not_depend_on_the_number_of_threads(

@@ -222,6 +222,7 @@ def test_steps_that_are_not_taken_are_given_back(tmp_path: Path) -> None:
     assert ledger.accountant.rounds == 4
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_has_paid_for_its_steps(tmp_path: Path) -> None:
     path = tmp_path / "spent.json"
     program = f"""

@@ -31,6 +31,7 @@ BUDGET = ("calibrate", "--epsilon", 3, "--rounds", 10, "--records", 400, "--batc
 
 
 # -- calibrate ---------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_calibration_is_what_the_client_works_out() -> None:
     facts = json.loads(call(*BUDGET, "--json", "--values", 650).stdout)
     found = calibrate(3.0, 1e-5, records=400, batch_size=64, steps=60)
@@ -57,6 +58,7 @@ def test_its_lines_are_a_configuration() -> None:
     assert run.training.n_epoch == 1
 
 
+@pytest.mark.slow
 def test_it_says_when_there_are_too_few_records() -> None:
     assert "too few" not in call(*BUDGET, "--values", 650).stdout
     few = call(*BUDGET, "--values", 10**6).stdout
@@ -89,6 +91,7 @@ def test_numbers_that_are_not_allowed_are_named(changed: tuple[Any, ...], said: 
 
 
 # -- spent -------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_ledger_is_read_and_each_accountant_named(tmp_path: Path) -> None:
     path = tmp_path / "result" / "client_0" / "privacy_spent.json"
     ledger = Ledger(3.0, 1e-5, path)

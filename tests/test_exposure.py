@@ -132,6 +132,7 @@ def test_what_unnoised_may_be() -> None:
 
 
 # -- numbers that guarantee nothing -----------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "text"),
     [

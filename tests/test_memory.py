@@ -419,6 +419,7 @@ def test_memory_is_used_again_from_step_to_step() -> None:
     assert int(done.stdout) < 2_000
 
 
+@pytest.mark.slow
 @each_framework()
 @pytest.mark.parametrize("scope", ["global", "tensor"])
 def test_a_large_gradient_is_clipped_as_a_small_one(framework: str, scope: str) -> None:

@@ -115,6 +115,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("framework", "dtype"), KINDS)
 @pytest.mark.parametrize("start", [0.0, 0.3, -8.0, 1e-5])
 def test_noised_values_are_on_a_grid(framework: str, dtype: str, start: float) -> None:
@@ -272,6 +273,7 @@ def test_accountants_agree_without_samples() -> None:
         assert found == pytest.approx(96.1163, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "steps", "sampling", "relation"),
     [

@@ -38,6 +38,7 @@ def report(gradients: int, seed: int, frameworks: list[str]) -> str:
     return "\n".join(f"{counts[kind]} times: {search.shown(first[kind])}" for kind in first)
 
 
+@pytest.mark.slow
 @each_framework()
 def test_a_sample_keeps_every_promise(framework: str) -> None:
     needs(framework)
