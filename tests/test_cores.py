@@ -80,7 +80,7 @@ def test_settings_limit_the_number(
     assert cores.cores() == most
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
     assert cores.cores() == 1
-    assert cores.worthwhile(1 << 30) == 1
+    assert cores.worthwhile([1 << 30]) == 1
 
 
 def test_torch_limits_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,8 @@ def test_torch_limits_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_few_bytes_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "cores", lambda: 8)
-    assert [cores.worthwhile(n << 20) for n in (0, 1, 3, 4, 8, 400)] == [1, 1, 1, 2, 4, 8]
+    assert [cores.worthwhile([n << 20]) for n in (0, 1, 3, 4, 8, 400)] == [1, 1, 1, 2, 4, 8]
+    assert cores.worthwhile([]) == cores.worthwhile([1 << 16] * 1000) == 1
 
 
 def test_every_call_is_made_once_and_errors_come_out() -> None:

@@ -39,7 +39,7 @@ def written(
     call: Callable[..., Any], arrays: Sequence[Array], k: Any, outs: Outs
 ) -> list[HostView]:
     """Return ``call(array, k, out)``, elementwise, for each array; large ones over all cores."""
-    threads = worthwhile(sum(map(_nbytes, arrays)))
+    threads = worthwhile([*map(_nbytes, arrays)])
     if threads < 2:
         results = [*map(call, arrays, repeat(k), *([outs] if outs else []))]
         # NumPy returns a scalar for a 0-d array: make it an array again.

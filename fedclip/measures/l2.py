@@ -144,7 +144,7 @@ def _pieces(views: Sequence[HostView], dtypes: set[np.dtype[Any]]) -> _Pieces:
     widths = {dtype.itemsize for dtype in dtypes}
     halves = 2 in widths
     sums = [0.0] * len(views)
-    threads = worthwhile(sum(map(attrgetter("nbytes"), views)))
+    threads = worthwhile([*map(attrgetter("nbytes"), views)])
     calls: list[Callable[[], object]] = []
     tables: list[HostView] = []
     tails: list[HostView] = []
