@@ -45,6 +45,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._sizes: Sequence[int] = ()
+        self._worth = False
         self._kept: dict[int, _Kept] = {}
 
     def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
@@ -73,14 +74,16 @@ class Memory:
 
     def serves(self, sizes: Sequence[int]) -> bool:
         """Whether memory is kept for outputs of so many bytes; that of other sizes is released."""
-        if sizes != self._sizes:
-            self.release()
-            self._sizes = sizes
-        return sum(sizes) >= _FROM
+        # A step asks once for each of its groups, with the same list.
+        if sizes is not self._sizes:
+            if sizes != self._sizes:
+                self._kept = {}
+            self._sizes, self._worth = sizes, sum(sizes) >= _FROM
+        return self._worth
 
     def release(self) -> None:
         """Keep nothing; what somebody holds lives as long as that."""
-        self._sizes, self._kept = (), {}
+        self._sizes, self._worth, self._kept = (), False, {}
 
 
 def in_memory_order(array: _Array) -> _Array | None:
