@@ -13,12 +13,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import fedclip
 from fedclip.tools import privacy
+from fedclip.tools.output import fail, say
 
 if TYPE_CHECKING:
     from fedclip.report import Report
@@ -50,19 +51,6 @@ def main() -> None:
             # Do not fail on a character that the terminal can not show.
             stream.reconfigure(errors="backslashreplace")
     app(prog_name="fedclip")
-
-
-def say(text: str, **style: Any) -> None:
-    """Print a line as it is, without markup, because names in it are other people's text."""
-    from fedclip.report import printable
-
-    typer.secho(printable(text), **style)
-
-
-def fail(message: str, code: int = 1) -> NoReturn:
-    """End the command with one sentence on standard error."""
-    say(f"fedclip: {message}", err=True)
-    raise typer.Exit(code)
 
 
 @app.callback(invoke_without_command=True)

@@ -8,9 +8,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
+
+from fedclip.tools.output import fail
 
 __all__ = ["app"]
 
@@ -32,12 +34,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 @app.callback()
 def root() -> None:
     """Say what privacy costs in noise, before a run, and what a run has spent."""
-
-
-def fail(message: object, code: int) -> NoReturn:
-    """End the command with one sentence on standard error."""
-    typer.echo(f"fedclip: {message}", err=True)
-    raise typer.Exit(code)
 
 
 @contextmanager
