@@ -395,6 +395,4 @@ def private_gradients(
         *(max_norm, noise_multiplier, expected_batch_size),
         **settings,
     )
-    return {
-        n: torch.from_numpy(a).to(weights[n].device, weights[n].dtype) for n, a in found.items()
-    }
+    return torch_records.restored(found, weights)

@@ -28,10 +28,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
 
+from fedclip.dpsgd.persample.base import Float64
 from fedclip.privacy.accounting import default_bits_noise, split_noise
 from fedclip.rules.adaptive import geometric_update
 from fedclip.scopes import Groups, resolve
@@ -39,8 +39,6 @@ from fedclip.scopes import Groups, resolve
 __all__ = ["MODES", "SampleClipping"]
 
 MODES = ("flat", "tensor", "layer", "automatic", "adaptive")
-
-Float64: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from declearn.model.api import Vector
 from declearn.optimizer.modules import OptiModule
@@ -31,7 +31,7 @@ def unfit(before: Sequence[OptiModule[Any]], shapes: Shapes | None = None) -> st
     return ""
 
 
-class SampleClip(OptiModule):  # type: ignore[type-arg]
+class SampleClip(parameters.Configured, OptiModule):  # type: ignore[type-arg]
     """Marks where DP-SGD clips records, and says how; for `fedclip.PrivateFederatedClient`.
 
     ::
@@ -89,11 +89,6 @@ class SampleClip(OptiModule):  # type: ignore[type-arg]
     """
 
     name: ClassVar[str] = "sample-clip"
-
-    def __new__(cls, *args: Any, **config: Any) -> Self:
-        """Refuse unknown parameters, with the nearest name."""
-        parameters.refuse_unknown(cls, config)
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -160,10 +155,6 @@ class SampleClip(OptiModule):  # type: ignore[type-arg]
             "fedclip.PrivateFederatedClient in the place of declearn's FederatedClient, and "
             "[run.privacy] on the server"
         )
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the parameters, as they would be written in a TOML file."""
-        return parameters.config_of(self)
 
     def get_state(self) -> dict[str, Any]:
         """Return the adaptive bound."""

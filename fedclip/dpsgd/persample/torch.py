@@ -26,10 +26,7 @@ def shapes(model: TorchModel) -> dict[str, tuple[int, ...]]:
 
 def vector(model: TorchModel, arrays: Any) -> TorchVector:
     """Return float64 arrays as a vector of the weights' dtypes, on their devices."""
-    weights = torch_records.trained(model._raw_model)
-    return TorchVector(
-        {k: torch.from_numpy(a).to(weights[k].device, weights[k].dtype) for k, a in arrays.items()}
-    )
+    return TorchVector(torch_records.restored(arrays, torch_records.trained(model._raw_model)))
 
 
 def stacks(model: TorchModel, batch: Any, micro_batch: int, whole: bool) -> Iterator[Any]:

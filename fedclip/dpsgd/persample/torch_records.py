@@ -33,7 +33,7 @@ from torch.func import functional_call, vmap
 from fedclip.dpsgd.persample.base import Float64, at_once
 from fedclip.dpsgd.persample.torch_layers import Part, Rows, parts, takes
 
-__all__ = ["Loss", "TorchStack", "check", "record_parts", "record_stacks", "trained"]
+__all__ = ["Loss", "TorchStack", "check", "record_parts", "record_stacks", "restored", "trained"]
 
 Loss: TypeAlias = Callable[[Callable[[tuple[Any, ...]], Any], Any], Tensor]
 """From a function that runs the module on its arguments, and one record, to the record's loss."""
@@ -76,6 +76,13 @@ def check(module: nn.Module) -> None:
 def trained(module: nn.Module) -> Tensors:
     """Return the parameters that are trained, each once."""
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def restored(arrays: Mapping[str, Float64], weights: Tensors) -> Tensors:
+    """Return float64 arrays as tensors of the weights' dtypes, on their devices."""
+    return {
+        n: torch.from_numpy(a).to(weights[n].device, weights[n].dtype) for n, a in arrays.items()
+    }
 
 
 def record_parts(
