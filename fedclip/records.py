@@ -74,13 +74,61 @@ class StepRecord:
         """Which groups were over their limit."""
         return _plain(self._clipped)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, for a logger."""
-        fields = ("groups", "norm_before", "limit", "clipped", "nonfinite")
-        return {field: getattr(self, field) for field in fields}
+    @property
+    def norm(self) -> float:
+        """Norm of the whole gradient, from the norms of its groups; NaN if it was not finite."""
+        norms = self.norm_before
+        return math.hypot(*norms) if norms and all(map(math.isfinite, norms)) else math.nan
+
+    def __float__(self) -> float:
+        return self.norm
+
+    def as_dict(self, prefix: str = "") -> dict[str, float]:
+        """Return plain numbers under names that do not change, for any logger.
+
+        ``norm``
+            Norm of the whole gradient, before clipping.
+        ``limit``
+            The limit; of several groups, of the one that is furthest over its limit, or nearest.
+        ``clipped``
+            1 if a group was over its limit, else 0.
+        ``nonfinite``
+            1 if the gradient held NaN or infinity, else 0.
+        ``g/norm``, ``g/limit``, ``g/clipped``
+            The same of group ``g``, if there are several.
+
+        A number that is not finite, such as the limit before there is one, is left out.
+
+        Parameters
+        ----------
+        prefix
+            Put before each name, such as ``"clip/"``.
+
+        Examples
+        --------
+        >>> StepRecord(("all",), (5.0,), (1.0,), (True,)).as_dict("clip/")
+        {'clip/norm': 5.0, 'clip/clipped': 1, 'clip/nonfinite': 0, 'clip/limit': 1.0}
+        """
+        norms, limits, clipped = self.norm_before, self.limit, self.clipped
+        finite = not self.nonfinite and all(map(math.isfinite, norms))
+        found: dict[str, float] = {"norm": self.norm, "clipped": 0, "nonfinite": int(not finite)}
+        if finite and norms:
+            rows = list(zip(self.groups, norms, limits, clipped, strict=True))
+            tightest = max(rows, key=lambda row: row[1] / row[2] if row[2] else math.inf)
+            found |= {"limit": tightest[2], "clipped": int(any(clipped))}
+            for label, norm, limit, over in rows if len(rows) > 1 else ():
+                own = {"norm": norm, "limit": limit, "clipped": int(over)}
+                found |= {f"{label}/{name}": number for name, number in own.items()}
+        return _finite(found, prefix)
 
     def __repr__(self) -> str:
-        return f"StepRecord({', '.join(f'{k}={v!r}' for k, v in self.as_dict().items())})"
+        fields = ("groups", "norm_before", "limit", "clipped", "nonfinite")
+        return f"StepRecord({', '.join(f'{k}={getattr(self, k)!r}' for k in fields)})"
+
+
+def _finite(numbers: Mapping[str, float | None], prefix: str) -> dict[str, float]:
+    """Return the numbers that are known and finite, with a prefix before their names."""
+    return {prefix + k: x for k, x in numbers.items() if x is not None and math.isfinite(x)}
 
 
 def _plain(numbers: Any) -> tuple[Any, ...]:
@@ -140,6 +188,26 @@ class RoundRecord:
     def norm_median(self) -> float | None:
         """Median of the norms before clipping, within 1 %."""
         return self.norm_quantile(0.5)
+
+    def as_dict(self, prefix: str = "") -> dict[str, float]:
+        """Return plain numbers under names that do not change, for any logger.
+
+        They are ``round``, ``steps``, ``clipped``, ``nonfinite``, ``norm_min``, ``norm_max``,
+        ``limit``, ``limit_min`` and ``limit_max``, as above, ``clipped_share`` and
+        ``norm_median``. What is not known is left out.
+
+        Parameters
+        ----------
+        prefix
+            Put before each name, such as ``"clip_round/"``.
+
+        Examples
+        --------
+        >>> RoundRecord(round=2, steps=4, clipped=1, norm_min=0.5).as_dict()["clipped_share"]
+        0.25
+        """
+        fields = (*_INTS, *_FLOATS, "clipped_share", "norm_median")
+        return _finite({name: getattr(self, name) for name in fields}, prefix)
 
     def add(self, batch: _Batch) -> None:
         """Add finite steps."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import MODULES, SPECIMENS, Specimen, apply, each_framework, needs, run, specimens
 
-from fedclip import NoOp, NormClip, StepRecord
+from fedclip import FedclipWarning, NoOp, NormClip, StepRecord
 from fedclip.records import Recorder, read_rounds
 from fedclip.testing import gradient_stream, to_vector
 
@@ -55,6 +55,51 @@ def test_groups_of_a_round() -> None:
     assert whole.norm_max == pytest.approx(np.hypot(0.5, 4.0))
     # The whole gradient has no limit of its own.
     assert (whole.limit, a.limit) == (None, 1.0)
+
+
+def test_numbers_for_loggers_have_names_that_stay() -> None:
+    clip = NormClip(1.0)
+    clip.on_round_start()
+    feed(clip, 0.5, 2.0)
+    assert clip.last is not None
+    assert clip.last.as_dict() == {"norm": 2.0, "clipped": 1, "nonfinite": 0, "limit": 1.0}
+    assert float(clip.last) == 2.0
+    assert clip.rounds[0].as_dict("r/") == {
+        "r/round": 1,
+        "r/steps": 2,
+        "r/clipped": 1,
+        "r/nonfinite": 0,
+        "r/clipped_share": 0.5,
+        "r/norm_min": 0.5,
+        "r/norm_max": 2.0,
+        "r/norm_median": pytest.approx(0.5, rel=0.01),
+        "r/limit": 1.0,
+        "r/limit_min": 1.0,
+        "r/limit_max": 1.0,
+    }
+
+
+def test_numbers_of_groups_and_of_what_is_not_finite() -> None:
+    clip = NormClip(scope={"a": 1.0}, max_norm=None, min_norm=0.1)
+    clip.run(to_vector({"a": np.array([3.0]), "b": np.array([4.0])}))
+    assert clip.last is not None
+    # Nothing limits the rest, and infinity is no number for a logger.
+    assert clip.last.as_dict() == {
+        "norm": 5.0,
+        "limit": 1.0,
+        "clipped": 1,
+        "nonfinite": 0,
+        "a/norm": 3.0,
+        "a/clipped": 1,
+        "a/limit": 1.0,
+        "*/norm": 4.0,
+        "*/clipped": 0,
+    }
+    with pytest.warns(FedclipWarning):
+        clip.run(to_vector({"a": np.array([np.nan]), "b": np.array([4.0])}))
+    assert clip.last is not None
+    assert clip.last.as_dict() == {"clipped": 0, "nonfinite": 1}
+    assert np.isnan(float(clip.last))
 
 
 @pytest.mark.parametrize("q", [0.0, 0.1, 0.5, 0.9, 0.99, 1.0])
