@@ -60,6 +60,11 @@ class StepRecord:
         self.nonfinite = nonfinite
 
     @property
+    def norms(self) -> Any:
+        """Norms before clipping, where they are: a number, or an array of the framework."""
+        return self._norms
+
+    @property
     def norm_before(self) -> tuple[float, ...]:
         """Norms before clipping; empty if the step held NaN or infinity."""
         return _plain(self._norms)

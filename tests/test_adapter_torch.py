@@ -136,10 +136,13 @@ def test_a_state_learnt_on_a_device_goes_on_on_the_host():
             torch.testing.assert_close(found[key], value, rtol=1e-9, atol=0)
 
 
-def test_names_are_needed():
+@pytest.mark.parametrize("settings", [{"scope": "layer"}, {"scope": ["w*"]}, {"exclude": ["b"]}])
+def test_names_are_needed_where_the_clipper_knows_names(settings):
     layer = torch.nn.Linear(2, 2)
     with pytest.raises(TypeError, match="named_parameters"):
-        clip_(layer.parameters(), NormClip(1.0))
+        clip_(layer.parameters(), NormClip(1.0, **settings))
+    with pytest.raises(TypeError, match="got int among list"):
+        clip_([3], NormClip(1.0))
 
 
 def test_parameters_without_gradient_and_tied_ones():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fedclip.adapters.torch import _held, clip_
+from fedclip.adapters.torch import clip_
 from fedclip.modules import Clipper
 
 __all__ = ["LightningClipping"]
@@ -41,8 +41,9 @@ class LightningClipping:
                 f"gradient_clip_val={gradient_clip_val!r} and self.clipper would clip twice: "
                 "leave gradient_clip_val out of the Trainer"
             )
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = self.named_parameters()  # type: ignore[attr-defined]
-        clip_(_held(optimizer, named), self.clipper)
+        clip_([pair for pair in named if id(pair[1]) in held], self.clipper)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the clipper's state into the checkpoint."""

@@ -13,7 +13,7 @@ from fedclip import states
 from fedclip.modules import AGC, Clipper
 from fedclip.scopes import Groups
 
-__all__ = ["check_compilable", "clipper_of", "load", "start", "unique"]
+__all__ = ["check_compilable", "clipper_of", "load", "reset", "start", "stats", "unique"]
 
 
 def unique(names: Iterable[str]) -> list[str]:
@@ -61,3 +61,21 @@ def start(clipper: Clipper, groups: Groups) -> Any:
 def load(clipper: Clipper, state: Any, labels: Sequence[str]) -> None:
     """Put the statistics of compiled code into a clipper."""
     clipper.set_state({**clipper.get_state(), "groups": states.dump(state, labels)})
+
+
+def reset(clipper: Clipper | AGC) -> None:
+    """Forget all statistics and records."""
+    if not isinstance(clipper, AGC):
+        nothing = {"groups": {}, "arrays": {}, "round": 0, "rounds": []}
+        clipper.set_state({"clipper": clipper.name, **nothing})
+
+
+def stats(clipper: Clipper | AGC, prefix: str = "") -> dict[str, float]:
+    """Return plain numbers for a logger: of the last step, and of the round (``round/...``).
+
+    They are those of `StepRecord.as_dict` and `RoundRecord.as_dict`. Where nothing begins rounds,
+    all steps are one.
+    """
+    found = {} if clipper.last is None else clipper.last.as_dict(prefix)
+    rounds = [record for record in clipper.rounds if record.group == "all"]
+    return found | (rounds[-1].as_dict(f"{prefix}round/") if rounds else {})

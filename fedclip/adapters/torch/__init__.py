@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers in plain PyTorch loops, on one process or on many.
+
+Clip once for each optimizer step: after ``backward()`` (the last one, if you accumulate
+gradients), after ``scaler.unscale_(optimizer)`` under AMP, and before ``optimizer.step()``.
+`attach` clips at the right moment by itself.
+"""
+
+try:
+    import torch as torch
+except ImportError as error:
+    raise ImportError(
+        "fedclip.adapters.torch needs PyTorch: pip install 'fedclip[torch]'"
+    ) from error
+
+from fedclip.adapters.shared import reset, stats
+from fedclip.adapters.torch.clip import clip_, clip_grad_norm_
+from fedclip.adapters.torch.handle import ClipHandle, attach, handles
+from fedclip.adapters.torch.names import Parameters
+from fedclip.adapters.torch.private import private_gradients
+from fedclip.adapters.torch.pure import PureClipping
+from fedclip.adapters.torch.statistics import load_state, state
+
+__all__ = [
+    "ClipHandle",
+    "Parameters",
+    "PureClipping",
+    "attach",
+    "clip_",
+    "clip_grad_norm_",
+    "handles",
+    "load_state",
+    "private_gradients",
+    "reset",
+    "state",
+    "stats",
+]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clipping of gradients in place, once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+
+from fedclip.adapters.torch.names import Parameters, check_sharding, named
+from fedclip.arrays.torch import TorchInPlace
+from fedclip.modules import AGC, Clipper, NormClip
+from fedclip.records import StepRecord
+
+__all__ = ["clip_", "clip_grad_norm_", "clip_named"]
+
+_IN_PLACE = TorchInPlace()
+
+
+def clip_(parameters: Parameters, clipper: Clipper | AGC) -> StepRecord | None:
+    """Clip the gradients of parameters, in place on ``.grad``.
+
+    Parameters
+    ----------
+    parameters
+        A model, ``model.named_parameters()``, or a dict. Parameters without a gradient are left
+        out; a parameter with two names (tied weights) counts once, under its first name.
+        ``model.parameters()`` will do for a clipper with the scope "global" or "tensor" and no
+        `exclude`: the parameters are then called "0", "1", ... in their order.
+    clipper
+        Any clipper of fedclip; it keeps its statistics from call to call. `AGC` also measures
+        the parameters.
+
+    Returns
+    -------
+    StepRecord or None
+        What the step did: norms before clipping, limits, and which groups were clipped; as a
+        ``float()`` the norm of the whole gradient. The numbers stay on the device until you look
+        at them. None if there was no gradient.
+
+    Raises
+    ------
+    TypeError
+        If the clipper needs names and there are none, if a gradient is not of a floating type, or
+        if the parameters are pieces of FSDP1.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fedclip import NormClip
+    >>> layer = torch.nn.Linear(2, 1, bias=False)
+    >>> layer(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> float(clip_(layer, NormClip(1.0)))
+    5.0
+    >>> layer.weight.grad.norm() <= 1.0
+    tensor(True)
+    """
+    found = named(parameters, clipper)
+    check_sharding(found.values())
+    return clip_named(found, clipper)
+
+
+def clip_named(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -> StepRecord | None:
+    """Clip the gradients of parameters that have been checked, each under one name."""
+    gradients = {name: g for name, p in parameters.items() if (g := p.grad) is not None}
+    if not gradients:
+        return None
+    # A gradient of ``backward(create_graph=True)`` is changed without a trace in the graph.
+    with torch.no_grad():
+        if isinstance(clipper, AGC):
+            weights = {name: parameters[name].detach() for name in gradients}
+            outputs = clipper.clip(gradients, weights, backend=_IN_PLACE)
+        else:
+            outputs = clipper.clip(gradients, backend=_IN_PLACE)
+    if outputs is not gradients:
+        for name, gradient in gradients.items():
+            # A sparse gradient that becomes dense is a new tensor.
+            if outputs[name] is not gradient:
+                parameters[name].grad = outputs[name]
+    return clipper.last
+
+
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float | Clipper | AGC,
+    norm_type: float | str = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Clip, and return the norm from before, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Parameters
+    ----------
+    parameters
+        As in `clip_`.
+    max_norm
+        The largest norm, > 0; or any clipper, which keeps its statistics from call to call.
+    norm_type
+        With a number as `max_norm`: the order of the norm, > 0 or "inf".
+    error_if_nonfinite
+        With a number as `max_norm`: raise a `NonFiniteError` for NaN or infinity, instead of
+        setting the gradients to zero.
+
+    Returns
+    -------
+    Tensor
+        The norm of the whole gradient before clipping, of shape (), on the gradients' device;
+        NaN if it was not finite, and 0 if there was no gradient.
+
+    Examples
+    --------
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1, bias=False)
+    >>> layer(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> clip_grad_norm_(layer.parameters(), 1.0)
+    tensor(5., dtype=torch.float64)
+    """
+    clipper = max_norm
+    if not isinstance(clipper, Clipper | AGC):
+        clipper = _fixed(clipper, norm_type, error_if_nonfinite)
+    elif norm_type != 2.0 or error_if_nonfinite:
+        raise TypeError(
+            f"norm_type and error_if_nonfinite go with a number: give {clipper.name} its own "
+            "parameters ord and on_nonfinite"
+        )
+    record = clip_(parameters, clipper)
+    return torch.zeros((), dtype=torch.float64) if record is None else _norm(record)
+
+
+def _norm(record: StepRecord) -> torch.Tensor:
+    norms = record.norms
+    if not isinstance(norms, torch.Tensor):
+        return torch.tensor(float(record), dtype=torch.float64)
+    norm: torch.Tensor = torch.linalg.vector_norm(norms)
+    return norm
+
+
+@lru_cache(maxsize=16)
+def _fixed(max_norm: float, norm_type: float | str, error_if_nonfinite: bool) -> NormClip:
+    policy = "raise" if error_if_nonfinite else "skip"
+    return NormClip(max_norm, ord=norm_type, on_nonfinite=policy)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients of DP-SGD in plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fedclip.dpsgd.persample import torch_records
+from fedclip.dpsgd.step import private_mean
+
+
+def private_gradients(
+    module: torch.nn.Module,
+    loss: Callable[[Any, torch.Tensor], torch.Tensor],
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    targets: torch.Tensor,
+    *,
+    max_norm: float,
+    noise_multiplier: float,
+    expected_batch_size: float,
+    micro_batch: int = 128,
+    **settings: Any,
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of one step of DP-SGD, by the names of the trained parameters.
+
+    ::
+
+        (Σ min(1, max_norm / n_i) g_i  +  noise_multiplier max_norm normal) / expected_batch_size
+
+    Each record goes through the module alone; what it remembers of records is refused. Give it
+    Poisson samples (`fedclip.dpsgd.sampling.PoissonSampler`), also those without a record, and
+    account for each with the same `noise_multiplier` (``fedclip privacy calibrate``).
+
+    Parameters
+    ----------
+    module
+        In training mode, on the device of the records.
+    loss
+        From what the module puts out and the targets, of one record in a batch of its own, to a
+        tensor whose mean is the loss. Parameters that it uses besides have no part in the
+        gradients: add those of penalties afterwards.
+    inputs, targets
+        Tensors whose first axis is the records; there may be none.
+    max_norm, noise_multiplier, expected_batch_size
+        As above: > 0, >= 0, > 0.
+    micro_batch
+        How many records are in memory at once, at most.
+    **settings
+        ``mode`` ("flat", "tensor", "layer", "automatic" or a list of patterns) and ``noise``, an
+        object that adds it; see `fedclip.dpsgd.step.private_mean`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a parameter is not as above, or a layer, which is named, mixes records.
+
+    Examples
+    --------
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1, bias=False)
+    >>> step = {"max_norm": 1.0, "noise_multiplier": 1.1, "expected_batch_size": 3}
+    >>> found = private_gradients(
+    ...     layer, torch.nn.MSELoss(), torch.randn(3, 2), torch.zeros(3, 1), **step
+    ... )
+    >>> layer.weight.grad = found["weight"]
+    """
+    torch_records.check(module)
+    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+
+    def of(run: Any, record: Any) -> torch.Tensor:
+        *own, target = (x.unsqueeze(0) for x in record)
+        return loss(run(tuple(own)), target).mean()
+
+    weights = torch_records.trained(module)
+    found = private_mean(
+        torch_records.record_stacks(module, of, (*given, targets), micro_batch),
+        {name: tuple(weight.shape) for name, weight in weights.items()},
+        *(max_norm, noise_multiplier, expected_batch_size),
+        **settings,
+    )
+    return torch_records.restored(found, weights)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a clipper knows, as plain values and tensors for checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fedclip.adapters.shared import reset
+from fedclip.errors import FedclipWarning
+from fedclip.modules import AGC, Clipper
+
+__all__ = ["load_state", "state"]
+
+
+def state(clipper: Clipper | AGC) -> dict[str, Any]:
+    """Return the statistics and records: numbers, strings, lists and tensors.
+
+    ``torch.load(weights_only=True)`` reads them. `AGC` has none: its limits follow from the
+    weights.
+    """
+    if isinstance(clipper, AGC):
+        return {}
+    found = clipper.get_state()
+    found["arrays"] = _each(found["arrays"], torch.from_numpy)
+    return found
+
+
+def load_state(clipper: Clipper | AGC, state: Mapping[str, Any] | None) -> None:
+    """Take over what `state` returned; None, from before there was a clipper, starts anew.
+
+    Raises
+    ------
+    StateError
+        If the state is another clipper's, or damaged. The clipper then keeps its old state.
+    """
+    if isinstance(clipper, AGC):
+        return
+    if state is None:
+        warnings.warn(
+            f"the checkpoint holds nothing for {clipper.name}, which starts anew",
+            FedclipWarning,
+            stacklevel=3,
+        )
+        reset(clipper)
+        return
+    if isinstance(state, Mapping) and isinstance(state.get("arrays"), Mapping):
+        state = {**state, "arrays": _each(state["arrays"], _array)}
+    clipper.set_state(dict(state))
+
+
+def _each(arrays: Mapping[str, Any], turned: Any) -> dict[str, Any]:
+    return {
+        name: {field: turned(value) for field, value in fields.items()}
+        for name, fields in arrays.items()
+    }
+
+
+def _array(value: Any) -> Any:
+    return value.cpu().numpy() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,359 @@
+"""Each ordinary PyTorch loop is clipped right, or refused in words."""
+
+import copy
+import io
+import pickle
+
+import pytest
+from helpers import require
+
+torch = require("torch")
+
+from fedclip import (  # noqa: E402
+    AGC,
+    EmaValueClip,
+    FedclipWarning,
+    NonFiniteError,
+    NormClip,
+    ValueClip,
+    ZScoreClip,
+)
+from fedclip.adapters.torch import (  # noqa: E402
+    attach,
+    clip_,
+    clip_grad_norm_,
+    handles,
+    load_state,
+    reset,
+    state,
+    stats,
+)
+
+
+def build(seed=0, optimizer=torch.optim.SGD, **settings):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    return model, optimizer(model.parameters(), **{"lr": 0.1, **settings})
+
+
+def loss_of(model):
+    return (100 * model(torch.ones(3, 5))).square().sum()
+
+
+def closure_of(model, optimizer, norms=None):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        if norms is not None:
+            norms.append(total(model))
+        return loss
+
+    return closure
+
+
+def total(model):
+    gradients = [p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]
+    return float(torch.cat(gradients).detach().double().norm())
+
+
+# -- steps with a closure ------------------------------------------------------------------------
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closures_gradients_are_clipped(by_name):
+    model, optimizer = build()
+    before = copy.deepcopy(model.state_dict())
+    handle = attach(optimizer, NormClip(1e-3), model)
+    norms = []
+    closure = closure_of(model, optimizer, norms)
+    loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    assert loss.item() > 1
+    assert total(model) <= 1e-3
+    assert float(handle.last) == pytest.approx(norms[0])
+    moved = [(p - before[n]).detach().reshape(-1) for n, p in model.named_parameters()]
+    assert float(torch.cat(moved).norm()) <= 1.001e-4
+
+
+def test_no_closure_is_passed_as_none():
+    model, optimizer = build()
+    handle = attach(optimizer, NormClip(1e-3), model)
+    loss_of(model).backward()
+    optimizer.step(None)
+    optimizer.step(closure=None)
+    assert total(model) <= 1e-3
+    assert handle.stats()["round/steps"] == 2
+
+
+def test_lbfgs_sees_clipped_gradients_only():
+    model, optimizer = build(optimizer=torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")
+    norms = []
+    handle = attach(optimizer, NormClip(0.1), model)
+    optimizer.step(closure_of(model, optimizer, norms))
+    assert len(norms) > 1
+    assert handle.stats()["round/steps"] == len(norms)
+    # What a run of its own sees, whose closure clips by hand.
+    other, second = build(optimizer=torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")
+    again = closure_of(other, second)
+
+    def closure():
+        loss = again()
+        clip_(other, NormClip(0.1))
+        return loss
+
+    second.step(closure)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_graph_of_gradients_is_clipped():
+    model, optimizer = build()
+    attach(optimizer, NormClip(1.0), model)
+    loss_of(model).backward(create_graph=True)
+    optimizer.step()
+    assert total(model) <= 1.0
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+# -- parameters that come, go and are copied -----------------------------------------------------
+def test_parameters_added_later_are_clipped():
+    model, optimizer = build()
+    model.add_module("late", torch.nn.Linear(2, 2))
+    handle = attach(torch.optim.SGD(model[0].parameters(), lr=0.1), NormClip(1.0), model)
+    handle.remove()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    handle = attach(optimizer, NormClip(1.0, scope="tensor"), model)
+    loss_of(model).backward()
+    optimizer.step()
+    assert handle.last.groups == ("0.weight", "0.bias")
+    optimizer.add_param_group({"params": model.late.parameters()})
+    optimizer.step()
+    assert handle.last.groups == ("0.weight", "0.bias", "late.weight", "late.bias")
+
+
+@pytest.mark.parametrize("given", ["names", "nothing"])
+def test_parameters_without_a_name_are_refused(given):
+    model, optimizer = build()
+    extra = torch.nn.Parameter(torch.ones(3, 7))
+    if given == "names":
+        attach(optimizer, NormClip(1.0), model.named_parameters())
+    else:
+        with pytest.raises(ValueError, match="1 parameters without a name"):
+            attach(torch.optim.SGD([*model.parameters(), extra], lr=1), NormClip(1.0), model)
+        return
+    loss_of(model).backward()
+    optimizer.add_param_group({"params": [extra]})
+    with pytest.raises(ValueError, match=r"without a name \(of shape \(3, 7\)\)"):
+        optimizer.step()
+
+
+def test_names_that_the_optimizer_has_or_numbers():
+    model, _ = build()
+    named = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    handle = attach(named, NormClip(1.0, scope="layer"))
+    loss_of(model).backward()
+    named.step()
+    assert handle.last.groups == ("0", "2")
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = attach(plain, NormClip(1.0, scope="tensor"))
+    plain.step()
+    assert handle.last.groups == ("0", "1", "2", "3")
+    with pytest.raises(TypeError, match="by name"):
+        attach(plain, NormClip(1.0, scope="layer"))
+
+
+def test_numbers_do_not_depend_on_which_parameters_have_a_gradient():
+    model, _ = build()
+    loss_of(model).backward()
+    model[0].weight.grad = None
+    assert clip_(model.parameters(), NormClip(1.0, scope="tensor")).groups == ("1", "2", "3")
+
+
+def test_two_models_with_the_same_names_are_both_clipped():
+    pair = [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
+    for layer in pair:
+        layer(torch.ones(1, 2)).sum().backward()
+    named = [pair_ for layer in pair for pair_ in layer.named_parameters()]
+    assert clip_(named, NormClip(0.1, scope="tensor")).groups == ("weight", "weight#1")
+    assert all(float(layer.weight.grad.double().norm()) <= 0.1 for layer in pair)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_the_optimizer_clips_too(how):
+    model, optimizer = build(optimizer=torch.optim.Adam)
+    attach(optimizer, ZScoreClip(warmup=2, max_norm=0.5, scope="layer"), model)
+    attach(optimizer, NormClip(0.4), model)
+    for _ in range(3):
+        optimizer.step(closure_of(model, optimizer))
+    other, twin = COPIES[how]((model, optimizer))
+    assert [h.clipper.name for h in handles(twin)] == ["zscore-clip", "norm-clip"]
+    first, second = handles(twin)
+    assert first.state() == handles(optimizer)[0].state()
+    assert first.clipper is not handles(optimizer)[0].clipper
+    twin.step(closure_of(other, twin))
+    optimizer.step(closure_of(model, optimizer))
+    assert total(other) <= 0.4
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    second.remove()
+    first.remove()
+    assert handles(twin) == []
+    assert "__reduce_ex__" not in vars(twin)
+    assert handles(copy.deepcopy(twin)) == []
+
+
+def test_wrapped_and_compiled_models_have_the_same_names():
+    model, _ = build()
+    loss_of(model).backward()
+    names = clip_(model, NormClip(1.0, scope="tensor")).groups
+    wrapped = torch.nn.Module()
+    wrapped.module = torch.compile(model, backend="eager")
+    assert clip_(wrapped, NormClip(1.0, scope="tensor")).groups == names
+    assert clip_(wrapped.named_parameters(), NormClip(1.0, scope="tensor")).groups == names
+
+
+def test_a_child_that_is_called_module_keeps_its_place():
+    model = torch.nn.Module()
+    model.module, model.head = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert clip_(model, NormClip(1.0, scope="layer")).groups == ("module", "head")
+
+
+# -- states --------------------------------------------------------------------------------------
+def test_two_handles_of_one_kind_have_a_state_each():
+    model, optimizer = build()
+    first = attach(optimizer, ZScoreClip(max_norm=3.0), model)
+    second = attach(optimizer, ZScoreClip(scope="layer"), model)
+    for _ in range(3):
+        optimizer.step(closure_of(model, optimizer))
+    saved = optimizer.state_dict()
+    assert {key for key in saved if key.startswith("fedclip")} == {
+        "fedclip:zscore-clip",
+        "fedclip:zscore-clip#1",
+    }
+    other, loaded = build(seed=1)
+    again = [
+        attach(loaded, ZScoreClip(max_norm=3.0), other),
+        attach(loaded, ZScoreClip(scope="layer"), other),
+    ]
+    loaded.load_state_dict(saved)
+    assert [h.state() for h in again] == [first.state(), second.state()]
+    first.remove()
+    assert attach(optimizer, ZScoreClip(), model)._key == "fedclip:zscore-clip"
+
+
+def test_a_state_from_before_is_a_fresh_start_said_once():
+    model, optimizer = build()
+    saved = optimizer.state_dict()
+    handle = attach(optimizer, ZScoreClip(), model)
+    optimizer.step(closure_of(model, optimizer))
+    assert handle.state()["groups"]
+    with pytest.warns(FedclipWarning, match="starts anew") as said:
+        optimizer.load_state_dict(saved)
+    assert len(said) == 1
+    assert handle.state() == state(ZScoreClip())
+
+
+def test_arrays_in_a_state_are_tensors():
+    model, optimizer = build()
+    handle = attach(optimizer, EmaValueClip(), model)
+    for _ in range(2):
+        optimizer.step(closure_of(model, optimizer))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    kept = handle.clipper.get_state()["arrays"]["0.weight"]["past"]
+    handle.reset()
+    assert not handle.state()["arrays"]
+    optimizer.load_state_dict(saved)
+    assert (handle.clipper.get_state()["arrays"]["0.weight"]["past"] == kept).all()
+
+
+def test_the_verbs():
+    model, _ = build()
+    clipper = ZScoreClip()
+    assert stats(clipper) == {}
+    loss_of(model).backward()
+    before = total(model)
+    clip_(model, clipper)
+    found = stats(clipper, "clip/")
+    assert found["clip/norm"] == pytest.approx(before)
+    assert found["clip/round/steps"] == 1
+    other = ZScoreClip()
+    load_state(other, state(clipper))
+    assert other.get_state() == clipper.get_state()
+    reset(other)
+    assert other.get_state() == ZScoreClip().get_state()
+    with pytest.warns(FedclipWarning, match="starts anew"):
+        load_state(clipper, None)
+    assert state(AGC()) == {}
+    load_state(AGC(), {})
+    reset(AGC())
+
+
+def test_a_handle_as_a_context():
+    model, optimizer = build()
+    with attach(optimizer, NormClip(1e-3), model) as handle:
+        optimizer.step(closure_of(model, optimizer))
+        assert total(model) <= 1e-3
+    optimizer.step(closure_of(model, optimizer))
+    assert total(model) > 1
+    assert handle.stats()["round/steps"] == 1
+    handle.remove()
+
+
+def test_agc_in_a_step():
+    model, optimizer = build()
+    handle = attach(optimizer, AGC(0.01), model)
+    optimizer.step(closure_of(model, optimizer))
+    assert any(handle.last.clipped)
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}
+
+
+# -- the one-liner -------------------------------------------------------------------------------
+def test_the_one_liner_returns_the_norm():
+    model, _ = build()
+    loss_of(model).backward()
+    before = total(model)
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    assert norm.shape == ()
+    assert float(norm) == pytest.approx(before)
+    assert total(model) <= 1.0
+    assert float(clip_grad_norm_(model, ZScoreClip(scope="layer"))) == pytest.approx(1.0, rel=2e-6)
+    assert float(clip_grad_norm_([torch.nn.Parameter(torch.ones(2))], 1.0)) == 0.0
+    with pytest.raises(TypeError, match="give value-clip its own parameters"):
+        clip_grad_norm_(model, ValueClip(1.0), norm_type=1.0)
+
+
+def test_the_one_liner_and_nan():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([1.0, float("nan")])
+    with pytest.raises(NonFiniteError):
+        clip_grad_norm_(parameter, 1.0, error_if_nonfinite=True)
+    with pytest.warns(FedclipWarning):
+        assert clip_grad_norm_(parameter, 0.5).isnan()
+    assert parameter.grad.tolist() == [0.0, 0.0]
+
+
+# -- what wraps the optimizer --------------------------------------------------------------------
+def test_accelerate_steps_are_clipped():
+    accelerate = pytest.importorskip("accelerate")
+    model, optimizer = build()
+    before = attach(optimizer, NormClip(1e-3), model)
+    wrapped = accelerate.Accelerator(cpu=True).prepare(optimizer)
+    loss_of(model).backward()
+    wrapped.step()
+    assert total(model) <= 1e-3
+    before.remove()
+    after = attach(wrapped, NormClip(1e-4), model)
+    assert handles(wrapped) == [after]
+    wrapped.step()
+    assert total(model) <= 1e-4
