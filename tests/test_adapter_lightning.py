@@ -1,53 +1,361 @@
-"""Lightning: gradients are clipped before each optimizer step."""
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning: gradients are clipped once before each optimizer step, in every kind of loop.
+
+The oracle is Lightning's own ``gradient_clip_val``, where it clips at all.
+"""
+
+from __future__ import annotations
 
 import warnings
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from helpers import require
 
 torch = require("torch")
+lightning = pytest.importorskip("lightning.pytorch")
 
-from fedclip import ZScoreClip  # noqa: E402
+from fedclip import AGC, EmaNormClip, FedclipWarning, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip.adapters.lightning import ClipCallback, LightningClipping  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "error::fedclip.FedclipWarning"),
+]
+
+LIMIT = 0.05
 
 
-@pytest.mark.slow
-def test_lightning_clips_saves_and_refuses_to_clip_twice(tmp_path):
-    lightning = pytest.importorskip("lightning.pytorch")
-    from fedclip.adapters.lightning import LightningClipping
+class Model(lightning.LightningModule):  # type: ignore[misc]
+    """A small model with large gradients; it notes the norms that each optimizer steps with."""
 
-    class Model(LightningClipping, lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(5, 1)
-            self.clipper = ZScoreClip(warmup=3, max_norm=0.5)
+    def __init__(self, *, manual: str = "", optimizers: int = 1, kind: str = "SGD") -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 4) for _ in range(optimizers))
+        self.automatic_optimization = not manual
+        self.manual, self.kind = manual, kind
+        self.norms: list[list[float]] = [[] for _ in range(optimizers)]
 
-        def training_step(self, batch, index):
-            return self.layer(batch[0]).square().mean() * 100
+    def loss(self, batch: Any, layer: Any) -> Any:
+        return 100 * layer(batch[0]).square().mean()
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.01)
+    def training_step(self, batch: Any, index: int) -> Any:
+        if self.automatic_optimization:
+            return self.loss(batch, self.layers[0])
+        found = self.optimizers(use_pl_optimizer=self.manual != "torch's own")
+        for layer, optimizer in zip(
+            self.layers, found if isinstance(found, list) else [found], strict=True
+        ):
 
-    data = torch.utils.data.TensorDataset(torch.randn(32, 5))
-    loader = torch.utils.data.DataLoader(data, batch_size=4)
-    options = {
+            def closure(optimizer: Any = optimizer, layer: Any = layer) -> Any:
+                optimizer.zero_grad()
+                loss = self.loss(batch, layer)
+                self.manual_backward(loss)
+                return loss
+
+            if self.manual == "closure":
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        settings: dict[str, Any] = {"lr": 0.01, "fused": True} if self.kind == "fused" else {}
+        kind = getattr(torch.optim, "SGD" if self.kind == "fused" else self.kind)
+        made = [kind(layer.parameters(), **(settings or {"lr": 0.01})) for layer in self.layers]
+        for optimizer, norms in zip(made, self.norms, strict=True):
+            optimizer.register_step_post_hook(lambda o, *_, norms=norms: norms.append(norm_of(o)))
+        return made if len(made) > 1 else made[0]
+
+
+def norm_of(optimizer: Any) -> float:
+    """Return the norm of all gradients; 0 where there are none."""
+    held = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    return float(torch.stack([g.double().norm() for g in held]).norm()) if held else 0.0
+
+
+class Mixed(LightningClipping, Model):
+    """The mixin before the module."""
+
+    def __init__(self, clipper: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.clipper = clipper
+
+
+class Reversed(Model, LightningClipping):
+    """The mixin after the module, whose methods come first."""
+
+    def __init__(self, clipper: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.clipper = clipper
+
+    def configure_callbacks(self) -> list[Any]:
+        return [lightning.callbacks.Timer()]
+
+
+def batches(count: int = 8) -> Any:
+    data = torch.utils.data.TensorDataset(torch.tensor(GRID[: 4 * count], dtype=torch.float32))
+    return torch.utils.data.DataLoader(data, batch_size=4)
+
+
+GRID = np.random.default_rng(0).standard_normal((400, 5))
+
+
+def trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
+    common = {
         "accelerator": "cpu",
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "default_root_dir": tmp_path,
+        "enable_checkpointing": False,
+        "default_root_dir": folder,
         "max_epochs": 1,
     }
+    return lightning.Trainer(callbacks=list(callbacks), **{**common, **options})
+
+
+def fit(folder: Path, model: Any, *callbacks: Any, **options: Any) -> Any:
+    found = trainer(folder, *callbacks, **options)
+    found.fit(model, batches())
+    return found
+
+
+def amp(precision: str) -> Any:
+    """Return a plugin of mixed precision for the CPU; with float16 it scales the loss."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if precision == "16-mixed" else None
+    return MixedPrecision(precision, "cpu", scaler)
+
+
+OPTIONS: dict[str, Any] = {
+    "float32": dict,
+    "float64": lambda: {"precision": "64-true"},
+    "bfloat16": lambda: {"plugins": amp("bf16-mixed")},
+    "float16": lambda: {"plugins": amp("16-mixed")},
+    "accumulated": lambda: {"accumulate_grad_batches": 4},
+}
+
+
+# -- automatic optimization, in Lightning's own terms -------------------------------------------
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("by", ["norm", "value"])
+def test_it_does_what_gradient_clip_val_does(tmp_path: Path, by: str, options: str) -> None:
+    theirs, ours = Model(), Model()
+    asked = {"gradient_clip_val": LIMIT, "gradient_clip_algorithm": by}
+    fit(tmp_path, theirs, **asked, **OPTIONS[options]())
+    callback = ClipCallback(NormClip(LIMIT) if by == "norm" else ValueClip(LIMIT))
+    fit(tmp_path, ours, callback, **OPTIONS[options]())
+    steps = 2 if options == "accumulated" else 8
+    (record,) = (r for r in callback.clippers[0].rounds if r.steps)
+    assert (record.steps, record.clipped) == (steps, steps)
+    assert record.norm_min is not None
+    # Scaled gradients would be longer by a factor of 256.
+    assert 1 < record.norm_min < 1000
+    np.testing.assert_allclose(ours.norms[0], theirs.norms[0], rtol=1e-4)
+    for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_each_evaluation_of_lbfgs_is_clipped(tmp_path: Path) -> None:
+    callback, model = ClipCallback(NormClip(1e-3)), Model(kind="LBFGS")
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    fit(tmp_path, model, callback)
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert callback.clippers[0].rounds[-1].clipped > 8
+    assert float((after - before).norm()) < 1.0
+    assert max(model.norms[0]) <= 1e-3
+
+
+def test_a_step_without_a_loss_clips_nothing(tmp_path: Path) -> None:
+    class Lazy(Model):
+        def training_step(self, batch: Any, index: int) -> Any:
+            return super().training_step(batch, index) if index else None
+
+    callback = ClipCallback(NormClip(LIMIT))
+    fit(tmp_path, Lazy(), callback)
+    assert callback.clippers[0].rounds[-1].steps == 7
+
+
+# -- manual optimization -------------------------------------------------------------------------
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("manual", ["step", "closure", "torch's own"])
+def test_manual_optimization_clips_before_each_step(
+    tmp_path: Path, manual: str, precision: str
+) -> None:
+    if (manual, precision) == ("torch's own", "float16"):
+        pytest.skip("what calls the scaler itself is no loop of Lightning's")
+    callback, model = ClipCallback(NormClip(LIMIT)), Model(manual=manual)
+    fit(tmp_path, model, callback, **OPTIONS[precision]())
+    assert len(model.norms[0]) == 8
+    assert max(model.norms[0]) <= LIMIT
+    record = callback.clippers[0].rounds[-1]
+    assert (record.steps, record.clipped) == (8, 8)
+    assert 1 < record.norm_min < 1000
+
+
+def test_several_optimizers_have_a_clipper_each(tmp_path: Path) -> None:
+    clipper = ZScoreClip(warmup=3)
+    callback, model = ClipCallback(clipper), Model(manual="step", optimizers=2)
+    fit(tmp_path, model, callback)
+    first, second = callback.clippers
+    assert first is clipper
+    assert [c.rounds[-1].steps for c in callback.clippers] == [8, 8]
+    assert first.get_state()["groups"] != second.get_state()["groups"]
+    fit(tmp_path, model, ClipCallback([NormClip(0.5), NormClip(0.25)]))
+    assert (max(model.norms[0][8:]), max(model.norms[1][8:])) <= (0.5, 0.25)
+    with pytest.raises(ValueError, match="2 clippers and 1 optimizers"):
+        fit(tmp_path, Model(), ClipCallback([NormClip(), NormClip()]))
+
+
+# -- the mixin -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", [Mixed, Reversed])
+@pytest.mark.parametrize("manual", ["", "step"])
+def test_the_mixin_clips_in_either_order_of_the_bases(
+    tmp_path: Path, kind: type[Any], manual: str
+) -> None:
+    model = kind(NormClip(LIMIT), manual=manual)
+    found = fit(tmp_path, model)
+    assert len(model.norms[0]) == 8
+    assert max(model.norms[0]) <= LIMIT
+    assert model.clipper.rounds[-1].steps == 8
+    timers = [c for c in found.callbacks if isinstance(c, lightning.callbacks.Timer)]
+    assert len(timers) == (kind is Reversed)
+
+
+def test_the_mixin_keeps_the_clippers_of_further_optimizers(tmp_path: Path) -> None:
+    model = Mixed(ZScoreClip(), manual="step", optimizers=2)
+    for fits in (1, 2):
+        (callback,) = (c for c in fit(tmp_path, model).callbacks if isinstance(c, ClipCallback))
+        assert [sum(r.steps for r in c.rounds) for c in callback.clippers] == [8 * fits] * 2
+
+
+# -- what is refused -----------------------------------------------------------------------------
+def test_clipping_twice_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    for model, callbacks in ((Model(), [ClipCallback(NormClip())]), (Mixed(NormClip()), [])):
+        with pytest.raises(ValueError, match=r"gradient_clip_val=1\.0 and ClipCallback"):
+            fit(tmp_path, model, *callbacks, gradient_clip_val=1.0)
+        assert model.norms == [[]]
+
+
+def test_a_fused_optimizer_that_unscales_is_refused(tmp_path: Path) -> None:
+    model = Model(kind="fused")
+    with pytest.raises(ValueError, match="without fused=True"):
+        fit(tmp_path, model, ClipCallback(NormClip()), **OPTIONS["float16"]())
+    fit(tmp_path, model, ClipCallback(NormClip(LIMIT)), **OPTIONS["bfloat16"]())
+    assert max(model.norms[0]) <= LIMIT
+
+
+def test_deepspeed_is_refused() -> None:
+    class DeepSpeedStrategy:
+        pass
+
+    class Fake:
+        gradient_clip_val = None
+        strategy = DeepSpeedStrategy()
+
+    with pytest.raises(NotImplementedError, match="DeepSpeed"):
+        ClipCallback(NormClip()).setup(Fake(), None, "fit")
+
+
+def test_what_is_no_clipper_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes a clipper"):
+        ClipCallback("norm-clip")
+    with pytest.raises(TypeError, match="takes a clipper"):
+        ClipCallback([NormClip(), None])  # type: ignore[list-item]
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "make", [lambda: ZScoreClip(warmup=3), lambda: EmaNormClip(scope="tensor", decay=0.5)]
+)
+def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path, make: Any) -> None:
+    whole, file = Model(), tmp_path / "one.ckpt"
+    fit(tmp_path, whole, ClipCallback(make()), max_epochs=2)
+    half = fit(tmp_path, Model(), ClipCallback(make()))
+    half.save_checkpoint(file)
+    # Statistics that are arrays are saved as tensors.
+    torch.load(file, weights_only=True)
+    resumed, callback = Model(), ClipCallback(make())
+    again = trainer(tmp_path, callback, max_epochs=2)
+    again.fit(resumed, batches(), ckpt_path=file)
+    assert [r.round for r in callback.clippers[0].rounds if r.group == "all"] == [1, 2]
+    for found, expected in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_each_optimizer_gets_its_own_state_back(tmp_path: Path) -> None:
+    file = tmp_path / "two.ckpt"
+    first = ClipCallback(ZScoreClip(warmup=3))
+    fit(tmp_path, Model(manual="step", optimizers=2), first).save_checkpoint(file)
+    second = ClipCallback(ZScoreClip(warmup=3))
+    again = trainer(tmp_path, second, max_epochs=1)
+    again.fit(Model(manual="step", optimizers=2), batches(), ckpt_path=file)
+    assert [c.get_state() for c in second.clippers] == [c.get_state() for c in first.clippers]
+
+
+def test_a_checkpoint_from_before_there_was_a_clipper_starts_it_anew(tmp_path: Path) -> None:
+    file = tmp_path / "old.ckpt"
+    fit(tmp_path, Model()).save_checkpoint(file)
+    for model, callbacks in ((Model(), [ClipCallback(ZScoreClip())]), (Mixed(ZScoreClip()), [])):
+        again = trainer(tmp_path, *callbacks, max_epochs=2)
+        with pytest.warns(FedclipWarning, match="zscore-clip, which starts anew") as said:
+            again.fit(model, batches(), ckpt_path=file)
+        assert len([w for w in said if issubclass(w.category, FedclipWarning)]) == 1
+        assert len(model.norms[0]) == 8
+
+
+# -- records -------------------------------------------------------------------------------------
+def test_the_loggers_get_what_the_steps_did(tmp_path: Path) -> None:
+    logger = lightning.loggers.CSVLogger(tmp_path)
+    options = {"logger": logger, "log_every_n_steps": 4, "max_epochs": 2}
+    callback = ClipCallback(NormClip(LIMIT))
+    found = fit(tmp_path, Model(), callback, **options)
+    assert found.logged_metrics["clip/limit"] == pytest.approx(LIMIT)
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    assert rows[0].split(",")[0] == "clip/clipped"
+    assert len(rows) == 1 + 4
+    assert [r.steps for r in callback.clippers[0].rounds if r.round] == [8, 8]
+
+
+def test_agc_and_two_callbacks_in_a_row(tmp_path: Path) -> None:
+    model = Model()
+    first, second = ClipCallback(AGC(0.01)), ClipCallback(NormClip(1e-3))
+    found = trainer(tmp_path, first, second)
+    found.fit(model, batches())
+    assert max(model.norms[0]) <= 1e-3
+    assert first.clippers[0].rounds[-1].steps == second.clippers[0].rounds[-1].steps == 8
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = Model()
-        trainer = lightning.Trainer(**options)
-        trainer.fit(model, loader)
-        assert model.clipper.rounds[0].steps == 8
-        assert model.clipper.rounds[0].clipped > 0
-        trainer.save_checkpoint(tmp_path / "last.ckpt")
-        other = Model()
-        checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=False)
-        other.on_load_checkpoint(checkpoint)
-        assert other.clipper.get_state() == model.clipper.get_state()
-        with pytest.raises(ValueError, match="clip twice"):
-            lightning.Trainer(gradient_clip_val=1.0, **options).fit(Model(), loader)
+        warnings.simplefilter("error", FedclipWarning)
+        found.save_checkpoint(tmp_path / "both.ckpt")
+        trainer(tmp_path, ClipCallback(AGC(0.01)), ClipCallback(NormClip(1e-3))).fit(
+            Model(), batches(), ckpt_path=tmp_path / "both.ckpt"
+        )
+
+
+def test_the_package_pytorch_lightning_works_too(tmp_path: Path) -> None:
+    other = pytest.importorskip("pytorch_lightning")
+
+    class Small(other.LightningModule):  # type: ignore[misc]
+        training_step, loss = Model.training_step, Model.loss
+        configure_optimizers = Model.configure_optimizers
+        kind = "SGD"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(5, 4)])
+            self.norms: list[list[float]] = [[]]
+
+    model = Small()
+    options = {"logger": False, "enable_checkpointing": False, "max_epochs": 1}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    other.Trainer(callbacks=[ClipCallback(NormClip(LIMIT))], **options, **quiet).fit(
+        model, batches()
+    )
+    assert len(model.norms[0]) == 8
+    assert max(model.norms[0]) <= LIMIT

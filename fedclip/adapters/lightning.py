@@ -1,20 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clippers in Lightning."""
+"""Clippers in Lightning: a callback of the Trainer, or a mixin of the module."""
 
 from __future__ import annotations
 
+import copy
+import functools
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
-import torch
+from fedclip.adapters.torch import ClipHandle, attach
+from fedclip.modules import AGC, Clipper
 
-from fedclip.adapters.torch import clip_
-from fedclip.modules import Clipper
+__all__ = ["ClipCallback", "LightningClipping"]
 
-__all__ = ["LightningClipping"]
+Callback: Any
+# The package has two names, and users have either.
+try:
+    Callback = import_module("lightning.pytorch").Callback
+except ImportError:
+    try:
+        Callback = import_module("pytorch_lightning").Callback
+    except ImportError as error:
+        raise ImportError(
+            "fedclip.adapters.lightning needs Lightning: pip install lightning"
+        ) from error
+
+
+class ClipCallback(Callback):  # type: ignore[misc]
+    """Clip before each optimizer step of a Lightning Trainer.
+
+    ::
+
+        trainer = Trainer(callbacks=[ClipCallback(ZScoreClip())])
+
+    It acts in automatic and in manual optimization, once a step, on accumulated and unscaled
+    gradients. Checkpoints hold the clipper's statistics with the optimizer's; from an older
+    checkpoint the clipper starts anew, with a warning. Each epoch is one round of the clipper's
+    records, and loggers get what the last step did, every ``log_every_n_steps``.
+
+    Parameters
+    ----------
+    clipper
+        A clipper of fedclip. With several optimizers each further one gets a copy; or give a
+        list, with one clipper for each optimizer.
+
+    Raises
+    ------
+    ValueError
+        Before the first step, if the Trainer's ``gradient_clip_val`` is set, if a list has
+        another length than there are optimizers, or if a fused optimizer would unscale the
+        gradients after the clip.
+    NotImplementedError
+        Before the first step with DeepSpeed, which never shows whole gradients.
+
+    Examples
+    --------
+    >>> from fedclip import NormClip
+    >>> callback = ClipCallback(NormClip(1.0))
+    >>> callback.clippers[0].name
+    'norm-clip'
+    """
+
+    def __init__(self, clipper: Clipper | AGC | Sequence[Clipper | AGC]) -> None:
+        self._copies = not isinstance(clipper, Sequence)
+        self.clippers = list(clipper) if isinstance(clipper, Sequence) else [clipper]
+        for one in self.clippers:
+            if not isinstance(one, (Clipper, AGC)):
+                raise TypeError(f"ClipCallback takes a clipper, or a list of them; got {one!r:.80}")
+        self._handles: list[ClipHandle] = []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse to clip twice, or what can not be clipped."""
+        if stage != "fit":
+            return
+        if trainer.gradient_clip_val:
+            raise ValueError(
+                f"gradient_clip_val={trainer.gradient_clip_val!r} and ClipCallback would clip "
+                "twice: leave gradient_clip_val out of the Trainer"
+            )
+        if "DeepSpeed" in type(trainer.strategy).__name__:
+            raise NotImplementedError(
+                "DeepSpeed keeps the gradients to itself: use its own gradient_clip_val"
+            )
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach a clipper to each optimizer, before a checkpoint is loaded."""
+        optimizers = trainer.optimizers
+        if self._copies:
+            further = len(optimizers) - len(self.clippers)
+            self.clippers += [copy.deepcopy(self.clippers[0]) for _ in range(further)]
+        if len(self.clippers) != len(optimizers):
+            raise ValueError(
+                f"there are {len(self.clippers)} clippers and {len(optimizers)} optimizers: give "
+                "one clipper for each optimizer, or a single one to be copied"
+            )
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for optimizer, clipper in zip(optimizers, self.clippers, strict=True):
+            if scaled and getattr(optimizer, "_step_supports_amp_scaling", False):
+                raise ValueError(
+                    f"a fused {type(optimizer).__name__} unscales the gradients in its step, "
+                    "after the clip: make it without fused=True"
+                )
+            self._handles.append(attach(optimizer, clipper, pl_module.named_parameters()))
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin a round of the records."""
+        for clipper in self.clippers:
+            clipper.on_round_start()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """Log what the last step did, as often as Lightning logs."""
+        every = trainer.log_every_n_steps
+        if not every or trainer.global_step % every:
+            return
+        for i, clipper in enumerate(self.clippers):
+            if clipper.last is not None:
+                prefix = "clip/" if len(self.clippers) == 1 else f"clip/{i}/"
+                pl_module.log_dict(clipper.last.as_dict(prefix))
 
 
 class LightningClipping:
-    """Mixin of a LightningModule that clips with ``self.clipper``, and saves its state.
+    """Mixin of a LightningModule that brings a `ClipCallback` with ``self.clipper``.
 
     ::
 
@@ -23,32 +133,28 @@ class LightningClipping:
                 super().__init__()
                 self.clipper = ZScoreClip()
 
-    Lightning calls it once for each optimizer step, after unscaling. Do not set the Trainer's
-    ``gradient_clip_val``: the gradients would be clipped twice.
+    The order of the bases does not matter, nor whether the class has a ``configure_callbacks``.
     """
 
-    clipper: Clipper
+    clipper: Clipper | AGC | Sequence[Clipper | AGC]
+    _clip_callback: ClipCallback | None = None
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip the parameters of this optimizer."""
-        if gradient_clip_val:
-            raise ValueError(
-                f"gradient_clip_val={gradient_clip_val!r} and self.clipper would clip twice: "
-                "leave gradient_clip_val out of the Trainer"
-            )
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        named = self.named_parameters()  # type: ignore[attr-defined]
-        clip_([pair for pair in named if id(pair[1]) in held], self.clipper)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let the class bring the callback with those that it configures."""
+        super().__init_subclass__(**kwargs)
+        inner: Any = getattr(cls, "configure_callbacks", None)
+        if inner is None:
+            return
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the clipper's state into the checkpoint."""
-        checkpoint["fedclip"] = self.clipper.get_state()
+        @functools.wraps(inner)
+        def configure_callbacks(self: Any) -> list[Any]:
+            found = inner(self)
+            callbacks = list(found) if isinstance(found, Sequence) else [found]
+            if not any(isinstance(callback, ClipCallback) for callback in callbacks):
+                # Keep the callback for the next fit, with the clippers of further optimizers.
+                if self._clip_callback is None:
+                    self._clip_callback = ClipCallback(self.clipper)
+                callbacks.append(self._clip_callback)
+            return callbacks
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the clipper's state from the checkpoint."""
-        self.clipper.set_state(checkpoint["fedclip"])
+        cls.configure_callbacks = configure_callbacks  # type: ignore[attr-defined]
