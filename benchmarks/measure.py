@@ -114,7 +114,9 @@ class Floor:
             for a, o in zip(flat, outputs, strict=True)
             for i in range(0, a.size, step)
         ]
-        self.cores = cores()
+        # Waking a thread takes longer than reading 4 MiB. A thread that goes back to sleep also
+        # takes the interpreter's lock, from the call that is measured next.
+        self.cores = cores() if sum(a.nbytes for a in flat) >= 1 << 22 else 1
         self._pool = ThreadPoolExecutor(self.cores)
 
     def calls(self, name: str, call: Callable[[Any, Any], Any]) -> dict[str, Callable[[], Any]]:

@@ -45,7 +45,9 @@ def worthwhile(sizes: Sequence[int]) -> int:
     """Return the number of threads for arrays of so many bytes: 1 for few, or small ones."""
     # The calls for small arrays are so short that threads only wait for the interpreter's lock:
     # with two, 200 arrays of 74 kB take a third longer.
-    size = sum([size for size in sizes if size >= _LARGE])
+    size = sum(sizes)
+    if size >= 2 * _PER_CORE:
+        size = sum([size for size in sizes if size >= _LARGE])
     return 1 if size < 2 * _PER_CORE else min(cores(), size // _PER_CORE)
 
 

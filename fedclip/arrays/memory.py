@@ -76,7 +76,7 @@ class Memory:
         """Whether memory is kept for outputs of so many bytes; that of other sizes is released."""
         # A step asks once for each of its groups, with the same list.
         if sizes is not self._sizes:
-            if sizes != self._sizes:
+            if self._kept and sizes != self._sizes:
                 self._kept = {}
             self._sizes, self._worth = sizes, sum(sizes) >= _FROM
         return self._worth
