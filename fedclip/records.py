@@ -88,7 +88,7 @@ class StepRecord:
     def __float__(self) -> float:
         return self.norm
 
-    def as_dict(self, prefix: str = "") -> dict[str, float]:
+    def as_dict(self, prefix: str = "", *, groups: bool = True) -> dict[str, float]:
         """Return plain numbers under names that do not change, for any logger.
 
         ``norm``
@@ -100,7 +100,7 @@ class StepRecord:
         ``nonfinite``
             1 if the gradient held NaN or infinity, else 0.
         ``g/norm``, ``g/limit``, ``g/clipped``
-            The same of group ``g``, if there are several.
+            The same of group ``g``, if there are several and `groups` is true.
 
         A number that is not finite, such as the limit before there is one, is left out.
 
@@ -108,6 +108,8 @@ class StepRecord:
         ----------
         prefix
             Put before each name, such as ``"clip/"``.
+        groups
+            Whether to give the numbers of single groups too.
 
         Examples
         --------
@@ -121,7 +123,7 @@ class StepRecord:
             rows = list(zip(self.groups, norms, limits, clipped, strict=True))
             tightest = max(rows, key=lambda row: row[1] / row[2] if row[2] else math.inf)
             found |= {"limit": tightest[2], "clipped": int(any(clipped))}
-            for label, norm, limit, over in rows if len(rows) > 1 else ():
+            for label, norm, limit, over in rows if groups and len(rows) > 1 else ():
                 own = {"norm": norm, "limit": limit, "clipped": int(over)}
                 found |= {f"{label}/{name}": number for name, number in own.items()}
         return _finite(found, prefix)

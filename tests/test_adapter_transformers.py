@@ -1,57 +1,283 @@
-"""Transformers: gradients are clipped before each optimizer step of a Trainer."""
+# SPDX-License-Identifier: Apache-2.0
+"""Transformers and Accelerate: clipped once a step, accumulated and unscaled.
 
-import warnings
+The oracle is the Trainer's own ``max_grad_norm``, and Accelerate's ``clip_grad_norm_``.
+"""
 
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 from helpers import require
 
 torch = require("torch")
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
 
-from fedclip import NormClip, ZScoreClip  # noqa: E402
+from fedclip import EmaNormClip, FedclipWarning, NormClip, ZScoreClip  # noqa: E402
+from fedclip.adapters.torch import attach as attach_to_optimizer  # noqa: E402
+from fedclip.adapters.transformers import ClipCallback, attach  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "error::fedclip.FedclipWarning"),
+]
+
+LIMIT = 0.05
+GRID = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
 
 
-@pytest.mark.slow
-def test_transformers_callback(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    from fedclip.adapters.transformers import ClipCallback
+class Model(torch.nn.Module):  # type: ignore[misc]
+    """A small model with large gradients."""
 
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(3, 1)
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
 
-        def forward(self, x):
-            return {"loss": self.layer(x).square().mean() * 100}
+    def forward(self, x: Any) -> dict[str, Any]:
+        return {"loss": self.second(self.first(x)).square().mean() * 100}
 
-    data = [{"x": torch.randn(3)} for _ in range(16)]
 
-    def arguments(**more):
-        return transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=4,
-            num_train_epochs=1,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            save_strategy="no",
-            **more,
-        )
+class Noting(transformers.TrainerCallback):  # type: ignore[misc]
+    """Notes the norms that the optimizer steps with, and what is logged."""
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        callback = ClipCallback(ZScoreClip(warmup=2, max_norm=0.5))
-        model = Model()
-        trainer = transformers.Trainer(
-            model, arguments(max_grad_norm=0.0), train_dataset=data, callbacks=[callback]
-        )
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.logs: list[dict[str, Any]] = []
+
+    def on_optimizer_step(self, *_: Any, model: Any, **kwargs: Any) -> None:
+        self.norms.append(float(torch.stack([p.grad.norm() for p in model.parameters()]).norm()))
+
+    def on_log(self, *_: Any, logs: Any, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def make(folder: Path, *callbacks: Any, **options: Any) -> Any:
+    common = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 1,
+        "learning_rate": 0.01,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 4,
+        "max_grad_norm": 0.0,
+    }
+    arguments = transformers.TrainingArguments(**{**common, **options})
+    data = [{"x": row} for row in GRID]
+    return transformers.Trainer(Model(), arguments, train_dataset=data, callbacks=list(callbacks))
+
+
+def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Accelerate scale the loss on the CPU, as it does with fp16 on a GPU."""
+    init = accelerate.Accelerator.__init__
+
+    def patched(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.state._mixed_precision, self.native_amp = "fp16", True
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        # Nothing but the scale is that of fp16.
+        self.autocast = lambda *a, **k: torch.autocast("cpu", enabled=False)
+
+    monkeypatch.setattr(accelerate.Accelerator, "__init__", patched)
+    monkeypatch.setattr(accelerate.Accelerator, "prepare_model", lambda self, model, **k: model)
+
+
+# -- in the Trainer's own terms ------------------------------------------------------------------
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_it_does_what_max_grad_norm_does(tmp_path: Path, accumulation: int) -> None:
+    theirs, ours, callback = Noting(), Noting(), ClipCallback(NormClip(LIMIT))
+    options = {"gradient_accumulation_steps": accumulation, "logging_steps": 1}
+    first = make(tmp_path, theirs, max_grad_norm=LIMIT, **options)
+    first.train()
+    second = make(tmp_path, callback, ours, **options)
+    second.train()
+    assert len(ours.norms) == callback.clipper.rounds[-1].steps == 16 // accumulation
+    np.testing.assert_allclose(ours.norms, theirs.norms, rtol=1e-4)
+    for found, expected in zip(second.model.parameters(), first.model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    norms = [float(row["grad_norm"]) for row in theirs.logs if "grad_norm" in row]
+    logged = [row["grad_norm"] for row in ours.logs if "grad_norm" in row]
+    np.testing.assert_allclose(logged, norms, rtol=1e-4)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
+def test_gradients_are_unscaled_before_they_are_clipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str
+) -> None:
+    plain = ClipCallback(NormClip(LIMIT))
+    make(tmp_path, plain, optim=optim).train()
+    scaled(monkeypatch)
+    callback, noting = ClipCallback(NormClip(LIMIT)), Noting()
+    make(tmp_path, callback, noting, optim=optim).train()
+    (true,), (found,) = plain.clipper.rounds, callback.clipper.rounds
+    assert (found.steps, found.clipped) == (16, 16)
+    assert found.norm_max == pytest.approx(true.norm_max, rel=1e-3)
+    assert max(noting.norms) <= LIMIT
+
+
+def test_the_logs_show_norm_limit_and_what_was_clipped(tmp_path: Path) -> None:
+    first = Noting()
+    trainer = make(tmp_path, first)
+    callback = attach(trainer, NormClip(LIMIT))
+    trainer.train()
+    rows = [row for row in first.logs if "loss" in row]
+    assert len(rows) == 4
+    assert {row["limit"] for row in rows} == {LIMIT}
+    assert [row["clipped"] for row in rows] == [1] * 4
+    assert rows[-1]["clipped_share"] == 1.0
+    last = callback.clipper.last
+    assert last is not None
+    assert rows[-1]["grad_norm"] == pytest.approx(float(last), rel=1e-5)
+    history = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["limit"] for row in history] == [LIMIT] * 4
+    assert "limit" not in trainer.state.log_history[-1]
+
+
+# -- what is refused -----------------------------------------------------------------------------
+def test_clipping_twice_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    trainer = make(tmp_path, ClipCallback(NormClip()), max_grad_norm=1.0)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    with pytest.raises(ValueError, match="max_grad_norm=0 in the TrainingArguments"):
         trainer.train()
-        assert callback.clipper.rounds[0].steps == 4
-        state = callback.state()
-        again = ClipCallback(**state["args"])
-        for key, value in state["attributes"].items():
-            setattr(again, key, value)
-        assert again.clipper.get_state() == callback.clipper.get_state()
-        with pytest.raises(ValueError, match="max_grad_norm=0"):
-            transformers.Trainer(
-                Model(), arguments(), train_dataset=data, callbacks=[ClipCallback(NormClip(1.0))]
-            ).train()
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+
+
+def test_deepspeed_is_refused(tmp_path: Path) -> None:
+    class DeepSpeedOptimizerWrapper:
+        pass
+
+    trainer = make(tmp_path)
+    with pytest.raises(NotImplementedError, match="DeepSpeed"):
+        ClipCallback(NormClip()).on_train_begin(
+            trainer.args, trainer.state, trainer.control, optimizer=DeepSpeedOptimizerWrapper()
+        )
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+CLIPPERS = {
+    "z-score": lambda: ZScoreClip(warmup=3),
+    "averages of tensors": lambda: EmaNormClip(scope="tensor", decay=0.5),
+}
+
+
+@pytest.mark.parametrize("by_trainer", [False, True])
+@pytest.mark.parametrize("name", CLIPPERS)
+def test_a_run_that_is_resumed_ends_as_one_that_was_not(
+    tmp_path: Path, name: str, by_trainer: bool
+) -> None:
+    options = {
+        "num_train_epochs": 2,
+        "save_strategy": "steps",
+        "save_steps": 12,
+        "restore_callback_states_from_checkpoint": by_trainer,
+    }
+    whole = make(tmp_path, ClipCallback(CLIPPERS[name]()), **options)
+    whole.train()
+    resumed = make(tmp_path, ClipCallback(CLIPPERS[name]()), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    (callback,) = (c for c in resumed.callback_handler.callbacks if isinstance(c, ClipCallback))
+    for found, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(found, expected)
+    assert sum(r.steps for r in callback.clipper.rounds if r.group == "all") == 32
+
+
+def test_two_callbacks_get_their_own_state_back(tmp_path: Path) -> None:
+    def callbacks() -> list[ClipCallback]:
+        return [ClipCallback(NormClip(1.0)), ClipCallback(ZScoreClip(warmup=3))]
+
+    options = {"save_strategy": "steps", "save_steps": 5}
+    make(tmp_path, *callbacks(), **options).train()
+    again = callbacks()
+    trainer = make(tmp_path, *again, **options)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-15"))
+    assert [sum(r.steps for r in c.clipper.rounds) for c in again] == [16, 16]
+
+
+def test_a_checkpoint_from_before_there_was_a_clipper_starts_it_anew(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 4}
+    make(tmp_path, **options).train()
+    callback = ClipCallback(ZScoreClip())
+    with pytest.warns(FedclipWarning, match="zscore-clip, which starts anew") as said:
+        make(tmp_path, callback, **options).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-8")
+        )
+    assert len([w for w in said if issubclass(w.category, FedclipWarning)]) == 1
+    assert callback.clipper.rounds[-1].steps == 8
+    saved = json.loads((tmp_path / "checkpoint-16" / "trainer_state.json").read_text())
+    assert saved["stateful_callbacks"]["ClipCallback"][-1]["args"]["clipper"][0] == "zscore-clip"
+
+
+# -- Accelerate ----------------------------------------------------------------------------------
+@pytest.fixture
+def accelerator() -> Any:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+    def build(**options: Any) -> Any:
+        return accelerate.Accelerator(cpu=True, **options)
+
+    yield build
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def loop(accelerator: Any, clipper: Any = None) -> tuple[Any, Any]:
+    """Return what Accelerate trains; with a clipper ours clips, else its own ``clip_grad_norm_``.
+
+    Before and after, as the page of the documentation has it.
+    """
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = torch.utils.data.DataLoader(torch.tensor(GRID), batch_size=4)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    handle = None if clipper is None else attach_to_optimizer(optimizer, clipper, model)
+    for batch in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch)["loss"])
+            if handle is None and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), LIMIT)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_in_a_loop_of_accelerate(
+    accelerator: Any, monkeypatch: pytest.MonkeyPatch, accumulation: int, scale: bool
+) -> None:
+    if scale:
+        scaled(monkeypatch)
+    theirs, _ = loop(accelerator(gradient_accumulation_steps=accumulation))
+    clipper = NormClip(LIMIT)
+    ours, _ = loop(accelerator(gradient_accumulation_steps=accumulation), clipper)
+    (record,) = clipper.rounds
+    assert (record.steps, record.clipped) == (16 // accumulation,) * 2
+    assert record.norm_max is not None
+    assert record.norm_max < 1000
+    for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_accelerate_saves_and_loads_the_statistics(accelerator: Any, tmp_path: Path) -> None:
+    for make_clipper in (lambda: ZScoreClip(warmup=3), lambda: EmaNormClip(scope="tensor")):
+        engine, first = accelerator(), make_clipper()
+        loop(engine, first)
+        engine.save_state(str(tmp_path))
+        again, second = accelerator(), make_clipper()
+        loop(again, second)
+        second.on_round_start()
+        again.load_state(str(tmp_path))
+        assert second.get_state()["groups"] == first.get_state()["groups"]
+        assert [r.steps for r in second.rounds] == [r.steps for r in first.rounds]

@@ -120,7 +120,7 @@ class ClipCallback(Callback):  # type: ignore[misc]
         for i, clipper in enumerate(self.clippers):
             if clipper.last is not None:
                 prefix = "clip/" if len(self.clippers) == 1 else f"clip/{i}/"
-                pl_module.log_dict(clipper.last.as_dict(prefix))
+                pl_module.log_dict(clipper.last.as_dict(prefix, groups=False))
 
 
 class LightningClipping:

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clippers in the Trainer of Hugging Face Transformers."""
+"""Clippers in the Trainer of Hugging Face Transformers, from 4.50 on."""
 
 from __future__ import annotations
 
+import base64
+from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 try:
     from transformers import TrainerCallback
@@ -14,54 +18,142 @@ except ImportError as error:
     ) from error
 
 from fedclip.adapters.shared import clipper_of
-from fedclip.adapters.torch import clip_
-from fedclip.modules import Clipper
+from fedclip.adapters.torch import clip_, load_state
+from fedclip.modules import AGC, Clipper
 
-__all__ = ["ClipCallback"]
+__all__ = ["ClipCallback", "attach"]
 
 
 class ClipCallback(TrainerCallback, ExportableState):
     """Clip the gradients right before each optimizer step of a Trainer.
 
-    Set ``max_grad_norm=0`` in the TrainingArguments, or the gradients are clipped twice. The
-    Trainer saves the state in its checkpoints, and restores it with
-    ``restore_callback_states_from_checkpoint=True``.
+    ::
+
+        Trainer(model, TrainingArguments(max_grad_norm=0), callbacks=[ClipCallback(ZScoreClip())])
+
+    The gradients are accumulated and, with fp16, unscaled. The Trainer's logs get ``limit``,
+    ``clipped`` (1 if the last step was clipped, else 0) and ``clipped_share`` (of the steps of
+    this epoch) beside ``grad_norm``; `attach` puts the callback where TensorBoard and others see
+    them too. Checkpoints hold the clipper's state, and a run that is resumed goes on with it;
+    from an older checkpoint the clipper starts anew, with a warning. An epoch is a round of the
+    clipper's records.
 
     Parameters
     ----------
     clipper
-        A clipper of fedclip, or (name, config) as in a declearn configuration.
+        A clipper of fedclip, or (name, config) as in a declearn configuration. Averages of whole
+        tensors, as `EmaNormClip` keeps them, are saved as text in ``trainer_state.json``.
+
+    Raises
+    ------
+    ValueError
+        Before the first step, if ``max_grad_norm`` is not 0: its default of 1.0 clips too.
+    NotImplementedError
+        Before the first step with DeepSpeed, which never shows whole gradients.
     """
 
-    def __init__(self, clipper: Clipper | tuple[str, dict[str, Any]]) -> None:
-        self.clipper = clipper_of(clipper)
+    def __init__(self, clipper: Clipper | AGC | tuple[str, dict[str, Any]]) -> None:
+        self.clipper: Clipper | AGC = clipper if isinstance(clipper, AGC) else clipper_of(clipper)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse to clip twice."""
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Refuse to clip twice, and take up the state of a checkpoint."""
         if args.max_grad_norm:
             raise ValueError(
                 f"max_grad_norm={args.max_grad_norm!r} and {self.clipper.name} would clip twice: "
                 "give max_grad_norm=0 in the TrainingArguments"
             )
+        if "DeepSpeed" in type(optimizer).__name__:
+            raise NotImplementedError(
+                "DeepSpeed keeps the gradients to itself: use its own gradient_clipping"
+            )
+        # Without an entry, as in older checkpoints, the Trainer fails when it saves the next one.
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, [])
+        if state.global_step:
+            # The Trainer adds the states of several callbacks to the end of one list.
+            entries = saved if isinstance(saved, list) else [saved]
+            ours = [e for e in entries if e["args"]["clipper"][0] == self.clipper.name]
+            load_state(
+                self.clipper, _read(ours[-1]["attributes"]["clipper_state"]) if ours else None
+            )
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin a round of the records."""
+        self.clipper.on_round_start()
 
     def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
-        """Clip; Transformers has unscaled and accumulated the gradients by now."""
-        clip_(model.named_parameters(), self.clipper)
+        """Unscale the gradients, unless the Trainer has, as it does from 5 on; and clip."""
+        scaler = getattr(optimizer, "scaler", None)
+        if scaler is not None:
+            # What says that the gradients are unscaled already is this error alone.
+            with suppress(RuntimeError):
+                scaler.unscale_(optimizer.optimizer)
+        clip_(model, self.clipper)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add to the Trainer's logs of steps what the last step did."""
+        if "loss" not in logs or self.clipper.last is None:
+            return
+        epoch = next(r for r in reversed(self.clipper.rounds) if r.group == "all")
+        found = {**self.clipper.last.as_dict(groups=False), "clipped_share": epoch.clipped_share}
+        if "norm" in found:
+            logs.setdefault("grad_norm", found.pop("norm"))
+        prefix = f"{self.clipper.name}/" if "limit" in logs else ""
+        logs |= {prefix + name: number for name, number in found.items()}
+        state.log_history[-1] |= logs
 
     def state(self) -> dict[str, Any]:
         """Return what Transformers writes into its checkpoints."""
         return {
             "args": {"clipper": [self.clipper.name, self.clipper.get_config()]},
-            "attributes": {"clipper_state": self.clipper.get_state()},
+            "attributes": {"clipper_state": self.clipper_state},
         }
 
     @property
     def clipper_state(self) -> dict[str, Any]:
-        """The clipper's statistics; Transformers sets it when it restores a checkpoint."""
-        return self.clipper.get_state()
+        """The clipper's state for JSON; Transformers may set it when it restores a checkpoint."""
+        if isinstance(self.clipper, AGC):
+            return {}
+        return _each_array(self.clipper.get_state(), _to_text)
 
     @clipper_state.setter
     def clipper_state(self, state: dict[str, Any]) -> None:
-        self.clipper.set_state(state)
+        load_state(self.clipper, _read(state))
+
+
+def attach(trainer: Any, clipper: Clipper | AGC | tuple[str, dict[str, Any]]) -> ClipCallback:
+    """Add a `ClipCallback` to a Trainer, before all others, so that they see what it logs.
+
+    Of the callbacks that are given to a Trainer, those of ``report_to`` come first.
+    """
+    callback = ClipCallback(clipper)
+    trainer.callback_handler.callbacks.insert(0, callback)
+    return callback
+
+
+def _each_array(state: dict[str, Any], turned: Any) -> dict[str, Any]:
+    arrays = {n: {k: turned(x) for k, x in f.items()} for n, f in state["arrays"].items()}
+    return {**state, "arrays": arrays}
+
+
+def _to_text(array: Any) -> list[Any]:
+    return [str(array.dtype), array.shape, base64.b64encode(array.tobytes()).decode()]
+
+
+def _read(state: Any) -> Any:
+    """Return a clipper's state that was saved as JSON, with its arrays."""
+
+    def array(text: Any) -> Any:
+        dtype, shape, data = text
+        return np.frombuffer(base64.b64decode(data), dtype).reshape(shape)
+
+    return _each_array(state, array) if state else state
