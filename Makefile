@@ -11,7 +11,7 @@ PY  := $(BIN)/python
 PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test soak lint format docs bench build clean
+.PHONY: help demo quick test soak lint format docs site bench build clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -41,6 +41,9 @@ docs: $(VENV)/.dev  ## write what the documentation takes from the code
 	$(PY) docs/clippers.py
 	$(PY) docs/parts.py
 
+site: $(VENV)/.dev  ## build the site of the documentation; open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: $(VENV)/.dev  ## measure the clippers against declearn's own
 	$(PY) -m benchmarks
 
@@ -48,7 +51,7 @@ build: $(VENV)/.dev  ## build the wheel into dist/
 	$(PY) -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove .venv and everything the targets wrote
-	rm -rf $(VENV) $(DEMO) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEMO) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from website import table
+
 import fedclip  # noqa: F401  (registers the clippers)
 from fedclip.parameters import signature_of
 from fedclip.toml import toml_value
@@ -55,7 +57,7 @@ def render(kind: str, name: str) -> str:
     parts = sections(cls)
     summary, _, body = parts[""].partition("\n\n")
     lines = [START, "", markdown(summary), "", markdown(body), "", "## Parameters", ""]
-    lines += table(cls, parts.get("Parameters", ""))
+    lines += parameters(cls, parts.get("Parameters", ""))
     if kind != "regularizer":
         lines += ["", "`fedclip list` shows the same names and defaults; `nan` in TOML is None."]
     if parts.get("Notes"):
@@ -69,7 +71,7 @@ def render(kind: str, name: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 
 
-def table(cls: type, text: str) -> list[str]:
+def parameters(cls: type, text: str) -> list[str]:
     """Return the parameters as a table, in the order of the constructor."""
     meanings = {}
     for entry in re.split(r"^(?=\S)", text, flags=re.MULTILINE):
@@ -109,29 +111,13 @@ def markdown(text: str) -> str:
                 position += 1
             done.append("```text\n" + "\n\n".join(code) + "\n```")
         elif block.startswith("===="):
-            done.append(grid(block))
+            done.append(inline(table(block)))
         elif re.match(r"[-*] ", block):
             items = re.split(r"^[-*] ", block, flags=re.MULTILINE)[1:]
             done.append("\n".join("- " + inline(" ".join(item.split())) for item in items))
         else:
             done.append(sentences(block))
     return "\n\n".join(done)
-
-
-def grid(block: str) -> str:
-    """Return a simple table as a Markdown one."""
-    lines = [line for line in block.splitlines() if line.strip()]
-    starts = [match.start() for match in re.finditer(r"=+", lines[0])]
-    ends = [*starts[1:], None]
-    rows: list[list[str]] = []
-    for line in lines:
-        cells = [inline(line[a:b].strip()) for a, b in zip(starts, ends, strict=True)]
-        if not cells[0]:
-            rows[-1] = [" ".join(pair).strip() for pair in zip(rows[-1], cells, strict=True)]
-        elif not line.startswith("==="):
-            rows.append(cells)
-    shown = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([shown[0], "|" + "---|" * len(starts), *shown[1:]])
 
 
 def sentences(text: str) -> str:

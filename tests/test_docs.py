@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import importlib.util
 import inspect
 import re
 import shutil
@@ -168,12 +167,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def pages_tool() -> Any:
-    spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "clippers.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs")
+        return importlib.import_module("clippers")
 
 
 @pytest.mark.parametrize(
