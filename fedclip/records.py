@@ -32,6 +32,9 @@ _LAZY_BUFFER = 4096
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Basis = tuple[float, str, float]
+"""Where limits come from: a `fedclip.rules.Basis`."""
+_LEARNT_BASIS: Basis = (math.inf, "", 0.0)
 
 
 class StepRecord:
@@ -159,6 +162,10 @@ class RoundRecord:
         Extremes of the norm before clipping; None before the first finite step.
     limit, limit_min, limit_max
         The last finite limit of the round, and the extremes; None if there was none.
+    fixed, learnt, warmup
+        Number of steps by what set their limit: a number that was fixed before the run (such as
+        `max_norm`), the norms of earlier steps, or the start of a clipper that has not seen
+        enough norms. The other steps had no limit. Of several groups, the least settled counts.
     """
 
     round: int
@@ -171,6 +178,9 @@ class RoundRecord:
     limit: float | None = None
     limit_min: float | None = None
     limit_max: float | None = None
+    fixed: int = 0
+    learnt: int = 0
+    warmup: int = 0
     buckets: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
 
@@ -178,6 +188,12 @@ class RoundRecord:
     def clipped_share(self) -> float:
         """Share of the steps that were clipped."""
         return self.clipped / self.steps if self.steps else 0.0
+
+    @property
+    def limited_by(self) -> str:
+        """What set the limit of most steps: "fixed", "learnt" or "warmup"; "" for nothing."""
+        most = max(("learnt", "fixed", "warmup"), key=lambda name: int(getattr(self, name)))
+        return most if getattr(self, most) else ""
 
     def norm_quantile(self, q: float) -> float | None:
         """Return the q-quantile of the norms before clipping, within 1 %."""
@@ -226,6 +242,9 @@ class RoundRecord:
             self.limit = batch.limit
             self.limit_min = _least(self.limit_min, batch.limit_min)
             self.limit_max = _most(self.limit_max, batch.limit_max)
+        self.fixed += batch.fixed
+        self.learnt += batch.learnt
+        self.warmup += batch.warmup
         merged = Counter(dict(zip(self.buckets, self.counts, strict=True)))
         merged.update(batch.buckets)
         self.buckets = sorted(merged)
@@ -242,10 +261,26 @@ class _Batch(NamedTuple):
     limit: float
     limit_min: float
     limit_max: float
+    fixed: int
+    learnt: int
+    warmup: int
     buckets: list[int]
 
 
-def _batches(norms: Floats, limits: Floats, clipped: Bools) -> Iterator[_Batch]:
+# What set a limit, from the most settled to the least.
+_NOTHING, _FIXED, _LEARNT, _WARMUP = range(4)
+# A limit that went through float32 may be this much below the fixed one.
+_SAME = 1 - 1e-6
+
+
+def _setters(limits: Floats, warm: Floats, basis: Basis) -> Floats:
+    """Return what set each limit, given the values that say how far the warm-up is."""
+    learnt = np.where(warm < basis[2], _WARMUP, _LEARNT)
+    setters = np.where(limits >= basis[0] * _SAME, _FIXED, learnt)
+    return np.where(np.isfinite(limits), setters, _NOTHING)
+
+
+def _batches(norms: Floats, limits: Floats, clipped: Bools, setters: Floats) -> Iterator[_Batch]:
     """Yield a batch for each column of arrays of (steps, groups), computed for all at once."""
     steps = len(norms)
     finite = np.isfinite(limits)
@@ -261,6 +296,7 @@ def _batches(norms: Floats, limits: Floats, clipped: Bools) -> Iterator[_Batch]:
         limits[last, np.arange(limits.shape[1])],
         np.where(finite, limits, np.inf).min(axis=0),
         np.where(finite, limits, -np.inf).max(axis=0),
+        *((setters == kind).sum(axis=0) for kind in (_FIXED, _LEARNT, _WARMUP)),
         buckets.T,
     )
     for row in zip(*(column.tolist() for column in columns), strict=True):
@@ -285,7 +321,8 @@ class Recorder:
     def __init__(self) -> None:
         self.round = 0
         self._labels: tuple[str, ...] = ()
-        self._buffer: list[tuple[Any, Any, Any]] = []
+        self._basis = _LEARNT_BASIS
+        self._buffer: list[tuple[Any, Any, Any, Any]] = []
         self._done: dict[tuple[int, str], RoundRecord] = {}
 
     def start_round(self) -> None:
@@ -301,17 +338,20 @@ class Recorder:
         limits: float | Floats,
         clipped: bool | Bools,
         *,
+        warm: float | Floats = 0.0,
+        basis: Basis = _LEARNT_BASIS,
         lazy: bool = False,
     ) -> None:
         """Note one step: one number for each label.
 
+        `warm` says how far the warm-up was before the step, in the terms of the `basis`.
         Numbers on a device are `lazy`: they stay there until somebody looks (or for thousands of
         steps), and may turn out to belong to a step that was not finite.
         """
-        if labels != self._labels:
+        if labels != self._labels or basis is not self._basis:
             self._flush()
-            self._labels = labels
-        self._buffer.append((norms, limits, clipped))
+            self._labels, self._basis = labels, basis
+        self._buffer.append((norms, limits, clipped, warm))
         if len(self._buffer) >= (_LAZY_BUFFER if lazy else _BUFFER):
             self._flush()
 
@@ -350,19 +390,23 @@ class Recorder:
         if not self._buffer:
             return
         columns = zip(*self._buffer, strict=True)
-        norms, limits, clipped = (_table(column) for column in columns)
+        norms, limits, clipped, warm = (_table(column) for column in columns)
         self._buffer.clear()
+        setters = _setters(limits, warm, self._basis)
         finite = np.isfinite(norms).all(axis=1)
         if not finite.all():
             for _ in range(int((~finite).sum())):
                 self.add_nonfinite()
-            norms, limits, clipped = norms[finite], limits[finite], clipped[finite]
+            norms, limits, clipped, setters = (
+                column[finite] for column in (norms, limits, clipped, setters)
+            )
             if not len(norms):
                 return
         if len(self._labels) == 1:
-            self._record(ALL).add(*_batches(norms, limits, clipped))
+            self._record(ALL).add(*_batches(norms, limits, clipped, setters))
             return
-        for label, batch in zip(self._labels, _batches(norms, limits, clipped), strict=True):
+        batches = _batches(norms, limits, clipped, setters)
+        for label, batch in zip(self._labels, batches, strict=True):
             self._record(label).add(batch)
         # The whole gradient has no single limit; its norm is the L2 norm of the groups' norms.
         peak = np.maximum(norms.max(axis=1, keepdims=True), np.finfo(np.float64).tiny)
@@ -372,7 +416,8 @@ class Recorder:
         total = np.minimum(peak, largest) * total
         unlimited = np.full(total.shape, np.inf)
         any_clipped: Bools = np.any(clipped, axis=1, keepdims=True)
-        self._record(ALL).add(*_batches(total, unlimited, any_clipped))
+        settled = setters.max(axis=1, keepdims=True)
+        self._record(ALL).add(*_batches(total, unlimited, any_clipped, settled))
 
     def _trim(self) -> None:
         for round_, group in list(self._done):
@@ -387,7 +432,7 @@ def _table(column: Sequence[Any]) -> np.ndarray[Any, Any]:
     return np.stack([on_host(numbers) for numbers in column])
 
 
-_INTS = ("round", "steps", "clipped", "nonfinite")
+_INTS = ("round", "steps", "clipped", "nonfinite", "fixed", "learnt", "warmup")
 _FLOATS = ("norm_min", "norm_max", "limit", "limit_min", "limit_max")
 
 

@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 from helpers import MODULES, SPECIMENS, Specimen, apply, each_framework, needs, run, specimens
 
-from fedclip import FedclipWarning, NoOp, NormClip, StepRecord
+from fedclip import (
+    AdaptiveClip,
+    EmaClip,
+    FedclipWarning,
+    GrowthClip,
+    NoOp,
+    NormClip,
+    StepRecord,
+    ValueClip,
+    ZScoreClip,
+)
+from fedclip.modules import Clipper
 from fedclip.records import Recorder, read_rounds
 from fedclip.testing import gradient_stream, to_vector
 
@@ -190,3 +201,29 @@ def test_looking_changes_nothing() -> None:
             recorder.add(("all",), 1.0 + step, 2.0, False)
         looked.rounds()
     assert looked.rounds() == left.rounds()
+
+
+@pytest.mark.parametrize(
+    ("clipper", "norms", "expected"),
+    [
+        (NormClip(1.0), (0.5, 2.0, 2.0), {"fixed": 3}),
+        (NoOp(), (0.5, 2.0), {}),
+        (ZScoreClip(warmup=5), (1.0,) * 12, {"warmup": 9, "learnt": 2}),
+        (ZScoreClip(warmup=5, max_norm=0.5), (1.0,) * 8, {"fixed": 8}),
+        (EmaClip(warmup=2, warmup_factor=None), (1.0,) * 4, {"learnt": 2}),
+        (AdaptiveClip(start_norm=1.0), (1.0,) * 4, {"learnt": 4}),
+        (GrowthClip(1.5), (1.0, 1.2, 1.3), {"learnt": 2}),
+        (ValueClip(1.0), (0.5, 2.0), {"fixed": 2}),
+        (NormClip(1.0, scope="tensor"), (0.5, 2.0), {"fixed": 2}),
+    ],
+)
+def test_a_record_says_what_set_the_limit(
+    clipper: Clipper, norms: tuple[float, ...], expected: dict[str, int]
+) -> None:
+    for norm in norms:
+        clipper.run(to_vector({"w": np.array([norm])}))
+    record = clipper.rounds[0]
+    found = {name: getattr(record, name) for name in ("fixed", "learnt", "warmup")}
+    assert found == {**dict.fromkeys(found, 0), **expected}
+    most = max(expected, key=expected.__getitem__, default="")
+    assert record.limited_by == most

@@ -295,7 +295,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         if measured is None:
             return self._replace_nonfinite(gradient, self._report_nonfinite(gradient))
         outcome = gradient.stepped(transform, measured, self._state)
-        self._note(outcome, groups)
+        self._note(transform, outcome, groups)
         return outcome.outputs, gradient.rest
 
     def _stays_on_device(self, transform: Transform, views: Views) -> bool:
@@ -313,13 +313,17 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
             state = type(state)(*(asarray(np.atleast_1d(c), like=like) for c in state))
             self._on_device = True
         outcome = transform.device_step(gradient, state, self.on_nonfinite)
-        self._note(outcome, gradient.groups, lazy=True)
+        self._note(transform, outcome, gradient.groups, lazy=True)
         return outcome.outputs, gradient.rest_after(outcome, self.on_nonfinite)
 
-    def _note(self, outcome: Outcome, groups: Groups, lazy: bool = False) -> None:
+    def _note(
+        self, transform: Transform, outcome: Outcome, groups: Groups, lazy: bool = False
+    ) -> None:
+        basis = transform.basis
+        warm = getattr(self._state, basis.field) if basis.field else 0.0
         _, self._state, norms, limits, clipped, _ = outcome
         self._last, self._bad = (norms, limits, clipped), ()
-        self._recorder.add(groups.labels, norms, limits, clipped, lazy=lazy)
+        self._recorder.add(groups.labels, norms, limits, clipped, warm=warm, basis=basis, lazy=lazy)
 
     @property
     def rounds(self) -> list[RoundRecord]:

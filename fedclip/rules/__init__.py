@@ -15,6 +15,7 @@ A rule never sees NaN or infinity: the caller keeps such steps away from the sta
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, Protocol
 
 from fedclip.arrays import Arithmetic, Array
@@ -29,6 +30,20 @@ class NoState(NamedTuple):
 
 State = Any
 """A NamedTuple of arrays over groups, the last axis being that of the groups."""
+
+
+class Basis(NamedTuple):
+    """Where limits come from, so that records can tell a fixed limit from a learnt one."""
+
+    fixed: float = math.inf
+    """A limit of at least this was fixed before the run; 0 if all are."""
+    field: str = ""
+    """Field of the state that says how far the warm-up is, if there is one."""
+    least: float = 0.0
+    """The warm-up is over where that field is at least this."""
+
+
+FIXED, LEARNT = Basis(0.0), Basis()
 
 
 class Judgement(NamedTuple):

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from fedclip.arrays import NUMBER, NUMPY, Arithmetic, Array
-from fedclip.rules import Judgement, State
+from fedclip.rules import Basis, Judgement, State
 from fedclip.rules.history import TINY, choose
 from fedclip.rules.sharing import Counted, Floats, Sketched
 from fedclip.rules.start import FULL, Start, state_of
@@ -81,6 +81,11 @@ class Adaptive:
     @property
     def counters(self) -> tuple[str, ...]:
         return ("bits",) if self.start_norm is not None else ("bits", "sketch")
+
+    @property
+    def basis(self) -> Basis:
+        """Where the limits come from: the first one is known once it is above 0."""
+        return Basis(math.inf if self.max_norm is None else self.max_norm, "limit", TINY)
 
     @property
     def start(self) -> Start | None:

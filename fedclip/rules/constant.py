@@ -9,14 +9,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import NoState
+from fedclip.rules import FIXED, Basis, NoState
 
 
 @dataclass(frozen=True)
 class Constant:
     """The same limits at every step: one for all groups, or one for each."""
+
+    basis: ClassVar[Basis] = FIXED
 
     limits: tuple[float, ...]
 

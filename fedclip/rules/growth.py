@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules.history import limits_of
+from fedclip.rules import Basis
+from fedclip.rules.history import TINY, limits_of
 
 
 class GrowthState(NamedTuple):
@@ -38,6 +39,11 @@ class Growth:
     warmup_norm: float | None
     max_norm: float | None
     eps: float
+
+    @property
+    def basis(self) -> Basis:
+        """Where the limits come from: the first norm has none before it."""
+        return Basis(math.inf if self.max_norm is None else self.max_norm, "previous", TINY)
 
     def init(self, groups: int, xp: Arithmetic) -> GrowthState:
         return GrowthState(xp.asarray([0.0] * groups))

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from fedclip.arrays import NUMPY, Arithmetic, Array
-from fedclip.rules import CLEAR, Judgement, State
+from fedclip.rules import CLEAR, Basis, Judgement, State
 from fedclip.rules.sharing import Floats, Sketched
 from fedclip.rules.start import Start, state_of
 
@@ -60,6 +60,12 @@ class History(ABC):
     def least(self) -> int:
         """Number of norms of a group before which it is not judged, whatever the warm-up."""
         return 1
+
+    @property
+    def basis(self) -> Basis:
+        """Where the limits come from; a norm that is included counts before it is judged."""
+        fixed = math.inf if self.max_norm is None else self.max_norm
+        return Basis(fixed, "count", max(self.warmup, self.least) - self.include_current)
 
     @property
     def remembered(self) -> int | None:

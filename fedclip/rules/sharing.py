@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import Judgement, State
+from fedclip.rules import Basis, Judgement, State
 from fedclip.rules.start import Start
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -54,6 +54,10 @@ class Shareable(Protocol):
     @property
     def counters(self) -> tuple[str, ...]:
         """What the clients count: some of "moments", "sketch" and "bits"."""
+
+    @property
+    def basis(self) -> Basis:
+        """Where the limits come from."""
 
     def shared(self) -> Shareable:
         """Return the rule for clients, which judges by the server's state."""

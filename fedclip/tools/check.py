@@ -32,6 +32,7 @@ from fedclip.federation.senders import NamedClients
 from fedclip.federation.statistics.check import is_shared
 from fedclip.federation.update.check import update_problems
 from fedclip.privacy import places
+from fedclip.tools.adapting import steps_of, stuck
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.exposure import exposures
 from fedclip.tools.findings import Check, Finding, Plugins, Section, brief, read_toml, text_of
@@ -268,7 +269,7 @@ def _check_bounds(
 ) -> None:
     """Describe what is clipped where, and what that guarantees; report what voids a guarantee."""
     for key, chosen in plugins.items():
-        for warning in places.warnings(chosen):
+        for warning in (*places.warnings(chosen), *stuck(chosen, steps_of(key, run))):
             check.note(f"[{prefix}{key}]", warning)
     secagg = _secagg(check)
     fair = "fairness" in optim

@@ -17,7 +17,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextvars import Context
-from functools import reduce
+from functools import cached_property, reduce
 from operator import is_not
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,7 +26,7 @@ import numpy as np
 from fedclip.arrays import NUMPY, Array, Backend, HostView, Memory, Outs, Views, backend_of
 from fedclip.arrays.numpy import bits
 from fedclip.measures import Numbers, all_finite
-from fedclip.rules import NoState, State
+from fedclip.rules import LEARNT, Basis, NoState, State
 from fedclip.scopes import Groups
 from fedclip.states import Statistics
 from fedclip.transforms.action import MARGIN
@@ -263,6 +263,12 @@ class Transform(ABC):
     @abstractmethod
     def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
         """Clip one gradient whose measures are finite."""
+
+    @cached_property
+    def basis(self) -> Basis:
+        """Where the limits come from: those of a rule that does not say are learnt."""
+        basis: Basis = getattr(getattr(self, "rule", None), "basis", LEARNT)
+        return basis
 
     @property
     def runs_on_device(self) -> bool:

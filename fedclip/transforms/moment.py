@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from fedclip.arrays import HostView
 from fedclip.measures import Float64, Numbers, measure
 from fedclip.measures.l2 import CHUNK, blocks, decode, encode, extremes, square_sums
-from fedclip.rules import State
+from fedclip.rules import FIXED, Basis, State
 from fedclip.scopes import Groups
 from fedclip.transforms.base import Gradient, Outcome, Transform
 from fedclip.transforms.slice import spanned
@@ -68,6 +68,8 @@ def _shifted(gradient: Gradient, i: int, view: HostView, centre: Any) -> HostVie
 @dataclass(frozen=True)
 class Centralizing(Transform):
     """Subtract the mean of each slice, tensor, or (`pooled`) group."""
+
+    basis: ClassVar[Basis] = FIXED
 
     dims: tuple[int, ...] | None
     inverse_dims: bool
@@ -133,6 +135,8 @@ class Centralizing(Transform):
 @dataclass(frozen=True)
 class Standardizing(Transform):
     """Subtract the mean of each group, and divide by its standard deviation + eps."""
+
+    basis: ClassVar[Basis] = FIXED
 
     eps: float
 

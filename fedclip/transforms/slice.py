@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from fedclip.measures import (
     lowered,
     slice_measures,
 )
-from fedclip.rules import State
+from fedclip.rules import FIXED, LEARNT, Basis, State
 from fedclip.transforms.action import FLOOR, LARGEST, MARGIN, SCALE_DOWN, SUBNORMAL, Action
 from fedclip.transforms.base import Gradient, Outcome, Transform
 
@@ -84,6 +85,11 @@ class SliceClipping(Transform):
     ord: Order = 2
     action: Action = SCALE_DOWN
     span: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
+
+    @cached_property
+    def basis(self) -> Basis:
+        """Where the limits come from: an array of limits follows from the weights."""
+        return LEARNT if isinstance(self.limit, tuple) else FIXED
 
     def axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the dims that the slices span; None if the array is left alone."""

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from fedclip.arrays import HostView
 from fedclip.measures import Float64, Numbers
 from fedclip.measures.l2 import decode, encode, extremes
-from fedclip.rules import State
+from fedclip.rules import FIXED, Basis, State
 from fedclip.transforms.action import replaced
 from fedclip.transforms.base import Gradient, Outcome, Transform
 
@@ -49,6 +49,8 @@ def _inwards(limit: float, dtype: np.dtype[Any], up: bool) -> float:
 @dataclass(frozen=True)
 class ValueClipping(Transform):
     """A box for each group: ``[low, high]``, in the order of the groups; one side may be open."""
+
+    basis: ClassVar[Basis] = FIXED
 
     lows: tuple[float, ...]
     highs: tuple[float, ...]

@@ -29,7 +29,7 @@ from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.errors import FedclipWarning, StateError
 from fedclip.federation.statistics.counts import Counts, Tally
 from fedclip.federation.version import other
-from fedclip.rules import State
+from fedclip.rules import Basis, State
 from fedclip.rules.sharing import Shareable
 from fedclip.rules.start import Start, state_of
 from fedclip.states import Statistics
@@ -65,6 +65,11 @@ class SharedRule:
     def tally(self) -> Tally:
         """The counters that go with the rule."""
         return tally_of(self.rule.counters)
+
+    @property
+    def basis(self) -> Basis:
+        """Where the limits come from."""
+        return self.rule.basis
 
     @property
     def start(self) -> Start | None:

@@ -15,6 +15,7 @@ from fedclip.federation.update.messages import AUX_NAME, UpdateClipBound, Update
 from fedclip.federation.version import VERSION, Versioned
 from fedclip.privacy import kinds
 from fedclip.records import Recorder, RoundRecord, read_rounds
+from fedclip.rules import FIXED, LEARNT
 from fedclip.states import check_count
 
 
@@ -122,7 +123,8 @@ class UpdateClipClient(Versioned, OptiModule):  # type: ignore[type-arg]
             )
         if round_.norm is None:
             return UpdateClipVotes()
-        self._recorder.add(("all",), round_.norm, round_.bound, round_.clipped)
+        basis = LEARNT if self._adaptive else FIXED
+        self._recorder.add(("all",), round_.norm, round_.bound, round_.clipped, basis=basis)
         if not self._adaptive:
             # Do not send a bit that the server does not need.
             return UpdateClipVotes()

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds settings under which a limit that should follow the norms never can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedclip.tools.findings import Section
+
+__all__ = ["steps_of", "stuck"]
+
+# Longer warm-ups are not played through.
+_PLAYED = 3000
+
+
+def steps_of(side: str, run: Section) -> int | None:
+    """Return how many steps a client, or the server, takes in a run; None if it is not known."""
+    rounds, training = run.get("rounds"), run.get("training")
+    each: Any = 1
+    if side == "client_opt":
+        # With other limits on a round, whichever comes first ends it.
+        known = isinstance(training, dict) and not training.keys() & {"n_epoch", "timeout"}
+        each = training.get("n_steps") if known and training else None
+    if type(rounds) is int and type(each) is int and rounds > 0 and each > 0:
+        return rounds * each
+    return None
+
+
+def stuck(plugins: Sequence[Any], steps: int | None) -> Iterator[str]:
+    """Yield why a limit of these plug-ins can not adapt in a run of so many steps."""
+    same = ""
+    for plugin in plugins:
+        low, high = (getattr(plugin, key, None) for key in ("min_norm", "max_norm"))
+        if low is not None and low == high:
+            yield f"{plugin.name}: min_norm = max_norm = {low:g} fixes the limit: it never adapts"
+        elif plugin.name == "update-clip-server" and plugin.learning_rate == 0:
+            yield f"{plugin.name}: learning_rate = 0 fixes the bound: it never adapts"
+        if hasattr(plugin, "warmup"):
+            if same:
+                yield (
+                    f"{plugin.name} comes after {same}, which makes all norms the same: its limit "
+                    "has nothing to follow, and never clips"
+                )
+            elif steps is not None and not plugin.shared and not _gets_ready(plugin, steps):
+                yield (
+                    f"{plugin.name} is still warming up when this run ends, after {steps} steps: "
+                    f"it never judges by its own statistics; lower warmup ({plugin.warmup}), or "
+                    "set a fixed limit"
+                )
+        elif getattr(plugin, "every", 1) > (steps or np.inf):
+            yield (
+                f"{plugin.name}: every = {plugin.every}, and the run has {steps} steps: its limit "
+                "never moves"
+            )
+        if plugin.name == "normalize" and plugin.scope == "global":
+            same = plugin.name
+
+
+def _gets_ready(plugin: Any, steps: int) -> bool:
+    """Whether a clipper like this one has a limit of its own after so many equal gradients."""
+    twin = type(plugin)(**{**plugin.get_config(), "scope": "global", "exclude": None})
+    gradient = {"w": np.ones(1)}
+    for _ in range(min(steps, _PLAYED)):
+        twin.clip(gradient)
+    return steps > _PLAYED or any(record.learnt or record.fixed for record in twin.rounds)
