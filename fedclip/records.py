@@ -34,7 +34,8 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Basis = tuple[float, str, float]
 """Where limits come from: a `fedclip.rules.Basis`."""
-_LEARNT_BASIS: Basis = (math.inf, "", 0.0)
+LEARNT: Basis = (math.inf, "", 0.0)
+"""The basis of limits that are learnt, without a warm-up."""
 
 
 class StepRecord:
@@ -321,7 +322,7 @@ class Recorder:
     def __init__(self) -> None:
         self.round = 0
         self._labels: tuple[str, ...] = ()
-        self._basis = _LEARNT_BASIS
+        self._basis = LEARNT
         self._buffer: list[tuple[Any, Any, Any, Any]] = []
         self._done: dict[tuple[int, str], RoundRecord] = {}
 
@@ -339,7 +340,7 @@ class Recorder:
         clipped: bool | Bools,
         *,
         warm: float | Floats = 0.0,
-        basis: Basis = _LEARNT_BASIS,
+        basis: Basis = LEARNT,
         lazy: bool = False,
     ) -> None:
         """Note one step: one number for each label.

@@ -7,41 +7,16 @@ import csv
 import dataclasses
 import io
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgpack
-import numpy as np
 import pytest
-from declearn.main.utils import Checkpointer
-from declearn.model.sklearn import NumpyVector
-from declearn.optimizer import Optimizer
+from report_runs import Node, record_of, write_states
 from rich.console import Console
 
-import fedclip  # noqa: F401
 from fedclip.records import RoundRecord
-from fedclip.report import COLUMNS, Report, ReportError, read_report
-
-
-class Node:
-    """One node's optimizer and checkpointer, without a federation round them."""
-
-    def __init__(self, folder: Path, modules: list[Any]) -> None:
-        self.optimizer = Optimizer(lrate=1.0, modules=modules)
-        self.checkpointer = Checkpointer(str(folder))
-        self.saved = 0
-
-    def round(self, norms: Sequence[float], save: bool = True) -> None:
-        self.optimizer.start_round()
-        for norm in norms:
-            gradient = NumpyVector({"a": np.array([0.6, 0.0]), "b": np.array([0.8])}) * norm
-            for module in self.optimizer.modules:
-                gradient = module.run(gradient)
-        if save:
-            # declearn's own labels have a resolution of a second.
-            self.saved += 1
-            self.checkpointer.save_optimizer(self.optimizer, timestamp=f"{self.saved:02}")
+from fedclip.report import COLUMNS, Reader, Report, ReportError, read_report
 
 
 @pytest.fixture
@@ -243,3 +218,96 @@ def test_plot_has_a_panel_for_each_node(experiment: Path, tmp_path: Path) -> Non
     file = tmp_path / "norms.png"
     figure.savefig(file)
     assert file.stat().st_size > 5_000
+
+
+# -- which limit binds --------------------------------------------------------------------------
+def said(folder: Path) -> str:
+    return " ".join(read_report(folder).in_words())
+
+
+def test_a_clipper_that_is_not_warmed_up_is_said_to_be(tmp_path: Path) -> None:
+    Node(tmp_path, [["zscore-clip", {"warmup": 50}]]).round([1.0] * 10)
+    assert "Not yet warmed up: at 9 of 10 steps" in said(tmp_path)
+    assert " warm-up" in text(read_report(tmp_path))
+
+
+def test_a_learnt_limit_that_a_fixed_one_hides_is_said_to_be(tmp_path: Path) -> None:
+    Node(tmp_path, [["zscore-clip", {"warmup": 5, "max_norm": 1.0}]]).round([3.0, 4.0] * 20)
+    assert "The fixed limit set 100% of the limits" in said(tmp_path)
+    # A clipper that only has a fixed limit is as it should be.
+    Node(tmp_path / "other", ["norm-clip"]).round([3.0] * 9)
+    assert "The fixed limit" not in said(tmp_path / "other")
+
+
+def test_the_shares_of_the_limits_are_said(tmp_path: Path) -> None:
+    Node(tmp_path, [["zscore-clip", {"warmup": 5}]]).round([1.0] * 20)
+    assert "Of the limits, 53% learnt, 47% of the warm-up." in said(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("level", "words"), [(50.0, "25 times larger"), (0.2, "smaller"), (3.0, "")]
+)
+def test_a_client_unlike_the_others_is_named(tmp_path: Path, level: float, words: str) -> None:
+    for name, norm in {"a": 2.0, "b": 2.1, "c": 1.9, "d": level, "server": 1000.0}.items():
+        Node(tmp_path / name, ["no-op"]).round([norm] * 5)
+    found = [line for line in read_report(tmp_path).in_words() if "unlike the others" in line]
+    assert len(found) == bool(words)
+    assert all(words in line and "d is unlike" in line for line in found)
+
+
+def test_clients_and_server_are_not_mixed(tmp_path: Path) -> None:
+    Node(tmp_path / "c0", ["norm-clip"]).round([0.5])
+    Node(tmp_path / "server", ["norm-clip"]).round([3.0])
+    assert read_report(tmp_path).in_words() == [
+        "norm-clip: No step was clipped: the largest norm, 0.5, is below the limit, 1.",
+        "norm-clip on the server: 100% of 1 steps were clipped: the limit, not the gradient, sets "
+        "the length of nearly every step.",
+    ]
+
+
+# -- loss and metrics ---------------------------------------------------------------------------
+def test_curves_are_read_where_declearn_writes_them(tmp_path: Path) -> None:
+    client, server = Node(tmp_path / "c0", ["no-op"]), Node(tmp_path / "server", ["no-op"])
+    for round_ in (1, 2, 3, 4, 5):
+        # Only some rounds are evaluated.
+        save = round_ in (2, 4, 5)
+        client.round([1.0], save=save)
+        server.round([1.0], save=save, metrics={"loss": 1 / round_, "accuracy": 0.1 * round_})
+    server.checkpointer.save_metrics({"loss": 9.0}, prefix="metrics_far", timestamp="03")
+    report = read_report(tmp_path)
+    curves = {(c.node, c.metric): c.points for c in report.curves}
+    assert curves["server", "loss"] == ((2, 0.5), (4, 0.25), (5, 0.2))
+    assert curves["far", "loss"] == ((5, 9.0),)
+    assert ("server", "timestamp") not in curves
+    assert report.servers == {"server"}
+
+
+@pytest.mark.parametrize("content", [b"", b"a", b"\xff\xfe", b"timestamp,loss\n1\n2,x,3\n", b"\0"])
+def test_damaged_metrics_are_no_curve(tmp_path: Path, content: bytes) -> None:
+    Node(tmp_path, ["no-op"]).round([1.0])
+    (tmp_path / "metrics.csv").write_bytes(content)
+    assert read_report(tmp_path).curves == ()
+
+
+def test_a_reader_reads_only_what_is_new(tmp_path: Path) -> None:
+    node, reader = Node(tmp_path, ["no-op"]), Reader(tmp_path)
+    with pytest.raises(ReportError, match="holds no"):
+        reader.read()
+    for count in (1, 2, 3):
+        node.round([1.0])
+        assert len(reader.read().rows) == count
+        (tmp_path / f"optimizer_state_{count:02}.mpk").write_bytes(b"\xc1")
+        assert len(reader.read().rows) == count
+
+
+def test_more_rounds_than_a_state_keeps(tmp_path: Path) -> None:
+    write_states(tmp_path, "no-op", [record_of(r, [1.0], 2.0) for r in range(1, 251)])
+    assert [row.record.round for row in read_report(tmp_path).rows] == list(range(1, 251))
+
+
+def test_a_summary_has_a_line_for_each_node(experiment: Path) -> None:
+    shown = text(read_report(experiment), rounds=False)
+    assert [line.split()[:3] for line in shown.splitlines() if " c" in line[:2]] == [
+        ["c0", "4", "25%"],
+        ["c1", "4", "0%"],
+    ]

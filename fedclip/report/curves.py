@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loss and metrics by round, from the files that declearn's `Checkpointer` writes.
+
+A node's ``metrics.csv`` has a row for each evaluation, and a server has ``metrics_CLIENT.csv`` for
+each client besides. The rows have a time, and no round; the state files of the same time have.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Curve", "read_curves", "rounds_of"]
+
+
+class Curve(NamedTuple):
+    """One metric of one node, round by round."""
+
+    node: str
+    metric: str
+    """Name of the metric, as declearn writes it: "loss", "accuracy", ..."""
+    points: tuple[tuple[int, float], ...]
+    """Pairs of round and value."""
+
+
+def read_curves(node: str, file: Path, last: int, at: Mapping[str, int]) -> list[Curve]:
+    """Return the curves in one file of metrics; none of a damaged file.
+
+    The node has reached round `last`, and round ``at[stamp]`` at the time of some evaluations.
+    """
+    try:
+        with file.open(newline="", encoding="utf-8", errors="replace") as lines:
+            rows = list(csv.DictReader(lines))
+    except (OSError, ValueError, csv.Error):
+        return []
+    rounds = rounds_of([str(row.get("timestamp")) for row in rows], last, at)
+    curves = []
+    for metric in rows[0] if rows else ():
+        points = [
+            (round_, value)
+            for round_, row in zip(rounds, rows, strict=True)
+            if math.isfinite(value := _float(row.get(metric)))
+        ]
+        if metric not in ("timestamp", None) and points:
+            curves.append(Curve(node, metric, tuple(points)))
+    return curves
+
+
+def rounds_of(stamps: Sequence[str], last: int, at: Mapping[str, int]) -> list[int]:
+    """Return the round of each evaluation, of which `last` is that of the last one.
+
+    Where no state file says which round it was, evaluations are taken to be evenly spaced.
+
+    Examples
+    --------
+    >>> rounds_of(["10:01", "10:02", "10:03"], 6, {})
+    [2, 4, 6]
+    >>> rounds_of(["10:01", "10:02", "10:03"], 7, {"10:01": 3, "10:02": 6, "10:03": 7})
+    [3, 6, 7]
+    """
+    # Several evaluations within a second have one time, and one file: that of the last of them.
+    known = {i: at[s] for i, s in enumerate(stamps) if s in at and s not in stamps[i + 1 : i + 2]}
+    if stamps:
+        known[len(stamps) - 1] = max(last, len(stamps))
+    result: list[int] = []
+    before, start = -1, 0
+    for place, round_ in sorted(known.items()):
+        each = (round_ - start) / (place - before)
+        result += [start + round(each * (i - before)) for i in range(before + 1, place + 1)]
+        before, start = place, round_
+    return result
+
+
+def _float(text: object) -> float:
+    try:
+        return float(str(text))
+    except ValueError:
+        return math.nan

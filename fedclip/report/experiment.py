@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A report: the rows and curves of an experiment, and what they look like in each form."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from fedclip.report import words
+from fedclip.report.curves import Curve
+from fedclip.report.figure import draw_panels
+from fedclip.report.rows import ALL, COLUMNS, Row, printable
+from fedclip.report.words import Finding
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+__all__ = ["Report"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The rows of an experiment, sorted by node, clipper, group and round.
+
+    Attributes
+    ----------
+    folder
+        The folder that was read.
+    rows
+        The rows found; never empty.
+    skipped
+        State files that could not be read, normally because they are being written.
+    curves
+        Loss and metrics by round, sorted by node and metric.
+    servers
+        The nodes that are servers.
+    """
+
+    folder: Path
+    rows: tuple[Row, ...]
+    skipped: tuple[Path, ...] = ()
+    curves: tuple[Curve, ...] = ()
+    servers: frozenset[str] = frozenset()
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the nodes: their folders, relative to the report's."""
+        return tuple(dict.fromkeys(row.node for row in self.rows))
+
+    @property
+    def experiments(self) -> tuple[str, ...]:
+        """The folders that hold the nodes of one federation, relative to the report's."""
+        return tuple(dict.fromkeys(row.experiment for row in self.rows))
+
+    def select(self, node: str | None = None, module: str | None = None) -> tuple[Row, ...]:
+        """Return the rows of one node, of one clipper, or of both."""
+        return tuple(
+            row
+            for row in self.rows
+            if node in (None, row.node) and module in (None, row.module, row.name)
+        )
+
+    def table(self, groups: bool = False, rounds: bool = True) -> Table:
+        """Return the report as a table for a terminal, without columns that carry no information.
+
+        Parameters
+        ----------
+        groups
+            Show each group of a scope, not only the whole gradient.
+        rounds
+            Show each round, not only all rounds together.
+        """
+        from fedclip.report.table import table_of
+
+        return table_of(self, groups, rounds)
+
+    def limits(self) -> dict[tuple[str, str, int], float]:
+        """Return the limit of whole gradients by node, clipper and round.
+
+        A gradient of several groups has the smallest of theirs.
+        """
+        found: dict[tuple[str, str, int], float] = {}
+        for row in sorted(self.rows, key=lambda row: row.record.group != ALL):
+            key = row.node, row.module, row.record.round
+            if row.record.limit is not None:
+                found[key] = min(found.get(key, math.inf), row.record.limit)
+        return found
+
+    def write_csv(self, file: TextIO) -> None:
+        """Write every row and every column as CSV; a missing number is an empty cell."""
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row.as_dict() for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, as ``fedclip report --json`` prints it."""
+        return {
+            "schema": "fedclip-report/1",
+            "folder": str(self.folder),
+            "nodes": [{"node": n, "server": n in self.servers} for n in self.nodes],
+            "rows": [row.as_dict() for row in self.rows],
+            "curves": [curve._asdict() for curve in self.curves],
+            "findings": [finding._asdict() for finding in self.findings()],
+            "skipped": [str(path) for path in self.skipped],
+        }
+
+    def figure(self) -> Figure:
+        """Return one panel per node: norms as a band, limits as a line, clipped share as bars.
+
+        Needs matplotlib, the extra ``fedclip[plot]``.
+        """
+        panels = {node: self.select(node) for node in self.nodes}
+        return draw_panels(panels, columns=min(3, len(panels)))
+
+    def findings(self) -> list[Finding]:
+        """Return the most important findings, some for each clipper of an experiment."""
+        return words.findings(self.rows, self.limits(), self.servers)
+
+    def in_words(self) -> list[str]:
+        """Return the findings as sentences, each with what it is about if there are several."""
+        found = self.findings()
+        many = len({f.experiment for f in found}) > 1, len({f.clipper for f in found}) > 1
+        sentences = []
+        for finding in found:
+            about = [n for n, m in zip(finding[1:3], many, strict=True) if m and n]
+            prefix = f"{', '.join(about)}: " if about else ""
+            sentences.append(printable(prefix + finding.text))
+        return sentences

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the checkpoints of an experiment, all of them or those that are new."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from fedclip.records import read_rounds
+from fedclip.report.curves import Curve, read_curves
+from fedclip.report.experiment import Report
+from fedclip.report.rows import ReportError, Row
+
+__all__ = ["Reader", "read_report"]
+
+STATES = "optimizer_state_*.mpk"
+_STAMP = slice(len("optimizer_state_"), -len(".mpk"))
+
+
+def read_report(folder: str | Path) -> Report:
+    """Read what the clippers recorded in an experiment's checkpoints.
+
+    Parameters
+    ----------
+    folder
+        The ``checkpoint`` folder of an experiment, of one of its nodes, or one that holds
+        several experiments: any folder with declearn checkpoints somewhere below.
+
+    Raises
+    ------
+    ReportError
+        If there is no such folder, no checkpoint in it, or no clipper of fedclip in those.
+    """
+    return Reader(folder).read()
+
+
+class Reader:
+    """Reads a folder, and afterwards only the files that are new or have changed.
+
+    Parameters
+    ----------
+    folder
+        As for `read_report`.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        # `Path.is_dir` raises where a path is too long for the system.
+        if not os.path.isdir(folder):
+            what = "is a file" if os.path.isfile(folder) else "does not exist"
+            raise ReportError(f"{folder} {what}; give the folder with the experiment's checkpoints")
+        self.folder = Path(folder)
+        self._nodes: dict[Path, _Node] = {}
+
+    def read(self) -> Report:
+        """Return the report as of now; raise a `ReportError` if there is nothing to report."""
+        folder = self.folder
+        for path in sorted({path.parent for path in folder.rglob(STATES)}, key=str):
+            label = path.relative_to(folder).as_posix() if path != folder else path.resolve().name
+            self._nodes.setdefault(path, _Node(path, label)).update()
+        nodes = self._nodes.values()
+        if not nodes:
+            raise ReportError(
+                f"{folder} holds no {STATES}: declearn writes them where a checkpoint folder is "
+                "set (checkpoint = … in [experiment], or checkpoint=… for FederatedClient and "
+                "FederatedServer)"
+            )
+        found = [row for node in nodes for row in node.rows.values()]
+        skipped = [path for node in nodes for path in node.skipped]
+        if not found:
+            files = sum(len(node.seen) for node in nodes)
+            if len(skipped) == files:
+                raise ReportError(f"none of the {files} state files in {folder} can be read")
+            names = ", ".join(sorted({n for node in nodes for n in node.others}))
+            raise ReportError(
+                f"no records: no optimizer in {folder} uses a fedclip clipper (they use: "
+                f"{names or 'no module at all'}), or none has taken a step yet; the module 'no-op' "
+                "measures without changing anything"
+                + (f"; {len(skipped)} of its {files} state files can not be read" * bool(skipped))
+            )
+        found.sort(key=lambda row: (row.node, row.position, row.name, row.record.round))
+        servers = frozenset(node.label for node in nodes if node.is_server)
+        return Report(folder, tuple(found), tuple(skipped), self._curves(), servers)
+
+    def _curves(self) -> tuple[Curve, ...]:
+        """Return the curves of all nodes, and of clients that only their server knows."""
+        curves: dict[tuple[str, str], Curve] = {}
+        last: Counter[str] = Counter()
+        for node in self._nodes.values():
+            above = node.label.rpartition("/")[0]
+            last[above] = max(last[above], node.last)
+        for node in sorted(self._nodes.values(), key=lambda node: node.is_server):
+            above, slash, _ = node.label.rpartition("/")
+            for file in sorted(node.folder.glob("metrics*.csv")):
+                client = file.name.removeprefix("metrics").removesuffix(".csv").removeprefix("_")
+                label = f"{above}{slash}{client}" if client else node.label
+                for curve in read_curves(label, file, node.last or last[above], node.rounds_at):
+                    curves.setdefault((curve.node, curve.metric), curve)
+        return tuple(curves[key] for key in sorted(curves))
+
+
+class _Node:
+    """What is known of one node: the rows of its clippers, and which files they come from."""
+
+    def __init__(self, folder: Path, label: str) -> None:
+        self.folder, self.label = folder, label
+        self.rows: dict[tuple[int, str, str, int], Row] = {}
+        self.others: set[str] = set()
+        self.skipped: list[Path] = []
+        self.seen: dict[Path, tuple[int, int]] = {}
+        self.last = 0
+        self.rounds_at: dict[str, int] = {}
+
+    @property
+    def is_server(self) -> bool:
+        return self.folder.name == "server" or any(self.folder.glob("metrics_*.csv"))
+
+    def update(self) -> None:
+        """Read the files that are new or have changed, in the order in which they were written."""
+        fresh = []
+        for path in sorted(self.folder.glob(STATES)):
+            try:
+                stat = path.stat()
+            except OSError:  # declearn has just removed it, to keep a few only
+                continue
+            mark = (stat.st_mtime_ns, stat.st_size)
+            if self.seen.get(path) != mark:
+                self.seen[path] = mark
+                fresh.append(path)
+        self.skipped = [path for path in self.skipped if path not in fresh]
+        for path in fresh:
+            try:
+                self._take(path)
+            except Exception:  # a file cut short or damaged may hold anything in any place
+                self.skipped.append(path)
+
+    def _take(self, path: Path) -> None:
+        """Take over the rounds of a file: those that are new, and the last one before them."""
+        if not path.is_file():  # a pipe would be waited for
+            raise OSError(f"{path} is no file")
+        # Values that declearn wraps, such as the vectors of other modules, stay wrapped.
+        modules = msgpack.unpackb(path.read_bytes())["modules"]
+        reached = max((r for _, s in modules for r in _rounds(s)), default=0)
+        # Rounds only go up within a run: a lower round starts another run in this folder.
+        again = reached < self.last
+        rows = list(_rows(modules, self.label, self.others, 0 if again else self.last))
+        if again:
+            self.rows.clear()
+            self.rounds_at.clear()
+        self.last = reached
+        self.rounds_at[path.name[_STAMP]] = reached
+        for row in rows:
+            self.rows[row.position, row.name, row.record.group, row.record.round] = row
+
+
+def _rounds(state: Any) -> list[int]:
+    """Return the rounds in a clipper's state; none in that of another module."""
+    return [row["round"] for row in state.get("rounds", ())] if isinstance(state, dict) else []
+
+
+def _rows(modules: Any, node: str, others: set[str], since: int) -> Iterator[Row]:
+    """Yield the rows of a state file from a round on; add the names of modules without records.
+
+    The place counts only modules of the same name, so that a clipper keeps its label when you
+    put another kind of module in front of it.
+    """
+    seen: Counter[str] = Counter()
+    for name, state in modules:
+        if not isinstance(name, str):
+            raise TypeError(f"a module's name must be a string, got {name!r}")
+        position = seen[name]
+        seen[name] += 1
+        if not isinstance(state, dict) or "rounds" not in state:
+            others.add(name)
+            continue
+        adaptive = any((state.get("groups") or {}).values())
+        # The rounds before were complete when an earlier file was written.
+        chosen = [row for row in state["rounds"] if not 0 <= row["round"] < since]
+        for record in read_rounds({"rounds": chosen}):
+            row = Row(node, position, name, record, adaptive)
+            row.as_dict()  # Computing the quantiles reveals damaged counts.
+            yield row

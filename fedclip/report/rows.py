@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One row for each round of a clipper on a node, and how names and numbers are shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from fedclip.records import ALL, RoundRecord
+
+__all__ = ["ALL", "COLUMNS", "ReportError", "Row", "number", "pooled", "printable"]
+
+COLUMNS = (
+    "node",
+    "module",
+    "group",
+    "round",
+    "steps",
+    "clipped",
+    "clipped_share",
+    "norm_min",
+    "norm_p05",
+    "norm_median",
+    "norm_p95",
+    "norm_max",
+    "limit",
+    "limit_min",
+    "limit_max",
+    "limited_by",
+    "fixed",
+    "learnt",
+    "warmup",
+    "nonfinite",
+)
+
+
+class ReportError(ValueError):
+    """There is nothing to report on; the message says what was looked for and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One round of one clipper on one node."""
+
+    node: str
+    position: int
+    """Place of the clipper among the optimizer's modules of that name, from 0."""
+    name: str
+    """Registered name of the clipper."""
+    record: RoundRecord
+    adaptive: bool = False
+    """Whether the clipper keeps statistics, from which a limit may follow."""
+
+    @property
+    def module(self) -> str:
+        """Name of the clipper, numbered if there are two of a kind, as in ``norm-clip#2``."""
+        return self.name if self.position == 0 else f"{self.name}#{self.position + 1}"
+
+    @property
+    def experiment(self) -> str:
+        """The folder that holds the nodes of one federation."""
+        return self.node.rpartition("/")[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row by column name, as in the CSV file."""
+        record = self.record
+        own = {
+            "node": self.node,
+            "module": self.module,
+            "norm_p05": record.norm_quantile(0.05),
+            "norm_p95": record.norm_quantile(0.95),
+        }
+        return {c: own[c] if c in own else getattr(record, c) for c in COLUMNS}
+
+
+def pooled(records: Iterable[RoundRecord]) -> RoundRecord:
+    """Return one record of all steps of some records; the limit is that of the last one."""
+    result = RoundRecord(0)
+    buckets: Counter[int] = Counter()
+    for record in records:
+        for key in ("steps", "clipped", "nonfinite", "fixed", "learnt", "warmup"):
+            setattr(result, key, getattr(result, key) + getattr(record, key))
+        for key, choose in (("min", min), ("max", max)):
+            for name in (f"norm_{key}", f"limit_{key}"):
+                both = [getattr(result, name), getattr(record, name)]
+                setattr(result, name, choose((v for v in both if v is not None), default=None))
+        result.limit = result.limit if record.limit is None else record.limit
+        buckets.update(dict(zip(record.buckets, record.counts, strict=True)))
+    result.buckets = sorted(buckets)
+    result.counts = [buckets[bucket] for bucket in result.buckets]
+    return result
+
+
+def printable(text: str) -> str:
+    r"""Return other people's text in a form that is safe to show: control characters escaped.
+
+    Examples
+    --------
+    >>> print(printable("a\x1b[31mb\nc [red]"))
+    a\x1b[31mb\nc [red]
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def number(value: float | None) -> str:
+    """Return a number with three digits, "-" for none."""
+    return "-" if value is None else f"{value:.3g}" if abs(value) < 1e5 else f"{value:.2e}"

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report as a table for a terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from fedclip.report.rows import ALL, Row, number, pooled, printable
+
+if TYPE_CHECKING:
+    from fedclip.report.experiment import Report
+
+__all__ = ["plain_table", "table_of"]
+
+SETTERS = {"fixed": "fixed", "learnt": "learnt", "warmup": "warm-up", "": "-"}
+"""What set a limit, as the column "by" has it."""
+
+
+def plain_table(title: str, names: Iterable[str], numbers: Iterable[str]) -> Table:
+    """Return an empty table that, where it is narrow, folds names and keeps numbers whole."""
+    table = Table(
+        title=Text(printable(title)),
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for head in names:
+        table.add_column(head, overflow="fold", min_width=4)
+    for head in numbers:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
+
+
+def table_of(report: Report, groups: bool, rounds: bool) -> Table:
+    """Return the table; see `Report.table`."""
+    rows = [row for row in report.rows if groups or row.record.group == ALL]
+    limits = {} if groups else report.limits()
+    if not rounds:
+        rows = _together(rows)
+        # The limit of all rounds is that of the last one.
+        limits = {(node, module, 0): limit for (node, module, _), limit in limits.items()}
+    pairs = {(row.node, row.module) for row in rows}
+    modules = len(pairs) > len({node for node, _ in pairs})
+    bad = any(row.record.nonfinite for row in rows)
+    heads = ["round", "steps", "clipped", "median\nnorm", "max\nnorm", "limit", "by"]
+    table = plain_table(
+        f"Clipping in {report.folder.name or report.folder}",
+        ["node", *["clipper"] * modules, *["group"] * groups],
+        heads[not rounds :] + ["non-finite"] * bad,
+    )
+    previous = ""
+    for row in rows:
+        if previous and row.node != previous and rounds:
+            table.add_section()
+        record = row.record
+        names = [row.node if row.node != previous else ""]
+        names += [row.module] if modules else []
+        names += [record.group] if groups else []
+        cells: list[Any] = [str(record.round) if record.round else "all"] * rounds
+        cells += [
+            str(record.steps),
+            f"{record.clipped_share:.0%}" if record.steps else "-",
+            number(record.norm_median),
+            number(record.norm_max),
+            number(limits.get((row.node, row.module, record.round), record.limit)),
+            SETTERS[record.limited_by],
+        ]
+        cells += [str(record.nonfinite)] * bad
+        table.add_row(*(Text(printable(name)) for name in names), *cells)
+        previous = row.node
+    return table
+
+
+def _together(rows: Iterable[Row]) -> list[Row]:
+    """Return one row for each clipper of a node, or group of it, with all rounds."""
+    runs: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        runs.setdefault((row.node, row.module, row.record.group), []).append(row)
+    return [
+        dataclasses.replace(
+            run[0], record=dataclasses.replace(pooled(r.record for r in run), group=group)
+        )
+        for (_, _, group), run in runs.items()
+    ]

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rounds of an experiment show, in sentences."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fedclip.records import RoundRecord
+from fedclip.report.rows import ALL, Row, number, pooled
+
+__all__ = ["Finding", "findings"]
+
+# A client is unlike the others if its median norm is this many times theirs, or less than theirs
+# by this factor.
+_UNLIKE = 3.0
+# A limit binds nearly always, or one kind of limit rules, from this share of the steps on.
+_NEARLY_ALL = 0.95
+
+
+class Finding(NamedTuple):
+    """One finding about a clipper of an experiment."""
+
+    kind: str
+    """One of "no-limit", "inert", "always", "clipped", "limits", "fixed", "warm-up",
+    "unlike", "nonfinite".
+    """
+    experiment: str
+    """Folder of the federation; "" if there is only one."""
+    clipper: str
+    text: str
+
+
+Said = Iterator[tuple[str, str]]
+"""Kind and sentence."""
+
+
+def findings(
+    rows: Sequence[Row], limits: Mapping[tuple[str, str, int], float], servers: frozenset[str]
+) -> list[Finding]:
+    """Return the findings for each clipper, given the limits of whole gradients."""
+    runs: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.record.group == ALL:
+            # One folder of nodes is one experiment, with one configuration.
+            where = " on the server" if row.node in servers else ""
+            runs.setdefault((row.experiment, row.module + where), []).append(row)
+    return [
+        Finding(kind, experiment, clipper, text)
+        for (experiment, clipper), chosen in runs.items()
+        for kind, text in _all(chosen, limits)
+    ]
+
+
+def _all(rows: Sequence[Row], limits: Mapping[Any, float]) -> Said:
+    yield _clipped(rows, limits)
+    yield from _setter(rows)
+    yield from _unlike(rows)
+    bad = [row for row in rows if row.record.nonfinite]
+    if bad:
+        count = sum(row.record.nonfinite for row in bad)
+        plural = "step had a gradient" if count == 1 else "steps had gradients"
+        yield "nonfinite", f"{count} {plural} with NaN or infinity ({_named(bad)})."
+
+
+def _known(rows: Sequence[Row], limits: Mapping[Any, float]) -> list[float]:
+    keys = [(row.node, row.module, row.record.round) for row in rows]
+    return [limits[key] for key in keys if key in limits]
+
+
+def _clipped(rows: Sequence[Row], limits: Mapping[Any, float]) -> tuple[str, str]:
+    """Say how much was clipped."""
+    records = [row.record for row in rows]
+    whole = pooled(records)
+    steps, clipped, largest = whole.steps, whole.clipped, number(whole.norm_max)
+    known = _known(rows, limits)
+    # The module no-op counts what its limit would have clipped.
+    was, were = ("would have been",) * 2 if rows[0].name == "no-op" else ("was", "were")
+    if not known:
+        return "no-limit", f"No limit was set; of {steps} steps, the largest norm is {largest}."
+    if not clipped:
+        return "inert", (
+            f"No step {was} clipped: the largest norm, {largest}, is below the limit, "
+            f"{number(max(known))}."
+        )
+    if clipped >= _NEARLY_ALL * steps:
+        return "always", (
+            f"{clipped / steps:.0%} of {steps} steps {were} clipped: the limit, not the gradient, "
+            "sets the length of nearly every step."
+        )
+    last = max(r.round for r in records if r.clipped)
+    after = [row for row in rows if row.record.round > last]
+    if not after:
+        return "clipped", _share(rows, were)
+    seen = pooled(row.record for row in after)
+    ends = _known(after, limits)
+    inert = f"the limit {number(ends[-1])} is inert from there" if ends else "it is inert"
+    middle = "" if seen.norm_median is None else f"; the median norm is {number(seen.norm_median)}"
+    return "inert", f"No step {was} clipped after round {last}: {inert}{middle}."
+
+
+def _share(rows: Sequence[Row], were: str) -> str:
+    whole = {node: pooled(records) for node, records in _by_node(rows).items()}
+    shares = {node: record.clipped_share for node, record in whole.items() if record.steps}
+    total = pooled(whole.values())
+    sentence = f"{total.clipped_share:.1%} of {total.steps} steps {were} clipped"
+    if len(shares) > 1:
+        most = max(shares, key=shares.__getitem__)
+        sentence += f", most often on {most} ({shares[most]:.1%})"
+    return sentence + "."
+
+
+def _setter(rows: Sequence[Row]) -> Said:
+    """Say which limit binds, for a clipper whose limit should follow the norms."""
+    whole = pooled(row.record for row in rows)
+    limited = whole.fixed + whole.learnt + whole.warmup
+    if not limited or not any(row.adaptive for row in rows):
+        return
+    if whole.warmup >= _NEARLY_ALL * limited:
+        text = (
+            f"Not yet warmed up: at {whole.warmup} of {whole.steps} steps the limit was that of "
+            "the warm-up, as the clipper had not seen enough norms for one of its own."
+        )
+        yield "warm-up", text
+    elif whole.fixed >= _NEARLY_ALL * limited:
+        text = (
+            f"The fixed limit set {whole.fixed / limited:.0%} of the limits: the one learnt from "
+            "the norms was hardly ever below it, so that the clipper does not adapt; raise "
+            "max_norm, or leave it out."
+        )
+        yield "fixed", text
+    elif whole.fixed or whole.warmup:
+        parts = {"learnt": whole.learnt, "fixed": whole.fixed, "of the warm-up": whole.warmup}
+        shares = [f"{n / limited:.0%} {name}" for name, n in parts.items() if n]
+        yield "limits", f"Of the limits, {', '.join(shares)}."
+
+
+def _unlike(rows: Sequence[Row]) -> Said:
+    """Say which client has norms unlike the others', if there are at least three."""
+    medians = {
+        node: median
+        for node, records in _by_node(rows).items()
+        if (median := pooled(records).norm_median)
+    }
+    if len(medians) < 3:
+        return
+    for node, median in medians.items():
+        others = statistics.median(m for other, m in medians.items() if other != node)
+        ratio = max(median / others, others / median)
+        alike = sum(max(m / others, others / m) < _UNLIKE for m in medians.values())
+        if ratio >= _UNLIKE and alike >= 0.5 * len(medians):
+            times = f"{ratio:.3g} times " + ("larger" if median > others else "smaller")
+            text = (
+                f"{node} is unlike the others: its median norm is {number(median)}, {times} than "
+                f"theirs, {number(others)}; look at its data and its units."
+            )
+            yield "unlike", text
+
+
+def _by_node(rows: Sequence[Row]) -> dict[str, list[RoundRecord]]:
+    found: dict[str, list[RoundRecord]] = {}
+    for row in rows:
+        found.setdefault(row.node, []).append(row.record)
+    return found
+
+
+def _named(rows: Sequence[Row]) -> str:
+    names = [name for name, _ in Counter(row.node for row in rows).most_common()]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(sorted(names[:5])) + more
