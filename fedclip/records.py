@@ -202,11 +202,17 @@ class RoundRecord:
         if not total or self.norm_min is None or self.norm_max is None:
             return None
         place = holder(self.counts, q * (total - 1))
-        if place == len(self.counts):
-            return self.norm_max
-        bucket = self.buckets[place]
+        return self.norm_max if place == len(self.counts) else self._norm(self.buckets[place])
+
+    def norms(self) -> list[float]:
+        """Return all norms before clipping, from the smallest on, each within 1 %."""
+        pairs = zip(self.buckets, self.counts, strict=True)
+        return [norm for b, count in pairs for norm in [self._norm(b)] * count]
+
+    def _norm(self, bucket: int) -> float:
         value = 0.0 if bucket == _ZERO else _SKETCH.middle(_SKETCH.gamma**bucket)
-        return min(max(value, self.norm_min), self.norm_max)
+        low, high = self.norm_min or 0.0, math.inf if self.norm_max is None else self.norm_max
+        return min(max(value, low), high)
 
     @property
     def norm_median(self) -> float | None:

@@ -53,7 +53,7 @@ def toml_line(kind: str, name: str, config: Mapping[str, Any]) -> str:
     'modules = [["norm-clip", {max_norm = 0.5}]]'
     """
     if kind == "aggregator":
-        return f"aggregator = {toml_value({'name': name, **config})}"
+        return f"aggregator = {toml_value({'name': name, **config} if config else name)}"
     field = {"module": "modules", "regularizer": "regularizers"}[kind]
     return f"{field} = {toml_value([[name, config] if config else name])}"
 

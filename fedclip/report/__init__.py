@@ -16,6 +16,7 @@ people's text: they are shown as they are, never read as markup.
 
 from fedclip.report.experiment import Report
 from fedclip.report.figure import draw_panels
+from fedclip.report.page import Run, page_of
 from fedclip.report.reading import Reader, read_report
 from fedclip.report.rows import ALL, COLUMNS, ReportError, Row, number, pooled, printable
 
@@ -26,8 +27,10 @@ __all__ = [
     "Report",
     "ReportError",
     "Row",
+    "Run",
     "draw_panels",
     "number",
+    "page_of",
     "pooled",
     "printable",
     "read_report",

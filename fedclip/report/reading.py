@@ -86,6 +86,14 @@ class Reader:
         servers = frozenset(node.label for node in nodes if node.is_server)
         return Report(folder, tuple(found), tuple(skipped), self._curves(), servers)
 
+    @property
+    def ended(self) -> bool:
+        """Whether all nodes have come to the end of their run, where declearn keeps the best model.
+
+        An old one, of an earlier run in the same folder, does not count.
+        """
+        return bool(self._nodes) and all(node.ended for node in self._nodes.values())
+
     def _curves(self) -> tuple[Curve, ...]:
         """Return the curves of all nodes, and of clients that only their server knows."""
         curves: dict[tuple[str, str], Curve] = {}
@@ -118,6 +126,14 @@ class _Node:
     @property
     def is_server(self) -> bool:
         return self.folder.name == "server" or any(self.folder.glob("metrics_*.csv"))
+
+    @property
+    def ended(self) -> bool:
+        try:
+            best = (self.folder / "model_state_best.mpk").stat().st_mtime_ns
+        except OSError:
+            return False
+        return best >= max((written for written, _ in self.seen.values()), default=0)
 
     def update(self) -> None:
         """Read the files that are new or have changed, in the order in which they were written."""
@@ -169,7 +185,7 @@ def _rows(modules: Any, node: str, others: set[str], since: int) -> Iterator[Row
     put another kind of module in front of it.
     """
     seen: Counter[str] = Counter()
-    for name, state in modules:
+    for place, (name, state) in enumerate(modules):
         if not isinstance(name, str):
             raise TypeError(f"a module's name must be a string, got {name!r}")
         position = seen[name]
@@ -181,6 +197,6 @@ def _rows(modules: Any, node: str, others: set[str], since: int) -> Iterator[Row
         # The rounds before were complete when an earlier file was written.
         chosen = [row for row in state["rounds"] if not 0 <= row["round"] < since]
         for record in read_rounds({"rounds": chosen}):
-            row = Row(node, position, name, record, adaptive)
+            row = Row(node, position, name, record, adaptive, place)
             row.as_dict()  # Computing the quantiles reveals damaged counts.
             yield row

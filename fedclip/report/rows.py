@@ -52,6 +52,8 @@ class Row:
     record: RoundRecord
     adaptive: bool = False
     """Whether the clipper keeps statistics, from which a limit may follow."""
+    place: int = 0
+    """Place of the clipper among all modules of the optimizer, from 0."""
 
     @property
     def module(self) -> str:

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import fedclip
-from fedclip.tools import privacy
+from fedclip.tools import privacy, studies
 from fedclip.tools.output import fail, say
 
 if TYPE_CHECKING:
-    from fedclip.report import Report
     from fedclip.tools.check import Check
 
 __all__ = ["app", "main"]
@@ -36,6 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(privacy.app, name="privacy")
+studies.add_to(app)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 ConfigPath = Annotated[
@@ -219,57 +219,49 @@ def report(
     csv: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write CSV instead of a table; - for stdout.")
     ] = None,
+    as_json: JsonFlag = False,
     groups: Annotated[
         bool, typer.Option("--groups", help="Show the groups of a scope, one line each.")
     ] = False,
+    rounds: Annotated[
+        bool | None,
+        typer.Option("--rounds/--summary", help="A line for each round, or only for each node."),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a plot as well (.png, .svg, .pdf).")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page for a browser as well.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on until the run ends, or until Ctrl-C.")
+    ] = False,
 ) -> None:
     """Show what the clippers did, by node and round, from an experiment's checkpoints."""
-    from rich.console import Console
-
-    from fedclip.report import ReportError, read_report
+    from fedclip.report import Reader, ReportError
+    from fedclip.tools import showing
 
     try:
-        result = read_report(folder)
+        reader = Reader(folder)
+        result = showing.followed(reader) if follow else reader.read()
     except ReportError as exc:
         fail(str(exc), code=1 if os.path.isdir(folder) else 2)
     for path in result.skipped:
         say(f"fedclip: skipped {path}, which can not be read (yet)", err=True)
     if plot is not None:
-        save_plot(result, plot)
-    if csv == "-":
+        showing.save_plot(result, plot)
+    if html is not None:
+        showing.save_page([(folder, result)], html)
+    if as_json:
+        print(json.dumps(result.as_dict()))
+    elif csv == "-":
         result.write_csv(sys.stdout)
-        return
-    if csv is not None:
-        try:
-            with open(csv, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-                result.write_csv(file)
-        except (OSError, ValueError) as exc:
-            fail(f"can not write {csv}: {exc}")
-        say(f"wrote {csv}")
-        return
-    # A pipe or a file has no width: do not fold lines.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
-    console.print(result.table(groups))
-    for sentence in result.in_words():
-        say(sentence)
-
-
-def save_plot(result: Report, file: Path) -> None:
-    """Write the report's plot; end with a sentence if matplotlib or the folder is missing."""
-    if os.path.isdir(file):
-        fail(f"can not write {file}: it is a folder; give a file, such as {file / 'report.png'}")
-    try:
-        figure = result.figure()
-    except ModuleNotFoundError:
-        fail("--plot needs matplotlib: pip install matplotlib")
-    try:
-        figure.savefig(file, dpi=150)
-    except (OSError, ValueError) as exc:
-        fail(f"can not write {file}: {exc}")
-    say(f"wrote {file}")
+    elif csv is not None:
+        text = io.StringIO()
+        result.write_csv(text)
+        showing.write(csv, text.getvalue())
+    elif not follow:
+        showing.show(result, groups, rounds)
 
 
 @app.command()

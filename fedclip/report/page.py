@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report as one page for a browser, which needs no network.
+
+Jinja2 fills the template and escapes all text. Vega draws the charts, from numbers that are
+embedded as JSON; vl-convert brings Vega along. Of many clients, bands and a table of totals are
+shown, and one client's rounds if it is chosen.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from fedclip.records import RoundRecord
+from fedclip.report.curves import Curve
+from fedclip.report.experiment import Report
+from fedclip.report.rows import ALL, Row, number, pooled, printable
+from fedclip.report.table import SETTERS
+
+__all__ = ["Run", "page_of"]
+
+# With more rounds than this, of all clients, none can be chosen, as the page would be too large.
+_MOST_ROUNDS = 40_000
+_MOST_METRICS = 6
+
+
+class Run(NamedTuple):
+    """One experiment of a page: a federation, or several seeds of one."""
+
+    name: str
+    report: Report
+    spent: Sequence[tuple[str, Sequence[str]]] = ()
+    """What was spent of a privacy budget: where, and in words."""
+
+
+def page_of(runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return the page.
+
+    `tables` come first on it, each with a caption, heads and rows of text.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        Without the extra ``fedclip[html]``.
+    """
+    import jinja2
+    import vl_convert
+
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["shown"] = printable
+    template = environment.from_string(_file("page.html"))
+    found = [exp for run in runs for exp in _experiments(run)]
+    metrics = dict.fromkeys(metric for exp in found for metric in exp["metrics"])
+    # Loss first: it is there without any metric being asked for.
+    chosen = sorted(metrics, key=lambda name: name != "loss")[:_MOST_METRICS]
+    return template.render(
+        title=title,
+        made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        experiments=found,
+        metrics=chosen,
+        tables=tables,
+        data={"experiments": [_numbers(exp) for exp in found], "metrics": chosen},
+        css=_file("page.css"),
+        script=_file("page.js"),
+        # In a script, only this could end it.
+        vega=vl_convert.javascript_bundle(None).replace("</script", r"<\/script"),
+    )
+
+
+def _file(name: str) -> str:
+    return (files("fedclip.report") / name).read_text(encoding="utf-8")
+
+
+def _numbers(experiment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of an experiment that the charts need."""
+    return {key: experiment[key] for key in ("name", "metrics", "clippers")}
+
+
+def _experiments(run: Run) -> list[dict[str, Any]]:
+    """Return each federation of a report, as the template needs it."""
+    report = run.report
+    many = len(report.experiments) > 1
+    texts: dict[str, list[str]] = {}
+    for finding in report.findings():
+        words = f"{finding.clipper}: {finding.text}"
+        texts.setdefault(finding.experiment, []).append(printable(words))
+    result = []
+    for experiment in report.experiments:
+        rows = [row for row in report.rows if row.experiment == experiment]
+        curves = [c for c in report.curves if c.node.rpartition("/")[0] == experiment]
+        name = f"{run.name}/{experiment}" if many else run.name
+        result.append(
+            {
+                "name": printable(name),
+                "findings": texts.get(experiment, []),
+                "clippers": _clippers(rows, report),
+                "metrics": _metrics(curves, report.servers),
+                "clients": _nodes(rows, curves, report),
+                "spent": [
+                    printable(line)
+                    for where, lines in run.spent
+                    if not many or where.startswith(f"{experiment}/")
+                    for line in lines
+                ],
+                "skipped": len(report.skipped),
+            }
+        )
+    return result
+
+
+def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, Any]:
+    """Return, for each metric, the server's points, and least and most of the clients'."""
+    found: dict[str, dict[str, Any]] = {}
+    for curve in curves:
+        entry = found.setdefault(curve.metric, {"server": [], "clients": {}})
+        if curve.node in servers:
+            entry["server"] = [[r, _short(v)] for r, v in curve.points]
+        else:
+            for round_, value in curve.points:
+                entry["clients"].setdefault(round_, []).append(value)
+    for entry in found.values():
+        bands = sorted(entry.pop("clients").items())
+        entry["band"] = [[r, _short(min(v)), _short(max(v))] for r, v in bands if len(v) > 1]
+        # Without a server's file, as on a client's machine, the clients' mean stands for it.
+        entry["server"] = entry["server"] or [[r, _short(sum(v) / len(v))] for r, v in bands]
+    return {metric: entry for metric, entry in found.items() if len(entry["server"]) > 0}
+
+
+def _clippers(rows: Sequence[Row], report: Report) -> list[dict[str, Any]]:
+    """Return the rounds of each clipper, over all clients, and of each client if not too many."""
+    limits = report.limits()
+    runs: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.record.group == ALL:
+            where = " on the server" if row.node in report.servers else ""
+            runs.setdefault(row.module + where, []).append(row)
+    result = []
+    for name, chosen in runs.items():
+        nodes: dict[str, list[Row]] = {}
+        rounds: dict[int, list[Row]] = {}
+        for row in chosen:
+            nodes.setdefault(row.node.rpartition("/")[2], []).append(row)
+            rounds.setdefault(row.record.round, []).append(row)
+        together = [
+            _point(round_, pooled(row.record for row in some), _limits(some, limits))
+            for round_, some in sorted(rounds.items())
+        ]
+        shown = nodes if len(nodes) > 1 and len(chosen) <= _MOST_ROUNDS else {}
+        single = [
+            (printable(n), [_point(r.record.round, r.record, _limits([r], limits)) for r in some])
+            for n, some in shown.items()
+        ]
+        result.append(
+            {
+                "name": printable(name),
+                "all": together,
+                "nodes": single,
+                "count": len(nodes),
+            }
+        )
+    return result
+
+
+def _limits(rows: Iterable[Row], limits: Mapping[tuple[str, str, int], float]) -> list[float]:
+    keys = [(row.node, row.module, row.record.round) for row in rows]
+    return [limits[key] for key in keys if key in limits]
+
+
+def _point(round_: int, record: RoundRecord, limits: Sequence[float]) -> list[Any]:
+    """Return round, least, 5 %, median, 95 % and largest norm, least and most limit, share."""
+    return [
+        round_,
+        *map(_short, (record.norm_min, record.norm_quantile(0.05), record.norm_median)),
+        *map(_short, (record.norm_quantile(0.95), record.norm_max)),
+        _short(min(limits, default=None)),
+        _short(max(limits, default=None)),
+        _short(record.clipped_share),
+    ]
+
+
+def _nodes(rows: Sequence[Row], curves: Iterable[Curve], report: Report) -> list[dict[str, Any]]:
+    """Return a line for each clipper of each node, with its last loss."""
+    limits = report.limits()
+    last = {(c.node, c.metric): c.points[-1][1] for c in curves}
+    runs: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.record.group == ALL:
+            runs.setdefault((row.node, row.module), []).append(row)
+    return [
+        {
+            "node": printable(node.rpartition("/")[2]),
+            "server": node in report.servers,
+            "clipper": printable(module),
+            "cells": _cells(pooled(r.record for r in some), _limits(some[-1:], limits)),
+            "loss": number(last.get((node, "loss"))),
+        }
+        for (node, module), some in runs.items()
+    ]
+
+
+def _cells(record: RoundRecord, limits: Sequence[float]) -> list[str]:
+    """Return steps, clipped share, median, 95 % and largest norm, limit, and what set it."""
+    return [
+        f"{record.steps:,}",
+        f"{record.clipped_share:.1%}" if record.steps else "-",
+        number(record.norm_median),
+        number(record.norm_quantile(0.95)),
+        number(record.norm_max),
+        number(min(limits, default=None)),
+        SETTERS[record.limited_by],
+    ]
+
+
+def _short(value: float | None) -> float | None:
+    """Return a number with four digits, which is as much as a chart can show."""
+    return None if value is None else float(f"{value:.4g}")

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Show reports in a terminal, once or while a run goes on, and write them to files."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedclip.report import ALL, Reader, Report, ReportError, Run, number, page_of
+from fedclip.tools.output import fail, say
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+
+__all__ = ["console", "followed", "save_page", "save_plot", "show", "write"]
+
+# Above this number of rounds, all nodes together, one line for each node is shown.
+_LONG = 200
+_PAUSE = 1.0
+
+
+def console() -> Console:
+    """Return a console for other people's text; a pipe or a file, which has no width, is wide."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000)
+
+
+def show(report: Report, groups: bool, rounds: bool | None) -> None:
+    """Print the table and the sentences; None shows rounds unless there are very many."""
+    count = sum(groups or row.record.group == ALL for row in report.rows)
+    short = count > _LONG if rounds is None else not rounds
+    console().print(report.table(groups, not short))
+    if short and rounds is None:
+        say(f"The table has a line for each node; --rounds shows all {count:,} rounds.")
+    for sentence in (*report.in_words(), *_last(report)):
+        say(sentence)
+
+
+def _last(report: Report) -> Iterator[str]:
+    """Yield the last loss and metrics of each server."""
+    for server in sorted(report.servers):
+        curves = [curve for curve in report.curves if curve.node == server]
+        shown = [f"{c.metric} {number(c.points[-1][1])}" for c in curves]
+        if curves:
+            round_ = max(curve.points[-1][0] for curve in curves)
+            yield f"{server}: {', '.join(shown)} after round {round_}."
+
+
+def followed(reader: Reader) -> Report:
+    """Show a run as it goes on; return its report when it has ended, or at Ctrl-C."""
+    from rich.live import Live
+
+    screen = console()
+    result: Report | None = None
+    told: set[tuple[str, str, int]] = set()
+    waited = False
+    try:
+        with Live(console=screen, auto_refresh=False, transient=True) as live:
+            while not (result and reader.ended):
+                try:
+                    result = reader.read()
+                except ReportError as exc:
+                    if not waited:
+                        say(f"waiting for the first round ({str(exc).partition(':')[0]})", err=True)
+                    waited = True
+                if result and screen.is_terminal:
+                    live.update(_view(result), refresh=True)
+                elif result:
+                    _tell(result, told)
+                if not reader.ended:
+                    time.sleep(_PAUSE)
+    except KeyboardInterrupt:
+        if result is None:
+            fail("interrupted before the first round", code=130)
+    if screen.is_terminal:
+        screen.print(_view(result))
+    else:
+        for sentence in result.in_words():
+            say(sentence)
+    return result
+
+
+def _view(report: Report) -> Group:
+    from rich.console import Group
+    from rich.text import Text
+
+    rounds = max(row.record.round for row in report.rows)
+    said = [f"Round {rounds}", *report.in_words(), *_last(report)]
+    return Group(report.table(rounds=False), *map(Text, said))
+
+
+def _tell(report: Report, told: set[tuple[str, str, int]]) -> None:
+    """Print a line for each round that was not told yet."""
+    limits = report.limits()
+    for row in report.rows:
+        record, key = row.record, (row.node, row.module, row.record.round)
+        if record.group == ALL and key not in told:
+            told.add(key)
+            say(
+                f"{row.node}, {row.module}, round {record.round}: {record.steps} steps, "
+                f"{record.clipped_share:.0%} clipped, median norm {number(record.norm_median)}, "
+                f"limit {number(limits.get(key))}"
+            )
+    sys.stdout.flush()
+
+
+def write(file: str | Path, text: str) -> None:
+    """Write a file; end with a sentence if that can not be done."""
+    try:
+        with open(file, "w", encoding="utf-8", errors="backslashreplace", newline="") as out:
+            out.write(text)
+    except (OSError, ValueError) as exc:
+        fail(f"can not write {file}: {exc}")
+    say(f"wrote {file}")
+
+
+def save_plot(result: Report, file: Path) -> None:
+    """Write the report's plot; end with a sentence if matplotlib or the folder is missing."""
+    if os.path.isdir(file):
+        fail(f"can not write {file}: it is a folder; give a file, such as {file / 'report.png'}")
+    try:
+        figure = result.figure()
+    except ModuleNotFoundError:
+        fail("--plot needs matplotlib: pip install matplotlib")
+    try:
+        figure.savefig(file, dpi=150)
+    except (OSError, ValueError) as exc:
+        fail(f"can not write {file}: {exc}")
+    say(f"wrote {file}")
+
+
+def save_page(
+    reports: Sequence[tuple[Path, Report]],
+    file: Path,
+    tables: Sequence[Mapping[str, Any]] = (),
+    title: str = "",
+) -> None:
+    """Write one page of all reports, with what they spent of a privacy budget."""
+    if os.path.isdir(file):
+        fail(f"can not write {file}: it is a folder; give a file, such as {file / 'report.html'}")
+    several = len(reports) > 1
+    runs = [Run(str(f) if several else "", report, _spent(f)) for f, report in reports]
+    title = title or f"Clipping in {Path(os.path.abspath(reports[0][0])).name}"
+    try:
+        text = page_of(runs, title, tables)
+    except ModuleNotFoundError as exc:
+        fail(f"--html needs {exc.name}: pip install jinja2 vl-convert-python")
+    write(file, text)
+
+
+def _spent(folder: Path) -> list[tuple[str, list[str]]]:
+    """Return what was spent of privacy budgets, in words, if anything was."""
+    ledgers = any(folder.rglob("privacy_spent.json"))
+    configs = (path.read_bytes() for path in folder.rglob("optimizer_config.json"))
+    # Whoever has no budget need not import what reads budgets.
+    if not ledgers and not any(b"noise_multiplier" in text for text in configs):
+        return []
+    from fedclip.tools.spent import in_words, read_spent
+
+    try:
+        costs = [spent.cost() for spent in read_spent(folder)]
+    except ValueError as exc:
+        return [("", [f"what was spent can not be said: {exc}"])]
+    return [(cost["where"], list(in_words(cost))) for cost in costs]

@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the norms of an experiment to lines of TOML.
+
+The norms of all clients are pooled. Each proposal is built, and played through on the norms of
+each round, in random order, to see what share of them it would have clipped: about so, because
+another limit would have changed the gradients that followed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import tomlkit
+
+from fedclip.report import ALL, Report, Row, number, pooled
+from fedclip.toml import toml_line, toml_value
+from fedclip.tools.catalogue import build
+
+__all__ = ["FEW", "Place", "Proposal", "in_words", "lines_of", "rewritten", "suggestions"]
+
+FEW = 20
+"""Number of norms below which a 95 % quantile says nothing."""
+
+QUANTILES = (0.05, 0.5, 0.9, 0.95, 0.99)
+PLACES = {"step": "client_opt", "update": "aggregator", "aggregate": "server_opt"}
+"""What may be clipped, and where that is configured."""
+
+# Clippers by the norm of the gradient, and so with norms to choose a limit by.
+_BY_NORM = {
+    *("no-op", "norm-clip", "normalize", "zscore-clip", "ema-clip", "auto-clip", "mad-clip"),
+    *("percentile-norm-clip", "adaptive-clip", "growth-clip", "ema-norm-clip", "ema-normalize"),
+}
+# Longer runs are played through on every second norm, or every third, ...
+_PLAYED = 20_000
+
+_CHOSEN = (
+    "the number is chosen by looking at all norms of this run: it tells about them, and no epsilon "
+    "covers that; from then on it is fixed and bounds a sensitivity"
+)
+_OWN = (
+    "each node learns from its own norms, which do not leave it; there is no bound known in "
+    "advance, so that it bounds no sensitivity"
+)
+_SHARED = (
+    "in each round every client sends how many of its norms were of which size, in cleartext "
+    "unless secure aggregation is on; it bounds no sensitivity"
+)
+_VOTES = (
+    "each client sends one bit a round, whether its update was within the bound; with "
+    "noise_multiplier there is an epsilon for it (`fedclip privacy plan`)"
+)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Lines of configuration, and what they would do.
+
+    Attributes
+    ----------
+    name
+        Place and kind, as in "step.fixed".
+    plugins
+        Name and parameters by section: of modules, or (section "aggregator") of the aggregator.
+    share
+        Share of the norms of this run that would have been clipped; None if that is not known.
+    what, reveals
+        What it does, and what it reveals of the data.
+    """
+
+    name: str
+    plugins: Mapping[str, tuple[str, Mapping[str, Any]]]
+    share: float | None
+    what: str
+    reveals: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is known of the norms in one place, and the proposals for it."""
+
+    place: str
+    measured_by: str = ""
+    nodes: int = 0
+    norms: int = 0
+    clipped: float = 0.0
+    """Share of the steps that the clipper of this run has clipped."""
+    quantiles: Mapping[str, float] = field(default_factory=dict)
+    lacking: str = ""
+    """Why there are no norms to choose by, and what to do about it."""
+    proposals: Sequence[Proposal] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields as plain values."""
+        return asdict(self)
+
+
+def suggestions(report: Report, experiment: str) -> list[Place]:
+    """Return what to clip in each place, by the norms of one federation of a report."""
+    rows = [r for r in report.rows if r.experiment == experiment and r.record.group == ALL]
+    clients = [row for row in rows if row.node not in report.servers]
+    server = [row for row in rows if row.node in report.servers]
+    updates = [row for row in clients if row.name == "update-clip-client"]
+    return [
+        _place(report, "step", _first(clients)),
+        _place(report, "update", updates),
+        _place(report, "aggregate", _first(server)),
+    ]
+
+
+def _first(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the first clipper by norm on each node."""
+    found: dict[str, int] = {}
+    for row in rows:
+        if row.name in _BY_NORM:
+            found[row.node] = min(found.get(row.node, row.place), row.place)
+    return [row for row in rows if found.get(row.node) == row.place and row.name in _BY_NORM]
+
+
+def _place(report: Report, place: str, rows: Sequence[Row]) -> Place:
+    whole = pooled(row.record for row in rows)
+    count, nodes = sum(whole.counts), len({row.node for row in rows})
+    lacking = ""
+    if not rows:
+        lacking = {
+            "step": 'no clipper by norm on the clients: add "no-op" to modules of client_opt',
+            "update": "the norms of updates were not measured",
+            "aggregate": 'no clipper by norm on the server: add "no-op" to modules of server_opt',
+        }[place]
+    elif count < FEW:
+        lacking = f"{count} norms are too few to choose a limit by: at least {FEW} are needed"
+    elif not whole.norm_median:
+        lacking = "half of the norms, or more, are 0: there is no scale to choose a limit by"
+    if lacking:
+        found = list(_without_norms()) if place == "update" else []
+        return Place(place, nodes=nodes, norms=count, lacking=lacking, proposals=found)
+    ord_ = _order(report, rows[0])
+    return Place(
+        place,
+        measured_by=", ".join(dict.fromkeys(row.name for row in rows)),
+        nodes=nodes,
+        norms=count,
+        clipped=0.0 if rows[0].name == "no-op" else whole.clipped_share,
+        quantiles={f"{q:g}": whole.norm_quantile(q) or 0.0 for q in QUANTILES}
+        | {"max": whole.norm_max or 0.0},
+        proposals=[*_updates(rows)] if place == "update" else [*_modules(place, rows, ord_)],
+    )
+
+
+def _order(report: Report, row: Row) -> Mapping[str, Any]:
+    """Return the order of the norm as a parameter, if the node's configuration has another than 2.
+
+    Raises
+    ------
+    ValueError
+        If the configuration can not be read: the norms may then be of any order.
+    """
+    folder = report.folder if row.node == report.folder.resolve().name else report.folder / row.node
+    file = folder / "optimizer_config.json"
+    if not file.exists():
+        return {}
+    try:
+        name, config = json.loads(file.read_text(encoding="utf-8"))["modules"][row.place]
+        order = config.get("ord", 2) if name == row.name else 2
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+        raise ValueError(f"{file} can not be read, and says of which order norms are") from exc
+    return {} if order == 2 else {"ord": order}
+
+
+# -- proposals --------------------------------------------------------------------------------
+def rounded(value: float) -> float:
+    """Return a number with two digits, not below the value.
+
+    Examples
+    --------
+    >>> rounded(1.234), rounded(0.0301), rounded(57.0)
+    (1.3, 0.031, 57.0)
+    """
+    digits = 1 - math.floor(math.log10(value))
+    near = round(value, digits)
+    return near if near >= value else round(near + 10.0**-digits, digits)
+
+
+def _modules(place: str, rows: Sequence[Row], ord_: Mapping[str, Any]) -> Iterator[Proposal]:
+    """Yield proposals of modules, for the clients' steps or the server's."""
+    section = PLACES[place]
+    whole = pooled(row.record for row in rows)
+    limit = rounded(whole.norm_quantile(0.95) or 0.0)
+    fixed = ("norm-clip", {"max_norm": limit, **ord_})
+    what = "one fixed limit, above about 95 % of the norms of this run"
+    yield _proposal(f"{place}.fixed", {section: fixed}, rows, what, _CHOSEN)
+    learnt = ("zscore-clip", dict(ord_))
+    what = "a limit that follows the norms of each node and cuts spikes"
+    yield _proposal(f"{place}.learnt", {section: learnt}, rows, what, _OWN)
+    if place == "step":
+        pair = {
+            section: ("mad-clip", {"shared": True, **ord_}),
+            "server_opt": ("mad-clip-server", dict(ord_)),
+        }
+        what = "one limit for all clients, which follows their norms and cuts a client unlike them"
+        yield _proposal("step.shared", pair, rows, what, _SHARED)
+
+
+def _updates(rows: Sequence[Row]) -> Iterator[Proposal]:
+    whole = pooled(row.record for row in rows)
+    limit = rounded(whole.norm_quantile(0.95) or 0.0)
+    share = sum(n > limit for n in whole.norms()) / max(1, sum(whole.counts))
+    what = "one fixed bound for the update of a client, above about 95 % of those of this run"
+    yield _proposal(
+        "update.fixed",
+        {"aggregator": ("clipped-averaging", {"max_norm": limit})},
+        share,
+        what,
+        _CHOSEN,
+    )
+    start = rounded(whole.norm_median or 0.0)
+    what = "a bound that follows the median of the updates, and starts there"
+    yield from _adaptive({"start_norm": start}, what, 0.5)
+
+
+def _without_norms() -> Iterator[Proposal]:
+    what = "a bound that follows the median of the updates; it is searched for in the first rounds"
+    yield from _adaptive({}, what, None)
+
+
+def _adaptive(server: Mapping[str, Any], what: str, share: float | None) -> Iterator[Proposal]:
+    plugins: dict[str, tuple[str, Mapping[str, Any]]] = {
+        "aggregator": ("clipped-averaging", {}),
+        "client_opt": ("update-clip-client", {}),
+        "server_opt": ("update-clip-server", server),
+    }
+    yield _proposal("update.adaptive", plugins, share, what, _VOTES)
+
+
+def _proposal(
+    name: str,
+    plugins: Mapping[str, tuple[str, Mapping[str, Any]]],
+    share: Sequence[Row] | float | None,
+    what: str,
+    reveals: str,
+) -> Proposal:
+    """Build the plug-ins, so that no line is proposed that would be refused."""
+    built = [
+        build("aggregator" if section == "aggregator" else "module", kind, config)
+        for section, (kind, config) in plugins.items()
+    ]
+    if share is not None and not isinstance(share, float):
+        share = _played(built[0], share)
+    return Proposal(name, plugins, share, what, reveals)
+
+
+def _played(clipper: Any, rows: Sequence[Row]) -> float:
+    """Return the share of the norms that a clipper would have clipped."""
+    nodes: dict[str, dict[int, list[float]]] = {}
+    every = 1 + sum(row.record.steps for row in rows) // _PLAYED
+    draw = random.Random(0)
+    for row in rows:
+        norms = row.record.norms()
+        draw.shuffle(norms)
+        # With a shared limit, all clients together are like one.
+        node = "" if getattr(clipper, "shared", False) else row.node
+        nodes.setdefault(node, {}).setdefault(row.record.round, []).extend(norms)
+    config = {**clipper.get_config(), **({"shared": False} if hasattr(clipper, "shared") else {})}
+    steps = clipped = 0
+    for rounds in nodes.values():
+        twin = type(clipper)(**config)
+        for _, norms in sorted(rounds.items()):
+            draw.shuffle(norms)
+            twin.on_round_start()
+            for norm in norms[::every]:
+                twin.clip({"w": np.array([norm])})
+                steps += 1
+                clipped += twin.last.clipped[0]
+    return clipped / max(1, steps)
+
+
+def in_words(place: Place) -> Iterator[str]:
+    """Yield what is known of a place, and what is proposed for it, line by line."""
+    where = {
+        "step": "Steps: the gradient of each batch, on the clients",
+        "update": "Updates: what a client shares at the end of a round",
+        "aggregate": "Aggregate: the average of the updates, on the server",
+    }
+    yield where[place.place]
+    if place.lacking:
+        yield f"  {place.lacking}."
+    else:
+        nodes = f"{place.nodes} node{'s' * (place.nodes != 1)}"
+        yield f"  {place.norms:,} norms of {nodes}, measured by {place.measured_by}:"
+        shown = [
+            f"{float(q):.0%} below {number(v)}" for q, v in place.quantiles.items() if q != "max"
+        ]
+        yield from _wrapped(f"{', '.join(shown)}, largest {number(place.quantiles['max'])}", 2)
+        if place.clipped:
+            text = (
+                f"{place.clipped:.0%} of them were clipped in this run: without that, later norms "
+                "may have been larger."
+            )
+            yield from _wrapped(text, 2)
+    for proposal in place.proposals:
+        share = "" if proposal.share is None else f"; it clips about {proposal.share:.1%} of them"
+        yield ""
+        yield from _wrapped(f"{proposal.name}: {proposal.what}{share}", 2)
+        yield from _wrapped(f"reveals: {proposal.reveals}", 4)
+        for line in lines_of(proposal):
+            yield f"    {line}"
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(
+        text, 80, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2)
+    )
+
+
+def lines_of(proposal: Proposal, prefix: str = "optim.") -> Iterator[str]:
+    """Yield the lines of TOML of a proposal, section by section."""
+    for section, (name, config) in proposal.plugins.items():
+        if section == "aggregator":
+            yield f"[{prefix.rstrip('.')}]"
+            yield toml_line("aggregator", name, config)
+        else:
+            yield f"[{prefix}{section}]"
+            yield toml_line("module", name, config)
+
+
+def rewritten(text: str, proposal: Proposal) -> str:
+    """Return a configuration with a proposal in it; comments and layout stay as they are.
+
+    A proposal takes the place of the first module of its kind: a clipper by norm, a counterpart on
+    the server, or a part of update clipping. Without one, it comes first, so that it sees what
+    comes in; but `update-clip-client` comes last.
+
+    Raises
+    ------
+    ValueError
+        If the text is no configuration, or a section has a form that can not be edited.
+    """
+    document: Any = tomlkit.parse(text)
+    optim = document.get("optim", document)
+    if not isinstance(optim, Mapping) or "client_opt" not in optim:
+        raise ValueError("there is no client_opt in it to add a clipper to")
+    for section, (name, config) in proposal.plugins.items():
+        if section == "aggregator":
+            optim["aggregator"] = _item({"name": name, **config} if config else name)
+        else:
+            _insert(optim, section, name, config)
+    if proposal.name.startswith("step.") and "server_opt" not in proposal.plugins:
+        # The clipper that made room may have been a shared one.
+        modules = _modules_of(optim, "server_opt") if "server_opt" in optim else []
+        for place, _ in _alike(modules, "mad-clip-server"):
+            del modules[place]
+    return str(tomlkit.dumps(document))
+
+
+def _item(value: Any) -> Any:
+    return tomlkit.parse(f"x = {toml_value(value)}")["x"]
+
+
+def _insert(optim: Any, section: str, name: str, config: Mapping[str, Any]) -> None:
+    modules = _modules_of(optim, section)
+    item = _item([name, config] if config else name)
+    for place, _ in _alike(modules, name):
+        modules[place] = item
+        return
+    if name == "update-clip-client":
+        modules.append(item)
+    else:
+        modules.insert(0, item)
+
+
+def _alike(modules: Any, name: str) -> Iterator[tuple[int, str]]:
+    """Yield place and name of the first module of the same kind, if there is one."""
+    for place, old in enumerate(modules):
+        found = old if isinstance(old, str) else old[0] if isinstance(old, list) and old else ""
+        if found == name or (_kind(found) and _kind(found) == _kind(name)):
+            yield place, found
+            return
+
+
+def _kind(name: str) -> str:
+    if name in _BY_NORM:
+        return "clipper"
+    counterpart = name.removesuffix("-server") in _BY_NORM and name.endswith("-server")
+    return "counterpart" if counterpart else ""
+
+
+def _modules_of(optim: Any, section: str) -> Any:
+    """Return the list of modules of one side, which is made if there is none."""
+    table: Any = optim.get(section, 1.0)
+    if isinstance(table, str):
+        raise ValueError(f"{section} is in another file, {table!r}: edit that one")
+    if not isinstance(table, Mapping):
+        rate, table = table, tomlkit.table()
+        table["lrate"] = rate
+        if section in optim:
+            del optim[section]
+        optim[section] = table
+    modules = table.get("modules")
+    if modules is None:
+        modules = tomlkit.array()
+        table["modules"] = modules
+        modules = table["modules"]
+    if not isinstance(modules, list):
+        raise ValueError(f"modules of {section} must be a list, got {modules!r:.100}")
+    return modules

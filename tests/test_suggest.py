@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedclip suggest`: from the norms of a run to lines of TOML."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from report_runs import Node, record_of, write_states
+from typer.testing import CliRunner, Result
+
+import fedclip.tools.cli
+from fedclip.report import read_report
+from fedclip.tools.check import check_config
+from fedclip.tools.suggest import Place, suggestions
+
+CONFIG = """\
+# a comment on top
+
+[network]
+protocol = "websockets"
+host = "127.0.0.1"
+port = 8765
+
+[data]
+
+[optim]
+aggregator = "averaging"   # one weight for each
+
+[optim.client_opt]
+lrate = 0.5
+modules = [
+  "no-op",       # only looks
+  ["momentum", { beta = 0.9 }],
+]
+
+[run]
+rounds = 5
+[run.register]
+min_clients = 3
+[run.training]
+batch_size = 32
+"""
+
+
+def call(*args: object) -> Result:
+    return CliRunner().invoke(fedclip.tools.cli.app, [str(arg) for arg in args])
+
+
+def places(folder: Path) -> dict[str, Place]:
+    return {place.place: place for place in suggestions(read_report(folder), "")}
+
+
+@pytest.fixture
+def looked(tmp_path: Path) -> Path:
+    """Norms of three clients, of which the last one's are ten times as large, and the server's."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "run"
+    nodes = {name: Node(folder / name, ["no-op", "momentum"]) for name in ("a", "b", "c", "server")}
+    for _ in range(25):
+        for name, node in nodes.items():
+            scale = 10.0 if name == "c" else 1.0
+            node.round(scale * rng.lognormal(0, 0.2, 1 if name == "server" else 8))
+    return folder
+
+
+def test_norms_of_all_clients_are_pooled(looked: Path) -> None:
+    step = places(looked)["step"]
+    assert (step.nodes, step.norms, step.measured_by) == (3, 600, "no-op")
+    assert step.quantiles["0.5"] == pytest.approx(1.2, rel=0.1)
+    assert step.quantiles["0.9"] == pytest.approx(11, rel=0.2)
+    assert places(looked)["aggregate"].norms == 25
+
+
+def test_each_proposal_says_what_it_would_have_clipped(looked: Path) -> None:
+    found = {p.name: p for place in places(looked).values() for p in place.proposals}
+    assert set(found) == {
+        *("step.fixed", "step.learnt", "step.shared"),
+        *("update.adaptive", "aggregate.fixed", "aggregate.learnt"),
+    }
+    (_, config) = found["step.fixed"].plugins["client_opt"]
+    rows = [row for row in read_report(looked).rows if row.node != "server"]
+    over = [norm > config["max_norm"] for row in rows for norm in row.record.norms()]
+    assert found["step.fixed"].share == pytest.approx(np.mean(over))
+    assert found["step.learnt"].share == pytest.approx(0.02, abs=0.03)
+    # A limit for all clients cuts the one that is unlike the others.
+    assert found["step.shared"].share == pytest.approx(0.33, abs=0.05)
+    assert all(p.reveals for p in found.values())
+
+
+def test_clipped_norms_and_other_orders_are_said(tmp_path: Path) -> None:
+    node = Node(tmp_path / "a", [["norm-clip", {"max_norm": 1.0, "ord": 1}]])
+    node.checkpointer.save_optimizer(node.optimizer, timestamp="00")
+    for _ in range(3):
+        node.round([2.0] * 10)
+    step = places(tmp_path)["step"]
+    assert step.clipped == 1.0
+    assert step.proposals[0].plugins["client_opt"][1]["ord"] == 1
+
+
+def test_updates_start_at_their_median(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        records = [record_of(r, [3.0], 1.0) for r in range(1, 31)]
+        write_states(tmp_path / name, "update-clip-client", records)
+    fixed, adaptive = places(tmp_path)["update"].proposals
+    assert fixed.plugins["aggregator"] == ("clipped-averaging", {"max_norm": 3.0})
+    assert adaptive.plugins["server_opt"] == ("update-clip-server", {"start_norm": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("module", "norms", "words"),
+    [
+        ("no-op", [1.0] * 19, "19 norms are too few"),
+        ("no-op", [0.0] * 40, "no scale"),
+        ("value-clip", [1.0] * 40, "no clipper by norm on the clients"),
+    ],
+)
+def test_too_little_is_said(tmp_path: Path, module: str, norms: list[float], words: str) -> None:
+    spec = ["value-clip", {"max_value": 1.0}] if module == "value-clip" else module
+    Node(tmp_path, [spec]).round(norms)
+    assert words in places(tmp_path)["step"].lacking
+    result = call("suggest", tmp_path)
+    assert result.exit_code == 0
+    assert words in result.stdout
+
+
+def test_every_printed_block_is_toml(looked: Path) -> None:
+    result = call("suggest", looked)
+    assert result.exit_code == 0, result.stderr
+    blocks = [b.partition("\n    [")[2] for b in result.stdout.split("\n\n")]
+    parsed = [tomllib.loads(textwrap.dedent(f"    [{block}")) for block in blocks if block]
+    assert len(parsed) == 6
+    assert max(map(len, result.stdout.splitlines()[:-1])) <= 80
+
+
+def test_json(looked: Path) -> None:
+    facts = json.loads(call("suggest", looked, "--json").stdout)
+    assert facts["schema"] == "fedclip-suggest/1"
+    assert [place["place"] for place in facts["places"]] == ["step", "update", "aggregate"]
+
+
+@pytest.mark.parametrize(
+    "name", ["step.fixed", "step.learnt", "step.shared", "update.adaptive", "aggregate.fixed"]
+)
+def test_a_proposal_is_written_and_the_rest_stays(looked: Path, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(CONFIG)
+    result = call("suggest", looked, "--use", name, "--write", file)
+    assert result.exit_code == 0, result.stderr
+    text = file.read_text()
+    assert check_config(file).ok
+    for kept in ("# a comment on top", 'momentum", { beta = 0.9 }', "[run.training]\n"):
+        assert kept in text
+    if name != "update.adaptive":
+        assert "# one weight for each" in text
+    assert "# only looks" in text
+    assert [p.name for p in tmp_path.iterdir() if "fedclip" in p.name] == []
+
+
+def test_another_proposal_takes_the_place_of_the_first(looked: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(CONFIG)
+    for name in ("step.shared", "step.fixed"):
+        assert call("suggest", looked, "--use", name, "--write", file).exit_code == 0
+    config = tomllib.loads(file.read_text())
+    assert [m[0] for m in config["optim"]["client_opt"]["modules"]] == ["norm-clip", "momentum"]
+    assert config["optim"]["server_opt"]["modules"] == []
+
+
+def test_a_learning_rate_becomes_a_section(looked: Path, tmp_path: Path) -> None:
+    file = tmp_path / "optim.toml"
+    file.write_text("# rates\nclient_opt = 0.1\nserver_opt = 1.0\n")
+    assert call("suggest", looked, "--use", "step.shared", "--write", file).exit_code == 0
+    config = tomllib.loads(file.read_text())
+    assert config["client_opt"] == {"lrate": 0.1, "modules": [["mad-clip", {"shared": True}]]}
+    assert config["server_opt"] == {"lrate": 1.0, "modules": ["mad-clip-server"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        ("x = [", "step.fixed", "can not be changed"),
+        ("[run]\n", "step.fixed", "no client_opt"),
+        ('client_opt = "other.toml"\n', "step.fixed", "in another file"),
+        ("client_opt = 0.1\n", "step.fixd", "there is no proposal 'step.fixd'"),
+        ('client_opt = {lrate = 0.1, modules = "no-op"}\n', "step.fixed", "must be a list"),
+    ],
+)
+def test_what_can_not_be_written_is_a_sentence(
+    looked: Path, tmp_path: Path, text: str, name: str, words: str
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    result = call("suggest", looked, "--use", name, "--write", file)
+    assert result.exit_code == 1
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    assert file.read_text() == text
+
+
+def test_a_configuration_that_would_not_run_is_left_as_it_is(looked: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    text = 'client_opt = 0.1\naggregator = {name = "clipped-averaging", max_norm = 1.0}\n'
+    text += '[server_opt]\nlrate = 1.0\nmodules = ["update-clip-server", "update-clip-server"]\n'
+    file.write_text(text)
+    call("suggest", looked, "--use", "step.fixed", "--write", file)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_several_experiments_are_not_mixed(looked: Path, tmp_path: Path) -> None:
+    Node(tmp_path / "other" / "a", ["no-op"]).round([1.0])
+    result = call("suggest", tmp_path)
+    assert result.exit_code == 1
+    assert "holds 2 experiments" in result.stderr
