@@ -222,9 +222,9 @@ class RoundRecord:
     def as_dict(self, prefix: str = "") -> dict[str, float]:
         """Return plain numbers under names that do not change, for any logger.
 
-        They are ``round``, ``steps``, ``clipped``, ``nonfinite``, ``norm_min``, ``norm_max``,
-        ``limit``, ``limit_min`` and ``limit_max``, as above, ``clipped_share`` and
-        ``norm_median``. What is not known is left out.
+        They are ``round``, ``steps``, ``clipped``, ``nonfinite``, ``fixed``, ``learnt``,
+        ``warmup``, ``norm_min``, ``norm_max``, ``limit``, ``limit_min`` and ``limit_max``, as
+        above, ``clipped_share`` and ``norm_median``. What is not known is left out.
 
         Parameters
         ----------

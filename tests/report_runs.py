@@ -74,6 +74,7 @@ def large_run(
     """Write a run in which norms and loss fall, accuracy rises, and the last client is larger."""
     rng = np.random.default_rng(seed)
     server = Checkpointer(str(folder / "server"))
+    server.save_optimizer(Optimizer(lrate=1.0), timestamp="00000")
     for client in range(clients):
         scale = 8.0 if client == clients - 1 else 1.0
         records = [
@@ -84,4 +85,9 @@ def large_run(
     for r in range(1, rounds + 1):
         loss = 0.3 + 2.0 * float(np.exp(-6 * r / rounds)) + 0.02 * float(rng.normal())
         server.save_metrics({"loss": loss, "accuracy": 1 - loss / 3}, timestamp=f"{r:05}")
+        for client in range(min(clients, 5)):
+            own = loss * (0.8 + 0.1 * client)
+            prefix = f"metrics_{name(client)}".replace("/", "_")
+            values = {"loss": own, "accuracy": 1 - own / 3}
+            server.save_metrics(values, prefix=prefix, timestamp=f"{r:05}")
     return folder

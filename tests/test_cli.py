@@ -505,7 +505,7 @@ def test_report_shows_other_peoples_names_as_they_are(tmp_path: Path) -> None:
         state = {"rounds": rounds, "name": "norm-clip"}
         packed = msgpack.packb({"modules": [["norm-clip", state], ["[/]", state]]})
         (folder / "optimizer_state_1.mpk").write_bytes(packed)
-    for words in ([], ["--groups"], ["--csv", tmp_path / "r.csv"]):
+    for words in ([], ["--groups"], ["--summary"], ["--json"], ["--csv", tmp_path / "r.csv"]):
         result = call("report", tmp_path / "run", *words)
         assert result.exit_code == 0, result.stderr
         assert "\x1b" not in result.stdout
@@ -521,7 +521,7 @@ ROUND = {
     **dict.fromkeys(("round", "clipped"), 1),
     **dict.fromkeys(("norm_min", "norm_max", "limit", "limit_min", "limit_max"), 1.0),
     "steps": 2,
-    "nonfinite": 0,
+    **dict.fromkeys(("nonfinite", "fixed", "learnt", "warmup"), 0),
     "buckets": [],
     "counts": [],
 }
@@ -547,7 +547,7 @@ def test_a_path_that_no_system_takes_is_a_sentence(words: list[str], code: int) 
 
 
 def test_what_can_not_be_written_is_a_sentence(checkpoints: Path, tmp_path: Path) -> None:
-    for option in ("--plot", "--csv"):
+    for option in ("--plot", "--csv", "--html"):
         for file in (tmp_path, tmp_path / LONG):
             result = call("report", checkpoints, option, file)
             assert result.exit_code == 1

@@ -78,6 +78,9 @@ def test_numbers_for_loggers_have_names_that_stay() -> None:
     assert clip.rounds[0].as_dict("r/") == {
         "r/round": 1,
         "r/steps": 2,
+        "r/fixed": 2,
+        "r/learnt": 0,
+        "r/warmup": 0,
         "r/clipped": 1,
         "r/nonfinite": 0,
         "r/clipped_share": 0.5,

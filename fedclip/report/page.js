@@ -65,11 +65,18 @@
     { mark: { type: "rule", opacity: 0, strokeWidth: 12 }, encoding: { x, tooltip: [
       ...tooltip([["round", "round"]]), ...tooltip([["share", "steps clipped"]], ".1%")] } },
   ]);
+  const entry = (text, paint) => {
+    const item = document.createElement("li");
+    item.innerHTML = '<svg viewBox="0 0 32 12" aria-hidden="true"><path d="M0 6H32"/></svg>';
+    paint(item.querySelector("path"));
+    item.append(text);
+    return item;
+  };
   const metric = (element) => {
     const name = data.metrics[Number(element.dataset.metric)];
     const y = { type: "quantitative", title: name, scale: { zero: false },
       axis: { format: "~g", tickCount: 5 } };
-    const layer = [], values = [], key = element.parentElement.querySelector(".key");
+    const layer = [], key = element.parentElement.querySelector(".key");
     const shown = data.experiments.filter((experiment) => experiment.metrics[name]);
     shown.forEach((experiment, i) => {
       const { server, band } = experiment.metrics[name];
@@ -83,15 +90,22 @@
         mark: { type: "line", color, strokeDash: dash, strokeWidth: 2,
           point: server.length < 40 && { color } },
         encoding: { x, y: { ...y, field: "value" }, tooltip: tooltip([["round", "round"], ["value", name]]) } });
-      const item = document.createElement("li");
-      item.innerHTML = '<svg viewBox="0 0 32 12" aria-hidden="true"><path d="M0 6H32" stroke-width="3"/></svg>';
-      item.querySelector("path").setAttribute("stroke", color);
-      item.querySelector("path").setAttribute("stroke-dasharray", dash.join(" "));
-      item.append(shown.length > 1 ? experiment.name
-        : band.length ? "server's average; the band is least to most of the clients" : "average of the clients");
-      key.append(item);
+      const said = shown.length > 1 ? experiment.name
+        : band.length ? "average on the server" : "average of the clients";
+      key.append(entry(said, (path) => {
+        path.setAttribute("stroke", color);
+        path.setAttribute("stroke-width", 3);
+        path.setAttribute("stroke-dasharray", dash.join(" "));
+      }));
+      if (band.length && shown.length === 1) {
+        key.append(entry("least to most of the clients", (path) => {
+          path.setAttribute("stroke", color);
+          path.setAttribute("stroke-width", 12);
+          path.setAttribute("opacity", 0.2);
+        }));
+      }
     });
-    return draw(element, values, layer);
+    return draw(element, [], layer);
   };
 
   const all = (key, how) => document.querySelectorAll(`[data-${key}]`).forEach(how);

@@ -46,7 +46,6 @@ def page_of(runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, Any]]
         Without the extra ``fedclip[html]``.
     """
     import jinja2
-    import vl_convert
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["shown"] = printable
@@ -64,9 +63,16 @@ def page_of(runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, Any]]
         data={"experiments": [_numbers(exp) for exp in found], "metrics": chosen},
         css=_file("page.css"),
         script=_file("page.js"),
-        # In a script, only this could end it.
-        vega=vl_convert.javascript_bundle(None).replace("</script", r"<\/script"),
+        vega=_vega(),
     )
+
+
+def _vega() -> str:
+    """Return the code that draws the charts; in a page, only one text could end it early."""
+    import vl_convert
+
+    code: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return code.replace("</script", r"<\/script")
 
 
 def _file(name: str) -> str:
@@ -90,10 +96,10 @@ def _experiments(run: Run) -> list[dict[str, Any]]:
     for experiment in report.experiments:
         rows = [row for row in report.rows if row.experiment == experiment]
         curves = [c for c in report.curves if c.node.rpartition("/")[0] == experiment]
-        name = f"{run.name}/{experiment}" if many else run.name
+        name = "/".join(filter(None, (run.name, experiment)))
         result.append(
             {
-                "name": printable(name),
+                "name": printable(name or report.folder.resolve().name),
                 "findings": texts.get(experiment, []),
                 "clippers": _clippers(rows, report),
                 "metrics": _metrics(curves, report.servers),

@@ -342,8 +342,8 @@ def rewritten(text: str, proposal: Proposal) -> str:
         If the text is no configuration, or a section has a form that can not be edited.
     """
     document: Any = tomlkit.parse(text)
-    optim = document.get("optim", document)
-    if not isinstance(optim, Mapping) or "client_opt" not in optim:
+    optim: Any = document.get("optim", document)
+    if not hasattr(optim, "keys") or "client_opt" not in optim:
         raise ValueError("there is no client_opt in it to add a clipper to")
     for section, (name, config) in proposal.plugins.items():
         if section == "aggregator":
