@@ -1,4 +1,4 @@
-"""TensorFlow loops and Keras' fit: the adapter does what the declearn module does."""
+"""TensorFlow loops: the adapter does what the declearn module does."""
 
 import logging
 import warnings
@@ -8,10 +8,9 @@ import pytest
 from helpers import require
 
 tf = require("tensorflow")
-keras = require("keras")
 
-from fedclip import FedclipWarning, NormClip, ValueClip, ZScoreClip  # noqa: E402
-from fedclip.adapters.tensorflow import ClippedOptimizer, CompiledClipper, clip  # noqa: E402
+from fedclip import AGC, FedclipWarning, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip.adapters.tensorflow import CompiledClipper, clip  # noqa: E402
 
 CLIPPERS = {
     "norm": lambda **kw: NormClip(1.0, **kw),
@@ -64,9 +63,9 @@ def test_it_does_what_the_module_does(name, compiled):
             np.testing.assert_allclose(output, value, rtol=1e-9, atol=1e-14)
     if compiled:
         compiled_clipper = CompiledClipper.of(clipper)
-        assert int(compiled_clipper.steps) == 30
-        assert int(compiled_clipper.nonfinite) == 1
-        compiled_clipper.update_clipper()
+        assert compiled_clipper.stats()["round/steps"] == 30
+        assert compiled_clipper.stats()["round/nonfinite"] == 1
+        clipper.set_state(compiled_clipper.state())
     found, wanted = clipper.get_state()["groups"], module.get_state()["groups"]
     assert found.keys() == wanted.keys()
     for label, fields in wanted.items():
@@ -110,7 +109,7 @@ def test_any_size_is_measured_in_a_function(sizes, scale, dtypes, scope):
     clipper = NormClip(float(min(n for n in exact if n)) / 2, scope=scope)
     outputs = tf.function(lambda: [g for g, _ in clip(zip(tensors, held, strict=True), clipper)])()
     compiled_clipper = CompiledClipper.of(clipper)
-    np.testing.assert_allclose(compiled_clipper.norm, exact, rtol=1e-6)
+    np.testing.assert_allclose(compiled_clipper.last.norm_before, exact, rtol=1e-6)
     norms = [float(np.linalg.norm(tf.cast(t, tf.float64))) for t in outputs]
     bound = clipper.max_norm
     assert (float(np.linalg.norm(norms)) if scope == "global" else max(norms)) <= bound
@@ -119,8 +118,8 @@ def test_any_size_is_measured_in_a_function(sizes, scale, dtypes, scope):
 
 def test_before_the_first_gradient_there_is_nothing_to_read():
     compiled_clipper = CompiledClipper(NormClip(1.0))
-    assert compiled_clipper.steps is None
-    assert compiled_clipper.limit is None
+    assert compiled_clipper.last is None
+    assert compiled_clipper.stats()["round/steps"] == 0
 
 
 def test_gradients_of_none_and_indexed_slices():
@@ -165,65 +164,49 @@ def test_checkpoint_and_resume_is_bit_identical(tmp_path):
             assert np.array_equal(a, b)
 
 
-def model(clipper):
-    keras.utils.set_random_seed(0)
-    net = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(4), keras.layers.Dense(1)])
-    net.compile(ClippedOptimizer(keras.optimizers.Adam(0.01), clipper), "mse")
-    return net
-
-
-def data():
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((64, 5)).astype("float32") * 3
-    return x, x.sum(axis=1)
-
-
-def fit(net, epochs):
-    net.fit(*data(), epochs=epochs, batch_size=16, verbose=0, shuffle=False)
-
-
-def test_keras_fit_is_clipped_and_save_keeps_the_statistics(tmp_path):
-    net = model(ZScoreClip(warmup=4, max_norm=None))
-    fit(net, 3)
-    assert int(net.optimizer.compiled_clipper.steps) == 12
-    net.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert isinstance(loaded.optimizer, ClippedOptimizer)
-    assert loaded.optimizer.clipper.get_config() == net.optimizer.clipper.get_config()
-    fit(net, 2)
-    fit(loaded, 2)
-    for a, b in zip(net.get_weights(), loaded.get_weights(), strict=True):
-        assert np.array_equal(a, b)
-
-
-def test_keras_fit_does_what_the_module_does():
-    clipped, plain = model(NormClip(0.1)), model(NormClip(0.1))
-    fit(clipped, 1)
-    x, y = data()
-    reference = NormClip(0.1)
-    optimizer = keras.optimizers.Adam(0.01)
-    for start in range(0, 64, 16):
-        with tf.GradientTape() as tape:
-            error = plain(x[start : start + 16])[:, 0] - y[start : start + 16]
-            loss = tf.reduce_mean(tf.square(error))
-        gradients = tape.gradient(loss, plain.trainable_variables)
-        pairs_ = clip(zip(gradients, plain.trainable_variables, strict=True), reference)
-        optimizer.apply([g for g, _ in pairs_], plain.trainable_variables)
-    for a, b in zip(clipped.get_weights(), plain.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_what_would_clip_twice_or_can_not_be_done_is_refused():
-    with pytest.raises(ValueError, match="clipnorm"):
-        ClippedOptimizer(keras.optimizers.SGD(0.1, clipnorm=1.0), NormClip(1.0))
+def test_what_can_not_be_done_is_refused():
     raising = NormClip(1.0, on_nonfinite="raise")
     with pytest.raises(NotImplementedError, match="'skip' or"):
         CompiledClipper.of(raising)
-    with pytest.raises(NotImplementedError, match="'skip' or"):
-        ClippedOptimizer(keras.optimizers.SGD(0.1), raising)
     held = variables()
     with pytest.raises(NotImplementedError, match="ord=2"):
         CompiledClipper(NormClip(1.0, ord="inf"))(pairs(next(stream()), held))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("unit", ["output", "tensor", "global"])
+def test_agc_takes_the_weights_from_the_variables(unit, compiled):
+    rng = np.random.default_rng(1)
+    held = [tf.Variable(rng.standard_normal(s), name=n) for n, s in SHAPES.items()]
+    weights = {name: v.numpy() for name, v in zip(SHAPES, held, strict=True)}
+    agc, reference = AGC(0.1, unit=unit), AGC(0.1, unit=unit)
+
+    def step(*gradients):
+        return [g for g, _ in clip(zip(gradients, held, strict=True), agc)]
+
+    run = tf.function(step) if compiled else step
+    for gradient in stream(3):
+        outputs = run(*map(tf.constant, gradient.values()))
+        expected = reference.clip(gradient, weights).values()
+        for output, value in zip(outputs, expected, strict=True):
+            np.testing.assert_allclose(output, value, rtol=1e-9, atol=1e-14)
+
+
+def test_the_verbs():
+    clipper, held = CLIPPERS["z-score"](), variables()
+    compiled_clipper = CompiledClipper(clipper)
+    run = tf.function(lambda *g: compiled_clipper(list(zip(g, held, strict=True)))[0][0])
+    for gradient in stream():
+        run(*map(tf.constant, gradient.values()))
+    stats = compiled_clipper.stats("clip/")
+    assert stats["clip/norm"] == float(compiled_clipper.last)
+    assert stats["clip/round/steps"] == 30
+    state = compiled_clipper.state()
+    compiled_clipper.reset()
+    assert compiled_clipper.last is None
+    assert compiled_clipper.state()["groups"]["all"]["count"] == 0
+    compiled_clipper.load_state(state)
+    assert compiled_clipper.state()["groups"] == state["groups"]
 
 
 def test_tracing_says_nothing():

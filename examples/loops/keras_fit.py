@@ -3,7 +3,7 @@
 import keras
 import task
 
-from fedclip.adapters.tensorflow import ClippedOptimizer
+from fedclip.adapters.keras import ClippedOptimizer
 
 
 class Limits(keras.callbacks.Callback):
@@ -14,7 +14,7 @@ class Limits(keras.callbacks.Callback):
         self.limits = []
 
     def on_train_batch_end(self, batch, logs=None):
-        self.limits.append(float(self.model.optimizer.compiled_clipper.limit[0]))
+        self.limits.append(self.model.optimizer.last.limit[0])
 
 
 def train():
@@ -39,7 +39,7 @@ def train():
         callbacks=[noted],
     )
     accuracy = (model.predict(images, verbose=0).argmax(1) == labels).mean()
-    task.report("keras", accuracy, noted.limits, int(optimizer.compiled_clipper.clipped))
+    task.report("keras", accuracy, noted.limits, optimizer.stats()["round/clipped"])
     return noted.limits
 
 

@@ -4,16 +4,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from declearn.optimizer.modules import OptiModule
 
 from fedclip import states
+from fedclip.arrays import Array, Backend
 from fedclip.modules import AGC, Clipper
-from fedclip.scopes import Groups
+from fedclip.scopes import Groups, resolve
+from fedclip.transforms import SliceClipping, Transform
 
-__all__ = ["check_compilable", "clipper_of", "load", "reset", "start", "stats", "unique"]
+__all__ = [
+    "check_compilable",
+    "clipper_of",
+    "groups_of",
+    "load",
+    "reset",
+    "start",
+    "stats",
+    "transform_of",
+    "unique",
+]
 
 
 def unique(names: Iterable[str]) -> list[str]:
@@ -50,12 +62,37 @@ def check_compilable(clipper: Clipper | AGC) -> None:
         )
 
 
-def start(clipper: Clipper, groups: Groups) -> Any:
-    """Return a first state for these groups: the clipper's statistics if it has all of them."""
-    known = clipper.get_state()["groups"]
+def groups_of(clipper: Clipper | AGC, tensors: Mapping[str, Array]) -> Groups:
+    """Return the groups of a clipper for tensors by name; `agc` looks at their shapes."""
+    if isinstance(clipper, Clipper):
+        return resolve(clipper.scope, clipper.exclude, list(tensors))
+    scope = "global" if clipper.unit == "global" else "tensor"
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return resolve(scope, clipper.excluded(shapes), list(shapes))
+
+
+def transform_of(
+    clipper: Clipper | AGC, groups: Groups, weights: Mapping[str, Array] | None, backend: Backend
+) -> Transform:
+    """Return the transform of a clipper; that of `agc` has the limits for these weights."""
+    if isinstance(clipper, Clipper):
+        return clipper.transform(groups)
+    if weights is None:
+        raise ValueError("agc needs the parameters: update(updates, state, params)")
+    return clipper.device_transform([weights[n] for n in groups.names], groups, backend)
+
+
+def start(clipper: Clipper | AGC, groups: Groups, *, fresh: bool = False) -> Any:
+    """Return a first state for these groups: the clipper's statistics if it has all of them.
+
+    If it is `fresh`, it knows nothing; `agc` learns nothing.
+    """
+    if isinstance(clipper, AGC):
+        return SliceClipping((), None).init(groups)
+    known = {} if fresh else clipper.get_state()["groups"]
     fits = set(groups.labels) <= set(known)
-    fresh = clipper.transform(groups).init(groups)
-    return states.load(fresh, known if fits else {}, groups.labels)
+    first = clipper.transform(groups).init(groups)
+    return states.load(first, known if fits else {}, groups.labels)
 
 
 def load(clipper: Clipper, state: Any, labels: Sequence[str]) -> None:

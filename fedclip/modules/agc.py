@@ -179,13 +179,19 @@ class AGC(parameters.Configured, Regularizer):
     ) -> NormClipping | SliceClipping:
         """Return the transform with the limits for these weights.
 
-        The limits for weights on a device, or for traced weights, are not copied to the host.
+        The limits for weights on a device are not copied to the host.
         """
         weights = backend.prepared(weights)
         views = backend.host(weights)
         if len(views.remote) < len(views):
             with np.errstate(all="ignore"):
                 return self._of_host(Gradient(weights, groups, backend, views))
+        return self.device_transform(weights, groups, backend)
+
+    def device_transform(
+        self, weights: Sequence[Array], groups: Groups, backend: Backend
+    ) -> NormClipping | SliceClipping:
+        """Return the transform for compiled code, with limits in the framework's own arrays."""
         if self.unit != "output":
             limits = self._limits(backend.group_norms(weights, groups.members), backend)
             return NormClipping(Given(limits), action=Action(self.eps))

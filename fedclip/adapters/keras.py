@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers in Keras 3's ``fit``, on TensorFlow, JAX and torch."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+try:
+    import keras
+except ImportError as error:
+    raise ImportError("fedclip.adapters.keras needs Keras 3: pip install keras") from error
+
+import numpy as np
+
+from fedclip.adapters.shared import clipper_of, unique
+from fedclip.adapters.variables import HeldClipper, Operations
+from fedclip.arrays import backend_named
+from fedclip.modules import AGC, Clipper
+from fedclip.records import StepRecord
+
+__all__ = ["ClipHistory", "ClippedOptimizer"]
+
+
+def _chain(optimizer: Any) -> list[Any]:
+    """Return an optimizer and those inside of it; the last is the one that steps."""
+    found = [optimizer]
+    while hasattr(found[-1], "inner_optimizer"):
+        found.append(found[-1].inner_optimizer)
+    return found
+
+
+def _checked(optimizer: Any) -> Any:
+    """Return the optimizer that steps, if it would be clipped, and not be clipped twice."""
+    *outer, stepping = _chain(optimizer)
+    if hasattr(stepping, "optimizers"):
+        raise ValueError(
+            f"{type(stepping).__name__} has several optimizers, each for some of the variables: "
+            "give each of them a ClippedOptimizer of its own"
+        )
+    for option in ("clipnorm", "global_clipnorm", "clipvalue"):
+        if getattr(stepping, option, None) is not None:
+            raise ValueError(f"{option} of the inner optimizer would clip twice: leave it out")
+    methods = ("_clip_gradients", "_backend_apply_gradients")
+    apply = getattr(type(stepping), "apply", None)
+    if apply is not keras.optimizers.Optimizer.apply or not all(
+        hasattr(stepping, m) for m in methods
+    ):
+        raise TypeError(
+            f"{type(stepping).__name__} with Keras {keras.__version__} does not step as Keras' "
+            "optimizers do, which clip in their method apply: derive it from "
+            "keras.optimizers.Optimizer, of Keras 3.4 or newer, and leave apply as it is"
+        )
+    clipped = next((o for o in outer if isinstance(o, ClippedOptimizer)), None)
+    if getattr(stepping._clip_gradients, "__self__", None) is not getattr(
+        clipped, "_hook", stepping
+    ):
+        raise ValueError(
+            f"{stepping.name!r} is in another ClippedOptimizer already, which would clip too: "
+            "make a new optimizer"
+        )
+    return stepping
+
+
+def _value(variable: Any) -> Any:
+    """Return the value of a variable of Keras or TensorFlow as a tensor."""
+    return keras.ops.stop_gradient(variable)
+
+
+class _Hook:
+    """What the optimizer that steps calls where Keras clips.
+
+    Keras calls ``_clip_gradients`` on gradients that are unscaled, averaged over accumulated
+    steps, and not for variables that they overwrite; `_apply` notes for which variables.
+    """
+
+    def __init__(self, stepping: Any, clipper: Clipper | AGC) -> None:
+        self.stepping = stepping
+        backend = backend_named(keras.backend.backend())
+        self._float = backend.dtype(backend.asarray([0.0]))
+        operations = Operations(
+            self._make,
+            _value,
+            functools.partial(keras.ops.take, axis=-1),
+            keras.ops.cast,
+        )
+        self.held = HeldClipper(clipper, backend, operations)
+        self._names: dict[Any, str] = {}
+        # Strategies of TensorFlow run each replica in a thread.
+        self._now = threading.local()
+        self._apply, self._clip = stepping._backend_apply_gradients, stepping._clip_gradients
+        stepping._backend_apply_gradients = self.apply
+        stepping._clip_gradients = self.clip
+
+    def _make(self, values: np.ndarray[Any, Any], name: str) -> Any:
+        kind = "int" if values.dtype.kind == "i" else self._float
+        return self.stepping.add_variable(
+            values.shape,
+            initializer=lambda shape, dtype=None: keras.ops.convert_to_tensor(values, dtype),
+            dtype=kind,
+            aggregation="only_first_replica",
+            name=f"{self.held.clipper.name}_{name}".replace("-", "_"),
+        )
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Make the variables of the clipper."""
+        names = unique(getattr(v, "path", None) or v.name.removesuffix(":0") for v in variables)
+        keys = map(self.stepping._var_key, variables)
+        self._names = dict(zip(keys, names, strict=True))
+        pairs = zip(names, variables, strict=True)
+        self.held.build(
+            {n: v for n, v in pairs if not getattr(v, "overwrite_with_gradient", False)}
+        )
+
+    def apply(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Note the variables, and let the optimizer step."""
+        self._now.variables, self._now.clipped = variables, False
+        self._apply(gradients, variables)
+        # Eager code clips in the last of the accumulated steps only.
+        if not (self._now.clipped or self.stepping.gradient_accumulation_steps):
+            raise RuntimeError(
+                f"{type(self.stepping).__name__} has stepped without a call of _clip_gradients, "
+                "where Keras' optimizers clip: call it in _backend_apply_gradients"
+            )
+
+    def clip(self, gradients: Sequence[Any]) -> Any:
+        """Return the clipped gradients."""
+        variables, self._now.clipped = self._now.variables, True
+        names = [self._names[self.stepping._var_key(v)] for v in variables]
+        whole, share = _of_all_replicas(gradients)
+        weights = dict(zip(names, variables, strict=True))
+        clipped = self.held.clip(dict(zip(names, whole, strict=True)), weights)
+        return self._clip([share(clipped[name]) for name in names])
+
+
+def _of_all_replicas(gradients: Sequence[Any]) -> tuple[Sequence[Any], Callable[[Any], Any]]:
+    """Return the sums of the replicas' gradients, and how to get a replica's share of a sum.
+
+    Keras adds the replicas' gradients up after the clip.
+    """
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        context = tf.distribute.get_replica_context()
+        replicas = context.num_replicas_in_sync if context else 1
+        if replicas > 1:
+            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, list(gradients))
+            return sums, lambda gradient: tf.math.scalar_mul(1.0 / replicas, gradient)
+    return gradients, lambda gradient: gradient
+
+
+def _inner(option: str) -> Any:
+    """Return a property that is the inner optimizer's."""
+
+    def get(self: Any) -> Any:
+        return getattr(self.inner_optimizer, option)
+
+    def put(self: Any, value: Any) -> None:
+        # Keras' constructor sets defaults, before there is an inner optimizer.
+        if "inner_optimizer" in vars(self):
+            setattr(self.inner_optimizer, option, value)
+
+    return property(get, put, doc=f"``{option}`` of the inner optimizer.")
+
+
+@keras.saving.register_keras_serializable(package="fedclip")
+class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """A Keras optimizer that clips where the inner one would, for ``model.compile``.
+
+    ::
+
+        unscale the gradients, and average those of accumulated steps
+        clip them                           in the place of clipnorm, global_clipnorm, clipvalue
+        weight decay, step, moving averages, constraints
+
+    All but the clip is the inner optimizer's: learning rate and schedule, loss scale, gradient
+    accumulation, weight decay and what is excluded from it, moving averages of the weights.
+    Variables with ``overwrite_with_gradient`` are neither measured nor clipped. `variables` holds
+    the statistics, norms, limits and counts, and ``model.save`` saves them.
+
+    Under a ``tf.distribute`` strategy it clips the sum of the replicas' gradients, for one more
+    all-reduce. (Keras' own clipnorm clips each replica's part.)
+
+    Parameters
+    ----------
+    inner_optimizer
+        The optimizer that steps; from now on it belongs to this one. A LossScaleOptimizer may be
+        inside or outside. It may be a ClippedOptimizer, which clips second. Do
+        not set its clipnorm, global_clipnorm or clipvalue.
+    clipper
+        A clipper of fedclip, `AGC` too, or its (name, config).
+
+    Raises
+    ------
+    ValueError
+        If the inner optimizer would clip as well, is in another ClippedOptimizer already, or is a
+        MultiOptimizer.
+    TypeError
+        If it does not clip where Keras' optimizers do.
+    NotImplementedError
+        If compiled code can not follow the clipper.
+
+    Examples
+    --------
+    >>> import keras
+    >>> from fedclip import ZScoreClip
+    >>> optimizer = ClippedOptimizer(keras.optimizers.SGD(0.1), ZScoreClip())
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        clipper: Clipper | AGC | Sequence[Any],
+        name: str = "clipped_optimizer",
+    ) -> None:
+        stepping = _checked(inner_optimizer)
+        super().__init__(learning_rate=0.0, name=name)
+        if not isinstance(clipper, (Clipper, AGC)) and clipper[0] == AGC.name:
+            clipper = AGC(**clipper[1])
+        self.clipper = clipper if isinstance(clipper, AGC) else clipper_of(clipper)
+        self._hook = _Hook(stepping, self.clipper)
+        self.inner_optimizer = inner_optimizer
+        self.built = False
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Make the variables of the inner optimizer and of the clipper."""
+        if self.built:
+            return
+        self.inner_optimizer.build(variables)
+        self._hook.build(variables)
+        self.built = True
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables of the inner optimizer, those of the clipper among them."""
+        return [*self._variables, *self.inner_optimizer.variables]
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Let the inner optimizer step, with clipped gradients."""
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            self.build(trainable_variables)
+        self.inner_optimizer.apply(grads, trainable_variables)
+
+    def stateless_apply(
+        self, optimizer_variables: Sequence[Any], grads: Any, trainable_variables: Any
+    ) -> tuple[Any, list[Any]]:
+        """Return new weights and new variables, as Keras on JAX needs them."""
+        own = len(self._variables)
+        weights, inner = self.inner_optimizer.stateless_apply(
+            optimizer_variables[own:], grads, trainable_variables
+        )
+        return weights, [*map(_value, optimizer_variables[:own]), *inner]
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Return the loss as the inner optimizer scales it."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Let the inner optimizer put its moving averages into the weights."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Exclude variables from the inner optimizer's weight decay."""
+        self._hook.stepping.exclude_from_weight_decay(var_list, var_names)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Set all `variables`."""
+        own = len(self._variables)
+        super().set_weights(weights[:own])
+        self.inner_optimizer.set_weights(weights[own:])
+
+    # -- what the clipper did -----------------------------------------------------------------
+    @property
+    def last(self) -> StepRecord | None:
+        """What the last step did; None before the first."""
+        return self._hook.held.last
+
+    def stats(self, prefix: str = "") -> dict[str, float]:
+        """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
+        return self._hook.held.stats(prefix)
+
+    def state(self) -> dict[str, Any]:
+        """Return the clipper's state, for its ``set_state``, also in a federation."""
+        return self._hook.held.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of such a clipper."""
+        self._hook.held.load_state(state)
+
+    def reset(self) -> None:
+        """Forget all steps of the clipper; the inner optimizer keeps its variables."""
+        self._hook.held.reset()
+
+    def get_config(self) -> dict[str, Any]:
+        """Return inner optimizer and clipper, as Keras saves them."""
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "clipper": [self.clipper.name, self.clipper.get_config()],
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> ClippedOptimizer:
+        """Return the optimizer of a configuration."""
+        inner = keras.saving.deserialize_keras_object(
+            config["inner_optimizer"], custom_objects=custom_objects
+        )
+        return cls(inner, config["clipper"], name=config["name"])
+
+
+# Callbacks and other optimizers read these, and a LossScaleOptimizer outside sets one.
+for _option in (
+    "learning_rate",
+    "iterations",
+    "weight_decay",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "loss_scale_factor",
+    "gradient_accumulation_steps",
+    "_iterations",
+    "_trainable_variables",
+    "_trainable_variables_indices",
+    "_model_variables_moving_average",
+):
+    setattr(ClippedOptimizer, _option, _inner(_option))
+
+
+class ClipHistory(keras.callbacks.Callback):  # type: ignore[misc]
+    """Add norm, limit and counts to the logs after each epoch, and so to ``fit``'s history.
+
+    ::
+
+        history = model.fit(x, y, callbacks=[ClipHistory()])
+        history.history["clip/norm"]
+
+    The names are those of `ClippedOptimizer.stats`. Put it before callbacks that read them.
+    """
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add what the clipper did in the last step, and since the first."""
+        for optimizer in _chain(self.model.optimizer):
+            if isinstance(optimizer, ClippedOptimizer) and logs is not None:
+                logs.update(optimizer.stats("clip/"))

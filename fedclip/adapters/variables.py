@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A clipper whose statistics are variables of a framework, for compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedclip import states
+from fedclip.adapters.shared import check_compilable, groups_of, start, transform_of
+from fedclip.arrays import Array, Backend
+from fedclip.modules import AGC, Clipper
+from fedclip.records import RoundRecord, StepRecord
+from fedclip.transforms import clip_on_device
+
+__all__ = ["HeldClipper", "Operations"]
+
+
+class Operations(NamedTuple):
+    """What a framework can do with its variables, which have ``assign`` and ``numpy``."""
+
+    make: Callable[[np.ndarray[Any, Any], str], Any]
+    """``make(values, name)``: a variable."""
+    read: Callable[[Any], Array]
+    """``read(variable)``: its value, as an array."""
+    take: Callable[[Array, Sequence[int]], Array]
+    """``take(array, places)``: the array at these places of its last axis."""
+    cast: Callable[[Array, Any], Array]
+    """``cast(array, dtype)``."""
+
+
+class HeldClipper:
+    """A clipper with its statistics, counts and last record in as few variables as possible.
+
+    Every variable costs an operation in every step. They start from the clipper's statistics, and
+    the clipper itself never changes.
+    """
+
+    def __init__(self, clipper: Clipper | AGC, backend: Backend, operations: Operations) -> None:
+        check_compilable(clipper)
+        self.clipper, self._backend, self._ops = clipper, backend, operations
+        self.labels: tuple[str, ...] = ()
+        self.variables: list[Any] = []
+        """Counts of steps, clipped and nonfinite ones; norms, limits and which were clipped, of
+        the last step; and the fields of the state. None before `build`."""
+        self._groups: Any = None
+        self._type: Any = None
+
+    def build(self, weights: Mapping[str, Array]) -> None:
+        """Make the variables, once, for the gradients of these weights."""
+        if self.variables:
+            return
+        self._groups = groups_of(self.clipper, weights)
+        first = start(self.clipper, self._groups)
+        self.labels, self._type = self._groups.labels, type(first)
+        values = {
+            "counts": np.zeros(3, np.int64),
+            "norm_limit_clipped": np.zeros((3, len(self._groups))),
+            **{field: np.atleast_1d(column) for field, column in first._asdict().items()},
+        }
+        self.variables = [self._ops.make(column, name) for name, column in values.items()]
+
+    def clip(
+        self, gradients: Mapping[str, Array], weights: Mapping[str, Array]
+    ) -> Mapping[str, Array]:
+        """Return the clipped gradients, by name, and learn from them."""
+        xp, ops, labels = self._backend, self._ops, self.labels
+        groups = groups_of(self.clipper, weights)
+        if not groups.names:
+            return gradients
+        unknown = [label for label in groups.labels if label not in labels]
+        if unknown:
+            raise ValueError(
+                f"{self.clipper.name} was compiled for the groups {list(labels)}, and the "
+                f"gradients have {unknown} besides"
+            )
+        counts, *columns = self.variables
+        before = [ops.read(column) for column in columns]
+        places = [labels.index(label) for label in groups.labels]
+        whole = groups.labels == labels
+        state = self._type(*(b if whole else ops.take(b, places) for b in before[1:]))
+        if isinstance(self.clipper, AGC):
+            weights = {name: ops.read(weight) for name, weight in weights.items()}
+        transform = transform_of(self.clipper, groups, weights, xp)
+        policy = self.clipper.on_nonfinite
+        clipped, step = clip_on_device(transform, gradients, groups, xp, state, policy)
+        over = xp.where(step.clipped, 1.0, 0.0)
+        after = [xp.stack([step.norms, step.limits, over]), *step.state]
+        if not whole:
+            # A group without a gradient keeps what it has.
+            present = xp.asarray([float(label in groups.labels) for label in labels]) > 0
+            back = [places.index(i) if i in places else 0 for i in range(len(labels))]
+            pairs = zip(after, before, strict=True)
+            after = [xp.where(present, ops.take(a, back), b) for a, b in pairs]
+        for column, value in zip(columns, after, strict=True):
+            column.assign(value)
+        bad = xp.where(step.finite, 0.0, 1.0)
+        happened = xp.stack([xp.where(step.finite, 1.0, 1.0), xp.max(over), bad])
+        counts.assign(ops.read(counts) + ops.cast(happened, counts.dtype))
+        return clipped
+
+    @property
+    def last(self) -> StepRecord | None:
+        """What the last step did; None before the first."""
+        if not self._round().steps:
+            return None
+        norms, limits, clipped = self._numbers()[1]
+        return StepRecord(self.labels, norms, limits, clipped > 0)
+
+    def stats(self, prefix: str = "") -> dict[str, float]:
+        """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
+        found = {} if self.last is None else self.last.as_dict(prefix)
+        return found | self._round().as_dict(f"{prefix}round/")
+
+    def state(self) -> dict[str, Any]:
+        """Return what the clipper's own ``get_state`` would return; nothing for `agc`."""
+        if isinstance(self.clipper, AGC):
+            return {}
+        state = self.clipper.get_state()
+        if self.variables:
+            held = self._type(*self._numbers()[2:])
+            state["groups"] = states.dump(held, self.labels)
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a state that `state`, or ``get_state`` of such a clipper, returned.
+
+        Raises
+        ------
+        StateError
+            If it is not a state, or another clipper's.
+        """
+        if isinstance(self.clipper, AGC):
+            return
+        self.clipper.set_state(state)
+        if self.variables:
+            self._restart(start(self.clipper, self._groups))
+
+    def reset(self) -> None:
+        """Forget all steps, and the state that was loaded."""
+        if self.variables:
+            self._restart(start(self.clipper, self._groups, fresh=True))
+
+    def _restart(self, state: Any) -> None:
+        columns = zip(self.variables[2:], state, strict=True)
+        for variable, column in columns:
+            variable.assign(np.atleast_1d(column))
+        for variable in self.variables[:2]:
+            variable.assign(np.zeros_like(variable.numpy()))
+
+    def _numbers(self) -> list[np.ndarray[Any, Any]]:
+        return [np.asarray(variable.numpy(), np.float64) for variable in self.variables]
+
+    def _round(self) -> RoundRecord:
+        steps, clipped, nonfinite = self._numbers()[0].astype(int) if self.variables else (0, 0, 0)
+        return RoundRecord(0, steps=int(steps), clipped=int(clipped), nonfinite=int(nonfinite))

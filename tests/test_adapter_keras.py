@@ -1,0 +1,457 @@
+"""Keras' optimizers with a clipper of fedclip, on each of Keras' backends.
+
+Keras' own global_clipnorm, clipnorm and clipvalue are the oracle: with the same limit, all that
+the inner optimizer does besides must be the same to the rounding of the clip.
+"""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+from helpers import require
+
+keras = require("keras")
+require("tensorflow")
+
+from fedclip import AGC, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip.adapters.keras import ClipHistory, ClippedOptimizer  # noqa: E402
+
+optimizers = keras.optimizers
+ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+only_tensorflow = pytest.mark.skipif(not ON_TENSORFLOW, reason="needs Keras on TensorFlow")
+
+SHAPES = {"kernel": (4, 3), "bias": (3,), "scale": ()}
+LIMIT = 0.5
+
+
+def variables():
+    rng = np.random.default_rng(1)
+    return [
+        keras.Variable(rng.standard_normal(shape).astype("float32"), name=name)
+        for name, shape in SHAPES.items()
+    ]
+
+
+def stream(steps=7, scale=1.0):
+    rng = np.random.default_rng(0)
+    for t in range(steps):
+        size = scale * (10.0 if t % 3 else 0.05)
+        yield [
+            keras.ops.convert_to_tensor((size * rng.standard_normal(shape)).astype("float32"))
+            for shape in SHAPES.values()
+        ]
+
+
+def trained(optimizer, *, exclude=(), scale=1.0):
+    """Return the variables after some steps, and all variables of the optimizer."""
+    held = variables()
+    if exclude:
+        optimizer.exclude_from_weight_decay(var_names=list(exclude))
+    for gradients in stream(scale=scale):
+        optimizer.apply(gradients, held)
+    optimizer.finalize_variable_values(held)
+    return [v.numpy() for v in held]
+
+
+def close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=3e-5, atol=1e-6)
+
+
+CLIPS = {
+    "global_clipnorm": lambda: NormClip(LIMIT),
+    "clipnorm": lambda: NormClip(LIMIT, scope="tensor"),
+    "clipvalue": lambda: ValueClip(LIMIT),
+}
+INNER = {
+    "sgd": lambda **kw: optimizers.SGD(0.1, momentum=0.9, **kw),
+    "adam": lambda **kw: optimizers.Adam(0.1, **kw),
+    "adamw, decayed": lambda **kw: optimizers.AdamW(0.1, weight_decay=0.1, **kw),
+    "moving average": lambda **kw: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, **kw),
+    "overwriting average": lambda **kw: optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2, **kw
+    ),
+    "accumulation": lambda **kw: optimizers.Adam(0.1, gradient_accumulation_steps=3, **kw),
+    "loss scale": lambda **kw: optimizers.SGD(0.1, loss_scale_factor=8.0, **kw),
+    "schedule": lambda **kw: optimizers.SGD(
+        optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), **kw
+    ),
+    "callable rate": lambda **kw: optimizers.SGD(lambda: 0.05, **kw),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("inner", INNER)
+def test_it_does_what_keras_own_clip_does(inner, clip):
+    excluded = ["bias"] if "decayed" in inner else []
+    expected = trained(INNER[inner](**{clip: LIMIT}), exclude=excluded)
+    optimizer = ClippedOptimizer(INNER[inner](), CLIPS[clip]())
+    close(trained(optimizer, exclude=excluded), expected)
+    assert int(optimizer.iterations) == int(optimizer.inner_optimizer.iterations)
+
+
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_a_loss_scale_may_be_inside_or_outside(place):
+    scaled = optimizers.LossScaleOptimizer
+    expected = trained(optimizers.Adam(0.1, global_clipnorm=LIMIT))
+    if place == "inside":
+        optimizer = clipped = ClippedOptimizer(
+            scaled(optimizers.Adam(0.1), initial_scale=64.0), NormClip(LIMIT)
+        )
+    else:
+        clipped = ClippedOptimizer(optimizers.Adam(0.1, loss_scale_factor=4.0), NormClip(LIMIT))
+        optimizer = scaled(clipped, initial_scale=64.0)
+    assert float(optimizer.scale_loss(keras.ops.convert_to_tensor(1.0))) == 64.0
+    close(trained(optimizer, scale=64.0), expected)
+    # A step that the loss scale skips teaches the clipper nothing.
+    steps = clipped.stats()["round/steps"]
+    bad = [g * np.nan for g in next(stream())]
+    optimizer.apply(bad, optimizer._trainable_variables)
+    assert clipped.stats()["round/steps"] == steps == 7
+    assert clipped.stats()["norm"] == pytest.approx(
+        np.sqrt(sum(float(np.sum(np.square(g))) for g in list(stream())[-1])), rel=1e-5
+    )
+
+
+def test_accumulated_steps_are_clipped_once_and_learnt_once():
+    clipper = ZScoreClip(warmup=1, warmup_factor=None)
+    optimizer = ClippedOptimizer(optimizers.SGD(0.1, gradient_accumulation_steps=3), clipper)
+    trained(optimizer)
+    assert optimizer.stats()["round/steps"] == 2
+    assert optimizer.state()["groups"]["all"]["count"] == 2
+    gradients = [np.concatenate([np.ravel(g) for g in gs]) for gs in stream()]
+    mean = np.linalg.norm(np.mean(gradients[3:6], axis=0))
+    assert float(optimizer.last) == pytest.approx(mean, rel=1e-5)
+
+
+def test_what_gradients_overwrite_is_neither_measured_nor_clipped():
+    held = variables()
+    held[1].overwrite_with_gradient = True
+    optimizer = ClippedOptimizer(optimizers.SGD(1.0), NormClip(0.5, scope="tensor"))
+    before = held[0].numpy()
+    optimizer.apply([10.0 * keras.ops.ones_like(v) for v in held], held)
+    np.testing.assert_array_equal(held[1].numpy(), np.full(3, 10.0))
+    assert len(optimizer.last.groups) == 2
+    assert np.linalg.norm(held[0].numpy() - before) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_variable_without_a_gradient_keeps_its_statistics():
+    held = variables()
+    clipper = ZScoreClip(warmup=1, warmup_factor=None, scope="tensor")
+    optimizer = ClippedOptimizer(optimizers.SGD(0.1), clipper)
+    gradients = next(stream())
+    optimizer.apply(gradients, held)
+    before = optimizer.state()["groups"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.apply([gradients[0], None, gradients[2]], held)
+    after = optimizer.state()["groups"]
+    assert [groups["count"] for groups in after.values()] == [2, 1, 2]
+    assert after["bias"] == before["bias"]
+
+
+@pytest.mark.parametrize("unit", ["output", "tensor", "global"])
+def test_agc_takes_the_weights(unit):
+    make = lambda: AGC(0.1, unit=unit)  # noqa: E731
+    optimizer = ClippedOptimizer(optimizers.SGD(0.1), make())
+    found = trained(optimizer)
+    weights = {name: v.numpy() for name, v in zip(SHAPES, variables(), strict=True)}
+    agc = make()
+    for gradients in stream():
+        arrays = {n: np.asarray(g) for n, g in zip(SHAPES, gradients, strict=True)}
+        clipped = agc.clip(arrays, weights)
+        weights = {n: w - np.float32(0.1) * clipped[n] for n, w in weights.items()}
+    close(found, weights.values())
+    assert optimizer.state() == {}
+
+
+def test_one_clipper_after_another():
+    inner = ClippedOptimizer(optimizers.SGD(1.0), NormClip(LIMIT))
+    optimizer = ClippedOptimizer(inner, ValueClip(1.0))
+    held = variables()
+    before = [v.numpy() for v in held]
+    gradients = list(stream())[1]
+    optimizer.apply(gradients, held)
+    boxed = [np.clip(g, -1, 1) for g in gradients]
+    assert optimizer.stats()["norm"] == pytest.approx(max(np.abs(g).max() for g in gradients))
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in boxed))
+    assert inner.stats()["norm"] == pytest.approx(norm, rel=1e-5)
+    close(
+        [v.numpy() for v in held],
+        [b - g * LIMIT / norm for b, g in zip(before, boxed, strict=True)],
+    )
+
+
+def test_what_would_clip_twice_or_not_at_all_is_refused():
+    for option in ("clipnorm", "global_clipnorm", "clipvalue"):
+        inner = optimizers.SGD(0.1, **{option: 1.0})
+        with pytest.raises(ValueError, match=f"{option} of the inner optimizer"):
+            ClippedOptimizer(inner, NormClip(1.0))
+        with pytest.raises(ValueError, match=f"{option} of the inner optimizer"):
+            ClippedOptimizer(optimizers.LossScaleOptimizer(inner), NormClip(1.0))
+    inner = optimizers.SGD(0.1)
+    ClippedOptimizer(inner, NormClip(1.0))
+    with pytest.raises(ValueError, match="in another ClippedOptimizer already"):
+        ClippedOptimizer(inner, NormClip(1.0))
+    several = optimizers.MultiOptimizer(lambda variable: optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match="a ClippedOptimizer of its own"):
+        ClippedOptimizer(several, NormClip(1.0))
+    with pytest.raises(TypeError, match="does not step as Keras' optimizers do"):
+        ClippedOptimizer(object(), NormClip(1.0))
+
+
+def test_optimizers_of_ones_own_clip_or_are_refused():
+    class Applying(optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            raise NotImplementedError
+
+    with pytest.raises(TypeError, match="leave apply as it is"):
+        ClippedOptimizer(Applying(0.1), NormClip(1.0))
+
+    class Forgetting(optimizers.SGD):
+        def _backend_apply_gradients(self, grads, trainable_variables):
+            self._backend_update_step(grads, trainable_variables, self.learning_rate)
+
+    with pytest.raises(RuntimeError, match="without a call of _clip_gradients"):
+        trained(ClippedOptimizer(Forgetting(0.1), NormClip(1.0)))
+
+
+def test_clippers_that_can_not_be_compiled_are_refused():
+    with pytest.raises(NotImplementedError, match="'skip' or"):
+        ClippedOptimizer(optimizers.SGD(0.1), NormClip(1.0, on_nonfinite="raise"))
+
+
+def test_several_optimizers_may_each_be_clipped():
+    clipped = {
+        name: ClippedOptimizer(optimizers.SGD(1.0), NormClip(LIMIT)) for name in ("kernel", "rest")
+    }
+    choose = lambda v: clipped["kernel" if v.name == "kernel" else "rest"]  # noqa: E731
+    optimizer = optimizers.MultiOptimizer(choose)
+    held = variables()
+    gradients = list(stream())[1]
+    optimizer.apply(gradients, held)
+    found = [clipped[name].stats()["norm"] for name in ("kernel", "rest")]
+    sizes = [np.linalg.norm(gradients[0]), np.hypot(np.linalg.norm(gradients[1]), gradients[2])]
+    np.testing.assert_allclose(found, sizes, rtol=1e-5)
+
+
+def test_the_verbs():
+    optimizer = ClippedOptimizer(optimizers.SGD(0.1), ZScoreClip(warmup=1, warmup_factor=None))
+    assert optimizer.last is None
+    assert optimizer.stats()["round/steps"] == 0
+    assert "norm" not in optimizer.stats()
+    trained(optimizer)
+    stats = optimizer.stats("clip/")
+    assert json.dumps(stats)
+    assert stats["clip/norm"] == float(optimizer.last)
+    assert stats["clip/round/steps"] == 7
+    state = optimizer.state()
+    clipper = ZScoreClip(warmup=1, warmup_factor=None)
+    clipper.set_state(state)
+    optimizer.reset()
+    assert optimizer.last is None
+    assert optimizer.state()["groups"]["all"]["count"] == 0
+    optimizer.load_state(state)
+    assert optimizer.state()["groups"] == state["groups"] == clipper.get_state()["groups"]
+
+
+# -- in fit -----------------------------------------------------------------------------------
+def model(optimizer, **settings):
+    keras.utils.set_random_seed(0)
+    net = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    net.compile(optimizer, "mse", **settings)
+    return net
+
+
+def fit(net, epochs=1, **settings):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 5)).astype("float32") * 3
+    y = x.sum(axis=1, keepdims=True)
+    return net.fit(x, y, epochs=epochs, batch_size=16, verbose=0, shuffle=False, **settings).history
+
+
+def norm_clipped(inner=None):
+    return ClippedOptimizer(inner or optimizers.Adam(0.01), NormClip(0.1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jit", [False, True, "auto"])
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"use_ema": True}])
+def test_fit_does_what_keras_own_clip_does(options, jit):
+    if jit is True and keras.backend.backend() == "torch":
+        pytest.skip("torch.compile is tried by the tests of torch")
+    clipped = model(norm_clipped(optimizers.Adam(0.01, **options)), jit_compile=jit)
+    plain = model(optimizers.Adam(0.01, global_clipnorm=0.1, **options), jit_compile=jit)
+    losses = [fit(net, 2)["loss"] for net in (clipped, plain)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    close(clipped.get_weights(), plain.get_weights())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_fit_with_a_loss_scale(place):
+    if place == "inside":
+        optimizer = ClippedOptimizer(
+            optimizers.LossScaleOptimizer(optimizers.Adam(0.01)), NormClip(0.1)
+        )
+    else:
+        optimizer = optimizers.LossScaleOptimizer(norm_clipped())
+    net = model(optimizer)
+    plain = model(optimizers.Adam(0.01, global_clipnorm=0.1))
+    fit(net)
+    fit(plain)
+    close(net.get_weights(), plain.get_weights())
+
+
+@pytest.mark.slow
+def test_norm_and_limit_are_in_the_history_and_in_the_variables():
+    net = model(optimizers.LossScaleOptimizer(norm_clipped()))
+    history = fit(net, 2, callbacks=[ClipHistory()])
+    assert history["clip/limit"] == pytest.approx([0.1, 0.1])
+    assert history["clip/round/steps"] == [4, 8]
+    assert len(history["clip/norm"]) == 2
+    (held,) = [v for v in net.optimizer.variables if v.name == "norm_clip_norm_limit_clipped"]
+    assert held.numpy()[0, 0] == pytest.approx(history["clip/norm"][-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["save", "pickle"])
+@pytest.mark.parametrize("clipper", [ZScoreClip(warmup=2), AGC(0.1)])
+def test_fitted_models_resume_bit_for_bit(how, clipper, tmp_path):
+    net = model(ClippedOptimizer(optimizers.Adam(0.01), clipper))
+    fit(net, 2)
+    if how == "save":
+        net.save(tmp_path / "model.keras")
+        again = keras.models.load_model(tmp_path / "model.keras")
+    else:
+        again = pickle.loads(pickle.dumps(net))
+    assert isinstance(again.optimizer, ClippedOptimizer)
+    assert again.optimizer.clipper.get_config() == net.optimizer.clipper.get_config()
+    assert again.optimizer.last.norm_before == net.optimizer.last.norm_before
+    assert again.optimizer.stats()["round/steps"] == 8
+    fit(net)
+    fit(again)
+    for a, b in zip(net.get_weights(), again.get_weights(), strict=True):
+        assert np.array_equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["save", "pickle"])
+def test_models_that_were_never_fitted_are_saved(how, tmp_path):
+    net = model(ClippedOptimizer(optimizers.Adam(0.01), ZScoreClip(warmup=2)))
+    with warnings.catch_warnings():
+        # Keras says so of each of its optimizers: there are no variables yet.
+        warnings.filterwarnings("ignore", "Skipping variable loading", UserWarning)
+        if how == "save":
+            net.save(tmp_path / "model.keras")
+            again = keras.models.load_model(tmp_path / "model.keras")
+        else:
+            again = pickle.loads(pickle.dumps(net))
+    fit(net)
+    fit(again)
+    for a, b in zip(net.get_weights(), again.get_weights(), strict=True):
+        assert np.array_equal(a, b)
+
+
+@only_tensorflow
+def test_a_checkpoint_of_tensorflow_holds_the_statistics(tmp_path):
+    import tensorflow as tf
+
+    held = variables()
+    optimizer = ClippedOptimizer(optimizers.Adam(0.1), ZScoreClip(warmup=1))
+    for gradients in stream():
+        optimizer.apply(gradients, held)
+    expected = optimizer.state()["groups"]
+    path = tf.train.Checkpoint(optimizer=optimizer).save(str(tmp_path / "c"))
+    other = ClippedOptimizer(optimizers.Adam(0.1), ZScoreClip(warmup=1))
+    other.build(held)
+    tf.train.Checkpoint(optimizer=other).restore(path).assert_existing_objects_matched()
+    assert other.state()["groups"] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_TENSORFLOW, reason="started from the run on TensorFlow")
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_the_same_on_other_backends(backend):
+    require(backend)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", "-m", ""]
+    result = subprocess.run(
+        [*command, __file__],
+        env={**os.environ, "KERAS_BACKEND": backend},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout[-5000:]
+
+
+MIRRORED = """
+import json, sys
+import tensorflow as tf
+(cpu,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+import keras, numpy as np
+from fedclip import AGC, NormClip, ZScoreClip
+from fedclip.adapters.keras import ClippedOptimizer
+
+def run(strategy, make):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        net = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(4)])
+        net.compile(make(), "mse")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 5)).astype("float32")
+    net.fit(x, 3 * x[:, :4], epochs=2, batch_size=32, shuffle=False, verbose=0)
+    return net
+
+SGD, Scaled = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer
+makers = {
+    "norm": lambda: ClippedOptimizer(SGD(0.1), NormClip(0.1)),
+    "z-score": lambda: ClippedOptimizer(SGD(0.1), ZScoreClip(warmup=1, scope="tensor")),
+    "agc": lambda: ClippedOptimizer(SGD(0.1), AGC(0.01)),
+    "scaled inside": lambda: ClippedOptimizer(Scaled(SGD(0.1)), NormClip(0.1)),
+    "scaled outside": lambda: Scaled(ClippedOptimizer(SGD(0.1), NormClip(0.1))),
+    "keras": lambda: SGD(0.1, global_clipnorm=0.1),
+}
+two = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+for name, make in makers.items():
+    one, both = (run(s, make).get_weights() for s in (tf.distribute.get_strategy(), two))
+    print(name, max(float(np.abs(a - b).max()) for a, b in zip(one, both)), sep="=")
+"""
+
+
+@only_tensorflow
+@pytest.mark.slow
+@pytest.mark.parametrize("jit", [False, True])
+def test_sparse_gradients_of_an_embedding(jit):
+    def table(optimizer):
+        keras.utils.set_random_seed(0)
+        embedding = keras.layers.Embedding(200, 4)
+        flat = keras.layers.Flatten()
+        net = keras.Sequential([keras.layers.Input((3,)), embedding, flat, keras.layers.Dense(1)])
+        net.compile(optimizer, "mse", jit_compile=jit)
+        # Keras' own clip measures rows that come twice one by one.
+        x = np.random.default_rng(0).permutation(200)[:192].reshape(64, 3)
+        net.fit(x, x.sum(axis=1), epochs=2, batch_size=16, verbose=0, shuffle=False)
+        return net.get_weights()
+
+    close(table(norm_clipped()), table(optimizers.Adam(0.01, global_clipnorm=0.1)))
+
+
+@only_tensorflow
+@pytest.mark.slow
+def test_two_replicas_clip_the_sum_of_their_gradients_as_one_would():
+    result = subprocess.run(
+        [sys.executable, "-c", MIRRORED], capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stderr[-5000:]
+    found = dict(line.split("=") for line in result.stdout.splitlines() if "=" in line)
+    # Keras' own clip is of each replica's part, which changes the step by more than a tenth.
+    assert float(found.pop("keras")) > 1e-3
+    assert len(found) == 5
+    assert all(float(difference) < 1e-6 for difference in found.values()), found
