@@ -19,6 +19,7 @@ from fedclip import (  # noqa: E402
     ZScoreClip,
 )
 from fedclip.adapters.torch import (  # noqa: E402
+    PureClipping,
     attach,
     clip_,
     clip_grad_norm_,
@@ -357,3 +358,21 @@ def test_accelerate_steps_are_clipped():
     assert handles(wrapped) == [after]
     wrapped.step()
     assert total(model) <= 1e-4
+
+
+# -- pure functions ------------------------------------------------------------------------------
+@pytest.mark.parametrize("settings", [{"axis": 0}, {"unit": "tensor"}, {"unit": "global"}])
+def test_pure_clipping_with_agc(settings):
+    model, _ = build()
+    loss_of(model).backward()
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    pure = PureClipping(AGC(0.05, **settings))
+    update = torch.compile(pure.update, fullgraph=True, backend="eager")
+    found, after = update(gradients, pure.init(gradients), weights)
+    clip_(model, AGC(0.05, **settings))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=3e-6, atol=0)
+    assert not after
+    with pytest.raises(TypeError, match="needs the weights"):
+        pure.update(gradients, after)

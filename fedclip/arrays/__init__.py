@@ -39,6 +39,7 @@ NUMPY = NumpyBackend()
 _FILES = {
     "numpy": ("numpy", "NumpyBackend"),
     "torch": ("torch", "TorchBackend"),
+    "dtensor": ("sharded", "ShardedBackend"),
     "tensorflow": ("tensorflow", "TensorflowBackend"),
     "jax": ("jax", "JaxBackend"),
     "jaxlib": ("jax", "JaxBackend"),
@@ -62,8 +63,7 @@ def backend_of(value: Any) -> Backend:
     Raises
     ------
     TypeError
-        If no supported framework made the value, or if it is a torch `DTensor`: this process
-        holds only a part of it.
+        If no supported framework made the value.
     """
     cls = type(value)
     backend = _by_type.get(cls)
@@ -81,10 +81,7 @@ def on_host(numbers: Any) -> HostView:
 
 def _find(cls: type) -> Backend:
     if cls.__name__ == "DTensor":
-        raise TypeError(
-            "fedclip can not clip a DTensor: each process holds a shard, and the norm of a shard "
-            "is not the norm; call .full_tensor() first"
-        )
+        return backend_named("dtensor")
     for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
         if root in _FILES:

@@ -148,6 +148,8 @@ class Backend(Arithmetic, ABC):
     name: str
     writes: ClassVar[bool] = False
     """Whether outputs can be written to memory that NumPy allocated."""
+    partial: ClassVar[bool] = False
+    """Whether this process holds parts of the arrays only."""
 
     # -- host ---------------------------------------------------------------------------------
     @abstractmethod
@@ -249,6 +251,10 @@ class Backend(Arithmetic, ABC):
     @abstractmethod
     def slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
         """Return the L2 norm of each slice along `axes`, kept as 1, in the widest float."""
+
+    def slices_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> list[Array]:
+        """Return the norms of the slices of each array."""
+        return [self.slice_norms(a, spanned) for a, spanned in zip(arrays, axes, strict=True)]
 
     @abstractmethod
     def multiply_slices(self, array: Array, factors: Array) -> Array:

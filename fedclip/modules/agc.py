@@ -195,12 +195,13 @@ class AGC(parameters.Configured, Regularizer):
         if self.unit != "output":
             limits = self._limits(backend.group_norms(weights, groups.members), backend)
             return NormClipping(Given(limits), action=Action(self.eps))
-        found: list[Any] = []
-        for weight in weights:
-            axes = self.axes(tuple(weight.shape))
-            matrix = weight if len(weight.shape) else weight[None]
-            norms = None if axes is None else backend.slice_norms(matrix, axes)
-            found.append(None if norms is None else self._limits(norms, backend))
+        shapes = [self.axes(tuple(weight.shape)) for weight in weights]
+        sliced = {i: axes for i, axes in enumerate(shapes) if axes is not None}
+        tables = [weights[i] if len(weights[i].shape) else weights[i][None] for i in sliced]
+        norms = backend.slices_norms(tables, [*sliced.values()]) if sliced else []
+        found: list[Any] = [None] * len(shapes)
+        for i, sizes in zip(sliced, norms, strict=True):
+            found[i] = self._limits(sizes, backend)
         return self._slices(tuple(found))
 
     def _of_host(self, weights: Gradient) -> NormClipping | SliceClipping:
@@ -263,6 +264,7 @@ class _WeightClipper(Clipper, register=False):
     ) -> None:
         self._agc = agc
         self.weights: Mapping[str, Array] = {}
+        self._backend: Backend | None = None
         super().__init__(
             NormClipping(Constant((0.0,))),
             scope="global" if agc.unit == "global" else "tensor",
@@ -280,6 +282,7 @@ class _WeightClipper(Clipper, register=False):
                     f"{name!r} has a gradient of shape {tuple(array.shape)} and weights of shape "
                     f"{tuple(self.weights[name].shape)}"
                 )
+        self._backend = backend
         self.exclude = self._agc.excluded({name: a.shape for name, a in arrays.items()})
         return super().clip(arrays, backend=backend)
 
@@ -294,4 +297,4 @@ class _WeightClipper(Clipper, register=False):
         weights = [self.weights[name] for name in groups.names]
         if not weights:
             return self._transform
-        return self._agc.transform(weights, groups, backend_of(weights[0]))
+        return self._agc.transform(weights, groups, self._backend or backend_of(weights[0]))

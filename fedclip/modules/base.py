@@ -19,7 +19,7 @@ from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip import parameters, states
-from fedclip.arrays import Array, Backend, Memory, Views
+from fedclip.arrays import Array, Backend, Memory
 from fedclip.compat import translate
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
 from fedclip.measures import Order
@@ -272,7 +272,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         transform, views = self.transform(groups), gradient.views
         if not (views.remote or any(views.sizes)):
             outputs, rest = self._pass_by(gradient)
-        elif self._stays_on_device(transform, views):
+        elif self._stays_on_device(transform, gradient):
             outputs, rest = self._clip_on_device(transform, gradient)
         else:
             outputs, rest = self._clip_on_host(transform, gradient)
@@ -298,21 +298,22 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         self._note(transform, outcome, groups)
         return outcome.outputs, gradient.rest
 
-    def _stays_on_device(self, transform: Transform, views: Views) -> bool:
+    def _stays_on_device(self, transform: Transform, gradient: Gradient) -> bool:
         # The host has to wait for the device if it may raise, or if there is no device step.
+        runs = transform.runs_on_parts if gradient.backend.partial else transform.runs_on_device
         return (
-            len(views.remote) == len(views)
+            len(gradient.views.remote) == len(gradient.views)
             and self.on_nonfinite != "raise"
-            and transform.runs_on_device
+            and runs
         )
 
     def _clip_on_device(self, transform: Transform, gradient: Gradient) -> _Clipped:
-        state, backend = self._state, gradient.backend
         if not self._on_device:
-            asarray, like = backend.asarray, gradient.arrays[0]
-            state = type(state)(*(asarray(np.atleast_1d(c), like=like) for c in state))
+            asarray, like = gradient.backend.asarray, gradient.arrays[0]
+            columns = (asarray(np.atleast_1d(c), like=like) for c in self._state)
+            self._state = type(self._state)(*columns)
             self._on_device = True
-        outcome = transform.device_step(gradient, state, self.on_nonfinite)
+        outcome = transform.device_step(gradient, self._state, self.on_nonfinite)
         self._note(transform, outcome, gradient.groups, lazy=True)
         return outcome.outputs, gradient.rest_after(outcome, self.on_nonfinite)
 

@@ -275,6 +275,15 @@ class Transform(ABC):
         """Whether there is a step for devices and compiled code."""
         return False
 
+    @property
+    def runs_on_parts(self) -> bool:
+        """Whether that step needs of the elements only norms and extremes.
+
+        These are found together by processes that hold a part of each array. For other steps,
+        each process gets the arrays whole.
+        """
+        return False
+
     def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
         """Clip one gradient in the framework's own operations.
 

@@ -212,6 +212,10 @@ class NormClipping(Transform):
         """Whether there is a step for devices: for the L2 norm."""
         return self.ord == 2
 
+    @property
+    def runs_on_parts(self) -> bool:
+        return self.ord == 2
+
     def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
         """Clip one gradient by norms, in the framework's own operations."""
         if not self.runs_on_device:

@@ -98,7 +98,8 @@ class SliceClipping(Transform):
             axes = spanned(len(shape), self.dims, self.inverse_dims)
         else:
             axes = self.span(shape)
-        size = math.prod(shape[a] for a in axes)
+        # A list, which torch.compile can follow.
+        size = math.prod([shape[a] for a in axes])
         return axes if axes and size and math.prod(shape) and size >= self.min_size else None
 
     # -- on the host --------------------------------------------------------------------------
@@ -183,6 +184,10 @@ class SliceClipping(Transform):
         """Whether there is a step for devices: for the L2 norm."""
         return self.ord == 2
 
+    @property
+    def runs_on_parts(self) -> bool:
+        return self.ord == 2
+
     def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
         """Clip one gradient slice by slice, in the framework's own operations.
 
@@ -191,22 +196,22 @@ class SliceClipping(Transform):
         if not self.runs_on_device:
             return super().device_step(gradient, state, on_nonfinite)
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
-        norms: dict[int, Array] = {}
-        alone = []
-        for i, array in enumerate(arrays):
-            axes = self.axes(tuple(array.shape))
-            if axes is not None:
-                norms[i] = xp.slice_norms(array if len(array.shape) else array[None], axes)
-            else:
-                alone.append(array)
+        axes = [self.axes(tuple(array.shape)) for array in arrays]
+        alone = [array for array, spanned in zip(arrays, axes, strict=True) if spanned is None]
+        sliced = {i: spanned for i, spanned in enumerate(axes) if spanned is not None}
+        tables = [arrays[i] if len(arrays[i].shape) else arrays[i][None] for i in sliced]
+        found = xp.slices_norms(tables, [*sliced.values()]) if sliced else []
+        norms = dict(zip(sliced, found, strict=True))
         # Arrays that are not clipped are only checked for NaN and infinity.
         others = [xp.group_norms(alone, [range(len(alone))])] if alone else []
         finite = gradient.finite(*norms.values(), *others)
         outputs = list(arrays)
         worst = [xp.asarray([0.0], like=arrays[0])[0] for _ in groups.labels]
         limits = [xp.asarray([math.inf], like=arrays[0])[0] for _ in groups.labels]
+        # Not `groups.index`: torch.compile can not follow what comes from NumPy.
+        group_of = {i: group for group, members in enumerate(groups.members) for i in members}
         for i, sizes in norms.items():
-            array, group = arrays[i], groups.index[i]
+            array, group = arrays[i], group_of[i]
             limit = (self.limit[i] if isinstance(self.limit, tuple) else self.limit) + 0.0 * sizes
             count = math.prod(array.shape) // math.prod(sizes.shape)
             k = self.action.decide(sizes, limit, xp).factors(sizes, [count], xp.dtype(array), xp)
@@ -215,12 +220,14 @@ class SliceClipping(Transform):
             output = xp.multiply_slices(array if len(array.shape) else array[None], k)
             outputs[i] = output if len(array.shape) else output[0]
             # Record the slice that is furthest over its limit, or nearest to it.
-            excess = xp.max(sizes / limit)
+            ratios = sizes / limit
+            excess = xp.max(ratios)
             ahead = excess > worst[group] / limits[group]
-            largest = xp.max(sizes)
+            largest = xp.max(xp.where(ratios < excess, 0.0, sizes))
             worst[group] = xp.where(ahead, largest, worst[group])
             limits[group] = xp.where(ahead, largest / excess, limits[group])
         if on_nonfinite == "skip":
             outputs = xp.keep_if(finite, outputs)
-        sizes, bounds = xp.stack(worst), xp.stack(limits)
+        # Records know by the norm that a step was not finite.
+        sizes, bounds = xp.where(finite, xp.stack(worst), math.nan), xp.stack(limits)
         return Outcome(outputs, state, sizes, bounds, (sizes > bounds) & finite, finite)

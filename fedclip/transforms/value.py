@@ -94,6 +94,10 @@ class ValueClipping(Transform):
     def runs_on_device(self) -> bool:
         return True
 
+    @property
+    def runs_on_parts(self) -> bool:
+        return True
+
     def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
         """Clip one gradient element by element, in the framework's own operations."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend

@@ -66,19 +66,34 @@ def clip_named(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -
     gradients = {name: g for name, p in parameters.items() if (g := p.grad) is not None}
     if not gradients:
         return None
+    backend = _IN_PLACE
+    if any(cls.__name__ == "DTensor" for cls in {*map(type, gradients.values())}):
+        backend = _sharded(parameters, gradients)
     # A gradient of ``backward(create_graph=True)`` is changed without a trace in the graph.
     with torch.no_grad():
         if isinstance(clipper, AGC):
             weights = {name: parameters[name].detach() for name in gradients}
-            outputs = clipper.clip(gradients, weights, backend=_IN_PLACE)
+            outputs = clipper.clip(gradients, weights, backend=backend)
         else:
-            outputs = clipper.clip(gradients, backend=_IN_PLACE)
+            outputs = clipper.clip(gradients, backend=backend)
     if outputs is not gradients:
         for name, gradient in gradients.items():
             # A sparse gradient that becomes dense is a new tensor.
             if outputs[name] is not gradient:
                 parameters[name].grad = outputs[name]
     return clipper.last
+
+
+def _sharded(
+    parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]
+) -> TorchInPlace:
+    # Who shards nothing need not import this, which takes a while.
+    from fedclip.arrays.sharded import ShardedInPlace, summed
+
+    for name, gradient in gradients.items():
+        if (whole := summed(gradient)) is not gradient:
+            parameters[name].grad = gradients[name] = whole
+    return ShardedInPlace(gradients.values())
 
 
 def clip_grad_norm_(

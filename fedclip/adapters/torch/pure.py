@@ -11,9 +11,11 @@ import torch
 
 from fedclip.adapters.shared import check_compilable, start
 from fedclip.arrays.torch import TorchBackend
-from fedclip.modules import Clipper
-from fedclip.scopes import resolve
+from fedclip.modules import AGC, Clipper
+from fedclip.scopes import Groups, resolve
 from fedclip.transforms import clip_on_device
+
+_PLAIN = TorchBackend()
 
 
 class PureClipping:
@@ -31,33 +33,60 @@ class PureClipping:
     Parameters
     ----------
     clipper
-        A clipper by L2 norms or values, with ``on_nonfinite`` "skip" or "propagate".
+        A clipper with ``on_nonfinite`` "skip" or "propagate". Of DTensors, one by L2 norms or
+        values: others need the whole arrays, which `clip_` gathers. `AGC` also needs the weights:
+        ``update(gradients, state, weights)``.
     """
 
-    def __init__(self, clipper: Clipper) -> None:
+    def __init__(self, clipper: Clipper | AGC) -> None:
         check_compilable(clipper)
         self.clipper = clipper
-        self._backend = TorchBackend()
 
     def init(self, gradients: Mapping[str, torch.Tensor]) -> Any:
         """Return the state before the first step, on the device of the gradients."""
-        groups = resolve(self.clipper.scope, self.clipper.exclude, list(gradients))
-        first = start(self.clipper, groups)
+        if isinstance(self.clipper, AGC):
+            return ()
+        first = start(self.clipper, self._groups(gradients))
         like = next(iter(gradients.values()))
-        columns = (self._backend.asarray(np.atleast_1d(column), like=like) for column in first)
+        columns = (_PLAIN.asarray(np.atleast_1d(column), like=like) for column in first)
         return type(first)(*columns)
 
     def update(
-        self, gradients: Mapping[str, torch.Tensor], state: Any
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        state: Any,
+        weights: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[dict[str, torch.Tensor], Any]:
         """Return the clipped gradients, by name, and the state after the step."""
-        groups = resolve(self.clipper.scope, self.clipper.exclude, list(gradients))
+        groups, backend, clipper = self._groups(gradients), _backend(gradients), self.clipper
+        if not isinstance(clipper, AGC):
+            transform = clipper.transform(groups)
+        elif weights is None:
+            raise TypeError("agc needs the weights: update(gradients, state, weights)")
+        else:
+            own = [weights[name].detach() for name in groups.names]
+            transform = clipper.device_transform(own, groups, backend)
+        if backend.partial and not transform.runs_on_parts:
+            raise NotImplementedError(
+                f"{clipper.name} needs whole arrays, and a DTensor is in parts: use clip_, which "
+                "gathers them, or a clipper by L2 norms or by values"
+            )
         clipped, step = clip_on_device(
-            self.clipper.transform(groups),
-            gradients,
-            groups,
-            self._backend,
-            state,
-            self.clipper.on_nonfinite,
+            transform, gradients, groups, backend, state, clipper.on_nonfinite
         )
         return clipped, step.state
+
+    def _groups(self, gradients: Mapping[str, torch.Tensor]) -> Groups:
+        clipper, names = self.clipper, list(gradients)
+        if not isinstance(clipper, AGC):
+            return resolve(clipper.scope, clipper.exclude, names)
+        scope = "global" if clipper.unit == "global" else "tensor"
+        return resolve(scope, clipper.excluded({n: g.shape for n, g in gradients.items()}), names)
+
+
+def _backend(gradients: Mapping[str, torch.Tensor]) -> TorchBackend:
+    if all(type(gradient).__name__ != "DTensor" for gradient in gradients.values()):
+        return _PLAIN
+    from fedclip.arrays.sharded import ShardedBackend
+
+    return ShardedBackend(gradients.values())

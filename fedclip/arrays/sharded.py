@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""PyTorch's DTensors: each process holds a part of each tensor, and all clip by the whole.
+
+::
+
+    s      = for each group, sum over its tensors of  w * (square sum of this process's part)
+    s      = sum over all processes                                            one all-reduce
+    norm   = sqrt(s)                                    the same number on each process
+    output = this process's part, clipped
+
+``w`` is 1 over the number of processes that hold the same part, so that each part counts once,
+and NaN on one of several processes is NaN on all. A plain tensor among DTensors counts as one
+that every process holds. Partial sums are added up first.
+
+Guarantees
+----------
+- Groups, limits and statistics are the same on each process, and those of the unsharded run to
+  2^-46; parts may be uneven or empty.
+- Numbers of float64 neither overflow nor underflow in the sum (Blue, 1978, with three sums).
+- What measures whole arrays on the host gets them whole, gathered one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fedclip.arrays.base import Array, HostView, Outs, Views
+from fedclip.arrays.torch import TorchBackend, TorchInPlace
+
+__all__ = ["ShardedBackend", "ShardedInPlace", "summed"]
+
+# Beyond these, squares of float64 are not normal numbers: they are added up scaled.
+_BIG, _SMALL, _SCALE = 2.0**500, 2.0**-500, 2.0**600
+
+
+class _Layout(NamedTuple):
+    """The processes that hold the tensors of a gradient."""
+
+    size: int
+    groups: Sequence[Any]
+    """Process groups; a sum over each in turn is one over all the processes."""
+    device: str
+
+    def reduce(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Return the values, summed up over all processes, on the device where they were."""
+        there = values if values.device.type == self.device else values.to(self.device)
+        for group in self.groups:
+            dist.all_reduce(there, op, group=group)
+        return there.to(values.device)
+
+
+def _layout(arrays: Iterable[Array]) -> _Layout | None:
+    meshes = {t.device_mesh for t in arrays if isinstance(t, DTensor)}
+    if not meshes:
+        return None
+    largest = max(meshes, key=lambda mesh: mesh.size())
+    if len(meshes) > 1:
+        _check_within(largest, frozenset(meshes))
+    groups: Sequence[Any] = [dist.group.WORLD]
+    if largest.size() < dist.get_world_size():
+        groups = [largest.get_group(d) for d in range(largest.ndim)]
+    return _Layout(largest.size(), groups, largest.device_type)
+
+
+@lru_cache(maxsize=64)
+def _check_within(largest: DeviceMesh, meshes: frozenset[DeviceMesh]) -> None:
+    ranks = {*largest.mesh.flatten().tolist()}
+    if not all(ranks.issuperset(mesh.mesh.flatten().tolist()) for mesh in meshes):
+        raise TypeError(
+            "the parameters lie on device meshes of which none holds all the others' processes, "
+            "so that no process knows the whole gradient: clip the parameters of each mesh with a "
+            "clipper of its own"
+        )
+
+
+def _weight(array: Array, size: int) -> float:
+    """Return 1 over the number of processes, of `size`, that hold the same part of an array."""
+    if not isinstance(array, DTensor):
+        return 1.0 / size
+    sizes = zip(array.placements, array.device_mesh.shape, strict=True)
+    return math.prod(n for placement, n in sizes if not placement.is_replicate()) / size
+
+
+def _local(array: Array) -> Any:
+    return array.to_local() if isinstance(array, DTensor) else array
+
+
+def _like(local: Any, array: Array) -> Array:
+    """Return new local values as an array that is sharded like `array`; or that array itself."""
+    if not isinstance(array, DTensor) or local is array.to_local():
+        return local if not isinstance(array, DTensor) else array
+    return DTensor.from_local(
+        local,
+        array.device_mesh,
+        array.placements,
+        run_check=False,
+        shape=array.shape,
+        stride=array.stride(),
+    )
+
+
+def _own(values: Any, array: Array) -> Any:
+    """Return this process's part of whole values that broadcast against an array."""
+    if isinstance(array, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(
+            array.shape, array.device_mesh, array.placements
+        )
+        for d, (start, length) in enumerate(zip(offset, shape, strict=True)):
+            if values.shape[d] != 1:
+                values = values[(slice(None),) * d + (slice(start, start + length),)]
+    return values
+
+
+class _OnShards(TorchBackend):
+    """The operations on whole arrays, by what each process does with its parts.
+
+    It works for one gradient, some of whose arrays are DTensors; or for any that has no others.
+    """
+
+    partial = True
+
+    def __init__(self, gradient: Iterable[Array] = ()) -> None:
+        self._known = _layout(gradient)
+
+    def _layout(self, arrays: Iterable[Array]) -> _Layout:
+        layout = self._known or _layout(arrays)
+        if layout is None:
+            raise TypeError("none of these arrays is a DTensor, and others of the gradient are")
+        return layout
+
+    def host(self, arrays: Sequence[Array]) -> Views:
+        return Views([None] * len(arrays))
+
+    def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        return [summed(t) for t in arrays]
+
+    # -- each process for itself --------------------------------------------------------------
+    def _each(
+        self, call: Callable[[list[Array]], Sequence[Array]], arrays: Sequence[Array]
+    ) -> list[Array]:
+        locals_ = call([_local(t) for t in arrays])
+        return [_like(part, t) for part, t in zip(locals_, arrays, strict=True)]
+
+    def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
+        scale = super().scale
+        return self._each(lambda parts: scale(parts, factor), arrays)
+
+    def clip(
+        self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
+    ) -> list[Array]:
+        clip = super().clip
+        return self._each(lambda parts: clip(parts, low, high), arrays)
+
+    def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
+        multiply = super().multiply
+        return self._each(lambda parts: multiply(parts, factor), arrays)
+
+    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
+        keep_if = super().keep_if
+        return self._each(lambda parts: keep_if(condition, parts), arrays)
+
+    def zeros_like(self, array: Array) -> Array:
+        return _like(super().zeros_like(_local(array)), array)
+
+    def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
+        return _like(super().scale_slices(_local(array), _own(factors, array)), array)
+
+    def multiply_slices(self, array: Array, factors: Array) -> Array:
+        return _like(super().multiply_slices(_local(array), _own(factors, array)), array)
+
+    # -- whole arrays on the host -------------------------------------------------------------
+    def to_host(self, array: Array) -> HostView:
+        whole = array.full_tensor() if isinstance(array, DTensor) else array
+        layout = self._layout([array])
+        if _weight(array, layout.size) < 1:
+            # NaN in one of several copies counts on all processes.
+            lost = (~torch.isfinite(whole)).any().to(torch.float32)
+            lost = layout.reduce(lost, dist.ReduceOp.MAX)
+            whole = torch.where(lost > 0, torch.full_like(whole, math.nan), whole)
+        return super().to_host(whole)
+
+    def from_host(self, values: HostView, like: Array) -> Array:
+        return _like(super().from_host(_own(values, like), _local(like)), like)
+
+    # -- all processes together ---------------------------------------------------------------
+    def square_sums(self, arrays: Sequence[Array]) -> list[float]:
+        norms = self.group_norms(arrays, [(i,) for i in range(len(arrays))])
+        squares: list[float] = norms.square().tolist()
+        return squares
+
+    def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+        parts = [self._values(_local(t)) for t in arrays]
+        norms = torch.zeros(len(parts), dtype=torch.float64, device=parts[0].device)
+        held = [i for i, part in enumerate(parts) if part.numel()]
+        if held:
+            found = self._norms([parts[i] for i in held], torch.float64)
+            norms[held] = torch.stack([n.to(norms.device) for n in found])
+        groups = torch.zeros(len(arrays), dtype=torch.long)
+        for group, some in enumerate(members):
+            groups[list(some)] = group
+        return self._together(arrays, norms, [1] * len(arrays), groups, len(members))
+
+    def slices_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> list[Array]:
+        norms, shapes = [], []
+        for array, spanned in zip(arrays, axes, strict=True):
+            part = _local(array)
+            shape = [1 if d in spanned else n for d, n in enumerate(array.shape)]
+            whole = torch.zeros(shape, dtype=torch.float64, device=part.device)
+            if part.numel():
+                _own(whole, array).copy_(super().slice_norms(part, spanned))
+            norms.append(whole.reshape(-1))
+            shapes.append(shape)
+        counts = [n.numel() for n in norms]
+        joined = torch.cat([n.to(norms[0].device) for n in norms])
+        found = self._together(arrays, joined, counts, None, len(joined))
+        return [n.reshape(s) for n, s in zip(found.split(counts), shapes, strict=True)]
+
+    def slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
+        return self.slices_norms([array], [axes])[0]
+
+    def _together(
+        self,
+        arrays: Sequence[Array],
+        norms: Array,
+        counts: Sequence[int],
+        groups: torch.Tensor | None,
+        size: int,
+    ) -> Array:
+        """Return norms of groups over all processes; each array has so many of the norms."""
+        layout = self._layout(arrays)
+        weights = [_weight(t, layout.size) for t in arrays]
+        squares = _squares(norms, any(t.dtype == torch.float64 for t in arrays))
+        each = torch.tensor(weights, dtype=torch.float64).to(norms.device)
+        squares = squares * each.repeat_interleave(torch.tensor(counts).to(norms.device))
+        if groups is not None:
+            sums = squares.new_zeros(len(squares), size)
+            squares = sums.index_add_(1, groups.to(norms.device), squares)
+        return _roots(layout.reduce(squares))
+
+    def group_extremes(
+        self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
+    ) -> tuple[Array, Array]:
+        lows, highs = super().group_extremes([_local(t) for t in arrays], members)
+        ends = torch.stack((-lows, highs))
+        # The maximum of some communication libraries loses NaN.
+        ends = torch.where(torch.isnan(ends), math.inf, ends)
+        ends = self._layout(arrays).reduce(ends, dist.ReduceOp.MAX)
+        return -ends[0], ends[1]
+
+
+def summed(array: Array) -> Array:
+    """Return an array whose parts are not sums that still have to be added up."""
+    if not isinstance(array, DTensor) or not any(p.is_partial() for p in array.placements):
+        return array
+    placements = [Replicate() if p.is_partial() else p for p in array.placements]
+    return array.redistribute(placements=placements)
+
+
+def _squares(norms: torch.Tensor, wide: bool) -> torch.Tensor:
+    """Return a row of squares; or three, of large, usual and small norms, scaled apart."""
+    if not wide:
+        return norms.square()[None]
+    big, small = norms > _BIG, norms < _SMALL
+    nothing = torch.zeros_like(norms)
+    rows = (
+        torch.where(big, norms / _SCALE, nothing),
+        torch.where(big | small, nothing, norms),
+        torch.where(small, norms * _SCALE, nothing),
+    )
+    return torch.stack(rows).square()
+
+
+def _roots(sums: torch.Tensor) -> torch.Tensor:
+    """Return the roots of sums of what `_squares` returned."""
+    if len(sums) == 1:
+        return sums[0].sqrt()
+    big, usual, small = sums
+    large = (big + usual / _SCALE / _SCALE).sqrt() * _SCALE
+    middle = (usual + small / _SCALE / _SCALE).sqrt()
+    rest = torch.where(usual > 0, middle, small.sqrt() / _SCALE)
+    return torch.where(big > 0, large, torch.where(torch.isnan(usual), usual, rest))
+
+
+class ShardedBackend(_OnShards):
+    """DTensors of PyTorch."""
+
+
+class ShardedInPlace(_OnShards, TorchInPlace):
+    """DTensors that fedclip changes in place: the gradients of a training loop."""
