@@ -150,7 +150,7 @@ def measure(name: str, rounds: int) -> dict[str, float]:
     batch, flat = (x, y, None), partial(SampleClipping().factors, bound=1.0)
     size = sum(int(np.prod(a.shape)) for a in model.get_weights(trainable=True).coefs.values())
     calls: dict[str, Callable[[], Any]] = {
-        "fedclip": lambda: clipped_sum(model, batch, flat),
+        "fedclip": lambda: clipped_sum(model, [batch], flat),
         "plain": lambda: done(model.compute_batch_gradients(batch)),
         "noise": lambda: secure_normals(size),
     }
@@ -179,7 +179,7 @@ def memory(records: int) -> float:
     model, x, y = torch_model("mlp")
     x, y = np.resize(x, (records, *x.shape[1:])), np.resize(y, records)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    clipped_sum(model, (x, y, None), partial(SampleClipping().factors, bound=1.0))
+    clipped_sum(model, [(x, y, None)], partial(SampleClipping().factors, bound=1.0))
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 

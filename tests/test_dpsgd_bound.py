@@ -96,7 +96,7 @@ def sum_of(name: str, mode: str, records: list[tuple[int, float, float]]) -> Any
     names = [*model.get_weights(trainable=True).coefs]
     clipping = SampleClipping([names[0], names[1]] if mode == "patterns" else mode)
     sums, norms = clipped_sum(
-        *(model, batch_of(name, records) if records else None),
+        *(model, [batch_of(name, records)] if records else []),
         partial(clipping.factors, bound=C),
         groups=clipping.groups(names),
         micro_batch=4,

@@ -278,6 +278,36 @@ def test_a_broken_ledger_is_refused_and_kept(tmp_path: Path, text: str) -> None:
     assert path.read_text() == text
 
 
+def test_a_ledger_that_can_not_be_kept_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="no ledger can be kept at"):
+        Ledger(1.0, 1e-5, tmp_path / "file" / "spent.json")
+    with pytest.raises(ValueError, match="is not a ledger of privacy spent"):
+        Ledger(1.0, 1e-5, tmp_path)
+
+
+def test_steps_that_could_not_be_written_are_neither_taken_nor_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "spent.json"
+    ledger = Ledger(1.0, 1e-5, path)
+    ledger.reserve(2.0, 0.1, 5)
+    for _ in range(5):
+        ledger.charge(2.0, 0.1)
+
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            ledger.reserve(2.0, 0.1, 5)
+    ledger.release()
+    assert read_ledger(path).rounds == 5
+    ledger.charge(2.0, 0.1)
+    assert read_ledger(path).rounds == 6 == ledger.accountant.rounds
+
+
 def test_a_large_delta_is_named() -> None:
     assert "not below 1 / 100 records" in too_few(100, 0.01)
     assert too_few(100, 1e-5) == ""

@@ -31,6 +31,7 @@ from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.persample import clipped_sum
 from fedclip.dpsgd.sample_clip import SampleClip
+from fedclip.privacy import accounting
 from fedclip.privacy.accounting import Release, epsilon
 
 pytestmark = pytest.mark.slow
@@ -183,7 +184,7 @@ def test_a_sum_is_divided_by_the_expected_size_and_weights_are_inside_the_clip()
 def test_an_empty_batch_is_a_step_that_adds_noise_and_costs() -> None:
     made = manager()
     start = coefs(made)
-    made.run_train_step(None)
+    made.run_train_step([])
     assert (coefs(made) != start).all()
     assert made.ledger.accountant.rounds == 1
 
@@ -193,7 +194,7 @@ def test_the_servers_seed_is_ignored() -> None:
     runs = []
     for _ in range(2):
         made = manager(dataset=dataset)
-        made.run_train_step(None)
+        made.run_train_step([])
         runs.append(coefs(made))
     assert (runs[0] != runs[1]).all()
 
@@ -202,8 +203,8 @@ def test_batches_are_poisson_samples_whatever_the_server_says() -> None:
     made = manager(private=request(batches={"batch_size": 15, "shuffle": True}))
     sizes: list[int] = []
 
-    def note(batch: Any) -> None:
-        sizes.append(0 if batch is None else len(batch[0]))
+    def note(batches: Any) -> None:
+        sizes.append(sum(len(batch[0]) for batch in batches))
 
     made.run_train_step = note  # type: ignore[method-assign]
     for _ in range(60):
@@ -227,7 +228,8 @@ def test_small_batches_are_not_filled_up_to_large_ones(
     for clip in (SampleClip(), SampleClip(micro_batch=7)):
         made = manager([clip], private=request(batches={"batch_size": size}))
         made.run_train_step(made.records.take(np.arange(size)))
-    assert seen == [most, 7]
+    # Each time for one record, when it is set up, and then for the batch.
+    assert seen == [most, most, 7, 7]
 
 
 # -- modes -------------------------------------------------------------------------------------
@@ -261,14 +263,14 @@ def test_noise_is_for_the_bound_that_records_were_clipped_to() -> None:
     assert np.sqrt(sum((a**2).sum() for a in sums.values())) <= N * 1e-3 * (1 + 1e-9)
     # All are above the bound, and their bits say so as loudly as they can.
     assert clip.bound == pytest.approx(1e-3 * math.exp(0.5))
-    made.run_train_step(None)
+    made.run_train_step([])
     assert silent.seen[1][1] == pytest.approx(std * math.exp(0.5))
 
 
 def test_the_adaptive_bound_is_in_the_state() -> None:
     clip = SampleClip(mode="adaptive")
     made = manager([clip])
-    made.run_train_step(None)
+    made.run_train_step([])
     other = manager([SampleClip(mode="adaptive")])
     other.optim.set_state(made.optim.get_state())
     assert cast(Any, other.optim.modules[0]).bound == clip.bound != 0.5
@@ -301,6 +303,26 @@ def test_epsilon_is_that_of_the_steps_taken() -> None:
     assert 2.99 < made.get_privacy_spent()[0] <= 3.0
 
 
+def test_a_run_is_accounted_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = manager(private=request(budget=(2.9, 1e-5)))
+    calls: list[Any] = []
+    pld = accounting._BY_NAME["pld"]
+
+    def note(*arguments: Any) -> float:
+        calls.append(arguments)
+        return pld(*arguments)
+
+    monkeypatch.setitem(accounting._BY_NAME, "pld", note)
+    accounting._epsilon.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for i in range(4):
+            made.training_round(train(round_i=i))
+    assert len(calls) == 1
+    assert f"Privacy spent: epsilon {made.get_privacy_spent()[0]:.4g} at delta 1e-05" in caplog.text
+
+
 def test_a_spent_budget_sends_zeros_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     made = manager(private=request(rounds=1))
     reply = made.training_round(train())
@@ -326,6 +348,55 @@ def test_the_smaller_budget_holds(limit: tuple[float, float]) -> None:
     spent, delta = made.get_privacy_spent()
     assert delta == min(limit[1], 1e-5)
     assert min(limit[0], 3.0) * 0.98 < spent <= min(limit[0], 3.0)
+
+
+def test_a_budget_that_ends_in_a_round_ends_its_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "privacy_spent.json"
+    z = manager().calibration.noise_multiplier
+    # Of the 16 steps that there is noise for, 14 are spent, and 2 of a round of 4 are left.
+    Ledger(9.0, 1e-5, path).reserve(z, 0.25, 14)
+    made = manager(path=path)
+    sizes: list[Any] = []
+    step = made.run_train_step
+
+    def note(batches: Any) -> None:
+        sizes.append(batches)
+        step(batches)
+
+    made.run_train_step = note  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        reply = made.training_round(train())
+    assert isinstance(reply, TrainReply)
+    assert len(sizes) == reply.n_steps == 2
+    assert "allows 2 of the 4 steps" in caplog.text
+    assert made.get_privacy_spent()[0] <= 3.0
+    made.training_round(train(round_i=2))
+    assert len(sizes) == 2
+
+
+def test_a_crash_between_the_charge_and_the_step_is_paid_for_on_restart(tmp_path: Path) -> None:
+    path = tmp_path / "privacy_spent.json"
+    made = manager(path=path)
+
+    def crash(*args: Any, **settings: Any) -> Any:
+        raise KeyboardInterrupt
+
+    made._clipped = crash  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        made.training_round(train())
+    assert manager(path=path).ledger.accountant.rounds == 1
+
+
+def test_two_clients_on_one_ledger_share_its_budget(tmp_path: Path) -> None:
+    path = tmp_path / "privacy_spent.json"
+    both = [manager(path=path), manager(path=path)]
+    for i in range(5):
+        for made in both:
+            made.training_round(train(round_i=i))
+    assert {made.ledger.accountant.rounds for made in both} == {16}
+    assert both[0].get_privacy_spent()[0] <= 3.0
 
 
 def test_a_restart_goes_on_with_what_was_spent(tmp_path: Path) -> None:
@@ -470,6 +541,32 @@ def test_a_client_becomes_private_and_enforces_its_own_budget(tmp_path: Path) ->
     assert 0.49 < spent <= 0.5
     assert delta == 1e-6
     assert (tmp_path / "kept" / "privacy_spent.json").is_file()
+
+
+def test_a_second_run_of_a_client_without_a_ledger_goes_on_with_what_was_spent() -> None:
+    made = client()
+    made.trainmanager = manager(private=False)
+    made.make_private(request())
+    asyncio.run(made.training_round(train()))
+    spent = made.spent
+    made.trainmanager = manager(private=False)
+    # More noise would be needed for a smaller budget, and less for a larger one.
+    made.make_private(request(budget=(4.0, 1e-5)))
+    assert made.spent == spent
+    assert spent[0] > 0
+
+
+def test_a_server_can_not_ask_for_other_privacy_between_rounds() -> None:
+    from declearn.messaging import SerializedMessage
+
+    made = client()
+    made.trainmanager = manager(private=False)
+    made.make_private(request())
+    before = made.trainmanager
+    again = SerializedMessage.from_bin_message(request(budget=(99.0, 1e-2)).serialize())
+    with pytest.raises(ValueError, match="Unexpected message type"):
+        asyncio.run(made.handle_message(again))
+    assert made.trainmanager is before
 
 
 @pytest.mark.parametrize(

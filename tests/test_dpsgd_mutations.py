@@ -43,10 +43,10 @@ MUTATIONS = {
         {
             "    whole = each is not None\n": (
                 "    whole = each is not None\n"
-                "    if batch is not None and batch[2] is not None:\n"
-                "        inner, weights = factors, np.nan_to_num(np.asarray(batch[2]))\n"
+                "    if batches and batches[0][2] is not None:\n"
+                "        inner, weights = factors, np.nan_to_num(np.asarray(batches[0][2]))\n"
                 "        factors = lambda norms: inner(norms) * weights[: len(norms), None]\n"
-                "        batch = (*batch[:2], None)\n"
+                "        batches = [(*batches[0][:2], None)]\n"
             )
         },
         "test_dpsgd_manager.py::"
@@ -66,7 +66,7 @@ MUTATIONS = {
         "manager.py",
         {
             "        z, expected = self.calibration.noise_multiplier, float": (
-                "        if batch is None:\n"
+                "        if not batches:\n"
                 "            return\n"
                 "        z, expected = self.calibration.noise_multiplier, float"
             )

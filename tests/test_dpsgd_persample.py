@@ -180,7 +180,7 @@ def expected(model: Any, x: Any, y: Any) -> dict[str, Any]:
 def test_sums_are_those_of_records_alone(name: str, micro_batch: int) -> None:
     model, x, y = MODELS[name]()
     check(model)
-    sums, norms = clipped_sum(model, (x, y, None), flat, micro_batch=micro_batch)
+    sums, norms = clipped_sum(model, [(x, y, None)], flat, micro_batch=micro_batch)
     right = expected(model, x, y)
     assert norms.shape == (13, 1)
     assert sums.keys() == right.keys()
@@ -196,7 +196,7 @@ def test_sums_are_those_of_records_alone(name: str, micro_batch: int) -> None:
 def test_torch_models_of_all_kinds(kind: str) -> None:
     model, x, y = torch_model(kind)
     check(model)
-    sums, _ = clipped_sum(model, (x, y, None), flat, micro_batch=5)
+    sums, _ = clipped_sum(model, [(x, y, None)], flat, micro_batch=5)
     for key, array in expected(model, x, y).items():
         np.testing.assert_allclose(sums[key], array, rtol=0, atol=1e-6)
 
@@ -240,7 +240,7 @@ def test_it_is_what_opacus_does(kind: str, micro_batch: int) -> None:
     import torch
 
     model, x, y = torch_model(kind) if kind in ("mlp", "cnn") else opacus_model(kind)
-    sums, norms = clipped_sum(model, (x, y, None), flat, micro_batch=micro_batch)
+    sums, norms = clipped_sum(model, [(x, y, None)], flat, micro_batch=micro_batch)
     net = sampler(model._raw_model.module, loss_reduction="sum")
     found = net(torch.as_tensor(x))
     loss = torch.nn.CrossEntropyLoss(reduction="sum")(found, torch.from_numpy(y))
@@ -261,7 +261,7 @@ def test_it_is_what_optax_does(kind: str, micro_batch: int) -> None:
     model, x, y = jax_model(kind)
     import jax
 
-    sums, _ = clipped_sum(model, (x, y, None), flat, micro_batch=micro_batch)
+    sums, _ = clipped_sum(model, [(x, y, None)], flat, micro_batch=micro_batch)
 
     def loss(params: Any, x: Any, y: Any) -> Any:
         return model._forward(params, {}, None, ([x[None]], y[None], None))
@@ -294,7 +294,7 @@ def test_closed_forms_are_what_scikit_learn_does(kind: str, loss: str, penalty: 
         )
         data: Any = csr_matrix(x) if sparse else x
         weights = rng().uniform(0, 3, 13)
-        unclipped, _ = clipped_sum(model, (data, y, weights), np.ones_like, micro_batch=5)
+        unclipped, _ = clipped_sum(model, [(data, y, weights)], np.ones_like, micro_batch=5)
         total = sum(
             model._compute_sample_gradient(data[i : i + 1] if sparse else x[i], y[i]) * weights[i]
             for i in range(13)
@@ -325,7 +325,7 @@ def test_a_record_changes_the_sum_by_the_bound_at_most(name: str, mode: Any) -> 
 
     def total(keep: list[int]) -> Any:
         batch = tuple(parts(part, keep) for part in (x, y, weights))
-        found, norms = clipped_sum(model, batch, factors, groups=groups, micro_batch=4)
+        found, norms = clipped_sum(model, [batch], factors, groups=groups, micro_batch=4)
         assert np.isnan(norms).any(axis=1).sum() == sum(i in (1, 2) for i in keep)
         return np.concatenate([a.ravel() for a in found.values()])
 
@@ -346,10 +346,10 @@ def test_a_record_changes_the_sum_by_the_bound_at_most(name: str, mode: Any) -> 
 @pytest.mark.parametrize("kind", ["mlp", "deep"])
 def test_other_dtypes(kind: str, dtype: str) -> None:
     model, x, y = torch_model(kind, dtype)
-    sums = clipped_sum(model, (x, y, None), flat, micro_batch=4)[0]
+    sums = clipped_sum(model, [(x, y, None)], flat, micro_batch=4)[0]
     for i in range(13):
         keep = [j for j in range(13) if j != i]
-        less = clipped_sum(model, (x[keep], y[keep], None), flat, micro_batch=4)[0]
+        less = clipped_sum(model, [(x[keep], y[keep], None)], flat, micro_batch=4)[0]
         change = np.sqrt(sum(((sums[n] - less[n]) ** 2).sum() for n in sums))
         total = np.sqrt(sum((sums[n] ** 2).sum() for n in sums))
         unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float64": 2.0**-53}[dtype]
@@ -359,8 +359,8 @@ def test_other_dtypes(kind: str, dtype: str) -> None:
 @each_model
 def test_no_record_at_all_is_a_sum_of_zeros(name: str) -> None:
     model, x, y = MODELS[name]()
-    for batch in (None, (x[:0], y[:0], None)):
-        sums, norms = clipped_sum(model, batch, flat)
+    for batches in ([], [(x[:0], y[:0], None)]):
+        sums, norms = clipped_sum(model, batches, flat)
         assert norms.shape == (0, 1)
         assert all(not a.any() for a in sums.values())
         shapes = {n: a.shape for n, a in model.get_weights(trainable=True).coefs.items()}
@@ -371,7 +371,7 @@ def test_what_comes_before_is_applied_to_each_record() -> None:
     model, x, y = sklearn_model()
     groups = resolve("tensor", None, ("coef", "intercept"))
     signs = clipped_sum(
-        *(model, (x, y, None), np.ones_like),
+        *(model, [(x, y, None)], np.ones_like),
         groups=groups,
         each=lambda arrays: {n: np.sign(a) for n, a in arrays.items()},
         micro_batch=5,
@@ -396,7 +396,7 @@ def test_each_record_has_its_own_dropout() -> None:
         seen.append(arrays["module.1.weight"] != 0)
         return arrays
 
-    clipped_sum(model, (x, np.full((40, 1), 9.0, dtype="float32"), None), flat, each=look)
+    clipped_sum(model, [(x, np.full((40, 1), 9.0, dtype="float32"), None)], flat, each=look)
     assert len({row.tobytes() for row in seen}) == 40
 
 
@@ -429,7 +429,7 @@ def test_a_buffer_that_training_changes_is_refused_by_name() -> None:
     model = TorchModel(Counting(), torch.nn.MSELoss())
     batch = (np.ones((3, 4), "float32"), np.ones((3, 1), "float32"), None)
     with pytest.raises(ValueError, match="training changes the buffer 'seen'"):
-        clipped_sum(model, batch, flat)
+        clipped_sum(model, [batch], flat)
     assert not model._raw_model.module.seen.any()
 
 

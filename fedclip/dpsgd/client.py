@@ -108,7 +108,8 @@ class PrivateFederatedClient(FederatedClient):
             logger=self.logger,
             verbose=False,
         )
-        manager.make_private(message, self.max_budget, self.ledger)
+        before = self._private.ledger.accountant.spent if self._private is not None else ()
+        manager.make_private(message, self.max_budget, self.ledger, before)
         self.trainmanager = self._private = manager
 
     async def training_round(self, message: TrainRequest) -> None:

@@ -19,9 +19,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 from fedclip import parameters
 from fedclip.privacy.accounting import Accountant, Release
@@ -44,7 +45,7 @@ def read_ledger(path: Path) -> Accountant:
         content = json.loads(path.read_text(encoding="utf-8"))
         accountant = Accountant(parameters.unit_interval(delta=content["delta"]))
         accountant.set_state(content["spent"])
-    except (KeyError, TypeError, ValueError) as exc:
+    except (KeyError, OSError, TypeError, ValueError) as exc:
         raise ValueError(
             f"{path} is not a ledger of privacy spent ({exc}): give the file that belongs "
             "to these records, or another name if they were never used"
@@ -61,19 +62,32 @@ class Ledger:
         The budget.
     path
         A file of JSON, made if it is not there; None: the ledger ends with the process.
+    spent
+        What was spent before, if there is no file that says so.
 
     Raises
     ------
+    OSError
+        If the file can not be written.
     ValueError
         If the file is not a ledger. (It is not overwritten: what it says was spent, was.)
     """
 
-    def __init__(self, epsilon: float, delta: float, path: Path | None = None) -> None:
+    def __init__(
+        self,
+        epsilon: float,
+        delta: float,
+        path: Path | None = None,
+        spent: Sequence[Release] = (),
+    ) -> None:
         self.epsilon = parameters.positive(epsilon=epsilon)
         self.accountant = Accountant(parameters.unit_interval(delta=delta))
+        self.accountant.spent = [*spent]
         self.path = path
         self._free = self._paid = Release(0.0, 0, 0.0)
-        self._read()
+        # A file that can not be had is found out now, and not in a round.
+        with self._locked():
+            pass
 
     @property
     def spent(self) -> float:
@@ -90,11 +104,12 @@ class Ledger:
         with self._locked():
             left = self._left(noise_multiplier, rate, steps, planned)
             allowed = min(steps, left)
-            self._free = Release(noise_multiplier, left - allowed, rate)
-            self._paid = Release(noise_multiplier, allowed, rate)
+            paid = Release(noise_multiplier, allowed, rate)
             if allowed:
-                self.accountant.add(*self._paid)
+                self.accountant.add(*paid)
                 self._write()
+            # What could not be written is not paid, and never given back.
+            self._free, self._paid = paid._replace(steps=left - allowed), paid
         return allowed
 
     def charge(self, noise_multiplier: float, rate: float) -> None:
@@ -142,17 +157,17 @@ class Ledger:
         if self.path is None:
             yield
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         # The ledger itself is replaced by each writer, so the lock is on a file beside it.
-        with self.path.with_name(f"{self.path.name}.lock").open("a") as lock:
-            if sys.platform == "win32":
-                import msvcrt
-
-                msvcrt.locking(lock.fileno(), msvcrt.LK_LOCK, 1)
-            else:
-                import fcntl
-
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        with ExitStack() as files:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                name = f"{self.path.name}.lock"
+                _lock(files.enter_context(self.path.with_name(name).open("a")))
+            except OSError as exc:
+                raise OSError(
+                    f"no ledger can be kept at {self.path} ({exc}): name a file in a folder that "
+                    "this process may write to, on a file system with locks"
+                ) from exc
             # The lock ends when its file is closed.
             self._read()
             yield
@@ -183,6 +198,17 @@ class Ledger:
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(self.path)
+
+
+def _lock(file: IO[str]) -> None:
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _alike(one: Release, other: Release) -> bool:

@@ -40,6 +40,7 @@ from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.records import Records
 from fedclip.dpsgd.sample_clip import SampleClip, unfit
 from fedclip.dpsgd.sampling import PoissonSampler
+from fedclip.privacy.accounting import Release
 from fedclip.privacy.noise import Normals, secure_normals
 
 __all__ = ["PrivateTrainingManager"]
@@ -67,6 +68,7 @@ class PrivateTrainingManager(DPTrainingManager):
         message: PrivacyRequest,
         max_budget: tuple[float, float] | None = None,
         path: Path | None = None,
+        spent: Sequence[Release] = (),
     ) -> None:
         """Set up DP-SGD.
 
@@ -78,6 +80,8 @@ class PrivateTrainingManager(DPTrainingManager):
             The client's own (epsilon, delta), which the server's can only be below.
         path
             Where the ledger is kept.
+        spent
+            By runs before, if no ledger is kept.
 
         Raises
         ------
@@ -112,7 +116,9 @@ class PrivateTrainingManager(DPTrainingManager):
             )
         size, steps = message.batches["batch_size"], steps * message.rounds
         self.calibration = calibrate(epsilon, delta, len(self.records), size, steps)
-        self.ledger = Ledger(epsilon, delta, path)
+        # What fails for one record fails now, before anything is paid.
+        self._clipped(self.records.take([0]), asked, _enough(self.calibration.expected))
+        self.ledger = Ledger(epsilon, delta, path, spent)
         self.noise = IndependentNoise()
         self._normals: Normals = secure_normals
         self._sampler = PoissonSampler(len(self.records), size)
@@ -186,8 +192,15 @@ class PrivateTrainingManager(DPTrainingManager):
         finally:
             self.ledger.release()
         self._taken += taken
-        spent, delta = self.get_privacy_spent()
-        self.logger.info("Privacy spent: epsilon %.4g at delta %.3g.", spent, delta)
+        planned = self.calibration.steps
+        self.logger.info(
+            "Took %d private steps; %d of %d that the noise is for.", taken, self._taken, planned
+        )
+        if self._taken >= planned:
+            # Before the last round this would be accounted anew, which takes long.
+            self.logger.info(
+                "Privacy spent: epsilon %.4g at delta %.3g.", *self.get_privacy_spent()
+            )
         if allowed < steps:
             self.logger.warning(
                 "The privacy budget of epsilon %.4g allows %d of the %d steps of this round%s.",
@@ -198,8 +211,8 @@ class PrivateTrainingManager(DPTrainingManager):
         # An average over no step at all is none: zero counts as the update of one step.
         return {"n_epoch": epochs, "n_steps": max(taken, 1), "t_spent": time.monotonic() - start}
 
-    def run_train_step(self, batch: Any) -> None:
-        """Take one step on a Poisson sample of the records; None is one without a record.
+    def run_train_step(self, batches: Any) -> None:
+        """Take one step on a Poisson sample of the records, as `Records.take` returns them.
 
         Raises
         ------
@@ -210,14 +223,7 @@ class PrivateTrainingManager(DPTrainingManager):
         self.ledger.charge(z, self._sampler.rate)
         settings = self._settings
         clipping, bound = settings.clipping, settings.bound or self._bound
-        sums, norms = persample.clipped_sum(
-            self.model,
-            batch,
-            partial(clipping.factors, bound=bound),
-            groups=self._groups,
-            micro_batch=min(settings.micro_batch, _enough(expected)),
-            each=self._each if self._before else None,
-        )
+        sums, norms = self._clipped(batches, bound, _enough(expected))
         noisy = self.noise.add(sums, clipping.noise_multiplier(z, expected) * bound)
         if clipping.mode == "adaptive":
             draw = float(self._normals(1)[0])
@@ -231,6 +237,17 @@ class PrivateTrainingManager(DPTrainingManager):
             self.optim.apply_gradients(self.model, gradients)
         finally:
             self.optim.modules = modules
+
+    def _clipped(self, batches: Any, bound: float, most: int) -> tuple[dict[str, Any], Any]:
+        """Return the sum of clipped gradients, and the norms, with so many records at once."""
+        return persample.clipped_sum(
+            self.model,
+            batches,
+            partial(self._settings.clipping.factors, bound=bound),
+            groups=self._groups,
+            micro_batch=min(self._settings.micro_batch, most),
+            each=self._each if self._before else None,
+        )
 
     def _evaluation_round(self, message: EvaluationRequest) -> EvaluationReply:
         if self.valid_data is None:

@@ -15,8 +15,9 @@ Gradients and sums stay where the framework has them; norms and factors go throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,10 @@ def check(model: Any) -> None:
     TypeError, ValueError
         If the model is of no kind known here, or a layer, which is named, mixes records.
     """
-    _framework(model).check(model)
+    framework = _framework(model)
+    framework.check(model)
+    if not framework.shapes(model):
+        raise ValueError("none of the model's weights is trained: there is nothing to clip")
 
 
 def vector(model: Any, arrays: Arrays) -> Any:
@@ -63,21 +67,22 @@ def vector(model: Any, arrays: Arrays) -> Any:
 
 def clipped_sum(
     model: Any,
-    batch: Any,
+    batches: Sequence[Any],
     factors: Callable[[Float64], Float64],
     *,
     groups: Groups | None = None,
     micro_batch: int = 128,
     each: Callable[[Arrays], Arrays] | None = None,
 ) -> tuple[dict[str, Float64], Float64]:
-    """Return the sum of the clipped gradients of a batch, and the norms before.
+    """Return the sum of the clipped gradients of records, and the norms before.
 
     Parameters
     ----------
     model
         A declearn model, initialised.
-    batch
-        Inputs, targets and weights (or None), as declearn has them; None: there is no record.
+    batches
+        Inputs, targets and weights (or None), as declearn has them; several, where records differ
+        in shape; none, if there is no record.
     factors
         From finite norms (records, groups) to factors of the same shape.
     groups
@@ -96,7 +101,8 @@ def clipped_sum(
     """
     framework = _framework(model)
     whole = each is not None
-    stacks = () if batch is None else framework.stacks(model, batch, micro_batch, whole)
+    found = (framework.stacks(model, batch, micro_batch, whole) for batch in batches)
+    stacks = chain.from_iterable(found)
     return add_up(stacks, framework.shapes(model), factors, groups, each)
 
 

@@ -71,6 +71,16 @@ def check(module: nn.Module) -> None:
                 f"the layer {name!r} ({type(layer).__name__}) has max_norm, and would change the "
                 "weights that a record looks up, without noise: leave max_norm out"
             )
+        if isinstance(layer, nn.utils.parametrizations._SpectralNorm):
+            raise ValueError(
+                f"{name!r} is a spectral norm, whose vectors follow the weights in training, and "
+                "would stand still here: use weight_norm, or none"
+            )
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise TypeError(
+                f"the layer {name!r} is compiled by torch.jit, and can not be given a copy of its "
+                "weights for each record: give the module as it was before"
+            )
 
 
 def trained(module: nn.Module) -> Tensors:
@@ -110,7 +120,8 @@ def record_parts(
     buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
 
     def of(part: slice | int) -> Any:
-        return torch.utils._pytree.tree_unflatten([leaf[part] for leaf in leaves], tree)
+        # A module may change what it is given in place.
+        return torch.utils._pytree.tree_unflatten([leaf[part].clone() for leaf in leaves], tree)
 
     weights = trained(module)
     plan = _plan(module, loss, of(0), buffers, leaves, weights, whole)
@@ -120,7 +131,7 @@ def record_parts(
         count = min(together, many - start)
         # A record more or less shall not change how the others are rounded: sizes are few.
         padded = min(together, -(-count // _SIZES) * _SIZES)
-        part = [leaf[start : start + count] for leaf in leaves]
+        part = [leaf[start : start + count].clone() for leaf in leaves]
         if padded > count:
             part = [torch.cat([x, x[-1:].expand(padded - count, *x.shape[1:])]) for x in part]
         try:

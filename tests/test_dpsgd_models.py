@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clipped sums of torch models as users have them: each is that of records alone, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.utils import set_device_policy
+from helpers import require
+
+from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.dpsgd.persample import check, clipped_sum
+
+pytestmark = pytest.mark.slow
+
+torch: Any = require("torch")
+nn = torch.nn
+C, N = 0.3, 9
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_the_cpu() -> None:
+    set_device_policy(gpu=False)
+
+
+def flat(norms: Any) -> Any:
+    return SampleClipping().factors(norms, C)
+
+
+def model_of(net: Any, loss: Any = None) -> Any:
+    from declearn.model.torch import TorchModel
+
+    return TorchModel(net, nn.CrossEntropyLoss() if loss is None else loss)
+
+
+class Calls(nn.Module):  # type: ignore[misc]
+    """Has layers, and is a function of them."""
+
+    def __init__(self, call: Callable[..., Any], **layers: Any) -> None:
+        super().__init__()
+        self.call = call
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.call(self, *inputs)
+
+
+def recurrent(kind: Any, width: int = 5, **settings: Any) -> Any:
+    return Calls(
+        lambda net, x: net.out(net.cell(net.embed(x))[0][:, -1]),
+        embed=nn.Embedding(11, 6),
+        cell=kind(6, 5, batch_first=True, **settings),
+        out=nn.Linear(width, 3),
+    )
+
+
+def attention() -> Any:
+    return Calls(
+        lambda net, x: net.out(
+            net.mix(*[net.embed(x)] * 3, key_padding_mask=x == 0)[0]
+            .masked_fill((x == 0)[:, :, None], 0.0)
+            .mean(1)
+        ),
+        embed=nn.Embedding(11, 6, padding_idx=0),
+        mix=nn.MultiheadAttention(6, 2, batch_first=True),
+        out=nn.Linear(6, 3),
+    )
+
+
+def encoder(**settings: Any) -> Any:
+    layer = nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True, **settings)
+    return Calls(
+        lambda net, x: net.out(net.mix(net.embed(x) + net.place).mean(1)),
+        embed=nn.Embedding(11, 6),
+        place=nn.Parameter(torch.randn(1, 7, 6)),
+        mix=nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        out=nn.Linear(6, 3),
+    )
+
+
+def bag(mode: str) -> Any:
+    return nn.Sequential(nn.EmbeddingBag(11, 6, mode=mode), nn.Linear(6, 3))
+
+
+def two_inputs() -> Any:
+    return Calls(
+        lambda net, x, y: net.out(net.embed(x).mean(1) + net.wide(y)),
+        embed=nn.Embedding(11, 6),
+        wide=nn.Linear(4, 6),
+        out=nn.Linear(6, 3),
+    )
+
+
+def two_outputs() -> Any:
+    def call(net: Any, x: Any) -> Any:
+        found = torch.tanh(net.body(x))
+        return net.first(found), net.second(found)
+
+    return Calls(call, body=nn.Linear(4, 8), first=nn.Linear(8, 3), second=nn.Linear(8, 1))
+
+
+class TwoLosses(nn.Module):  # type: ignore[misc]
+    """Is the sum of the losses of two outputs."""
+
+    def forward(self, out: Any, y: Any) -> Any:
+        return nn.functional.cross_entropy(out[0], y, reduction="none") + out[1][:, 0] ** 2
+
+
+class Centred(nn.Module):  # type: ignore[misc]
+    """Has buffers that training does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.randn(4))
+        self.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer((x - self.mean) * self.mask)
+
+
+def in_place() -> Any:
+    return Calls(lambda net, x: net.layer(x.mul_(2.0)), layer=nn.Linear(4, 3))
+
+
+def branches() -> Any:
+    return Calls(
+        lambda net, x: net.low(x) if x.sum() > 0 else net.high(x),
+        low=nn.Linear(4, 3),
+        high=nn.Linear(4, 3),
+    )
+
+
+def keywords() -> Any:
+    return Calls(lambda net, x: net.layer(input=x), layer=nn.Linear(4, 3))
+
+
+def checkpointed() -> Any:
+    return Calls(
+        lambda net, x: net.out(
+            torch.utils.checkpoint.checkpoint(net.layer, x, use_reentrant=False).tanh()
+        ),
+        layer=nn.Linear(4, 4),
+        out=nn.Linear(4, 3),
+    )
+
+
+def frozen_body() -> Any:
+    return nn.Sequential(nn.Linear(4, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 3))
+
+
+def images(*layers: Any) -> Any:
+    return nn.Sequential(*layers, nn.Flatten())
+
+
+# Module, shape of a record or what tokens it has, loss.
+ZOO: dict[str, tuple[Callable[[], Any], Any, Any]] = {
+    "gru": (lambda: recurrent(nn.GRU), 7, None),
+    "rnn": (lambda: recurrent(nn.RNN), 7, None),
+    "lstm, deep, both ways": (
+        lambda: recurrent(nn.LSTM, 10, num_layers=2, bidirectional=True),
+        7,
+        None,
+    ),
+    "attention": (attention, 7, None),
+    "encoder": (encoder, 7, None),
+    "encoder, norm first": (lambda: encoder(norm_first=True, activation="gelu"), 7, None),
+    "bag, mean": (lambda: bag("mean"), 7, None),
+    "bag, max": (lambda: bag("max"), 7, None),
+    "two inputs": (two_inputs, [7, (4,)], None),
+    "two outputs": (two_outputs, (4,), TwoLosses()),
+    "conv1d": (
+        lambda: images(nn.Conv1d(2, 4, 3), nn.ReLU(inplace=True), nn.Conv1d(4, 3, 7)),
+        (2, 9),
+        None,
+    ),
+    "conv3d": (
+        lambda: images(nn.Conv3d(1, 2, 2), nn.MaxPool3d(2), nn.Conv3d(2, 3, 2)),
+        (1, 5, 5, 5),
+        None,
+    ),
+    "transposed": (
+        lambda: images(nn.ConvTranspose2d(1, 2, 2), nn.Conv2d(2, 3, 6)),
+        (1, 5, 5),
+        None,
+    ),
+    "instance norm": (
+        lambda: images(nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.Conv2d(4, 3, 3)),
+        (1, 5, 5),
+        None,
+    ),
+    "group norm": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.GroupNorm(1, 6), nn.Linear(6, 3)),
+        (4,),
+        None,
+    ),
+    "rms norm": (lambda: nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 3), nn.PReLU()), (4,), None),
+    "class weights": (
+        lambda: nn.Linear(4, 3),
+        (4,),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1])),
+    ),
+    "buffers": (Centred, (4,), None),
+    "in place": (in_place, (4,), None),
+    "branches": (branches, (4,), None),
+    "keywords": (keywords, (4,), None),
+    "checkpointed": (checkpointed, (4,), None),
+    "frozen": (frozen_body, (4,), None),
+}
+
+
+def data_of(shape: Any, many: int = N) -> Any:
+    if isinstance(shape, list):
+        return [data_of(one, many) for one in shape]
+    if isinstance(shape, int):
+        return torch.randint(0, 11, (many, shape))
+    return torch.randn(many, *shape)
+
+
+def some(x: Any, at: slice) -> Any:
+    """Return copies: a module may change what it is given."""
+    return [some(one, at) for one in x] if isinstance(x, list) else x[at].clone()
+
+
+def alone(model: Any, x: Any, y: Any) -> dict[str, Any]:
+    """Return the clipped sum of gradients of batches of one record."""
+    net, loss, total = model._raw_model.module, model._loss_fn.module, {}
+    for i in range(len(y)):
+        given = some(x, slice(i, i + 1))
+        net.zero_grad()
+        out = net(*given) if isinstance(given, list) else net(given)
+        loss(out, y[i : i + 1]).mean().backward()
+        named = {n: p for n, p in net.named_parameters() if p.requires_grad}
+        grads = {
+            f"module.{n}": np.zeros(p.shape) if p.grad is None else p.grad.double().numpy()
+            for n, p in named.items()
+        }
+        norm = np.sqrt(sum((a**2).sum() for a in grads.values()))
+        for name, array in grads.items():
+            total[name] = total.get(name, 0.0) + min(1.0, C / max(norm, 1e-30)) * array
+    return total
+
+
+@pytest.mark.parametrize("many", [1, N])
+@pytest.mark.parametrize("kind", ZOO)
+def test_sums_are_those_of_records_alone(kind: str, many: int) -> None:
+    torch.manual_seed(0)
+    make, shape, loss = ZOO[kind]
+    model = model_of(make(), loss)
+    x, y = data_of(shape, many), torch.randint(0, 3, (many,))
+    check(model)
+    sums, norms = clipped_sum(model, [(some(x, slice(None)), y, None)], flat, micro_batch=4)
+    assert norms.shape == (many, 1)
+    for name, array in alone(model, x, y).items():
+        np.testing.assert_allclose(sums[name], array, rtol=0, atol=1e-6)
+
+
+def test_half_precision_inside_of_a_model() -> None:
+    torch.manual_seed(0)
+
+    def call(net: Any, x: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return net.layer(x).float()
+
+    model = model_of(Calls(call, layer=nn.Linear(4, 3)))
+    x, y = data_of((4,)), torch.randint(0, 3, (N,))
+    sums, _ = clipped_sum(model, [(x, y, None)], flat)
+    for name, array in alone(model, x, y).items():
+        np.testing.assert_allclose(sums[name], array, rtol=0, atol=N * C * 2.0**-8)
+
+
+class Counting(nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Any) -> Any:
+        self.seen += len(x)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), "is a spectral norm"),
+        (lambda: nn.Linear(4, 3).requires_grad_(False), "none of the model's weights is trained"),
+        (lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)), "mixes the records"),
+    ],
+)
+def test_what_can_not_be_private_is_refused_by_name(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check(model_of(make()))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
+def test_a_compiled_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"compiled by torch\.jit"):
+        check(model_of(torch.jit.script(nn.Linear(4, 3))))
+
+
+def test_what_fails_for_a_record_fails_before_anything_is_paid(tmp_path: Any) -> None:
+    pytest.importorskip("opacus")
+    from declearn.aggregator import AveragingAggregator
+    from declearn.dataset import InMemoryDataset
+    from declearn.optimizer import Optimizer
+    from test_dpsgd_manager import request
+
+    from fedclip.dpsgd.manager import PrivateTrainingManager
+
+    records = InMemoryDataset(np.ones((60, 4), "float32"), target=np.zeros(60, int))
+    made = PrivateTrainingManager(
+        *(model_of(Counting()), Optimizer(lrate=1.0), AveragingAggregator(), records),
+        verbose=False,
+    )
+    with pytest.raises(ValueError, match="training changes the buffer 'seen'"):
+        made.make_private(request(), path=tmp_path / "spent.json")
+    assert not [*tmp_path.iterdir()]
