@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fedclip.modules import NoOp as NoOp
     from fedclip.modules import Normalize as Normalize
     from fedclip.modules import NormClip as NormClip
+    from fedclip.modules import OwnLimit as OwnLimit
     from fedclip.modules import PercentileClip as PercentileClip
     from fedclip.modules import PercentileNormClip as PercentileNormClip
     from fedclip.modules import Standardize as Standardize
@@ -67,7 +68,7 @@ _HOMES = {
         "federation.update.server": "UpdateClipServer",
         "modules": (
             "AGC AdaptiveClip AutoClip Centralize Clipper EmaClip EmaNormClip EmaNormalize "
-            "EmaValueClip GrowthClip GrowthValueClip MadClip NoOp NormClip Normalize "
+            "EmaValueClip GrowthClip GrowthValueClip MadClip NoOp NormClip Normalize OwnLimit "
             "PercentileClip PercentileNormClip Standardize ValueClip ZScoreClip"
         ),
         "records": "RoundRecord StepRecord",

@@ -103,8 +103,7 @@ def load(clipper: Clipper, state: Any, labels: Sequence[str]) -> None:
 def reset(clipper: Clipper | AGC) -> None:
     """Forget all statistics and records."""
     if not isinstance(clipper, AGC):
-        nothing = {"groups": {}, "arrays": {}, "round": 0, "rounds": []}
-        clipper.set_state({"clipper": clipper.name, **nothing})
+        clipper.reset()
 
 
 def stats(clipper: Clipper | AGC, prefix: str = "") -> dict[str, float]:

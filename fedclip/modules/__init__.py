@@ -16,6 +16,7 @@ from fedclip.modules.mad_clip import MadClip as MadClip
 from fedclip.modules.no_op import NoOp as NoOp
 from fedclip.modules.norm_clip import NormClip as NormClip
 from fedclip.modules.normalize import Normalize as Normalize
+from fedclip.modules.own_limit import OwnLimit as OwnLimit
 from fedclip.modules.percentile_clip import PercentileClip as PercentileClip
 from fedclip.modules.percentile_norm_clip import PercentileNormClip as PercentileNormClip
 from fedclip.modules.servers import AdaptiveClipServer as AdaptiveClipServer

@@ -12,7 +12,7 @@ from declearn.model.api import Vector
 from declearn.optimizer.regularizers import Regularizer
 
 from fedclip import parameters
-from fedclip.arrays import NUMPY, Arithmetic, Array, Backend, backend_of
+from fedclip.arrays import NUMBER, NUMPY, Arithmetic, Array, Backend, backend_of
 from fedclip.measures import l2_norms, slice_measures
 from fedclip.modules.base import Clipper
 from fedclip.privacy import kinds
@@ -216,6 +216,14 @@ class AGC(parameters.Configured, Regularizer):
             norms = slice_measures(np.atleast_1d(view), axes, 2) if axes else np.zeros(())
             found.append(self._limits(norms, NUMPY))
         return self._slices(tuple(found))
+
+    def limit(self, weight_norm: float) -> float:
+        """Return the limit of a unit whose weights have this norm.
+
+        >>> AGC(0.1).limit(2.0)
+        0.2
+        """
+        return float(self._limits(float(weight_norm), NUMBER))
 
     def _limits(self, norms: Any, xp: Arithmetic) -> Any:
         sound = xp.where(xp.isfinite(norms), norms, 0.0)

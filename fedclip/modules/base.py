@@ -7,6 +7,7 @@ here.
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import warnings
@@ -19,16 +20,17 @@ from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip import parameters, states
-from fedclip.arrays import Array, Backend, Memory
+from fedclip.arrays import NUMPY, Array, Backend, Memory
 from fedclip.compat import translate
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
-from fedclip.measures import Order
+from fedclip.measures import MEANS, Order
 from fedclip.modules.common import COMMON, Parameter, Preset, common_of, docstring_of, signature_of
 from fedclip.privacy import Context as Known
 from fedclip.privacy import Map, analyse, kinds
-from fedclip.records import Recorder, RoundRecord, StepRecord, read_rounds
+from fedclip.records import ALL, Recorder, RoundRecord, StepRecord, read_rounds
 from fedclip.rules import Rule
 from fedclip.rules.constant import Constant
+from fedclip.rules.history import History
 from fedclip.scopes import Groups, Scope, resolve
 from fedclip.states import Statistics
 from fedclip.transforms import Action, Gradient, NormClipping, Outcome, SliceClipping, Transform
@@ -63,6 +65,9 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
     """Common parameters with another default, check or meaning in this class."""
     presets: ClassVar[Mapping[str, Preset]] = {}
     """Names that `preset` knows, and where `fedclip.compat` has their defaults."""
+
+    on_record: Callable[[StepRecord], object] | None = None
+    """Called after each step with its record, if set; not in compiled code."""
 
     # The common parameters; a clipper has some of them.
     scope: Scope
@@ -325,6 +330,11 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         _, self._state, norms, limits, clipped, _ = outcome
         self._last, self._bad = (norms, limits, clipped), ()
         self._recorder.add(groups.labels, norms, limits, clipped, warm=warm, basis=basis, lazy=lazy)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.on_record is not None and (record := self.last) is not None:
+            self.on_record(record)
 
     @property
     def rounds(self) -> list[RoundRecord]:
@@ -340,6 +350,84 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         if self._bad or self._last is None:
             return StepRecord(labels, nonfinite=self._bad)
         return StepRecord(labels, *self._last)
+
+    # -- numbers in the place of tensors --------------------------------------------------------
+    def update(self, norms: float | Mapping[str, float]) -> StepRecord:
+        """Learn norms that are given as numbers, as a step would, and return its record.
+
+        A number is the norm of the whole gradient; a dict holds the norms of tensors by name,
+        which the scope puts together. NaN and infinity are treated as `on_nonfinite` says.
+
+        Raises
+        ------
+        TypeError
+            If the clipper does not go by norms alone: by values, slices, or means of elements.
+        ValueError
+            If a norm is negative, or is a number though the scope tells tensors apart.
+        """
+        transform = self._transform
+        if not isinstance(transform, NormClipping) or transform.ord in MEANS:
+            raise TypeError(f"{self.name} needs the elements of tensors, not their norms alone")
+        if not isinstance(norms, Mapping):
+            if self.scope != "global":
+                raise ValueError(f"with scope={self.scope!r}, give a dict of norms by tensor")
+            norms = {"norm": norms}
+        numbers = {name: np.array([float(norm)]) for name, norm in norms.items()}
+        for name, number in numbers.items():
+            if number[0] < 0:
+                raise ValueError(f"a norm must be >= 0, got {norms[name]!r} for {name!r}")
+        with self.lock:
+            self._clip(numbers, None)
+            record = self.last
+        return StepRecord(()) if record is None else record
+
+    def peek(self, norms: float | Mapping[str, float]) -> StepRecord:
+        """Return what `update` would return, and learn nothing."""
+        with self.lock:
+            other = copy.deepcopy(self, {id(self._memory): self._memory})
+        other.on_record = None
+        return other.update(norms)
+
+    def should_clip(self, norms: float | Mapping[str, float]) -> bool:
+        """Whether a step with these norms would be clipped."""
+        return any(self.peek(norms).clipped)
+
+    def statistics(self, group: str = ALL) -> dict[str, Any]:
+        """Return what is known about the norms of a group: mean, count, ...; {} before the first.
+
+        Rules on past norms add ``threshold``, the norm above which a norm is a spike, and
+        ``ready``, whether they judge by it yet.
+        """
+        found = dict(self._statistics().get(group, {}))
+        rule = getattr(self._transform, "rule", None)
+        if found and isinstance(rule, History):
+            one = self._transform.init(Groups((group,), (group,), ((0,),)))
+            state = states.load(one, {group: found}, (group,))
+            threshold = rule.threshold(state, NUMPY)
+            ready = rule.ready(state, threshold)
+            found |= {"threshold": float(threshold), "ready": bool(ready)}
+        return found
+
+    def set_statistics(self, group: str = ALL, **statistics: float) -> None:
+        """Set statistics of a group, such as its mean; the others are those before any norm.
+
+        Without a ``count``, the warm-up is over.
+        """
+        fresh = self._transform.init(Groups((group,), (group,), ((0,),)))
+        known = states.dump(fresh, (group,)).get(group, {})
+        for name in statistics:
+            if name not in known:
+                raise TypeError(f"{self.name} has no statistic {name!r}{nearest(name, known)}")
+        if "count" in known:
+            rule = getattr(self._transform, "rule", None)
+            known["count"] = max(getattr(rule, "warmup", 0), getattr(rule, "least", 1))
+        groups = {**self._statistics(), group: {**known, **statistics}}
+        self.set_state({**self.get_state(), "groups": groups})
+
+    def reset(self) -> None:
+        """Forget all statistics and records."""
+        nothing = {"groups": {}, "arrays": {}, "round": 0, "rounds": []}
+        self.set_state({"clipper": self.name, **nothing})
 
     def transform(self, groups: Groups) -> Transform:
         """Return what the clipper is made of, for these groups."""
@@ -417,6 +505,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         if self.on_nonfinite == "raise":
             raise NonFiniteError(f"{self.name}: NaN or infinity in {names}")
         self._recorder.add_nonfinite()
+        self._tell()
         if self._warned != self._recorder.round:
             self._warned = self._recorder.round
             done = "skipped" if self.on_nonfinite == "skip" else "passed on"

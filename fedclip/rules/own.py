@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A limit by a user's own function.
+
+::
+
+    limit = function(norm, what is known about past norms)        for each group
+
+It works on the host: the function may branch on its numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from fedclip.arrays import Arithmetic, Array, on_host
+from fedclip.rules import NoState, Rule, State
+from fedclip.rules.history import History
+
+Limit: TypeAlias = Callable[[float, Mapping[str, float]], float]
+"""From a norm, and the statistics before it, to the limit of the norm."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """Limits by a function, which sees the statistics that another rule keeps, if any."""
+
+    function: Limit
+    past: Rule | None = None
+
+    def init(self, groups: int, xp: Arithmetic) -> State:
+        return NoState() if self.past is None else self.past.init(groups, xp)
+
+    def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
+        after = state if self.past is None else self.past(norms, state, xp)[1]
+        try:
+            numbers = np.atleast_1d(on_host(norms)).tolist()
+            known = self._known(state, xp)
+        except Exception as error:
+            raise NotImplementedError(
+                "a limit by a function of your own needs numbers, and compiled code has none"
+            ) from error
+        limits = []
+        for group, norm in enumerate(numbers):
+            limit = self.function(norm, {k: column[group] for k, column in known.items()})
+            if not limit > 0:
+                raise ValueError(f"a limit must be > 0, or infinity for none; got {limit!r}")
+            limits.append(float(limit))
+        return xp.asarray(limits, like=norms), after
+
+    def _known(self, state: State, xp: Arithmetic) -> dict[str, list[float]]:
+        """Return the statistics by name, one number for each group."""
+        fields = {f: getattr(state, f) for f in state._fields if not f.startswith("start_")}
+        if isinstance(self.past, History):
+            threshold = self.past.threshold(state, xp)
+            fields |= {"threshold": threshold, "ready": self.past.ready(state, threshold)}
+        columns = {field: np.atleast_1d(on_host(value)) for field, value in fields.items()}
+        return {field: column.tolist() for field, column in columns.items() if column.ndim == 1}

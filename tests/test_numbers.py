@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers on numbers: norms learnt and asked about, statistics as values, limits of one's own.
+
+Packages whose clippers work on scalars are what these are measured against.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import MODULES, Specimen, require
+
+from fedclip import (
+    AGC,
+    EmaClip,
+    FedclipWarning,
+    NormClip,
+    OwnLimit,
+    StateError,
+    StepRecord,
+    ValueClip,
+    ZScoreClip,
+    to_toml,
+)
+
+NORMS = [1.0, 1.2, 0.8, 1.1, 0.9, 1.0, 30.0, 1.0, 0.5, 40.0]
+
+
+def by_norms(specimen: Specimen) -> Any:
+    """Return a specimen's clipper if it learns from norms, or else None."""
+    clipper = specimen.make()
+    try:
+        copy.deepcopy(clipper).update(1.0)
+    except (TypeError, ValueError):
+        return None
+    return clipper
+
+
+@pytest.mark.parametrize("name", sorted({s.name for s in MODULES}))
+def test_a_number_is_learnt_as_the_gradient_that_it_is_the_norm_of(name: str) -> None:
+    clippers = [by_norms(s) for s in MODULES if s.name == name]
+    for numbers in filter(None, clippers):
+        arrays = copy.deepcopy(numbers)
+        for norm in NORMS:
+            record = numbers.update(norm)
+            arrays.clip({"w": np.array([0.0, -norm])})
+            assert record.norm_before == pytest.approx(arrays.last.norm_before)
+            assert record.limit == pytest.approx(arrays.last.limit)
+        found, expected = (c.get_state()["groups"] for c in (numbers, arrays))
+        assert found.keys() == expected.keys()
+        for group, fields in expected.items():
+            for field, value in fields.items():
+                np.testing.assert_allclose(found[group][field], value, rtol=1e-9)
+
+
+def test_to_ask_is_not_to_learn() -> None:
+    clip = ZScoreClip(warmup=3, warmup_factor=None)
+    for norm in NORMS[:6]:
+        assert not clip.should_clip(norm)
+        clip.update(norm)
+    before = clip.get_state()
+    assert clip.should_clip(30.0)
+    record = clip.peek(30.0)
+    assert clip.get_state() == before
+    assert clip.last is not None
+    assert clip.last.norm_before == (1.0,)
+    # What would have been is what then is.
+    assert clip.update(30.0).limit == record.limit
+
+
+def test_norms_by_tensor_are_put_together_by_the_scope() -> None:
+    norms = {"enc.w": 3.0, "enc.b": 4.0, "head.w": 2.0}
+    assert NormClip(1.0).update(norms).norm_before == pytest.approx((29.0**0.5,))
+    assert NormClip(1.0, scope="layer").update(norms).norm_before == (5.0, 2.0)
+    clip = NormClip(scope={"head.*": 0.5}, exclude="enc.b")
+    record = clip.update(norms)
+    assert dict(zip(record.groups, record.limit, strict=True)) == {"head.*": 0.5, "*": 1.0}
+    assert NormClip(1.0, ord=1).update({"a": 1.0, "b": 2.0}).norm_before == (3.0,)
+
+
+@pytest.mark.parametrize("number", [2, np.float32(2), np.int64(2), Fraction(2), True + 1])
+def test_numbers_of_other_kinds(number: Any) -> None:
+    assert NormClip(1.0).update(number).norm_before == (2.0,)
+
+
+def test_what_is_no_norm_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must be >= 0, got -1\.0"):
+        NormClip().update(-1.0)
+    with pytest.raises(ValueError, match="dict of norms by tensor"):
+        NormClip(scope="tensor").update(1.0)
+    for clipper in (ValueClip(), NormClip(ord="std"), NormClip(dims=0)):
+        with pytest.raises(TypeError, match="needs the elements of tensors"):
+            clipper.update(1.0)
+    with pytest.warns(FedclipWarning):
+        record = ZScoreClip().update(math.nan)
+    assert record.as_dict() == {"clipped": 0, "nonfinite": 1}
+
+
+def test_statistics_are_values_that_can_be_read_and_set() -> None:
+    clip = ZScoreClip(z_max=2.0, warmup=3, warmup_factor=None, min_std=0.0)
+    assert clip.statistics() == {}
+    clip.set_statistics(mean=2.0, variance=0.25)
+    found = clip.statistics()
+    assert found == {"mean": 2.0, "variance": 0.25, "count": 3, "threshold": 3.0, "ready": True}
+    assert (clip.should_clip(2.9), clip.should_clip(3.1)) == (False, True)
+    with pytest.raises(TypeError, match="no statistic 'man'; did you mean 'mean'"):
+        clip.set_statistics(man=2.0)
+    with pytest.raises(StateError, match="must be a finite number >= 0"):
+        clip.set_statistics(mean=-1.0)
+    by_tensor = EmaClip(scope="tensor")
+    by_tensor.set_statistics("w", mean=1.0)
+    assert not by_tensor.statistics("b")
+    assert by_tensor.update({"w": 5.0}).limit == (2.0,)
+
+
+def test_reset_forgets_everything() -> None:
+    clip = ZScoreClip()
+    for norm in NORMS:
+        clip.update(norm)
+    clip.reset()
+    assert clip.get_state() == ZScoreClip().get_state()
+    assert clip.rounds == []
+
+
+def test_a_function_is_told_of_each_step() -> None:
+    told: list[StepRecord] = []
+    clip = NormClip(1.0)
+    clip.on_record = told.append
+    clip.update(2.0)
+    clip.peek(3.0)
+    with pytest.warns(FedclipWarning):
+        clip.clip({"w": np.array([np.nan])})
+    assert [record.as_dict().get("norm") for record in told] == [2.0, None]
+    assert told[1].nonfinite == ("w",)
+
+
+# -- a limit of one's own ------------------------------------------------------------------------
+def to_the_mean(norm: float, past: Mapping[str, float]) -> float:
+    return past["mean"] if past["ready"] and norm > past["threshold"] else math.inf
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_a_function_may_do_what_an_action_does(scope: str) -> None:
+    settings: Any = {"warmup": 3, "warmup_factor": None, "feedback": "raw", "scope": scope}
+    ours = OwnLimit(to_the_mean, ZScoreClip(**settings), scope=scope)
+    theirs = ZScoreClip(action="mean", **settings)
+    for norm in NORMS:
+        gradient = {"a": np.array([norm, 0.0]), "b": np.array([[0.5 * norm]])}
+        found, expected = ours.clip(gradient), theirs.clip(gradient)
+        for name, array in expected.items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-12)
+    assert ours.get_state()["groups"] == theirs.get_state()["groups"]
+
+
+def test_a_function_without_statistics_and_what_it_may_not_return() -> None:
+    clip = OwnLimit(lambda norm, past: 1.0 if norm > 2 else math.inf)
+    assert [clip.update(x).clipped for x in (1.0, 3.0)] == [(False,), (True,)]
+    assert clip.l2_bound({"w": (2,)}) is None
+    for bad in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="a limit must be > 0"):
+            OwnLimit(lambda norm, past, bad=bad: bad).update(1.0)
+
+
+def test_a_function_is_checked_and_never_written_down() -> None:
+    with pytest.raises(TypeError, match="must be a function"):
+        OwnLimit(1.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a norm and a dict"):
+        OwnLimit(lambda norm: norm)  # type: ignore[arg-type, misc]
+    with pytest.raises(TypeError, match="keeps no statistics of norms"):
+        OwnLimit(to_the_mean, ValueClip())
+    clip = OwnLimit(to_the_mean, ZScoreClip())
+    for write in (clip.get_config, lambda: to_toml(clip)):
+        with pytest.raises(TypeError, match="no configuration can"):
+            write()
+    again = pickle.loads(pickle.dumps(clip))
+    assert again.update(1.0).limit == (math.inf,)
+
+
+def test_a_function_of_ones_own_is_refused_in_compiled_code() -> None:
+    jax = require("jax")
+    optax = pytest.importorskip("optax")
+    from fedclip.adapters.jax import as_optax
+
+    clip = OwnLimit(to_the_mean, ZScoreClip())
+    params = {"w": jax.numpy.ones(2)}
+    chain = optax.chain(as_optax(clip))
+    with pytest.raises(NotImplementedError, match="compiled code has none"):
+        jax.jit(chain.update)(params, chain.init(params), params)
+
+
+def test_the_limit_of_agc_for_a_norm_of_weights() -> None:
+    clip = AGC(0.1, min_norm=0.5, eps=0.25)
+    assert [clip.limit(w) for w in (0.0, 2.0)] == pytest.approx([0.075, 0.225])
