@@ -71,6 +71,12 @@ class Groups:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def owners(self) -> list[int]:
+        """The group of each array, in plain Python, which torch.compile can follow."""
+        owners = {i: group for group, members in enumerate(self.members) for i in members}
+        return [owners[i] for i in range(len(self.names))]
+
     def sums(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return, for each group, the sum of the values of its arrays."""
         weights = np.array(values, dtype=np.float64)

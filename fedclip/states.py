@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fedclip.arrays import on_host
+from fedclip.arrays import backend_of, on_host
 from fedclip.errors import StateError
 
 Statistics: TypeAlias = dict[str, dict[str, Any]]
@@ -41,6 +41,14 @@ def load(fresh: Any, statistics: Statistics, labels: Sequence[str]) -> Any:
             columns[field][..., group] = value
     # A single group uses plain floats where a field is one number, because they are faster.
     return type(fresh)(**{f: float(c[0]) if c.shape == (1,) else c for f, c in columns.items()})
+
+
+def fetched(arrays: Statistics) -> Statistics:
+    """Return copies, in host memory, of arrays by tensor and field."""
+    return {
+        name: {field: np.array(backend_of(v).to_host(v)) for field, v in fields.items()}
+        for name, fields in arrays.items()
+    }
 
 
 def check_count(name: str, value: Any) -> int:

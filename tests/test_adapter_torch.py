@@ -300,5 +300,3 @@ def test_compiled_once_without_graph_breaks(name):
 def test_pure_clipping_refuses_what_it_can_not_do():
     with pytest.raises(NotImplementedError, match="'skip' or 'propagate'"):
         PureClipping(NormClip(1.0, on_nonfinite="raise"))
-    with pytest.raises(NotImplementedError, match="ord=2"):
-        PureClipping(NormClip(1.0, ord="inf")).update({"w": torch.ones(2)}, NormClip)

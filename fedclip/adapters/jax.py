@@ -22,7 +22,7 @@ from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
 from fedclip.dpsgd.step import private_mean
 from fedclip.modules import AGC, Clipper
 from fedclip.scopes import Groups, resolve
-from fedclip.transforms import clip_on_device
+from fedclip.transforms import carried, clip_on_device
 
 __all__ = ["ClipState", "as_optax", "load_state", "private_gradients"]
 
@@ -58,14 +58,14 @@ def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
     Parameters
     ----------
     clipper
-        A clipper by L2 norms or values, or `AGC` (pass the parameters to ``update``), with
-        ``on_nonfinite`` "skip" or "propagate".
+        Any clipper, with ``on_nonfinite`` "skip" or "propagate"; `AGC` needs the parameters in
+        ``update``.
 
     Raises
     ------
     NotImplementedError
-        If the clipper works on the host only: another order than 2, or moving averages of
-        arrays, or ``on_nonfinite="raise"``.
+        With ``on_nonfinite="raise"``, or if the clipper is a user's own that works on the host
+        only.
     ValueError
         At an update with `AGC`, if it gets no parameters.
 
@@ -86,10 +86,12 @@ def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
     def init(params: optax.Params) -> ClipState:
         groups = _groups(clipper, params)
         if isinstance(clipper, Clipper):
-            first = start(clipper, groups)
+            first, kept = start(clipper, groups), clipper.get_state()["arrays"]
+            leaves = dict(zip(_names(params), jax.tree.leaves(params), strict=True))
+            transform = clipper.transform(groups)
+            statistics = carried(transform, leaves, groups, backend, first, kept)
         else:
-            first = _agc(clipper, params, groups, backend).init(groups)
-        statistics = jax.tree.map(lambda c: jnp.atleast_1d(backend.asarray(c)), first)
+            statistics = _agc(clipper, params, groups, backend).init(groups)
         numbers = jnp.zeros(len(groups), float)
         zero = jnp.zeros((), jnp.int32)
         return ClipState(statistics, numbers, numbers, zero, zero, zero)
@@ -142,7 +144,7 @@ def load_state(clipper: Clipper, state: ClipState, params: optax.Params) -> None
 
 def _agc(clipper: AGC, params: optax.Params, groups: Groups, backend: Any) -> Any:
     weights = dict(zip(_names(params), jax.tree.leaves(params), strict=True))
-    return clipper.transform([weights[name] for name in groups.names], groups, backend)
+    return clipper.device_transform([weights[name] for name in groups.names], groups, backend)
 
 
 def _names(tree: Any) -> list[str]:

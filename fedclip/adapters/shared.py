@@ -60,6 +60,11 @@ def check_compilable(clipper: Clipper | AGC) -> None:
             "on_nonfinite='raise' can not be done in compiled code, which would have to wait for "
             "the device: use 'skip' or 'propagate'"
         )
+    if isinstance(clipper, Clipper) and not clipper.runs_on_device:
+        raise NotImplementedError(
+            f"{clipper.name} works on the host only: use it in eager code, or give its transform a "
+            "device_step"
+        )
 
 
 def groups_of(clipper: Clipper | AGC, tensors: Mapping[str, Array]) -> Groups:

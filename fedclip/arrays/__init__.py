@@ -12,12 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays.base import UNDERFLOW, Arithmetic, Array, Backend, HostView, Outs, Views
+from fedclip.arrays.base import (
+    LARGEST,
+    UNDERFLOW,
+    Arithmetic,
+    Array,
+    Backend,
+    HostView,
+    Outs,
+    Views,
+)
 from fedclip.arrays.memory import Memory
 from fedclip.arrays.number import NumberArithmetic
 from fedclip.arrays.numpy import NumpyBackend
 
 __all__ = [
+    "LARGEST",
     "NUMBER",
     "NUMPY",
     "UNDERFLOW",

@@ -13,6 +13,7 @@ A `Backend` has three parts:
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -20,10 +21,18 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-__all__ = ["UNDERFLOW", "Arithmetic", "Array", "Backend", "HostView", "Outs", "Views"]
+__all__ = ["LARGEST", "UNDERFLOW", "Arithmetic", "Array", "Backend", "HostView", "Outs", "Views"]
 
 UNDERFLOW = 2.0**-70
 """Below this sum, float32 squares may have been lost (each at least 2^-126, of up to 2^35)."""
+
+LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": 0xFF * 2.0**120,
+    "float32": (2.0**24 - 1) * 2.0**104,
+    "float64": sys.float_info.max,
+}
+"""The largest number of each dtype that fedclip clips."""
 
 Array: TypeAlias = Any
 """An array of any of the supported frameworks."""
@@ -100,6 +109,16 @@ class Arithmetic:
     """``sort(table)``: each column of (rows, groups) in ascending order."""
     pick: Callable[..., Array]
     """``pick(table, row)``: one value from each column of (rows, groups), at ``row[group]``."""
+    cast: Callable[..., Array]
+    """``cast(x, dtype)``, of a dense array; the dtype by its name."""
+
+    def fill(self, x: Array, condition: Array, number: float) -> Array:
+        """Return `x` with a number where the condition holds; `x` may be written to."""
+        return self.where(condition, number, x)
+
+    def within(self, x: Array, limits: Array) -> Array:
+        """Return `x` within plus and minus the limits."""
+        return self.minimum(self.maximum(x, -limits), limits)
 
     def known(self, condition: Array) -> bool | None:
         """Return what holds for all groups; None if they differ, on devices and in graphs."""
@@ -249,16 +268,74 @@ class Backend(Arithmetic, ABC):
         """Return arrays of shape () as one array."""
 
     @abstractmethod
-    def slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
-        """Return the L2 norm of each slice along `axes`, kept as 1, in the widest float."""
+    def largest(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
+        """Return the largest absolute value along `axes`, kept as 1; of all elements: shape ().
 
-    def slices_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> list[Array]:
-        """Return the norms of the slices of each array."""
-        return [self.slice_norms(a, spanned) for a, spanned in zip(arrays, axes, strict=True)]
+        NaN comes out if there is one.
+        """
 
     @abstractmethod
-    def multiply_slices(self, array: Array, factors: Array) -> Array:
-        """Return ``array * factors``; the factors broadcast against it; same dtype and shape."""
+    def total(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
+        """Return the sum along `axes`, kept as 1, or of all elements, in the widest float."""
+
+    @abstractmethod
+    def wide(self, array: Array) -> Array:
+        """Return a dense array in the widest float that sums and products need."""
+
+    @abstractmethod
+    def joined(self, arrays: Sequence[Array]) -> Array:
+        """Return all elements as one flat array of the widest dtype among them."""
+
+    def stored(self, values: Array, like: Array) -> Array:
+        """Return dense values as the output for the array `like`, in its dtype."""
+        return self.cast(values, self.dtype(like))
+
+    def slice_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> Array:
+        """Return the L2 norms of the slices of dense arrays as one flat array, array by array.
+
+        A slice spans the axes of its array.
+        """
+        pairs = zip(arrays, axes, strict=True)
+        return self.joined([self._slice_norms(array, spanned) for array, spanned in pairs])
+
+    @abstractmethod
+    def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
+        """Return the L2 norm of each slice along `axes`, in the widest float."""
+
+    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+        """Return a flat array cut into arrays that broadcast like these shapes."""
+        result, start = [], 0
+        for shape in shapes:
+            stop = start + math.prod(shape)
+            result.append(self.reshape(flat[start:stop], shape))
+            start = stop
+        return result
+
+    @abstractmethod
+    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
+        """Return the array in another shape."""
+
+    @abstractmethod
+    def multiply_slices(self, arrays: Sequence[Array], factors: Sequence[Array]) -> list[Array]:
+        """Return ``array * factor`` for each pair of a dense array and what broadcasts against it.
+
+        Half precision is multiplied in float32.
+        """
+
+    @abstractmethod
+    def repeated(self, numbers: Sequence[int], times: Sequence[int], like: Array) -> Array:
+        """Return whole numbers, each so many times, as an index on the device of `like`."""
+
+    @abstractmethod
+    def take(self, values: Array, index: Array) -> Array:
+        """Return the elements of a flat array at these places."""
+
+    @abstractmethod
+    def group_max(self, values: Array, index: Array, groups: int) -> Array:
+        """Return the largest value of each group; that of ``values[i]`` is ``index[i]``.
+
+        It is no more than any number for a group without a value.
+        """
 
     def rescale(self, arrays: Sequence[Array], factor: Array, keep: Array | None) -> list[Array]:
         """Return ``array * factor`` for arrays of one dtype; zeros if `keep` is false."""

@@ -124,11 +124,14 @@ class JaxBackend(Backend):
         wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
         peak = jnp.max(jnp.abs(wide), initial=0.0)
         squares = jnp.square(wide / jnp.where(peak > 0, peak, 1.0)).ravel()
+        return JaxBackend._sum(squares), peak
+
+    @staticmethod
+    def _sum(flat: Array) -> Array:
         # Sum up in two stages: a float32 sum over millions of elements loses digits.
-        whole = squares.size - squares.size % _BLOCK
-        rows = jnp.sum(squares[:whole].reshape(-1, _BLOCK), axis=1)
-        total = jnp.sum(rows) + jnp.sum(squares[whole:])
-        return total, peak
+        whole = flat.size - flat.size % _BLOCK
+        rows = jnp.sum(flat[:whole].reshape(-1, _BLOCK), axis=1)
+        return jnp.sum(rows) + jnp.sum(flat[whole:])
 
     def to_host(self, array: Array) -> HostView:
         return np.asarray(array)
@@ -212,11 +215,42 @@ class JaxBackend(Backend):
     def stack(self, arrays: Sequence[Array]) -> Array:
         return jnp.stack(arrays)
 
-    def slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
+    def cast(self, x: Array, dtype: str) -> Array:
+        # Without x64 there is no float64: the widest float is the one to ask for.
+        return x.astype(jax.dtypes.canonicalize_dtype(dtype))
+
+    def largest(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
+        return jnp.max(jnp.abs(array), axis=axes, keepdims=axes is not None)
+
+    def total(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
+        if axes is not None:
+            return jnp.sum(array, axis=axes, keepdims=True)
+        return self._sum(array.ravel()).astype(float)
+
+    def wide(self, array: Array) -> Array:
+        return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+    def joined(self, arrays: Sequence[Array]) -> Array:
+        return jnp.concatenate([a.ravel() for a in arrays])
+
+    def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
         wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
         peak = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
         peak = jnp.where(peak > 0, peak, 1.0)
-        return peak * jnp.sqrt(jnp.sum(jnp.square(wide / peak), axis=axes, keepdims=True))
+        norms = peak * jnp.sqrt(jnp.sum(jnp.square(wide / peak), axis=axes, keepdims=True))
+        return norms.astype(float)
 
-    def multiply_slices(self, array: Array, factors: Array) -> Array:
-        return _multiply(array, factors)
+    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
+        return array.reshape(shape)
+
+    def multiply_slices(self, arrays: Sequence[Array], factors: Sequence[Array]) -> list[Array]:
+        return [_multiply(a, k) for a, k in zip(arrays, factors, strict=True)]
+
+    def repeated(self, numbers: Sequence[int], times: Sequence[int], like: Array) -> Array:
+        return jnp.asarray(np.repeat(numbers, times))
+
+    def take(self, values: Array, index: Array) -> Array:
+        return values[index]
+
+    def group_max(self, values: Array, index: Array, groups: int) -> Array:
+        return jax.ops.segment_max(values, index, groups)

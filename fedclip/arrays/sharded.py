@@ -175,8 +175,14 @@ class _OnShards(TorchBackend):
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         return _like(super().scale_slices(_local(array), _own(factors, array)), array)
 
-    def multiply_slices(self, array: Array, factors: Array) -> Array:
-        return _like(super().multiply_slices(_local(array), _own(factors, array)), array)
+    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+        parts = flat.split([math.prod(shape) for shape in shapes])
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def multiply_slices(self, arrays: Sequence[Array], factors: Sequence[Array]) -> list[Array]:
+        multiply = super().multiply_slices
+        own = [_own(k, t) for k, t in zip(factors, arrays, strict=True)]
+        return self._each(lambda parts: multiply(parts, own), arrays)
 
     # -- whole arrays on the host -------------------------------------------------------------
     def to_host(self, array: Array) -> HostView:
@@ -210,23 +216,19 @@ class _OnShards(TorchBackend):
             groups[list(some)] = group
         return self._together(arrays, norms, [1] * len(arrays), groups, len(members))
 
-    def slices_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> list[Array]:
-        norms, shapes = [], []
+    def slice_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> Array:
+        norms = []
         for array, spanned in zip(arrays, axes, strict=True):
             part = _local(array)
             shape = [1 if d in spanned else n for d, n in enumerate(array.shape)]
             whole = torch.zeros(shape, dtype=torch.float64, device=part.device)
             if part.numel():
-                _own(whole, array).copy_(super().slice_norms(part, spanned))
+                own = _own(whole, array)
+                own.copy_(self._slice_norms(part, spanned).reshape(own.shape))
             norms.append(whole.reshape(-1))
-            shapes.append(shape)
         counts = [n.numel() for n in norms]
         joined = torch.cat([n.to(norms[0].device) for n in norms])
-        found = self._together(arrays, joined, counts, None, len(joined))
-        return [n.reshape(s) for n, s in zip(found.split(counts), shapes, strict=True)]
-
-    def slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
-        return self.slices_norms([array], [axes])[0]
+        return self._together(arrays, joined, counts, None, len(joined))
 
     def _together(
         self,

@@ -78,7 +78,9 @@ class TensorflowBackend(Backend):
         return [self._merge(t) if isinstance(t, tf.IndexedSlices) else t for t in arrays]
 
     def size(self, array: Array) -> Any:
-        return tf.cast(tf.size(self._values(array)), tf.float64)
+        values = self._values(array)
+        known = values.shape.num_elements()
+        return tf.cast(tf.size(values), tf.float64) if known is None else known
 
     def dtype(self, array: Array) -> str:
         return str(array.dtype.name)
@@ -284,15 +286,46 @@ class TensorflowBackend(Backend):
     def stack(self, arrays: Sequence[Array]) -> Array:
         return tf.stack(arrays)
 
-    def slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
+    def cast(self, x: Array, dtype: str) -> Array:
+        return tf.cast(x, dtype)
+
+    def largest(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
+        return tf.reduce_max(tf.abs(array), axis=axes, keepdims=axes is not None)
+
+    def total(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
+        return tf.reduce_sum(tf.cast(array, tf.float64), axis=axes, keepdims=axes is not None)
+
+    def wide(self, array: Array) -> Array:
+        return tf.cast(array, tf.float64)
+
+    def joined(self, arrays: Sequence[Array]) -> Array:
+        values = [self._values(t) for t in arrays]
+        widest = max((v.dtype for v in values), key=lambda dtype: dtype.size)
+        if len({v.dtype for v in values}) > 1:
+            widest = max(widest, tf.float32, key=lambda dtype: dtype.size)
+        return tf.concat([tf.reshape(tf.cast(v, widest), [-1]) for v in values], axis=0)
+
+    def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
         wide = tf.cast(array, tf.float64)
         peak = tf.reduce_max(tf.abs(wide), axis=axes, keepdims=True)
         peak = tf.where(peak > 0, peak, tf.ones_like(peak))
         return peak * tf.sqrt(tf.reduce_sum(tf.square(wide / peak), axis=axes, keepdims=True))
 
-    def multiply_slices(self, array: Array, factors: Array) -> Array:
-        wide = self._product_dtype(array)
-        return tf.cast(tf.cast(array, wide) * tf.cast(factors, wide), array.dtype)
+    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
+        return tf.reshape(array, shape)
+
+    def multiply_slices(self, arrays: Sequence[Array], factors: Sequence[Array]) -> list[Array]:
+        pairs = zip(arrays, factors, strict=True)
+        return [self._multiply(a, tf.cast(k, self._product_dtype(a))) for a, k in pairs]
+
+    def repeated(self, numbers: Sequence[int], times: Sequence[int], like: Array) -> Array:
+        return tf.constant(np.repeat(numbers, times))
+
+    def take(self, values: Array, index: Array) -> Array:
+        return tf.gather(values, index)
+
+    def group_max(self, values: Array, index: Array, groups: int) -> Array:
+        return tf.math.unsorted_segment_max(values, index, groups)
 
     def rescale(self, arrays: Sequence[Array], factor: Array, keep: Array | None) -> list[Array]:
         if keep is None:

@@ -17,7 +17,8 @@ __all__ = ["TorchBackend", "TorchInPlace"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 # A table, not `functools.cache`: torch.compile can look into a table.
-_NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
+_DTYPES = {n: getattr(torch, n) for n in ("float16", "bfloat16", "float32", "float64")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class TorchBackend(Backend):
@@ -260,6 +261,8 @@ class TorchBackend(Backend):
             peaks = [v.abs().amax() if v.numel() else v.new_zeros(()) for v in values]
             peaks = [torch.where(p > 0, p, torch.ones_like(p)).to(wide) for p in peaks]
             return [p * torch.linalg.vector_norm(v / p) for v, p in zip(values, peaks, strict=True)]
+        if not TorchBackend._foreach(values):
+            return [torch.linalg.vector_norm(v, dtype=wide) for v in values]
         norms: Sequence[torch.Tensor] = torch._foreach_norm(list(values), 2, dtype=wide)
         return norms
 
@@ -268,7 +271,7 @@ class TorchBackend(Backend):
 
     def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
         products: list[torch.Tensor] = []
-        if any(t.requires_grad for t in arrays) or not self._alike(arrays):
+        if not self._foreach(arrays):
             products += [torch.mul(t, self._factor(factor, t)) for t in arrays]
         elif arrays:
             # One kernel launch for many tensors.
@@ -322,21 +325,77 @@ class TorchBackend(Backend):
     def stack(self, arrays: Sequence[Array]) -> Array:
         return torch.stack(list(arrays))
 
-    def slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
+    def cast(self, x: Array, dtype: str) -> Array:
+        return x.to(_DTYPES[dtype])
+
+    def largest(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
+        return array.abs().amax() if axes is None else array.abs().amax(dim=axes, keepdim=True)
+
+    def total(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
+        wide = self._widest(array)
+        if axes is None:
+            return array.sum(dtype=wide)
+        return array.sum(dim=axes, keepdim=True, dtype=wide)
+
+    def wide(self, array: Array) -> Array:
+        return array.detach().to(self._widest(array))
+
+    @staticmethod
+    def _widest(like: torch.Tensor) -> torch.dtype:
+        return torch.float32 if like.device.type == "mps" else torch.float64
+
+    def joined(self, arrays: Sequence[Array]) -> Array:
+        first = arrays[0].device
+        return torch.cat([self._values(t).reshape(-1).to(first) for t in arrays])
+
+    def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
         if array.dtype != torch.float64 and array.device.type != "mps":
             # No square of a narrower dtype overflows or underflows in float64.
-            return torch.linalg.vector_norm(
-                self._values(array), dim=axes, keepdim=True, dtype=torch.float64
-            )
-        wide = array.detach().to(torch.float32 if array.device.type == "mps" else torch.float64)
+            return torch.linalg.vector_norm(array.detach(), dim=axes, dtype=torch.float64)
+        wide = self.wide(array)
         peak = wide.abs().amax(dim=axes, keepdim=True)
         peak = torch.where(peak > 0, peak, torch.ones_like(peak))
         return peak * torch.sqrt((wide / peak).square().sum(dim=axes, keepdim=True))
 
-    def multiply_slices(self, array: Array, factors: Array) -> Array:
-        if array.dtype == torch.float64:
-            return torch.mul(array, factors)
-        return torch.mul(array.float(), factors.float()).to(array.dtype)
+    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+        parts = flat.split([math.prod(shape) for shape in shapes])
+        # What has one dimension longer than 1, the last, broadcasts as it is.
+        return [
+            part if len(part) == shape[-1] else part.reshape(shape)
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+
+    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
+        return array.reshape(shape)
+
+    def multiply_slices(self, arrays: Sequence[Array], factors: Sequence[Array]) -> list[Array]:
+        if self._foreach(arrays) and len({t.dtype for t in arrays}) == 1:
+            products: Sequence[torch.Tensor] = torch._foreach_mul(list(arrays), list(factors))
+        else:
+            products = [torch.mul(t, k.to(t.device)) for t, k in zip(arrays, factors, strict=True)]
+        return [p.to(t.dtype) for p, t in zip(products, arrays, strict=True)]
+
+    @staticmethod
+    def _foreach(arrays: Sequence[torch.Tensor]) -> bool:
+        """Return whether one operation may work on all these tensors."""
+        # `vmap` has no rules for such operations, and compilers fuse single ones by themselves.
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
+            return False
+        return not any(t.requires_grad for t in arrays) and TorchBackend._alike(arrays)
+
+    def repeated(self, numbers: Sequence[int], times: Sequence[int], like: Array) -> Array:
+        table = self.asarray([list(numbers), list(times)], like=like).long()
+        return table[0].repeat_interleave(table[1], output_size=sum(times))
+
+    def take(self, values: Array, index: Array) -> Array:
+        return values[index]
+
+    def group_max(self, values: Array, index: Array, groups: int) -> Array:
+        lowest = values.new_full((groups,), -math.inf)
+        return lowest.scatter_reduce(0, index, values, "amax")
 
 
 class TorchInPlace(TorchBackend):
@@ -379,6 +438,10 @@ class TorchInPlace(TorchBackend):
     def from_host(self, values: HostView, like: Array) -> Array:
         return like.copy_(super().from_host(values, like))
 
+    def stored(self, values: Array, like: Array) -> Array:
+        # A sparse tensor becomes a dense one, which is new.
+        return like.copy_(values) if like.layout is torch.strided else super().stored(values, like)
+
     def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in arrays:
@@ -398,5 +461,9 @@ class TorchInPlace(TorchBackend):
             values.masked_fill_(lost.to(tensor.device), 0.0)
         return list(arrays)
 
-    def multiply_slices(self, array: Array, factors: Array) -> Array:
-        return array.copy_(super().multiply_slices(array, factors))
+    def multiply_slices(self, arrays: Sequence[Array], factors: Sequence[Array]) -> list[Array]:
+        if self._foreach(arrays):
+            torch._foreach_mul_(list(arrays), list(factors))
+            return list(arrays)
+        products = super().multiply_slices(arrays, factors)
+        return [t.copy_(product) for t, product in zip(arrays, products, strict=True)]

@@ -16,4 +16,5 @@ from fedclip.measures.orders import check_order as check_order
 from fedclip.measures.orders import degree as degree
 from fedclip.measures.orders import lowered as lowered
 from fedclip.measures.orders import measure as measure
+from fedclip.measures.orders import measure_on_device as measure_on_device
 from fedclip.measures.orders import slice_measures as slice_measures

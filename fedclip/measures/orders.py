@@ -22,12 +22,14 @@ The standard deviation of fewer than two elements counts as 0, so such arrays ar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
 
-from fedclip.arrays import HostView
+from fedclip.arrays import Arithmetic, Array, Backend, HostView
 from fedclip.errors import nearest
 from fedclip.measures.l2 import (
     CHUNK,
@@ -71,24 +73,25 @@ def degree(ord: Order) -> int:
     return 2 if ord == "var" else 1
 
 
-def lowered(ord: Order, target: Any, size: int, error: float) -> Any:
+def lowered(ord: Order, target: Any, size: Any, error: float, xp: Arithmetic) -> Any:
     """Return the targets, lowered so that an error in each of `size` elements exceeds none.
 
     It follows from the triangle inequality of the measure (below order 1, of its power). The
     result is never below 0.
     """
     if ord == "var":
-        return np.square(lowered("std", np.sqrt(target), size, error))
+        low = lowered("std", xp.sqrt(target), size, error, xp)
+        return low * low
     if ord in ("inf", "rms", "mad"):
         spread = error
     elif ord == "std":
-        spread = error * math.sqrt(size / max(size - 1, 1))
+        spread = error * xp.sqrt(size / xp.maximum(size - 1, 1))
     elif float(ord) < 1:
         p = float(ord)
-        return np.maximum(target**p - size * error**p, 0.0) ** (1 / p)
+        return xp.maximum(target**p - size * error**p, 0.0) ** (1 / p)
     else:
         spread = error * size ** (1 / float(ord))
-    return np.maximum(target - spread, 0.0)
+    return xp.maximum(target - spread, 0.0)
 
 
 def measure(views: Sequence[HostView], ord: Order) -> float:
@@ -133,6 +136,44 @@ def measure(views: Sequence[HostView], ord: Order) -> float:
     total = math.fsum(float(((np.abs(b) / top) ** power).sum()) for b in _scaled(views, exponent))
     with np.errstate(over="ignore"):
         return scaled_up(float(np.float64(total) ** (1 / power) * top), exponent)
+
+
+def measure_on_device(
+    parts: Sequence[Array], ord: Order, xp: Backend, axes: tuple[int, ...] | None = None
+) -> Array:
+    """Return the measure of all elements of dense arrays together, as an array of shape ().
+
+    With `axes`, return that of each slice of a single array, with those axes kept as 1. The
+    widest float is that of the framework; NaN and infinity give a measure that is not finite.
+    """
+    wide = [xp.wide(part) for part in parts if math.prod(part.shape)]
+    if not wide:
+        return xp.asarray([0.0], like=parts[0])[0]
+    axes_of_one = wide[0].shape if axes is None else [wide[0].shape[a] for a in axes]
+    size = math.prod(axes_of_one) + sum(math.prod(part.shape) for part in wide[1:])
+
+    def add(values: Iterable[Array]) -> Array:
+        return reduce(operator.add, [xp.total(v, axes) for v in values])
+
+    peak = reduce(xp.maximum, [xp.largest(x, axes) for x in wide])
+    if ord == "inf":
+        return xp.wide(peak)
+    # Divide by the maximum: nothing can overflow.
+    unit = xp.where(peak > 0, peak, 1.0)
+    scaled = [x / unit for x in wide]
+    if ord in ("std", "var"):
+        if size < 2:
+            return 0.0 * peak
+        mean = xp.cast(add(scaled) / size, xp.dtype(unit))
+        found = unit * xp.sqrt(add((x - mean) * (x - mean) for x in scaled) / (size - 1))
+        return found * found if ord == "var" else found
+    if ord == "mad":
+        return unit * (add(map(abs, scaled)) / size)
+    if ord in (2, "rms"):
+        found = unit * xp.sqrt(add(x * x for x in scaled))
+        return found / math.sqrt(size) if ord == "rms" else found
+    power = float(ord)
+    return unit * add(abs(x) ** power for x in scaled) ** (1 / power)
 
 
 def _scaled(views: Sequence[HostView], exponent: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from fedclip.modules.base import Clipper
 from fedclip.privacy import kinds
 from fedclip.records import RoundRecord, StepRecord
 from fedclip.rules.constant import Constant, Given
-from fedclip.scopes import Groups
+from fedclip.scopes import Groups, resolve
 from fedclip.transforms import Action, Gradient, NormClipping, SliceClipping, Transform
 from fedclip.transforms.slice import check_dims, spanned
 
@@ -167,6 +168,11 @@ class AGC(parameters.Configured, Regularizer):
                 # Do not keep the weights after the step.
                 self._clipper.weights = {}
 
+    def groups(self, shapes: Mapping[str, Sequence[int]]) -> Groups:
+        """Return which tensors of these names and shapes share a norm."""
+        scope = "global" if self.unit == "global" else "tensor"
+        return resolve(scope, self.excluded(shapes), list(shapes))
+
     def excluded(self, shapes: Mapping[str, Sequence[int]]) -> list[str] | None:
         """Return the patterns of excluded tensors, with the names of vectors if they are too."""
         if not self.skip_vectors:
@@ -191,18 +197,14 @@ class AGC(parameters.Configured, Regularizer):
     def device_transform(
         self, weights: Sequence[Array], groups: Groups, backend: Backend
     ) -> NormClipping | SliceClipping:
-        """Return the transform for compiled code, with limits in the framework's own arrays."""
+        """Return the transform with the limits for weights on a device, or for traced weights."""
         if self.unit != "output":
             limits = self._limits(backend.group_norms(weights, groups.members), backend)
             return NormClipping(Given(limits), action=Action(self.eps))
-        shapes = [self.axes(tuple(weight.shape)) for weight in weights]
-        sliced = {i: axes for i, axes in enumerate(shapes) if axes is not None}
-        tables = [weights[i] if len(weights[i].shape) else weights[i][None] for i in sliced]
-        norms = backend.slices_norms(tables, [*sliced.values()]) if sliced else []
-        found: list[Any] = [None] * len(shapes)
-        for i, sizes in zip(sliced, norms, strict=True):
-            found[i] = self._limits(sizes, backend)
-        return self._slices(tuple(found))
+        if all(self.axes(tuple(weight.shape)) is None for weight in weights):
+            return self._slices(())
+        norms = self._slices(()).measure_on_device(weights, backend)
+        return replace(self._slices(()), limit=self._limits(norms, backend))
 
     def _of_host(self, weights: Gradient) -> NormClipping | SliceClipping:
         if self.unit != "output":

@@ -201,14 +201,10 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
 
     def get_state(self) -> dict[str, Any]:
         """Return the statistics by group, and the records, as plain numbers, strings and lists."""
-        arrays = {
-            name: {field: value.copy() for field, value in fields.items()}
-            for name, fields in self._arrays.items()
-        }
         return {
             "clipper": self.name,
             "groups": self._statistics(),
-            "arrays": arrays,
+            "arrays": states.fetched(self._arrays),
             **self._recorder.get_state(),
         }
 
@@ -295,6 +291,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         if self._on_device:
             fresh, labels = transform.init(groups), groups.labels
             self._state = states.load(fresh, states.dump(self._state, labels), labels)
+            self._arrays.update(states.fetched(self._arrays))
             self._on_device = False
         measured = gradient.measured(transform)
         if measured is None:
@@ -428,6 +425,15 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         """Forget all statistics and records."""
         nothing = {"groups": {}, "arrays": {}, "round": 0, "rounds": []}
         self.set_state({"clipper": self.name, **nothing})
+
+    def groups(self, shapes: Mapping[str, Sequence[int]]) -> Groups:
+        """Return which tensors of these names and shapes share a norm."""
+        return resolve(self.scope, self.exclude, list(shapes))
+
+    @property
+    def runs_on_device(self) -> bool:
+        """Whether it has a step for devices and compiled code, as all clippers of fedclip have."""
+        return self._transform.runs_on_device
 
     def transform(self, groups: Groups) -> Transform:
         """Return what the clipper is made of, for these groups."""

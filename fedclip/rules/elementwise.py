@@ -4,32 +4,33 @@ r"""Limits of single elements that follow from past gradients.
 A rule is a pure function of a piece of a gradient, the same piece of the tensor's past, and the
 number of gradients that the tensor had before::
 
-    output, limits, past = rule(values, past, count)
+    output, limits, past = rule(values, past, count, xp)
 
-Elements do not depend on each other, so a gradient may be cut into any pieces. Values are finite.
-Outputs lie exactly within the limits, and the past stays finite too.
+Elements do not depend on each other, so a gradient may be cut into any pieces. Values are finite,
+or the caller drops the result. Outputs lie exactly within the limits, and the past stays finite
+too. On the host the count is a float, and on a device an array of shape ().
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import numpy as np
-
-from fedclip.arrays import HostView
+from fedclip.arrays import LARGEST, Array, Backend
 
 
 class ElementRule(Protocol):
     """The protocol of these rules, as `fedclip.transforms.past.PastClipping` uses it."""
 
     def __call__(
-        self, values: HostView, past: HostView, count: float
-    ) -> tuple[HostView, HostView, HostView]:
+        self, values: Array, past: Array, count: Any, xp: Backend
+    ) -> tuple[Array, Array, Array]:
         """Return outputs, limits and the new past; `past` is zero if `count` is 0."""
 
 
-def step_size(decay: float, debias: bool, count: float) -> float:
+def step_size(decay: float, debias: bool, count: Any) -> Any:
     """Return the weight of a new value in a moving average of `count` values.
 
     ``debias`` divides an average that starts at zero by ``1 - decay^t``. This equals starting with
@@ -38,20 +39,22 @@ def step_size(decay: float, debias: bool, count: float) -> float:
     return (1 - decay) / (1 - decay ** (count + 1)) if debias else 1 - decay
 
 
-def blend(mean: HostView, values: HostView, weight: float) -> HostView:
+def blend(mean: Array, values: Array, weight: Any) -> Array:
     """Return ``mean + weight (values - mean)``, without overflow of the difference."""
     half = (0.5 * weight) * values - (0.5 * weight) * mean
     return mean + half + half
 
 
-def _boxed(values: HostView, limits: HostView) -> HostView:
-    """Return the values within plus and minus the limits.
+def at_first(count: Any, yes: Callable[[], Array], no: Array, xp: Backend) -> Array:
+    """Return ``yes()`` if the count is 0, else `no`."""
+    if isinstance(count, float):
+        return no if count else yes()
+    return xp.where(count == 0, yes(), no)
 
-    A step of `ema-value-clip` takes a quarter longer with `np.clip` (20 tensors of 5,000 elements).
-    """
-    result = np.negative(limits)
-    np.maximum(values, result, out=result)
-    return np.minimum(result, limits, out=result)
+
+def like_values(number: Any, values: Array, xp: Backend) -> Any:
+    """Return a number, or one on a device in the dtype of the values."""
+    return number if isinstance(number, float) else xp.cast(number, xp.dtype(values))
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,19 @@ class EmaValue:
     debias: bool
 
     def __call__(
-        self, values: HostView, past: HostView, count: float
-    ) -> tuple[HostView, HostView, HostView]:
-        size = np.abs(values)
-        if count == 0:
-            past = np.minimum(size * self.init, np.finfo(size.dtype).max)
-        step = np.subtract(size, past, out=size)
-        step *= step_size(self.decay, self.debias, count)
-        past = past + step
-        return _boxed(values, past), past, past
+        self, values: Array, past: Array, count: Any, xp: Backend
+    ) -> tuple[Array, Array, Array]:
+        size = abs(values)
+        past = at_first(count, lambda: self._begun(size, xp), past, xp)
+        weight = like_values(step_size(self.decay, self.debias, count), values, xp)
+        # On the host, in the memory of `size`: new memory takes half as long again.
+        size -= past
+        size *= weight
+        size += past
+        return xp.within(values, size), size, size
+
+    def _begun(self, size: Array, xp: Backend) -> Array:
+        return xp.minimum(size * self.init, LARGEST[xp.dtype(size)])
 
 
 @dataclass(frozen=True)
@@ -96,22 +103,29 @@ class GrowthValue:
     max_decay: float | None
 
     def __call__(
-        self, values: HostView, past: HostView, count: float
-    ) -> tuple[HostView, HostView, HostView]:
-        if count == 0:
-            return values, np.full_like(values, np.inf), values
-        base, rising = np.abs(past), np.abs(values)
-        floor = np.maximum(base, self.min_value) if self.min_value else base
-        limits = np.full_like(values, np.inf) if self.add is None else base + self.add
-        np.minimum(rising, limits, out=rising)
+        self, values: Array, past: Array, count: Any, xp: Backend
+    ) -> tuple[Array, Array, Array]:
+        if isinstance(count, float) and not count:
+            return values, past + math.inf, values
+        base, rising = abs(past), abs(values)
+        floor = xp.maximum(base, self.min_value) if self.min_value else base
+        limits = None
+        if self.add is not None:
+            limits = base + self.add
+            rising = xp.minimum(rising, limits)
         if self.mul is not None:
             grown = floor * self.mul
             if not self.min_value:
                 # Without a floor a zero could never grow: treat it as not yet seen.
-                grown[floor == 0] = np.inf
-            np.minimum(limits, grown, out=limits)
-        output = _boxed(values, limits)
+                grown = xp.fill(grown, floor == 0, math.inf)
+            limits = grown if limits is None else xp.minimum(limits, grown)
+        if limits is None:
+            limits = base + math.inf
+        if not isinstance(count, float):
+            limits = xp.fill(limits, count == 0, math.inf)
+        output = xp.within(values, limits)
         if self.max_decay is None:
             return output, limits, output
-        fallen = rising < floor / self.max_decay
-        return output, limits, np.where(fallen, past / self.max_decay, output)
+        # Without a past, floor is 0 or `min_value`, and nothing has fallen.
+        fallen = rising < at_first(count, lambda: 0.0 * floor, floor / self.max_decay, xp)
+        return output, limits, xp.where(fallen, past / self.max_decay, output)

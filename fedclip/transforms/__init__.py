@@ -6,9 +6,11 @@ Each class has a step for the host. Some also have a step for devices and compil
 
 from fedclip.transforms.action import MARGIN as MARGIN
 from fedclip.transforms.action import Action as Action
+from fedclip.transforms.base import Carried as Carried
 from fedclip.transforms.base import Gradient as Gradient
 from fedclip.transforms.base import Outcome as Outcome
 from fedclip.transforms.base import Transform as Transform
+from fedclip.transforms.base import carried as carried
 from fedclip.transforms.base import clip_on_device as clip_on_device
 from fedclip.transforms.norm import NormClipping as NormClipping
 from fedclip.transforms.slice import SliceClipping as SliceClipping

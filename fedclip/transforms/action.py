@@ -17,12 +17,12 @@ lowered by that amount. If products may exceed the dtype's range, the factor is 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from fedclip.arrays import Arithmetic, Array, Backend, Outs
+from fedclip.arrays import LARGEST, Arithmetic, Array, Backend, Outs
+from fedclip.measures import Order, degree, lowered
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -46,13 +46,8 @@ SUBNORMAL = {
 FLOOR = {"float16": math.inf, "bfloat16": 2.0**-90, "float32": 2.0**-100, "float64": 2.0**-990}
 """From this target on, the margin covers `SUBNORMAL`, for any number of elements."""
 
-LARGEST = {
-    "float16": 65504.0,
-    "bfloat16": 0xFF * 2.0**120,
-    "float32": (2.0**24 - 1) * 2.0**104,
-    "float64": sys.float_info.max,
-}
-"""The largest number of each dtype."""
+GRID = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "float64": (53, -1074)}
+"""Number of binary digits of each dtype, and the exponent of its smallest number."""
 
 
 class Decision(NamedTuple):
@@ -65,17 +60,21 @@ class Decision(NamedTuple):
     target: Any
     base: Any
 
-    def factors(self, norms: Any, sizes: Sequence[Any], dtype: str, xp: Backend) -> Any:
+    def factors(
+        self, norms: Any, sizes: Sequence[Any], dtype: str, xp: Backend, ord: Order = 2
+    ) -> Any:
         """Return a factor for each group on a device: 1 where not moved.
 
         `sizes` are the numbers of elements; only float16 needs them.
         """
-        k = self.ratio(xp) * (1.0 - MARGIN[dtype])
+        ratio = self.ratio(xp)
         if dtype == "float16":
             # Subtract what rounding may add if products become subnormal.
-            spread = SUBNORMAL[dtype] * xp.sqrt(xp.asarray(sizes, like=norms))
-            k = xp.maximum(k - spread / xp.where(norms > 0, norms, 1.0), 0.0)
-        else:
+            size = xp.asarray(sizes, like=norms)
+            unit = xp.where(norms > 0, norms, 1.0)
+            ratio = lowered(ord, ratio * unit, size, SUBNORMAL[dtype], xp) / unit
+        k = (xp.sqrt(ratio) if degree(ord) == 2 else ratio) * (1.0 - MARGIN[dtype])
+        if dtype != "float16":
             # Devices treat subnormals differently, so make none: return zeros.
             k = xp.where(self.target < FLOOR[dtype], 0.0 * k, k)
         return xp.where(self.moved, k, 1.0)
@@ -83,6 +82,13 @@ class Decision(NamedTuple):
     def ratio(self, xp: Arithmetic) -> Any:
         """Return the factor of each group; it has no meaning where not `moved`."""
         return self.target / xp.where(self.moved, self.base, 1.0)
+
+
+def most_factor(peaks: Any, dtype: str, xp: Arithmetic) -> Any:
+    """Return the factors that bring the largest elements, on a device, to the dtype's end."""
+    # No factor may leave the range of float32 either, in which devices multiply narrower dtypes.
+    most = LARGEST[dtype] if dtype == "float64" else 2.0**127
+    return LARGEST[dtype] / xp.maximum(peaks, LARGEST[dtype] / most)
 
 
 @dataclass(frozen=True)

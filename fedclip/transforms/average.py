@@ -13,22 +13,23 @@ The average sees every gradient before it is clipped, the current one included.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import NUMPY, HostView, Views
+from fedclip.arrays import NUMPY, Array, Backend, HostView, Views
 from fedclip.measures import Float64, Numbers, Order, degree, exact_norm
 from fedclip.measures.l2 import CHUNK, decode
 from fedclip.rules import CLEAR, NoState, State
-from fedclip.rules.constant import Constant
-from fedclip.rules.elementwise import blend, step_size
+from fedclip.rules.constant import Constant, Given
+from fedclip.rules.elementwise import blend, like_values, step_size
 from fedclip.scopes import Groups
+from fedclip.states import Statistics
 from fedclip.transforms.action import Action
 from fedclip.transforms.base import Gradient, Outcome, Transform
 from fedclip.transforms.norm import CLOSE, NormClipping
-from fedclip.transforms.past import PAST, recall
+from fedclip.transforms.past import PAST, recall, recall_on_device, remember
 
 
 class AverageState(NamedTuple):
@@ -66,6 +67,7 @@ class AverageClipping(Transform):
     def _clipping(self, limits: tuple[float, ...]) -> NormClipping:
         return NormClipping(Constant(limits), self.ord, Action(rescale=self.rescale))
 
+    # -- on the host --------------------------------------------------------------------------
     def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
         """Clip one gradient, given its norms, which are all finite."""
         groups, local = gradient.groups, gradient.dense()
@@ -117,3 +119,50 @@ class AverageClipping(Transform):
             for i in groups.members[group]:
                 np.multiply(means[i], factor, out=means[i])
         return np.asarray(np.minimum(sizes, allowed))
+
+    # -- on a device, or in compiled code -----------------------------------------------------
+    def kept_on_device(self, gradient: Gradient) -> Statistics:
+        return recall_on_device(gradient)
+
+    def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
+        """Clip one gradient, in the framework's own operations."""
+        groups, xp = gradient.groups, gradient.backend
+        clipping = self._clipping(())
+        norms = clipping.measure_on_device(gradient)
+        fine = xp.isfinite(norms)
+        finite = gradient.finite(norms)
+        gradient.kept.update(recall_on_device(gradient))
+        means = {n: self._learnt(gradient, i, xp) for i, n in enumerate(groups.names)}
+        first = state.count == 0
+        of_means = Gradient([*means.values()], groups, xp)
+        sizes = xp.where(fine, clipping.measure_on_device(of_means), 0.0)
+        if self.max_growth is not None:
+            # From 0 nothing could grow, so what follows it is a first gradient again.
+            before = xp.where(first | (state.norm == 0), sizes, state.norm)
+            allowed = xp.maximum(before * self.max_growth, self.min_norm or 0.0)
+            kept = xp.where(sizes > allowed, allowed / xp.where(sizes > 0, sizes, 1.0), 1.0)
+            kept = xp.sqrt(kept) if degree(self.ord) == 2 else kept
+            for name, group in zip(groups.names, groups.owners, strict=True):
+                means[name] = means[name] * like_values(kept[group], means[name], xp)
+            sizes = xp.minimum(sizes, allowed)
+        limits = sizes
+        if not self.rescale and (self.start is None or self.debias):
+            # As on the host: the average of one gradient is that gradient.
+            limits = xp.where(first, xp.maximum(sizes, CLEAR * xp.where(fine, norms, 0.0)), sizes)
+        given = replace(clipping, rule=Given(limits))
+        outcome = given.clip_measured(gradient, norms, NoState(), on_nonfinite)
+        counts = {name: gradient.kept[name]["count"] + 1.0 for name in means}
+        after = {name: {"past": means[name], "count": counts[name]} for name in means}
+        remember(gradient, after, finite)
+        new = AverageState(sizes, state.count + 1.0)
+        return outcome._replace(state=AverageState(*xp.choose(finite, new, state)))
+
+    def _learnt(self, gradient: Gradient, i: int, xp: Backend) -> Array:
+        """Return the average of a tensor after its gradient."""
+        past, count = (gradient.kept[gradient.groups.names[i]][field] for field in PAST)
+        values = xp.cast(xp.dense(gradient.arrays[i]), xp.dtype(past))
+        weight = step_size(self.decay, self.debias, count)
+        if self.start is None:
+            return xp.where(count == 0, values, blend(past, values, like_values(weight, past, xp)))
+        past = xp.where(count == 0, 0.0 * past + self.start, past)
+        return blend(past, values, like_values(weight, past, xp))

@@ -198,6 +198,22 @@ class Gradient:
         found = [xp.all(xp.isfinite(numbers)) for numbers in measured]
         return reduce(operator.and_, found)
 
+    def settled(
+        self, outputs: Sequence[Array], fine: Array, finite: Array, on_nonfinite: str
+    ) -> list[Array]:
+        """Return the outputs of a step on a device, as `on_nonfinite` wants them.
+
+        `fine` says which groups are finite, and `finite` whether all the gradient is.
+        """
+        xp, result = self.backend, list(outputs)
+        if on_nonfinite == "skip":
+            return xp.keep_if(finite, result)
+        factors = xp.where(fine, 1.0, math.nan)
+        for group, members in enumerate(self.groups.members):
+            for i in members:
+                (result[i],) = xp.multiply([result[i]], factors[group])
+        return result
+
     def local(self) -> list[HostView]:
         """Return the arrays in host memory; of a sparse array, its merged rows."""
         return _local(self.arrays, self.views, self.backend)
@@ -252,6 +268,13 @@ class Transform(ABC):
     array_fields: ClassVar[tuple[str, ...]] = ()
     """Names of the arrays that the transform keeps for each tensor, if any."""
 
+    def kept_on_device(self, gradient: Gradient) -> Statistics:
+        """Return the arrays kept for the tensors of a gradient, on its device, by name and field.
+
+        Those in `gradient.kept` may be of the host; a tensor without any gets new ones.
+        """
+        return {}
+
     def init(self, groups: Groups) -> State:
         """Return the state before the first step: a NamedTuple of arrays over groups."""
         return NoState()
@@ -273,7 +296,7 @@ class Transform(ABC):
     @property
     def runs_on_device(self) -> bool:
         """Whether there is a step for devices and compiled code."""
-        return False
+        return type(self).device_step is not Transform.device_step
 
     @property
     def runs_on_parts(self) -> bool:
@@ -287,18 +310,47 @@ class Transform(ABC):
     def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
         """Clip one gradient in the framework's own operations.
 
-        `state` holds arrays of the framework. `on_nonfinite` is "skip" or "propagate", not
-        "raise": the host would have to wait for the device.
+        `state` and `gradient.kept` hold arrays of the framework; the step puts new arrays into
+        `kept`. `on_nonfinite` is "skip" or "propagate", not "raise": the host would have to wait
+        for the device.
 
         Raises
         ------
         NotImplementedError
             If the transform works on the host only.
         """
-        raise NotImplementedError(
-            f"{self} works on the host only; on a device and in compiled code use a clipper "
-            "by L2 norms (ord=2) or by values"
-        )
+        raise NotImplementedError(f"{self} works on the host only")
+
+
+class Carried(NamedTuple):
+    """The state, in compiled code, of a transform that keeps arrays for each tensor."""
+
+    groups: State
+    """A NamedTuple of arrays over groups."""
+    arrays: Statistics
+    """Arrays by tensor and field."""
+
+
+def carried(
+    transform: Transform,
+    arrays: Mapping[str, Array],
+    groups: Groups,
+    backend: Backend,
+    state: State,
+    kept: Statistics,
+) -> State:
+    """Return a state for `clip_on_device`, on the device of the arrays.
+
+    `state` holds the numbers of the groups, and `kept` arrays of the host for tensors that are
+    known. Of the arrays, only dtype, shape and device count.
+    """
+    given = [arrays[name] for name in groups.names]
+    columns = (backend.asarray(np.atleast_1d(c), like=given[0]) for c in state)
+    state = type(state)(*columns)
+    if not transform.array_fields:
+        return state
+    gradient = Gradient(given, groups, backend, kept=dict(kept))
+    return Carried(state, transform.kept_on_device(gradient))
 
 
 def clip_on_device(
@@ -315,10 +367,17 @@ def clip_on_device(
     """
     given = [arrays[name] for name in groups.names]
     rest = {n: a for n, a in arrays.items() if n in groups.excluded and _is_float(a)}
-    gradient = Gradient(backend.prepared(given), groups, backend, rest=rest)
+    kept: Statistics = {}
+    if transform.array_fields:
+        if not isinstance(state, Carried):
+            raise TypeError(f"{transform} keeps arrays: its state must be one of `carried`")
+        state, kept = state
+    gradient = Gradient(backend.prepared(given), groups, backend, kept=dict(kept), rest=rest)
     outcome = transform.device_step(gradient, state, on_nonfinite)
     clipped = {**arrays, **dict(zip(groups.names, outcome.outputs, strict=True))}
     clipped.update(gradient.rest_after(outcome, on_nonfinite))
+    if transform.array_fields:
+        outcome = outcome._replace(state=Carried(outcome.state, gradient.kept))
     return clipped, outcome
 
 

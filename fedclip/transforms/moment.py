@@ -8,16 +8,19 @@ finite number of the dtype becomes that number.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 import numpy as np
 
-from fedclip.arrays import HostView
-from fedclip.measures import Float64, Numbers, measure
+from fedclip.arrays import LARGEST, Array, Backend, HostView
+from fedclip.measures import Float64, Numbers, measure, measure_on_device
 from fedclip.measures.l2 import CHUNK, blocks, decode, encode, extremes, square_sums
 from fedclip.rules import FIXED, Basis, State
+from fedclip.rules.history import TINY
 from fedclip.scopes import Groups
 from fedclip.transforms.base import Gradient, Outcome, Transform
 from fedclip.transforms.slice import spanned
@@ -90,7 +93,8 @@ class Centralizing(Transform):
 
     def _axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         axes = spanned(len(shape), self.dims, self.inverse_dims)
-        if not axes or 0 in shape or math.prod(shape[a] for a in axes) < self.min_size:
+        # Lists, not generators: torch.compile can follow these.
+        if not axes or 0 in shape or math.prod([shape[a] for a in axes]) < self.min_size:
             return None
         return axes
 
@@ -130,6 +134,53 @@ class Centralizing(Transform):
             result.append(means[start : start + size].reshape(shape))
             start += size
         return result
+
+    # -- on a device, or in compiled code -----------------------------------------------------
+    def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
+        """Centre one gradient, in the framework's own operations."""
+        arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
+        dense = [*map(xp.dense, arrays)]
+        zero = xp.asarray([0.0], like=arrays[0])[0]
+        outputs, centres, largest, fine = list(arrays), {}, [], []
+        for members in groups.members:
+            pooled = members if self.pooled else ()
+            size = sum(math.prod(dense[i].shape) for i in pooled)
+            if size >= self.min_size and pooled:
+                centres.update(
+                    dict.fromkeys(members, _mean_on_device([dense[i] for i in members], xp))
+                )
+            for i in () if self.pooled else members:
+                axes = self._axes(tuple(dense[i].shape))
+                if axes is not None:
+                    centres[i] = _mean_on_device([dense[i]], xp, axes)
+            means = [xp.wide(xp.largest(centres[i])) for i in members if i in centres]
+            # What is left alone is looked at for NaN only.
+            peak = measure_on_device([dense[i] for i in members], "inf", xp)
+            fine.append(xp.isfinite(peak))
+            largest.append(xp.max(xp.stack([zero, *means])))
+        norms = xp.stack(largest)
+        finite = gradient.finite(xp.where(xp.stack(fine), 0.0 * norms, math.nan))
+        for i, centre in centres.items():
+            top = LARGEST[xp.dtype(arrays[i])]
+            shifted = xp.wide(dense[i]) - centre
+            outputs[i] = xp.stored(xp.minimum(xp.maximum(shifted, -top), top), arrays[i])
+        outputs = gradient.settled(outputs, xp.stack(fine), finite, on_nonfinite)
+        return Outcome(outputs, state, norms, 0.0 * norms, (norms > 0) & finite, finite)
+
+
+def _mean_on_device(
+    parts: Sequence[Array], xp: Backend, axes: tuple[int, ...] | None = None
+) -> Array:
+    """Return the mean of all elements of dense arrays; of each slice of one, with `axes`."""
+    wide = [xp.wide(part) for part in parts if math.prod(part.shape)]
+    size = sum(math.prod(part.shape) for part in wide)
+    if axes is not None:
+        size = math.prod([wide[0].shape[a] for a in axes])
+    peak = reduce(xp.maximum, [xp.largest(x, axes) for x in wide])
+    # Divide by the maximum: nothing can overflow.
+    unit = xp.where(peak > 0, peak, 1.0)
+    total = reduce(operator.add, [xp.total(x / unit, axes) for x in wide])
+    return xp.cast(total / size, xp.dtype(unit)) * unit
 
 
 @dataclass(frozen=True)
@@ -192,3 +243,38 @@ class Standardizing(Transform):
             np.subtract(block, mean, out=block)
             np.divide(block, divisor, out=block)
             flat[i * CHUNK : i * CHUNK + block.size] = encode(block, output.dtype)
+
+    # -- on a device, or in compiled code -----------------------------------------------------
+    def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
+        """Standardise one gradient, in the framework's own operations."""
+        arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
+        dense = [*map(xp.dense, arrays)]
+        outputs, found, peaks = list(arrays), [], []
+        for members in groups.members:
+            peak = measure_on_device([dense[i] for i in members], "inf", xp)
+            peaks.append(peak)
+            sized = [i for i in members if math.prod(dense[i].shape)]
+            size = sum(math.prod(dense[i].shape) for i in sized)
+            if size < 2:
+                found.append(0.0 * peak)
+                continue
+            unit = xp.where(peak > 0, peak, 1.0)
+            wide = {
+                i: xp.wide(dense[i]) / xp.cast(unit, xp.dtype(xp.wide(dense[i]))) for i in sized
+            }
+            # Relative to one of them, equal numbers are 0, and their deviation is.
+            origin = xp.joined([wide[sized[0]]])[0]
+            wide = {i: x - xp.cast(origin, xp.dtype(x)) for i, x in wide.items()}
+            mean = reduce(operator.add, map(xp.total, wide.values())) / size
+            wide = {i: x - xp.cast(mean, xp.dtype(x)) for i, x in wide.items()}
+            squares = reduce(operator.add, [xp.total(x * x) for x in wide.values()])
+            deviation = xp.sqrt(squares / (size - 1))
+            divisor = deviation + self.eps / unit + TINY
+            for i, x in wide.items():
+                outputs[i] = xp.stored(x / xp.cast(divisor, xp.dtype(x)), arrays[i])
+            found.append(unit * deviation)
+        norms, fine = xp.stack(found), xp.isfinite(xp.stack(peaks))
+        finite = gradient.finite(norms) & xp.all(fine)
+        outputs = gradient.settled(outputs, fine, finite, on_nonfinite)
+        limits = 0.0 * norms + 1.0
+        return Outcome(outputs, state, norms, limits, (norms > 1.0) & finite, finite)

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays import NUMBER, NUMPY, Array, Views
+from fedclip.arrays import LARGEST, NUMBER, NUMPY, Array, Views
 from fedclip.measures import (
     MEANS,
     UNCERTAINTY,
@@ -39,16 +39,17 @@ from fedclip.measures import (
     l2_norms,
     lowered,
     measure,
+    measure_on_device,
 )
 from fedclip.rules import Rule, State
 from fedclip.scopes import Groups
 from fedclip.transforms.action import (
     FLOOR,
-    LARGEST,
     SCALE_DOWN,
     SUBNORMAL,
     Action,
     Decision,
+    most_factor,
     multiplied,
     replaced,
     split,
@@ -195,7 +196,7 @@ class NormClipping(Transform):
             reached = target * (norm / base)
             error = max(SUBNORMAL[dtype] for dtype in dtypes)
             size = sum(math.prod(array.shape) for array in arrays)
-            low = float(lowered(self.ord, reached, size, error))
+            low = float(lowered(self.ord, reached, size, error, NUMBER))
             target = target * (low / reached) if reached else 0.0
         if self.action.raises and target > norm:
             largest = min(LARGEST[dtype] for dtype in dtypes)
@@ -208,20 +209,29 @@ class NormClipping(Transform):
 
     # -- on a device, or in compiled code -----------------------------------------------------
     @property
-    def runs_on_device(self) -> bool:
-        """Whether there is a step for devices: for the L2 norm."""
-        return self.ord == 2
-
-    @property
     def runs_on_parts(self) -> bool:
-        return self.ord == 2
+        # What raises a group has to know its largest element.
+        return self.ord == 2 and not self.action.raises
 
     def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
         """Clip one gradient by norms, in the framework's own operations."""
-        if not self.runs_on_device:
-            return super().device_step(gradient, state, on_nonfinite)
+        norms = self.measure_on_device(gradient)
+        return self.clip_measured(gradient, norms, state, on_nonfinite)
+
+    def measure_on_device(self, gradient: Gradient) -> Array:
+        """Return the norm of each group."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
-        norms = xp.group_norms(arrays, groups.members)
+        if self.ord == 2:
+            return xp.group_norms(arrays, groups.members)
+        dense = [*map(xp.dense, arrays)]
+        parts = ([dense[i] for i in members] for members in groups.members)
+        return xp.stack([measure_on_device(some, self.ord, xp) for some in parts])
+
+    def clip_measured(
+        self, gradient: Gradient, norms: Array, state: State, on_nonfinite: str
+    ) -> Outcome:
+        """Clip one gradient with these norms."""
+        arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
         fine = xp.isfinite(norms)
         finite = gradient.finite(norms)
         safe = xp.where(fine, norms, 0.0)
@@ -241,7 +251,9 @@ class NormClipping(Transform):
         for group, members in enumerate(groups.members):
             for dtype in {names[i] for i in members}:
                 if dtype not in of_dtype:
-                    k = decision.factors(safe, sizes, dtype, xp)
+                    k = decision.factors(safe, sizes, dtype, xp, self.ord)
+                    if self.action.raises:
+                        k = xp.minimum(k, self._most(gradient, names, dtype))
                     if on_nonfinite == "propagate":
                         k = xp.where(fine, k, norms * float("nan"))
                     of_dtype[dtype] = k
@@ -250,3 +262,12 @@ class NormClipping(Transform):
                 for i, output in zip(chosen, products, strict=True):
                     outputs[i] = output
         return Outcome(outputs, after, norms, limits, over & finite, finite)
+
+    def _most(self, gradient: Gradient, names: Sequence[str], dtype: str) -> Array:
+        """Return for each group the factor that brings its largest element to the dtype's end."""
+        arrays, xp = gradient.arrays, gradient.backend
+        peaks = []
+        for members in gradient.groups.members:
+            some = [xp.dense(arrays[i]) for i in members if names[i] == dtype]
+            peaks.append(measure_on_device(some or [arrays[members[0]]], "inf", xp))
+        return most_factor(xp.stack(peaks), dtype, xp)

@@ -1,29 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits on single elements that follow from the past of each element.
 
-The past of a tensor is one array, in host memory. `fedclip.rules.elementwise` has the rules that
-derive limits from it.
+The past of a tensor is one array. `fedclip.rules.elementwise` has the rules that derive limits
+from it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from fedclip.arrays import HostView
+from fedclip.arrays import NUMPY, Array, HostView
 from fedclip.measures import Float64, Numbers
 from fedclip.measures.l2 import CHUNK, decode, encode
 from fedclip.rules import State
 from fedclip.rules.elementwise import ElementRule
 from fedclip.states import Statistics
 from fedclip.transforms.base import Gradient, Outcome, Transform
-from fedclip.transforms.value import value_ranges
+from fedclip.transforms.value import towards_zero, value_ranges
 
 PAST = ("past", "count")
 """Names of the arrays kept for each tensor: its past, and the number of its gradients."""
+
+
+def width(dtype: str) -> str:
+    """Return the dtype of the past of a tensor."""
+    return "float64" if dtype == "float64" else "float32"
 
 
 def recall(gradient: Gradient, local: Sequence[HostView]) -> list[dict[str, Any]]:
@@ -37,21 +43,50 @@ def recall(gradient: Gradient, local: Sequence[HostView]) -> list[dict[str, Any]
         If an array kept for a tensor does not have its shape; then nothing has changed.
     """
     names = gradient.groups.names
-    found = [_recall(n, v, gradient.kept) for n, v in zip(names, local, strict=True)]
+    pairs = zip(names, local, strict=True)
+    found = [_recall(n, v.shape, width(str(v.dtype)), gradient.kept) for n, v in pairs]
     gradient.kept.update(zip(names, found, strict=True))
     return found
 
 
-def _recall(name: str, view: HostView, kept: Statistics) -> dict[str, Any]:
-    wide = np.dtype(np.float64 if view.dtype == np.float64 else np.float32)
-    if name not in kept:
-        return {"past": np.zeros(view.shape, wide), "count": np.zeros(())}
-    past, count = (kept[name][field] for field in PAST)
-    if past.shape != view.shape or count.shape != ():
+def recall_on_device(gradient: Gradient) -> Statistics:
+    """Return the arrays kept for each tensor on the device of the tensor, by name and field."""
+    xp, result = gradient.backend, {}
+    for name, array in zip(gradient.groups.names, gradient.arrays, strict=True):
+        shape, dtype = tuple(array.shape), width(xp.dtype(array))
+        known = gradient.kept.get(name)
+        if known is None or isinstance(known["past"], np.ndarray):
+            local = _recall(name, shape, dtype, gradient.kept)
+            past, count = (xp.asarray(local[field], like=array) for field in PAST)
+            result[name] = {"past": xp.cast(past, dtype), "count": count}
+        else:
+            _check(name, tuple(known["past"].shape), shape)
+            result[name] = {**known, "past": xp.cast(known["past"], dtype)}
+    return result
+
+
+def remember(gradient: Gradient, after: Statistics, finite: Array) -> None:
+    """Keep arrays of a device after a step, if the gradient is finite."""
+    xp = gradient.backend
+    for name, fields in after.items():
+        before = gradient.kept[name]
+        gradient.kept[name] = {f: xp.where(finite, fields[f], before[f]) for f in PAST}
+
+
+def _check(name: str, held: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if held != shape:
         raise ValueError(
-            f"the state of {name!r} is of shape {past.shape}, its gradient of {view.shape}: "
+            f"the state of {name!r} is of shape {held}, its gradient of {shape}: "
             "load the state of this model, or none"
         )
+
+
+def _recall(name: str, shape: tuple[int, ...], dtype: str, kept: Statistics) -> dict[str, Any]:
+    wide = np.dtype(dtype)
+    if name not in kept:
+        return {"past": np.zeros(shape, wide), "count": np.zeros(())}
+    past, count = (kept[name][field] for field in PAST)
+    _check(name, past.shape, shape)
     if wide.itemsize < past.itemsize:
         # A wider gradient may have left numbers that are beyond float32.
         top = float(np.finfo(np.float32).max)
@@ -67,6 +102,7 @@ class PastClipping(Transform):
 
     rule: ElementRule
 
+    # -- on the host --------------------------------------------------------------------------
     def measure(self, gradient: Gradient) -> Float64:
         """Return the largest absolute element of each group."""
         ranges = value_ranges(gradient)
@@ -104,7 +140,7 @@ class PastClipping(Transform):
         for start in range(0, flat.size, CHUNK):
             piece = slice(start, start + CHUNK)
             values = decode(flat[piece])
-            result, limits, after = self.rule(values, past[piece], count)
+            result, limits, after = self.rule(values, past[piece], count, NUMPY)
             top = max(top, float(limits.max()))
             past[piece] = after
             if output is None and (result != values).any():
@@ -114,3 +150,33 @@ class PastClipping(Transform):
                 output[piece] = encode(result, dtype, towards_zero=True)
         memory["count"] = np.asarray(count + 1)
         return None if output is None else output.reshape(view.shape), top
+
+    # -- on a device, or in compiled code -----------------------------------------------------
+    def kept_on_device(self, gradient: Gradient) -> Statistics:
+        return recall_on_device(gradient)
+
+    def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
+        """Clip one gradient element by element, in the framework's own operations."""
+        arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
+        lows, highs = xp.group_extremes(arrays, groups.members)
+        norms = xp.maximum(-lows, highs)
+        finite = gradient.finite(norms)
+        gradient.kept.update(recall_on_device(gradient))
+        outputs, tops, changes, after = list(arrays), [], [], {}
+        for i, (name, array) in enumerate(zip(groups.names, arrays, strict=True)):
+            past, count = (gradient.kept[name][field] for field in PAST)
+            values = xp.cast(xp.dense(array), xp.dtype(past))
+            result, limits, new = self.rule(values, past, count, xp)
+            after[name] = {"past": new, "count": count + 1.0}
+            sized = bool(math.prod(array.shape))
+            tops.append(xp.wide(xp.largest(limits)) if sized else 0.0 * count)
+            changes.append(xp.wide(xp.largest(result - values)) if sized else 0.0 * count)
+            rounded = towards_zero(result, xp.dtype(array), xp)
+            outputs[i] = xp.stored(rounded, array)
+        remember(gradient, after, finite)
+        outputs = gradient.settled(outputs, xp.isfinite(norms), finite, on_nonfinite)
+        most = [xp.max(xp.stack([tops[i] for i in m])) for m in groups.members]
+        moved = [xp.max(xp.stack([changes[i] for i in m])) for m in groups.members]
+        return Outcome(
+            outputs, state, norms, xp.stack(most), (xp.stack(moved) > 0) & finite, finite
+        )

@@ -15,14 +15,14 @@ measured nor clipped. A 0-d array counts as one of shape (1,); a sparse array is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from fedclip.arrays import NUMPY, Array, Backend
+from fedclip.arrays import LARGEST, NUMPY, Array, Backend
 from fedclip.measures import (
     MEANS,
     Float64,
@@ -31,10 +31,18 @@ from fedclip.measures import (
     all_finite,
     degree,
     lowered,
+    measure_on_device,
     slice_measures,
 )
 from fedclip.rules import FIXED, LEARNT, Basis, State
-from fedclip.transforms.action import FLOOR, LARGEST, MARGIN, SCALE_DOWN, SUBNORMAL, Action
+from fedclip.transforms.action import (
+    FLOOR,
+    MARGIN,
+    SCALE_DOWN,
+    SUBNORMAL,
+    Action,
+    most_factor,
+)
 from fedclip.transforms.base import Gradient, Outcome, Transform
 
 
@@ -74,11 +82,11 @@ class SliceClipping(Transform):
     """A limit on the measure of every slice; see `fedclip.transforms.norm.NormClipping`.
 
     The limit is one for all slices; or, for each array, an array with a limit for each of its
-    slices. `span` returns the dims that a slice spans, given the shape of the array, for choices
-    that `dims` (see `spanned`) can not express.
+    slices; or, on a device, one flat array of all limits. `span` returns the dims that a slice
+    spans, given the shape of the array, for choices that `dims` (see `spanned`) can not express.
     """
 
-    limit: float | tuple[Any, ...]
+    limit: float | tuple[Any, ...] | Array
     dims: tuple[int, ...] | None
     inverse_dims: bool = False
     min_size: int = 1
@@ -98,7 +106,7 @@ class SliceClipping(Transform):
             axes = spanned(len(shape), self.dims, self.inverse_dims)
         else:
             axes = self.span(shape)
-        # A list, which torch.compile can follow.
+        # A list, not a generator: torch.compile can follow it.
         size = math.prod([shape[a] for a in axes])
         return axes if axes and size and math.prod(shape) and size >= self.min_size else None
 
@@ -129,7 +137,7 @@ class SliceClipping(Transform):
             axes = self.axes(tuple(array.shape))
             if axes is None:
                 continue
-            shape = tuple(1 if a in axes else n for a, n in enumerate(tuple(array.shape) or (1,)))
+            shape = _counts(tuple(array.shape) or (1,), axes)
             norms = measures[start : start + math.prod(shape)].reshape(shape)
             start += math.prod(shape)
             limit = self.limit[i] if isinstance(self.limit, tuple) else np.full(shape, self.limit)
@@ -156,7 +164,7 @@ class SliceClipping(Transform):
         if np.any(decision.target < FLOOR[dtype]):
             reached = k * norms
             size = math.prod(gradient.arrays[i].shape) // norms.size
-            low = lowered(self.ord, reached, size, SUBNORMAL[dtype])
+            low = lowered(self.ord, reached, size, SUBNORMAL[dtype], NUMPY)
             k = np.where(reached > 0, low / np.where(reached > 0, reached, 1.0), 1.0) * k
         k = k ** (1.0 / degree(self.ord))
         far = self.ord not in MEANS and np.all(decision.target <= LARGEST[dtype])
@@ -179,55 +187,105 @@ class SliceClipping(Transform):
         return backend.scale_slices(array, factors)
 
     # -- on a device, or in compiled code -----------------------------------------------------
-    @property
-    def runs_on_device(self) -> bool:
-        """Whether there is a step for devices: for the L2 norm."""
-        return self.ord == 2
+    def _spans(self, arrays: Sequence[Array]) -> dict[int, tuple[int, ...]]:
+        """Return the dims that the slices span, of the arrays that are not left alone."""
+        found = ((i, self.axes(tuple(array.shape))) for i, array in enumerate(arrays))
+        return {i: axes for i, axes in found if axes is not None}
+
+    def measure_on_device(
+        self, arrays: Sequence[Array], xp: Backend, ord: Order | None = None
+    ) -> Array:
+        """Return the measures of all slices of all arrays, of which there are some, flat."""
+        spans, ord = self._spans(arrays), self.ord if ord is None else ord
+        sliced = [_matrix(arrays[i], xp) for i in spans]
+        if ord == 2:
+            return xp.slice_norms(sliced, [*spans.values()])
+        pairs = zip(sliced, spans.values(), strict=True)
+        parts = [measure_on_device([array], ord, xp, axes) for array, axes in pairs]
+        return xp.wide(xp.joined(parts))
 
     @property
     def runs_on_parts(self) -> bool:
-        return self.ord == 2
+        # What raises a group has to know its largest element.
+        return self.ord == 2 and not self.action.raises
 
     def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
-        """Clip one gradient slice by slice, in the framework's own operations.
-
-        The limit may be a tuple of arrays of the framework, one for each array.
-        """
-        if not self.runs_on_device:
-            return super().device_step(gradient, state, on_nonfinite)
+        """Clip one gradient slice by slice, in the framework's own operations."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
-        axes = [self.axes(tuple(array.shape)) for array in arrays]
-        alone = [array for array, spanned in zip(arrays, axes, strict=True) if spanned is None]
-        sliced = {i: spanned for i, spanned in enumerate(axes) if spanned is not None}
-        tables = [arrays[i] if len(arrays[i].shape) else arrays[i][None] for i in sliced]
-        found = xp.slices_norms(tables, [*sliced.values()]) if sliced else []
-        norms = dict(zip(sliced, found, strict=True))
+        spans = self._spans(arrays)
         # Arrays that are not clipped are only checked for NaN and infinity.
-        others = [xp.group_norms(alone, [range(len(alone))])] if alone else []
-        finite = gradient.finite(*norms.values(), *others)
-        outputs = list(arrays)
-        worst = [xp.asarray([0.0], like=arrays[0])[0] for _ in groups.labels]
-        limits = [xp.asarray([math.inf], like=arrays[0])[0] for _ in groups.labels]
-        # Not `groups.index`: torch.compile can not follow what comes from NumPy.
-        group_of = {i: group for group, members in enumerate(groups.members) for i in members}
-        for i, sizes in norms.items():
-            array, group = arrays[i], group_of[i]
-            limit = (self.limit[i] if isinstance(self.limit, tuple) else self.limit) + 0.0 * sizes
-            count = math.prod(array.shape) // math.prod(sizes.shape)
-            k = self.action.decide(sizes, limit, xp).factors(sizes, [count], xp.dtype(array), xp)
+        alone = [array for i, array in enumerate(arrays) if i not in spans]
+        measured = [xp.group_norms(alone, [range(len(alone))])] if alone else []
+        outputs, nowhere = list(arrays), xp.asarray([0.0] * len(groups), like=arrays[0])
+        if not spans:
+            finite = gradient.finite(*measured)
+            outputs = gradient.settled(outputs, nowhere + 1.0 > 0, finite, on_nonfinite)
+            return Outcome(outputs, state, nowhere, nowhere + math.inf, nowhere > 0, finite)
+        norms = self.measure_on_device(arrays, xp)
+        finite = gradient.finite(norms, *measured)
+        limits = self.limit
+        if isinstance(limits, tuple):
+            # Those of weights on the host.
+            found = np.concatenate([np.ravel(limits[i]) for i in spans])
+            limits = xp.asarray(found, like=arrays[0])
+        limits = limits + 0.0 * norms
+        matrices = {i: _matrix(arrays[i], xp) for i in spans}
+        shapes = [_counts(tuple(matrix.shape), spans[i]) for i, matrix in matrices.items()]
+        many = [*map(math.prod, shapes)]
+        names = {i: xp.dtype(array) for i, array in matrices.items()}
+        for dtype in sorted({*names.values()}):
+            k = self._factors_on_device(norms, limits, matrices, many, dtype, xp)
             if on_nonfinite == "propagate":
-                k = xp.where(xp.isfinite(sizes), k, float("nan") * sizes)
-            output = xp.multiply_slices(array if len(array.shape) else array[None], k)
-            outputs[i] = output if len(array.shape) else output[0]
-            # Record the slice that is furthest over its limit, or nearest to it.
-            ratios = sizes / limit
-            excess = xp.max(ratios)
-            ahead = excess > worst[group] / limits[group]
-            largest = xp.max(xp.where(ratios < excess, 0.0, sizes))
-            worst[group] = xp.where(ahead, largest, worst[group])
-            limits[group] = xp.where(ahead, largest / excess, limits[group])
+                k = xp.where(xp.isfinite(norms), k, float("nan") * norms)
+            wide = "float64" if dtype == "float64" else "float32"
+            factors = dict(zip(spans, xp.pieces(xp.cast(k, wide), shapes), strict=True))
+            some = [i for i in spans if names[i] == dtype]
+            products = xp.multiply_slices([matrices[i] for i in some], [factors[i] for i in some])
+            for i, product in zip(some, products, strict=True):
+                outputs[i] = product if len(arrays[i].shape) else product[0]
         if on_nonfinite == "skip":
             outputs = xp.keep_if(finite, outputs)
+        # Record the slice that is furthest over its limit, or nearest to it.
+        index = xp.repeated([groups.owners[i] for i in spans], many, arrays[0])
+        ratios = norms / limits
+        most = xp.group_max(ratios, index, len(groups))
+        behind = ratios < xp.take(most, index)
+        worst, bounds = (
+            xp.group_max(xp.where(behind, 0.0, values), index, len(groups))
+            for values in (norms, limits)
+        )
         # Records know by the norm that a step was not finite.
-        sizes, bounds = xp.where(finite, xp.stack(worst), math.nan), xp.stack(limits)
-        return Outcome(outputs, state, sizes, bounds, (sizes > bounds) & finite, finite)
+        worst = xp.where(finite, xp.where(most < 0, 0.0, worst), math.nan)
+        bounds = xp.where(most < 0, math.inf, bounds)
+        over = (worst + self.action.eps > bounds) & finite
+        return Outcome(outputs, state, worst, bounds, over, finite)
+
+    def _factors_on_device(
+        self,
+        norms: Array,
+        limits: Array,
+        matrices: dict[int, Array],
+        many: Sequence[int],
+        dtype: str,
+        xp: Backend,
+    ) -> Array:
+        """Return a factor for each slice, as if all arrays had this dtype."""
+        sizes: list[int] = []
+        if dtype == "float16":
+            pairs = zip(matrices.values(), many, strict=True)
+            sizes = [math.prod(m.shape) // n for m, n in pairs for _ in range(n)]
+        k = self.action.decide(norms, limits, xp).factors(norms, sizes, dtype, xp, self.ord)
+        if not self.action.raises:
+            return k
+        peaks = self.measure_on_device([*matrices.values()], xp, "inf")
+        return xp.minimum(k, most_factor(peaks, dtype, xp))
+
+
+def _matrix(array: Array, xp: Backend) -> Array:
+    """Return an array as a dense one of at least one dimension."""
+    return xp.dense(array) if len(array.shape) else array[None]
+
+
+def _counts(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the measures of slices, with the axes that they span kept as 1."""
+    return tuple(1 if a in axes else n for a, n in enumerate(shape))

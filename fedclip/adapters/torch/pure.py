@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from fedclip.adapters.shared import check_compilable, start
 from fedclip.arrays.torch import TorchBackend
 from fedclip.modules import AGC, Clipper
-from fedclip.scopes import Groups, resolve
-from fedclip.transforms import clip_on_device
+from fedclip.scopes import Groups
+from fedclip.transforms import carried, clip_on_device
 
 _PLAIN = TorchBackend()
 
@@ -27,8 +26,9 @@ class PureClipping:
         state = pure.init(gradients)
         gradients, state = torch.compile(pure.update, fullgraph=True)(gradients, state)
 
-    The state is a NamedTuple of small tensors; save it with the model. It starts from the
-    clipper's statistics, and never changes the clipper.
+    The state holds tensors: a few numbers for each group, and for clippers that keep the past of
+    each element as much as the model; save it with the model. It starts from the clipper's
+    statistics, and never changes the clipper.
 
     Parameters
     ----------
@@ -41,15 +41,16 @@ class PureClipping:
     def __init__(self, clipper: Clipper | AGC) -> None:
         check_compilable(clipper)
         self.clipper = clipper
+        # torch.compile can look into a table, and not follow the matching of patterns.
+        self._known: dict[tuple[str, ...], Groups] = {}
 
     def init(self, gradients: Mapping[str, torch.Tensor]) -> Any:
         """Return the state before the first step, on the device of the gradients."""
+        groups = self._known[tuple(gradients)] = self._groups(gradients)
         if isinstance(self.clipper, AGC):
             return ()
-        first = start(self.clipper, self._groups(gradients))
-        like = next(iter(gradients.values()))
-        columns = (_PLAIN.asarray(np.atleast_1d(column), like=like) for column in first)
-        return type(first)(*columns)
+        first, kept = start(self.clipper, groups), self.clipper.get_state()["arrays"]
+        return carried(self.clipper.transform(groups), gradients, groups, _PLAIN, first, kept)
 
     def update(
         self,
@@ -58,7 +59,8 @@ class PureClipping:
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[dict[str, torch.Tensor], Any]:
         """Return the clipped gradients, by name, and the state after the step."""
-        groups, backend, clipper = self._groups(gradients), _backend(gradients), self.clipper
+        groups = self._known.get(tuple(gradients)) or self._groups(gradients)
+        backend, clipper = _backend(gradients), self.clipper
         if not isinstance(clipper, AGC):
             transform = clipper.transform(groups)
         elif weights is None:
@@ -77,11 +79,7 @@ class PureClipping:
         return clipped, step.state
 
     def _groups(self, gradients: Mapping[str, torch.Tensor]) -> Groups:
-        clipper, names = self.clipper, list(gradients)
-        if not isinstance(clipper, AGC):
-            return resolve(clipper.scope, clipper.exclude, names)
-        scope = "global" if clipper.unit == "global" else "tensor"
-        return resolve(scope, clipper.excluded({n: g.shape for n, g in gradients.items()}), names)
+        return self.clipper.groups({name: g.shape for name, g in gradients.items()})
 
 
 def _backend(gradients: Mapping[str, torch.Tensor]) -> TorchBackend:
