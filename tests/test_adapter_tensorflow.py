@@ -9,7 +9,16 @@ from helpers import require
 
 tf = require("tensorflow")
 
-from fedclip import AGC, FedclipWarning, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip import (  # noqa: E402
+    AGC,
+    EmaNormClip,
+    EmaValueClip,
+    FedclipWarning,
+    NormClip,
+    PercentileClip,
+    ValueClip,
+    ZScoreClip,
+)
 from fedclip.adapters.tensorflow import CompiledClipper, clip  # noqa: E402
 
 CLIPPERS = {
@@ -20,6 +29,9 @@ CLIPPERS = {
     "z-score": lambda **kw: ZScoreClip(warmup=4, max_norm=None, **kw),
     "z-score by layer": lambda **kw: ZScoreClip(warmup=4, max_norm=None, scope="layer", **kw),
     "excluding": lambda **kw: ZScoreClip(warmup=4, max_norm=None, exclude="*/b", **kw),
+    "values by their past": lambda **kw: EmaValueClip(decay=0.8, **kw),
+    "norm of the average": lambda **kw: EmaNormClip(decay=0.8, scope="layer", **kw),
+    "percentile": lambda **kw: PercentileClip(60, **kw),
 }
 SHAPES = {"enc/w": (4, 3), "enc/b": (3,), "scale": ()}
 
@@ -70,6 +82,9 @@ def test_it_does_what_the_module_does(name, compiled):
     assert found.keys() == wanted.keys()
     for label, fields in wanted.items():
         assert found[label] == pytest.approx(fields, rel=1e-9)
+    for name, fields in module.get_state()["arrays"].items():
+        for field, value in fields.items():
+            np.testing.assert_allclose(clipper.get_state()["arrays"][name][field], value, rtol=1e-9)
 
 
 def test_traced_once_over_100_steps():

@@ -13,12 +13,13 @@ from fedclip import states
 from fedclip.arrays import Array, Backend
 from fedclip.modules import AGC, Clipper
 from fedclip.scopes import Groups, resolve
-from fedclip.transforms import SliceClipping, Transform
+from fedclip.transforms import Carried, SliceClipping, Transform, carried
 
 __all__ = [
     "check_compilable",
     "clipper_of",
     "groups_of",
+    "kept",
     "load",
     "reset",
     "start",
@@ -100,9 +101,23 @@ def start(clipper: Clipper | AGC, groups: Groups, *, fresh: bool = False) -> Any
     return states.load(first, known if fits else {}, groups.labels)
 
 
+def kept(
+    clipper: Clipper | AGC, groups: Groups, tensors: Mapping[str, Array], backend: Backend
+) -> states.Statistics:
+    """Return the first arrays that a clipper keeps for these tensors, on the host."""
+    if isinstance(clipper, AGC):
+        return {}
+    transform = clipper.transform(groups)
+    first = carried(transform, tensors, groups, backend, (), clipper.get_state()["arrays"])
+    return states.fetched(first.arrays) if isinstance(first, Carried) else {}
+
+
 def load(clipper: Clipper, state: Any, labels: Sequence[str]) -> None:
     """Put the statistics of compiled code into a clipper."""
-    clipper.set_state({**clipper.get_state(), "groups": states.dump(state, labels)})
+    known = clipper.get_state()
+    if isinstance(state, Carried):
+        state, known["arrays"] = state.groups, states.fetched(state.arrays)
+    clipper.set_state({**known, "groups": states.dump(state, labels)})
 
 
 def reset(clipper: Clipper | AGC) -> None:

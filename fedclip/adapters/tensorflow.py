@@ -141,5 +141,4 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
 
     @staticmethod
     def _make(values: Any, name: str) -> Any:
-        dtype = tf.int64 if values.dtype.kind == "i" else tf.float64
-        return tf.Variable(values, dtype=dtype, trainable=False, name=name)
+        return tf.Variable(values, dtype=values.dtype, trainable=False, name=name)

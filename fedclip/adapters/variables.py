@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedclip import states
-from fedclip.adapters.shared import check_compilable, groups_of, start, transform_of
+from fedclip.adapters.shared import check_compilable, groups_of, kept, start, transform_of
 from fedclip.arrays import Array, Backend
 from fedclip.modules import AGC, Clipper
 from fedclip.records import RoundRecord, StepRecord
-from fedclip.transforms import clip_on_device
+from fedclip.transforms import Carried, clip_on_device
 
 __all__ = ["HeldClipper", "Operations"]
 
@@ -44,7 +44,10 @@ class HeldClipper:
         self.labels: tuple[str, ...] = ()
         self.variables: list[Any] = []
         """Counts of steps, clipped and nonfinite ones; norms, limits and which were clipped, of
-        the last step; and the fields of the state. None before `build`."""
+        the last step; the fields of the state; and the arrays that the clipper keeps for
+        tensors. None before `build`."""
+        self._kept: dict[tuple[str, str], Any] = {}
+        self._columns = 0
         self._groups: Any = None
         self._type: Any = None
 
@@ -61,6 +64,13 @@ class HeldClipper:
             **{field: np.atleast_1d(column) for field, column in first._asdict().items()},
         }
         self.variables = [self._ops.make(column, name) for name, column in values.items()]
+        tensors = {name: self._ops.read(weight) for name, weight in weights.items()}
+        arrays = kept(self.clipper, self._groups, tensors, self._backend)
+        for name, fields in arrays.items():
+            for field, value in fields.items():
+                self._kept[name, field] = self._ops.make(value, f"{name}/{field}")
+        self._columns = len(self.variables)
+        self.variables += self._kept.values()
 
     def clip(
         self, gradients: Mapping[str, Array], weights: Mapping[str, Array]
@@ -76,18 +86,31 @@ class HeldClipper:
                 f"{self.clipper.name} was compiled for the groups {list(labels)}, and the "
                 f"gradients have {unknown} besides"
             )
-        counts, *columns = self.variables
+        counts, *columns = self.variables[: self._columns]
         before = [ops.read(column) for column in columns]
         places = [labels.index(label) for label in groups.labels]
         whole = groups.labels == labels
         state = self._type(*(b if whole else ops.take(b, places) for b in before[1:]))
         if isinstance(self.clipper, AGC):
             weights = {name: ops.read(weight) for name, weight in weights.items()}
+        if self._kept:
+            arrays: states.Statistics = {name: {} for name in groups.names}
+            for (name, field), variable in self._kept.items():
+                if name in arrays:
+                    arrays[name][field] = ops.read(variable)
+            state = Carried(state, arrays)
         transform = transform_of(self.clipper, groups, weights, xp)
         policy = self.clipper.on_nonfinite
         clipped, step = clip_on_device(transform, gradients, groups, xp, state, policy)
         over = xp.where(step.clipped, 1.0, 0.0)
-        after = [xp.stack([step.norms, step.limits, over]), *step.state]
+        learnt = step.state
+        if isinstance(learnt, Carried):
+            for name, fields in learnt.arrays.items():
+                for field, value in fields.items():
+                    variable = self._kept[name, field]
+                    variable.assign(ops.cast(value, variable.dtype))
+            learnt = learnt.groups
+        after = [xp.stack([step.norms, step.limits, over]), *learnt]
         if not whole:
             # A group without a gradient keeps what it has.
             present = xp.asarray([float(label in groups.labels) for label in labels]) > 0
@@ -122,6 +145,9 @@ class HeldClipper:
         if self.variables:
             held = self._type(*self._numbers()[2:])
             state["groups"] = states.dump(held, self.labels)
+            state["arrays"] = {name: {} for name, _ in self._kept}
+            for (name, field), variable in self._kept.items():
+                state["arrays"][name][field] = np.array(variable.numpy())
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -136,22 +162,25 @@ class HeldClipper:
             return
         self.clipper.set_state(state)
         if self.variables:
-            self._restart(start(self.clipper, self._groups))
+            self._restart(start(self.clipper, self._groups), state["arrays"])
 
     def reset(self) -> None:
         """Forget all steps, and the state that was loaded."""
         if self.variables:
-            self._restart(start(self.clipper, self._groups, fresh=True))
+            self._restart(start(self.clipper, self._groups, fresh=True), {})
 
-    def _restart(self, state: Any) -> None:
-        columns = zip(self.variables[2:], state, strict=True)
+    def _restart(self, state: Any, arrays: states.Statistics) -> None:
+        for (name, field), variable in self._kept.items():
+            nothing = np.zeros_like(variable.numpy())
+            variable.assign(arrays.get(name, {}).get(field, nothing))
+        columns = zip(self.variables[2 : self._columns], state, strict=True)
         for variable, column in columns:
             variable.assign(np.atleast_1d(column))
         for variable in self.variables[:2]:
             variable.assign(np.zeros_like(variable.numpy()))
 
     def _numbers(self) -> list[np.ndarray[Any, Any]]:
-        return [np.asarray(variable.numpy(), np.float64) for variable in self.variables]
+        return [np.asarray(v.numpy(), np.float64) for v in self.variables[: self._columns]]
 
     def _round(self) -> RoundRecord:
         steps, clipped, nonfinite = self._numbers()[0].astype(int) if self.variables else (0, 0, 0)

@@ -345,8 +345,9 @@ def carried(
     known. Of the arrays, only dtype, shape and device count.
     """
     given = [arrays[name] for name in groups.names]
-    columns = (backend.asarray(np.atleast_1d(c), like=given[0]) for c in state)
-    state = type(state)(*columns)
+    if state:
+        columns = (backend.asarray(np.atleast_1d(c), like=given[0]) for c in state)
+        state = type(state)(*columns)
     if not transform.array_fields:
         return state
     gradient = Gradient(given, groups, backend, kept=dict(kept))
