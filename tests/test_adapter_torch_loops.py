@@ -21,6 +21,7 @@ from fedclip import (  # noqa: E402
 from fedclip.adapters.torch import (  # noqa: E402
     PureClipping,
     attach,
+    attach_update,
     clip_,
     clip_grad_norm_,
     handles,
@@ -376,3 +377,42 @@ def test_pure_clipping_with_agc(settings):
     assert not after
     with pytest.raises(TypeError, match="needs the weights"):
         pure.update(gradients, after)
+
+
+# -- clipping of updates -------------------------------------------------------------------------
+@pytest.mark.parametrize(("kind", "rate"), [("SGD", 5.0), ("Adam", 5.0), ("LBFGS", 1.0)])
+def test_updates_are_clipped_after_the_optimizer(kind, rate):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=rate)
+    clipper = NormClip(0.125)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(torch.ones(2, 3)) - 3.0).square().mean()
+        loss.backward()
+        return loss
+
+    def weights():
+        return torch.cat([p.detach().flatten().clone() for p in model.parameters()]).double()
+
+    with attach_update(optimizer, clipper, model):
+        for _ in range(5):
+            before = weights()
+            optimizer.step(closure)
+            assert float((weights() - before).norm()) <= 0.125 * (1 + 1e-4)
+    assert clipper.rounds[0].steps == 5
+    assert clipper.rounds[0].clipped > 0
+    optimizer.step(closure)
+    assert clipper.rounds[0].steps == 5
+
+
+def test_a_copy_of_an_optimizer_clips_updates_too():
+    layer = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=100.0)
+    attach_update(optimizer, NormClip(0.5), layer)
+    other, copied = copy.deepcopy([layer, optimizer])
+    before = other.weight.detach().clone()
+    other(torch.ones(1, 3)).sum().backward()
+    copied.step()
+    assert 0 < float((other.weight.detach() - before).norm()) <= 0.5 * (1 + 1e-5)

@@ -13,7 +13,7 @@ from declearn.optimizer import Optimizer
 from declearn.optimizer.regularizers import Regularizer
 from helpers import BACKENDS, each_framework, needs, require
 
-from fedclip import AGC, NonFiniteError
+from fedclip import AGC, FedclipWarning, NonFiniteError
 from fedclip.testing import check_clipper, to_numpy, to_vector
 
 SHAPES = [(), (6,), (1, 6), (4, 6), (3, 4, 6), (2, 3, 4, 6), (2, 2, 3, 2, 4)]
@@ -148,7 +148,8 @@ def test_global_is_one_ratio() -> None:
 def test_weights_of_zero_or_not_finite_leave_the_floor() -> None:
     grads = {"w": np.ones((3, 4))}
     weights = {"w": np.array([[0.0] * 4, [np.nan] * 4, [1e200, np.inf, 0, 0]])}
-    got = run(AGC(0.1, axis=0, min_norm=0.5), grads, weights)
+    with pytest.warns(FedclipWarning, match=r"weights hold NaN or infinity.* is 0\.05"):
+        got = run(AGC(0.1, axis=0, min_norm=0.5), grads, weights)
     np.testing.assert_allclose(unit_norms(got["w"], 0), 0.05)
 
 

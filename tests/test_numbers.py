@@ -159,6 +159,13 @@ def test_a_function_may_do_what_an_action_does(scope: str) -> None:
     assert ours.get_state()["groups"] == theirs.get_state()["groups"]
 
 
+def test_statistics_of_a_function_can_be_read_and_set() -> None:
+    clip = OwnLimit(to_the_mean, ZScoreClip(z_max=2.0, min_std=0.0))
+    clip.set_statistics(mean=2.0, variance=0.25)
+    assert clip.statistics()["threshold"] == 3.0
+    assert (clip.peek(2.9).limit, clip.peek(5.0).limit) == ((math.inf,), (2.0,))
+
+
 def test_a_function_without_statistics_and_what_it_may_not_return() -> None:
     clip = OwnLimit(lambda norm, past: 1.0 if norm > 2 else math.inf)
     assert [clip.update(x).clipped for x in (1.0, 3.0)] == [(False,), (True,)]

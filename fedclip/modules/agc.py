@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import glob
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from declearn.optimizer.regularizers import Regularizer
 
 from fedclip import parameters
 from fedclip.arrays import NUMBER, NUMPY, Arithmetic, Array, Backend, backend_of
+from fedclip.errors import FedclipWarning
 from fedclip.measures import l2_norms, slice_measures
 from fedclip.modules.base import Clipper
 from fedclip.privacy import kinds
@@ -87,7 +89,7 @@ class AGC(parameters.Configured, Regularizer):
     ======================  ======================================================
     zero gradient           the same object
     weights of zero         clipped to ``ratio * min_norm``
-    weights not finite      count as zero
+    weights not finite      count as zero, with a warning
     0-d, empty tensor       as any other tensor; dtype and shape are kept
     sparse gradient         as the dense one that it stands for, with "output"
     NaN or infinity         as `on_nonfinite` says
@@ -229,6 +231,13 @@ class AGC(parameters.Configured, Regularizer):
 
     def _limits(self, norms: Any, xp: Arithmetic) -> Any:
         sound = xp.where(xp.isfinite(norms), norms, 0.0)
+        if xp is NUMPY and not np.isfinite(norms).all():
+            warnings.warn(
+                "agc: weights hold NaN or infinity, and count as 0: the limit of their gradients "
+                f"is {self.ratio * (self.min_norm + self.eps)!r}",
+                FedclipWarning,
+                stacklevel=8,
+            )
         return self.ratio * (xp.maximum(sound, self.min_norm) + self.eps)
 
     def axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -396,7 +396,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         ``ready``, whether they judge by it yet.
         """
         found = dict(self._statistics().get(group, {}))
-        rule = getattr(self._transform, "rule", None)
+        rule = self._learning
         if found and isinstance(rule, History):
             one = self._transform.init(Groups((group,), (group,), ((0,),)))
             state = states.load(one, {group: found}, (group,))
@@ -416,10 +416,16 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
             if name not in known:
                 raise TypeError(f"{self.name} has no statistic {name!r}{nearest(name, known)}")
         if "count" in known:
-            rule = getattr(self._transform, "rule", None)
+            rule = self._learning
             known["count"] = max(getattr(rule, "warmup", 0), getattr(rule, "least", 1))
         groups = {**self._statistics(), group: {**known, **statistics}}
         self.set_state({**self.get_state(), "groups": groups})
+
+    @property
+    def _learning(self) -> Rule | None:
+        """The rule that keeps the statistics, if there is one."""
+        rule = getattr(self._transform, "rule", None)
+        return getattr(rule, "past", None) or rule
 
     def reset(self) -> None:
         """Forget all statistics and records."""

@@ -20,12 +20,15 @@ from fedclip.adapters.torch.names import Parameters
 from fedclip.adapters.torch.private import private_gradients
 from fedclip.adapters.torch.pure import PureClipping
 from fedclip.adapters.torch.statistics import load_state, state
+from fedclip.adapters.torch.update import UpdateHandle, attach_update
 
 __all__ = [
     "ClipHandle",
     "Parameters",
     "PureClipping",
+    "UpdateHandle",
     "attach",
+    "attach_update",
     "clip_",
     "clip_grad_norm_",
     "handles",

@@ -181,7 +181,7 @@ class _Attached:
         optimizer: Any = self._optimizer()
         reduced: Any = type(optimizer).__reduce_ex__
         make, args, state, *_ = reduced(optimizer, protocol)
-        attached = [(h.clipper, h._resolve(optimizer)) for h in self.handles]
+        attached = [(type(h), h.clipper, h._resolve(optimizer)) for h in self.handles]
         return _again, (make, args, state, attached)
 
 
@@ -190,8 +190,8 @@ def _again(
 ) -> torch.optim.Optimizer:
     optimizer = make(*args)
     optimizer.__setstate__(state)
-    for clipper, parameters in attached:
-        ClipHandle(optimizer, clipper, parameters)
+    for handle, clipper, parameters in attached:
+        handle(optimizer, clipper, parameters)
     return optimizer
 
 
@@ -200,10 +200,10 @@ def _attached(optimizer: torch.optim.Optimizer) -> _Attached:
     return found
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return what takes the steps: Accelerate's optimizers call one that they hold."""
     inner = getattr(optimizer, "optimizer", None)
-    return _inner(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+    return inner_of(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def _named_by(optimizer: torch.optim.Optimizer, clipper: Clipper | AGC) -> dict[str, torch.Tensor]:
@@ -217,7 +217,7 @@ def _named_by(optimizer: torch.optim.Optimizer, clipper: Clipper | AGC) -> dict[
 
 def handles(optimizer: torch.optim.Optimizer) -> list[ClipHandle]:
     """Return the handles of an optimizer, in the order in which they clip; also of a copy."""
-    found = vars(_inner(optimizer)).get(_REDUCE)
+    found = vars(inner_of(optimizer)).get(_REDUCE)
     return list(found.handles) if isinstance(found, _Attached) else []
 
 
@@ -275,4 +275,4 @@ def attach(
     1.732
     >>> handle.remove()
     """
-    return ClipHandle(_inner(optimizer), clipper, parameters)
+    return ClipHandle(inner_of(optimizer), clipper, parameters)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A clipper that acts on what an optimizer does to the weights.
+
+::
+
+    step()           note the weights, the optimizer's own step, clip the change of the weights
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fedclip.adapters.torch.handle import ClipHandle, inner_of
+from fedclip.adapters.torch.names import Parameters
+from fedclip.modules import AGC, Clipper
+
+__all__ = ["UpdateHandle", "attach_update"]
+
+
+class UpdateHandle(ClipHandle):
+    """A clipper of updates; made by `attach_update`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clipper: Clipper | AGC,
+        parameters: Parameters | None,
+    ) -> None:
+        super().__init__(optimizer, clipper, parameters)
+        self._before: dict[str, torch.Tensor] = {}
+        self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._before = {n: p.detach().clone() for n, p in self._resolve(optimizer).items()}
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        before, self._before = self._before, {}
+        with torch.no_grad():
+            change = {name: self._parameters[name] - weight for name, weight in before.items()}
+            if isinstance(self.clipper, AGC):
+                clipped = self.clipper.clip(change, before)
+            else:
+                clipped = self.clipper.clip(change)
+            for name, weight in before.items() if clipped is not change else ():
+                self._parameters[name].copy_(weight + clipped[name])
+
+
+def attach_update(
+    optimizer: torch.optim.Optimizer,
+    clipper: Clipper | AGC,
+    parameters: Parameters | None = None,
+) -> UpdateHandle:
+    """Clip the change of the weights in every ``optimizer.step()``.
+
+    `attach` clips what goes into the optimizer, this what comes out: momentum, adaptive step
+    sizes, weight decay and the learning rate are in it, and limits are in units of the weights.
+    It keeps a copy of the weights during each step. All else is as with `attach`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fedclip import NormClip
+    >>> layer = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = torch.optim.Adam(layer.parameters(), lr=10.0)
+    >>> before = layer.weight.detach().clone()
+    >>> with attach_update(optimizer, NormClip(0.5), layer) as handle:
+    ...     layer(torch.ones(1, 2)).sum().backward()
+    ...     optimizer.step()
+    >>> f"{float(handle.last):.2f} {float(torch.dist(layer.weight.detach(), before)):.2f}"
+    '14.14 0.50'
+    """
+    return UpdateHandle(inner_of(optimizer), clipper, parameters)
