@@ -259,7 +259,7 @@ def report(
     if plot is not None:
         showing.save_plot(result, plot)
     if html is not None:
-        showing.save_page([(folder, result)], html)
+        showing.save_page([("", folder, result)], html)
     if as_json:
         print(json.dumps(result.as_dict()))
     elif csv == "-":
