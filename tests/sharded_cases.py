@@ -338,6 +338,37 @@ def tensor_parallel_and_fully_sharded():
 
 
 @case
+def what_torch_expects_of_fully_sharded_models():
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    world = dist.get_world_size()
+    for order in (2, 1, 3, math.inf):
+        for sizes in ((world,), (world // 2, 2)):
+            alone, model = net(), net()
+            names = ("dp", "tp")[: len(sizes)]
+            # On two dimensions, the second holds copies of the model: HSDP.
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+            for layer in (model.first, model.second):
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            for batch in batches(3):
+                for one in (alone, model):
+                    one.zero_grad()
+                    one(batch).square().sum().backward()
+                before = [p.grad.to_local().clone() for p in model.parameters()]
+                expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0, order)
+                with CommDebugMode() as counted:
+                    found = clip_grad_norm_(model.parameters(), 1.0, order)
+                assert math.isclose(found.item(), expected.item(), rel_tol=1e-5)
+                if order == 2:
+                    assert counted.get_total_counts() == 1, counted.get_comm_counts()
+                for a, b, old in zip(alone.parameters(), model.parameters(), before, strict=True):
+                    torch.testing.assert_close(b.grad.full_tensor(), a.grad, rtol=1e-4, atol=1e-6)
+                    assert torch.linalg.vector_norm(b.grad.to_local(), order) <= 1.0
+                    assert not old.count_nonzero() or not torch.equal(b.grad.to_local(), old)
+
+
+@case
 def distributed_data_parallel_and_zero():
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel

@@ -1,10 +1,12 @@
 """Models that are spread over processes are clipped like whole ones."""
 
 import contextlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from helpers import require
+from helpers import PATIENCE, require
 
 torch = require("torch")
 pytest.importorskip("torch.distributed.tensor")
@@ -35,3 +37,24 @@ def test_sharded(outcomes: list[Path], name: str) -> None:
         assert file.exists(), f"process {rank} did not come so far"
         said = file.read_text()
         assert not said, f"process {rank}:\n{said}"
+
+
+def test_the_digits_in_two_processes_are_learnt_as_in_one() -> None:
+    pytest.importorskip("sklearn")
+    loops = Path(__file__).parent.parent / "examples" / "loops"
+    spread = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    said = [
+        subprocess.run(
+            [sys.executable, *command],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=True,
+        ).stdout.splitlines()[-1]
+        for command in ([*spread, str(loops / "torch_fsdp.py")], [str(loops / "torch_loop.py")])
+    ]
+    # Accuracy and number of clipped steps; then the last limit.
+    (words, limit), (expected, alone) = (line.rsplit(" ", 1) for line in said)
+    assert words == expected
+    assert float(limit) == pytest.approx(float(alone), rel=1e-5)
+    assert " 0 of them clipped" not in words

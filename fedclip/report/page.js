@@ -79,12 +79,11 @@
     const layer = [], key = element.parentElement.querySelector(".key");
     const shown = data.experiments.filter((experiment) => experiment.metrics[name]);
     shown.forEach((experiment, i) => {
-      const { server, band, of } = experiment.metrics[name];
+      const { server, band } = experiment.metrics[name];
       const color = colours[i % colours.length], dash = dashes[i % dashes.length];
-      const banded = band.length && (shown.length === 1 || of === "runs");
-      if (banded) {
+      if (band.length && shown.length === 1) {
         layer.push({ data: { values: rows(band, ["round", "least", "most"]) },
-          mark: { type: "area", color, opacity: 0.18 },
+          mark: { type: "area", color, opacity: 0.2 },
           encoding: { x, y: { ...y, field: "least" }, y2: { field: "most" } } });
       }
       layer.push({ data: { values: rows(server, ["round", "value"]) },
@@ -92,14 +91,14 @@
           point: server.length < 40 && { color } },
         encoding: { x, y: { ...y, field: "value" }, tooltip: tooltip([["round", "round"], ["value", name]]) } });
       const said = shown.length > 1 ? experiment.name
-        : band.length ? `average of the ${of}` : "average";
+        : band.length ? "average on the server" : "average of the clients";
       key.append(entry(said, (path) => {
         path.setAttribute("stroke", color);
         path.setAttribute("stroke-width", 3);
         path.setAttribute("stroke-dasharray", dash.join(" "));
       }));
-      if (banded && shown.length === 1) {
-        key.append(entry(`least to most of the ${of}`, (path) => {
+      if (band.length && shown.length === 1) {
+        key.append(entry("least to most of the clients", (path) => {
           path.setAttribute("stroke", color);
           path.setAttribute("stroke-width", 12);
           path.setAttribute("opacity", 0.2);

@@ -77,10 +77,10 @@ def clip_named(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -
         else:
             outputs = clipper.clip(gradients, backend=backend)
     if outputs is not gradients:
-        for name, gradient in gradients.items():
+        for (name, gradient), output in zip(gradients.items(), outputs.values(), strict=True):
             # A sparse gradient that becomes dense is a new tensor.
-            if outputs[name] is not gradient:
-                parameters[name].grad = outputs[name]
+            if output is not gradient:
+                parameters[name].grad = output
     return clipper.last
 
 

@@ -15,9 +15,9 @@ Prefixes of wrappers are taken off: ``module.`` (DistributedDataParallel) where 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -44,30 +44,48 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
         If the clipper tells parameters apart by name, and they have none.
     """
     if isinstance(parameters, torch.nn.Module):
-        return _plain(dict(parameters.named_parameters()))
-    if isinstance(parameters, torch.Tensor):
+        parameters = dict(parameters.named_parameters())
+    elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    pairs = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
-    if pairs and isinstance(pairs[0], torch.Tensor):
-        _check_names_unneeded(clipper)
-        pairs = list(zip(_numbers(len(pairs)), pairs, strict=True))
-    for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+    names: Sequence[str]
+    if isinstance(parameters, Mapping):
+        names, tensors = tuple(parameters), [*parameters.values()]
+    else:
+        given = list(parameters)
+        _check_given(parameters, given)
+        if given and isinstance(given[0], torch.Tensor):
+            _check_names_unneeded(clipper)
+            names, tensors = tuple(map(str, range(len(given)))), given
+        else:
+            names, tensors = tuple(pair[0] for pair in given), [pair[1] for pair in given]
+    if len({*map(id, tensors)}) < len(tensors):
+        first: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, tensor in zip(names, tensors, strict=True):
+            first.setdefault(id(tensor), (name, tensor))
+        names, tensors = tuple(n for n, _ in first.values()), [t for _, t in first.values()]
+    plain = _plain(names)
+    if type(parameters) is dict and plain == names and len(names) == len(parameters):
+        return parameters
+    return dict(zip(plain, tensors, strict=True))
+
+
+def _check_given(parameters: Iterable[Any], given: Sequence[Any]) -> None:
+    """Raise an error for what is neither pairs nor tensors."""
+    if not given and iter(parameters) is parameters:
+        raise ValueError(
+            "there are no parameters: an iterator such as model.parameters() has none the second "
+            "time; give the model, or call model.parameters() at each step"
+        )
+    tensors = bool(given) and isinstance(given[0], torch.Tensor)
+    for one in given:
+        fits = (
+            isinstance(one, torch.Tensor) if tensors else isinstance(one, tuple) and len(one) == 2
+        )
+        if not fits:
             raise TypeError(
                 "give a model, model.named_parameters() or model.parameters(); "
-                f"got {type(pair).__name__} among {type(parameters).__name__}"
+                f"got {type(one).__name__} among {type(parameters).__name__}"
             )
-    # Tied parameters have one gradient, under the first of their names.
-    first: dict[int, tuple[str, torch.Tensor]] = {}
-    for pair in pairs:
-        first.setdefault(id(pair[1]), pair)
-    names = unique(name for name, _ in first.values())
-    return _plain(dict(zip(names, (p for _, p in first.values()), strict=True)))
-
-
-@lru_cache(maxsize=16)
-def _numbers(count: int) -> tuple[str, ...]:
-    return tuple(map(str, range(count)))
 
 
 def _check_names_unneeded(clipper: Clipper | AGC) -> None:
@@ -80,21 +98,25 @@ def _check_names_unneeded(clipper: Clipper | AGC) -> None:
         )
 
 
-def _plain(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the parameters by names without the prefixes of wrappers."""
-    names = list(parameters)
+# A loop has the same names at each step.
+@lru_cache(maxsize=64)
+def _plain(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names without the prefixes of wrappers, all different."""
+    if not all(isinstance(name, str) for name in given):
+        raise TypeError(f"names of parameters must be strings, got {list(given)!r:.200}")
+    names = unique(given)
     while names and all(name.startswith("module.") for name in names):
         names = [name.removeprefix("module.") for name in names]
     for wrapper in _WRAPPERS:
-        names = [name.replace(wrapper, "") if wrapper in name else name for name in names]
+        names = [name.replace(wrapper, "") for name in names]
     # Keep names that are different only with their prefixes.
-    if len(set(names)) < len(parameters):
-        return parameters
-    return dict(zip(names, parameters.values(), strict=True))
+    return tuple(names) if len(set(names)) == len(given) else tuple(unique(given))
 
 
 def check_sharding(parameters: Iterable[torch.Tensor]) -> None:
     """Raise a TypeError for pieces of flat parameters, which do not say whose pieces they are."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
     for parameter in parameters:
         if getattr(parameter, "_fsdp_flattened", False):
             raise TypeError(

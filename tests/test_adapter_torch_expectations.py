@@ -1,0 +1,196 @@
+"""What torch expects of its own clip functions, asked of fedclip's; docs/torch.md has the table.
+
+The expectations are those of torch's test_nn.py, written here anew.
+"""
+
+import math
+from collections import Counter
+
+import pytest
+from helpers import require
+
+torch = require("torch")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from fedclip import (  # noqa: E402
+    AGC,
+    FedclipWarning,
+    NonFiniteError,
+    NormClip,
+    ValueClip,
+    ZScoreClip,
+)
+from fedclip.adapters.torch import clip_, clip_grad_norm_  # noqa: E402
+
+ORDERS = [0.5, 1.5, 2, 4, math.inf, "inf"]
+
+
+def layer_with(*gradients):
+    layer = torch.nn.Linear(10, 10)
+    for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
+        parameter.grad = None if gradient is None else gradient.clone().view_as(parameter)
+    return layer
+
+
+def norm_of(parameters, order):
+    values = torch.cat([p.grad.reshape(-1) for p in parameters]).double()
+    return float(torch.linalg.vector_norm(values, float(order)))
+
+
+LARGE = torch.arange(1.0, 101).view(10, 10), torch.ones(10) / 1000
+SMALL = torch.rand(10, 10) / 10_000, torch.ones(10) / 500
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_norm_of_any_order_is_returned_and_brought_to_the_limit(order):
+    layer = layer_with(*LARGE)
+    before = norm_of(layer.parameters(), order)
+    found = clip_grad_norm_(layer.parameters(), 2.0, norm_type=order)
+    assert float(found) == pytest.approx(before, rel=1e-6)
+    assert norm_of(layer.parameters(), order) == pytest.approx(2.0, rel=1e-5)
+    # One factor for all.
+    ratios = [p.grad / g.view_as(p) for p, g in zip(layer.parameters(), LARGE, strict=True)]
+    ratios = torch.cat([r.reshape(-1) for r in ratios])
+    torch.testing.assert_close(ratios, ratios[:1].expand_as(ratios))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_small_gradients_are_left_as_they_are(order):
+    layer = layer_with(*SMALL)
+    most = 2.0 * norm_of(layer.parameters(), order)
+    clip_grad_norm_(layer.parameters(), most, norm_type=order)
+    for parameter, gradient in zip(layer.parameters(), SMALL, strict=True):
+        assert torch.equal(parameter.grad, gradient.view_as(parameter))
+
+
+def test_a_tensor_and_a_list_of_it_are_clipped_alike():
+    alone, listed = torch.nn.Parameter(torch.zeros(10, 10)), torch.nn.Parameter(torch.zeros(10, 10))
+    alone.grad, listed.grad = LARGE[0].clone(), LARGE[0].clone()
+    clip_grad_norm_(alone, 0.5)
+    clip_grad_norm_([listed], 0.5)
+    assert torch.equal(alone.grad, listed.grad)
+
+
+def test_parameters_without_a_gradient_are_left_out():
+    layer = layer_with(LARGE[0], None)
+    assert float(clip_grad_norm_(layer.parameters(), 1.0)) == pytest.approx(float(LARGE[0].norm()))
+    assert layer.bias.grad is None
+    assert float(clip_grad_norm_(layer_with(None, None).parameters(), 1.0)) == 0.0
+
+
+@pytest.mark.parametrize("second", [torch.ones(10) * 3, None])
+def test_values_are_brought_into_the_range(second):
+    layer = layer_with(torch.arange(-50.0, 50).view(10, 10) / 5, second)
+    clip_(layer.parameters(), ValueClip(2.5))
+    for parameter in layer.parameters():
+        if parameter.grad is not None:
+            assert parameter.grad.max() <= 2.5
+            assert parameter.grad.min() >= -2.5
+    assert layer.weight.grad[5, 1] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("order", [0.1, 1, 2, 3.5, math.inf])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_an_error_if_not_finite(order, bad):
+    gradient = torch.ones(10)
+    gradient[3] = bad
+    parameter = torch.nn.Parameter(torch.ones(10))
+    parameter.grad = gradient.clone()
+    # torch: a RuntimeError. As there, the gradient stays as it was.
+    with pytest.raises(NonFiniteError):
+        clip_grad_norm_(parameter, 1.0, norm_type=order, error_if_nonfinite=True)
+    torch.testing.assert_close(parameter.grad, gradient, equal_nan=True, rtol=0, atol=0)
+
+
+def test_no_error_if_not_finite_skips_the_step():
+    # torch: multiplies by 0 or NaN.
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([math.inf, 1.0])
+    with pytest.warns(FedclipWarning, match="skipped"):
+        assert not math.isfinite(clip_grad_norm_(parameter, 1.0))
+    assert parameter.grad.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("order", [0, -1, -math.inf])
+def test_orders_that_are_no_norms_are_refused(order):
+    # torch: 0 counts what is not 0, and scaling does not change that.
+    with pytest.raises(ValueError, match="ord must be a number > 0"):
+        clip_grad_norm_(layer_with(*LARGE), 1.0, norm_type=order)
+
+
+def test_an_iterator_that_is_used_up_is_refused():
+    # torch: warns that nothing is clipped.
+    parameters = layer_with(*LARGE).parameters()
+    clip_grad_norm_(parameters, 1.0)
+    with pytest.raises(ValueError, match="the second time"):
+        clip_grad_norm_(parameters, 1.0)
+
+
+def test_foreach_is_no_parameter():
+    with pytest.raises(TypeError, match="foreach"):
+        clip_grad_norm_(layer_with(*LARGE), 1.0, foreach=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_each_dtype_and_a_mix(dtype):
+    parameters = [torch.nn.Parameter(torch.zeros(4, dtype=d)) for d in (dtype, torch.float32)]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 3.0)
+    assert float(clip_grad_norm_(parameters, 1.0)) == pytest.approx(72**0.5)
+    assert 0.99 < norm_of(parameters, 2) <= 1.0
+
+
+# -- operations on a device ----------------------------------------------------------------------
+class Counted(TorchDispatchMode):
+    """Counts operations; tensors on "meta" have no values, so that a synchronisation fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+    def total(self):
+        return sum(self.names.values())
+
+
+def on_meta(count):
+    parameters = {
+        f"p{i}": torch.nn.Parameter(torch.zeros(8, 4, device="meta")) for i in range(count)
+    }
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    return parameters
+
+
+@pytest.mark.parametrize("count", [20, 200])
+@pytest.mark.parametrize(
+    ("make", "most"),
+    # Operations for each tensor, and besides.
+    [
+        (lambda: NormClip(1.0), (1, 40)),
+        (lambda: ZScoreClip(), (1, 180)),
+        (lambda: ValueClip(1.0), (8, 40)),
+        (lambda: AGC(), (8, 70)),
+    ],
+)
+def test_operations_on_a_device_without_a_synchronisation(make, most, count):
+    parameters, clipper = on_meta(count), make()
+    clip_(parameters, clipper)
+    with Counted() as ours:
+        clip_(parameters, clipper)
+    assert ours.total() <= most[0] * count + most[1], ours.names
+
+
+@pytest.mark.parametrize("count", [20, 200, 1000])
+def test_no_more_operations_on_a_device_than_torch(count):
+    parameters, clipper = on_meta(count), NormClip(1.0)
+    clip_(parameters, clipper)
+    with Counted() as ours:
+        clip_(parameters, clipper)
+    with Counted() as theirs:
+        torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+    assert ours.total() <= 1.1 * theirs.total()
