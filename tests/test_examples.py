@@ -15,7 +15,14 @@ LOOPS = Path(__file__).parent.parent / "examples" / "loops"
 def _loops_importable(monkeypatch):
     monkeypatch.syspath_prepend(str(LOOPS))
     yield
-    for name in ("task", "torch_loop", "keras_fit", "jax_loop"):
+    for name in (
+        "task",
+        "torch_loop",
+        "lightning_fit",
+        "transformers_train",
+        "keras_fit",
+        "jax_loop",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -38,3 +45,29 @@ def test_the_same_clipper_has_the_same_limits_in_each_loop(capsys):
     shown = capsys.readouterr().out
     assert shown.count("of them clipped") == 3
     assert " 0 of them clipped" not in shown
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+@pytest.mark.usefixtures("_loops_importable")
+def test_lightning_has_the_limits_of_the_plain_loop():
+    require("torch")
+    pytest.importorskip("lightning")
+    found, expected = (importlib.import_module(f).train() for f in ("lightning_fit", "torch_loop"))
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+@pytest.mark.usefixtures("_loops_importable")
+def test_a_small_transformer_learns_the_digits(capsys):
+    require("torch")
+    pytest.importorskip("transformers")
+    limits, accuracy = importlib.import_module("transformers_train").train()
+    assert len(limits) == 11
+    assert accuracy > 0.7
+    assert " 0 of them clipped" not in capsys.readouterr().out

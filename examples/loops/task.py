@@ -1,4 +1,4 @@
-"""What the three loops share: data, model, batches and clipper.
+"""What the loops share: data, model, batches and clipper.
 
 Softmax regression on scikit-learn's handwritten digits, in float64, so that the loops can be
 compared to many digits. One image in a hundred has its pixels in another unit.
