@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from helpers import PATIENCE, needs
 
-from fedclip import NormClip, ZScoreClip
+from fedclip import AGC, NormClip, ZScoreClip
 
 pytestmark = pytest.mark.slow
 
@@ -121,18 +121,42 @@ def test_torch_on_another_device_is_multiplied_by_a_number(in_place: bool) -> No
     assert [t.tolist() for t in backend.scale(near, 0.5)] == [[0.5] * 3, 1.0]
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_skipped_step_is_zero_and_another_one_is_kept_to_the_bit(
+    in_place: bool, kept: bool
+) -> None:
+    needs("torch")
+    import torch
+
+    from fedclip.arrays.torch import TorchBackend, TorchInPlace
+
+    backend = TorchInPlace() if in_place else TorchBackend()
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    given = [torch.tensor([-0.0, 3.0, -torch.inf, torch.nan], dtype=d) for d in dtypes]
+    given += [torch.tensor(5.0), torch.empty(0), torch.ones(3, 2).T]
+    outputs = backend.keep_if(torch.tensor(kept), [t.clone() for t in given])
+    for output, tensor in zip(outputs, given, strict=True):
+        wanted = tensor if kept else torch.zeros_like(tensor)
+        assert output.dtype == tensor.dtype
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+        assert torch.equal(output.view(bits), wanted.view(bits))
+
+
 @pytest.mark.parametrize(
-    ("make", "most"),
+    ("make", "most", "grows"),
     [
-        (partial(NormClip, 1.0, on_nonfinite="propagate"), 30),
-        (partial(NormClip, 1.0), 50),
-        (partial(ZScoreClip, on_nonfinite="propagate"), 135),
-        (partial(ZScoreClip), 155),
+        (partial(NormClip, 1.0, on_nonfinite="propagate"), 25, 0),
+        (partial(NormClip, 1.0), 25, 0),
+        (partial(ZScoreClip, on_nonfinite="propagate"), 130, 0),
+        (partial(ZScoreClip), 130, 0),
+        # Two norms for each tensor: of its units, and of those of its weights.
+        (partial(AGC, 0.1), 90, 2),
     ],
 )
 @pytest.mark.parametrize("in_place", [False, True])
-def test_number_of_operations_on_a_device(make: Any, most: int, in_place: bool) -> None:
-    """Each may be a launch; "skip" takes one more for each tensor, and nothing else grows."""
+def test_number_of_operations_on_a_device(make: Any, most: int, grows: int, in_place: bool) -> None:
+    """Each may be a launch; what there is for each tensor is in operations for many."""
     needs("torch")
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -151,12 +175,12 @@ def test_number_of_operations_on_a_device(make: Any, most: int, in_place: bool) 
     def count(tensors: int) -> int:
         clip, backend = make(), TorchInPlace() if in_place else TorchBackend()
         gradient = {f"t{i}": torch.empty(3, 5, device="meta") for i in range(tensors)}
+        weights = [{name: t.clone() for name, t in gradient.items()}] * isinstance(clip, AGC)
         # The first step makes the state on the device.
-        clip.clip(gradient, backend=backend)
+        clip.clip(gradient, *weights, backend=backend)
         with Count() as mode:
-            clip.clip(gradient, backend=backend)
+            clip.clip(gradient, *weights, backend=backend)
         return mode.made
 
     assert count(20) <= most
-    grows = 20 if make().on_nonfinite == "skip" else 0
-    assert count(40) - count(20) == grows
+    assert count(40) - count(20) == 20 * grows

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,38 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 # A table, not `functools.cache`: torch.compile can look into a table.
 _DTYPES = {n: getattr(torch, n) for n in ("float16", "bfloat16", "float32", "float64")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# One operation for many tensors: torch has none that makes numbers of NaN, so multiply the bits.
+_LIBRARY: Any = torch.library.Library("fedclip", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("keep_if(Tensor[] tensors, Tensor condition) -> Tensor[]")
+_LIBRARY.define("keep_if_(Tensor(a!)[] tensors, Tensor condition) -> ()")
+
+
+def _bits(tensors: list[torch.Tensor]) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+    """Yield the places of tensors of one size of elements, and their bits as integers."""
+    for size, dtype in _BITS.items():
+        places = [i for i, t in enumerate(tensors) if t.dtype.itemsize == size]
+        if places:
+            yield places, [tensors[i].view(dtype) for i in places]
+
+
+def _keep_if(tensors: list[torch.Tensor], condition: torch.Tensor) -> list[torch.Tensor]:
+    result = list(tensors)
+    for places, bits in _bits(tensors):
+        kept = torch._foreach_mul(bits, condition.to(bits[0].dtype))
+        for i, values in zip(places, kept, strict=True):
+            result[i] = values.view(tensors[i].dtype)
+    return result
+
+
+def _keep_if_(tensors: list[torch.Tensor], condition: torch.Tensor) -> None:
+    for _, bits in _bits(tensors):
+        torch._foreach_mul_(bits, condition.to(bits[0].dtype))
+
+
+_LIBRARY.impl("keep_if", _keep_if, "CompositeExplicitAutograd")
+_LIBRARY.impl("keep_if_", _keep_if_, "CompositeExplicitAutograd")
 
 
 class TorchBackend(Backend):
@@ -201,7 +233,13 @@ class TorchBackend(Backend):
         if isinstance(x, float) and isinstance(y, float):
             # torch makes float32 of two Python numbers.
             y = self.asarray(y, like=condition)
+        # Number and array in one operation, not two.
+        if isinstance(x, float) and y.shape == condition.shape:
+            return y.masked_fill(condition, x)
         return torch.where(condition, x, y)
+
+    def sound(self, x: Array) -> Array:
+        return torch.nan_to_num(x, 0.0, 0.0, 0.0)
 
     def isfinite(self, x: Array) -> Array:
         # Half as many operations as `torch.isfinite` makes; NaN is not below anything.
@@ -279,6 +317,13 @@ class TorchBackend(Backend):
         # Cast back: the product of two 0-d tensors is as wide as the factor.
         return [p.to(t.dtype) for p, t in zip(products, arrays, strict=True)]
 
+    def rescale(self, arrays: Sequence[Array], factor: Array, keep: Array | None) -> list[Array]:
+        products = self.multiply(arrays, factor)
+        if keep is None or not self._foreach(products):
+            return products if keep is None else self.keep_if(keep, products)
+        torch.ops.fedclip.keep_if_(products, keep.to(products[0].device))
+        return products
+
     @staticmethod
     def _alike(arrays: Sequence[torch.Tensor]) -> bool:
         """Return whether all tensors are dense and on one device."""
@@ -297,6 +342,11 @@ class TorchBackend(Backend):
         return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
     def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
+        if self._foreach(arrays):
+            kept: list[torch.Tensor] = torch.ops.fedclip.keep_if(
+                list(arrays), condition.to(arrays[0].device)
+            )
+            return kept
         nothing = torch.zeros((), device=condition.device)
         # A 0-d tensor does not widen the result, but it may be wider than one of half precision.
         return [
@@ -346,12 +396,14 @@ class TorchBackend(Backend):
 
     def joined(self, arrays: Sequence[Array]) -> Array:
         first = arrays[0].device
-        return torch.cat([self._values(t).reshape(-1).to(first) for t in arrays])
+        values = [self._values(t).to(first) for t in arrays]
+        return torch.cat([v if v.dim() == 1 else v.reshape(-1) for v in values])
 
     def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
         if array.dtype != torch.float64 and array.device.type != "mps":
             # No square of a narrower dtype overflows or underflows in float64.
-            return torch.linalg.vector_norm(array.detach(), dim=axes, dtype=torch.float64)
+            array = self._values(array)
+            return torch.linalg.vector_norm(array, dim=axes, dtype=torch.float64)
         wide = self.wide(array)
         peak = wide.abs().amax(dim=axes, keepdim=True)
         peak = torch.where(peak > 0, peak, torch.ones_like(peak))
@@ -384,7 +436,9 @@ class TorchBackend(Backend):
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return False
-        return not any(t.requires_grad for t in arrays) and TorchBackend._alike(arrays)
+        if not arrays or any(t.requires_grad for t in arrays):
+            return False
+        return TorchBackend._alike(arrays)
 
     def repeated(self, numbers: Sequence[int], times: Sequence[int], like: Array) -> Array:
         table = self.asarray([list(numbers), list(times)], like=like).long()
@@ -455,6 +509,9 @@ class TorchInPlace(TorchBackend):
         return list(arrays)
 
     def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
+        if self._foreach(arrays):
+            torch.ops.fedclip.keep_if_(list(arrays), condition.to(arrays[0].device))
+            return list(arrays)
         lost = ~condition
         for tensor in arrays:
             values = tensor if tensor.layout == torch.strided else tensor._values()

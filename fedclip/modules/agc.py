@@ -230,7 +230,6 @@ class AGC(parameters.Configured, Regularizer):
         return float(self._limits(float(weight_norm), NUMBER))
 
     def _limits(self, norms: Any, xp: Arithmetic) -> Any:
-        sound = xp.where(xp.isfinite(norms), norms, 0.0)
         if xp is NUMPY and not np.isfinite(norms).all():
             warnings.warn(
                 "agc: weights hold NaN or infinity, and count as 0: the limit of their gradients "
@@ -238,7 +237,8 @@ class AGC(parameters.Configured, Regularizer):
                 FedclipWarning,
                 stacklevel=8,
             )
-        return self.ratio * (xp.maximum(sound, self.min_norm) + self.eps)
+        size = xp.maximum(xp.sound(norms), self.min_norm)
+        return self.ratio * (size + self.eps if self.eps else size)
 
     def axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the dims over which a unit of a tensor of this shape spans; None: left alone."""

@@ -67,7 +67,8 @@ class Decision(NamedTuple):
 
         `sizes` are the numbers of elements; only float16 needs them.
         """
-        ratio = self.ratio(xp)
+        still = ~self.moved
+        ratio = self.target / xp.where(still, 1.0, self.base)
         if dtype == "float16":
             # Subtract what rounding may add if products become subnormal.
             size = xp.asarray(sizes, like=norms)
@@ -76,8 +77,8 @@ class Decision(NamedTuple):
         k = (xp.sqrt(ratio) if degree(ord) == 2 else ratio) * (1.0 - MARGIN[dtype])
         if dtype != "float16":
             # Devices treat subnormals differently, so make none: return zeros.
-            k = xp.where(self.target < FLOOR[dtype], 0.0 * k, k)
-        return xp.where(self.moved, k, 1.0)
+            k = xp.where(self.target < FLOOR[dtype], 0.0, k)
+        return xp.where(still, 1.0, k)
 
     def ratio(self, xp: Arithmetic) -> Any:
         """Return the factor of each group; it has no meaning where not `moved`."""

@@ -191,12 +191,15 @@ class Gradient:
 
     def finite(self, *measured: Array) -> Array:
         """Whether all measures and the excluded tensors are finite; an array on the device."""
+        return self.all_fine(*map(self.backend.isfinite, measured))
+
+    def all_fine(self, *fine: Array) -> Array:
+        """Whether all these hold, and the excluded tensors are finite; an array on the device."""
         xp = self.backend
         if self.rest:
             rest = [*self.rest.values()]
-            measured += (xp.group_norms(rest, [range(len(rest))]),)
-        found = [xp.all(xp.isfinite(numbers)) for numbers in measured]
-        return reduce(operator.and_, found)
+            fine += (xp.isfinite(xp.group_norms(rest, [range(len(rest))])),)
+        return reduce(operator.and_, map(xp.all, fine))
 
     def settled(
         self, outputs: Sequence[Array], fine: Array, finite: Array, on_nonfinite: str

@@ -159,7 +159,7 @@ class Centralizing(Transform):
             fine.append(xp.isfinite(peak))
             largest.append(xp.max(xp.stack([zero, *means])))
         norms = xp.stack(largest)
-        finite = gradient.finite(xp.where(xp.stack(fine), 0.0 * norms, math.nan))
+        finite = gradient.all_fine(xp.stack(fine))
         for i, centre in centres.items():
             top = LARGEST[xp.dtype(arrays[i])]
             shifted = xp.wide(dense[i]) - centre
@@ -274,7 +274,7 @@ class Standardizing(Transform):
                 outputs[i] = xp.stored(x / xp.cast(divisor, xp.dtype(x)), arrays[i])
             found.append(unit * deviation)
         norms, fine = xp.stack(found), xp.isfinite(xp.stack(peaks))
-        finite = gradient.finite(norms) & xp.all(fine)
+        finite = gradient.all_fine(fine)
         outputs = gradient.settled(outputs, fine, finite, on_nonfinite)
         limits = 0.0 * norms + 1.0
         return Outcome(outputs, state, norms, limits, (norms > 1.0) & finite, finite)

@@ -233,8 +233,8 @@ class NormClipping(Transform):
         """Clip one gradient with these norms."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
         fine = xp.isfinite(norms)
-        finite = gradient.finite(norms)
-        safe = xp.where(fine, norms, 0.0)
+        finite = gradient.all_fine(fine)
+        safe = xp.sound(norms)
         limits, after = self.rule(safe, state, xp)
         after = type(state)(*xp.choose(finite, after, state))
         decision = self.action.decide(safe, limits, xp)

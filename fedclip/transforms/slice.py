@@ -216,8 +216,9 @@ class SliceClipping(Transform):
         # Arrays that are not clipped are only checked for NaN and infinity.
         alone = [array for i, array in enumerate(arrays) if i not in spans]
         measured = [xp.group_norms(alone, [range(len(alone))])] if alone else []
-        outputs, nowhere = list(arrays), xp.asarray([0.0] * len(groups), like=arrays[0])
+        outputs = list(arrays)
         if not spans:
+            nowhere = xp.asarray([0.0] * len(groups), like=arrays[0])
             finite = gradient.finite(*measured)
             outputs = gradient.settled(outputs, nowhere + 1.0 > 0, finite, on_nonfinite)
             return Outcome(outputs, state, nowhere, nowhere + math.inf, nowhere > 0, finite)
