@@ -400,6 +400,72 @@ def test_each_record_has_its_own_dropout() -> None:
     assert len({row.tobytes() for row in seen}) == 40
 
 
+def keras_layers(kind: str) -> Any:
+    import keras
+
+    layers = keras.layers
+    inputs = keras.Input((7,))
+    found = layers.Embedding(11, 6)(inputs)
+    if kind == "attention":
+        found = layers.GlobalAveragePooling1D()(layers.MultiHeadAttention(2, 3)(found, found))
+    else:
+        found = {"lstm": layers.LSTM, "gru": layers.GRU}[kind](5)(found)
+    return keras.Model(inputs, layers.Dense(3)(found))
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru", "attention"])
+def test_keras_layers_without_a_vectorized_gradient(kind: str) -> None:
+    require("tensorflow")
+    import keras
+    import tensorflow as tf
+    from declearn.model.tensorflow import TensorflowModel
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = TensorflowModel(keras_layers(kind), loss)
+    model.initialize({"features_shape": (7,)})
+    x, y = rng().integers(0, 11, (13, 7)), rng().integers(0, 3, 13)
+    sums, _ = clipped_sum(model, [(x, y, None)], flat, micro_batch=5)
+    total: dict[str, Any] = {}
+    for i in range(13):
+        grads = model.compute_batch_gradients((x[i : i + 1], y[i : i + 1], None)).coefs
+        dense = {n: numbers(tf.convert_to_tensor(a)) for n, a in grads.items()}
+        factor = min(1.0, C / np.sqrt(sum((a**2).sum() for a in dense.values())))
+        for name, array in dense.items():
+            total[name] = total.get(name, 0.0) + factor * array
+    for name, array in total.items():
+        np.testing.assert_allclose(sums[name], array, rtol=0, atol=1e-6)
+
+
+def test_each_record_has_its_own_dropout_in_keras_and_haiku() -> None:
+    require("tensorflow")
+    require("jax")
+    import haiku as hk
+    import keras
+    from declearn.model.haiku import HaikuModel
+    from declearn.model.tensorflow import TensorflowModel
+
+    net = keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(1, use_bias=False)])
+
+    def dropped(x: Any) -> Any:
+        return hk.Linear(1, with_bias=False)(hk.dropout(hk.next_rng_key(), 0.5, x))
+
+    models: list[Any] = [
+        TensorflowModel(net, keras.losses.MeanSquaredError()),
+        HaikuModel(dropped, lambda found, y: ((found - y) ** 2).sum(-1), seed=0),
+    ]
+    batch = (np.ones((40, 64), "float32"), np.full((40, 1), 9.0, "float32"), None)
+    for model in models:
+        model.initialize({"features_shape": (64,), "data_type": "float32"})
+        seen: list[Any] = []
+
+        def look(arrays: Any, seen: list[Any] = seen) -> Any:
+            seen.append(next(iter(arrays.values())) != 0)
+            return arrays
+
+        clipped_sum(model, [batch], flat, each=look)
+        assert len({row.tobytes() for row in seen}) == 40
+
+
 # -- refusals ----------------------------------------------------------------------------------
 def test_layers_that_mix_records_are_refused_by_name() -> None:
     require("torch")
@@ -443,6 +509,19 @@ def test_keras_batch_normalization_is_refused_by_name() -> None:
     model.initialize({"features_shape": (4,)})
     with pytest.raises(ValueError, match=r"the layer 'bn' \(BatchNormalization\) mixes"):
         check(model)
+
+
+def test_haiku_models_with_a_state_are_refused_by_haiku() -> None:
+    require("jax")
+    import haiku as hk
+    from declearn.model.haiku import HaikuModel
+
+    def normed(x: Any) -> Any:
+        return hk.Linear(1)(hk.BatchNorm(True, True, 0.9)(x, is_training=True))
+
+    model = HaikuModel(normed, lambda found, y: found.sum(-1), seed=0)
+    with pytest.raises(ValueError, match="transform_with_state"):
+        model.initialize({"features_shape": (4,), "data_type": "float32"})
 
 
 def test_class_weights_and_other_models_are_refused() -> None:

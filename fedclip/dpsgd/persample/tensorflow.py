@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of single records in TensorFlow: `vectorized_map` of a gradient."""
+"""Gradients of single records in TensorFlow: `vectorized_map` of a gradient.
+
+Recurrent layers have no vectorized gradient, and that of attention fails; layers with random
+numbers would give all records the same. In models that have such a layer, records go one by one.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,13 @@ from declearn.model.tensorflow import TensorflowModel, TensorflowVector
 from fedclip.dpsgd.persample.base import Float64, at_once
 
 __all__ = ["TensorflowStack", "check", "shapes", "stacks", "vector"]
+
+_ONE_BY_ONE = (
+    tf.keras.layers.RNN,
+    tf.keras.layers.Attention,
+    tf.keras.layers.GroupQueryAttention,
+    tf.keras.layers.MultiHeadAttention,
+)
 
 # To trace takes long: once for a model.
 _TRACED: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -111,6 +122,10 @@ def _rows(array: Any) -> Any:
 
 def _together(model: TensorflowModel) -> Any:
     keras = model._model
+    alone = any(
+        isinstance(layer, _ONE_BY_ONE) or hasattr(layer, "seed_generator")
+        for layer in keras._flatten_layers()
+    )
 
     def one(record: Any) -> Any:
         alone = tf.nest.map_structure(lambda a: tf.expand_dims(a, 0), record)
@@ -126,7 +141,11 @@ def _together(model: TensorflowModel) -> Any:
 
     def together(given: Any, rows: Any) -> Any:
         records = tf.nest.map_structure(lambda a: tf.gather(a, rows), given)
-        found = tf.vectorized_map(one, records)
+        if alone:
+            kinds = [v.dtype for v in model._get_weight_variables(trainable=True)]
+            found = tf.map_fn(one, records, fn_output_signature=kinds)
+        else:
+            found = tf.vectorized_map(one, records)
         wide = [_rows(array) for array in found]
         return found, tf.stack([tf.reduce_sum(r * r, axis=1) for r in wide], axis=1)
 
