@@ -233,6 +233,8 @@ def test_the_quickrun_example(tmp_path: Path) -> None:
     text = config.read_text().replace("port = 8765", f"port = {port}")
     config.write_text(text.replace("rounds = 5", "rounds = 2"))
 
+    errors: list[str] = []
+
     def call(*command: str) -> str:
         done = subprocess.run(
             [sys.executable, *command],
@@ -249,12 +251,18 @@ def test_the_quickrun_example(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr[-2000:]
+        errors.append(done.stderr)
         return done.stdout
 
     call("prepare.py")
     assert "No problem." in call("-m", "fedclip", "check", "config.toml")
     said = call("-m", "fedclip", "quickrun", "config.toml")
-    assert said.endswith("fedclip: 3 clients; see  fedclip report result\n")
+    assert said == "fedclip: 3 clients; see  fedclip report result\n"
+    # declearn's log goes to files; what remains is one line a round.
+    assert [line[:21] for line in errors[-1].splitlines()] == [
+        f"quickrun: {done} of 2 done" for done in (1, 2)
+    ]
+    assert "Initiating training round 2" in (folder / "result/server/logs.txt").read_text()
     shown = call("-m", "fedclip", "report", "result")
     for node in ("client_0", "client_1", "client_2", "server"):
         assert node in shown

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -55,6 +56,12 @@ class Report:
     def experiments(self) -> tuple[str, ...]:
         """The folders that hold the nodes of one federation, relative to the report's."""
         return tuple(dict.fromkeys(row.experiment for row in self.rows))
+
+    def only(self, experiments: Collection[str]) -> Report:
+        """Return the report of some of the experiments."""
+        rows = tuple(row for row in self.rows if row.experiment in experiments)
+        curves = tuple(c for c in self.curves if c.node.rpartition("/")[0] in experiments)
+        return dataclasses.replace(self, rows=rows, curves=curves)
 
     def select(self, node: str | None = None, module: str | None = None) -> tuple[Row, ...]:
         """Return the rows of one node, of one clipper, or of both."""

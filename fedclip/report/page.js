@@ -79,11 +79,12 @@
     const layer = [], key = element.parentElement.querySelector(".key");
     const shown = data.experiments.filter((experiment) => experiment.metrics[name]);
     shown.forEach((experiment, i) => {
-      const { server, band } = experiment.metrics[name];
+      const { server, band, of } = experiment.metrics[name];
       const color = colours[i % colours.length], dash = dashes[i % dashes.length];
-      if (band.length && shown.length === 1) {
+      const banded = band.length && (shown.length === 1 || of === "runs");
+      if (banded) {
         layer.push({ data: { values: rows(band, ["round", "least", "most"]) },
-          mark: { type: "area", color, opacity: 0.2 },
+          mark: { type: "area", color, opacity: 0.18 },
           encoding: { x, y: { ...y, field: "least" }, y2: { field: "most" } } });
       }
       layer.push({ data: { values: rows(server, ["round", "value"]) },
@@ -91,14 +92,14 @@
           point: server.length < 40 && { color } },
         encoding: { x, y: { ...y, field: "value" }, tooltip: tooltip([["round", "round"], ["value", name]]) } });
       const said = shown.length > 1 ? experiment.name
-        : band.length ? "average on the server" : "average of the clients";
+        : band.length ? `average of the ${of}` : "average";
       key.append(entry(said, (path) => {
         path.setAttribute("stroke", color);
         path.setAttribute("stroke-width", 3);
         path.setAttribute("stroke-dasharray", dash.join(" "));
       }));
-      if (band.length && shown.length === 1) {
-        key.append(entry("least to most of the clients", (path) => {
+      if (banded && shown.length === 1) {
+        key.append(entry(`least to most of the ${of}`, (path) => {
           path.setAttribute("stroke", color);
           path.setAttribute("stroke-width", 12);
           path.setAttribute("opacity", 0.2);

@@ -33,6 +33,8 @@ class Run(NamedTuple):
     report: Report
     spent: Sequence[tuple[str, Sequence[str]]] = ()
     """What was spent of a privacy budget: where, and in words."""
+    together: bool = False
+    """Whether the federations of the report are shown as one, such as several seeds."""
 
 
 def page_of(runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -87,23 +89,25 @@ def _numbers(experiment: Mapping[str, Any]) -> dict[str, Any]:
 def _experiments(run: Run) -> list[dict[str, Any]]:
     """Return each federation of a report, as the template needs it."""
     report = run.report
-    many = len(report.experiments) > 1
+    many = len(report.experiments) > 1 and not run.together
     texts: dict[str, list[str]] = {}
     for finding in report.findings():
-        words = f"{finding.clipper}: {finding.text}"
-        texts.setdefault(finding.experiment, []).append(printable(words))
+        where = f"{finding.experiment}, " if run.together and finding.experiment else ""
+        words = f"{where}{finding.clipper}: {finding.text}"
+        texts.setdefault("" if run.together else finding.experiment, []).append(printable(words))
     result = []
-    for experiment in report.experiments:
-        rows = [row for row in report.rows if row.experiment == experiment]
-        curves = [c for c in report.curves if c.node.rpartition("/")[0] == experiment]
+    for experiment in ("",) if run.together else report.experiments:
+        whole = run.together
+        rows = [row for row in report.rows if whole or row.experiment == experiment]
+        curves = [c for c in report.curves if whole or c.node.rpartition("/")[0] == experiment]
         name = "/".join(filter(None, (run.name, experiment)))
         result.append(
             {
                 "name": printable(name or report.folder.resolve().name),
                 "findings": texts.get(experiment, []),
-                "clippers": _clippers(rows, report),
+                "clippers": _clippers(rows, report, whole),
                 "metrics": _metrics(curves, report.servers),
-                "clients": _nodes(rows, curves, report),
+                "clients": _nodes(rows, curves, report, whole),
                 "spent": [
                     printable(line)
                     for where, lines in run.spent
@@ -117,24 +121,34 @@ def _experiments(run: Run) -> list[dict[str, Any]]:
 
 
 def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, Any]:
-    """Return, for each metric, the server's points, and least and most of the clients'."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return for each metric the servers' mean by round, and a band of several servers or clients.
+
+    Without a server's file, as on a client's machine, the clients' mean stands for it.
+    """
+    found: dict[str, tuple[dict[int, list[float]], dict[int, list[float]]]] = {}
     for curve in curves:
-        entry = found.setdefault(curve.metric, {"server": [], "clients": {}})
-        if curve.node in servers:
-            entry["server"] = [[r, _short(v)] for r, v in curve.points]
-        else:
-            for round_, value in curve.points:
-                entry["clients"].setdefault(round_, []).append(value)
-    for entry in found.values():
-        bands = sorted(entry.pop("clients").items())
-        entry["band"] = [[r, _short(min(v)), _short(max(v))] for r, v in bands if len(v) > 1]
-        # Without a server's file, as on a client's machine, the clients' mean stands for it.
-        entry["server"] = entry["server"] or [[r, _short(sum(v) / len(v))] for r, v in bands]
-    return {metric: entry for metric, entry in found.items() if len(entry["server"]) > 0}
+        kind = found.setdefault(curve.metric, ({}, {}))[curve.node not in servers]
+        for round_, value in curve.points:
+            kind.setdefault(round_, []).append(value)
+    result = {}
+    for metric, (server, clients) in found.items():
+        seeds = any(len(values) > 1 for values in server.values())
+        band = server if seeds else clients
+        result[metric] = {
+            "server": [
+                [r, _short(sum(v) / len(v))] for r, v in sorted((server or clients).items())
+            ],
+            "band": [[r, _short(min(v)), _short(max(v))] for r, v in sorted(band.items()) if v[1:]],
+            "of": "runs" if seeds else "clients",
+        }
+    return result
 
 
-def _clippers(rows: Sequence[Row], report: Report) -> list[dict[str, Any]]:
+def _name(node: str, together: bool) -> str:
+    return node if together else node.rpartition("/")[2]
+
+
+def _clippers(rows: Sequence[Row], report: Report, together: bool) -> list[dict[str, Any]]:
     """Return the rounds of each clipper, over all clients, and of each client if not too many."""
     limits = report.limits()
     runs: dict[str, list[Row]] = {}
@@ -147,9 +161,9 @@ def _clippers(rows: Sequence[Row], report: Report) -> list[dict[str, Any]]:
         nodes: dict[str, list[Row]] = {}
         rounds: dict[int, list[Row]] = {}
         for row in chosen:
-            nodes.setdefault(row.node.rpartition("/")[2], []).append(row)
+            nodes.setdefault(_name(row.node, together), []).append(row)
             rounds.setdefault(row.record.round, []).append(row)
-        together = [
+        everybody = [
             _point(round_, pooled(row.record for row in some), _limits(some, limits))
             for round_, some in sorted(rounds.items())
         ]
@@ -161,7 +175,7 @@ def _clippers(rows: Sequence[Row], report: Report) -> list[dict[str, Any]]:
         result.append(
             {
                 "name": printable(name),
-                "all": together,
+                "all": everybody,
                 "nodes": single,
                 "count": len(nodes),
             }
@@ -186,7 +200,9 @@ def _point(round_: int, record: RoundRecord, limits: Sequence[float]) -> list[An
     ]
 
 
-def _nodes(rows: Sequence[Row], curves: Iterable[Curve], report: Report) -> list[dict[str, Any]]:
+def _nodes(
+    rows: Sequence[Row], curves: Iterable[Curve], report: Report, together: bool
+) -> list[dict[str, Any]]:
     """Return a line for each clipper of each node, with its last loss."""
     limits = report.limits()
     last = {(c.node, c.metric): c.points[-1][1] for c in curves}
@@ -196,7 +212,7 @@ def _nodes(rows: Sequence[Row], curves: Iterable[Curve], report: Report) -> list
             runs.setdefault((row.node, row.module), []).append(row)
     return [
         {
-            "node": printable(node.rpartition("/")[2]),
+            "node": printable(_name(node, together)),
             "server": node in report.servers,
             "clipper": printable(module),
             "cells": _cells(pooled(r.record for r in some), _limits(some[-1:], limits)),

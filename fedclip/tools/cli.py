@@ -167,7 +167,15 @@ def _print_check(result: Check) -> None:
 
 
 @app.command()
-def quickrun(config: ConfigPath) -> None:
+def quickrun(
+    config: ConfigPath,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show declearn's log, which goes to files, as well.")
+    ] = False,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Draw the batches from this seed.")
+    ] = None,
+) -> None:
     """Check a configuration, then run it with declearn's quickrun, fedclip registered."""
     result = _checked(config, quickrun=True)
     if not result.ok:
@@ -178,7 +186,7 @@ def quickrun(config: ConfigPath) -> None:
     from fedclip.tools.quickrun import QuickrunError, run
 
     try:
-        clients, results, finished = run(result.path)
+        clients, results, finished = run(result.path, verbose=verbose, seed=seed)
     except QuickrunError as exc:
         fail(str(exc))
     if not finished:
@@ -251,7 +259,7 @@ def report(
     if plot is not None:
         showing.save_plot(result, plot)
     if html is not None:
-        showing.save_page([(folder, result)], html)
+        showing.save_page([("", folder, result)], html)
     if as_json:
         print(json.dumps(result.as_dict()))
     elif csv == "-":

@@ -11,9 +11,13 @@ import dataclasses
 import importlib
 import logging
 import os
+import random
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from declearn.communication import NetworkClientConfig, NetworkServerConfig
 from declearn.dataset import InMemoryDataset
 from declearn.main import FederatedClient, FederatedServer
@@ -30,12 +34,24 @@ from declearn.utils import (
 import fedclip
 from fedclip.federation.serving import guarded
 from fedclip.tools.ports import port_is_free
+from fedclip.tools.progress import latest, progress
 
 __all__ = ["Federation", "QuickrunError", "run"]
 
 
 class QuickrunError(RuntimeError):
     """A run can not start; the message says why."""
+
+
+class _Watched(FederatedServer):
+    """A server that tells of each round that it has ended."""
+
+    told: Callable[[int], None]
+
+    async def evaluation_round(self, round_i: int, *args: Any, **kwargs: Any) -> None:
+        """Run the evaluation that ends a round."""
+        await super().evaluation_round(round_i, *args, **kwargs)
+        self.told(round_i)
 
 
 class Federation:
@@ -45,9 +61,20 @@ class Federation:
     ----------
     file
         A quickrun file.
+    verbose
+        Let declearn log to the console too, and not to files only.
+    told
+        Called with the number of each round that has ended.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(
+        self,
+        file: Path,
+        *,
+        verbose: bool = True,
+        told: Callable[[int], None] = lambda round_: None,
+    ) -> None:
+        self.verbose, self.told = verbose, told
         self.toml, self.folder = str(file), file.resolve().parent
         self.network = NetworkServerConfig.from_toml(self.toml, False, "network")
         self.data = DataSourceConfig.from_toml(self.toml, False, "data")
@@ -68,17 +95,19 @@ class Federation:
         set_device_policy(gpu=False)
         checkpoint = os.path.join(self.results, "server")
         setup_server_loggers(level=logging.INFO, fpath=os.path.join(checkpoint, "logs.txt"))
+        self._hush("declearn.server", logging.INFO)
         optim = FLOptimConfig.from_toml(self.toml, False, "optim")
         folder, name = os.path.split(os.path.abspath(self.model_file))
         with make_importable(folder):
             model = getattr(importlib.import_module(name.removesuffix(".py")), self.model_name)
-        server = FederatedServer(
+        server = _Watched(
             model=model,
             optim=optim,
             metrics=self.experiment.metrics,
             checkpoint=checkpoint,
             **guarded(self.network, optim),
         )
+        server.told = self.told
         await server.async_run(FLRunConfig.from_toml(self.toml, False, "run"))
 
     async def take_part(self, name: str, seed: int | None = None) -> None:
@@ -90,9 +119,7 @@ class Federation:
         checkpoint = os.path.join(self.results, name)
         setup_client_loggers(name, logging.INFO, os.path.join(checkpoint, "logs.txt"))
         # The file gets everything, the console, which clients may share, what matters.
-        for handler in logging.getLogger(f"declearn.client-{name}").handlers:
-            if not isinstance(handler, logging.FileHandler):
-                handler.setLevel(LOGGING_LEVEL_MAJOR)
+        self._hush(f"declearn.client-{name}", LOGGING_LEVEL_MAJOR)
         # A client may be alone on its machine: look for its own data only.
         own = dataclasses.replace(self.data, client_names=[name])
         files = parse_data_folder(own, str(self.folder))[name]
@@ -114,13 +141,23 @@ class Federation:
         )
         await client.async_run()
 
-    async def run(self) -> None:
+    def _hush(self, logger: str, level: int) -> None:
+        """Let only what is of this level get to the console, or only warnings."""
+        for handler in logging.getLogger(logger).handlers:
+            if not isinstance(handler, logging.FileHandler):
+                handler.setLevel(level if self.verbose else logging.WARNING)
+
+    async def run(self, seed: int | None = None) -> None:
         """Run the server and all clients in this process."""
-        await asyncio.gather(self.serve(), *map(self.take_part, self.clients()))
+        names = self.clients()
+        seeds = [None if seed is None else seed * 1_000 + i for i in range(len(names))]
+        await asyncio.gather(self.serve(), *map(self.take_part, names, seeds))
 
 
-def run(file: Path) -> tuple[int, str, bool]:
-    """Run what a checked quickrun file describes.
+def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[int, str, bool]:
+    """Run what a checked quickrun file describes, and show its progress.
+
+    A seed decides how clients draw their batches, and what Python and NumPy draw.
 
     Returns
     -------
@@ -128,7 +165,7 @@ def run(file: Path) -> tuple[int, str, bool]:
         How many clients took part, where the results are, and whether the run came to its end:
         not so if it was interrupted from the keyboard.
     """
-    federation = Federation(file)
+    federation = Federation(file, verbose=verbose)
     host, port = federation.network.host, federation.network.port
     if not port_is_free(host, port):
         raise QuickrunError(f"port {port} on {host} is in use; set another port in [network]")
@@ -142,9 +179,16 @@ def run(file: Path) -> tuple[int, str, bool]:
         raise QuickrunError(f"[model] {federation.model_file!r} must be a Python file, model.py")
     if not os.path.isfile(federation.model_file):
         raise QuickrunError(f"[model] there is no model file {federation.model_file!r}")
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+    rounds = FLRunConfig.from_toml(federation.toml, False, "run").rounds
     finished = True
     try:
-        asyncio.run(federation.run())
+        with progress({"quickrun": rounds}, quiet=verbose) as tell:
+            server = Path(federation.results, "server", "metrics.csv")
+            federation.told = lambda done: tell("quickrun", done, latest(server))
+            asyncio.run(federation.run() if seed is None else federation.run(seed))
     except KeyboardInterrupt:
         finished = False
     return len(clients), federation.results, finished

@@ -135,17 +135,19 @@ def save_plot(result: Report, file: Path) -> None:
 
 
 def save_page(
-    reports: Sequence[tuple[Path, Report]],
+    reports: Sequence[tuple[str, Path, Report]],
     file: Path,
     tables: Sequence[Mapping[str, Any]] = (),
     title: str = "",
 ) -> None:
-    """Write one page of all reports, with what they spent of a privacy budget."""
+    """Write one page of all reports, by name and folder, with what they spent of their budgets.
+
+    With names, the experiments of a report are shown as one.
+    """
     if os.path.isdir(file):
         fail(f"can not write {file}: it is a folder; give a file, such as {file / 'report.html'}")
-    several = len(reports) > 1
-    runs = [Run(str(f) if several else "", report, _spent(f)) for f, report in reports]
-    title = title or f"Clipping in {Path(os.path.abspath(reports[0][0])).name}"
+    runs = [Run(name, report, _spent(f), bool(name)) for name, f, report in reports]
+    title = title or f"Clipping in {Path(os.path.abspath(reports[0][1])).name}"
     try:
         text = page_of(runs, title, tables)
     except ModuleNotFoundError as exc:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +16,9 @@ from fedclip.tools.output import fail, say
 
 if TYPE_CHECKING:
     from fedclip.report import Report
+    from fedclip.tools.progress import Tell
     from fedclip.tools.suggest import Proposal
+    from fedclip.tools.sweep import Planned
 
 __all__ = ["add_to"]
 
@@ -23,7 +27,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of te
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (suggest,):
+    for command in (suggest, compare, sweep):
         app.command()(command)
 
 
@@ -108,3 +112,128 @@ def save(file: Path, proposal: Proposal) -> None:
     except (OSError, ValueError, TypeError) as exc:
         fail(f"{file} can not be changed: {exc}")
     say(f"wrote {proposal.name} into {file}; check it with  fedclip check {file}")
+
+
+def compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs.")],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page for a browser as well.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare runs: the last loss and metrics, what was clipped, means and intervals over seeds.
+
+    Each folder is a setting; the runs below it are taken for seeds of it. The folder of a sweep
+    stands for all its settings.
+    """
+    from fedclip.tools.sweep import MARK
+
+    named: dict[str, Path] = {}
+    for folder in folders:
+        inner = sorted({mark.parent.parent for mark in folder.glob(f"*/*/{MARK}")}, key=str)
+        for path in inner or [folder]:
+            named[path.name if inner else str(path)] = path
+    show_compared([(name, path, read(path)) for name, path in named.items()], html, as_json)
+
+
+def show_compared(
+    read_: Sequence[tuple[str, Path, Report]], html: Path | None, as_json: bool = False
+) -> None:
+    """Print the table of several settings, and write the page of all."""
+    from rich.text import Text
+
+    from fedclip.report import printable
+    from fedclip.report.table import plain_table
+    from fedclip.tools import showing
+    from fedclip.tools.compare import compared, heads, table_rows
+
+    outcomes = compared([(name, report) for name, _, report in read_])
+    columns, rows = heads(outcomes), table_rows(outcomes)
+    note = "The last round of each run; mean ± 95 % interval (Student's) where there are several."
+    if as_json:
+        facts = [outcome.as_dict() for outcome in outcomes]
+        print(json.dumps({"schema": "fedclip-compare/1", "settings": facts}))
+    else:
+        table = plain_table("Comparison", ["setting"], ["runs", *columns])
+        for name, *cells in rows:
+            table.add_row(Text(printable(name)), *map(Text, map(printable, cells)))
+        showing.console().print(table)
+        say(note)
+    if html is not None:
+        tables = [
+            {
+                "name": "Comparison",
+                "caption": note,
+                "heads": ["Setting", "Runs", *columns],
+                "rows": rows,
+            }
+        ]
+        showing.save_page(read_, html, tables, "Comparison of runs")
+
+
+def sweep(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A quickrun file.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=V1,V2]...",
+            help="A section's key, as in optim.client_opt.lrate, or a module's, as in "
+            "zscore-clip.z_max, and its values.",
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each setting.")] = 3,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds, in place of the file's.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to write; by default CONFIG-sweep.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page for a browser as well.")
+    ] = None,
+) -> None:
+    """Run a configuration with several settings and seeds, and compare what comes out.
+
+    A sweep that was interrupted goes on where it stopped.
+    """
+    from fedclip.tools.check import check_config, find_config
+    from fedclip.tools.progress import progress
+    from fedclip.tools.sweep import SweepError, plan, run
+
+    try:
+        file = find_config(config)
+        out = out or file.with_name(f"{file.stem}-sweep")
+        runs = plan(file, settings or [], seeds, out, rounds)
+        todo = [planned for planned in runs if not planned.done]
+        for planned in {planned.label: planned for planned in todo}.values():
+            planned.folder.mkdir(parents=True, exist_ok=True)
+            trial = planned.folder / "config.toml"
+            trial.write_text(planned.text, encoding="utf-8")
+            if problems := check_config(trial, quickrun=True).problems:
+                fail(f"{planned.label} would not run: {problems[0].where} {problems[0].message}")
+    except FileNotFoundError as exc:
+        fail(str(exc), code=2)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        fail(f"the sweep of {config} can not be planned: {exc}")
+    if len(todo) < len(runs):
+        say(f"{len(runs) - len(todo)} of {len(runs)} runs are done already", err=True)
+    whole, before = sum(planned.rounds for planned in todo), 0
+    try:
+        with progress({"sweep": whole}, quiet=not todo) as tell:
+            for planned in todo:
+                run(planned, partial(_tell, tell, planned, before))
+                before += planned.rounds
+    except SweepError as exc:
+        fail(f"{exc} (output: {planned.folder / 'output.txt'})")
+    except KeyboardInterrupt:
+        fail("interrupted; the same command goes on from here", code=130)
+    settings_ = {planned.label: planned.folder.parent for planned in runs}
+    wanted = {planned.folder.name for planned in runs}
+    found = [(name, path, read(path).only(wanted)) for name, path in settings_.items()]
+    show_compared(found, html)
+    if html is None:
+        say(f"As a page:  fedclip compare {out} --html compare.html")
+
+
+def _tell(tell: Tell, planned: Planned, before: int, done: int, text: str) -> None:
+    tell("sweep", before + done, f"{planned.label}, seed {planned.seed}: {text or 'starts'}")

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs side by side: what came out at the end, with means and intervals over seeds.
+
+A 95 % interval is Student's: ``mean ± t(0.975, n - 1) · s / √n`` for n runs with sample standard
+deviation s. One run has none.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fedclip.report import ALL, Report, number, pooled
+
+__all__ = ["Outcome", "compared", "heads", "interval", "table_rows"]
+
+
+class Outcome(NamedTuple):
+    """One setting: how many runs it has, and mean and half-width of the interval by measure."""
+
+    name: str
+    runs: int
+    values: Mapping[str, tuple[float, float | None]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        values = {key: {"mean": m, "half_width": h} for key, (m, h) in self.values.items()}
+        return {"name": self.name, "runs": self.runs, "values": values}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return mean and half of the 95 % interval; None for a single value.
+
+    Examples
+    --------
+    >>> mean, half = interval([1.0, 2.0, 3.0])
+    >>> mean, round(half, 3)
+    (2.0, 2.484)
+    >>> interval([1.0])
+    (1.0, None)
+    """
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, None
+    # SciPy comes with scikit-learn, which declearn needs.
+    from scipy.stats import t  # type: ignore[import-untyped]
+
+    return mean, float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(
+        len(values)
+    )
+
+
+def compared(reports: Iterable[tuple[str, Report]]) -> list[Outcome]:
+    """Return the outcome of each setting, whose runs are the experiments of its report."""
+    outcomes = []
+    for name, report in reports:
+        runs = [_run(report, experiment) for experiment in report.experiments]
+        keys = dict.fromkeys(key for run in runs for key in run)
+        values = {key: interval([run[key] for run in runs if key in run]) for key in keys}
+        outcomes.append(Outcome(name, len(runs), values))
+    return outcomes
+
+
+def _run(report: Report, experiment: str) -> dict[str, float]:
+    """Return the last loss and metrics of a run, and what was clipped on its clients."""
+    found = {}
+    for curve in report.curves:
+        if curve.node in report.servers and curve.node.rpartition("/")[0] == experiment:
+            found[curve.metric] = curve.points[-1][1]
+    rows = [
+        row
+        for row in report.rows
+        if row.experiment == experiment
+        and row.record.group == ALL
+        and row.node not in report.servers
+    ]
+    whole = pooled(row.record for row in rows)
+    rounds = (row.record.round for row in report.rows if row.experiment == experiment)
+    ends: dict[str, float] = {"rounds": max(rounds)}
+    if rows:
+        ends["clipped"] = whole.clipped_share
+    if whole.norm_max is not None:
+        ends["largest norm"] = whole.norm_max
+    loss_first = sorted(found.items(), key=lambda item: item[0] != "loss")
+    return {**dict(loss_first), **ends}
+
+
+def heads(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the measures of all settings."""
+    return list(dict.fromkeys(key for outcome in outcomes for key in outcome.values))
+
+
+def table_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """Return the rows of a table: name, number of runs, and each measure."""
+    keys = heads(outcomes)
+    return [
+        [outcome.name, str(outcome.runs), *(_cell(outcome.values.get(key), key) for key in keys)]
+        for outcome in outcomes
+    ]
+
+
+def _cell(value: tuple[float, float | None] | None, key: str) -> str:
+    if value is None:
+        return "-"
+    mean, half = value
+    if key == "rounds":
+        return f"{mean:g}"
+    if key == "clipped":
+        return f"{mean:.1%}" + ("" if half is None else f" ± {half:.1%}")
+    return number(mean) + ("" if half is None else f" ± {half:.2g}")

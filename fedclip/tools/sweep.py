@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a configuration with several values of its settings, and several seeds.
+
+Each run is a process of its own, with its own copy of the configuration, its checkpoints and its
+output in a folder: ``OUT/SETTING/seed-1``. A run that has come to its end leaves a mark there, with
+the configuration that it ran, and is not run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomlkit
+from declearn.optimizer import list_optim_modules
+
+from fedclip.errors import nearest
+from fedclip.tools.catalogue import is_ours
+from fedclip.tools.progress import latest
+
+__all__ = ["MARK", "Planned", "SweepError", "parse", "plan", "run"]
+
+MARK = "sweep-done.json"
+_OUTPUT = "output.txt"
+
+
+class SweepError(ValueError):
+    """A sweep can not be planned, or a run of it failed; the message says why."""
+
+
+class Planned(NamedTuple):
+    """One run of a sweep."""
+
+    label: str
+    seed: int
+    folder: Path
+    text: str
+    """Its configuration; the port is chosen when it starts."""
+    rounds: int
+
+    @property
+    def digest(self) -> str:
+        """What tells this configuration from others."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def done(self) -> bool:
+        """Whether this very configuration has been run to its end."""
+        try:
+            mark = json.loads((self.folder / MARK).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return isinstance(mark, dict) and mark.get("config") == self.digest
+
+
+def parse(setting: str) -> tuple[str, list[Any]]:
+    """Return key and values of ``key=v1,v2``; values are TOML, or else words.
+
+    Examples
+    --------
+    >>> parse("zscore-clip.z_max=1.5,2")
+    ('zscore-clip.z_max', [1.5, 2])
+    >>> parse("run.training.shuffle=true,false")
+    ('run.training.shuffle', [True, False])
+    >>> parse('optim.client_opt.modules=["no-op"],["auto-clip"]')
+    ('optim.client_opt.modules', [['no-op'], ['auto-clip']])
+    >>> parse("zscore-clip.action=max,mean")
+    ('zscore-clip.action', ['max', 'mean'])
+    """
+    key, equals, values = setting.partition("=")
+    if not equals or not key.strip() or not values.strip():
+        raise SweepError(f"{setting!r} must be KEY=VALUE,VALUE")
+    try:
+        found = tomllib.loads(f"x = [{values}]")["x"]
+    except (ValueError, RecursionError):
+        found = [_value(word.strip()) for word in values.split(",")]
+    return key.strip(), found
+
+
+def _value(word: str) -> Any:
+    try:
+        return tomllib.loads(f"x = {word}")["x"]
+    except ValueError:
+        return word
+
+
+def plan(
+    file: Path, settings: Sequence[str], seeds: int, out: Path, rounds: int | None = None
+) -> list[Planned]:
+    """Return the runs of a sweep, seed by seed, so that an early end leaves all settings alike.
+
+    Raises
+    ------
+    SweepError
+        If a key is not in the configuration, or can not be told from others.
+    """
+    text = file.read_text(encoding="utf-8")
+    parsed = [parse(setting) for setting in settings]
+    known: Mapping[str, type] = list_optim_modules()
+    runs = []
+    for seed in range(1, seeds + 1):
+        for values in itertools.product(*(found for _, found in parsed)):
+            document: Any = tomlkit.parse(text)
+            for (key, _), value in zip(parsed, values, strict=True):
+                _set(document, key, value)
+            if rounds is not None:
+                document["run"]["rounds"] = rounds
+            if not any(is_ours(known.get(name, object)) for name, _, _ in _all_modules(document)):
+                raise SweepError(
+                    'no module of fedclip would measure anything: add "no-op" to the modules of '
+                    "client_opt"
+                )
+            label = _label(parsed, values)
+            folder = (out / label / f"seed-{seed}").absolute()
+            _place(document, file, folder)
+            count = document["run"].get("rounds", 0)
+            runs.append(Planned(label, seed, folder, tomlkit.dumps(document), int(count)))
+    if len({run.folder for run in runs}) < len(runs):
+        raise SweepError("two values of a setting are the same")
+    return runs
+
+
+def _label(parsed: Sequence[tuple[str, Any]], values: Sequence[Any]) -> str:
+    """Return a name for the settings that a folder can have."""
+    words = [
+        f"{key.rpartition('.')[2]}={value if isinstance(value, str) else json.dumps(value)}"
+        for (key, _), value in zip(parsed, values, strict=True)
+    ]
+    plain = re.sub(r'[][{}"]', "", ",".join(words))
+    return re.sub(r"[^\w.=,+-]+", "_", plain).strip("_.")[:120] or "as-it-is"
+
+
+def _set(document: Any, key: str, value: Any) -> None:
+    """Set a value by the way through the sections, or by the name of a module and a parameter."""
+    *way, last = key.split(".")
+    table = document
+    for name in way:
+        table = table.get(name) if isinstance(table, Mapping) else None
+    if isinstance(table, Mapping) and way:
+        table[last] = value  # type: ignore[index]
+        return
+    places = list(_modules(document, way[0])) if len(way) == 1 else []
+    if not places:
+        known = [*document, *(name for name, _, _ in _all_modules(document))]
+        hint = nearest(way[0], known) if way else ""
+        raise SweepError(f"there is no section and no module {'.'.join(way) or key!r}{hint}")
+    # A clipper and its counterpart must agree, and so both get the value.
+    for modules, place in places:
+        old = modules[place]
+        name, config = (old, {}) if isinstance(old, str) else (old[0], dict(old[1]))
+        modules[place] = [name, {**config, last: value}]
+
+
+def _all_modules(document: Any) -> Iterator[tuple[str, Any, int]]:
+    optim = document.get("optim", {})
+    for side in ("client_opt", "server_opt"):
+        section = optim.get(side)
+        modules = section.get("modules", []) if isinstance(section, Mapping) else []
+        for place, module in enumerate(modules):
+            name = module if isinstance(module, str) else module[0] if module else ""
+            yield str(name), modules, place
+
+
+def _modules(document: Any, name: str) -> Iterator[tuple[Any, int]]:
+    for found, modules, place in _all_modules(document):
+        if found == name:
+            yield modules, place
+
+
+def _place(document: Any, file: Path, folder: Path) -> None:
+    """Let a configuration that lies in another folder find the same files, and write there."""
+    for section in ("data", "model", "experiment"):
+        document.setdefault(section, tomlkit.table())
+    home = file.resolve().parent
+    if not document["data"].get("data_folder"):
+        found = [path for path in home.glob("data*") if path.is_dir()]
+        if len(found) == 1:
+            document["data"]["data_folder"] = str(found[0])
+    if not document["model"].get("model_file"):
+        document["model"]["model_file"] = str(home / "model.py")
+    document["experiment"]["checkpoint"] = str(folder)
+
+
+def run(planned: Planned, told: Callable[[int, str], None], pause: float = 0.2) -> None:
+    """Run one run as a process, from nothing; tell its round, and its last loss and metrics.
+
+    Raises
+    ------
+    SweepError
+        If the process fails; the message has the last line of what it said.
+    """
+    folder = planned.folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    document: Any = tomlkit.parse(planned.text)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        document["network"]["port"] = server.getsockname()[1]
+    config = folder / "config.toml"
+    config.write_text(tomlkit.dumps(document), encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "fedclip",
+        "quickrun",
+        str(config),
+        "--seed",
+        str(planned.seed),
+    ]
+    metrics = folder / "server" / "metrics.csv"
+    with (folder / _OUTPUT).open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        try:
+            while process.poll() is None:
+                told(_rounds(metrics), latest(metrics))
+                time.sleep(pause)
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode:
+        said = (folder / _OUTPUT).read_text(errors="replace").strip().rpartition("\n")[2]
+        raise SweepError(
+            f"{planned.label}, seed {planned.seed}, failed: {said or 'it said nothing'}"
+        )
+    told(planned.rounds, latest(metrics))
+    (folder / MARK).write_text(json.dumps({"config": planned.digest}), encoding="utf-8")
+
+
+def _rounds(metrics: Path) -> int:
+    try:
+        return max(0, metrics.read_bytes().count(b"\n") - 1)
+    except OSError:
+        return 0

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedclip compare` and `fedclip sweep`: several settings and seeds, side by side."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_runs import Node, large_run
+from scipy import stats
+from typer.testing import CliRunner, Result
+
+import fedclip.tools.cli
+import fedclip.tools.sweep
+from fedclip.report import read_report
+from fedclip.tools.compare import compared, interval, table_rows
+from fedclip.tools.sweep import MARK, Planned, SweepError, plan
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "quickrun"
+
+
+def call(*args: object) -> Result:
+    return CliRunner().invoke(fedclip.tools.cli.app, [str(arg) for arg in args])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    shutil.copy(EXAMPLE / "model.py", tmp_path / "model.py")
+    return Path(shutil.copy(EXAMPLE / "config.toml", tmp_path / "config.toml"))
+
+
+def loaded(planned: Planned) -> dict[str, Any]:
+    return tomllib.loads(planned.text)
+
+
+# -- compare ------------------------------------------------------------------------------------
+def test_an_interval_is_students() -> None:
+    values = [0.9, 0.92, 0.95, 0.91]
+    mean, half = interval(values)
+    low, high = stats.t.interval(0.95, 3, loc=mean, scale=stats.sem(values))
+    assert half is not None
+    assert (mean - half, mean + half) == pytest.approx((low, high))
+
+
+def test_runs_below_a_folder_are_seeds_of_it(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        large_run(tmp_path / "a" / f"seed-{seed}", 5, 2, seed=seed)
+    large_run(tmp_path / "b", 5, 2)
+    reports = [(name, read_report(tmp_path / name)) for name in ("a", "b")]
+    first, second = compared(reports)
+    assert (first.runs, second.runs) == (3, 1)
+    assert first.values["loss"][1] is not None
+    assert second.values["loss"][1] is None
+    assert second.values["clipped"][0] == pytest.approx(0.5)
+    assert list(first.values)[:2] == ["loss", "accuracy"]
+    cells = table_rows([first, second])
+    assert " ± " in cells[0][2]
+    assert " ± " not in cells[1][2]
+
+
+def test_compare_prints_a_table_and_json_and_a_page(tmp_path: Path) -> None:
+    for name in ("[red]x", "<script>"):
+        large_run(tmp_path / name, 5, 2)
+    folders = sorted(tmp_path.iterdir())
+    result = call("compare", *folders)
+    assert result.exit_code == 0, result.stderr
+    assert "<script>" in result.stdout
+    assert "[red]x" in result.stdout
+    facts = json.loads(call("compare", *folders, "--json").stdout)
+    assert facts["schema"] == "fedclip-compare/1"
+    assert facts["settings"][0]["values"]["loss"]["half_width"] is None
+    pytest.importorskip("vl_convert")
+    page = tmp_path / "page.html"
+    assert call("compare", *folders, "--html", page).exit_code == 0
+    assert page.read_text().count("<script") == 3
+    assert "&lt;script&gt;" in page.read_text()
+
+
+@pytest.mark.parametrize("words", [["compare"], ["compare", "nowhere"], ["sweep", "nowhere"]])
+def test_a_wrong_call_is_a_sentence(words: list[str]) -> None:
+    result = call(*words)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.stderr
+
+
+def test_runs_without_a_server_are_compared_by_what_they_have(tmp_path: Path) -> None:
+    Node(tmp_path / "c0", ["no-op"]).round([1.0])
+    (outcome,) = compared([("x", read_report(tmp_path))])
+    assert set(outcome.values) == {"rounds", "clipped", "largest norm"}
+
+
+# -- sweep --------------------------------------------------------------------------------------
+def test_each_value_is_run_with_each_seed(config: Path, tmp_path: Path) -> None:
+    settings = ["optim.client_opt.lrate=0.1,0.5", "zscore-clip.z_max=1.5,3"]
+    runs = plan(config, settings, 2, tmp_path / "out")
+    assert len(runs) == 8
+    assert [run.seed for run in runs] == [1] * 4 + [2] * 4
+    first = loaded(runs[0])
+    assert first["optim"]["client_opt"]["lrate"] == 0.1
+    assert first["optim"]["client_opt"]["modules"] == [["zscore-clip", {"z_max": 1.5}]]
+    assert runs[0].folder == tmp_path / "out" / "lrate=0.1,z_max=1.5" / "seed-1"
+    # The copy finds the same files, and writes to its own folder.
+    assert first["model"]["model_file"] == str(tmp_path / "model.py")
+    assert first["experiment"]["checkpoint"] == str(runs[0].folder)
+    assert "metrics" in first["experiment"]
+    assert "# Three clients" in runs[0].text
+
+
+def test_modules_can_be_swept(config: Path, tmp_path: Path) -> None:
+    setting = 'optim.client_opt.modules=["no-op"],[["norm-clip",{max_norm=1.0}]]'
+    labels = [run.label for run in plan(config, [setting], 1, tmp_path)]
+    assert labels == ["modules=no-op", "modules=norm-clip,_max_norm:_1.0".replace(":", "")]
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("lrate", "must be KEY=VALUE"),
+        ("zscore-clp.z_max=1,2", "did you mean 'zscore-clip'"),
+        ("nowhere.key=1", "no section and no module 'nowhere'"),
+        ("run.rounds=2,2", "are the same"),
+        ('optim.client_opt.modules=["momentum"]', 'add "no-op"'),
+    ],
+)
+def test_a_wrong_setting_is_a_sentence(
+    config: Path, tmp_path: Path, setting: str, words: str
+) -> None:
+    if "momentum" in setting:
+        config.write_text(config.read_text().replace('[["norm-clip", { max_norm = 5.0 }]]', "[]"))
+    with pytest.raises(SweepError, match=words):
+        plan(config, [setting], 1, tmp_path)
+    result = call("sweep", config, setting)
+    assert result.exit_code == 1
+    assert words in result.stderr.replace("\\", "")
+
+
+def test_a_value_that_would_not_run_is_refused_before_anything_runs(config: Path) -> None:
+    result = call("sweep", config, "zscore-clip.z_max=2.0,-1.0", "--seeds", 1)
+    assert result.exit_code == 1
+    assert "z_max=-1.0 would not run" in result.stderr
+
+
+def played(planned: Planned, told: Any) -> None:
+    """Stand for a run: write what one leaves behind."""
+    large_run(planned.folder, 3, 2, seed=planned.seed)
+    told(planned.rounds, "loss 1")
+    (planned.folder / MARK).write_text(json.dumps({"config": planned.digest}))
+
+
+def test_a_sweep_goes_on_where_it_stopped(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def run(planned: Planned, told: Any) -> None:
+        started.append((planned.label, planned.seed))
+        if len(started) == 3:
+            raise KeyboardInterrupt
+        played(planned, told)
+
+    monkeypatch.setattr(fedclip.tools.sweep, "run", run)
+    words = ["sweep", config, "zscore-clip.z_max=1.5,3.0", "--seeds", 2]
+    interrupted = call(*words)
+    assert interrupted.exit_code == 130
+    assert "goes on from here" in interrupted.stderr
+    result = call(*words)
+    assert result.exit_code == 0, result.stderr
+    assert "2 of 4 runs are done already" in result.stderr
+    assert len(started) == 5
+    assert started.count(("z_max=1.5", 2)) == 2
+    assert result.stdout.count("z_max=") == 2
+    # Another configuration is another run, and other seeds are not mixed in.
+    call(*words, "--rounds", 7)
+    assert len(started) == 9
+    assert call("sweep", config, "zscore-clip.z_max=1.5", "--seeds", 1).exit_code == 0
+    assert "compare" in call("compare", tmp_path / "config-sweep", "--help").stdout
+    assert call("compare", tmp_path / "config-sweep").stdout.count("z_max=") == 2
+
+
+@pytest.mark.slow
+def test_a_real_sweep(tmp_path: Path) -> None:
+    folder = tmp_path / "quickrun"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("data", "result"))
+    import numpy as np
+
+    for client in ("c0", "c1"):
+        data = folder / "data" / client
+        data.mkdir(parents=True)
+        for part in ("train", "valid"):
+            np.save(data / f"{part}_data.npy", np.random.default_rng(0).normal(size=(40, 64)))
+            np.save(data / f"{part}_target.npy", np.arange(40) % 10)
+    text = (folder / "config.toml").read_text().replace("_clients = 3", "_clients = 2")
+    (folder / "config.toml").write_text(text)
+    words = ["sweep", folder / "config.toml", "zscore-clip.z_max=1.5,3.0", "--seeds", 1]
+    result = call(*words, "--rounds", 2)
+    assert result.exit_code == 0, result.stderr
+    assert "4 of 4 done" in result.stderr
+    assert "z_max=3.0" in result.stdout
