@@ -87,6 +87,14 @@ def test_a_wrong_call_is_a_sentence(words: list[str]) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_two_folders_of_one_name_are_two_settings(tmp_path: Path) -> None:
+    for above in ("x", "y"):
+        Node(tmp_path / above / "run" / "c0", ["no-op"]).round([1.0])
+    result = call("compare", tmp_path / "x" / "run", tmp_path / "y" / "run", "--json")
+    names = [setting["name"] for setting in json.loads(result.stdout)["settings"]]
+    assert names == ["run", str(tmp_path / "y" / "run")]
+
+
 def test_runs_without_a_server_are_compared_by_what_they_have(tmp_path: Path) -> None:
     Node(tmp_path / "c0", ["no-op"]).round([1.0])
     (outcome,) = compared([("x", read_report(tmp_path))])

@@ -42,7 +42,7 @@
     const values = clipper(element, "norms");
     const positive = values.every((row) => row.least === null || row.least > 0);
     const y = (field, field2) => ({ x, y: { field, type: "quantitative", title: "norm before clipping",
-      scale: { type: positive ? "log" : "symlog", zero: false, nice: false },
+      scale: positive ? { type: "log", nice: false } : { type: "symlog", zero: false, nice: false },
       axis: { format: "~g", tickCount: 5 } }, ...(field2 ? { y2: { field: field2 } } : {}) });
     const line = { interpolate: "linear", strokeWidth: 2, point: values.length < 40 };
     return draw(element, values, [
@@ -50,7 +50,7 @@
       { mark: { type: "area", color: colours[0], opacity: 0.3 }, encoding: y("low", "high") },
       { mark: { type: "line", color: colours[0], ...line, point: line.point && { color: colours[0] } },
         encoding: y("median") },
-      ...["limit", "limit2"].map((field) => ({ mark: { type: "line", color: colours[1],
+      ...["limit", "limit2"].filter((field) => values.some((row) => row[field] !== null)).map((field) => ({ mark: { type: "line", color: colours[1],
         strokeWidth: 2, strokeDash: [7, 4] }, encoding: y(field) })),
       { mark: { type: "rule", opacity: 0, strokeWidth: 12 }, encoding: { x, tooltip: tooltip([
         ["round", "round"], ["least", "smallest norm"], ["median", "median norm"],

@@ -132,7 +132,8 @@ def compare(
     for folder in folders:
         inner = sorted({mark.parent.parent for mark in folder.glob(f"*/*/{MARK}")}, key=str)
         for path in inner or [folder]:
-            named[path.name if inner else str(path)] = path
+            name = path.resolve().name
+            named[str(path) if name in named else name] = path
     show_compared([(name, path, read(path)) for name, path in named.items()], html, as_json)
 
 
