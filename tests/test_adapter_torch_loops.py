@@ -416,3 +416,33 @@ def test_a_copy_of_an_optimizer_clips_updates_too():
     other(torch.ones(1, 3)).sum().backward()
     copied.step()
     assert 0 < float((other.weight.detach() - before).norm()) <= 0.5 * (1 + 1e-5)
+
+
+# -- parts of arrays: more in test_adapter_torch_sharded.py --------------------------------------
+@pytest.fixture
+def _mesh_of_one():
+    distributed = pytest.importorskip("torch.distributed")
+    if not distributed.is_gloo_available():
+        pytest.skip("needs gloo")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_mesh_of_one")
+@pytest.mark.parametrize("make", [lambda: NormClip(0.1), ZScoreClip, lambda: ValueClip(0.1), AGC])
+def test_dtensors_are_clipped_like_tensors(make):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    model, _ = build()
+    loss_of(model).backward()
+    parts = {}
+    for name, parameter in model.named_parameters():
+        parts[name] = torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+        parts[name].grad = distribute_tensor(parameter.grad, mesh, [Shard(0)])
+    expected, found = clip_(model, make()), clip_(parts, make())
+    assert float(found) == pytest.approx(float(expected))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parts[name].grad.full_tensor(), parameter.grad)

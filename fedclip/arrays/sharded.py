@@ -169,6 +169,10 @@ class _OnShards(TorchBackend):
         keep_if = super().keep_if
         return self._each(lambda parts: keep_if(condition, parts), arrays)
 
+    def rescale(self, arrays: Sequence[Array], factor: Array, keep: Array | None) -> list[Array]:
+        rescale = super().rescale
+        return self._each(lambda parts: rescale(parts, factor, keep), arrays)
+
     def zeros_like(self, array: Array) -> Array:
         return _like(super().zeros_like(_local(array)), array)
 
