@@ -20,7 +20,7 @@ from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip import parameters, states
-from fedclip.arrays import NUMPY, Array, Backend, Memory
+from fedclip.arrays import NUMBER, Array, Backend, Memory
 from fedclip.compat import translate
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
 from fedclip.measures import MEANS, Order
@@ -400,7 +400,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         if found and isinstance(rule, History):
             one = self._transform.init(Groups((group,), (group,), ((0,),)))
             state = states.load(one, {group: found}, (group,))
-            threshold = rule.threshold(state, NUMPY)
+            threshold = rule.threshold(state, NUMBER)
             ready = rule.ready(state, threshold)
             found |= {"threshold": float(threshold), "ready": bool(ready)}
         return found
