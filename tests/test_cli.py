@@ -20,6 +20,7 @@ import msgpack
 import pytest
 from declearn.optimizer import list_optim_modules
 from helpers import PATIENCE
+from report_runs import Node, large_run
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -515,6 +516,67 @@ def test_report_shows_other_peoples_names_as_they_are(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = call("report", tmp_path / "run", "--plot", tmp_path / "r.png")
     assert result.exit_code == 0, result.stderr
+
+
+def test_report_as_json_has_the_documented_names(checkpoints: Path) -> None:
+    facts = json.loads(call("report", checkpoints, "--json").stdout)
+    page = (Path(__file__).parents[1] / "docs" / "reports.md").read_text()
+    section = page.partition("## JSON")[2]
+    assert facts["schema"] == "fedclip-report/1"
+    names = {
+        *facts,
+        *(
+            name
+            for part in facts.values()
+            if part and part != facts["schema"]
+            for name in (part[0] if isinstance(part[0], dict) else ())
+        ),
+    }
+    assert names >= {"rows", "curves", "findings", "limited_by", "norm_p95", "kind"}
+    assert [name for name in names if f"`{name}`" not in section] == []
+
+
+def test_report_follows_a_run_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fedclip.tools.showing
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    nodes = []
+
+    def sleep(pause: float) -> None:
+        """Let the run go on while the report waits."""
+        if len(nodes) == 3:
+            (folder / "c0" / "model_state_best.mpk").touch()
+            return
+        nodes.append(nodes[-1] if nodes else Node(folder / "c0", ["norm-clip"]))
+        nodes[-1].round([0.5, 2.0])
+
+    monkeypatch.setattr(fedclip.tools.showing.time, "sleep", sleep)
+    result = call("report", folder, "--follow")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines[:3]] == [
+        f"c0, norm-clip, round {n}" for n in (1, 2, 3)
+    ]
+    assert lines[3] == "50.0% of 6 steps were clipped."
+    assert "waiting for the first round" in result.stderr
+    assert call("report", folder, "--follow", "--json").exit_code == 2
+
+
+def test_a_run_that_ended_without_records_is_not_followed(tmp_path: Path) -> None:
+    Node(tmp_path, ["momentum"]).round([1.0])
+    (tmp_path / "model_state_best.mpk").touch()
+    assert "no records" in one_sentence(call("report", tmp_path, "--follow"))
+
+
+def test_many_rounds_are_summed_up(tmp_path: Path) -> None:
+    large_run(tmp_path, 60, 5)
+    short, long = call("report", tmp_path), call("report", tmp_path, "--rounds")
+    assert "--rounds shows all 300 rounds" in short.stdout
+    assert len(short.stdout.splitlines()) < 20 < 300 < len(long.stdout.splitlines())
+    assert "server: accuracy" in short.stdout
 
 
 ROUND = {

@@ -249,6 +249,8 @@ def report(
     from fedclip.report import Reader, ReportError
     from fedclip.tools import showing
 
+    if follow and (as_json or csv is not None):
+        fail("--follow shows rounds as they come, and goes with neither --json nor --csv", code=2)
     try:
         reader = Reader(folder)
         result = showing.followed(reader) if follow else reader.read()

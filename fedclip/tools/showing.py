@@ -52,7 +52,13 @@ def _last(report: Report) -> Iterator[str]:
 
 
 def followed(reader: Reader) -> Report:
-    """Show a run as it goes on; return its report when it has ended, or at Ctrl-C."""
+    """Show a run as it goes on; return its report when it has ended, or at Ctrl-C.
+
+    Raises
+    ------
+    ReportError
+        If it has ended, and there is nothing to report.
+    """
     from rich.live import Live
 
     screen = console()
@@ -65,6 +71,8 @@ def followed(reader: Reader) -> Report:
                 try:
                     result = reader.read()
                 except ReportError as exc:
+                    if reader.ended:
+                        raise
                     if not waited:
                         say(f"waiting for the first round ({str(exc).partition(':')[0]})", err=True)
                     waited = True
