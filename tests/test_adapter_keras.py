@@ -18,7 +18,7 @@ from helpers import require
 keras = require("keras")
 require("tensorflow")
 
-from fedclip import AGC, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip import AGC, EmaValueClip, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.adapters.keras import ClipHistory, ClippedOptimizer  # noqa: E402
 
 optimizers = keras.optimizers
@@ -321,7 +321,7 @@ def test_norm_and_limit_are_in_the_history_and_in_the_variables():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["save", "pickle"])
-@pytest.mark.parametrize("clipper", [ZScoreClip(warmup=2), AGC(0.1)])
+@pytest.mark.parametrize("clipper", [ZScoreClip(warmup=2), AGC(0.1), EmaValueClip()])
 def test_fitted_models_resume_bit_for_bit(how, clipper, tmp_path):
     net = model(ClippedOptimizer(optimizers.Adam(0.01), clipper))
     fit(net, 2)

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 try:
@@ -16,21 +17,33 @@ except ImportError as error:
         "fedclip.adapters.jax needs JAX and optax: pip install 'fedclip[jax]'"
     ) from error
 
-from fedclip.adapters.shared import check_compilable, load, start, unique
-from fedclip.arrays import Array, backend_named
+import numpy as np
+
+from fedclip.adapters.shared import (
+    check_compilable,
+    groups_of,
+    load,
+    start,
+    transform_of,
+    unique,
+)
+from fedclip.arrays import Array
+from fedclip.arrays.jax import JaxBackend
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
 from fedclip.dpsgd.step import private_mean
 from fedclip.modules import AGC, Clipper
-from fedclip.scopes import Groups, resolve
-from fedclip.transforms import carried, clip_on_device
+from fedclip.records import RoundRecord, StepRecord
+from fedclip.scopes import Groups
+from fedclip.transforms import NormClipping, SliceClipping, Transform, carried, clip_on_device
 
-__all__ = ["ClipState", "as_optax", "load_state", "private_gradients"]
+__all__ = ["ClipState", "as_optax", "load_state", "private_gradients", "stats"]
 
 
 class ClipState(NamedTuple):
-    """State of a clipper in a chain: a pytree of small arrays.
+    """State of a clipper in a chain: a pytree of small arrays, each with a buffer of its own.
 
-    ``optax.tree.get(state, "norm")`` finds the fields inside a chain's state.
+    ``optax.tree.get(state, "norm")`` finds the fields inside a chain's state; `stats` gives them
+    as plain numbers.
     """
 
     statistics: Any
@@ -39,6 +52,8 @@ class ClipState(NamedTuple):
     """Norm of each group at the last step, before clipping."""
     limit: Array
     """Limit of each group at the last step."""
+    over: Array
+    """Whether each group was over its limit at the last step."""
     steps: Array
     """Number of steps."""
     clipped: Array
@@ -47,27 +62,48 @@ class ClipState(NamedTuple):
     """Number of steps that held NaN or infinity."""
 
 
-def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
+def as_optax(
+    clipper: Clipper | AGC,
+    *,
+    max_norm: Any = None,
+    axis_name: str | Sequence[str] | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """Return the clipper as a gradient transformation.
 
-    It works eagerly, under ``jit`` (compiled once), ``scan`` and ``vmap``. Its state is a pytree
-    that any checkpoint library saves. The transformation starts from the clipper's statistics, if
-    they are of the same tensors, and never changes the clipper. Scopes know a leaf by its path,
-    as in ``enc.w``; if two leaves have the same one, the second is called ``enc.w#1``.
+    It works eagerly, under ``jit`` (compiled once, with donated states too), ``scan`` and
+    ``vmap``, on meshes with automatic or explicit axes, and on pytrees of any kind. Its state is
+    a pytree that any checkpoint library saves. The transformation starts from the clipper's
+    statistics, if they are of the same tensors, and never changes the clipper.
+
+    Scopes know a leaf by its path, as in ``enc.w``; if two leaves have the same one, the second
+    is called ``enc.w#1``. A complex number counts by its absolute value. Leaves of dtype float0,
+    the gradients of integers, stay as they are.
 
     Parameters
     ----------
     clipper
-        Any clipper, with ``on_nonfinite`` "skip" or "propagate"; `AGC` needs the parameters in
-        ``update``.
+        A clipper that compiled code can follow, or `AGC` (pass the parameters to ``update``).
+    max_norm
+        In the place of the clipper's own `max_norm`, a number or a traced array, so that a
+        schedule can set it: ``optax.inject_hyperparams(as_optax)(NormClip(1.0),
+        max_norm=schedule)``. What is negative counts as 0.
+    axis_name
+        Inside a `shard_map` the leaves are shards, and norms those of each shard; with the names
+        of the axes along which leaves are split, they are those of the whole, for one more
+        all-reduce. With ``check_vma=False`` every leaf has to be split along all of them.
 
     Raises
     ------
     NotImplementedError
-        With ``on_nonfinite="raise"``, or if the clipper is a user's own that works on the host
-        only.
+        If compiled code can not follow the clipper; with `axis_name`, if it is not one by L2
+        norms of whole tensors.
+    TypeError
+        If `max_norm` is given and the clipper has none; at an update, if a leaf that is not
+        excluded has another dtype, or is complex and the clipper is not one by L2 norms of whole
+        tensors.
     ValueError
-        At an update with `AGC`, if it gets no parameters.
+        At an update with `AGC`, if it gets no parameters; or without a state, if the clipper
+        learns from past steps.
 
     Examples
     --------
@@ -80,42 +116,54 @@ def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
     >>> round(float(optax.tree.get(state, "norm")[0]), 6)
     5.0
     """
-    backend = backend_named("jax")
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    backend = JaxBackend(axes)
     check_compilable(clipper)
 
     def init(params: optax.Params) -> ClipState:
-        groups = _groups(clipper, params)
-        if isinstance(clipper, Clipper):
-            first, kept = start(clipper, groups), clipper.get_state()["arrays"]
-            leaves = dict(zip(_names(params), jax.tree.leaves(params), strict=True))
-            transform = clipper.transform(groups)
-            statistics = carried(transform, leaves, groups, backend, first, kept)
-        else:
-            statistics = _agc(clipper, params, groups, backend).init(groups)
-        numbers = jnp.zeros(len(groups), float)
-        zero = jnp.zeros((), jnp.int32)
-        return ClipState(statistics, numbers, numbers, zero, zero, zero)
+        leaves = _parameters(clipper, params)
+        groups = groups_of(clipper, leaves)
+        first = start(clipper, groups)
+        if isinstance(clipper, Clipper) and groups.names:
+            kept = clipper.get_state()["arrays"]
+            first = carried(clipper.transform(groups), leaves, groups, backend, first, kept)
+        # Two fields of one buffer could not be donated.
+        copied = functools.partial(jnp.array, copy=True)
+        norm, limit = (copied(np.zeros(len(groups)), float) for _ in range(2))
+        steps, clipped, nonfinite = (copied(0, jnp.int32) for _ in range(3))
+        over = copied(np.zeros(len(groups), bool))
+        return ClipState(jax.tree.map(copied, first), norm, limit, over, steps, clipped, nonfinite)
 
     def update(
         updates: optax.Updates,
-        state: ClipState,
+        state: ClipState | None,
         params: optax.Params | None = None,
         **extra: Any,
-    ) -> tuple[optax.Updates, ClipState]:
-        leaves, tree = jax.tree.flatten(updates)
-        groups = _groups(clipper, updates)
-        names = _names(updates)
+    ) -> tuple[optax.Updates, ClipState | None]:
+        leaves = _by_name(updates)
+        groups = groups_of(clipper, leaves)
         if not groups.names:
             return updates, state
-        if isinstance(clipper, Clipper):
-            transform = clipper.transform(groups)
-        else:
-            if params is None:
-                raise ValueError("agc needs the parameters: update(updates, state, params)")
-            transform = _agc(clipper, params, groups, backend)
+        if state is None:
+            state = init(updates)
+            if jax.tree.leaves(state.statistics):
+                raise ValueError(
+                    f"{clipper.name} learns from past steps: give update the state that init, or "
+                    "the last update, returned"
+                )
+        weights = _by_name(params) if isinstance(clipper, AGC) and params is not None else None
+        transform = transform_of(clipper, groups, weights, backend)
+        if max_norm is not None:
+            transform = _limited(transform, clipper, jnp.maximum(max_norm, 0.0))
+        whole = isinstance(transform, NormClipping) and transform.ord == 2
+        if axes and not whole:
+            raise NotImplementedError(
+                f"{clipper.name} with axis_name: only L2 norms of whole tensors are known over all "
+                "shards; clip outside of shard_map"
+            )
         clipped, step = clip_on_device(
             transform,
-            dict(zip(names, leaves, strict=True)),
+            {name: _real(name, leaf, groups, whole) for name, leaf in leaves.items()},
             groups,
             backend,
             state.statistics,
@@ -125,26 +173,106 @@ def as_optax(clipper: Clipper | AGC) -> optax.GradientTransformationExtraArgs:
             step.state,
             step.norms,
             step.limits,
+            step.clipped,
             state.steps + 1,
             state.clipped + jnp.any(step.clipped).astype(jnp.int32),
             state.nonfinite + (~step.finite).astype(jnp.int32),
         )
-        return jax.tree.unflatten(tree, [clipped[name] for name in names]), after
+        news = iter([_like(leaf, clipped[name]) for name, leaf in leaves.items()])
+        return jax.tree.map(lambda u: u if _is_float0(u) else next(news), updates), after
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def load_state(clipper: Clipper, state: ClipState, params: optax.Params) -> None:
-    """Put the statistics of a transformation's state into a clipper.
+def _limited(transform: Transform, clipper: Clipper | AGC, max_norm: Array) -> Transform:
+    """Return the transform with another limit, or largest limit."""
+    rule: Any = getattr(transform, "rule", None)
+    if hasattr(clipper, "max_norm"):
+        if isinstance(transform, SliceClipping):
+            return replace(transform, limit=max_norm)
+        if isinstance(transform, NormClipping) and len(getattr(rule, "limits", ())) == 1:
+            return replace(transform, rule=replace(rule, limits=(max_norm,)))
+        if isinstance(transform, NormClipping) and hasattr(rule, "max_norm"):
+            return replace(transform, rule=replace(rule, max_norm=max_norm))
+    raise TypeError(f"{clipper.name} has no single max_norm that could be replaced")
 
-    A federated client can then continue with what a notebook has learnt.
+
+def _is_float0(leaf: Any) -> bool:
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def _real(name: str, leaf: Array, groups: Groups, whole: bool) -> Array:
+    """Return a leaf of floats: of complex numbers, real and imaginary parts."""
+    if name in groups.excluded or jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        raise TypeError(f"{name!r} is {leaf.dtype}, not a float: put its name in exclude")
+    if not whole:
+        raise TypeError(
+            f"{name!r} is complex, which only clippers by L2 norms of whole tensors clip: put its "
+            "name in exclude, or clip real and imaginary parts as leaves of their own"
+        )
+    return jnp.stack([leaf.real, leaf.imag], axis=-1)
+
+
+def _like(leaf: Array, clipped: Array) -> Array:
+    """Return what `_real` made of a leaf in the dtype of the leaf again."""
+    if jnp.iscomplexobj(leaf) and clipped is not leaf:
+        return jax.lax.complex(clipped[..., 0], clipped[..., 1])
+    return clipped
+
+
+def stats(
+    clipper: Clipper | AGC, state: Any, params: optax.Params, prefix: str = ""
+) -> dict[str, float]:
+    """Return plain numbers for a logger: of the last step, and of all (``round/...``).
+
+    Parameters
+    ----------
+    clipper, params
+        What the transformation was made of, which have the names of groups.
+    state
+        The transformation's state, or one that holds it, such as that of a chain.
+
+    Raises
+    ------
+    ValueError
+        If there is not exactly one `ClipState` in the state.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from fedclip import NormClip
+    >>> clipper, params = NormClip(1.0), {"w": jnp.zeros(2)}
+    >>> transformation = as_optax(clipper)
+    >>> _, state = transformation.update({"w": jnp.array([3.0, 4.0])}, transformation.init(params))
+    >>> stats(clipper, state, params)["norm"]
+    5.0
     """
-    load(clipper, state.statistics, _groups(clipper, params).labels)
+    found = _found(state)
+    labels = groups_of(clipper, _parameters(clipper, params)).labels
+    steps, clipped, nonfinite = map(int, (found.steps, found.clipped, found.nonfinite))
+    every = RoundRecord(0, steps=steps, clipped=clipped, nonfinite=nonfinite)
+    last = StepRecord(labels, found.norm, found.limit, found.over)
+    return (last.as_dict(prefix) if steps else {}) | every.as_dict(f"{prefix}round/")
 
 
-def _agc(clipper: AGC, params: optax.Params, groups: Groups, backend: Any) -> Any:
-    weights = dict(zip(_names(params), jax.tree.leaves(params), strict=True))
-    return clipper.device_transform([weights[name] for name in groups.names], groups, backend)
+def load_state(clipper: Clipper, state: Any, params: optax.Params) -> None:
+    """Put the statistics of a transformation's state, or of a chain's, into a clipper.
+
+    A federated client can then continue with what a notebook has learnt; ``get_state`` of the
+    clipper returns them as plain values, and a new transformation starts from them.
+    """
+    labels = groups_of(clipper, _parameters(clipper, params)).labels
+    load(clipper, _found(state).statistics, labels)
+
+
+def _found(state: Any) -> ClipState:
+    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ClipState))
+    found = [leaf for leaf in leaves if isinstance(leaf, ClipState)]
+    if len(found) != 1:
+        raise ValueError(f"the state must hold one ClipState, and it holds {len(found)}")
+    return found[0]
 
 
 def _names(tree: Any) -> list[str]:
@@ -152,13 +280,18 @@ def _names(tree: Any) -> list[str]:
     return unique(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
 
 
-def _groups(clipper: Clipper | AGC, tree: Any) -> Groups:
-    names = _names(tree)
-    if isinstance(clipper, Clipper):
-        return resolve(clipper.scope, clipper.exclude, names)
-    shapes = {n: leaf.shape for n, leaf in zip(names, jax.tree.leaves(tree), strict=True)}
-    scope = "global" if clipper.unit == "global" else "tensor"
-    return resolve(scope, clipper.excluded(shapes), names)
+def _parameters(clipper: Clipper | AGC, params: Any) -> dict[str, Any]:
+    """Return the parameters by name; integers, which have gradients of float0, if excluded."""
+    leaves = _by_name(params)
+    excluded = groups_of(clipper, leaves).excluded
+    chosen = {n for n, a in leaves.items() if jnp.issubdtype(a.dtype, jnp.inexact)}
+    return {name: leaf for name, leaf in leaves.items() if name in excluded or name in chosen}
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    """Return the leaves by name, without those of float0."""
+    pairs = zip(_names(tree), jax.tree.leaves(tree), strict=True)
+    return {name: jnp.asarray(leaf) for name, leaf in pairs if not _is_float0(leaf)}
 
 
 def private_gradients(

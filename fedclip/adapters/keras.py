@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 try:
@@ -64,6 +66,16 @@ def _checked(optimizer: Any) -> Any:
     return stepping
 
 
+def _eagerly() -> AbstractContextManager[Any]:
+    """Return a context outside of the graph in which ``fit`` builds optimizers on TensorFlow."""
+    if keras.backend.backend() != "tensorflow":
+        return nullcontext()
+    import tensorflow as tf
+
+    context: AbstractContextManager[Any] = tf.init_scope()
+    return context
+
+
 def _value(variable: Any) -> Any:
     """Return the value of a variable of Keras or TensorFlow as a tensor."""
     return keras.ops.stop_gradient(variable)
@@ -85,6 +97,7 @@ class _Hook:
             _value,
             functools.partial(keras.ops.take, axis=-1),
             keras.ops.cast,
+            _eagerly,
         )
         self.held = HeldClipper(clipper, backend, operations)
         self._names: dict[Any, str] = {}
@@ -101,7 +114,7 @@ class _Hook:
             initializer=lambda shape, dtype=None: keras.ops.convert_to_tensor(values, dtype),
             dtype=kind,
             aggregation="only_first_replica",
-            name=f"{self.held.clipper.name}_{name}".replace("-", "_"),
+            name=re.sub(r"\W", "_", f"{self.held.clipper.name}_{name}"),
         )
 
     def build(self, variables: Sequence[Any]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,8 @@ class Operations(NamedTuple):
     """``take(array, places)``: the array at these places of its last axis."""
     cast: Callable[[Array, Any], Array]
     """``cast(array, dtype)``."""
+    eagerly: Callable[[], AbstractContextManager[Any]]
+    """``eagerly()``: a context outside of the function that is being traced."""
 
 
 class HeldClipper:
@@ -64,8 +67,9 @@ class HeldClipper:
             **{field: np.atleast_1d(column) for field, column in first._asdict().items()},
         }
         self.variables = [self._ops.make(column, name) for name, column in values.items()]
-        tensors = {name: self._ops.read(weight) for name, weight in weights.items()}
-        arrays = kept(self.clipper, self._groups, tensors, self._backend)
+        with self._ops.eagerly():
+            tensors = {name: self._ops.read(weight) for name, weight in weights.items()}
+            arrays = kept(self.clipper, self._groups, tensors, self._backend)
         for name, fields in arrays.items():
             for field, value in fields.items():
                 self._kept[name, field] = self._ops.make(value, f"{name}/{field}")

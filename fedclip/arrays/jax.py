@@ -57,13 +57,38 @@ def _bins(arrays: Sequence[Array], most: int) -> list[list[Array]]:
     return bins
 
 
+def _is_split(array: Array) -> bool:
+    """Return whether an array is split over explicit axes of a mesh, so that it keeps its shape."""
+    sharding = getattr(jax.typeof(array), "sharding", None)
+    return sharding is not None and any(axis is not None for axis in sharding.spec)
+
+
+def _varying(array: Array) -> frozenset[Any]:
+    """Return the axes of a `shard_map` along which an array differs, if JAX tracks them."""
+    kind = jax.typeof(array)
+    tracked = getattr(kind, "manual_axis_type", None)
+    found: frozenset[Any] = getattr(kind if tracked is None else tracked, "vma", frozenset())
+    return found if tracked is None else frozenset(tracked.varying)
+
+
+def _over(reduce: Any, array: Array, axes: tuple[str, ...]) -> Array:
+    return reduce(array, axes) if axes else array
+
+
 class JaxBackend(Backend):
-    """Arrays of JAX."""
+    """Arrays of JAX.
+
+    Parameters
+    ----------
+    axes
+        Names of the axes of a `shard_map` along which arrays are split: norms are of the whole.
+    """
 
     name = "jax"
 
-    def __init__(self) -> None:
+    def __init__(self, axes: tuple[str, ...] = ()) -> None:
         self._on_cpu: dict[Any, bool] = {}
+        self._axes = axes
 
     def host(self, arrays: Sequence[Array]) -> Views:
         try:
@@ -163,20 +188,46 @@ class JaxBackend(Backend):
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         wide = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in arrays]
-        if sum(math.prod(a.shape) for a in arrays) < _FEW:
+        small = sum(math.prod(a.shape) for a in arrays) < _FEW
+        if small and not self._axes and not any(map(_is_split, arrays)):
             # One operation for each group, not for each array.
             joined = [jnp.concatenate([wide[i].ravel() for i in group]) for group in members]
             sums = jnp.stack([jnp.sum(jnp.square(j)).astype(float) for j in joined])
         else:
             squares = [jnp.sum(jnp.square(a)).astype(float) for a in wide]
-            sums = jnp.stack([sum(squares[i] for i in group) for group in members])
+            sums = self._group_sums(squares, arrays, members)
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
         sound = jnp.all((sums >= UNDERFLOW) & (sums < jnp.inf))
         return jax.lax.cond(
             sound, lambda: jnp.sqrt(sums), lambda: self._scaled_norms(arrays, members)
         )
 
+    def _group_sums(
+        self, numbers: Sequence[Array], arrays: Sequence[Array], members: Sequence[Sequence[int]]
+    ) -> Array:
+        """Return the sum of each group's numbers, one of each array, over all shards."""
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for i, array in enumerate(arrays):
+            alike.setdefault(self._axes_of(array), []).append(i)
+        zero = jnp.zeros((), float)
+        found = []
+        for axes, chosen in alike.items():
+            rows = [[numbers[i] for i in group if i in chosen] for group in members]
+            part = jnp.stack([sum(row, zero) for row in rows])
+            found.append(_over(jax.lax.psum, part, axes))
+        return sum(found[1:], found[0])
+
+    def _axes_of(self, array: Array) -> tuple[str, ...]:
+        """Return the axes of a `shard_map` along which an array is split."""
+        # If JAX tracks no axes, no array seems to vary, not even the index of the shard.
+        if not self._axes or not _varying(jax.lax.axis_index(self._axes)):
+            return self._axes
+        varying = _varying(array)
+        return tuple(axis for axis in self._axes if axis in varying)
+
     def _scaled_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+        if self._axes or any(map(_is_split, arrays)):
+            return self._scaled_norms_of_shards(arrays, members)
         norms = []
         for group in members:
             # Under jit each operation of a branch costs time even if the branch is not taken, so
@@ -189,6 +240,21 @@ class JaxBackend(Backend):
             top = jnp.where(top > 0, top, 1.0)
             norms.append(top * jnp.sqrt(jnp.sum(sums * jnp.square(peak / top))))
         return jnp.stack(norms)
+
+    def _scaled_norms_of_shards(
+        self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
+    ) -> Array:
+        wide = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in arrays]
+        peaks = [self._peak(a) for a in wide]
+        tops = [jnp.max(jnp.stack([peaks[i] for i in group])) for group in members]
+        tops = [jnp.where(top > 0, top, 1.0) for top in tops]
+        of = {i: top for group, top in zip(members, tops, strict=True) for i in group}
+        squares = [jnp.sum(jnp.square(a / of[i])).astype(float) for i, a in enumerate(wide)]
+        return jnp.stack(tops).astype(float) * jnp.sqrt(self._group_sums(squares, arrays, members))
+
+    def _peak(self, array: Array) -> Array:
+        peak = jnp.max(jnp.abs(array), initial=0.0)
+        return _over(jax.lax.pmax, peak, self._axes_of(array))
 
     def all(self, x: Array) -> Array:
         return jnp.all(x)

@@ -1,0 +1,321 @@
+"""JAX as it is used: donated states, meshes, shard_map, schedules, complex numbers, other pytrees.
+
+The expectations of optax's own tests of its clippers stand at the end, in sentences of our own.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import require
+
+jax = require("jax")
+optax = require("optax")
+import jax.numpy as jnp  # noqa: E402
+
+from fedclip import AGC, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip.adapters.jax import ClipState, as_optax, load_state, stats  # noqa: E402
+
+RNG = np.random.default_rng(0)
+PARAMS = {"w": jnp.asarray(RNG.standard_normal((4, 3)), jnp.float32), "b": jnp.ones(3)}
+GRADS = [
+    {k: jnp.asarray(s * RNG.standard_normal(v.shape), v.dtype) for k, v in PARAMS.items()}
+    for s in (1.0, 0.1, 10.0, 1.0, 50.0)
+]
+
+CLIPPERS = {
+    "norm": lambda: NormClip(1.0),
+    "values": lambda: ValueClip(0.5),
+    "slices": lambda: NormClip(0.5, dims=[0]),
+    "z-score": lambda: ZScoreClip(warmup=2),
+    "z-score by tensor": lambda: ZScoreClip(warmup=2, scope="tensor"),
+    "agc": lambda: AGC(0.1),
+}
+
+
+def close(found, expected, rtol=1e-6):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
+
+
+def norm(tree):
+    return float(optax.tree.norm(tree))
+
+
+@pytest.mark.parametrize("name", CLIPPERS)
+def test_states_can_be_donated(name):
+    transform = as_optax(CLIPPERS[name]())
+    state = transform.init(PARAMS)
+    arrays = jax.tree.leaves(state)
+    assert len({a.unsafe_buffer_pointer() for a in arrays}) == len(arrays)
+    step = jax.jit(transform.update, donate_argnums=(0, 1))
+    other = as_optax(CLIPPERS[name]())
+    kept = other.init(PARAMS)
+    for gradient in GRADS:
+        expected, kept = other.update(gradient, kept, PARAMS)
+        found, state = step(jax.tree.map(jnp.copy, gradient), state, PARAMS)
+        close(found, expected, 1e-5)
+
+
+def test_a_train_state_of_flax_is_donated():
+    train_state = pytest.importorskip("flax.training.train_state")
+    chain = optax.chain(as_optax(ZScoreClip(warmup=2)), optax.adam(0.1))
+    params = jax.tree.map(jnp.copy, PARAMS)
+    state = train_state.TrainState.create(apply_fn=None, params=params, tx=chain)
+    step = jax.jit(lambda s, g: s.apply_gradients(grads=g), donate_argnums=0)
+    for gradient in GRADS:
+        state = step(state, gradient)
+    assert stats(ZScoreClip(), state.opt_state, PARAMS)["round/steps"] == len(GRADS)
+
+
+def test_nnx_modules_and_their_optimizers():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(
+        model, optax.chain(as_optax(NormClip(0.1)), optax.sgd(1.0)), wrt=nnx.Param
+    )
+    before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+    @nnx.jit
+    def step(model, optimizer):
+        gradients = nnx.grad(lambda m: jnp.sum(m(jnp.ones((4, 3))) ** 2))(model)
+        optimizer.update(model, gradients)
+
+    step(model, optimizer)
+    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    assert norm(jax.tree.map(jnp.subtract, after, before)) == pytest.approx(0.1, rel=1e-4)
+
+
+def test_modules_of_equinox():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+    transform = as_optax(NormClip(0.1, scope="tensor"))
+    gradients = eqx.filter_grad(lambda m: jnp.sum(m(jnp.ones(3)) ** 2))(model)
+    params = eqx.filter(model, eqx.is_array)
+    updates, state = eqx.filter_jit(transform.update)(gradients, transform.init(params), params)
+    assert norm(updates.weight) == pytest.approx(0.1, rel=1e-4)
+    assert set(stats(NormClip(0.1, scope="tensor"), state, params)) >= {"weight/norm", "bias/norm"}
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["w", "rest"], meta_fields=["name"])
+@dataclasses.dataclass
+class Parameters:
+    w: jax.Array
+    rest: tuple
+    name: str = "a name is no leaf"
+
+
+def test_pytrees_of_other_kinds():
+    tree = Parameters(jnp.full(4, 3.0), (jnp.full(2, 4.0), None, [jnp.float32(1.0)]))
+    transform = as_optax(NormClip(1.0, scope={"w": 0.5, "rest.*": 1.0}))
+    updates, _ = jax.jit(transform.update)(tree, transform.init(tree))
+    assert isinstance(updates, Parameters)
+    assert updates.rest[1] is None
+    assert norm(updates.w) == pytest.approx(0.5, rel=1e-5)
+    assert norm(updates.rest) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_complex_numbers_count_by_their_absolute_value():
+    gradient = {"z": jnp.array([3.0 + 4.0j, 0.0]), "w": jnp.array([12.0])}
+    expected, _ = optax.clip_by_global_norm(1.0).update(gradient, None)
+    found, state = jax.jit(as_optax(NormClip(1.0)).update)(gradient, None)
+    assert found["z"].dtype == gradient["z"].dtype
+    close(found, expected, 1e-5)
+    assert float(state.norm[0]) == pytest.approx(13.0)
+    by_tensor, _ = as_optax(NormClip(1.0, scope="tensor")).update(gradient, None)
+    assert norm(by_tensor["z"]) == pytest.approx(1.0, rel=1e-5)
+    for clipper in (ValueClip(1.0), NormClip(1.0, dims=[0])):
+        with pytest.raises(TypeError, match="complex, which only clippers by L2 norms"):
+            as_optax(clipper).update(gradient, None)
+    left, _ = as_optax(ValueClip(1.0, exclude="z")).update(gradient, None)
+    assert left["z"] is gradient["z"]
+
+
+def test_integers_are_refused_and_their_float0_passes():
+    params = {"w": jnp.array([3.0, 4.0]), "n": jnp.array([1, 2])}
+    gradient = jax.grad(lambda p: jnp.sum(p["w"] ** 2) + 0.0 * p["n"].sum(), allow_int=True)(params)
+    assert gradient["n"].dtype == jax.dtypes.float0
+    transform = as_optax(NormClip(1.0))
+    updates, _ = transform.update(gradient, None)
+    assert updates["n"] is gradient["n"]
+    assert norm({"w": updates["w"]}) == pytest.approx(1.0, rel=1e-5)
+    with pytest.raises(TypeError, match="'n' is int32"):
+        transform.update({**gradient, "n": jnp.array([1, 2])}, None)
+    masked = optax.masked(transform, {"w": True, "n": False})
+    updates, _ = masked.update({"w": gradient["w"], "n": params["n"]}, masked.init(params))
+    assert norm({"w": updates["w"]}) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_state_may_be_left_out_if_there_is_nothing_to_learn():
+    for name in ("norm", "values", "slices"):
+        _, state = as_optax(CLIPPERS[name]()).update(GRADS[2], None)
+        assert isinstance(state, ClipState)
+    with pytest.raises(ValueError, match="learns from past steps"):
+        as_optax(ZScoreClip()).update(GRADS[2], None)
+
+
+@pytest.mark.parametrize("name", ["norm", "slices", "z-score"])
+def test_a_schedule_sets_the_limit(name):
+    limits = [0.5, 2.0, 0.25, 1.0, 0.125]
+    schedule = lambda count: jnp.asarray(limits)[count]  # noqa: E731
+    injected = optax.inject_hyperparams(as_optax)(CLIPPERS[name](), max_norm=schedule)
+    state, step = injected.init(PARAMS), jax.jit(injected.update)
+    for gradient, limit in zip(GRADS, limits, strict=True):
+        updates, state = step(gradient, state, PARAMS)
+        if name == "slices":
+            largest = max(float(jnp.linalg.norm(u, axis=0).max()) for u in updates.values())
+        else:
+            largest = norm(updates)
+        assert largest <= limit
+        assert largest == pytest.approx(min(limit, norm(gradient)), rel=1e-4) or name != "norm"
+    assert float(state.hyperparams["max_norm"]) == limits[-1]
+
+
+def test_limits_that_can_not_be_set_are_refused_and_negative_ones_are_zero():
+    for clipper in (ValueClip(1.0), AGC(0.1), NormClip(1.0, scope={"w": 1.0, "b": 2.0})):
+        with pytest.raises(TypeError, match="no single max_norm"):
+            as_optax(clipper, max_norm=1.0).update(GRADS[0], None, PARAMS)
+    updates, _ = as_optax(NormClip(1.0), max_norm=-1.0).update(GRADS[0], None)
+    assert norm(updates) == 0.0
+
+
+@pytest.mark.parametrize("name", CLIPPERS)
+def test_accumulated_steps_are_clipped_once(name):
+    inner = as_optax(CLIPPERS[name]())
+    every = optax.MultiSteps(inner, 2).gradient_transformation()
+    state, update = every.init(PARAMS), jax.jit(every.update)
+    expected_state = inner.init(PARAMS)
+    for first, second in zip(GRADS[:4:2], GRADS[1:4:2], strict=True):
+        nothing, state = update(first, state, PARAMS)
+        assert norm(nothing) == 0.0
+        found, state = update(second, state, PARAMS)
+        mean = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
+        expected, expected_state = inner.update(mean, expected_state, PARAMS)
+        close(found, expected, 1e-5)
+    assert stats(CLIPPERS[name](), state, PARAMS)["round/steps"] == 2
+
+
+@pytest.mark.parametrize("name", CLIPPERS)
+def test_many_models_at_once_by_vmap_and_scan(name):
+    transform = as_optax(CLIPPERS[name]())
+    many = jax.tree.map(lambda *leaves: jnp.stack(leaves), *GRADS)
+    states = jax.vmap(lambda g: transform.init(PARAMS))(many)
+    found, after = jax.jit(jax.vmap(lambda g, s: transform.update(g, s, PARAMS)))(many, states)
+    for i, gradient in enumerate(GRADS):
+        expected, _ = transform.update(gradient, transform.init(PARAMS), PARAMS)
+        close(jax.tree.map(lambda leaf, i=i: leaf[i], found), expected, 1e-5)
+    assert after.steps.tolist() == [1] * len(GRADS)
+
+    def step(state, gradient):
+        updates, state = transform.update(gradient, state, PARAMS)
+        return state, updates
+
+    last, scanned = jax.lax.scan(step, transform.init(PARAMS), many)
+    state = transform.init(PARAMS)
+    for i, gradient in enumerate(GRADS):
+        expected, state = transform.update(gradient, state, PARAMS)
+        close(jax.tree.map(lambda leaf, i=i: leaf[i], scanned), expected, 1e-5)
+    close(last, state, 1e-5)
+
+
+def test_the_verbs():
+    clipper = ZScoreClip(warmup=2, scope="tensor")
+    chain = optax.chain(as_optax(clipper), optax.sgd(0.1))
+    state = chain.init(PARAMS)
+    assert "norm" not in stats(clipper, state, PARAMS)
+    update = jax.jit(chain.update)
+    for gradient in GRADS:
+        _, state = update(gradient, state, PARAMS)
+    found = stats(clipper, state, PARAMS, "clip/")
+    assert json.dumps(found)
+    assert found["clip/norm"] == pytest.approx(norm(GRADS[-1]), rel=1e-5)
+    assert found["clip/b/clipped"] == 1
+    assert found["clip/round/steps"] == 5
+    load_state(clipper, state, PARAMS)
+    again = chain.init(PARAMS) if clipper.get_state()["groups"] else None
+    close(again[0].statistics, state[0].statistics)
+    with pytest.raises(ValueError, match="holds 0"):
+        stats(clipper, optax.sgd(0.1).init(PARAMS), PARAMS)
+
+
+# -- several devices --------------------------------------------------------------------------
+@pytest.mark.slow
+def test_meshes_and_shard_map_do_what_one_device_does():
+    result = subprocess.run(
+        [sys.executable, Path(__file__).with_name("jax_devices.py")],
+        env={
+            **os.environ,
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            "JAX_PLATFORMS": "cpu",
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
+    assert result.stdout.splitlines()[-1] == "all as on one device"
+
+
+# -- what optax's own tests expect of its clippers ----------------------------------------------
+UPDATES = (jnp.array([0.3, 0.5]), jnp.array([1.5, -2.5, 0.0]))
+
+
+def test_clip_is_that_of_optax():
+    expected, _ = optax.clip(1.0).update(UPDATES, None)
+    found, _ = as_optax(ValueClip(1.0)).update(UPDATES, None)
+    close(found, expected)
+    twice, _ = as_optax(ValueClip(1.0)).update(found, None)
+    close(twice, found)
+
+
+@pytest.mark.parametrize("limit", [0.1, 1.0, 2.9, 100.0])
+def test_clip_by_global_norm_is_that_of_optax(limit):
+    expected, _ = optax.clip_by_global_norm(limit).update(UPDATES, None)
+    found, _ = jax.jit(as_optax(NormClip(limit)).update)(UPDATES, None)
+    close(found, expected, 3e-6)
+    assert norm(found) <= limit * (1 + 1e-6)
+    twice, _ = as_optax(NormClip(limit)).update(found, None)
+    close(twice, found)
+
+
+def test_adaptive_grad_clip_is_that_of_optax():
+    params = {
+        "dense": jnp.asarray(RNG.standard_normal((5, 3)), jnp.float32),
+        "conv": jnp.asarray(RNG.standard_normal((3, 3, 2, 4)), jnp.float32),
+        "bias": jnp.zeros(3),
+        "scale": jnp.float32(2.0),
+    }
+    gradient = jax.tree.map(lambda p: 3 * jnp.ones_like(p), params)
+    theirs = optax.adaptive_grad_clip(0.1, 1e-3)
+    expected, _ = theirs.update(gradient, theirs.init(params), params)
+    transform = as_optax(AGC(0.1, min_norm=1e-3))
+    found, state = jax.jit(transform.update)(gradient, transform.init(params), params)
+    close(found, expected, 3e-6)
+    twice, _ = transform.update(found, state, params)
+    close(twice, found)
+    with pytest.raises(ValueError, match="needs the parameters"):
+        transform.update(gradient, state)
+
+
+def test_per_example_global_norm_clip_is_a_vmap():
+    batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *GRADS)
+    leaves, tree = jax.tree.flatten(batch)
+    expected, count = optax.per_example_global_norm_clip(leaves, 1.0)
+    clipped, state = jax.vmap(lambda g: as_optax(NormClip(1.0)).update(g, None))(batch)
+    close(jax.tree.map(lambda leaf: leaf.sum(0), clipped), jax.tree.unflatten(tree, expected), 1e-5)
+    assert int(state.clipped.sum()) == int(count)
+
+
+def test_per_example_layer_norm_clip_is_a_vmap_by_tensor():
+    batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *GRADS)
+    leaves, tree = jax.tree.flatten(batch)
+    expected, _ = optax.per_example_layer_norm_clip(leaves, 1.0, uniform=True)
+    clipper = NormClip(1.0 / len(leaves) ** 0.5, scope="tensor")
+    clipped, _ = jax.vmap(lambda g: as_optax(clipper).update(g, None))(batch)
+    close(jax.tree.map(lambda leaf: leaf.sum(0), clipped), jax.tree.unflatten(tree, expected), 1e-5)
