@@ -82,6 +82,37 @@ def test_the_digits_are_learnt_within_a_budget(kind: str) -> None:
     assert accuracy(kind, digits(), Setting("flat", 1.0, 0.5), 100, epsilon=3e-3) < 0.5
 
 
+# -- correlated noise --------------------------------------------------------------------------
+def test_the_best_factorisation_has_less_error_than_others_at_the_same_sensitivity() -> None:
+    from benchmarks.dpsgd_noise import best_factor, factor_error, tree_error
+
+    factor = best_factor(16)
+    assert np.array_equal(factor, np.tril(factor))
+    # No record, which takes part in one step by a vector of length 1, moves C x further than 1.
+    np.testing.assert_allclose((factor**2).sum(0), 1.0, rtol=1e-9)
+    least, rng = factor_error(factor), np.random.default_rng(0)
+    assert least < tree_error(16) < factor_error(np.eye(16))
+    root = np.cumprod([1.0, *((2 * k - 1) / (2 * k) for k in range(1, 16))])
+    square_root = sum(np.diag(np.full(16 - k, c), -k) for k, c in enumerate(root))
+    assert least < factor_error(np.asarray(square_root))
+    for _ in range(50):
+        other = factor + 1e-3 * np.tril(rng.normal(size=(16, 16)))
+        # Each column as long as it may be.
+        assert factor_error(other / np.sqrt((other**2).sum(0))) >= least
+
+
+def test_correlated_noise_has_the_covariance_of_its_factorisation() -> None:
+    pytest.importorskip("dp_accounting")
+    from benchmarks.dpsgd_noise import OnePass, best_factor
+
+    noise, wide = OnePass(8, 4), 100_000
+    added = np.stack([noise.add({"w": np.zeros(wide)}, 0.5)["w"] for _ in range(4)])
+    inverse = np.linalg.inv(best_factor(4))
+    right = 0.25 * inverse @ inverse.T
+    np.testing.assert_allclose(added @ added.T / wide, right, atol=6 * 0.25 * 1.5 / wide**0.5)
+    assert sorted(np.concatenate([noise.draw() for _ in range(4)])) == [*range(8)]
+
+
 # -- the example -------------------------------------------------------------------------------
 def test_the_example_trains_in_processes_and_plots(tmp_path: Path) -> None:
     require("torch")

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.slow
 torch: Any = require("torch")
 nn = torch.nn
 records: Any = __import__("fedclip.dpsgd.persample.torch_records", fromlist=["x"])
+plans: Any = __import__("fedclip.dpsgd.persample.torch_plan", fromlist=["x"])
+checks: Any = __import__("fedclip.dpsgd.persample.torch_check", fromlist=["x"])
 
 
 class Tokens(nn.Module):  # type: ignore[misc]
@@ -201,7 +203,7 @@ def test_norms_and_sums_are_those_of_gradients(kind: str) -> None:
                 last, (factors[-1] * rows[-1]).flatten(), rtol=1e-5, atol=1e-5
             )
     assert start == 7
-    (plan,) = records._PLANS[module].values()
+    (plan,) = plans._PLANS[module].values()
     assert len(plan.layers) == known
     inside = {id(p) for layer in plan.layers for p in module.get_submodule(layer).parameters()}
     names = {n for n, p in module.named_parameters() if id(p) in inside}
@@ -279,7 +281,7 @@ def test_as_many_records_at_once_as_was_said(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_table_that_changes_when_it_is_looked_up_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"the layer 'table' \(Embedding\) has max_norm"):
-        records.check(Tokens(max_norm=1.0))
+        checks.check(Tokens(max_norm=1.0))
 
 
 def test_numbers_that_half_precision_does_not_hold_are_not_lost() -> None:

@@ -160,6 +160,11 @@ def images(*layers: Any) -> Any:
 # Module, shape of a record or what tokens it has, loss.
 ZOO: dict[str, tuple[Callable[[], Any], Any, Any]] = {
     "gru": (lambda: recurrent(nn.GRU), 7, None),
+    "Opacus' gru": (
+        lambda: recurrent(pytest.importorskip("opacus.layers").DPGRU),
+        7,
+        None,
+    ),
     "rnn": (lambda: recurrent(nn.RNN), 7, None),
     "lstm, deep, both ways": (
         lambda: recurrent(nn.LSTM, 10, num_layers=2, bidirectional=True),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fedclip.dpsgd.persample import torch_records
+from fedclip.dpsgd.persample import torch_check, torch_records, torch_stacks
 from fedclip.dpsgd.step import private_mean
 
 
@@ -67,7 +67,7 @@ def private_gradients(
     ... )
     >>> layer.weight.grad = found["weight"]
     """
-    torch_records.check(module)
+    torch_check.check(module)
     given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
 
     def of(run: Any, record: Any) -> torch.Tensor:
@@ -76,7 +76,7 @@ def private_gradients(
 
     weights = torch_records.trained(module)
     found = private_mean(
-        torch_records.record_stacks(module, of, (*given, targets), micro_batch),
+        torch_stacks.record_stacks(module, of, (*given, targets), micro_batch),
         {name: tuple(weight.shape) for name, weight in weights.items()},
         *(max_norm, noise_multiplier, expected_batch_size),
         **settings,

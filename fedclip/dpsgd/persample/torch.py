@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from declearn.model.torch import TorchModel, TorchVector
 
-from fedclip.dpsgd.persample import torch_records
+from fedclip.dpsgd.persample import torch_check, torch_records, torch_stacks
 
 __all__ = ["check", "shapes", "stacks", "vector"]
 
 
 def check(model: TorchModel) -> None:
     """Refuse layers that mix records, or remember them outside of the weights."""
-    torch_records.check(model._raw_model.module)
+    torch_check.check(model._raw_model.module)
 
 
 def shapes(model: TorchModel) -> dict[str, tuple[int, ...]]:
@@ -47,4 +47,4 @@ def stacks(model: TorchModel, batch: Any, micro_batch: int, whole: bool) -> Iter
         value: torch.Tensor = criterion(found, target).mean()
         return value * record["weight"].to(value.dtype) if "weight" in record else value
 
-    return torch_records.record_stacks(module, loss, records, micro_batch, whole, "module.")
+    return torch_stacks.record_stacks(module, loss, records, micro_batch, whole, "module.")

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers of a torch module can be taken apart: known ones, called once, that share nothing.
+
+::
+
+    run the module on one record, and look at what goes through known layers
+    a layer is taken apart, if  it is called once, with one input;
+                                no other layer has its parameters;
+                                they are not used besides
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedclip.dpsgd.persample.torch_layers import parts, takes
+
+__all__ = ["Loss", "Plan", "Tensors", "full", "plan_of"]
+
+Loss: TypeAlias = Callable[[Callable[[tuple[Any, ...]], Any], Any], Tensor]
+"""From a function that runs the module on its arguments, and one record, to the record's loss."""
+
+Tensors: TypeAlias = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which layers are taken apart, with the shape and dtype of what they put out."""
+
+    layers: dict[str, tuple[torch.Size, torch.dtype]]
+    others: tuple[str, ...]
+    elements: int
+
+
+# To plan is to run the module once more: done once for a module and the shapes of its records.
+_PLANS: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
+
+
+def full(layer: str, own: str) -> str:
+    """Return the name of a layer's own parameter in the module."""
+    return f"{layer}.{own}" if layer else own
+
+
+def plan_of(
+    module: nn.Module,
+    loss: Loss,
+    record: Any,
+    buffers: Tensors,
+    leaves: list[Tensor],
+    weights: Tensors,
+    whole: bool,
+) -> Plan:
+    """Return how to take a module apart, for records of the shape of `record`."""
+    layers = (type(layer) for layer in module.modules())
+    key = (whole, *weights, *layers, *((x.shape[1:], x.dtype) for x in leaves))
+    plans = _PLANS.setdefault(module, {})
+    if key not in plans:
+        known = {} if whole else _known_layers(module, loss, record, buffers)
+        inside = {full(n, p) for n in known for p in module.get_submodule(n)._parameters}
+        others = tuple(n for n in weights if n not in inside)
+        held = sum(weights[n].numel() for n in others)
+        held += sum(entry[-1] for entry in known.values())
+        plans[key] = Plan({n: entry[:2] for n, entry in known.items()}, others, held)
+    return plans[key]
+
+
+def _known_layers(
+    module: nn.Module, loss: Loss, record: Any, buffers: Tensors
+) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
+    """Return the layers that can be taken apart, and how much they hold of a record."""
+    owners = Counter(id(p) for m in module.modules() for p in m._parameters.values())
+    known = {
+        name: layer
+        for name, layer in module.named_modules()
+        if takes(layer)
+        and any(p is not None and p.requires_grad for p in layer._parameters.values())
+        and all(p is None or owners[id(p)] == 1 for p in layer._parameters.values())
+    }
+    seen: dict[str, list[Any]] = {name: [] for name in known}
+    inside = [False]
+
+    def look(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Any:
+        if inside[0]:
+            return None
+        seen[name].append((args, kwargs, out.detach()))
+        inside[0] = True
+        constants = {n: p.detach() for n, p in layer._parameters.items() if p is not None}
+        found = functional_call(layer, constants, args, kwargs)
+        inside[0] = False
+        return found
+
+    with ExitStack() as hooks, torch.enable_grad():
+        for name, layer in known.items():
+            hook = layer.register_forward_hook(partial(look, name), prepend=True, with_kwargs=True)
+            hooks.callback(hook.remove)
+        value = loss(partial(functional_call, module, buffers), record)
+    # The layers' own use of their parameters has no gradient here: what has one is used besides.
+    used = [p for layer in known.values() for p in layer.parameters() if p.requires_grad]
+    besides: set[int] = set()
+    if used and value.requires_grad:
+        found = torch.autograd.grad(value, used, allow_unused=True)
+        besides = {id(p) for p, g in zip(used, found, strict=True) if g is not None}
+    result = {}
+    for name, layer in known.items():
+        calls = seen[name]
+        if len(calls) == 1 and not any(id(p) in besides for p in layer.parameters()):
+            args, kwargs, out = calls[0]
+            if len(args) == 1 and not kwargs:
+                held = parts(layer, args[0].detach()[None], out[None]).values()
+                size = sum(part.numbers() for part in held)
+                result[name] = (out.shape, out.dtype, size)
+    return result
