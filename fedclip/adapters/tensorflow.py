@@ -42,8 +42,8 @@ def clip(
         Pairs, such as ``zip(tape.gradient(loss, variables), variables)``. Gradients may be None
         or IndexedSlices.
     clipper
-        A clipper of fedclip; in a ``tf.function`` one by L2 norms or values, whose
-        ``on_nonfinite`` is "skip" or "propagate".
+        A clipper of fedclip; in a ``tf.function`` one whose ``on_nonfinite`` is "skip" or
+        "propagate".
 
     Examples
     --------

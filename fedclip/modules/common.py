@@ -223,8 +223,8 @@ PHRASES = {
     "the same outputs, bit for bit",
     "learnt": "Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes "
     "the very same Vector comes back; NaN and infinity never reach the statistics",
-    "arrays": "State: for each tensor, an array of its shape (float64 for float64, else float32), "
-    "in host memory, and its number of steps; as much memory as the model. A run that is saved and "
+    "arrays": "State: for each tensor, an array of its shape (float64 for float64, else float32) "
+    "on its device, and its number of steps; as much memory as the model. A run that is saved and "
     "resumed gives the same outputs, bit for bit",
 }
 """What several docstrings say: ``{resumed}`` in a docstring stands for the words here."""

@@ -160,7 +160,7 @@ def limits_of(
     not ready, if not `warmup_norm`.
     """
     # Keep the limit of other norms well above them, so that they are not measured again.
-    clear = xp.maximum(threshold, CLEAR * (norms + rule.eps))
+    clear = xp.maximum(threshold, CLEAR * (norms + rule.eps if rule.eps else norms))
     judged = xp.where(spike, threshold if target is None else target, clear)
     if before is None:
         before = math.inf if rule.warmup_norm is None else rule.warmup_norm

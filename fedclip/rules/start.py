@@ -86,20 +86,21 @@ class Start:
             return judged, self.observe(judged.seen, state, xp)
         median = self.median(state, xp)
         limit = self.factor * median
-        spike = (median > 0) & (norms + eps > limit)
-        learnt = xp.where(spike, _LEARNT * median, norms)
+        begun, measured = median > 0, norms + eps if eps else norms
+        spike = begun & (measured > limit)
+        learnt = xp.where(ready, judged.seen, xp.where(spike, _LEARNT * median, norms))
         # The limit of any other norm is well above it.
-        clear = xp.maximum(limit, CLEAR * (norms + eps))
+        clear = xp.maximum(limit, CLEAR * measured)
         limits = xp.where(spike, xp.minimum(judged.limits, limit), judged.limits)
-        limits = xp.where(median > 0, xp.minimum(limits, clear), limits)
+        limits = xp.where(begun, xp.minimum(limits, clear), limits)
         protected = judged._replace(limits=xp.where(ready, judged.limits, limits))
         if not self.raw:
-            early = xp.where(ready | (state.start_held >= self.least), 0.0, 1.0) > 0
+            early = xp.where(ready, False, state.start_held < self.least)
             protected = protected._replace(
-                seen=xp.where(ready, judged.seen, learnt),
+                seen=learnt,
                 skipped=early if judged.skipped is None else judged.skipped | early,
             )
-        return protected, self.observe(xp.where(ready, judged.seen, learnt), state, xp)
+        return protected, self.observe(learnt, state, xp)
 
     def observe(self, learnt: Array, state: State, xp: Arithmetic) -> State:
         """Return the state after one norm of each group; norms of 0 are ignored."""
@@ -110,7 +111,8 @@ class Start:
             return state._replace(**dict(zip(_SLOTS, [*later, learnt], strict=True)))
         # Before five norms, the empty slots hold the smallest norm so far. So the median of two
         # or four norms is the lower one in the middle.
-        _, b, c, d, e = (xp.where(held < 1, learnt, getattr(state, slot)) for slot in _SLOTS)
+        empty = held < 1
+        b, c, d, e = (xp.where(empty, learnt, getattr(state, slot)) for slot in _SLOTS[1:])
         slots = (
             xp.where(held < 4, xp.minimum(b, learnt), b),
             xp.where(held < 3, xp.minimum(c, learnt), c),

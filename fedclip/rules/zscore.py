@@ -162,7 +162,8 @@ class ZScore(History):
         if self.estimator == "drytorch":
             variance = d * state.variance + (1 - d) * delta * delta
         else:
-            variance = d * state.variance + (1 - d) * (seen - mean) * (seen - mean)
+            away = seen - mean
+            variance = d * state.variance + (1 - d) * away * away
         if self._starts_at_one:
             return state._replace(mean=mean, variance=variance, count=count)
         # Warm-up: Welford's update; `variance` is the variance of the norms so far.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a clipper does to a gradient: by norm, by value, by slice, by moment, by average.
 
-Each class has a step for the host. Some also have a step for devices and compiled code.
+Each class has a step for the host, and one for devices and compiled code.
 """
 
 from fedclip.transforms.action import MARGIN as MARGIN

@@ -27,6 +27,10 @@ PAST = ("past", "count")
 """Names of the arrays kept for each tensor: its past, and the number of its gradients."""
 
 
+_SINGLE = np.dtype(np.float32)
+_WIDE = {np.dtype(np.float64): np.dtype(np.float64)}
+
+
 def width(dtype: str) -> str:
     """Return the dtype of the past of a tensor."""
     return "float64" if dtype == "float64" else "float32"
@@ -44,7 +48,7 @@ def recall(gradient: Gradient, local: Sequence[HostView]) -> list[dict[str, Any]
     """
     names = gradient.groups.names
     pairs = zip(names, local, strict=True)
-    found = [_recall(n, v.shape, width(str(v.dtype)), gradient.kept) for n, v in pairs]
+    found = [_recall(n, v.shape, _WIDE.get(v.dtype, _SINGLE), gradient.kept) for n, v in pairs]
     gradient.kept.update(zip(names, found, strict=True))
     return found
 
@@ -56,7 +60,7 @@ def recall_on_device(gradient: Gradient) -> Statistics:
         shape, dtype = tuple(array.shape), width(xp.dtype(array))
         known = gradient.kept.get(name)
         if known is None or isinstance(known["past"], np.ndarray):
-            local = _recall(name, shape, dtype, gradient.kept)
+            local = _recall(name, shape, np.dtype(dtype), gradient.kept)
             past, count = (xp.asarray(local[field], like=array) for field in PAST)
             result[name] = {"past": xp.cast(past, dtype), "count": count}
         else:
@@ -81,8 +85,9 @@ def _check(name: str, held: tuple[int, ...], shape: tuple[int, ...]) -> None:
         )
 
 
-def _recall(name: str, shape: tuple[int, ...], dtype: str, kept: Statistics) -> dict[str, Any]:
-    wide = np.dtype(dtype)
+def _recall(
+    name: str, shape: tuple[int, ...], wide: np.dtype[Any], kept: Statistics
+) -> dict[str, Any]:
     if name not in kept:
         return {"past": np.zeros(shape, wide), "count": np.zeros(())}
     past, count = (kept[name][field] for field in PAST)

