@@ -230,9 +230,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     ) -> None:
         stepping = _checked(inner_optimizer)
         super().__init__(learning_rate=0.0, name=name)
-        if not isinstance(clipper, (Clipper, AGC)) and clipper[0] == AGC.name:
-            clipper = AGC(**clipper[1])
-        self.clipper = clipper if isinstance(clipper, AGC) else clipper_of(clipper)
+        self.clipper = clipper_of(clipper)
         self._hook = _Hook(stepping, self.clipper)
         self.inner_optimizer = inner_optimizer
         self.built = False

@@ -46,10 +46,13 @@ def unique(names: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def clipper_of(spec: Clipper | Sequence[Any]) -> Clipper:
+def clipper_of(spec: Clipper | AGC | Sequence[Any]) -> Clipper | AGC:
     """Return a clipper, or the one of a (name, config) as in a declearn configuration."""
-    clipper = spec if isinstance(spec, Clipper) else OptiModule.from_specs(spec[0], dict(spec[1]))
-    if not isinstance(clipper, Clipper):
+    if isinstance(spec, (Clipper, AGC)):
+        return spec
+    name, config = spec
+    clipper = AGC(**config) if name == AGC.name else OptiModule.from_specs(name, dict(config))
+    if not isinstance(clipper, (Clipper, AGC)):
         raise TypeError(f"{clipper.name!r} is not a clipper of fedclip")
     return clipper
 

@@ -53,7 +53,7 @@ class ClipCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, clipper: Clipper | AGC | tuple[str, dict[str, Any]]) -> None:
-        self.clipper: Clipper | AGC = clipper if isinstance(clipper, AGC) else clipper_of(clipper)
+        self.clipper = clipper_of(clipper)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any

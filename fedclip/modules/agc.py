@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import glob
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -261,6 +261,15 @@ class AGC(parameters.Configured, Regularizer):
     def on_round_start(self) -> None:
         """Begin the records of a new round."""
         self._clipper.on_round_start()
+
+    @property
+    def on_record(self) -> Callable[[StepRecord], object] | None:
+        """Called after each step with its record, if set; not in compiled code."""
+        return self._clipper.on_record
+
+    @on_record.setter
+    def on_record(self, told: Callable[[StepRecord], object] | None) -> None:
+        self._clipper.on_record = told
 
     @property
     def rounds(self) -> list[RoundRecord]:
