@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import os
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from rich.console import Console
 
 from fedclip.report import read_report
 from fedclip.tools.check import check_config
-from fedclip.tools.demo import WAYS, DemoError, run, run_demo
+from fedclip.tools.demo import DemoError, run, run_demo
 from fedclip.tools.demo.data import FACTOR, SITES, write_data
 
 
@@ -56,37 +58,51 @@ def wait_for(condition: object, seconds: float = PATIENCE) -> None:
 @pytest.mark.slow
 def test_it_trains_in_three_ways_and_shows_what_came_out(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    console, folder = quiet(), tmp_path / "demo"
-    results = {r.way.name: r for r in run_demo(folder, rounds=3, console=console)}
+    console, folder, rounds = quiet(), tmp_path / "demo", 4
+    results = {
+        r.way.name: r for r in run_demo(folder, rounds=rounds, seeds=2, bound=0.7, console=console)
+    }
     shown = console.file.getvalue()  # type: ignore[attr-defined]
 
-    # The table is of this run: its numbers are those of the checkpoints.
-    for way in WAYS:
-        rows = read_report(folder / way.name).rows
-        assert {row.node for row in rows} == set(SITES)
-        assert {row.record.round for row in rows} == {1, 2, 3}
-        steps = sum(row.record.steps for row in rows)
-        share = sum(row.record.clipped for row in rows) / steps
-        assert results[way.name].clipped_share == pytest.approx(share)
-        assert f"{share:.1%}" in shown
-        assert f"{results[way.name].loss:.3g}" in shown
+    # The table is of this run: its numbers are those of the servers' files.
+    for name, result in results.items():
+        for seed in range(2):
+            assert check_config(folder / name / f"seed-{seed}").ok
+            report = read_report(folder / name / f"seed-{seed}")
+            assert set(SITES) <= set(report.nodes)
+            assert {row.record.round for row in report.select(node="site-a")} == {1, 2, 3, 4}
+            with (folder / name / f"seed-{seed}" / "server" / "metrics.csv").open() as file:
+                rows = list(csv.DictReader(file))
+            assert len(rows) == rounds
+            assert result.losses[seed] == float(rows[-1]["loss"])
+            assert result.accuracies[seed] == float(rows[-1]["accuracy"])
+        assert f"{fmean(result.accuracies):.1%} ± {run.interval(result.accuracies):.1%}" in shown
+        assert f"{max(result.losses):.3f}" in shown
+    # Another seed is another split, from an untrained model; another way has the same splits.
+    assert all(len(set(result.losses)) == 2 for result in results.values())
     assert shown.count("┏") == 1
-    assert "round 3 of 3" in shown
+    assert "round 8 of 8" in shown
 
     # Clipping matters in it.
-    assert results["no-clipping"].clipped_share == 0
-    assert results["no-clipping"].norm_max > 10
-    for name in ("l2-global-clipping", "mad-clip"):
-        assert results[name].clipped_share > 0
-        assert results[name].loss < results["no-clipping"].loss
+    for name in ("fixed-bound", "adaptive-bound"):
+        assert max(results[name].losses) < min(results["no-clipping"].losses)
+    limits = {
+        row.record.limit for row in read_report(folder / "fixed-bound").select(node="seed-0/site-a")
+    }
+    assert limits == {0.7}
 
-    assert (folder / "norms.png").read_bytes().startswith(b"\x89PNG")
-    # The folder is an experiment that one can go on with, and the demo may be run again.
-    assert all(check_config(folder / way.name).ok for way in WAYS)
-    run._prepare(folder)
+    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
+    # The demo may be run again in its folder.
+    run._prepare(folder, 1.0)
 
 
-def test_data_is_all_of_it_and_one_site_has_another_unit(tmp_path: Path) -> None:
+def test_the_interval_is_students() -> None:
+    # A table of Student's t: 4.303 for two degrees of freedom.
+    assert run.interval([1.0, 2.0, 3.0]) == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
+    assert np.isnan(run.interval([1.0]))
+
+
+def test_data_is_all_of_it_and_one_site_trains_in_another_unit(tmp_path: Path) -> None:
     write_data(tmp_path)
     load = {
         (site, part): np.load(tmp_path / site / f"{part}.npy")
@@ -94,10 +110,14 @@ def test_data_is_all_of_it_and_one_site_has_another_unit(tmp_path: Path) -> None
         for part in ("train_data", "valid_data", "train_target", "valid_target")
     }
     assert sum(len(a) for (_, part), a in load.items() if part.endswith("target")) == 569
-    # Three of thirty features are perimeters; elsewhere the scale is that of site-a.
+    # Nine of thirty features are lengths or areas; elsewhere the scale is that of site-a.
     typical = {key: np.median(np.abs(a), axis=0) for key, a in load.items() if a.ndim > 1}
-    for (site, _), sizes in typical.items():
-        assert (sizes > FACTOR / 2).sum() == (3 if site == "site-c" else 0)
+    for key, sizes in typical.items():
+        assert (sizes > FACTOR / 2).sum() == (9 if key == ("site-c", "train_data") else 0)
+    write_data(tmp_path / "other", seed=1)
+    assert not np.array_equal(
+        np.load(tmp_path / "other" / "site-a" / "valid_target.npy"), load["site-a", "valid_target"]
+    )
 
 
 def test_it_does_not_write_into_a_folder_of_something_else(tmp_path: Path) -> None:
@@ -113,8 +133,8 @@ def test_it_does_not_write_into_a_folder_of_something_else(tmp_path: Path) -> No
 def test_a_client_that_fails_ends_all_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without_site_b(folder: Path) -> None:
-        write_data(folder)
+    def without_site_b(folder: Path, seed: int) -> None:
+        write_data(folder, seed)
         (folder / "site-b" / "train_data.npy").unlink()
 
     monkeypatch.setattr(run, "write_data", without_site_b)

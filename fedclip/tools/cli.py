@@ -297,9 +297,11 @@ def demo(
     folder: Annotated[
         Path, typer.Argument(metavar="[DIR]", help="Where to write; is made, or must be empty.")
     ] = Path("fedclip-demo"),
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of training.")] = 15,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each training.")] = 30,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each kind.")] = 3,
+    bound: Annotated[float, typer.Option(help="The fixed bound, > 0.")] = 1.0,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 takes any free one.")
+        int, typer.Option(min=0, max=65000, help="First port on 127.0.0.1; 0 takes free ones.")
     ] = 0,
     timeout: Annotated[
         float, typer.Option(min=1, help="Seconds after which one training is given up.")
@@ -315,7 +317,15 @@ def demo(
         fail(f"port {port} on 127.0.0.1 is in use; choose another, or leave --port out")
     console = Console(highlight=False, markup=False)
     try:
-        run_demo(folder, rounds=rounds, port=port, timeout=timeout, console=console)
+        run_demo(
+            folder,
+            rounds=rounds,
+            seeds=seeds,
+            bound=bound,
+            port=port,
+            timeout=timeout,
+            console=console,
+        )
     except DemoError as exc:
         fail(str(exc))
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
-from scipy.sparse import issparse  # type: ignore[import-untyped]
+from scipy.sparse import issparse
 
 from fedclip.dpsgd.persample.base import HostStack, at_once
 

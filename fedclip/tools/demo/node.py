@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of the demo's federation: ``python -m fedclip.tools.demo.node server|SITE CONFIG``.
+"""One process of the demo's federations: ``python -m fedclip.tools.demo.node server|SITE CONFIG…``.
 
-It reads the very file that ``fedclip quickrun`` would run in one process. Whoever starts a
-node holds the other end of its standard input: when that closes, the node ends, so that no
-process outlives the demo, however the demo ends.
+It reads the very files that ``fedclip quickrun`` would run in one process, and takes part in one
+after the other. Whoever starts a node holds the other end of its standard input: when that
+closes, the node ends, so that no process outlives the demo, however the demo ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import threading
@@ -31,13 +32,19 @@ def end_with_parent() -> None:
 
 def main() -> None:
     """Run the node that the command line names."""
-    role, file = sys.argv[1], Path(sys.argv[2])
+    role, files = sys.argv[1], sys.argv[2:]
     threading.Thread(target=end_with_parent, daemon=True).start()
-    federation = Federation(file)
-    if role == "server":
-        asyncio.run(federation.serve())
-    else:
-        asyncio.run(federation.take_part(role, seed=SITES.index(role)))
+    for file in files:
+        # Every training has a model and logs of its own.
+        sys.modules.pop("model", None)
+        for name in logging.root.manager.loggerDict:
+            if name.startswith("declearn."):
+                logging.getLogger(name).handlers.clear()
+        federation = Federation(Path(file))
+        if role == "server":
+            asyncio.run(federation.serve())
+        else:
+            asyncio.run(federation.take_part(role, seed=SITES.index(role)))
 
 
 if __name__ == "__main__":
