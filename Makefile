@@ -47,8 +47,8 @@ site: $(VENV)/.dev  ## build the site of the documentation; open site/index.html
 bench: $(VENV)/.dev  ## measure the clippers against declearn's own
 	$(PY) -m benchmarks
 
-build: $(VENV)/.dev  ## build the wheel into dist/
-	$(PY) -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir dist .
+build: $(VENV)/.dev  ## build the wheel and the source archive into dist/
+	$(PY) -m hatchling build
 
 clean:  ## remove .venv and everything the targets wrote
 	rm -rf $(VENV) $(DEMO) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -13,9 +13,7 @@ try:
     import jax.numpy as jnp
     import optax
 except ImportError as error:
-    raise ImportError(
-        "fedclip.adapters.jax needs JAX and optax: pip install 'fedclip[jax]'"
-    ) from error
+    raise ImportError("fedclip.adapters.jax needs JAX and optax: pip install jax optax") from error
 
 import numpy as np
 

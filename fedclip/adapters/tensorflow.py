@@ -12,7 +12,7 @@ try:
     import tensorflow as tf
 except ImportError as error:
     raise ImportError(
-        "fedclip.adapters.tensorflow needs TensorFlow: pip install 'fedclip[tensorflow]'"
+        "fedclip.adapters.tensorflow needs TensorFlow: pip install tensorflow"
     ) from error
 
 from fedclip.adapters.keras import ClippedOptimizer

@@ -69,7 +69,7 @@ _ORDERS = (
 # Privacy losses are rounded up to multiples of a tenth of the loss of one step, within these
 # ends. A finer grid is tighter and slower.
 _FINEST, _COARSEST = 1e-5, 1e-3
-_INSTALL = "pip install 'fedclip[dp]'"
+_INSTALL = "pip install dp-accounting"
 
 
 class Release(NamedTuple):

@@ -30,7 +30,6 @@ app = typer.Typer(
     name="fedclip",
     help="Gradient and update clipping for federated learning with declearn.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

@@ -39,7 +39,8 @@ class Spent(NamedTuple):
             try:
                 found[name] = epsilon(spent, delta, relation, name)
             except ModuleNotFoundError:
-                found[name] = "not installed: pip install 'fedclip[dp]'"
+                package = "opacus" if name == "prv" else "dp-accounting or opacus"
+                found[name] = f"not installed: pip install {package}"
             except ValueError as exc:
                 if name not in ("prv", "rdp") or relation == "add-remove":
                     raise

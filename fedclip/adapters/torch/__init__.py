@@ -9,9 +9,7 @@ gradients), after ``scaler.unscale_(optimizer)`` under AMP, and before ``optimiz
 try:
     import torch as torch
 except ImportError as error:
-    raise ImportError(
-        "fedclip.adapters.torch needs PyTorch: pip install 'fedclip[torch]'"
-    ) from error
+    raise ImportError("fedclip.adapters.torch needs PyTorch: pip install torch") from error
 
 from fedclip.adapters.shared import reset, stats
 from fedclip.adapters.torch.clip import clip_, clip_grad_norm_

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tutorials, command by command as they are typed, in a copy of the checkout."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import PATIENCE, require
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
+
+INSTALLING = ("python -m venv", ". .venv", "pip install")
+
+
+def commands(page: str) -> list[str]:
+    """Return the lines that a page asks its reader to type."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    found = re.findall(
+        r"(<!-- not in the tutorial -->\n)?^```console\n(.*?)^```$", text, re.M | re.S
+    )
+    lines = [line for left_out, body in found if not left_out for line in body.splitlines()]
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+
+
+def checkout(folder: Path) -> None:
+    """Copy what a reader has, with a port that nobody uses."""
+    for name in ("examples", "docs", "fedclip"):
+        left_out = shutil.ignore_patterns("data", "result*", "__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
+        shutil.copy(ROOT / name, folder)
+    for config in folder.glob("examples/*/config.toml"):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        text = re.sub(r"^port = \d+", f"port = {port}", config.read_text("utf-8"), flags=re.M)
+        config.write_text(text, encoding="utf-8")
+
+
+def type_in(lines: list[str], folder: Path, **environment: str) -> str:
+    """Type the lines into a shell that stops at the first that fails; return what it showed."""
+    ran = subprocess.run(
+        ["bash", "-euxo", "pipefail", "-c", "\n".join(lines)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=2 * PATIENCE,
+    )
+    assert ran.returncode == 0, ran.stdout[-5000:]
+    return ran.stdout
+
+
+def on_path(folder: Path) -> str:
+    """Return a path on which `python` and `fedclip` are those of the tests."""
+    folder.mkdir()
+    for name, words in (("python", ""), ("fedclip", "-m fedclip")):
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n', encoding="utf-8")
+        script.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def typed(page: str, tmp_path: Path) -> Path:
+    folder = tmp_path / "checkout"
+    checkout(folder)
+    lines = [line for line in commands(page) if not line.startswith(INSTALLING)]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    type_in(lines, folder, PATH=on_path(tmp_path / "bin"), PYTHONPATH=paths)
+    return folder
+
+
+def test_privacy(tmp_path: Path) -> None:
+    require("torch")
+    pytest.importorskip("dp_accounting")
+    folder = typed("tutorial-privacy.md", tmp_path) / "examples" / "dp_sgd" / "result"
+    assert {path.parent.name for path in folder.rglob("privacy_spent.json")} == {
+        "client_0",
+        "client_1",
+        "client_2",
+    }
+
+
+def test_loops_as_a_notebook() -> None:
+    require("torch")
+    jupytext, nbclient = pytest.importorskip("jupytext"), pytest.importorskip("nbclient")
+    notebook = jupytext.read(ROOT / "docs" / "tutorial-loops.md")
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "", "language": "python"}
+    nbclient.NotebookClient(notebook, timeout=PATIENCE).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    shown = [o["text"] for cell in cells for o in cell.outputs if o.get("name") == "stdout"]
+    assert len(cells) == 4
+    assert "steps clipped" in "".join(shown)
