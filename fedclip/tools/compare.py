@@ -45,7 +45,7 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     if len(values) < 2:
         return mean, None
     # SciPy comes with scikit-learn, which declearn needs.
-    from scipy.stats import t  # type: ignore[import-untyped]
+    from scipy.stats import t
 
     return mean, float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(
         len(values)

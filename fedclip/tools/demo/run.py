@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fedclip.report import read_report
+from fedclip.tools.compare import interval
 from fedclip.tools.demo.data import FACTOR, SITES, write_data
 
 __all__ = ["DemoError", "Result", "Way", "run_demo", "ways"]
@@ -370,14 +371,6 @@ def _result(way: Way, trainings: Sequence[Training]) -> Result:
     return Result(way, tuple(r["loss"] for r in last), tuple(r["accuracy"] for r in last))
 
 
-def interval(values: Sequence[float]) -> float:
-    """Return half of the 95 % interval of a mean, by Student's t; of one value, NaN."""
-    from scipy.stats import t
-
-    n = len(values)
-    return float(t.ppf(0.975, n - 1)) * stdev(values) / n**0.5 if n > 1 else float("nan")
-
-
 def _table(results: Sequence[Result], rounds: int) -> Table:
     seeds = len(results[0].losses)
     table = Table(
@@ -390,7 +383,8 @@ def _table(results: Sequence[Result], rounds: int) -> Table:
         table.add_column(head, justify="right", no_wrap=True)
 
     def shown(values: Sequence[float], form: str) -> str:
-        return f"{fmean(values):{form}}" + f" ± {interval(values):{form}}" * (len(values) > 1)
+        mean, half = interval(values)
+        return f"{mean:{form}}" + (f" ± {half:{form}}" if half is not None else "")
 
     for result in results:
         table.add_row(
