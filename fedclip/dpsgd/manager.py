@@ -21,15 +21,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from declearn.messaging import EvaluationReply, EvaluationRequest, PrivacyRequest
-from declearn.model.api import Vector
-from declearn.model.sklearn import NumpyVector
-from declearn.optimizer.modules import OptiModule
 from declearn.training.dp import DPTrainingManager
 
 from fedclip import parameters
@@ -37,8 +34,8 @@ from fedclip.dpsgd import persample
 from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, too_few
 from fedclip.dpsgd.ledger import Ledger
 from fedclip.dpsgd.noise import IndependentNoise, Noise
+from fedclip.dpsgd.place import place_of
 from fedclip.dpsgd.records import Records
-from fedclip.dpsgd.sample_clip import SampleClip, unfit
 from fedclip.dpsgd.sampling import PoissonSampler
 from fedclip.privacy.accounting import Release
 from fedclip.privacy.noise import Normals, secure_normals
@@ -94,14 +91,10 @@ class PrivateTrainingManager(DPTrainingManager):
                 "[run.privacy] (what is used here is the tightest bound that is installed)"
             )
         persample.check(self.model)
-        self._place()
         asked = parameters.positive(sclip_norm=message.sclip_norm)
-        if self._settings.max_norm not in (None, asked):
-            raise ValueError(
-                f"sample-clip has max_norm {self._settings.max_norm!r}, and the server's "
-                f"sclip_norm is {asked!r}: write the same, or leave max_norm out"
-            )
-        self._bound = asked
+        weights = self.model.get_weights(trainable=True).coefs
+        shapes = {name: tuple(map(int, array.shape)) for name, array in weights.items()}
+        self._place, self._bound = place_of(self.optim.modules, shapes, asked), asked
         self.records = Records(self.train_data)
         epsilon, delta = message.budget
         if max_budget is not None:
@@ -133,29 +126,6 @@ class PrivateTrainingManager(DPTrainingManager):
         )
         if why := too_few(len(self.records), delta):
             self.logger.warning("%s", why)
-
-    def _place(self) -> None:
-        """Find `sample-clip`, and refuse what can not stand before it."""
-        modules: Sequence[OptiModule[Any]] = self.optim.modules
-        found = [i for i, module in enumerate(modules) if isinstance(module, SampleClip)]
-        if len(found) > 1:
-            raise ValueError("sample-clip stands in client_opt more than once: leave one")
-        place = found[0] if found else -1
-        marker = modules[place] if found else None
-        self._settings = marker if isinstance(marker, SampleClip) else SampleClip()
-        self._before, self._after = [*modules[: max(place, 0)]], [*modules[place + 1 :]]
-        weights = self.model.get_weights(trainable=True)
-        shapes = {name: tuple(map(int, array.shape)) for name, array in weights.coefs.items()}
-        self._groups = self._settings.clipping.groups([*shapes])
-        if why := unfit(self._before, shapes):
-            raise ValueError(why)
-
-    def _each(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Apply what stands before `sample-clip` to the gradient of one record."""
-        gradient: Vector[Any] = NumpyVector(dict(arrays))
-        for module in self._before:
-            gradient = module.run(gradient)
-        return gradient.coefs
 
     def get_noise_multiplier(self) -> float:
         """Return the standard deviation of the noise over the bound of one record."""
@@ -221,7 +191,7 @@ class PrivateTrainingManager(DPTrainingManager):
         """
         z, expected = self.calibration.noise_multiplier, float(self._sampler.expected)
         self.ledger.charge(z, self._sampler.rate)
-        settings = self._settings
+        settings = self._place.settings
         clipping, bound = settings.clipping, settings.bound or self._bound
         sums, norms = self._clipped(batches, bound, _enough(expected))
         noisy = self.noise.add(sums, clipping.noise_multiplier(z, expected) * bound)
@@ -232,7 +202,7 @@ class PrivateTrainingManager(DPTrainingManager):
         scale = clipping.scale(bound) / expected
         gradients = persample.vector(self.model, {name: a * scale for name, a in noisy.items()})
         modules = self.optim.modules
-        self.optim.modules = self._after
+        self.optim.modules = self._place.after
         try:
             self.optim.apply_gradients(self.model, gradients)
         finally:
@@ -240,13 +210,14 @@ class PrivateTrainingManager(DPTrainingManager):
 
     def _clipped(self, batches: Any, bound: float, most: int) -> tuple[dict[str, Any], Any]:
         """Return the sum of clipped gradients, and the norms, with so many records at once."""
+        place = self._place
         return persample.clipped_sum(
             self.model,
             batches,
-            partial(self._settings.clipping.factors, bound=bound),
-            groups=self._groups,
-            micro_batch=min(self._settings.micro_batch, most),
-            each=self._each if self._before else None,
+            partial(place.settings.clipping.factors, bound=bound),
+            groups=place.groups,
+            micro_batch=min(place.settings.micro_batch, most),
+            each=place.each if place.before else None,
         )
 
     def _evaluation_round(self, message: EvaluationRequest) -> EvaluationReply:
