@@ -469,7 +469,7 @@ def main(rank: int, world: int, folder: str, names: list[str]) -> None:
         rank=rank,
         world_size=world,
         # Where one process fails alone, the others wait for so long, and end.
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=600),
     )
     for name in names:
         try:

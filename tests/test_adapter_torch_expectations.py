@@ -171,10 +171,10 @@ def on_meta(count):
     ("make", "most"),
     # Operations for each tensor, and besides.
     [
-        (lambda: NormClip(1.0), (1, 40)),
-        (lambda: ZScoreClip(), (1, 180)),
+        (lambda: NormClip(1.0), (0, 30)),
+        (lambda: ZScoreClip(), (0, 150)),
         (lambda: ValueClip(1.0), (8, 40)),
-        (lambda: AGC(), (8, 70)),
+        (lambda: AGC(), (4, 70)),
     ],
 )
 def test_operations_on_a_device_without_a_synchronisation(make, most, count):
