@@ -95,6 +95,9 @@ def test_it_does_what_keras_own_clip_does(inner, clip):
     assert int(optimizer.iterations) == int(optimizer.inner_optimizer.iterations)
 
 
+@pytest.mark.skipif(
+    keras.backend.backend() == "jax", reason="on JAX, Keras' loss scale steps in fit only"
+)
 @pytest.mark.parametrize("place", ["inside", "outside"])
 def test_a_loss_scale_may_be_inside_or_outside(place):
     scaled = optimizers.LossScaleOptimizer
@@ -134,7 +137,7 @@ def test_what_gradients_overwrite_is_neither_measured_nor_clipped():
     held[1].overwrite_with_gradient = True
     optimizer = ClippedOptimizer(optimizers.SGD(1.0), NormClip(0.5, scope="tensor"))
     before = held[0].numpy()
-    optimizer.apply([10.0 * keras.ops.ones_like(v) for v in held], held)
+    optimizer.apply([10.0 * keras.ops.ones(v.shape) for v in held], held)
     np.testing.assert_array_equal(held[1].numpy(), np.full(3, 10.0))
     assert len(optimizer.last.groups) == 2
     assert np.linalg.norm(held[0].numpy() - before) == pytest.approx(0.5, rel=1e-4)
@@ -153,6 +156,20 @@ def test_a_variable_without_a_gradient_keeps_its_statistics():
     after = optimizer.state()["groups"]
     assert [groups["count"] for groups in after.values()] == [2, 1, 2]
     assert after["bias"] == before["bias"]
+
+
+def test_missing_gradients_constraints_and_rates_are_as_keras_has_them():
+    held = variables()
+    held[0].constraint = keras.constraints.NonNeg()
+    optimizer = ClippedOptimizer(optimizers.SGD(1e-4), NormClip(1.0))
+    with pytest.raises(ValueError, match="No gradients provided"):
+        optimizer.apply([None] * 3, held)
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        optimizer.apply([keras.ops.ones(held[0].shape), None, None], held)
+    assert held[0].numpy().min() >= 0.0
+    optimizer.learning_rate = 0.5
+    assert float(optimizer.inner_optimizer.learning_rate) == 0.5
+    assert int(optimizer.iterations) == 1
 
 
 @pytest.mark.parametrize("unit", ["output", "tensor", "global"])

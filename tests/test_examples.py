@@ -1,6 +1,7 @@
 """The example loops run, and agree."""
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -71,3 +72,17 @@ def test_a_small_transformer_learns_the_digits(capsys):
     assert len(limits) == 11
     assert accuracy > 0.7
     assert " 0 of them clipped" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_loops_importable")
+def test_four_devices_have_the_limits_of_one():
+    for framework in ("torch", "jax", "optax"):
+        require(framework)
+    # Only a new process can have another number of devices.
+    command = [sys.executable, str(LOOPS / "jax_mesh.py")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+    expected = importlib.import_module("torch_loop").train()
+    assert float(result.stdout.split()[-1]) == pytest.approx(expected[-1], rel=1e-5)
+    assert " 0 of them clipped" not in result.stdout

@@ -25,7 +25,7 @@ def train():
     )
     optimizer = ClippedOptimizer(keras.optimizers.SGD(task.LRATE), task.clipper())
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss)
+    model.compile(optimizer, loss, jit_compile=True)
     images, labels = task.data()
     whole = len(images) - len(images) % task.BATCH
     noted = Limits()

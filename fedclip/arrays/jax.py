@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView, Outs, Views
 from fedclip.arrays.numpy import bits, dtype_name
@@ -61,6 +62,16 @@ def _is_split(array: Array) -> bool:
     """Return whether an array is split over explicit axes of a mesh, so that it keeps its shape."""
     sharding = getattr(jax.typeof(array), "sharding", None)
     return sharding is not None and any(axis is not None for axis in sharding.spec)
+
+
+def _flat(array: Array) -> Array:
+    """Return all elements of an array, which every device gets if the array is split."""
+    if _is_split(array):
+        spec: Any = PartitionSpec
+        sharding: Any = jax.sharding
+        whole = NamedSharding(jax.typeof(array).sharding.mesh, spec())
+        array = sharding.reshard(array, whole)
+    return array.ravel()
 
 
 def _varying(array: Array) -> frozenset[Any]:
@@ -291,13 +302,13 @@ class JaxBackend(Backend):
     def total(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
         if axes is not None:
             return jnp.sum(array, axis=axes, keepdims=True)
-        return self._sum(array.ravel()).astype(float)
+        return self._sum(_flat(array)).astype(float)
 
     def wide(self, array: Array) -> Array:
         return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
     def joined(self, arrays: Sequence[Array]) -> Array:
-        return jnp.concatenate([a.ravel() for a in arrays])
+        return jnp.concatenate([*map(_flat, arrays)])
 
     def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
         wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
