@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from helpers import SPECIMENS, Specimen, gradient, needs
 
 import fedclip.rules
-from fedclip import AGC
+from fedclip import AGC, NormClip, ZScoreClip
 from fedclip.arrays import NUMBER, NUMPY, backend_named
 from fedclip.errors import FedclipWarning
 from fedclip.rules.constant import Given
@@ -158,8 +159,8 @@ WEIGHTS = {name: value.astype(np.float32) for name, value in gradient(99, 1.0).i
 class Compiled:
     """A specimen as a function of gradients and a state; its groups are known beforehand."""
 
-    def __init__(self, specimen: Specimen, framework: str) -> None:
-        self.clipper, self.xp = specimen.make(), backend(framework)
+    def __init__(self, specimen: Specimen, framework: str, **config: Any) -> None:
+        self.clipper, self.xp = specimen.make(**config), backend(framework)
         self.make = {"torch": _tensor, "jax": _jax_array, "tensorflow": _tf_tensor}[framework]
         self.weights = {name: self.make(value) for name, value in WEIGHTS.items()}
         shapes = {name: value.shape for name, value in WEIGHTS.items()}
@@ -278,3 +279,100 @@ def test_torch_vmap_does_what_the_host_does(specimen: Specimen) -> None:
         return tree_map(lambda x: torch.stack([0.5 * x, x]), tree)
 
     assert_as_on_the_host(specimen, "torch", torch.func.vmap, both)
+
+
+@each_clipper
+def test_rows_of_a_sparse_tensor_are_clipped_as_on_the_host(specimen: Specimen) -> None:
+    needs("torch")
+    import torch
+
+    table = {"scope": {"enc.*": 0.3}} if isinstance(specimen.config.get("scope"), dict) else {}
+    compiled, host = Compiled(specimen, "torch", **table), specimen.make(**table)
+    state, rng = compiled.start(), np.random.default_rng(4)
+    for step in range(4):
+        given = {name: _tensor(value) for name, value in float32_steps()[step].items()}
+        rows = torch.tensor(rng.standard_normal((4, 5)), dtype=torch.float32)
+        given["enc.weight"] = torch.sparse_coo_tensor(
+            [[1, 5, 1, 2]], rows, (7, 5), check_invariants=False
+        )
+        weights = compiled.weights
+        wanted = host.clip(given, weights) if isinstance(host, AGC) else host.clip(given)
+        outputs, state = compiled(given, state)
+        for name, value in wanted.items():
+            found, right = outputs[name].to_dense(), value.to_dense()
+            torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@each_clipper
+def test_slices_from_a_tape_are_clipped_as_on_the_host(specimen: Specimen) -> None:
+    needs("tensorflow")
+    import tensorflow as tf
+
+    table = {"scope": {"enc.*": 0.3}} if isinstance(specimen.config.get("scope"), dict) else {}
+    compiled, host = Compiled(specimen, "tensorflow", **table), specimen.make(**table)
+    variables = {name: tf.Variable(value) for name, value in WEIGHTS.items()}
+
+    def gradients(values: Any, rows: Any) -> Any:
+        with tf.GradientTape() as tape:
+            found = tf.nn.embedding_lookup(variables["enc.weight"], [1, 5, 1, 2])
+            loss = tf.reduce_sum(found * rows)
+            for name in list(variables)[1:]:
+                loss += tf.reduce_sum(variables[name] * values[name])
+        return dict(zip(variables, tape.gradient(loss, list(variables.values())), strict=True))
+
+    step, state = tf.function(lambda v, r, s: compiled(gradients(v, r), s)), compiled.start()
+    for arrays in float32_steps()[:3]:
+        values = {name: tf.constant(value) for name, value in arrays.items()}
+        rows = tf.constant(arrays["enc.weight"][:4])
+        given = gradients(values, rows)
+        weights = {name: _tf_tensor(variable.numpy()) for name, variable in variables.items()}
+        wanted = host.clip(given, weights) if isinstance(host, AGC) else host.clip(given)
+        outputs, state = step(values, rows, state)
+        for name, value in wanted.items():
+            found, right = (tf.convert_to_tensor(x).numpy() for x in (outputs[name], value))
+            np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
+
+
+# -- how much there is in compiled code ---------------------------------------------------------
+def equations(jaxpr: Any) -> int:
+    """Return the number of equations of a jaxpr, those within others included."""
+    from jax.extend.core import jaxprs_in_params
+
+    inner = [sub for e in jaxpr.eqns for sub in jaxprs_in_params(e.params)]
+    return len(jaxpr.eqns) + sum(map(equations, inner))
+
+
+def many(framework: str, clipper: Any) -> tuple[Any, Any]:
+    """Return a step over 20 tensors, and its arguments."""
+    xp = backend(framework)
+    make = {"jax": _jax_array, "tensorflow": _tf_tensor}[framework]
+    arrays = {f"t{i}": make(np.ones((3, 5), np.float32)) for i in range(20)}
+    groups = clipper.groups(dict.fromkeys(arrays, (3, 5)))
+    transform = clipper.transform(groups)
+    state = carried(transform, arrays, groups, xp, transform.init(groups), {})
+
+    def step(given: Any, state: Any) -> Any:
+        outputs, outcome = clip_on_device(transform, given, groups, xp, state, "skip")
+        return outputs, outcome.state
+
+    return step, (arrays, state)
+
+
+@pytest.mark.parametrize(("make", "most"), [(partial(NormClip, 1.0), 300), (ZScoreClip, 500)])
+def test_equations_of_a_jitted_step(make: Any, most: int) -> None:
+    needs("jax")
+    import jax
+
+    step, arguments = many("jax", make())
+    assert equations(jax.make_jaxpr(step)(*arguments).jaxpr) <= most
+
+
+@pytest.mark.parametrize(("make", "most"), [(partial(NormClip, 1.0), 300), (ZScoreClip, 500)])
+def test_nodes_of_a_function(make: Any, most: int) -> None:
+    needs("tensorflow")
+    import tensorflow as tf
+
+    step, arguments = many("tensorflow", make())
+    graph = tf.function(step).get_concrete_function(*arguments).graph
+    assert len(graph.as_graph_def().node) <= most

@@ -137,7 +137,15 @@ class TensorflowBackend(Backend):
     def dense(self, array: Array) -> Array:
         if not isinstance(array, tf.IndexedSlices):
             return array
-        return tf.math.unsorted_segment_sum(array.values, array.indices, array.dense_shape[0])
+        dense = tf.math.unsorted_segment_sum(array.values, array.indices, array.dense_shape[0])
+        # The shape is that of the variable, which a function knows as it is traced.
+        dense.set_shape(array.shape)
+        if dense.shape.num_elements() is None:
+            raise ValueError(
+                "IndexedSlices of unknown shape can not be made dense in a tf.function: take them "
+                "from a tape in the same function, or give dense gradients"
+            )
+        return dense
 
     def from_host(self, values: HostView, like: Array) -> Array:
         with tf.device(like.device):

@@ -352,7 +352,7 @@ class TorchBackend(Backend):
         return [
             torch.where(condition.to(t.device), t, nothing.to(t.device, t.dtype))
             if t.layout is torch.strided
-            else torch.where(condition.to(t.device), t, torch.zeros_like(t))
+            else self._sparse(self.keep_if(condition, [t._values()])[0], t)
             for t in arrays
         ]
 
