@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import norms
 from website import table
 
 import fedclip  # noqa: F401  (registers the clippers)
@@ -56,7 +57,10 @@ def render(kind: str, name: str) -> str:
     cls = plugin(kind, name)
     parts = sections(cls)
     summary, _, body = parts[""].partition("\n\n")
-    lines = [START, "", markdown(summary), "", markdown(body), "", "## Parameters", ""]
+    lines = [START, "", markdown(summary), "", markdown(body), ""]
+    if name in norms.NAMES:
+        lines += [f"![{norms.alternative(name)}](../images/clippers/{name}.svg)", ""]
+    lines += ["## Parameters", ""]
     lines += parameters(cls, parts.get("Parameters", ""))
     if kind != "regularizer":
         lines += ["", "`fedclip list` shows the same names and defaults; `nan` in TOML is None."]
