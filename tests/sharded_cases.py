@@ -362,10 +362,16 @@ def what_torch_expects_of_fully_sharded_models():
                 assert math.isclose(found.item(), expected.item(), rel_tol=1e-5)
                 if order == 2:
                     assert counted.get_total_counts() == 1, counted.get_comm_counts()
-                for a, b, old in zip(alone.parameters(), model.parameters(), before, strict=True):
-                    torch.testing.assert_close(b.grad.full_tensor(), a.grad, rtol=1e-4, atol=1e-6)
-                    assert torch.linalg.vector_norm(b.grad.to_local(), order) <= 1.0
-                    assert not old.count_nonzero() or not torch.equal(b.grad.to_local(), old)
+                # Together first: a process that fails alone would leave the others waiting.
+                after = [p.grad.full_tensor() for p in model.parameters()]
+                for parameter, value in zip(alone.parameters(), after, strict=True):
+                    torch.testing.assert_close(value, parameter.grad, rtol=1e-4, atol=1e-6)
+                for parameter, old in zip(model.parameters(), before, strict=True):
+                    own = parameter.grad.to_local()
+                    # A process may have no part of a small tensor.
+                    if old.count_nonzero():
+                        assert torch.linalg.vector_norm(own, order) <= 1.0 + 1e-6
+                        assert not torch.equal(own, old)
 
 
 @case
