@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,57 @@ def typed(page: str, tmp_path: Path) -> Path:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     type_in(lines, folder, PATH=on_path(tmp_path / "bin"), PYTHONPATH=paths)
     return folder
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the source archive, and from it the wheel."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("built")
+    checkout(folder / "checkout")
+    build = [f"'{sys.executable}' -m hatchling build -d {folder} -t "]
+    type_in([build[0] + "sdist"], folder / "checkout")
+    (archive,) = folder.glob("fedclip-*.tar.gz")
+    type_in([f"tar xzf {archive.name}"], folder)
+    type_in([build[0] + "wheel"], folder / archive.name.removesuffix(".tar.gz"))
+    return folder
+
+
+def test_the_first_ten_minutes_in_a_fresh_environment(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkout"
+    checkout(folder)
+    (wheel,) = built.glob("fedclip-*.whl")
+    constraints = str(ROOT / "constraints.txt")
+    # Nobody waits for the whole demo here; tests/test_demo.py runs it.
+    shorter = {
+        "pip install . ": f"pip install -q '{wheel}' ",
+        "fedclip demo": "fedclip demo --seeds 1",
+    }
+    lines = []
+    for line in commands("first-ten-minutes.md"):
+        for words, others in shorter.items():
+            line = line.replace(words, others)
+        lines.append(line)
+    start = time.monotonic()
+    python = tmp_path / "bin"
+    shown = type_in(lines, folder, PATH=on_path(python), PIP_CONSTRAINT=constraints, PYTHONPATH="")
+    minutes = (time.monotonic() - start) / 60
+    with capsys.disabled():
+        print(f"\nthe first ten minutes took {minutes:.1f} minutes")
+    results = folder / "examples" / "quickrun"
+    assert (results / "report.html").stat().st_size > 10_000
+    assert (folder / "fedclip-demo" / "demo.png").exists()
+    assert "mad-clip" in (results / "config.toml").read_text("utf-8")
+    assert "before" in shown
+
+    # What needs more than the core says what to install, and it is true of a wheel.
+    for module, package in (("torch", "torch"), ("tensorflow", "tensorflow"), ("jax", "jax optax")):
+        needs = type_in(
+            [f"! .venv/bin/python -c 'import fedclip.adapters.{module}'"], folder, PYTHONPATH=""
+        )
+        assert f"pip install {package}" in needs
 
 
 def test_privacy(tmp_path: Path) -> None:
