@@ -103,6 +103,13 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                     pytest.fail(f"{where}: a block of the language {other!r}")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_lines_of_toml_say_which_file_they_are_for(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "toml":
+            assert re.match(r"# [\w-]+\.toml\b", block.text), f"{page_id(page)}, line {block.line}"
+
+
 def run_doctest(block: Block, names: dict[str, Any], where: str) -> None:
     parser, runner = doctest.DocTestParser(), doctest.DocTestRunner(optionflags=FLAGS)
     test = parser.get_doctest(block.text, {}, where, where, block.line)
