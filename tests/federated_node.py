@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def main(name: str, folder: Path) -> None:
         os.dup2(nothing.fileno(), 0)
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    # A shell that starts the tests in the background lets its processes ignore interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     settings = json.loads(Path("settings.json").read_text())
     if name == "server":
