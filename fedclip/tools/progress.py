@@ -34,7 +34,7 @@ def seconds(time_left: float) -> str:
     Examples
     --------
     >>> seconds(4.2), seconds(75), seconds(7300)
-    ('4 s', '1 min 15 s', '2 h 2 min')
+    ('4 s', '1 min 15 s', '2 h 1 min')
     """
     whole = round(time_left)
     minutes, rest = divmod(whole, 60)
