@@ -12,7 +12,7 @@ finite; a field called ``count`` is an int, and numbers are >= 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -45,8 +45,13 @@ def load(fresh: Any, statistics: Statistics, labels: Sequence[str]) -> Any:
 
 def fetched(arrays: Statistics) -> Statistics:
     """Return copies, in host memory, of arrays by tensor and field."""
+    return each(arrays, lambda array: np.array(backend_of(array).to_host(array)))
+
+
+def each(arrays: Mapping[str, Any], turned: Callable[[Any], Any]) -> Statistics:
+    """Return ``turned(array)`` of each of some arrays by tensor and field."""
     return {
-        name: {field: np.array(backend_of(v).to_host(v)) for field, v in fields.items()}
+        name: {field: turned(array) for field, array in fields.items()}
         for name, fields in arrays.items()
     }
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from declearn.optimizer.modules import OptiModule
@@ -17,6 +17,7 @@ from fedclip.transforms import Carried, SliceClipping, Transform, carried
 
 __all__ = [
     "check_compilable",
+    "clipped",
     "clipper_of",
     "groups_of",
     "kept",
@@ -55,6 +56,18 @@ def clipper_of(spec: Clipper | AGC | Sequence[Any]) -> Clipper | AGC:
     if not isinstance(clipper, (Clipper, AGC)):
         raise TypeError(f"{clipper.name!r} is not a clipper of fedclip")
     return clipper
+
+
+def clipped(
+    clipper: Clipper | AGC,
+    gradients: Mapping[str, Array],
+    weights: Callable[[], Mapping[str, Array]],
+    backend: Backend | None = None,
+) -> Mapping[str, Array]:
+    """Return the gradients, clipped in eager code; only `agc` asks for the weights."""
+    if isinstance(clipper, AGC):
+        return clipper.clip(gradients, weights(), backend=backend)
+    return clipper.clip(gradients, backend=backend)
 
 
 def check_compilable(clipper: Clipper | AGC) -> None:

@@ -16,7 +16,7 @@ except ImportError as error:
     ) from error
 
 from fedclip.adapters.keras import ClippedOptimizer
-from fedclip.adapters.shared import unique
+from fedclip.adapters.shared import clipped, unique
 from fedclip.adapters.variables import HeldClipper, Operations
 from fedclip.arrays import Array, backend_named
 from fedclip.modules import AGC, Clipper
@@ -61,12 +61,11 @@ def clip(
     present = {n: g for n, (g, _) in zip(names, pairs, strict=True) if g is not None}
     if not present:
         return pairs
-    if isinstance(clipper, AGC):
-        values = {n: tf.convert_to_tensor(v) for n, (_, v) in zip(names, pairs, strict=True)}
-        clipped = clipper.clip(present, values)
-    else:
-        clipped = clipper.clip(present)
-    return [(clipped.get(n), v) for n, (_, v) in zip(names, pairs, strict=True)]
+    variables = dict(zip(names, (v for _, v in pairs), strict=True))
+    outputs = clipped(
+        clipper, present, lambda: {n: tf.convert_to_tensor(v) for n, v in variables.items()}
+    )
+    return [(outputs.get(n), v) for n, v in variables.items()]
 
 
 def _names(variables: Sequence[Any]) -> list[str]:
@@ -115,8 +114,8 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
             with tf.init_scope():
                 self._held.build(weights)
             self._variables = self._held.variables
-        clipped = self._held.clip(gradients, weights)
-        return [(clipped.get(n), v) for n, (_, v) in zip(names, pairs, strict=True)]
+        outputs = self._held.clip(gradients, weights)
+        return [(outputs.get(n), v) for n, (_, v) in zip(names, pairs, strict=True)]
 
     @property
     def last(self) -> StepRecord | None:

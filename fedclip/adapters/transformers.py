@@ -17,6 +17,7 @@ except ImportError as error:
         "fedclip.adapters.transformers needs Transformers: pip install 'transformers[torch]'"
     ) from error
 
+from fedclip import states
 from fedclip.adapters.shared import clipper_of
 from fedclip.adapters.torch import clip_, load_state
 from fedclip.modules import AGC, Clipper
@@ -141,8 +142,7 @@ def attach(trainer: Any, clipper: Clipper | AGC | tuple[str, dict[str, Any]]) ->
 
 
 def _each_array(state: dict[str, Any], turned: Any) -> dict[str, Any]:
-    arrays = {n: {k: turned(x) for k, x in f.items()} for n, f in state["arrays"].items()}
-    return {**state, "arrays": arrays}
+    return {**state, "arrays": states.each(state["arrays"], turned)}
 
 
 def _to_text(array: Any) -> list[Any]:

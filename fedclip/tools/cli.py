@@ -19,7 +19,7 @@ import typer
 
 import fedclip
 from fedclip.tools import privacy, studies
-from fedclip.tools.output import fail, say
+from fedclip.tools.output import JsonFlag, fail, say
 
 if TYPE_CHECKING:
     from fedclip.tools.check import Check
@@ -36,7 +36,6 @@ app = typer.Typer(
 app.add_typer(privacy.app, name="privacy")
 studies.add_to(app)
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 ConfigPath = Annotated[
     Path,
     typer.Argument(metavar="CONFIG", help="A declearn TOML file, or a folder with config.toml."),

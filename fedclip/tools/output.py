@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-__all__ = ["fail", "say"]
+__all__ = ["JsonFlag", "fail", "say"]
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def say(text: str, **style: Any) -> None:

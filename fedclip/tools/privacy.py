@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedclip.tools.output import fail
+from fedclip.tools.output import JsonFlag, fail
 
 __all__ = ["app"]
 
@@ -28,7 +28,6 @@ Values = Annotated[
     int | None,
     typer.Option(help="How many values the model has, for what noise adds up to."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @app.callback()
@@ -59,7 +58,7 @@ def plan(
         str, typer.Option(help="add-remove of one client, or replace-one.")
     ] = "add-remove",
     values: Values = None,
-    as_json: Json = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Size the noise on averages of clipped updates, and print the lines of TOML."""
     from fedclip.privacy import planning
@@ -93,7 +92,7 @@ def calibrate(
         float, typer.Option(help="Probability with which it may fail, below 1 / records.")
     ] = 1e-5,
     values: Values = None,
-    as_json: Json = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Size the noise of DP-SGD on one client's records, and print the lines of TOML."""
     from fedclip import parameters
@@ -157,7 +156,7 @@ def spent(
     relation: Annotated[
         str | None, typer.Option(help="add-remove, or replace-one; the file's, if not given.")
     ] = None,
-    as_json: Json = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Show the epsilon that was spent, or that a plan would cost, by each accountant."""
     from fedclip.report import printable

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedclip.tools.output import fail, say
+from fedclip.tools.output import JsonFlag, fail, say
 
 if TYPE_CHECKING:
     from fedclip.report import Report
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from fedclip.tools.sweep import Planned
 
 __all__ = ["add_to"]
-
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def add_to(app: typer.Typer) -> None:

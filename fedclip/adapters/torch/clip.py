@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 
+from fedclip.adapters.shared import clipped
 from fedclip.adapters.torch.names import Parameters, check_sharding, named
 from fedclip.arrays.torch import TorchInPlace
 from fedclip.modules import AGC, Clipper, NormClip
@@ -71,11 +72,9 @@ def clip_named(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -
         backend = _sharded(parameters, gradients)
     # A gradient of ``backward(create_graph=True)`` is changed without a trace in the graph.
     with torch.no_grad():
-        if isinstance(clipper, AGC):
-            weights = {name: parameters[name].detach() for name in gradients}
-            outputs = clipper.clip(gradients, weights, backend=backend)
-        else:
-            outputs = clipper.clip(gradients, backend=backend)
+        outputs = clipped(
+            clipper, gradients, lambda: {n: parameters[n].detach() for n in gradients}, backend
+        )
     if outputs is not gradients:
         for (name, gradient), output in zip(gradients.items(), outputs.values(), strict=True):
             # A sparse gradient that becomes dense is a new tensor.

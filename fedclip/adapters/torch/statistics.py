@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fedclip import states
 from fedclip.adapters.shared import reset
 from fedclip.errors import FedclipWarning
 from fedclip.modules import AGC, Clipper
@@ -25,7 +26,7 @@ def state(clipper: Clipper | AGC) -> dict[str, Any]:
     if isinstance(clipper, AGC):
         return {}
     found = clipper.get_state()
-    found["arrays"] = _each(found["arrays"], torch.from_numpy)
+    found["arrays"] = states.each(found["arrays"], torch.from_numpy)
     return found
 
 
@@ -48,15 +49,8 @@ def load_state(clipper: Clipper | AGC, state: Mapping[str, Any] | None) -> None:
         reset(clipper)
         return
     if isinstance(state, Mapping) and isinstance(state.get("arrays"), Mapping):
-        state = {**state, "arrays": _each(state["arrays"], _array)}
+        state = {**state, "arrays": states.each(state["arrays"], _array)}
     clipper.set_state(dict(state))
-
-
-def _each(arrays: Mapping[str, Any], turned: Any) -> dict[str, Any]:
-    return {
-        name: {field: turned(value) for field, value in fields.items()}
-        for name, fields in arrays.items()
-    }
 
 
 def _array(value: Any) -> Any:

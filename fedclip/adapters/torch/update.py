@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fedclip.adapters.shared import clipped
 from fedclip.adapters.torch.handle import ClipHandle, inner_of
 from fedclip.adapters.torch.names import Parameters
 from fedclip.modules import AGC, Clipper
@@ -39,12 +40,9 @@ class UpdateHandle(ClipHandle):
         before, self._before = self._before, {}
         with torch.no_grad():
             change = {name: self._parameters[name] - weight for name, weight in before.items()}
-            if isinstance(self.clipper, AGC):
-                clipped = self.clipper.clip(change, before)
-            else:
-                clipped = self.clipper.clip(change)
-            for name, weight in before.items() if clipped is not change else ():
-                self._parameters[name].copy_(weight + clipped[name])
+            outputs = clipped(self.clipper, change, lambda: before)
+            for name, weight in before.items() if outputs is not change else ():
+                self._parameters[name].copy_(weight + outputs[name])
 
 
 def attach_update(
