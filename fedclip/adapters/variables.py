@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedclip import states
-from fedclip.adapters.shared import check_compilable, groups_of, kept, start, transform_of
+from fedclip.adapters.shared import check_compilable, groups_of, kept, reset, start, transform_of
 from fedclip.arrays import Array, Backend
 from fedclip.modules import AGC, Clipper
 from fedclip.records import RoundRecord, StepRecord
@@ -38,7 +38,7 @@ class HeldClipper:
     """A clipper with its statistics, counts and last record in as few variables as possible.
 
     Every variable costs an operation in every step. They start from the clipper's statistics, and
-    the clipper itself never changes.
+    no step changes the clipper itself.
     """
 
     def __init__(self, clipper: Clipper | AGC, backend: Backend, operations: Operations) -> None:
@@ -172,6 +172,9 @@ class HeldClipper:
         """Forget all steps, and the state that was loaded."""
         if self.variables:
             self._restart(start(self.clipper, self._groups, fresh=True), {})
+        else:
+            # Before the first step, a state that was loaded is the clipper's own.
+            reset(self.clipper)
 
     def _restart(self, state: Any, arrays: states.Statistics) -> None:
         for (name, field), variable in self._kept.items():
