@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
+from torch.linalg import vecdot
 from torch.nn import functional
 from torch.nn import grad as gradients
 
@@ -79,6 +80,8 @@ class Products:
     b: Tensor
 
     def squares(self) -> Tensor:
+        if self.a.shape[1] == 1:  # a third of the time, and nothing that could cancel
+            return (vecdot(self.a, self.a) * vecdot(self.b, self.b)).squeeze(1)
         return _safe((self.a @ self.a.mT) * (self.b @ self.b.mT))
 
     def numbers(self) -> int:

@@ -54,18 +54,18 @@ def full(layer: str, own: str) -> str:
 def plan_of(
     module: nn.Module,
     loss: Loss,
-    record: Any,
+    record: Callable[[], Any],
     buffers: Tensors,
     leaves: list[Tensor],
     weights: Tensors,
     whole: bool,
 ) -> Plan:
-    """Return how to take a module apart, for records of the shape of `record`."""
+    """Return how to take a module apart, for records of this shape."""
     layers = (type(layer) for layer in module.modules())
     key = (whole, *weights, *layers, *((x.shape[1:], x.dtype) for x in leaves))
     plans = _PLANS.setdefault(module, {})
     if key not in plans:
-        known = {} if whole else _known_layers(module, loss, record, buffers)
+        known = {} if whole else _known_layers(module, loss, record(), buffers)
         inside = {full(n, p) for n in known for p in module.get_submodule(n)._parameters}
         others = tuple(n for n in weights if n not in inside)
         held = sum(weights[n].numel() for n in others)

@@ -77,7 +77,7 @@ def record_parts(
         return torch.utils._pytree.tree_unflatten([leaf[part].clone() for leaf in leaves], tree)
 
     weights = trained(module)
-    plan = plan_of(module, loss, of(0), buffers, leaves, weights, whole)
+    plan = plan_of(module, loss, partial(of, 0), buffers, leaves, weights, whole)
     together = at_once(size, plan.elements)
     many = len(leaves[0])
     for start in range(0, many, together):
