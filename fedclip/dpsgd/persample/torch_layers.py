@@ -81,7 +81,7 @@ class Products:
 
     def squares(self) -> Tensor:
         if self.a.shape[1] == 1:  # a third of the time, and nothing that could cancel
-            return (vecdot(self.a, self.a) * vecdot(self.b, self.b)).squeeze(1)
+            return torch.mul(vecdot(self.a, self.a), vecdot(self.b, self.b)).squeeze(1)
         return _safe((self.a @ self.a.mT) * (self.b @ self.b.mT))
 
     def numbers(self) -> int:
