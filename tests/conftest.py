@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +28,14 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = config.rootpath / "fedclip" / "*"
     left_out = [str(folder / f"{name}.py") for name in ALL.split(",") if name not in chosen]
     config.option.ignore_glob = [*(config.option.ignore_glob or []), *left_out]
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the source archive, and the wheel that was built from it."""
+    pytest.importorskip("hatchling")
+    from checkouts import build
+
+    folder = tmp_path_factory.mktemp("built")
+    build(folder)
+    return folder

@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from checkouts import ROOT, checkout, on_path, type_in
 from helpers import PATIENCE, require
 
-ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
 
 INSTALLING = ("python -m venv", ". .venv", "pip install")
@@ -31,65 +27,12 @@ def commands(page: str) -> list[str]:
     return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
 
 
-def checkout(folder: Path) -> None:
-    """Copy what a reader has, with a port that nobody uses."""
-    for name in ("examples", "docs", "fedclip"):
-        left_out = shutil.ignore_patterns("data", "result*", "__pycache__")
-        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
-    for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
-        shutil.copy(ROOT / name, folder)
-    for config in folder.glob("examples/*/config.toml"):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        text = re.sub(r"^port = \d+", f"port = {port}", config.read_text("utf-8"), flags=re.M)
-        config.write_text(text, encoding="utf-8")
-
-
-def type_in(lines: list[str], folder: Path, **environment: str) -> str:
-    """Type the lines into a shell that stops at the first that fails; return what it showed."""
-    ran = subprocess.run(
-        ["bash", "-euxo", "pipefail", "-c", "\n".join(lines)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=2 * PATIENCE,
-    )
-    assert ran.returncode == 0, ran.stdout[-5000:]
-    return ran.stdout
-
-
-def on_path(folder: Path) -> str:
-    """Return a path on which `python` and `fedclip` are those of the tests."""
-    folder.mkdir()
-    for name, words in (("python", ""), ("fedclip", "-m fedclip")):
-        script = folder / name
-        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n', encoding="utf-8")
-        script.chmod(0o755)
-    return f"{folder}{os.pathsep}{os.environ['PATH']}"
-
-
 def typed(page: str, tmp_path: Path) -> Path:
     folder = tmp_path / "checkout"
     checkout(folder)
     lines = [line for line in commands(page) if not line.startswith(INSTALLING)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     type_in(lines, folder, PATH=on_path(tmp_path / "bin"), PYTHONPATH=paths)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the source archive, and from it the wheel."""
-    pytest.importorskip("hatchling")
-    folder = tmp_path_factory.mktemp("built")
-    checkout(folder / "checkout")
-    build = [f"'{sys.executable}' -m hatchling build -d {folder} -t "]
-    type_in([build[0] + "sdist"], folder / "checkout")
-    (archive,) = folder.glob("fedclip-*.tar.gz")
-    type_in([f"tar xzf {archive.name}"], folder)
-    type_in([build[0] + "wheel"], folder / archive.name.removesuffix(".tar.gz"))
     return folder
 
 

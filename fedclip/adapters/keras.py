@@ -13,7 +13,10 @@ from typing import Any
 try:
     import keras
 except ImportError as error:
-    raise ImportError("fedclip.adapters.keras needs Keras 3: pip install keras") from error
+    needs = "pip install keras, and tensorflow, torch or jax"
+    raise ImportError(
+        f"fedclip.adapters.keras needs Keras 3 and one of its backends ({error}): {needs}"
+    ) from error
 
 import numpy as np
 

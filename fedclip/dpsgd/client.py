@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ class PrivateFederatedClient(FederatedClient):
     ------
     TypeError, ValueError
         If a parameter is not as above.
+    ModuleNotFoundError
+        Without Opacus, which the extra ``fedclip[dp]`` brings.
 
     Notes
     -----
@@ -64,6 +67,12 @@ class PrivateFederatedClient(FederatedClient):
         ledger: str | Path | None = None,
         **settings: Any,
     ) -> None:
+        if find_spec("opacus") is None:
+            raise ModuleNotFoundError(
+                "DP-SGD needs Opacus, which declearn's part of it imports: "
+                "pip install opacus dp-accounting",
+                name="opacus",
+            )
         self.max_budget: tuple[float, float] | None = None
         if max_budget is not None:
             if not isinstance(max_budget, (list, tuple)) or len(max_budget) != 2:

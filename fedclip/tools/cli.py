@@ -249,6 +249,7 @@ def report(
 
     if follow and (as_json or csv is not None):
         fail("--follow shows rounds as they come, and goes with neither --json nor --csv", code=2)
+    showing.can_write(plot=plot, html=html)
     try:
         reader = Reader(folder)
         result = showing.followed(reader) if follow else reader.read()

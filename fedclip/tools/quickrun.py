@@ -191,4 +191,6 @@ def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[
             asyncio.run(federation.run() if seed is None else federation.run(seed))
     except KeyboardInterrupt:
         finished = False
+    except ModuleNotFoundError as exc:
+        raise QuickrunError(f"a package that this run needs is missing: {exc}") from None
     return len(clients), federation.results, finished

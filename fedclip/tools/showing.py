@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from fedclip.tools.output import fail, say
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
-__all__ = ["console", "followed", "save_page", "save_plot", "show", "write"]
+__all__ = ["can_write", "console", "followed", "save_page", "save_plot", "show", "write"]
 
 # Above this number of rounds, all nodes together, one line for each node is shown.
 _LONG = 200
@@ -127,16 +128,28 @@ def write(file: str | Path, text: str) -> None:
     say(f"wrote {file}")
 
 
+def can_write(*, plot: Path | None = None, html: Path | None = None) -> None:
+    """End with a sentence if a picture or a page could not be written, before what takes long."""
+    for option, file, packages, installed in (
+        ("--plot", plot, ("matplotlib",), "matplotlib"),
+        ("--html", html, ("jinja2", "vl_convert"), "jinja2 vl-convert-python"),
+    ):
+        if file is None:
+            continue
+        if os.path.isdir(file):
+            name = {"--plot": "report.png", "--html": "report.html"}[option]
+            fail(f"can not write {file}: it is a folder; give a file, such as {file / name}")
+        for package in packages:
+            try:
+                import_module(package)
+            except ModuleNotFoundError:
+                fail(f"{option} needs {package}: pip install {installed}")
+
+
 def save_plot(result: Report, file: Path) -> None:
-    """Write the report's plot; end with a sentence if matplotlib or the folder is missing."""
-    if os.path.isdir(file):
-        fail(f"can not write {file}: it is a folder; give a file, such as {file / 'report.png'}")
+    """Write the report's plot."""
     try:
-        figure = result.figure()
-    except ModuleNotFoundError:
-        fail("--plot needs matplotlib: pip install matplotlib")
-    try:
-        figure.savefig(file, dpi=150)
+        result.figure().savefig(file, dpi=150)
     except (OSError, ValueError) as exc:
         fail(f"can not write {file}: {exc}")
     say(f"wrote {file}")
@@ -152,15 +165,9 @@ def save_page(
 
     With names, the experiments of a report are shown as one.
     """
-    if os.path.isdir(file):
-        fail(f"can not write {file}: it is a folder; give a file, such as {file / 'report.html'}")
     runs = [Run(name, report, _spent(f), bool(name)) for name, f, report in reports]
     title = title or f"Clipping in {Path(os.path.abspath(reports[0][1])).name}"
-    try:
-        text = page_of(runs, title, tables)
-    except ModuleNotFoundError as exc:
-        fail(f"--html needs {exc.name}: pip install jinja2 vl-convert-python")
-    write(file, text)
+    write(file, page_of(runs, title, tables))
 
 
 def _spent(folder: Path) -> list[tuple[str, list[str]]]:

@@ -124,8 +124,10 @@ def compare(
     Each folder is a setting; the runs below it are taken for seeds of it. The folder of a sweep
     stands for all its settings.
     """
+    from fedclip.tools import showing
     from fedclip.tools.sweep import MARK
 
+    showing.can_write(html=html)
     named: dict[str, Path] = {}
     for folder in folders:
         inner = sorted({mark.parent.parent for mark in folder.glob(f"*/*/{MARK}")}, key=str)
@@ -195,10 +197,12 @@ def sweep(
 
     A sweep that was interrupted goes on where it stopped.
     """
+    from fedclip.tools import showing
     from fedclip.tools.check import check_config, find_config
     from fedclip.tools.progress import progress
     from fedclip.tools.sweep import SweepError, plan, run
 
+    showing.can_write(html=html)
     try:
         file = find_config(config)
         out = out or file.with_name(f"{file.stem}-sweep")
