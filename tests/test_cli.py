@@ -492,7 +492,7 @@ def test_report_writes_a_plot(checkpoints: Path, tmp_path: Path) -> None:
 def test_report_says_how_to_get_matplotlib(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = call("report", checkpoints, "--plot", "r.png")
     assert result.exit_code == 1
     assert "pip install matplotlib" in one_sentence(result)

@@ -6,13 +6,15 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
-from report_runs import Node, record_of, write_states
+from report_runs import Node, large_run, record_of, write_states
 from rich.console import Console
 
 from fedclip.records import RoundRecord
@@ -311,3 +313,22 @@ def test_a_summary_has_a_line_for_each_node(experiment: Path) -> None:
         ["c0", "4", "25%"],
         ["c1", "4", "0%"],
     ]
+
+
+def test_a_loss_that_is_no_number_is_said(tmp_path: Path) -> None:
+    large_run(tmp_path, 4, 2)
+    file = tmp_path / "server" / "metrics.csv"
+    head, *rows = file.read_text().splitlines()
+    assert head == "timestamp,loss,accuracy"
+    stamps = [row.partition(",")[0] for row in rows]
+    lost = [f"{stamps[2]},nan,nan", f"{stamps[3]},inf,0.5"]
+    file.write_text("\n".join([head, *rows[:2], *lost, ""]))
+    found = read_report(tmp_path)
+    curves = {c.metric: c for c in found.curves if c.node == "server"}
+    assert [round_ for round_, _ in curves["loss"].points] == [1, 2]
+    assert curves["loss"].nonfinite == (3, 4)
+    assert math.isnan(curves["loss"].last[1])
+    assert curves["accuracy"].last == (4, 0.5)
+    (said,) = [finding.text for finding in found.findings() if finding.kind == "diverged"]
+    assert "server measured was NaN or infinite after round 3" in said
+    json.dumps(found.as_dict(), allow_nan=False)

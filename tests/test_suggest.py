@@ -216,3 +216,9 @@ def test_several_experiments_are_not_mixed(looked: Path, tmp_path: Path) -> None
     result = call("suggest", tmp_path)
     assert result.exit_code == 1
     assert "holds 2 experiments" in result.stderr
+    assert f"({tmp_path / 'other'}, {looked})" in result.stderr
+    # One that lies in the folder itself is the one that is meant.
+    Node(looked / "before" / "a", ["no-op"]).round([1.0])
+    result = call("suggest", looked)
+    assert result.exit_code == 0
+    assert "what folders below hold is left out (1)" in result.stderr

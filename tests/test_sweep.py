@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -85,6 +86,27 @@ def test_a_wrong_call_is_a_sentence(words: list[str]) -> None:
     result = call(*words)
     assert result.exit_code == 2
     assert "Traceback" not in result.stderr
+
+
+def test_a_seed_that_diverged_is_not_left_out_of_a_mean(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        large_run(tmp_path / "runs" / f"seed-{seed}", 4, 2, seed=seed)
+    file = tmp_path / "runs" / "seed-2" / "server" / "metrics.csv"
+    rows = file.read_text().splitlines()
+    rows[-1] = f"{rows[-1].partition(',')[0]},nan,nan"
+    file.write_text("\n".join(rows) + "\n")
+    shown = call("compare", tmp_path / "runs", "--html", tmp_path / "page.html").stdout
+    assert "NaN in 1" in shown
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert data is not None
+    (experiment,) = json.loads(data[1], parse_constant=pytest.fail)["experiments"]
+    # Neither a mean nor a band of those that are left.
+    assert experiment["metrics"]["loss"]["server"][-1] == [4, None]
+    assert experiment["metrics"]["loss"]["band"][-1] == [4, None, None]
+    (setting,) = json.loads(call("compare", tmp_path / "runs", "--json").stdout)["settings"]
+    assert setting["nonfinite"] == {"loss": 1, "accuracy": 1}
+    assert "loss" not in setting["values"]
 
 
 def test_two_folders_of_one_name_are_two_settings(tmp_path: Path) -> None:

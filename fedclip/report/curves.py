@@ -23,7 +23,15 @@ class Curve(NamedTuple):
     metric: str
     """Name of the metric, as declearn writes it: "loss", "accuracy", ..."""
     points: tuple[tuple[int, float], ...]
-    """Pairs of round and value."""
+    """Pairs of round and value; finite ones only."""
+    nonfinite: tuple[int, ...] = ()
+    """Rounds after which it was NaN or infinite."""
+
+    @property
+    def last(self) -> tuple[int, float]:
+        """Round and value of the last evaluation; NaN if it was not finite."""
+        rounds = *self.points[-1:], *((round_, math.nan) for round_ in self.nonfinite[-1:])
+        return max(rounds, key=lambda point: point[0])
 
 
 def read_curves(node: str, file: Path, last: int, at: Mapping[str, int]) -> list[Curve]:
@@ -39,13 +47,17 @@ def read_curves(node: str, file: Path, last: int, at: Mapping[str, int]) -> list
     rounds = rounds_of([str(row.get("timestamp")) for row in rows], last, at)
     curves = []
     for metric in rows[0] if rows else ():
-        points = [
+        if metric in ("timestamp", None):
+            continue
+        values = [
             (round_, value)
             for round_, row in zip(rounds, rows, strict=True)
-            if math.isfinite(value := _float(row.get(metric)))
+            if (value := _float(row.get(metric))) is not None
         ]
-        if metric not in ("timestamp", None) and points:
-            curves.append(Curve(node, metric, tuple(points)))
+        points = tuple((round_, value) for round_, value in values if math.isfinite(value))
+        bad = tuple(round_ for round_, value in values if not math.isfinite(value))
+        if values:
+            curves.append(Curve(node, metric, points, bad))
     return curves
 
 
@@ -74,8 +86,8 @@ def rounds_of(stamps: Sequence[str], last: int, at: Mapping[str, int]) -> list[i
     return result
 
 
-def _float(text: object) -> float:
+def _float(text: object) -> float | None:
     try:
         return float(str(text))
     except ValueError:
-        return math.nan
+        return None

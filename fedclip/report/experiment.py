@@ -124,13 +124,15 @@ class Report:
         return draw_panels(panels, columns=min(3, len(panels)))
 
     def findings(self) -> list[Finding]:
-        """Return the most important findings, some for each clipper of an experiment."""
-        return words.findings(self.rows, self.limits(), self.servers)
+        """Return the most important findings: losses that are lost, then some for each clipper."""
+        found = words.findings(self.rows, self.limits(), self.servers)
+        return [*words.diverged(self.curves, self.servers), *found]
 
     def in_words(self) -> list[str]:
         """Return the findings as sentences, each with what it is about if there are several."""
         found = self.findings()
-        many = len({f.experiment for f in found}) > 1, len({f.clipper for f in found}) > 1
+        clippers = {f.clipper for f in found if f.clipper}
+        many = len({f.experiment for f in found}) > 1, len(clippers) > 1
         sentences = []
         for finding in found:
             about = [n for n, m in zip(finding[1:3], many, strict=True) if m and n]

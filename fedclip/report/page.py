@@ -9,6 +9,7 @@ shown, and one client's rounds if it is chosen.
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -93,7 +94,7 @@ def _experiments(run: Run) -> list[dict[str, Any]]:
     texts: dict[str, list[str]] = {}
     for finding in report.findings():
         where = f"{finding.experiment}, " if run.together and finding.experiment else ""
-        words = f"{where}{finding.clipper}: {finding.text}"
+        words = where + ": ".join(filter(None, (finding.clipper, finding.text)))
         texts.setdefault("" if run.together else finding.experiment, []).append(printable(words))
     result = []
     for experiment in ("",) if run.together else report.experiments:
@@ -123,12 +124,13 @@ def _experiments(run: Run) -> list[dict[str, Any]]:
 def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, Any]:
     """Return for each metric the servers' mean by round, and a band of several servers or clients.
 
-    Without a server's file, as on a client's machine, the clients' mean stands for it.
+    Without a server's file, as on a client's machine, the clients' mean stands for it. A round in
+    which any of them is NaN has no mean.
     """
     found: dict[str, tuple[dict[int, list[float]], dict[int, list[float]]]] = {}
     for curve in curves:
         kind = found.setdefault(curve.metric, ({}, {}))[curve.node not in servers]
-        for round_, value in curve.points:
+        for round_, value in (*curve.points, *((r, math.nan) for r in curve.nonfinite)):
             kind.setdefault(round_, []).append(value)
     result = {}
     for metric, (server, clients) in found.items():
@@ -138,10 +140,15 @@ def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, Any]
             "server": [
                 [r, _short(sum(v) / len(v))] for r, v in sorted((server or clients).items())
             ],
-            "band": [[r, _short(min(v)), _short(max(v))] for r, v in sorted(band.items()) if v[1:]],
+            "band": [[r, *map(_short, _ends(v))] for r, v in sorted(band.items()) if v[1:]],
             "of": "runs" if seeds else "clients",
         }
     return result
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """Return least and most; no number if any of them is none."""
+    return (math.nan, math.nan) if math.isnan(sum(values)) else (min(values), max(values))
 
 
 def _name(node: str, together: bool) -> str:
@@ -205,7 +212,7 @@ def _nodes(
 ) -> list[dict[str, Any]]:
     """Return a line for each clipper of each node, with its last loss."""
     limits = report.limits()
-    last = {(c.node, c.metric): c.points[-1][1] for c in curves}
+    last = {(c.node, c.metric): c.last[1] for c in curves}
     runs: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.record.group == ALL:
@@ -237,4 +244,4 @@ def _cells(record: RoundRecord, limits: Sequence[float]) -> list[str]:
 
 def _short(value: float | None) -> float | None:
     """Return a number with four digits, which is as much as a chart can show."""
-    return None if value is None else float(f"{value:.4g}")
+    return None if value is None or math.isnan(value) else float(f"{value:.4g}")

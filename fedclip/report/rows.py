@@ -108,4 +108,6 @@ def printable(text: str) -> str:
 
 def number(value: float | None) -> str:
     """Return a number with three digits, "-" for none."""
-    return "-" if value is None else f"{value:.3g}" if abs(value) < 1e5 else f"{value:.2e}"
+    if value is None or value != value:
+        return "-" if value is None else "NaN"
+    return f"{value:.3g}" if abs(value) < 1e5 else f"{value:.2e}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedclip.records import RoundRecord
+from fedclip.report.curves import Curve
 from fedclip.report.rows import ALL, Row, number, pooled
 
-__all__ = ["Finding", "findings"]
+__all__ = ["Finding", "diverged", "findings"]
 
 # A client is unlike the others if its median norm is this many times theirs, or less than theirs
 # by this factor.
@@ -24,12 +25,13 @@ class Finding(NamedTuple):
     """One finding about a clipper of an experiment."""
 
     kind: str
-    """One of "no-limit", "inert", "always", "clipped", "limits", "fixed", "warm-up",
+    """One of "diverged", "no-limit", "inert", "always", "clipped", "limits", "fixed", "warm-up",
     "unlike", "nonfinite".
     """
     experiment: str
     """Folder of the federation; "" if there is only one."""
     clipper: str
+    """Its name; "" for what is about the model."""
     text: str
 
 
@@ -51,6 +53,21 @@ def findings(
         Finding(kind, experiment, clipper, text)
         for (experiment, clipper), chosen in runs.items()
         for kind, text in _all(chosen, limits)
+    ]
+
+
+def diverged(curves: Iterable[Curve], servers: frozenset[str]) -> list[Finding]:
+    """Say from which round on the loss of a model was no number."""
+    return [
+        Finding(
+            "diverged",
+            curve.node.rpartition("/")[0],
+            "",
+            f"The loss that {curve.node} measured was NaN or infinite after round "
+            f"{curve.nonfinite[0]}: the model has diverged; see `fedclip suggest`.",
+        )
+        for curve in curves
+        if curve.metric == "loss" and curve.nonfinite and curve.node in servers
     ]
 
 

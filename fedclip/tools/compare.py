@@ -17,17 +17,22 @@ from fedclip.report import ALL, Report, number, pooled
 __all__ = ["Outcome", "compared", "heads", "interval", "table_rows"]
 
 
+_ENDS = ("rounds", "clipped", "largest norm")
+
+
 class Outcome(NamedTuple):
     """One setting: how many runs it has, and mean and half-width of the interval by measure."""
 
     name: str
     runs: int
     values: Mapping[str, tuple[float, float | None]]
+    nonfinite: Mapping[str, int]
+    """In how many runs the last value was NaN or infinite: the others alone have no fair mean."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
         values = {key: {"mean": m, "half_width": h} for key, (m, h) in self.values.items()}
-        return {"name": self.name, "runs": self.runs, "values": values}
+        return self._asdict() | {"values": values}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
@@ -57,9 +62,12 @@ def compared(reports: Iterable[tuple[str, Report]]) -> list[Outcome]:
     outcomes = []
     for name, report in reports:
         runs = [_run(report, experiment) for experiment in report.experiments]
-        keys = dict.fromkeys(key for run in runs for key in run)
-        values = {key: interval([run[key] for run in runs if key in run]) for key in keys}
-        outcomes.append(Outcome(name, len(runs), values))
+        found: dict[str, list[float]] = {}
+        for key, value in (item for run in runs for item in run.items()):
+            found.setdefault(key, []).append(value)
+        lost = {key: sum(map(math.isnan, values)) for key, values in found.items()}
+        whole = {key: interval(values) for key, values in found.items() if not lost[key]}
+        outcomes.append(Outcome(name, len(runs), whole, {k: n for k, n in lost.items() if n}))
     return outcomes
 
 
@@ -68,7 +76,7 @@ def _run(report: Report, experiment: str) -> dict[str, float]:
     found = {}
     for curve in report.curves:
         if curve.node in report.servers and curve.node.rpartition("/")[0] == experiment:
-            found[curve.metric] = curve.points[-1][1]
+            found[curve.metric] = curve.last[1]
     rows = [
         row
         for row in report.rows
@@ -88,23 +96,26 @@ def _run(report: Report, experiment: str) -> dict[str, float]:
 
 
 def heads(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the measures of all settings."""
-    return list(dict.fromkeys(key for outcome in outcomes for key in outcome.values))
+    """Return the measures of all settings, the loss first."""
+    keys = [key for outcome in outcomes for key in (*outcome.nonfinite, *outcome.values)]
+    return sorted(dict.fromkeys(keys), key=lambda key: (key in _ENDS, key != "loss"))
 
 
 def table_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """Return the rows of a table: name, number of runs, and each measure."""
     keys = heads(outcomes)
     return [
-        [outcome.name, str(outcome.runs), *(_cell(outcome.values.get(key), key) for key in keys)]
+        [outcome.name, str(outcome.runs), *(_cell(outcome, key) for key in keys)]
         for outcome in outcomes
     ]
 
 
-def _cell(value: tuple[float, float | None] | None, key: str) -> str:
-    if value is None:
+def _cell(outcome: Outcome, key: str) -> str:
+    if key in outcome.nonfinite:
+        return "NaN" if outcome.runs == 1 else f"NaN in {outcome.nonfinite[key]}"
+    if key not in outcome.values:
         return "-"
-    mean, half = value
+    mean, half = outcome.values[key]
     if key == "rounds":
         return f"{mean:g}"
     if key == "clipped":

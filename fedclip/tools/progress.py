@@ -23,7 +23,7 @@ Tell: TypeAlias = Callable[[str, int, str], None]
 def latest(file: Path) -> str:
     """Return the last loss and metrics in a file of declearn's, in words; "" without any."""
     curves = read_curves("", file, 0, {})
-    named = {curve.metric: number(curve.points[-1][1]) for curve in curves}
+    named = {curve.metric: number(curve.last[1]) for curve in curves}
     first = [name for name in ("loss", "accuracy") if name in named]
     return ", ".join(f"{name} {named[name]}" for name in first or list(named)[:1])
 

@@ -46,9 +46,9 @@ def _last(report: Report) -> Iterator[str]:
     """Yield the last loss and metrics of each server."""
     for server in sorted(report.servers):
         curves = [curve for curve in report.curves if curve.node == server]
-        shown = [f"{c.metric} {number(c.points[-1][1])}" for c in curves]
+        shown = [f"{c.metric} {number(c.last[1])}" for c in curves]
         if curves:
-            round_ = max(curve.points[-1][0] for curve in curves)
+            round_ = max(curve.last[0] for curve in curves)
             yield f"{server}: {', '.join(shown)} after round {round_}."
 
 

@@ -54,13 +54,16 @@ def suggest(
 ) -> None:
     """Propose limits, by the norms of a run: lines of TOML, what they clip and what they reveal."""
     report = read(folder)
-    if len(report.experiments) > 1:
-        names = ", ".join(str(folder / name) for name in report.experiments[:3])
-        fail(f"{folder} holds {len(report.experiments)} experiments: give one of them ({names}, …)")
+    found = report.experiments
+    if len(found) > 1 and "" not in found:
+        names = ", ".join(str(folder / name) for name in found[:3]) + ", …" * (len(found) > 3)
+        fail(f"{folder} holds {len(found)} experiments: give one of them ({names})")
+    if len(found) > 1:
+        say(f"fedclip: what folders below hold is left out ({len(found) - 1})", err=True)
     from fedclip.tools.suggest import in_words, suggestions
 
     try:
-        places = suggestions(report, report.experiments[0])
+        places = suggestions(report, min(found))
     except (TypeError, ValueError) as exc:
         fail(str(exc))
     if as_json:
