@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 ALL = "numpy,torch,tensorflow,jax"
+SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow", re.MULTILINE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,8 +29,33 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["FEDCLIP_BACKENDS"] = ",".join(chosen)
     # Doctests import the files that they are in.
     folder = config.rootpath / "fedclip" / "*"
-    left_out = [str(folder / f"{name}.py") for name in ALL.split(",") if name not in chosen]
-    config.option.ignore_glob = [*(config.option.ignore_glob or []), *left_out]
+    left_out = [name for name in ALL.split(",") if name not in chosen]
+    if "tensorflow" in left_out:
+        left_out.append("keras")
+    if "jax" in left_out:
+        left_out.append("jax_*")
+    if "not slow" in config.option.markexpr:
+        # Their packages take seconds to import.
+        left_out += ["lightning", "transformers"]
+    config.option.ignore_glob = [
+        *(config.option.ignore_glob or []),
+        *(str(folder / f"{name}.py") for name in left_out),
+    ]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import for doctests what tests start, nor what is slow if slow tests are left out."""
+    if collection_path.suffix != ".py" or collection_path.parent != Path(__file__).parent:
+        return None
+    helps = not collection_path.name.startswith("test_")
+    slow = "not slow" in config.option.markexpr and SLOW.search(collection_path.read_text())
+    return True if helps or slow else None
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what stays: tests and frameworks are millions of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
