@@ -18,7 +18,9 @@ except ImportError as error:
 import numpy as np
 
 from fedclip.adapters.shared import (
+    Spec,
     check_compilable,
+    clipper_of,
     groups_of,
     load,
     start,
@@ -61,7 +63,7 @@ class ClipState(NamedTuple):
 
 
 def as_optax(
-    clipper: Clipper | AGC,
+    clipper: Spec,
     *,
     max_norm: Any = None,
     axis_name: str | Sequence[str] | None = None,
@@ -80,7 +82,8 @@ def as_optax(
     Parameters
     ----------
     clipper
-        A clipper that compiled code can follow, or `AGC` (pass the parameters to ``update``).
+        A clipper that compiled code can follow, or its name or (name, config); for `AGC` pass the
+        parameters to ``update``.
     max_norm
         In the place of the clipper's own `max_norm`, a number or a traced array, so that a
         schedule can set it: ``optax.inject_hyperparams(as_optax)(NormClip(1.0),
@@ -116,6 +119,7 @@ def as_optax(
     """
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     backend = JaxBackend(axes)
+    clipper = clipper_of(clipper)
     check_compilable(clipper)
 
     def init(params: optax.Params) -> ClipState:

@@ -20,7 +20,7 @@ except ImportError as error:
 
 import numpy as np
 
-from fedclip.adapters.shared import clipper_of, unique
+from fedclip.adapters.shared import Spec, clipper_of, unique
 from fedclip.adapters.variables import HeldClipper, Operations
 from fedclip.arrays import backend_named
 from fedclip.modules import AGC, Clipper
@@ -206,7 +206,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         inside or outside. It may be a ClippedOptimizer, which clips second. Do
         not set its clipnorm, global_clipnorm or clipvalue.
     clipper
-        A clipper of fedclip, `AGC` too, or its (name, config).
+        A clipper of fedclip, or its name or (name, config) as in a declearn configuration.
 
     Raises
     ------
@@ -228,7 +228,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def __init__(
         self,
         inner_optimizer: Any,
-        clipper: Clipper | AGC | Sequence[Any],
+        clipper: Spec,
         name: str = "clipped_optimizer",
     ) -> None:
         stepping = _checked(inner_optimizer)

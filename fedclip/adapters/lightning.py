@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from fedclip.adapters.shared import Spec, clipper_of
 from fedclip.adapters.torch import ClipHandle, attach
-from fedclip.modules import AGC, Clipper
 
 __all__ = ["ClipCallback", "LightningClipping"]
 
@@ -42,8 +42,8 @@ class ClipCallback(Callback):  # type: ignore[misc]
     Parameters
     ----------
     clipper
-        A clipper of fedclip. With several optimizers each further one gets a copy; or give a
-        list, with one clipper for each optimizer.
+        A clipper of fedclip, or its name or (name, config). With several optimizers each further
+        one gets a copy; or give a list, with one clipper for each optimizer.
 
     Raises
     ------
@@ -62,12 +62,10 @@ class ClipCallback(Callback):  # type: ignore[misc]
     'norm-clip'
     """
 
-    def __init__(self, clipper: Clipper | AGC | Sequence[Clipper | AGC]) -> None:
-        self._copies = not isinstance(clipper, Sequence)
-        self.clippers = list(clipper) if isinstance(clipper, Sequence) else [clipper]
-        for one in self.clippers:
-            if not isinstance(one, (Clipper, AGC)):
-                raise TypeError(f"ClipCallback takes a clipper, or a list of them; got {one!r:.80}")
+    def __init__(self, clipper: Spec | list[Spec]) -> None:
+        self._copies = not isinstance(clipper, list)
+        given = clipper if isinstance(clipper, list) else [clipper]
+        self.clippers = [clipper_of(one) for one in given]
         self._handles: list[ClipHandle] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -136,7 +134,7 @@ class LightningClipping:
     The order of the bases does not matter, nor whether the class has a ``configure_callbacks``.
     """
 
-    clipper: Clipper | AGC | Sequence[Clipper | AGC]
+    clipper: Spec | list[Spec]
     _clip_callback: ClipCallback | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-from declearn.optimizer.modules import OptiModule
+from declearn.optimizer import list_optim_modules
 
 from fedclip import states
 from fedclip.arrays import Array, Backend
+from fedclip.errors import nearest
 from fedclip.modules import AGC, Clipper
 from fedclip.scopes import Groups, resolve
 from fedclip.transforms import Carried, SliceClipping, Transform, carried
 
 __all__ = [
+    "Spec",
+    "check_clipper",
     "check_compilable",
     "clipped",
     "clipper_of",
@@ -47,15 +50,29 @@ def unique(names: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def clipper_of(spec: Clipper | AGC | Sequence[Any]) -> Clipper | AGC:
-    """Return a clipper, or the one of a (name, config) as in a declearn configuration."""
-    if isinstance(spec, (Clipper, AGC)):
-        return spec
-    name, config = spec
-    clipper = AGC(**config) if name == AGC.name else OptiModule.from_specs(name, dict(config))
-    if not isinstance(clipper, (Clipper, AGC)):
-        raise TypeError(f"{clipper.name!r} is not a clipper of fedclip")
-    return clipper
+Spec: TypeAlias = Clipper | AGC | str | tuple[str, Mapping[str, Any]]
+"""A clipper, or a name or (name, config) as in a declearn configuration."""
+
+
+def clipper_of(spec: Spec) -> Clipper | AGC:
+    """Return a clipper, made of its name and configuration if it is not one yet."""
+    match (spec, {}) if isinstance(spec, str) else spec:
+        case (str(name), Mapping() as config):
+            modules = list_optim_modules()
+            known: dict[str, Callable[..., Clipper | AGC]]
+            known = {name: cls for name, cls in modules.items() if issubclass(cls, Clipper)}
+            known[AGC.name] = AGC  # a regularizer in declearn
+            if name not in known:
+                raise ValueError(f"no clipper is called {name!r}{nearest(name, known)}")
+            return known[name](**config)
+    return check_clipper(spec)
+
+
+def check_clipper(given: Any) -> Clipper | AGC:
+    """Return a clipper; raise a TypeError for what is none."""
+    if isinstance(given, (Clipper, AGC)):
+        return given
+    raise TypeError(f"{given!r:.80} is not a clipper of fedclip: give one, such as NormClip(1.0)")
 
 
 def clipped(

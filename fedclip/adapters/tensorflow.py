@@ -16,7 +16,7 @@ except ImportError as error:
     ) from error
 
 from fedclip.adapters.keras import ClippedOptimizer
-from fedclip.adapters.shared import clipped, unique
+from fedclip.adapters.shared import Spec, check_clipper, clipped, clipper_of, unique
 from fedclip.adapters.variables import HeldClipper, Operations
 from fedclip.arrays import Array, backend_named
 from fedclip.modules import AGC, Clipper
@@ -54,6 +54,7 @@ def clip(
     >>> bool(tf.norm(gradient) <= 1.0)
     True
     """
+    check_clipper(clipper)
     pairs = list(grads_and_vars)
     if tf.inside_function():
         return CompiledClipper.of(clipper)(pairs)
@@ -84,7 +85,8 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         As for `clip` in a ``tf.function``. Its own statistics are where these start.
     """
 
-    def __init__(self, clipper: Clipper | AGC) -> None:
+    def __init__(self, clipper: Spec) -> None:
+        clipper = clipper_of(clipper)
         super().__init__(name=clipper.name.replace("-", "_"))
         self.clipper = clipper
         take = functools.partial(tf.gather, axis=-1)

@@ -18,9 +18,9 @@ except ImportError as error:
     ) from error
 
 from fedclip import states
-from fedclip.adapters.shared import clipper_of
+from fedclip.adapters.shared import Spec, clipper_of
 from fedclip.adapters.torch import clip_, load_state
-from fedclip.modules import AGC, Clipper
+from fedclip.modules import AGC
 
 __all__ = ["ClipCallback", "attach"]
 
@@ -42,8 +42,9 @@ class ClipCallback(TrainerCallback, ExportableState):
     Parameters
     ----------
     clipper
-        A clipper of fedclip, or (name, config) as in a declearn configuration. Averages of whole
-        tensors, as `EmaNormClip` keeps them, are saved as text in ``trainer_state.json``.
+        A clipper of fedclip, or its name or (name, config) as in a declearn configuration.
+        Averages of whole tensors, as `EmaNormClip` keeps them, are saved as text in
+        ``trainer_state.json``.
 
     Raises
     ------
@@ -53,7 +54,7 @@ class ClipCallback(TrainerCallback, ExportableState):
         Before the first step with DeepSpeed, which never shows whole gradients.
     """
 
-    def __init__(self, clipper: Clipper | AGC | tuple[str, dict[str, Any]]) -> None:
+    def __init__(self, clipper: Spec) -> None:
         self.clipper = clipper_of(clipper)
 
     def on_train_begin(
@@ -131,7 +132,7 @@ class ClipCallback(TrainerCallback, ExportableState):
         load_state(self.clipper, _read(state))
 
 
-def attach(trainer: Any, clipper: Clipper | AGC | tuple[str, dict[str, Any]]) -> ClipCallback:
+def attach(trainer: Any, clipper: Spec) -> ClipCallback:
     """Add a `ClipCallback` to a Trainer, before all others, so that they see what it logs.
 
     Of the callbacks that are given to a Trainer, those of ``report_to`` come first.

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from fedclip.adapters.shared import clipped
+from fedclip.adapters.shared import check_clipper, clipped
 from fedclip.adapters.torch.names import Parameters, check_sharding, named
 from fedclip.arrays.torch import TorchInPlace
 from fedclip.modules import AGC, Clipper, NormClip
@@ -57,7 +57,7 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC) -> StepRecord | None:
     >>> layer.weight.grad.norm() <= 1.0
     tensor(True)
     """
-    found = named(parameters, clipper)
+    found = named(parameters, check_clipper(clipper))
     check_sharding(found.values())
     return clip_named(found, clipper)
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 
-from fedclip.adapters.shared import reset, stats
+from fedclip.adapters.shared import Spec, clipper_of, reset, stats
 from fedclip.adapters.torch.clip import clip_named
 from fedclip.adapters.torch.names import Parameters, check_sharding, named
 from fedclip.adapters.torch.statistics import load_state, state
@@ -41,19 +41,19 @@ class ClipHandle:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        clipper: Clipper | AGC,
+        clipper: Spec,
         parameters: Parameters | None,
     ) -> None:
-        self.clipper = clipper
+        self.clipper = clipper_of(clipper)
         if parameters is not None and not isinstance(parameters, torch.nn.Module):
-            parameters = named(parameters, clipper)
+            parameters = named(parameters, self.clipper)
         self._source = parameters
         self._parameters: dict[str, torch.Tensor] = {}
         self._held: list[torch.Tensor] = []
         self._resolve(optimizer)
         others = _attached(optimizer)
         keys = {handle._key for handle in others.handles}
-        first = f"fedclip:{clipper.name}"
+        first = f"fedclip:{self.clipper.name}"
         numbered = (f"{first}#{n}" for n in count(1))
         self._key: str = next(key for key in chain([first], numbered) if key not in keys)
         self._others = others
@@ -202,6 +202,8 @@ def _attached(optimizer: torch.optim.Optimizer) -> _Attached:
 
 def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return what takes the steps: Accelerate's optimizers call one that they hold."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"the first argument must be a torch optimizer, got {optimizer!r:.80}")
     inner = getattr(optimizer, "optimizer", None)
     return inner_of(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
@@ -223,7 +225,7 @@ def handles(optimizer: torch.optim.Optimizer) -> list[ClipHandle]:
 
 def attach(
     optimizer: torch.optim.Optimizer,
-    clipper: Clipper | AGC,
+    clipper: Spec,
     parameters: Parameters | None = None,
 ) -> ClipHandle:
     """Clip in every ``optimizer.step()``, until the handle's ``remove()`` is called.
@@ -246,7 +248,7 @@ def attach(
     optimizer
         Any torch optimizer, or one that Accelerate has prepared.
     clipper
-        Any clipper of fedclip.
+        Any clipper of fedclip, or its name or (name, config) as in a declearn configuration.
     parameters
         The model, which also names what ``add_param_group`` adds later; or as in `clip_`, names
         for all that the optimizer holds. None for the names that the optimizer was given, or

@@ -51,7 +51,7 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
     if isinstance(parameters, Mapping):
         names, tensors = tuple(parameters), [*parameters.values()]
     else:
-        given = list(parameters)
+        given = list(parameters) if isinstance(parameters, Iterable) else [parameters]
         _check_given(parameters, given)
         if given and isinstance(given[0], torch.Tensor):
             _check_names_unneeded(clipper)

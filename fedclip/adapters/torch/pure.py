@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fedclip.adapters.shared import check_compilable, start
+from fedclip.adapters.shared import Spec, check_compilable, clipper_of, start
 from fedclip.arrays.torch import TorchBackend
-from fedclip.modules import AGC, Clipper
+from fedclip.modules import AGC
 from fedclip.scopes import Groups
 from fedclip.transforms import carried, clip_on_device
 
@@ -38,9 +38,9 @@ class PureClipping:
         ``update(gradients, state, weights)``.
     """
 
-    def __init__(self, clipper: Clipper | AGC) -> None:
-        check_compilable(clipper)
-        self.clipper = clipper
+    def __init__(self, clipper: Spec) -> None:
+        self.clipper = clipper_of(clipper)
+        check_compilable(self.clipper)
         # torch.compile can look into a table, and not follow the matching of patterns.
         self._known: dict[tuple[str, ...], Groups] = {}
 

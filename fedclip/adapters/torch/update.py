@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from fedclip.adapters.shared import clipped
+from fedclip.adapters.shared import Spec, clipped
 from fedclip.adapters.torch.handle import ClipHandle, inner_of
 from fedclip.adapters.torch.names import Parameters
-from fedclip.modules import AGC, Clipper
 
 __all__ = ["UpdateHandle", "attach_update"]
 
@@ -26,7 +25,7 @@ class UpdateHandle(ClipHandle):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        clipper: Clipper | AGC,
+        clipper: Spec,
         parameters: Parameters | None,
     ) -> None:
         super().__init__(optimizer, clipper, parameters)
@@ -47,7 +46,7 @@ class UpdateHandle(ClipHandle):
 
 def attach_update(
     optimizer: torch.optim.Optimizer,
-    clipper: Clipper | AGC,
+    clipper: Spec,
     parameters: Parameters | None = None,
 ) -> UpdateHandle:
     """Clip the change of the weights in every ``optimizer.step()``.
