@@ -38,7 +38,7 @@ format: $(VENV)/.dev  ## rewrite the files in the format that lint asks for
 	$(BIN)/ruff check --fix
 
 docs: $(VENV)/.dev  ## write what the documentation takes from the code
-	$(PY) docs/norms.py
+	$(PY) docs/pictures.py
 	$(PY) docs/clippers.py
 	$(PY) docs/parts.py
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import norms
+import pictures
 from website import table
 
 import fedclip  # noqa: F401  (registers the clippers)
@@ -58,8 +58,8 @@ def render(kind: str, name: str) -> str:
     parts = sections(cls)
     summary, _, body = parts[""].partition("\n\n")
     lines = [START, "", markdown(summary), "", markdown(body), ""]
-    if name in norms.NAMES:
-        lines += [f"![{norms.alternative(name)}](../images/clippers/{name}.svg)", ""]
+    if name in pictures.PICTURES:
+        lines += [f"![{pictures.alternative(name)}](../images/clippers/{name}.svg)", ""]
     lines += ["## Parameters", ""]
     lines += parameters(cls, parts.get("Parameters", ""))
     if kind != "regularizer":

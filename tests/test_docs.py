@@ -7,12 +7,14 @@ import importlib
 import inspect
 import re
 import shutil
+import sys
 import tomllib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from declearn.main.config import FLOptimConfig
 from declearn.optimizer import Optimizer
@@ -191,6 +193,32 @@ def test_page_of_a_clipper_is_its_docstring(entry: dict[str, Any]) -> None:
     current = pages_tool().updated(page, entry["kind"], entry["name"])
     assert page == current, "the docstring has changed; run: python docs/clippers.py"
     assert "To be written." not in page, "write the section 'When to use it'"
+
+
+def test_each_picture_is_drawn_from_the_numbers_of_today() -> None:
+    pages_tool()
+    pictures: Any = sys.modules["pictures"]
+    assert set(pictures.PICTURES) == {
+        entry["name"] for entry in fedclip.tools.catalogue.catalogue()
+    }
+    for name in pictures.PICTURES:
+        found, current = pictures.drawn(name), pictures.numbers(name)
+        assert found.keys() == current.keys(), f"{name}: run: python docs/pictures.py"
+        for key, values in current.items():
+            message = f"{name}, {key}: run: python docs/pictures.py"
+            np.testing.assert_allclose(found[key], values, 1e-4, 1e-9, err_msg=message)
+
+
+def test_pictures_are_drawn_alike_each_time(tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("matplotlib")
+    pages_tool()
+    pictures: Any = sys.modules["pictures"]
+    drawn = []
+    for folder in ("a", "b"):
+        monkeypatch.setattr(pictures, "IMAGES", tmp_path / folder)
+        pictures.draw("agc")
+        drawn.append((tmp_path / folder / "agc.svg").read_bytes())
+    assert drawn[0] == drawn[1]
 
 
 def test_lists_of_clippers_are_current() -> None:

@@ -206,6 +206,15 @@ def test_sentences(tmp_path: Path, modules: list[Any], norms: list[float], expec
 
 
 @pytest.mark.filterwarnings("ignore::fedclip.errors.FedclipWarning")
+def test_a_norm_above_the_last_limit_is_not_called_below_it(tmp_path: Path) -> None:
+    node = Node(tmp_path, ["zscore-clip"])
+    # The first norm passes, and the limits come from shorter ones.
+    node.round([9.0] + 40 * [1.0])
+    node.round(40 * [1.0])
+    (said,) = [f.text for f in read_report(tmp_path).findings() if f.kind == "inert"]
+    assert "within the limit of its own step, also the largest, 9;" in said
+
+
 def test_nonfinite_steps_are_said_and_shown(tmp_path: Path) -> None:
     Node(tmp_path, ["norm-clip"]).round([0.5, float("nan")])
     report = read_report(tmp_path)

@@ -97,10 +97,15 @@ def _clipped(rows: Sequence[Row], limits: Mapping[Any, float]) -> tuple[str, str
     was, were = ("would have been",) * 2 if rows[0].name == "no-op" else ("was", "were")
     if not known:
         return "no-limit", f"No limit was set; of {steps} steps, the largest norm is {largest}."
-    if not clipped:
+    if not clipped and (whole.norm_max or 0.0) <= max(known):
         return "inert", (
             f"No step {was} clipped: the largest norm, {largest}, is below the limit, "
             f"{number(max(known))}."
+        )
+    if not clipped:
+        return "inert", (
+            f"No step {was} clipped: each norm was within the limit of its own step, also the "
+            f"largest, {largest}; limits have fallen to {number(min(known))} since."
         )
     if clipped >= _NEARLY_ALL * steps:
         return "always", (
