@@ -205,7 +205,6 @@ def test_sentences(tmp_path: Path, modules: list[Any], norms: list[float], expec
     assert read_report(tmp_path).in_words()[0].startswith(expected)
 
 
-@pytest.mark.filterwarnings("ignore::fedclip.errors.FedclipWarning")
 def test_a_norm_above_the_last_limit_is_not_called_below_it(tmp_path: Path) -> None:
     node = Node(tmp_path, ["zscore-clip"])
     # The first norm passes, and the limits come from shorter ones.
@@ -215,6 +214,7 @@ def test_a_norm_above_the_last_limit_is_not_called_below_it(tmp_path: Path) -> N
     assert "within the limit of its own step, also the largest, 9;" in said
 
 
+@pytest.mark.filterwarnings("ignore::fedclip.errors.FedclipWarning")
 def test_nonfinite_steps_are_said_and_shown(tmp_path: Path) -> None:
     Node(tmp_path, ["norm-clip"]).round([0.5, float("nan")])
     report = read_report(tmp_path)

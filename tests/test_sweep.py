@@ -149,6 +149,7 @@ def test_modules_can_be_swept(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
+        ("client_opt.lrate=0.1", "write optim.client_opt.lrate"),
         ("lrate", "must be KEY=VALUE"),
         ("zscore-clp.z_max=1,2", "did you mean 'zscore-clip'"),
         ("nowhere.key=1", "no section and no module 'nowhere'"),

@@ -155,6 +155,8 @@ def _set(document: Any, key: str, value: Any) -> None:
     if not places:
         known = [*document, *(name for name, _, _ in _all_modules(document))]
         hint = nearest(way[0], known) if way else ""
+        if way and way[0] in document.get("optim", {}):
+            hint = f"; write optim.{key}"
         raise SweepError(f"there is no section and no module {'.'.join(way) or key!r}{hint}")
     # A clipper and its counterpart must agree, and so both get the value.
     for modules, place in places:
