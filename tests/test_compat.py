@@ -98,7 +98,7 @@ def test_what_the_peer_never_clips_is_a_no_op_and_said(given: dict[str, Any]) ->
 def test_left_out_parameters_have_the_peers_defaults(record: dict[str, Any]) -> None:
     # What is recorded holds every parameter in force: leaving out one that is at its default
     # changes nothing.
-    entry = compat._PEERS[record["peer"]][record["cls"]]
+    entry = compat.PEERS[record["peer"]][record["cls"]]
     short = {
         key: value
         for key, value in record["config"].items()
@@ -115,7 +115,7 @@ def required(parameters: dict[str, Any]) -> dict[str, Any]:
     return {
         key: {**values, **limits, "min_val": -1}.get(key, 0.5)
         for key, default in parameters.items()
-        if default is compat._REQUIRED
+        if default is compat.REQUIRED
     }
 
 
@@ -124,7 +124,7 @@ EVERY = [(peer, cls) for peer, classes in compat.known().items() for cls in clas
 
 @pytest.mark.parametrize(("peer", "cls"), EVERY)
 def test_every_translation_of_defaults_makes_a_clipper(peer: str, cls: str) -> None:
-    given = required(compat._PEERS[peer][cls].parameters)
+    given = required(compat.PEERS[peer][cls].parameters)
     if cls == "Fabric.clip_gradients":
         given["max_norm"] = 0.5
     kind, name, config = compat.translate(peer, cls, given)

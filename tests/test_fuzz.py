@@ -248,9 +248,9 @@ def test_translate_of_any_value(seeds: range) -> None:
         cls = dice.choice(compat.known()[peer])
         given = {
             key: dice.choice(WORDS)
-            if dice.random() < 0.4 or default is compat._REQUIRED
+            if dice.random() < 0.4 or default is compat.REQUIRED
             else default
-            for key, default in compat._PEERS[peer][cls].parameters.items()
+            for key, default in compat.PEERS[peer][cls].parameters.items()
         }
         try:
             kind, name, config = compat.translate(peer, cls, given)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other packages' clippers, translated into ours.
+
+Each file has tables by the names of other packages (peers), with a function for each class. Its
+parameters and defaults are those of the class; it says which clipper and parameters give the same
+numbers, and what differs. If the peer has a defect, the translation is the corrected clipper, and
+`notes` says so. The translation treats NaN and infinity as `on_nonfinite` says, whatever the peer
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedclip.compat import drytorch, flower, frameworks, papers, smartclip, torchzero
+from fedclip.compat.base import REQUIRED, Peers, Translation, unknown
+
+__all__ = ["known", "notes", "translate"]
+
+PEERS: Peers = {
+    **drytorch.PEERS,
+    **smartclip.PEERS,
+    **torchzero.PEERS,
+    **frameworks.PEERS,
+    **flower.PEERS,
+    **papers.PEERS,
+}
+"""The classes that can be translated, by peer."""
+
+
+def translate(peer: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """Return the clipper of fedclip that does the same as a peer's.
+
+    Parameters
+    ----------
+    peer : str
+        Name of the package, e.g. "torchzero".
+    cls : str
+        Name of its class or function, e.g. "ClipNorm".
+    config : mapping
+        The parameters that it was given; the others have the peer's defaults.
+
+    Returns
+    -------
+    kind : str
+        "module" or "regularizer", where declearn's `Optimizer` takes it, or "aggregator".
+    name : str
+        Registered name of our clipper.
+    config : dict
+        Its parameters.
+
+    Raises
+    ------
+    ValueError
+        If the peer, class, parameter, or a word given for a parameter is not known; if a
+        parameter without a default is missing; or if a parameter must be a number and is not.
+
+    Examples
+    --------
+    >>> translate("optax", "clip_by_global_norm", {"max_norm": 0.5})
+    ('module', 'norm-clip', {'max_norm': 0.5})
+    >>> translate("torchzero", "ClipNrm", {})
+    Traceback (most recent call last):
+    ...
+    ValueError: torchzero has no clipper 'ClipNrm'; did you mean 'ClipNorm'?
+    """
+    found = _translation(peer, cls, config)
+    return found.kind, found.name, found.config
+
+
+def notes(peer: str, cls: str, config: Mapping[str, Any]) -> list[str]:
+    """Return how the translation differs from the peer: one sentence for each difference.
+
+    It takes the same arguments as `translate`, and raises the same errors.
+
+    Examples
+    --------
+    >>> notes("optax", "clip_by_global_norm", {"max_norm": 0.5})
+    []
+    >>> for note in notes("torchzero", "ClipNorm", {"max_norm": 1, "ord": "var"}):
+    ...     print(note.partition(":")[0])
+    dim=None
+    ord='var'
+    """
+    return list(_translation(peer, cls, config).notes)
+
+
+def known() -> dict[str, list[str]]:
+    """Return the classes that can be translated, by peer.
+
+    Examples
+    --------
+    >>> known()["timm"]
+    ['adaptive_clip_grad']
+    """
+    return {peer: list(classes) for peer, classes in PEERS.items()}
+
+
+def _translation(peer: str, cls: str, config: Mapping[str, Any]) -> Translation:
+    if peer not in PEERS:
+        raise ValueError(unknown("fedclip translates from no peer", peer, PEERS))
+    if cls not in PEERS[peer]:
+        raise ValueError(unknown(f"{peer} has no clipper", cls, PEERS[peer]))
+    entry = PEERS[peer][cls]
+    for key in config:
+        if key not in entry.parameters:
+            raise ValueError(unknown(f"{cls} of {peer} has no parameter", key, entry.parameters))
+    values = {**entry.parameters, **config}
+    missing = [key for key, value in values.items() if value is REQUIRED]
+    if missing:
+        raise ValueError(f"{cls} of {peer} needs {', '.join(map(repr, missing))}")
+    for key, value in config.items():
+        default = entry.parameters[key]
+        if default is not None and _is_number(default, key) and not _is_number(value, key):
+            raise ValueError(f"{key} of {cls} must be a number, got {value!r:.80}")
+    try:
+        return entry.build(**values)
+    except (TypeError, OverflowError) as exc:
+        raise ValueError(f"{cls} of {peer} takes no such value: {exc}") from exc
+
+
+# Orders of a norm may be words or numbers.
+_WORDS = ("ord", "norm_type")
+
+
+def _is_number(value: Any, key: str) -> bool:
+    """Whether a value, or a default, belongs to a parameter that only takes numbers or None."""
+    if value is REQUIRED or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return key not in _WORDS
+    return value is None

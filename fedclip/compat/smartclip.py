@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clippers of smartclip, on torch and on TensorFlow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedclip.compat.base import Peers, Translation, entry, to, word
+
+__all__ = ["PEERS"]
+
+_GATE = {"scope": "global", "warmup_steps": 100, "min_history": 50, "eps": 1e-8, "guard_nans": True}
+_ZSCORE = {"zmax": 3.0, "ema_decay": 0.99, **_GATE}
+_AUTO = {
+    "mode": "auto",
+    "percentile": 95.0,
+    "history": "ema",
+    "ema_decay": 0.99,
+    "window_size": 1024,
+    **_GATE,
+}
+_AGC = {
+    "clipping": 0.01,
+    "exclude_bias_bn": True,
+    **_GATE,
+    "scope": "per_layer",
+    "warmup_steps": 0,
+    "min_history": 0,
+}
+_SCOPES = {"global": "global", "per_layer": "layer", "per_param": "tensor"}
+# On TensorFlow, smartclip clips each tensor by itself, even with "per_layer".
+_TF_SCOPES = {"global": "global", "per_layer": "per_param", "per_param": "per_param"}
+
+
+def _gated(c: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "feedback": "raw",
+        "include_current": True,
+        "warmup": max(c["warmup_steps"], c["min_history"]),
+        "warmup_norm": None,
+        "warmup_factor": None,
+        "max_norm": None,
+        "eps": c["eps"],
+        "scope": word("scope", c["scope"], _SCOPES),
+    }
+
+
+def _gate_notes(c: dict[str, Any]) -> tuple[str | None, str | None]:
+    groups = (
+        "warmup counts calls; smartclip counts observations over all groups, so that its warm-up "
+        "is shorter by the number of groups"
+    )
+    guard = "NaN is never observed; smartclip would note it as eps"
+    return None if c["scope"] == "global" else groups, None if c["guard_nans"] else guard
+
+
+def _smart_zscore(c: dict[str, Any], note: str | None = None) -> Translation:
+    return to(
+        "zscore-clip",
+        *_gate_notes(c),
+        note,
+        z_max=c["zmax"],
+        decay=c["ema_decay"],
+        action="max",
+        estimator="smartclip",
+        std_eps=0.0,
+        min_std=0.0,
+        **_gated(c),
+    )
+
+
+def _smart_auto(c: dict[str, Any], note: str | None = None) -> Translation:
+    gated, gate = _gated(c), (*_gate_notes(c), note)
+    if word("mode", c["mode"], "auto percentile") == "auto":
+        median = "the median is the published P2 estimate; smartclip's lacks a division"
+        late = "a group is not clipped before its 5th norm; smartclip may erase it"
+        own = {"median": "p2", "decay": None, "min_std": 1e-3}
+        return to("auto-clip", median, late, *gate, **own, **gated)
+    config = {"percentile": c["percentile"], "history": "window", "window": c["window_size"]}
+    if word("history", c["history"], "ema window") == "window":
+        return to("percentile-norm-clip", *gate, **config, **gated)
+    falls = "the streaming percentile goes down as well as up; smartclip's never falls"
+    config = {"percentile": c["percentile"], "history": "stream", "rate": 1.0 - c["ema_decay"]}
+    return to("percentile-norm-clip", falls, *gate, **config, **gated)
+
+
+def _smart_agc(c: dict[str, Any]) -> Translation:
+    word("scope", c["scope"], _SCOPES)
+    scope = "each tensor is a unit whatever the scope, as smartclip does on torch"
+    gate = "clips from the first step: a limit from the weights needs no warm-up"
+    return to(
+        "agc",
+        None if c["scope"] == "per_param" else scope,
+        gate if c["warmup_steps"] or c["min_history"] else None,
+        None if c["exclude_bias_bn"] else _ZERO_WEIGHTS,
+        ratio=c["clipping"],
+        unit="tensor",
+        eps=c["eps"],
+        skip_vectors=c["exclude_bias_bn"],
+    )
+
+
+def _on_tensorflow(c: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    scope = word("scope", c["scope"], _TF_SCOPES)
+    note = (
+        "the warm-up lasts as many calls as it is set to; smartclip's TensorFlow backend also "
+        "counts each tensor, so that its own is shorter, and its last call may clip by tensor"
+    )
+    return {**c, "scope": scope}, note if scope == "global" else None
+
+
+def _smart_tf_agc(c: dict[str, Any]) -> Translation:
+    whole = word("scope", c["scope"], _SCOPES) == "global"
+    return to(
+        "agc",
+        None if whole or c["exclude_bias_bn"] else _ZERO_WEIGHTS,
+        ratio=c["clipping"],
+        unit="global" if whole else "tensor",
+        eps=c["eps"],
+        # On TensorFlow, smartclip ignores exclude_bias_bn and excludes nothing.
+        skip_vectors=False,
+    )
+
+
+_ZERO_WEIGHTS = (
+    "tensors whose weights are all zero are left a limit that they can grow from; smartclip's "
+    "freezes them"
+)
+
+
+PEERS: Peers = {
+    "smartclip": {
+        "ZScoreClip": entry(lambda **c: _smart_zscore(c), **_ZSCORE),
+        "AutoClip": entry(lambda **c: _smart_auto(c), **_AUTO),
+        "AGC": entry(lambda **c: _smart_agc(c), **_AGC),
+    },
+    "smartclip-tf": {
+        "ZScoreClip": entry(lambda **c: _smart_zscore(*_on_tensorflow(c)), **_ZSCORE),
+        "AutoClip": entry(lambda **c: _smart_auto(*_on_tensorflow(c)), **_AUTO),
+        "AGC": entry(lambda **c: _smart_tf_agc(c), **_AGC),
+    },
+}

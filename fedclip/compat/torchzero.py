@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clippers of torchzero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedclip.compat.base import Peers, Translation, entry, order, to, word
+
+__all__ = ["PEERS"]
+
+# Parameters of earlier versions, renamed or removed since, are `parameterwise` and `ema_init`.
+_TARGET = {"target": "update"}
+_GROUPED = {"ord": 2, "tensorwise": True, "parameterwise": None, **_TARGET}
+_ALONG = {"dim": None, "inverse_dims": False, **_TARGET}
+_DIMS = {"ord": 2, "min_size": 1, **_ALONG}
+_GROWTH = {"add": None, "mul": 1.5, "min_value": 1e-4, "max_decay": 2}
+_BY_EMA = {
+    "beta": 0.99,
+    "max_ema_growth": 1.5,
+    "init": 0.0,
+    "ema_init": None,
+    "min_norm": 1e-6,
+    "eps": None,
+    **_GROUPED,
+}
+
+
+def _target_note(c: dict[str, Any]) -> str | None:
+    first = "target='grad' clips the gradient itself: put this first among the modules"
+    note: str | None = word("target", c["target"], {"update": None, "grad": first})
+    return note
+
+
+def _grouped(c: dict[str, Any]) -> dict[str, Any]:
+    old = c["parameterwise"]
+    tensorwise = c["tensorwise"] if old is None else old
+    return {"ord": order(c["ord"]), "scope": "tensor" if tensorwise else "global"}
+
+
+def _spanned(c: dict[str, Any]) -> dict[str, Any] | None:
+    """Return our parameters for torchzero's dims; None if they leave every tensor untouched."""
+    dim = c["dim"]
+    if isinstance(dim, str):
+        return {"scope": word("dim", dim, "global")}
+    dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    if dims is not None and not all(type(d) is int for d in dims):
+        raise ValueError(f"dim must be an int, a list of ints or 'global', got {dim!r:.80}")
+    inverse, min_size = c["inverse_dims"], c["min_size"]
+    if (dims is None and inverse) or (dims == [] and not inverse):
+        return None
+    if not dims:
+        return {"scope": "tensor", "min_size": min_size}
+    return {"scope": "tensor", "dims": dims, "inverse_dims": inverse, "min_size": min_size}
+
+
+def _dims_note(c: dict[str, Any]) -> str | None:
+    dim = c["dim"]
+    if dim is None:
+        return "dim=None: all dims of each tensor; torchzero takes those of the first"
+    values = [dim] if isinstance(dim, int) else [] if isinstance(dim, str) else list(dim)
+    negative = "negative dims count from the end of each tensor; torchzero's may not"
+    return negative if any(d < 0 for d in values) else None
+
+
+_MEASURES = {
+    "std": "ord='std': fewer than two elements are left alone; torchzero makes them NaN",
+    "var": "ord='var': the variance is brought to the limit; torchzero overshoots",
+    "sum": "ord='sum': taken as the sum of absolute values; a signed sum may flip the sign",
+    0: "ord=0: the number of non-zeros does not change under scaling, nothing is clipped",
+}
+
+
+def _measured(name: str, c: dict[str, Any], **limits: Any) -> Translation:
+    """Translate a class that measures along dims."""
+    ord, spanned = order(c["ord"]), _spanned(c)
+    notes = [_dims_note(c), _MEASURES.get(ord), _target_note(c)]
+    if spanned is None or ord == 0:
+        empty = None if spanned else "no dims are left to measure along: nothing is clipped"
+        return to("no-op", *notes, empty)
+    return to(name, *notes, **limits, ord=1 if ord == "sum" else ord, **spanned)
+
+
+def _clip_grad_norm(max_norm: Any, min_norm: Any = None, **c: Any) -> Translation:
+    if max_norm is None and min_norm is None:
+        return to("no-op", "without max_norm and min_norm, nothing is clipped")
+    return _measured("norm-clip", c, max_norm=max_norm, min_norm=min_norm)
+
+
+def _centralize(c: dict[str, Any]) -> Translation:
+    spanned = _spanned(c)
+    if spanned is None:
+        return to("no-op", "no dims are left to average along: nothing is changed")
+    # Over all tensors together, torchzero has no smallest size.
+    return to("centralize", _dims_note(c), _target_note(c), **{"min_size": 1, **spanned})
+
+
+def _by_ema(name: str, c: dict[str, Any]) -> Translation:
+    eps = "eps has no counterpart: it only shows where the average is shorter than eps"
+    return to(
+        name,
+        _target_note(c),
+        None if c["eps"] is None else eps,
+        decay=c["beta"],
+        **_grouped(c),
+        max_growth=c["max_ema_growth"],
+        init=_start(c["init"], c["ema_init"], "first"),
+        min_norm=c["min_norm"],
+    )
+
+
+def _start(init: Any, ema_init: Any, first: float | str) -> Any:
+    """Return the start of an average; `first` means the first update."""
+    words = {"zeros": 0.0, "update": first}
+    return init if ema_init is None else word("ema_init", ema_init, words)
+
+
+def _norm_growth(min_value: Any, mul: Any, add: Any, max_decay: Any, **c: Any) -> Translation:
+    note = "min_value floors the past norm; torchzero divides every update by it"
+    return to(
+        "growth-clip",
+        note if min_value is not None and min_value > 1 else None,
+        _target_note(c),
+        mul=mul,
+        add=add,
+        min_norm=min_value,
+        max_decay=max_decay,
+        warmup_norm=None,
+        **_grouped(c),
+    )
+
+
+PEERS: Peers = {
+    "torchzero": {
+        "ClipNorm": entry(
+            lambda max_norm, **c: _measured("norm-clip", c, max_norm=max_norm), **_DIMS
+        ),
+        "clip_grad_norm_": entry(_clip_grad_norm, **{**_DIMS, "min_size": 2}),
+        "Normalize": (
+            _normalize := entry(
+                lambda norm_value=1.0, **c: _measured("normalize", c, norm=norm_value), **_DIMS
+            )
+        ),
+        "normalize_grads_": _normalize,
+        "ClipValue": (
+            _clip_value := entry(
+                lambda value, **c: to("value-clip", _target_note(c), max_value=value), **_TARGET
+            )
+        ),
+        "clip_grad_value_": _clip_value,
+        "Centralize": entry(lambda **c: _centralize(c), min_size=2, **_ALONG),
+        "ClipNormByEMA": entry(lambda **c: _by_ema("ema-norm-clip", c), **_BY_EMA),
+        "NormalizeByEMA": entry(lambda **c: _by_ema("ema-normalize", c), **_BY_EMA),
+        "ClipValueByEMA": entry(
+            lambda beta=0.99, init=0, ema_init=None, **c: to(
+                "ema-value-clip", _target_note(c), decay=beta, init=_start(init, ema_init, 1.0)
+            ),
+            **_TARGET,
+        ),
+        "ClipNormGrowth": entry(_norm_growth, **{**_GROWTH, **_GROUPED}),
+        "ClipValueGrowth": entry(
+            lambda target="update", **c: to(
+                "growth-value-clip", _target_note({"target": target}), **c
+            ),
+            **_GROWTH,
+        ),
+    },
+}
