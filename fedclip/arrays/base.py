@@ -16,6 +16,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
 
@@ -89,6 +90,9 @@ class Views(list["HostView | None"]):
 class Arithmetic:
     """The operations that rules use; elementwise unless said otherwise."""
 
+    measures_again: ClassVar[bool] = False
+    """Whether norms close to a limit are measured again, in float64."""
+
     asarray: Callable[..., Array]
     """``asarray(values, like=None)``: in the widest float of the framework, on like's device."""
     where: Callable[..., Array]
@@ -128,26 +132,59 @@ class Arithmetic:
         """Return what holds for all groups; None if they differ, on devices and in graphs."""
         return None
 
-    def choose(self, condition: Array, yes: Sequence[Array], no: Sequence[Array]) -> list[Array]:
-        """Return ``where(condition, y, n)`` of each pair; what is the same in both stays."""
-        differ = [i for i, (y, n) in enumerate(zip(yes, no, strict=True)) if y is not n]
-        found = self._where_all(condition, [yes[i] for i in differ], [no[i] for i in differ])
-        chosen = list(no)
-        for i, values in zip(differ, found, strict=True):
-            chosen[i] = values
-        return chosen
-
-    def _where_all(
-        self, condition: Array, yes: Sequence[Array], no: Sequence[Array]
+    def choose(
+        self,
+        conditions: Sequence[Array],
+        yes: Sequence[Array],
+        no: Sequence[Array],
+        also: Array | None = None,
     ) -> Sequence[Array]:
-        return [self.where(condition, y, n) for y, n in zip(yes, no, strict=True)]
+        """Return ``where(condition and also, y, n)`` of each three."""
+        if also is not None:
+            conditions = [also & condition for condition in conditions]
+        return [self.where(c, y, n) for c, y, n in zip(conditions, yes, no, strict=True)]
 
     def median(self, values: Sequence[Array]) -> Array:
-        """Return the median of five arrays, elementwise."""
+        """Return the median of the numbers above 0 of five arrays, elementwise.
+
+        Of two or four it is the lower one in the middle, and of none infinity. Numbers that are
+        not above 0 come first.
+        """
+        if not self.known(values[0] > 0):
+            held = [self.where(v > 0, v, math.inf) for v in values]
+            low, high = reduce(self.minimum, held), reduce(self.maximum, values)
+            # As many at each end leave the median of three; one or three give the lower one.
+            ends = (low, high, low, low, low)
+            values = [self.where(v > 0, v, end) for v, end in zip(values, ends, strict=True)]
         a, b, c, d, e = values
         low = self.maximum(self.minimum(a, b), self.minimum(c, d))
         high = self.minimum(self.maximum(a, b), self.maximum(c, d))
         return self.maximum(self.minimum(low, high), self.minimum(self.maximum(low, high), e))
+
+    def times(self, x: Array, numbers: Sequence[float]) -> Sequence[Array]:
+        """Return ``x * number`` for each number."""
+        return [x * number for number in numbers]
+
+    def add(self, x: Array, y: Array, times: float) -> Array:
+        """Return ``x + times * y``."""
+        return x + times * y
+
+    def inverse(self, x: Array) -> Array:
+        """Return ``1 / x``."""
+        return 1.0 / x
+
+    def lerp(self, old: Sequence[Array], new: Sequence[Array], weight: Any) -> Sequence[Array]:
+        """Return ``old + weight * (new - old)`` of each pair."""
+        return [x + weight * (y - x) for x, y in zip(old, new, strict=True)]
+
+    def ratio(self, x: Array, y: Array, counts: Array) -> Array:
+        """Return ``x / y`` where the condition `counts` holds, and elsewhere anything."""
+        # JAX can be told to raise where a division makes NaN, though nobody uses it.
+        return x / self.where(counts, y, 1.0)
+
+    def zero_below(self, x: Array, least: float) -> Array:
+        """Return `x`, with 0 in the place of numbers below the least."""
+        return self.where(x < least, 0.0, x)
 
     def put(self, table: Array, row: Array, values: Array) -> Array:
         """Return the table with ``values[g]`` in row ``row[g]`` of column g, for every group."""

@@ -9,6 +9,7 @@ numbers, such as its last norms, they are an array of one column.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ __all__ = ["NumberArithmetic"]
 
 class NumberArithmetic(Arithmetic):
     """Arithmetic of rules on Python floats."""
+
+    measures_again = True
 
     def asarray(self, values: Any, like: Array | None = None) -> Any:
         if isinstance(values, np.ndarray) and values.ndim > 1:
@@ -58,6 +61,10 @@ class NumberArithmetic(Arithmetic):
 
     def maximum(self, x: float, y: float) -> float:
         return x if x >= y else y
+
+    def median(self, values: Sequence[float]) -> float:
+        held = sorted(value for value in values if value > 0)
+        return held[(len(held) - 1) // 2] if held else math.inf
 
     def sum(self, x: float) -> float:
         return x

@@ -79,6 +79,7 @@ class NumpyBackend(Backend):
 
     name = "numpy"
     writes = True
+    measures_again = True
 
     def host(self, arrays: Sequence[Array]) -> Views:
         if {*map(type, arrays)} == _ARRAY:

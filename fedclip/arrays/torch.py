@@ -263,17 +263,53 @@ class TorchBackend(Backend):
     def max(self, x: Array) -> Array:
         return torch.amax(x)
 
-    def _where_all(
-        self, condition: Array, yes: Sequence[Array], no: Sequence[Array]
+    def choose(
+        self,
+        conditions: Sequence[Array],
+        yes: Sequence[Array],
+        no: Sequence[Array],
+        also: Array | None = None,
     ) -> Sequence[Array]:
-        # Four operations, whatever the number of pairs: on a device, each is a launch.
-        if len(yes) < 4 or len({x.shape for x in (*yes, *no)}) > 1:
-            return super()._where_all(condition, yes, no)
-        return torch.where(condition, torch.stack(list(yes)), torch.stack(list(no))).unbind()
+        # As many operations for all pairs as for one: on a device, each is a launch.
+        if len(yes) < 4 or len({x.shape for x in (*conditions, *yes, *no)}) > 1:
+            return super().choose(conditions, yes, no, also)
+        one = conditions[0]
+        holds = one if all(c is one for c in conditions) else torch.stack(list(conditions))
+        holds = holds if also is None else holds & also
+        return torch.where(holds, torch.stack(list(yes)), torch.stack(list(no))).unbind()
 
     def median(self, values: Sequence[Array]) -> Array:
-        # Three operations in the place of twelve.
-        return torch.stack(list(values)).median(dim=0).values
+        if values[0].device.type == "mps":
+            return super().median(values)
+        # Four operations in the place of many: the median of what is not NaN, the lower one of two.
+        held = torch.threshold(torch.stack(list(values)), 0.0, math.nan)
+        return held.nanmedian(dim=0).values.nan_to_num(math.inf)
+
+    def times(self, x: Array, numbers: Sequence[float]) -> Sequence[Array]:
+        if not self._foreach([x]):
+            return super().times(x, numbers)
+        products: Sequence[torch.Tensor] = torch._foreach_mul([x] * len(numbers), list(numbers))
+        return products
+
+    def add(self, x: Array, y: Array, times: float) -> Array:
+        return torch.add(x, y, alpha=times)
+
+    def inverse(self, x: Array) -> Array:
+        return torch.reciprocal(x)
+
+    def lerp(self, old: Sequence[Array], new: Sequence[Array], weight: Any) -> Sequence[Array]:
+        if not self._foreach(old) or not isinstance(weight, torch.Tensor):
+            return [torch.lerp(x, y, weight) for x, y in zip(old, new, strict=True)]
+        moved: Sequence[torch.Tensor] = torch._foreach_lerp(
+            list(old), list(new), [weight] * len(old)
+        )
+        return moved
+
+    def ratio(self, x: Array, y: Array, counts: Array) -> Array:
+        return x / y
+
+    def zero_below(self, x: Array, least: float) -> Array:
+        return torch.threshold(x, least, 0.0)
 
     def sort(self, table: Array) -> Array:
         return torch.sort(table, dim=0).values
@@ -287,7 +323,7 @@ class TorchBackend(Backend):
         first = values[0].device
         per = torch.stack([n.to(first) for n in self._norms(values, wide)])
         if len(members) == 1:
-            return torch.linalg.vector_norm(per).reshape(1)
+            return torch.linalg.vector_norm(per, dim=0, keepdim=True)
         if all(tuple(m) == (i,) for i, m in enumerate(members)):
             return per
         return torch.stack([torch.linalg.vector_norm(per[list(m)]) for m in members])

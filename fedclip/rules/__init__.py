@@ -55,10 +55,12 @@ class Judgement(NamedTuple):
     """The norm that the statistics learn from each group."""
     ready: Array
     """The groups that have statistics to judge by."""
-    skipped: Array | None = None
-    """The groups from which the statistics learn nothing; None if there are none."""
+    learns: Array | None = None
+    """The groups whose statistics learn; None for all."""
     unclipped: Array | None = None
     """1 for a norm of at most the limit, else 0; only from rules that count "bits"."""
+    usual: Array | None = None
+    """The norm that the protection of the first norms learns, if that is not `seen`."""
 
 
 class Rule(Protocol):

@@ -14,10 +14,10 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from fedclip.arrays import NUMBER, NUMPY, Arithmetic, Array
-from fedclip.rules import Basis, Judgement, State
-from fedclip.rules.history import TINY, choose
+from fedclip.rules import CLEAR, Basis, Judgement, State
+from fedclip.rules.history import TINY, updated
 from fedclip.rules.sharing import Counted, Floats, Sketched
-from fedclip.rules.start import FULL, Start, state_of
+from fedclip.rules.start import Start, state_of
 
 
 def geometric_update(
@@ -102,25 +102,40 @@ class Adaptive:
             return limits
         return state_of("Adaptive", limits, self.start.init(groups, xp))
 
-    def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
-        judged = self.judge(norms, state, xp)
-        if self.start is not None:
-            judged, state = self.start.step(judged, norms, self.eps, state, xp)
+    def __call__(
+        self, norms: Array, state: State, xp: Arithmetic, finite: Array | None = None
+    ) -> tuple[Array, State]:
+        judged = self.judge(norms, state, xp, self.start)
         unclipped, count = state.unclipped + judged.unclipped, state.count + 1.0
-        moved = state._replace(**self._move(state, unclipped, count, xp)._asdict())
-        after = choose(judged.skipped, state, moved, xp)
+        moved = self._move(state, unclipped, count, xp)
+        changes = [(judged.learns, moved._asdict())]
+        if self.start is not None:
+            changes += [self.start.learn(judged.usual, state)]
+        after = updated(state, changes, xp, finite)
         if self.start is not None and not xp.known(judged.ready):
-            begun = (state.limit <= 0) & (state.start_held >= FULL)
-            first = self._bounded(self.start.median(state, xp), xp)
+            begun = (state.limit <= 0) & (after.start_1 > 0)
+            first = self._bounded(self.start.median(after, xp), xp)
             after = after._replace(limit=xp.where(begun, first, after.limit))
         return judged.limits, after
 
-    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
-        ready = state.limit > 0
-        below = xp.where(norms + self.eps <= state.limit, 1.0, 0.0)
-        high = math.inf if self.max_norm is None else self.max_norm
-        limits = xp.where(ready, state.limit, high)
-        return Judgement(limits, below if self.start is None else norms, ready, norms <= 0, below)
+    def judge(
+        self, norms: Array, state: State, xp: Arithmetic, start: Start | None = None
+    ) -> Judgement:
+        ready, base = state.limit > 0, norms + self.eps if self.eps else norms
+        below = xp.where(base <= state.limit, 1.0, 0.0)
+        limits, usual, learns = state.limit, norms, norms > 0
+        if not xp.known(ready):
+            limits = xp.where(ready, limits, math.inf if self.max_norm is None else self.max_norm)
+            if start is not None:
+                first, tamed = start.limits(state, xp)
+                spike = base > first
+                # Keep the limit of other norms well above them: they are not measured again.
+                clear = xp.where(spike, first, xp.maximum(first, CLEAR * base))
+                limits = xp.where(ready, limits, xp.minimum(limits, clear))
+                usual = xp.where(ready, norms, xp.where(spike, tamed, norms))
+                learns = learns & (ready | start.begun(state))
+        seen = below if self.start is None else usual
+        return Judgement(limits, seen, ready, learns, below, usual)
 
     def shared(self) -> Adaptive:
         return self
@@ -132,7 +147,7 @@ class Adaptive:
         unclipped, count = state.unclipped + counted.unclipped, state.count + counted.n
         moved = self._move(state, unclipped, np.maximum(count, 1.0), NUMPY)
         first = AdaptiveState(self._bounded(counted.levels[0], NUMPY), 0.0 * count, 0.0 * count)
-        return choose(state.limit > 0, moved, first, NUMPY)
+        return updated(first, [(state.limit > 0, moved._asdict())], NUMPY)
 
     def ceiling(self, state: AdaptiveState) -> Floats:
         # Of a norm it is learnt whether it was below the limit, and without a start its size too.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State
-from fedclip.rules.history import History, choose
+from fedclip.rules.history import History
 from fedclip.rules.quantiles import Given, Markers, Window
 from fedclip.rules.sharing import Counted, Sketched, pooled
 from fedclip.rules.start import state_of
@@ -73,10 +74,14 @@ class Auto(History):
         count = state.count + 1.0
         delta = seen - state.mean
         # Welford's update, until the past has its final weight.
-        weight = 1.0 / count if self.decay is None else xp.maximum(1.0 / count, 1 - self.decay)
-        mean = state.mean + delta * weight
-        variance = state.variance + (delta * (seen - mean) - state.variance) * weight
+        weight = xp.inverse(count)
+        if self.decay is not None:
+            weight = xp.maximum(weight, 1 - self.decay)
+        old, new = [state.mean, state.variance], [seen, (1.0 - weight) * delta * delta]
+        mean, variance = xp.lerp(old, new, weight)
         after = self.median.observe(seen, state, xp)
-        after = after._replace(mean=mean, variance=variance, count=count)
+        return after._replace(mean=mean, variance=variance, count=count)
+
+    def sound(self, after: State) -> Array:
         # The square of a norm may be beyond the floats; nothing is learnt from such a norm.
-        return choose(xp.isfinite(variance), after, state, xp)
+        return after.variance < math.inf

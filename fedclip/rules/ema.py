@@ -7,7 +7,6 @@ arXiv:2502.11034.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -15,8 +14,9 @@ import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import Judgement, State
-from fedclip.rules.history import TINY, History, limits_of
+from fedclip.rules.history import TINY, History, both
 from fedclip.rules.sharing import Counted, Floats, pooled
+from fedclip.rules.start import Start
 
 
 class EmaState(NamedTuple):
@@ -69,20 +69,33 @@ class Ema(History):
     def threshold(self, state: State, xp: Arithmetic) -> Array:
         return self.ratio * state.mean
 
-    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
+    def judge(
+        self, norms: Array, state: State, xp: Arithmetic, start: Start | None = None
+    ) -> Judgement:
         threshold = self.threshold(state, xp)
         ready = self.ready(state, state.mean)
-        spike = ready & (norms > threshold)
-        before, warmed = self._warm(norms, xp)
-        target = self._target(norms, state.mean, xp)
-        limits = limits_of(self, norms, threshold, spike, ready, xp, target=target, before=before)
-        passed = xp.minimum(xp.where(ready, norms, warmed), limits)
-        seen = norms if self.feedback == "raw" else passed
-        skipped = spike if self.feedback == "none" else None
-        if self.start is not None:
+        target = None if self.action == "max" else self._target(norms, state.mean, xp)
+        judged = self.compare(
+            norms,
+            state,
+            threshold,
+            ready,
+            xp,
+            start,
+            learnt=threshold if target is None else target,
+            target=target,
+            measured=norms if self.eps else None,
+        )
+        seen, learns = judged.seen, judged.learns
+        if self.feedback != "raw" and start is None:
+            # What comes out is learnt, with fixed limits too.
+            seen = xp.minimum(xp.where(ready, seen, self._joint(norms, xp)[1]), judged.limits)
+        elif self.feedback != "raw" and self.max_norm is not None:
+            seen = xp.where(ready, xp.minimum(seen, self.max_norm), seen)
+        if start is not None:
             # A norm of 0 says nothing about the scale, and would only pull the mean down.
-            skipped = norms <= 0 if skipped is None else skipped | (norms <= 0)
-        return Judgement(limits, seen, ready, skipped)
+            learns = both(learns, norms > 0)
+        return judged._replace(seen=seen, learns=learns)
 
     def merge(self, state: EmaState, counted: Counted) -> EmaState:
         mean, before = state
@@ -100,11 +113,12 @@ class Ema(History):
     def ceiling(self, state: EmaState) -> Floats:
         return self.known(max(self.ratio, 1.0) * state.mean, self.ready(state, state.mean))
 
-    def _warm(self, norms: Array, xp: Arithmetic) -> tuple[Array | float, Array]:
+    def before(self, norms: Array, xp: Arithmetic) -> Array | float | None:
+        return self._joint(norms, xp)[0]
+
+    def _joint(self, norms: Array, xp: Arithmetic) -> tuple[Array | float | None, Array]:
         """Return the limit during warm-up, and the norm after clipping to it."""
-        if self.warmup_norm is None:
-            return math.inf, norms
-        if not self.joint_warmup:
+        if self.warmup_norm is None or not self.joint_warmup:
             return self.warmup_norm, norms
         peak = xp.maximum(xp.max(norms), TINY)
         total = xp.maximum(peak * xp.sqrt(xp.sum((norms / peak) * (norms / peak))) + self.eps, TINY)
@@ -115,8 +129,6 @@ class Ema(History):
         if self.action == "mean":
             return mean + 0.0 * norms
         threshold = self.ratio * mean
-        if self.action == "max":
-            return threshold
         return threshold * (threshold / xp.maximum(norms, TINY))
 
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:

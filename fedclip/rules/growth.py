@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import Basis
-from fedclip.rules.history import TINY, limits_of
+from fedclip.rules import CLEAR, Basis
+from fedclip.rules.history import TINY
 
 
 class GrowthState(NamedTuple):
@@ -59,7 +59,12 @@ class Growth:
             threshold = xp.minimum(threshold, previous + self.add)
         # No norm can grow from 0: the step after a norm of 0 is a first step again.
         ready = previous > 0
-        limits = limits_of(self, norms, threshold, ready & (norms > threshold), ready, xp)
+        # Keep the limit of other norms well above them, so that they are not measured again.
+        clear = xp.maximum(threshold, CLEAR * (norms + self.eps if self.eps else norms))
+        before = math.inf if self.warmup_norm is None else self.warmup_norm
+        limits = xp.where(ready, xp.where(norms > threshold, threshold, clear), before)
+        if self.max_norm is not None:
+            limits = xp.minimum(limits, self.max_norm)
         after = xp.minimum(norms, limits)
         if self.max_decay is not None:
             after = xp.maximum(after, previous / self.max_decay)

@@ -3,9 +3,9 @@
 
 ::
 
-    limits, seen, skipped = judge(norms, state)
+    limits, seen, learns = judge(norms, state)
     (while a group has no statistics, `fedclip.rules.start` protects it)
-    state                 = observe(seen, state), except for skipped groups
+    state                = observe(seen, state), in the groups that learn
 
 If the current norm is included, ``state = observe(norms, state)`` comes first. A rule has a
 threshold, and judges by it, unless it says otherwise, like this::
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -93,19 +94,21 @@ class History(ABC):
             return statistics
         return state_of(type(self).__name__, statistics, self.start.init(groups, xp))
 
-    def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
+    def __call__(
+        self, norms: Array, state: State, xp: Arithmetic, finite: Array | None = None
+    ) -> tuple[Array, State]:
+        """Return the limits and the state after; the same state if the gradient is not finite."""
         if self.include_current:
-            state = self.observe(norms, state, xp)
-        judged = self.judge(norms, state, xp)
-        after = state
+            after = self.observe(norms, state, xp)
+            state = updated(state, [(self.sound(after), after._asdict())], xp, finite)
+        judged = self.judge(norms, state, xp, self.start)
+        changes = []
+        if not self.include_current:
+            after = self.observe(judged.seen, state, xp)
+            changes += [(both(judged.learns, self.sound(after)), after._asdict())]
         if self.start is not None:
-            judged, after = self.start.step(judged, norms, self.eps, state, xp)
-        if self.include_current:
-            return judged.limits, after
-        learnt = self.observe(judged.seen, after, xp)
-        if judged.skipped is not None:
-            learnt = choose(judged.skipped, after, learnt, xp)
-        return judged.limits, learnt
+            changes += [self.start.learn(judged.usual, state)]
+        return judged.limits, updated(state, changes, xp, finite)
 
     @abstractmethod
     def begin(self, groups: int, xp: Arithmetic) -> State:
@@ -119,15 +122,71 @@ class History(ABC):
         """Return which groups can be judged; a scale of 0 is none to judge by."""
         return (state.count >= max(self.warmup, self.least)) & (scale > 0)
 
-    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
-        """Return the limits, and what the statistics should learn."""
+    def judge(
+        self, norms: Array, state: State, xp: Arithmetic, start: Start | None = None
+    ) -> Judgement:
+        """Return the limits, and what the statistics should learn.
+
+        `start` protects the groups that are not ready.
+        """
         threshold = self.threshold(state, xp)
         ready = self.ready(state, threshold)
-        spike = ready & (norms + self.eps > threshold)
-        limits = limits_of(self, norms, threshold, spike, ready, xp)
-        clipped = xp.where(ready, xp.minimum(norms, self.reach * threshold), norms)
-        seen = norms if self.feedback == "raw" else clipped
-        return Judgement(limits, seen, ready, spike if self.feedback == "none" else None)
+        learnt = xp.minimum(norms, self.reach * threshold)
+        return self.compare(norms, state, threshold, ready, xp, start, learnt=learnt)
+
+    def compare(
+        self,
+        norms: Array,
+        state: State,
+        threshold: Array,
+        ready: Array,
+        xp: Arithmetic,
+        start: Start | None,
+        *,
+        learnt: Array,
+        target: Array | None = None,
+        measured: Array | None = None,
+    ) -> Judgement:
+        """Return the judgement, given the thresholds and which groups are ready.
+
+        Of a spike, `learnt` is what the statistics learn, and `target` the limit, if not the
+        threshold. `measured` is compared with the threshold in the place of ``norms + eps``.
+        """
+        base = norms + self.eps if self.eps else norms
+        # A norm that is included is often the threshold itself.
+        exact = measured is None and target is None and not self.include_current
+        exact = exact and not xp.measures_again
+        learnt = norms if self.feedback == "raw" else learnt
+        raised, aim, learns = threshold, threshold if target is None else target, None
+        # Without this, a step of `zscore-clip` takes 18 % longer once the group is ready
+        # (20 tensors of 50 elements).
+        protected = not xp.known(ready)
+        if protected:
+            first, tamed = (math.inf, norms) if start is None else start.limits(state, xp)
+            raised, learnt = xp.where(ready, threshold, first), xp.where(ready, learnt, tamed)
+            aim = raised if target is None else xp.where(ready, target, first)
+            if start is not None and not start.raw:
+                learns = ready | start.begun(state)
+        measured = base if measured is None else measured
+        spike = measured > raised
+        # Keep the limit of other norms well above them, so that they are not measured again.
+        limits = raised if exact else xp.where(spike, aim, xp.maximum(raised, CLEAR * base))
+        before = self.before(norms, xp) if protected else None
+        if before is not None:
+            limits = xp.where(ready, limits, xp.minimum(limits, before))
+        if self.max_norm is not None:
+            limits = xp.minimum(limits, self.max_norm)
+        usual = xp.where(spike, learnt, norms)
+        if self.feedback == "none":
+            # Groups that are not ready learn from spikes too.
+            highest = xp.where(ready, raised, math.inf) if protected else raised
+            learns = both(learns, measured <= highest)
+        seen = norms if self.feedback == "raw" else usual
+        return Judgement(limits, seen, ready, learns, usual=usual)
+
+    def before(self, norms: Array, xp: Arithmetic) -> Array | float | None:
+        """Return the fixed limits of groups that are not ready; None for none."""
+        return self.warmup_norm
 
     def ceiling(self, state: State) -> Floats:
         """Return the largest norm that the statistics can learn; infinity if there is no bound."""
@@ -138,39 +197,45 @@ class History(ABC):
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         """Return the state after it has learnt one norm of each group."""
 
+    def sound(self, after: State) -> Array | None:
+        """Return the groups whose statistics are numbers after `observe`; None if all are."""
+        return None
+
     def known(self, highest: Floats, ready: Array) -> Floats:
         """Return the largest norm that the statistics can learn: `highest`, for ready groups."""
         return np.where(ready & (self.feedback != "raw"), highest, math.inf)
 
 
-def limits_of(
-    rule: Any,
-    norms: Array,
-    threshold: Array,
-    spike: Array,
-    ready: Array,
+def both(one: Array | None, other: Array | None) -> Array | None:
+    """Return where two conditions hold, of which None always holds."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other
+
+
+def updated(
+    state: S,
+    changes: Sequence[tuple[Array | None, Mapping[str, Array]]],
     xp: Arithmetic,
-    *,
-    target: Array | None = None,
-    before: Array | float | None = None,
-) -> Array:
-    """Return the limits of a rule, given which norms are spikes and which groups are ready.
+    finite: Array | None = None,
+) -> S:
+    """Return the state with new fields, those of each change in the groups of its condition.
 
-    `target` is the limit of a spike, if not the threshold, and `before` that of a group that is
-    not ready, if not `warmup_norm`.
+    No condition means all groups. Nothing changes unless the gradient is `finite`.
     """
-    # Keep the limit of other norms well above them, so that they are not measured again.
-    clear = xp.maximum(threshold, CLEAR * (norms + rule.eps if rule.eps else norms))
-    judged = xp.where(spike, threshold if target is None else target, clear)
-    if before is None:
-        before = math.inf if rule.warmup_norm is None else rule.warmup_norm
-    limits = xp.where(ready, judged, before)
-    return limits if rule.max_norm is None else xp.minimum(limits, rule.max_norm)
-
-
-def choose(condition: Array, yes: S, no: S, xp: Arithmetic) -> S:
-    """Return the state `yes` in the groups where the condition holds, else the state `no`."""
-    known = xp.known(condition)
-    if known is not None:
-        return yes if known else no
-    return type(yes)(*xp.choose(condition, yes, no))
+    direct: dict[str, Array] = {}
+    conditions, fields = [], {}
+    for condition, new in changes:
+        new = {f: values for f, values in new.items() if values is not getattr(state, f)}
+        known = condition is None or xp.known(condition)
+        if known and finite is None:
+            direct.update(new)
+        elif known is not False:
+            fields.update(new)
+            conditions += [finite if condition is None else condition] * len(new)
+    if fields:
+        old = [getattr(state, field) for field in fields]
+        chosen = xp.choose(conditions, [*fields.values()], old, finite)
+        direct.update(zip(fields, chosen, strict=True))
+    after: S = state._replace(**direct)  # type: ignore[attr-defined]
+    return after

@@ -73,15 +73,13 @@ class Shareable(Protocol):
     def start(self) -> Start | None:
         """The protection of groups that are not ready, on each client separately."""
 
-    @property
-    def eps(self) -> float:
-        """Added to a norm when it is compared with a limit."""
-
     def begin(self, groups: int, xp: Arithmetic) -> State:
         """Return the state before the first round."""
 
-    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
-        """Return the limits, and what the statistics should learn."""
+    def judge(
+        self, norms: Array, state: State, xp: Arithmetic, start: Start | None = None
+    ) -> Judgement:
+        """Return the limits, and what the statistics should learn; `start` protects the rest."""
 
     def merge(self, state: State, counted: Counted) -> State:
         """Return the state after a round; only groups with ``n > 0`` are used."""

@@ -6,15 +6,17 @@ Kumar et al., 2025, "ZClip: adaptive spike mitigation for LLM pre-training", arX
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.rules import Judgement, State
-from fedclip.rules.history import TINY, History, choose, limits_of
+from fedclip.rules.history import TINY, History
 from fedclip.rules.sharing import Counted, Floats, pooled
+from fedclip.rules.start import Start
 
 
 class ZScoreState(NamedTuple):
@@ -83,21 +85,31 @@ class ZScore(History):
         return state.count >= max(self.warmup, self.least)
 
     def threshold(self, state: State, xp: Arithmetic) -> Array:
-        return self._above(state.mean, self._std(state, xp))
+        return self._above(state.mean, self._std(state, xp), xp)
 
-    def _above(self, mean: Array, std: Array) -> Array:
-        return mean + self.z_max * (std + self.std_eps)
+    def _above(self, mean: Array, std: Array, xp: Arithmetic) -> Array:
+        return xp.add(mean, std + self.std_eps if self.std_eps else std, self.z_max)
 
-    def judge(self, norms: Array, state: State, xp: Arithmetic) -> Judgement:
+    def judge(
+        self, norms: Array, state: State, xp: Arithmetic, start: Start | None = None
+    ) -> Judgement:
         std = self._std(state, xp)
-        threshold = self._above(state.mean, std)
+        threshold = self._above(state.mean, std, xp)
         ready = self.ready(state, threshold)
-        measured = norms + self.eps if self.estimator == "smartclip" else norms
-        spike = ready & (measured > threshold)
-        target = self._target(norms, state.mean, std, xp)
-        limits = limits_of(self, norms, threshold, spike, ready, xp, target=target)
-        seen = xp.where(spike, target, norms) if self.feedback == "clipped" else norms
-        return Judgement(limits, seen, ready, spike if self.feedback == "none" else None)
+        target = None
+        if self.action != "max" or self.std_eps:
+            target = self._target(norms, state.mean, std, xp)
+        return self.compare(
+            norms,
+            state,
+            threshold,
+            ready,
+            xp,
+            start,
+            learnt=threshold if target is None else target,
+            target=target,
+            measured=norms if self.eps and self.estimator != "smartclip" else None,
+        )
 
     def merge(self, state: ZScoreState, counted: Counted) -> ZScoreState:
         mean, variance, before = state
@@ -130,56 +142,37 @@ class ZScore(History):
         return self.known(max(self.factor, 1.0) * threshold, self.ready(state, threshold))
 
     def _std(self, state: State, xp: Arithmetic) -> Array:
-        return xp.maximum(xp.sqrt(state.variance), self.min_std * state.mean)
+        std = xp.sqrt(state.variance)
+        return xp.maximum(std, self.min_std * state.mean) if self.min_std else std
 
     def _target(self, norms: Array, mean: Array, std: Array, xp: Arithmetic) -> Array:
         if self.action == "mean":
             return mean + 0.0 * norms
         if self.action == "max":
-            return mean + self.z_max * std
+            return xp.add(mean, std, self.z_max)
         # Without a spike the z-score may be 0 or negative; the value is then not used.
         excess = xp.maximum(norms - mean, TINY)
         return self.factor * (mean + self.z_max**2 * (std + self.std_eps) / excess * std)
 
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
-        after = self._update(seen, state, xp)
-        # The square of a norm may overflow; learn nothing from such a norm.
-        return choose(xp.isfinite(after.variance), after, state, xp)
+    def sound(self, after: State) -> Array:
+        # The square of a norm may overflow; nothing is learnt from such a norm.
+        return after.variance < math.inf
 
-    def _update(self, seen: Array, state: State, xp: Arithmetic) -> State:
-        d = self.decay
-        count = state.count + 1.0
-        delta = seen - state.mean
-        mean = d * state.mean + (1 - d) * seen
-        if self.estimator == "smartclip":
-            first = state.count == 0
-            variance = d * (state.variance + (1 - d) * delta * delta)
-            return state._replace(
-                mean=xp.where(first, seen, mean),
-                variance=xp.where(first, 0.0 * seen, variance),
-                count=count,
-            )
-        if self.estimator == "drytorch":
-            variance = d * state.variance + (1 - d) * delta * delta
-        else:
-            away = seen - mean
-            variance = d * state.variance + (1 - d) * away * away
-        if self._starts_at_one:
-            return state._replace(mean=mean, variance=variance, count=count)
-        # Warm-up: Welford's update; `variance` is the variance of the norms so far.
-        warming = state.count < max(self.warmup, 1)
-        first_mean = state.mean + delta / count
-        squares = state.variance * state.count + delta * (seen - first_mean)
-        if self.estimator == "drytorch":
-            # Keep the population variance, as above, until the last norm of the warm-up.
-            last = count == self.warmup
-            sample = squares / xp.maximum(count - 1.0, 1.0)
+    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+        d, count, delta = self.decay, state.count + 1.0, seen - state.mean
+        # `variance <- (1 - weight) variance + weight * share * delta^2`, in all estimators.
+        share = {"zclip": d * d, "drytorch": 1.0, "smartclip": d}[self.estimator]
+        weight: Any = 1 - d
+        first = 1 if self.estimator == "smartclip" else max(self.warmup, 1)
+        if not self._starts_at_one:
+            # Welford's update; `variance` is the variance of the norms so far.
+            late, even = state.count >= first, xp.inverse(count)
+            weight, share = xp.where(late, weight, even), xp.where(late, share, 1.0 - even)
+        old, new = [state.mean, state.variance], [seen, share * delta * delta]
+        mean, variance = xp.lerp(old, new, weight)
+        if self.estimator == "drytorch" and self.warmup:
+            # Keep the population variance until the last norm of the warm-up.
+            sample = variance * (count / xp.maximum(count - 1.0, 1.0))
             sample = xp.where(sample > 0, sample, 1.0 + 0.0 * sample)
-            first_variance = xp.where(last, sample, squares / count)
-        else:
-            first_variance = squares / count
-        return state._replace(
-            mean=xp.where(warming, first_mean, mean),
-            variance=xp.where(warming, first_variance, variance),
-            count=count,
-        )
+            variance = xp.where(count == self.warmup, sample, variance)
+        return state._replace(mean=mean, variance=variance, count=count)

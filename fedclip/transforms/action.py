@@ -67,18 +67,18 @@ class Decision(NamedTuple):
 
         `sizes` are the numbers of elements; only float16 needs them.
         """
-        still = ~self.moved
-        ratio = self.target / xp.where(still, 1.0, self.base)
+        target = self.target
+        if dtype != "float16":
+            # Devices treat subnormals differently, so make none: return zeros.
+            target = xp.zero_below(target, FLOOR[dtype])
+        ratio = xp.ratio(target, self.base, self.moved)
         if dtype == "float16":
             # Subtract what rounding may add if products become subnormal.
             size = xp.asarray(sizes, like=norms)
             unit = xp.where(norms > 0, norms, 1.0)
             ratio = lowered(ord, ratio * unit, size, SUBNORMAL[dtype], xp) / unit
         k = (xp.sqrt(ratio) if degree(ord) == 2 else ratio) * (1.0 - MARGIN[dtype])
-        if dtype != "float16":
-            # Devices treat subnormals differently, so make none: return zeros.
-            k = xp.where(self.target < FLOOR[dtype], 0.0, k)
-        return xp.where(still, 1.0, k)
+        return xp.where(self.moved, k, 1.0)
 
     def ratio(self, xp: Arithmetic) -> Any:
         """Return the factor of each group; it has no meaning where not `moved`."""

@@ -155,7 +155,7 @@ class AverageClipping(Transform):
         after = {name: {"past": means[name], "count": counts[name]} for name in means}
         remember(gradient, after, finite)
         new = AverageState(sizes, state.count + 1.0)
-        return outcome._replace(state=AverageState(*xp.choose(finite, new, state)))
+        return outcome._replace(state=AverageState(*xp.choose([finite] * len(state), new, state)))
 
     def _learnt(self, gradient: Gradient, i: int, xp: Backend) -> Array:
         """Return the average of a tensor after its gradient."""

@@ -42,6 +42,7 @@ from fedclip.measures import (
     measure_on_device,
 )
 from fedclip.rules import Rule, State
+from fedclip.rules.history import History
 from fedclip.scopes import Groups
 from fedclip.transforms.action import (
     FLOOR,
@@ -232,16 +233,19 @@ class NormClipping(Transform):
     ) -> Outcome:
         """Clip one gradient with these norms."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
-        fine = xp.isfinite(norms)
+        fine = norms < math.inf
         finite = gradient.all_fine(fine)
-        safe = xp.sound(norms)
-        limits, after = self.rule(safe, state, xp)
-        after = type(state)(*xp.choose(finite, after, state))
+        # Nothing is learnt from a step that is not finite, and none of its groups is over a limit.
+        safe = xp.sound(norms) if len(groups) == 1 else xp.where(finite, norms, 0.0)
+        if isinstance(self.rule, History):
+            limits, after = self.rule(safe, state, xp, finite)
+        else:
+            limits, after = self.rule(safe, state, xp)
+            after = type(state)(*xp.choose([finite] * len(state), after, state))
         decision = self.action.decide(safe, limits, xp)
-        over = decision.over
         outputs = list(arrays)
         if self.dry:
-            return Outcome(outputs, after, norms, limits, over & finite, finite)
+            return Outcome(outputs, after, norms, limits, decision.over, finite)
         names = [xp.dtype(array) for array in arrays]
         sizes: Sequence[Any] = ()
         if "float16" in names:
@@ -261,7 +265,7 @@ class NormClipping(Transform):
                 products = xp.rescale([arrays[i] for i in chosen], of_dtype[dtype][group], keep)
                 for i, output in zip(chosen, products, strict=True):
                     outputs[i] = output
-        return Outcome(outputs, after, norms, limits, over & finite, finite)
+        return Outcome(outputs, after, norms, limits, decision.over, finite)
 
     def _most(self, gradient: Gradient, names: Sequence[str], dtype: str) -> Array:
         """Return for each group the factor that brings its largest element to the dtype's end."""

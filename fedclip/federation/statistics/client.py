@@ -30,6 +30,7 @@ from fedclip.errors import FedclipWarning, StateError
 from fedclip.federation.statistics.counts import Counts, Tally
 from fedclip.federation.version import other
 from fedclip.rules import Basis, State
+from fedclip.rules.history import updated
 from fedclip.rules.sharing import Shareable
 from fedclip.rules.start import Start, state_of
 from fedclip.states import Statistics
@@ -84,10 +85,10 @@ class SharedRule:
 
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         """Return the limits, and the state with this step counted."""
-        judged = self.rule.judge(norms, state, xp)
+        # Until the server knows enough, each client judges by its own norms.
+        judged = self.rule.judge(norms, state, xp, self.start)
         if self.start is not None:
-            # Until the server knows enough, each client judges by its own norms.
-            judged, state = self.start.step(judged, norms, self.rule.eps, state, xp)
+            state = updated(state, [self.start.learn(judged.usual, state)], xp)
         return judged.limits, self.tally.add(judged, self.max_steps, state, xp)
 
 

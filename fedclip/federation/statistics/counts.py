@@ -115,11 +115,11 @@ class Tally:
 
     def add(self, judged: Judgement, most: int, state: State, xp: Arithmetic) -> State:
         """Return the state after counting one step; count at most `most` norms."""
-        _, seen, _, skipped, unclipped = judged
+        seen, learns, unclipped = judged.seen, judged.learns, judged.unclipped
         learnt = (seen < LARGEST) & (state.new < most)
         weight = xp.where(learnt, 1.0, 0.0)
-        if skipped is not None:
-            weight = xp.where(skipped, 0.0 * weight, weight)
+        if learns is not None:
+            weight = xp.where(learns, weight, 0.0 * weight)
         fields: dict[str, Array] = {"new": state.new + weight}
         if self.has_bits:
             fields["new_unclipped"] = state.new_unclipped + weight * unclipped
