@@ -134,6 +134,20 @@ OVERLAPS = """() => [...document.querySelectorAll(".chart svg")].flatMap((svg) =
 
 
 @pytest.mark.slow
+def test_a_dark_page_is_printed_in_the_colours_of_paper(browser: Any, small: Path) -> None:
+    file = small.parent / "printed.html"
+    file.write_text(page(small), encoding="utf-8")
+    shades = []
+    for scheme, media in (("light", "screen"), ("dark", "print"), ("dark", "screen")):
+        tab = browser.new_page(color_scheme=scheme)
+        tab.emulate_media(media=media, color_scheme=scheme)
+        tab.goto(file.as_uri())
+        style = "getComputedStyle(document.documentElement).getPropertyValue('{}').trim()"
+        shades.append([tab.evaluate(style.format(name)) for name in ("--blue", "--orange")])
+    assert shades[0] == shades[1] != shades[2]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 800, 1400])
 def test_a_large_run_in_a_browser(browser: Any, tmp_path: Path, width: int) -> None:
     folder = large_run(tmp_path / "run", 300, 100 if width == 800 else 6)

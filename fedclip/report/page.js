@@ -109,13 +109,17 @@
     return draw(element, [], layer);
   };
 
-  const all = (key, how) => document.querySelectorAll(`[data-${key}]`).forEach(how);
-  all("metric", metric);
-  all("norms", norms);
-  all("share", share);
-  all("pick", (select) => select.addEventListener("change", () => {
+  document.querySelectorAll("[data-pick]").forEach((select) => select.addEventListener("change", () => {
     const place = select.dataset.pick;
     norms(document.querySelector(`[data-norms="${place}"]`));
     share(document.querySelector(`[data-share="${place}"]`));
   }));
+  // One chart after the other, from the top: the first is there at once, and the page answers.
+  const charts = Object.entries({ metric, norms, share });
+  (async () => {
+    for (const element of document.querySelectorAll(".chart")) {
+      await charts.find(([key]) => key in element.dataset)[1](element);
+      await new Promise((next) => setTimeout(next));
+    }
+  })();
 })();

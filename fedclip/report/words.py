@@ -96,7 +96,7 @@ def _clipped(rows: Sequence[Row], limits: Mapping[Any, float]) -> tuple[str, str
     # The module no-op counts what its limit would have clipped.
     was, were = ("would have been",) * 2 if rows[0].name == "no-op" else ("was", "were")
     if not known:
-        return "no-limit", f"No limit was set; of {steps} steps, the largest norm is {largest}."
+        return "no-limit", f"No limit was set; of {steps:,} steps, the largest norm is {largest}."
     if not clipped and (whole.norm_max or 0.0) <= max(known):
         return "inert", (
             f"No step {was} clipped: the largest norm, {largest}, is below the limit, "
@@ -109,7 +109,7 @@ def _clipped(rows: Sequence[Row], limits: Mapping[Any, float]) -> tuple[str, str
         )
     if clipped >= _NEARLY_ALL * steps:
         return "always", (
-            f"{clipped / steps:.0%} of {steps} steps {were} clipped: the limit, not the gradient, "
+            f"{clipped / steps:.0%} of {steps:,} steps {were} clipped: the limit, not the gradient, "
             "sets the length of nearly every step."
         )
     last = max(r.round for r in records if r.clipped)
@@ -127,7 +127,7 @@ def _share(rows: Sequence[Row], were: str) -> str:
     whole = {node: pooled(records) for node, records in _by_node(rows).items()}
     shares = {node: record.clipped_share for node, record in whole.items() if record.steps}
     total = pooled(whole.values())
-    sentence = f"{total.clipped_share:.1%} of {total.steps} steps {were} clipped"
+    sentence = f"{total.clipped_share:.1%} of {total.steps:,} steps {were} clipped"
     if len(shares) > 1:
         most = max(shares, key=shares.__getitem__)
         sentence += f", most often on {most} ({shares[most]:.1%})"
@@ -142,7 +142,7 @@ def _setter(rows: Sequence[Row]) -> Said:
         return
     if whole.warmup >= _NEARLY_ALL * limited:
         text = (
-            f"Not yet warmed up: at {whole.warmup} of {whole.steps} steps the limit was that of "
+            f"Not yet warmed up: at {whole.warmup:,} of {whole.steps:,} steps the limit was that of "
             "the warm-up, as the clipper had not seen enough norms for one of its own."
         )
         yield "warm-up", text
