@@ -142,8 +142,8 @@ def _setter(rows: Sequence[Row]) -> Said:
         return
     if whole.warmup >= _NEARLY_ALL * limited:
         text = (
-            f"Not yet warmed up: at {whole.warmup:,} of {whole.steps:,} steps the limit was that of "
-            "the warm-up, as the clipper had not seen enough norms for one of its own."
+            f"Not yet warmed up: at {whole.warmup:,} of {whole.steps:,} steps the limit was that "
+            "of the warm-up, as the clipper had not seen enough norms for one of its own."
         )
         yield "warm-up", text
     elif whole.fixed >= _NEARLY_ALL * limited:
