@@ -109,8 +109,8 @@ def _clipped(rows: Sequence[Row], limits: Mapping[Any, float]) -> tuple[str, str
         )
     if clipped >= _NEARLY_ALL * steps:
         return "always", (
-            f"{clipped / steps:.0%} of {steps:,} steps {were} clipped: the limit, not the gradient, "
-            "sets the length of nearly every step."
+            f"{clipped / steps:.0%} of {steps:,} steps {were} clipped: the limit, not the "
+            "gradient, sets the length of nearly every step."
         )
     last = max(r.round for r in records if r.clipped)
     after = [row for row in rows if row.record.round > last]
