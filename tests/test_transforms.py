@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from declearn.model.sklearn import NumpyVector
 from helpers import SPECIMENS, Specimen, require, specimens
 
-from fedclip import Clipper
+from fedclip import Clipper, NormClip
 from fedclip.arrays import NUMPY, backend_of
 from fedclip.scopes import resolve
 from fedclip.transforms import MARGIN, Gradient, Outcome, Transform, carried, clip_on_device
@@ -99,3 +101,34 @@ def test_host_and_device_steps_agree(specimen: Specimen) -> None:
         on_host = clipper.clip(values)
         for name in values:
             np.testing.assert_allclose(on_device[name], on_host[name], rtol=2 * MARGIN["float64"])
+
+
+def test_gradients_of_other_forms_in_turn_are_clipped_as_the_first_are() -> None:
+    rng = np.random.default_rng(0)
+    shapes = [[(3,), (2000,)], [(2000,), (3,)], [(600,), (1025,)], [(), (0,)], [(30, 40), (7,)]]
+    dtypes = ["float32", "float64", "float16", ">f4", "float32"]
+    gradients = [
+        {str(i): np.asarray(9 * rng.standard_normal(s), dtype) for i, s in enumerate(some)}
+        for some, dtype in itertools.product(shapes, dtypes)
+    ]
+    # Several threads clip gradients of as many tensors, each of another dtype and size.
+    for scope in ("global", "tensor"):
+        alone = [NormClip(1.0, scope=scope).clip(g) for g in gradients]
+        clip = NormClip(1.0, scope=scope)
+        with ThreadPoolExecutor(4) as pool:
+            found = pool.map(clip.clip, gradients * 4)
+            for given, expected, output in zip(gradients * 4, alone * 4, found, strict=True):
+                for name, array in output.items():
+                    assert array.dtype == given[name].dtype
+                    np.testing.assert_array_equal(array, expected[name])
+
+
+def test_a_later_step_that_can_not_be_clipped_is_refused() -> None:
+    clip = NormClip(1.0)
+    first = {"a": np.ones(4, np.float32), "b": np.ones(3, np.float32)}
+    for dtype in (np.int32, bool, np.complex64, object, np.uint16):
+        clip.clip(first)
+        with pytest.raises(TypeError, match="'b' is"):
+            clip.clip(first | {"b": np.ones(3, dtype)})
+    masked = np.ma.masked_array(np.ones(3, np.float32))
+    assert type(clip.clip(first | {"b": masked})["b"]) is np.ndarray

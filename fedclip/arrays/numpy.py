@@ -38,14 +38,17 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 def written(
     call: Callable[..., Any], arrays: Sequence[Array], k: Any, outs: Outs
 ) -> list[HostView]:
-    """Return ``call(array, k, out)``, elementwise, for each array; large ones over all cores."""
-    threads = worthwhile([*map(_nbytes, arrays)])
+    """Return ``call(array, k, out)``, elementwise, for each array; large ones over all cores.
+
+    Arrays without `outs` are small ones.
+    """
+    threads = worthwhile([*map(_nbytes, arrays)]) if outs else 1
     if threads < 2:
         results = [*map(call, arrays, repeat(k), *([outs] if outs else []))]
         # NumPy returns a scalar for a 0-d array: make it an array again.
         return results if {*map(type, results)} == _ARRAY else [np.asarray(r) for r in results]
     results, calls = [], []
-    for array, out in zip(arrays, outs or [None] * len(arrays), strict=True):
+    for array, out in zip(arrays, outs, strict=True):
         result = np.empty_like(array, subok=False) if out is None else out
         results.append(result)
         source, target = in_memory_order(array), in_memory_order(result)

@@ -173,7 +173,8 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
 
     def _by_table(self, groups: Groups, rest: float) -> Transform:
         """Return the transform with the limits of a table in `scope`, if it is one."""
-        if not isinstance(self.scope, Mapping):
+        # A dict, as `check_scope` returns: to ask for a Mapping takes ten times as long.
+        if not isinstance(self.scope, dict):
             return self._transform
         limits = tuple(self.scope.get(label, rest) for label in groups.labels)
         return replace(self._transform, rule=Constant(limits))  # type: ignore[type-var]
@@ -262,22 +263,19 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
             The framework of the arrays; None to find it from their type.
         """
         with self.lock:
-            return self._clip(arrays, backend)
-
-    def _clip(self, arrays: Mapping[str, Array], backend: Backend | None) -> Mapping[str, Array]:
-        groups = self._resolve(arrays)
-        if not arrays:
-            return arrays
-        memory = self._memory if self.keep_memory else None
-        gradient = Gradient.of(self.name, arrays, groups, backend, self._arrays, memory)
-        transform, views = self.transform(groups), gradient.views
-        if not (views.remote or any(views.sizes)):
-            outputs, rest = self._pass_by(gradient)
-        elif self._stays_on_device(transform, gradient):
-            outputs, rest = self._clip_on_device(transform, gradient)
-        else:
-            outputs, rest = self._clip_on_host(transform, gradient)
-        return arrays if outputs is None else gradient.result(arrays, outputs, rest)
+            groups = self._resolve(arrays)
+            if not arrays:
+                return arrays
+            memory = self._memory if self.keep_memory else None
+            gradient = Gradient.of(self.name, arrays, groups, backend, self._arrays, memory)
+            transform, views = self.transform(groups), gradient.views
+            if not (views.remote or views.form.bytes):
+                outputs, rest = self._pass_by(gradient)
+            elif views.remote and self._stays_on_device(transform, gradient):
+                outputs, rest = self._clip_on_device(transform, gradient)
+            else:
+                outputs, rest = self._clip_on_host(transform, gradient)
+            return arrays if outputs is None else gradient.result(arrays, outputs, rest)
 
     def _pass_by(self, gradient: Gradient) -> _Clipped:
         """Leave alone a gradient that has nothing to measure, and nothing to learn from."""
@@ -293,10 +291,9 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
             self._state = states.load(fresh, states.dump(self._state, labels), labels)
             self._arrays.update(states.fetched(self._arrays))
             self._on_device = False
-        measured = gradient.measured(transform)
-        if measured is None:
+        outcome = gradient.outcome(transform, self._state)
+        if outcome is None:
             return self._replace_nonfinite(gradient, self._report_nonfinite(gradient))
-        outcome = gradient.stepped(transform, measured, self._state)
         self._note(transform, outcome, groups)
         return outcome.outputs, gradient.rest
 
@@ -327,7 +324,8 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         _, self._state, norms, limits, clipped, _ = outcome
         self._last, self._bad = (norms, limits, clipped), ()
         self._recorder.add(groups.labels, norms, limits, clipped, warm=warm, basis=basis, lazy=lazy)
-        self._tell()
+        if self.on_record is not None:
+            self._tell()
 
     def _tell(self) -> None:
         if self.on_record is not None and (record := self.last) is not None:
@@ -374,7 +372,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
             if number[0] < 0:
                 raise ValueError(f"a norm must be >= 0, got {norms[name]!r} for {name!r}")
         with self.lock:
-            self._clip(numbers, None)
+            self.clip(numbers)
             record = self.last
         return StepRecord(()) if record is None else record
 
@@ -480,7 +478,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
                     "gradient does not have, the oldest are dropped; give tensors the same names "
                     "at each step",
                     FedclipWarning,
-                    stacklevel=6,
+                    stacklevel=5,
                 )
 
     def _install(self, statistics: Statistics) -> None:
@@ -526,7 +524,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
                 f"(round {self._recorder.round}; more of them are counted without a warning)",
                 FedclipWarning,
                 # Point to the caller of `run`.
-                stacklevel=6,
+                stacklevel=5,
             )
         return bad
 

@@ -6,7 +6,8 @@
     gradient = Gradient.of(arrays)         one framework and dtypes that can be clipped; repeated
                                            rows merged, the machine's byte order, host views
     measured = gradient.measured(...)      on the host: None if anything is not finite
-    outcome  = transform.step(...)         or, on a device, all in one: transform.device_step(...)
+    outcome  = gradient.outcome(...)       with transform.step(...); or, on a device, all in one:
+                                           transform.device_step(...)
     arrays   = gradient.result(...)        in the byte order in which they came
 """
 
@@ -128,13 +129,20 @@ class Gradient:
 
     def measured(self, transform: Transform) -> Numbers | None:
         """Return what the transform measures on the host; None if anything is not finite."""
-        found = _QUIET.copy().run(transform.measure, self)
-        finite = math.isfinite(found) if type(found) is float else np.isfinite(found).all()
-        return found if finite and self.rest_is_finite() else None
+        return _QUIET.copy().run(self._measured, transform)
 
-    def stepped(self, transform: Transform, measured: Numbers, state: State) -> Outcome:
-        """Return the outcome of a step on the host."""
-        return _QUIET.copy().run(transform.step, self, measured, state)
+    def _measured(self, transform: Transform) -> Numbers | None:
+        found = transform.measure(self)
+        finite = math.isfinite(found) if type(found) is float else np.isfinite(found).all()
+        return found if finite and (not self.rest or self.rest_is_finite()) else None
+
+    def outcome(self, transform: Transform, state: State) -> Outcome | None:
+        """Return the outcome of a step on the host; None if anything is not finite."""
+        return _QUIET.copy().run(self._outcome, transform, state)
+
+    def _outcome(self, transform: Transform, state: State) -> Outcome | None:
+        measured = self._measured(transform)
+        return None if measured is None else transform.step(self, measured, state)
 
     def result(
         self, arrays: Mapping[str, Array], outputs: Sequence[Array], rest: Mapping[str, Array]
@@ -143,17 +151,21 @@ class Gradient:
         if self._given is not self.arrays:
             trios = zip(outputs, self.arrays, self._given, strict=True)
             outputs = [g if o is a else self.backend.restored(o, g) for o, a, g in trios]
+        if not self.groups.excluded:
+            return dict(zip(arrays, outputs, strict=True))
         clipped = dict(arrays)
         clipped.update(zip(self.groups.names, outputs, strict=True))
         clipped.update(rest)
         return clipped
 
     def outs(self, places: Sequence[int]) -> Outs:
-        """Return where the outputs for some of the arrays may be written to."""
+        """Return where the outputs for some of the arrays may be written to; () for small ones."""
         memory, views = self.memory, self.views
-        if memory is None or views.remote or not self.backend.writes:
+        if views.remote or not self.backend.writes:
             return ()
-        return memory.like(places, views) if memory.serves(views.sizes) else ()
+        if memory is None:
+            return [None] * len(places)
+        return memory.like(places, views) if memory.serves(views.form.sizes) else ()
 
     def empty(self, i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostView:
         """Return an uninitialised array in C order for the output of array i."""

@@ -86,11 +86,9 @@ class UpdateClipping:
         """
         gradient = self._gradient(arrays)
         limits = self.limits(gradient.groups, round_.bound, whole)
-        transform = NormClipping(Constant(limits))
-        norms = gradient.measured(transform)
-        if norms is None:
+        outcome = gradient.outcome(NormClipping(Constant(limits)), NoState())
+        if outcome is None:
             return Clipped(zeros(arrays), self._not_finite(gradient))
-        outcome = gradient.stepped(transform, norms, NoState())
         round_.clipped = bool(np.any(outcome.clipped))
         # The factor by which the bound would have to grow to leave the update alone.
         pairs = zip(np.atleast_1d(outcome.norms).tolist(), limits, strict=True)
