@@ -74,23 +74,37 @@ def progress(tasks: Mapping[str, int | None], quiet: bool = False) -> Iterator[T
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bars:
-        known = {task: bars.add_task(task, total=total, text="") for task, total in tasks.items()}
-        yield lambda task, done, text: bars.update(known[task], completed=done, text=text)
+        # Of several tasks, each begins when it is first told of.
+        alone = len(tasks) == 1
+        known = {
+            task: bars.add_task(task, start=alone, total=total, text="")
+            for task, total in tasks.items()
+        }
+
+        def tell(task: str, done: int, text: str) -> None:
+            bars.start_task(known[task])
+            bars.update(known[task], completed=done, text=text)
+
+        yield tell
 
 
 def _lines(tasks: Mapping[str, int | None]) -> Tell:
     """Return what prints a line whenever another twentieth of a task is done."""
-    begun = time.monotonic()
+    begun = dict.fromkeys(tasks, time.monotonic())
     said = dict.fromkeys(tasks, 0)
 
     def tell(task: str, done: int, text: str) -> None:
         total = tasks[task]
+        if not done:
+            begun[task] = time.monotonic()
         if done <= said[task] or (total and done < total and done < said[task] + total / 20):
             return
         said[task] = done
         left = ""
         if total and done < total:
-            left = f", about {seconds((time.monotonic() - begun) / done * (total - done))} left"
+            left = (
+                f", about {seconds((time.monotonic() - begun[task]) / done * (total - done))} left"
+            )
         of = f" of {total}" if total else ""
         say(f"{task}: {done}{of} done{f', {text}' if text else ''}{left}", err=True)
         sys.stderr.flush()

@@ -14,18 +14,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fedclip.report import read_report
 from fedclip.tools.compare import interval
 from fedclip.tools.demo.data import FACTOR, SITES, write_data
+from fedclip.tools.progress import Tell, progress
 
 __all__ = ["DemoError", "Result", "Way", "run_demo", "ways"]
 
@@ -185,8 +184,8 @@ def run_demo(
         f"{FACTOR:.0f} times smaller than the others', and nobody noticed.",
         soft_wrap=True,
     )
-    with _terminable(), _progress(console, rounds * seeds) as advance:
-        _run(folder, trainings, rounds, timeout, advance)
+    with _terminable(), progress({w.name: rounds * seeds for w in ways(bound)}) as tell:
+        _run(folder, trainings, rounds, timeout, tell)
     results = [_result(way, trainings) for way in ways(bound)]
     console.print()
     console.print(_table(results, rounds))
@@ -251,7 +250,7 @@ def _run(
     trainings: Sequence[Training],
     rounds: int,
     timeout: float,
-    advance: Callable[[Way, int, str], None],
+    tell: Tell,
 ) -> None:
     """Run one server and its clients as processes until all trainings are done."""
     # One thread each: four processes that compete for all cores are slower.
@@ -275,9 +274,8 @@ def _run(
             rows = trainings[current].rows()
             way = trainings[current].way
             before = sum(training.way is way for training in trainings[:current])
-            advance(
-                way, before * rounds + len(rows), f"loss {rows[-1]['loss']:.3g}" if rows else ""
-            )
+            text = f"loss {rows[-1]['loss']:.3g}" if rows else "starts"
+            tell(way.name, before * rounds + len(rows), text)
             if len(rows) == rounds and current + 1 < len(trainings):
                 current, deadline = current + 1, time.monotonic() + timeout
                 continue
@@ -308,42 +306,6 @@ def _look_for_failures(
     raise DemoError(
         f"{node} of {training.way.name} failed: {last.strip()} (output: {_shown(output)})"
     )
-
-
-@contextlib.contextmanager
-def _progress(console: Console, rounds: int) -> Iterator[Callable[[Way, int, str], None]]:
-    """Show progress: bars on a terminal, a line every few rounds anywhere else."""
-    if not console.is_terminal:
-        said: dict[str, int] = {}
-
-        def say(way: Way, done: int, text: str) -> None:
-            if way.name not in said:
-                console.print(f"{way.name}: starting a server and {len(SITES)} clients")
-                said[way.name] = 0
-            if done >= min(rounds, said[way.name] + 15):
-                if done > said[way.name]:
-                    console.print(f"{way.name}: round {done} of {rounds}, {text}")
-                said[way.name] = done
-
-        yield say
-        return
-    columns = (
-        TextColumn("{task.description:20}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        tasks: dict[str, Any] = {}
-
-        def show(way: Way, done: int, text: str) -> None:
-            if way.name not in tasks:
-                tasks[way.name] = progress.add_task(way.name, total=rounds, text="starting")
-            if text:
-                progress.update(tasks[way.name], completed=done, text=text)
-
-        yield show
 
 
 @contextlib.contextmanager
