@@ -1,6 +1,7 @@
 """What processes that share a model do, each case on all of them; `test_adapter_torch_sharded`."""
 
 import copy
+import itertools
 import math
 import pickle
 import traceback
@@ -32,6 +33,11 @@ CLIPPERS = {
     "norm, raise": lambda: fedclip.NormClip(1.0, on_nonfinite="raise"),
     "norm of order 1": lambda: fedclip.NormClip(1.0, ord=1),
     "norm of order inf": lambda: fedclip.NormClip(0.1, ord="inf"),
+    "norm of order 0.5": lambda: fedclip.NormClip(9.0, ord=0.5, scope="layer"),
+    "norm of order 40": lambda: fedclip.NormClip(0.1, ord=40),
+    "root mean square": lambda: fedclip.NormClip(0.1, ord="rms", scope="tensor"),
+    "mean of absolutes": lambda: fedclip.ZScoreClip(warmup=2, ord="mad"),
+    "deviation": lambda: fedclip.NormClip(0.1, ord="std"),
     "normalize": lambda: fedclip.Normalize(1.0, scope="tensor"),
     "values": lambda: fedclip.ValueClip(0.3),
     "z-score": lambda: fedclip.ZScoreClip(warmup=2, scope="layer"),
@@ -174,15 +180,15 @@ for _name in CLIPPERS:
 @case
 def numbers_of_float64_at_both_ends():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for size in (1e200, 1e-200, 1.0):
+    for size, order in itertools.product((1e200, 1e-200, 1.0), (2.0, 3.0, math.inf)):
         parameter = torch.nn.Parameter(distribute_tensor(torch.ones(5).double(), mesh, [Shard(0)]))
         parameter.grad = distribute_tensor(
             torch.full((5,), size, dtype=torch.float64), mesh, [Shard(0)]
         )
-        norm = clip_grad_norm_([parameter], 0.5 * size)
-        assert math.isclose(norm.item(), math.sqrt(5) * size, rel_tol=1e-12), norm
+        norm = clip_grad_norm_([parameter], 0.5 * size, norm_type=order)
+        assert math.isclose(norm.item(), 5 ** (1 / order) * size, rel_tol=1e-12), norm
         left = parameter.grad.full_tensor() / size
-        assert 0.4999 < left.norm().item() <= 0.5
+        assert 0.4999 < left.norm(order).item() <= 0.5
 
 
 @case
@@ -215,7 +221,8 @@ def nan_on_one_process_is_nan_on_all():
 
 @case
 def pure_functions_clip_parts_alike():
-    clippers = ("norm by layer", "values", "z-score", "norm by slices", "agc", "agc by tensor")
+    clippers = ("norm by layer", "norm of order 0.5", "values", "z-score")
+    clippers += ("norm by slices", "agc", "agc by tensor")
     for _, places in layouts():
         for name in clippers:
             wholes, parts = PureClipping(CLIPPERS[name]()), PureClipping(CLIPPERS[name]())
@@ -237,13 +244,15 @@ def pure_functions_clip_parts_alike():
 
 
 @case
-def each_step_needs_one_reduction():
+def each_step_needs_one_collective():
     from torch.distributed.tensor.debug import CommDebugMode
 
     for name, places in layouts():
         places = {n: p for n, p in places.items() if p is None or not p[1][0].is_partial()}
         parts = {n: torch.nn.Parameter(shared(weights()[n], place)) for n, place in places.items()}
-        for clipper, most in (("norm by tensor", 1), ("z-score", 1), ("values", 1), ("agc", 2)):
+        ones = ("norm by tensor", "z-score", "values", "norm of order inf", "norm of order 0.5")
+        ones += ("root mean square", "mean of absolutes")
+        for clipper, most in (*((one, 1) for one in ones), ("agc", 2)):
             for parameter in parts.values():
                 parameter.grad = torch.ones_like(parameter)
             made = CLIPPERS[clipper]()

@@ -333,6 +333,16 @@ class Backend(Arithmetic, ABC):
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         """Return the L2 norm of each group, as one array in the framework's widest float."""
 
+    def parts(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return, of a backend that is `partial`, what this process holds of each array."""
+        raise NotImplementedError(f"arrays of {self.name} are whole")
+
+    def joined_norms(
+        self, arrays: Sequence[Array], norms: Array, members: Sequence[Sequence[int]], power: float
+    ) -> Array:
+        """Return the p-norm of each group over all processes, from the p-norms of `parts`."""
+        raise NotImplementedError(f"arrays of {self.name} are whole")
+
     @abstractmethod
     def all(self, x: Array) -> Array:
         """Return whether all elements are true, as an array of shape ()."""

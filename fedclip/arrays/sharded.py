@@ -17,6 +17,8 @@ Guarantees
 - Groups, limits and statistics are the same on each process, and those of the unsharded run to
   2^-46; parts may be uneven or empty.
 - Numbers of float64 neither overflow nor underflow in the sum (Blue, 1978, with three sums).
+- Norms of other orders, "rms" and "mad" are as those of the unsharded run, by one gather of a
+  number for each group and process.
 - What measures whole arrays on the host gets them whole, gathered one by one.
 """
 
@@ -57,6 +59,15 @@ class _Layout(NamedTuple):
         for group in self.groups:
             dist.all_reduce(there, op, group=group)
         return there.to(values.device)
+
+    def joined(self, norms: torch.Tensor, power: float) -> torch.Tensor:
+        """Return the p-norm over all processes of one norm of each group, the same on each."""
+        there = norms if norms.device.type == self.device else norms.to(self.device)
+        for group in self.groups:
+            rows = [torch.empty_like(there) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(rows, there, group=group)
+            there = _power_norm(torch.stack(rows), power)
+        return there.to(norms.device)
 
 
 def _layout(arrays: Iterable[Array]) -> _Layout | None:
@@ -220,6 +231,18 @@ class _OnShards(TorchBackend):
             groups[list(some)] = group
         return self._together(arrays, norms, [1] * len(arrays), groups, len(members))
 
+    def parts(self, arrays: Sequence[Array]) -> list[Array]:
+        return [self._values(_local(t)) for t in arrays]
+
+    def joined_norms(
+        self, arrays: Sequence[Array], norms: Array, members: Sequence[Sequence[int]], power: float
+    ) -> Array:
+        layout = self._layout(arrays)
+        # A part that several processes hold counts once.
+        weights = norms.new_tensor([_weight(t, layout.size) for t in arrays])
+        pairs = ((norms[list(some)], weights[list(some)]) for some in members)
+        return layout.joined(torch.stack([_power_norm(n, power, w) for n, w in pairs]), power)
+
     def slice_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> Array:
         norms = []
         for array, spanned in zip(arrays, axes, strict=True):
@@ -270,6 +293,20 @@ def summed(array: Array) -> Array:
         return array
     placements = [Replicate() if p.is_partial() else p for p in array.placements]
     return array.redistribute(placements=placements)
+
+
+def _power_norm(
+    norms: torch.Tensor, power: float, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the p-norm of each column of norms, each weighted in the sum of powers."""
+    peak = norms.amax(dim=0)
+    if math.isinf(power):
+        return peak
+    # Divide by the maximum: nothing can overflow.
+    unit = torch.where(peak > 0, peak, 1.0)
+    powers = (norms / unit) ** power
+    total = (powers if weights is None else powers * weights).sum(dim=0)
+    return unit * total ** (1 / power)
 
 
 def _squares(norms: torch.Tensor, wide: bool) -> torch.Tensor:

@@ -218,8 +218,8 @@ class NormClipping(Transform):
     # -- on a device, or in compiled code -----------------------------------------------------
     @property
     def runs_on_parts(self) -> bool:
-        # What raises a group has to know its largest element.
-        return self.ord == 2 and not self.action.raises
+        # What raises a group has to know its largest element, and a deviation the mean first.
+        return self.ord not in ("std", "var") and not self.action.raises
 
     def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
         """Clip one gradient by norms, in the framework's own operations."""
@@ -231,9 +231,23 @@ class NormClipping(Transform):
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
         if self.ord == 2:
             return xp.group_norms(arrays, groups.members)
+        if xp.partial:
+            return self._measure_parts(gradient)
         dense = [*map(xp.dense, arrays)]
         parts = ([dense[i] for i in members] for members in groups.members)
         return xp.stack([measure_on_device(some, self.ord, xp) for some in parts])
+
+    def _measure_parts(self, gradient: Gradient) -> Array:
+        """Return the norm of each group, of whose arrays each process holds a part."""
+        arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
+        power = {"inf": math.inf, "mad": 1.0, "rms": 2.0}.get(str(self.ord)) or float(self.ord)
+        order: Order = "inf" if math.isinf(power) else power
+        norms = [measure_on_device([part], order, xp) for part in xp.parts(arrays)]
+        found = xp.joined_norms(arrays, xp.stack(norms), groups.members, power)
+        if self.ord not in MEANS:
+            return found
+        sizes = [sum(math.prod(arrays[i].shape) for i in some) for some in groups.members]
+        return found / xp.asarray([max(n, 1) ** (1 / power) for n in sizes], like=found)
 
     def clip_measured(
         self, gradient: Gradient, norms: Array, state: State, on_nonfinite: str

@@ -33,7 +33,7 @@ class PureClipping:
     Parameters
     ----------
     clipper
-        A clipper with ``on_nonfinite`` "skip" or "propagate". Of DTensors, one by L2 norms or
+        A clipper with ``on_nonfinite`` "skip" or "propagate". Of DTensors, one by norms or
         values: others need the whole arrays, which `clip_` gathers. `AGC` also needs the weights:
         ``update(gradients, state, weights)``.
     """
@@ -71,7 +71,7 @@ class PureClipping:
         if backend.partial and not transform.runs_on_parts:
             raise NotImplementedError(
                 f"{clipper.name} needs whole arrays, and a DTensor is in parts: use clip_, which "
-                "gathers them, or a clipper by L2 norms or by values"
+                "gathers them, or a clipper by norms or by values"
             )
         clipped, step = clip_on_device(
             transform, gradients, groups, backend, state, clipper.on_nonfinite
