@@ -6,13 +6,16 @@ The oracle is Lightning's own ``gradient_clip_val``, where it clips at all.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import require
+from helpers import PATIENCE, require
 
 torch = require("torch")
 lightning = pytest.importorskip("lightning.pytorch")
@@ -357,3 +360,19 @@ def test_the_package_pytorch_lightning_works_too(tmp_path: Path) -> None:
     )
     assert len(model.norms[0]) == 8
     assert max(model.norms[0]) <= LIMIT
+
+
+# -- processes -----------------------------------------------------------------------------------
+def test_two_processes_clip_the_mean_of_their_gradients_alike(tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("lightning_processes.py"))]
+    subprocess.run([*command, str(tmp_path)], timeout=PATIENCE, check=True, capture_output=True)
+    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert one == other
+    torch.manual_seed(0)
+    # Of (output - 1)^2 and (output - 2)^2, and five parameters with inputs of 1.
+    output = float(torch.nn.Linear(4, 1)(torch.ones(4)))
+    first = abs(2 * (output - 1.5)) * 5**0.5
+    # The oldest of the five norms that are kept is the fourth; each step shortens it to 0.9.
+    assert one["state"]["all"]["start_1"] == pytest.approx(first * 0.9**3, rel=1e-5)
+    assert one["stats"]["round/clipped"] == 1
+    assert one["stats"]["round/norm_max"] > 20 * one["stats"]["round/limit_max"]
