@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import for doctests what tests start, nor what is slow if slow tests are left out."""
-    if collection_path.suffix != ".py" or collection_path.parent != Path(__file__).parent:
+    if collection_path.suffix != ".py" or Path(__file__).parent not in collection_path.parents:
         return None
     helps = not collection_path.name.startswith("test_")
     slow = "not slow" in config.option.markexpr and SLOW.search(collection_path.read_text())

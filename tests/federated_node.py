@@ -148,6 +148,8 @@ def client(name: str, settings: Settings) -> None:
             Ed25519PrivateKey.from_private_bytes(key).public_key() for key in private
         ]
         keys = {"secagg_type": secagg, "id_keys": IdentityKeys(own, trusted)}
+        if "biprime" in settings:
+            keys["biprime"] = settings["biprime"]
     uri = f"127.0.0.1:{settings['port']}"
     if settings["protocol"].endswith("websockets"):
         uri = "ws://" + uri

@@ -13,6 +13,7 @@ pytest.importorskip("torch.distributed.tensor")
 if not torch.distributed.is_gloo_available():
     pytest.skip("needs gloo", allow_module_level=True)
 
+import federation_runs  # noqa: E402, F401
 import sharded_cases  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -26,7 +27,10 @@ def outcomes(request, tmp_path_factory):
     arguments = (world, str(folder), list(sharded_cases.CASES))
     # If one fails, the files say in which case.
     with contextlib.suppress(torch.multiprocessing.ProcessRaisedException):
-        torch.multiprocessing.spawn(sharded_cases.main, arguments, nprocs=world)
+        # Forked from a process that has imported torch: see `federation_runs`.
+        torch.multiprocessing.start_processes(
+            sharded_cases.main, arguments, nprocs=world, start_method="forkserver"
+        )
     return [folder / str(rank) for rank in range(world)]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
-from helpers import PATIENCE, require
+from helpers import PATIENCE, hiding, require
 
 from fedclip import NormClip, ValueClip
 from fedclip.arrays import cores
@@ -160,7 +160,7 @@ assert norm(1) == here[1]
 @pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="this system has no fork")
 def test_threads_are_made_anew_after_a_fork() -> None:
     """With declearn's own helper, in a process that has threads already."""
-    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=PATIENCE)
+    subprocess.run([sys.executable, "-c", FORKS], env=hiding(), check=True, timeout=PATIENCE)
 
 
 BITS = """
@@ -181,7 +181,7 @@ def test_the_bits_of_many_small_arrays_do_not_depend_on_the_setting() -> None:
     found = [
         subprocess.run(
             [sys.executable, "-c", BITS],
-            env={**os.environ, "OMP_NUM_THREADS": threads},
+            env={**hiding(), "OMP_NUM_THREADS": threads},
             check=True,
             capture_output=True,
             text=True,

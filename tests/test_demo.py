@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import PATIENCE
+from helpers import PATIENCE, hiding
 from rich.console import Console
 
 from fedclip.report import read_report
@@ -27,8 +27,9 @@ from fedclip.tools.demo.data import FACTOR, SITES, write_data
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the nodes, other processes, import what the tests import."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    """Let the nodes, other processes, import what the tests import, but for the frameworks."""
+    for name, value in hiding().items():
+        monkeypatch.setenv(name, value)
 
 
 def quiet() -> Console:

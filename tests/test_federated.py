@@ -8,7 +8,6 @@ know the clippers is started with ``fedclip run``.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 import socket
@@ -19,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import PATIENCE
+from helpers import PATIENCE, hiding
 
 from fedclip.report import read_report
 from fedclip.tools.check import check_config
@@ -108,11 +107,7 @@ class Federation:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-                    "OMP_NUM_THREADS": "1",
-                },
+                env={**hiding(), "OMP_NUM_THREADS": "1"},
             )
 
     def wait(self, name: str, seconds: float = PATIENCE) -> int:
@@ -243,11 +238,7 @@ def test_the_quickrun_example(tmp_path: Path) -> None:
             text=True,
             stdin=subprocess.DEVNULL,
             timeout=PATIENCE,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-                "OMP_NUM_THREADS": "1",
-            },
+            env={**hiding(), "OMP_NUM_THREADS": "1"},
             check=False,
         )
         assert done.returncode == 0, done.stderr[-2000:]

@@ -139,7 +139,7 @@ def slope(f: Function, x: Array) -> float:
 def edge(f: Function, x: Array) -> Array:
     """Return the input in the direction of `x` that is a little above the limit of `f`."""
     low, high = -30.0, 30.0
-    for _ in range(40):
+    for _ in range(16):
         middle = (low + high) / 2
         low, high = (
             (middle, high) if (f(2.0**middle * x) == 2.0**middle * x).all() else (low, middle)

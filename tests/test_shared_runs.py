@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from federation_helpers import SHORT_BIPRIME
 from federation_runs import complete, running
 
 pytestmark = pytest.mark.slow
@@ -18,7 +19,8 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-# A sketch has hundreds of numbers, of which Joye-Libert encrypts some hundred a second.
+# A sketch has hundreds of numbers, of which Joye-Libert with its own biprime encrypts some hundred
+# a second.
 FEW = (PAIRS[0], PAIRS[2])
 SKETCHES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("percentile-norm-clip", {"percentile": 80.0}),
@@ -87,12 +89,9 @@ def test_the_same_state_under_secure_aggregation(
 
 def test_the_same_sketches_under_joye_libert(tmp_path: Path) -> None:
     """The clippers with the most to encrypt, 1070 numbers a round; two rounds."""
+    settings = {"optim": optim(pairs=SKETCHES), "run": {"rounds": 2}, "biprime": SHORT_BIPRIME}
     runs = [
-        states(
-            complete(
-                tmp_path / str(kind), secagg=kind, optim=optim(pairs=SKETCHES), run={"rounds": 2}
-            )
-        )
+        states(complete(tmp_path / str(kind), secagg=kind, **settings))
         for kind in (None, "joye-libert")
     ]
     for name, wanted in runs[0].items():
@@ -108,7 +107,8 @@ def test_the_same_sketches_under_joye_libert(tmp_path: Path) -> None:
 @pytest.mark.parametrize("secagg", [None, "masking", "joye-libert"])
 def test_two_of_three_clients_each_round(tmp_path: Path, secagg: str | None) -> None:
     sampler = {"strategy": "uniform", "n_samples": 2, "seed": 1}
-    run = complete(tmp_path, secagg=secagg, optim=optim(pairs=FEW), sampler=sampler)
+    settings = {"optim": optim(pairs=FEW), "sampler": sampler, "biprime": SHORT_BIPRIME}
+    run = complete(tmp_path, secagg=secagg, **settings)
     state = states(run)["zscore-clip-server"]
     assert state["groups"]["all"]["count"] == 2 * 6 * 4 - 2
     assert state["version"] == 4

@@ -228,7 +228,7 @@ def rounds_in_theory(start: float, spread: float, quantile: float, rate: float) 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 @pytest.mark.parametrize("times", [0.1, 10.0])
-@pytest.mark.parametrize("m", [5, 20, 200, 1000])
+@pytest.mark.parametrize("m", [5, 20, 200])
 def test_bound_converges_to_the_quantile_in_time(m: int, times: float, noise: float) -> None:
     spread, rng = 0.25, np.random.default_rng(m)
     expected = rounds_in_theory(times, spread, 0.5, 0.2)
@@ -240,8 +240,7 @@ def test_bound_converges_to_the_quantile_in_time(m: int, times: float, noise: fl
     clients = Clients(1, ADAPTIVE, CLIPPED)
     module: Any = server.optim.modules[0]
     reached, after = None, []
-    rounds = expected + 25 if m < 1000 else expected + 6
-    for i in range(rounds):
+    for i in range(expected + 25):
         aux = server.start()
         norms = rng.lognormal(0.0, spread, size=m)
         server.finish([clients.round(0, aux, np.array([x, 0.0])) for x in norms])

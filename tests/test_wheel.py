@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from checkouts import ROOT, checkout, on_path, type_in
-from helpers import PATIENCE, require
+from helpers import FRAMEWORK_MODULES, PATIENCE, hiding, require
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -81,18 +80,7 @@ def test_every_extra_is_told_of() -> None:
 
 
 # -- a package is missing -----------------------------------------------------------------------
-WITHOUT = """
-import sys
-from importlib.machinery import PathFinder
-class Without(PathFinder):
-    missing = sys.argv.pop(1).split(",")
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name.partition(".")[0] not in cls.missing:
-            return super().find_spec(name, path, target)
-sys.meta_path[sys.meta_path.index(PathFinder)] = Without
-"""
-COMMAND = "from fedclip.tools.cli import main\nsys.argv[0] = 'fedclip'\nmain()"
+COMMAND = "import sys\nfrom fedclip.tools.cli import main\nsys.argv[0] = 'fedclip'\nmain()"
 LOOP = "import fedclip.adapters.{}"
 CLIENT = "import fedclip\nfedclip.PrivateFederatedClient({}, {}, 'c')"
 CALIBRATE = [
@@ -103,8 +91,8 @@ CALIBRATE = [
 
 def without(missing: str, code: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WITHOUT + code, missing, *words],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        [sys.executable, "-W", "ignore", "-c", code, *words],
+        env=hiding(*missing.split(",")),
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -164,7 +152,7 @@ def test_a_run_whose_model_needs_a_missing_package_ends_with_a_sentence(
     (folder / "model.py").write_text("import absent_package\n", encoding="utf-8")
     monkeypatch.chdir(folder)
     subprocess.run([sys.executable, "prepare.py"], check=True, timeout=PATIENCE)
-    done = without("", COMMAND, "quickrun", "config.toml")
+    done = without(",".join(FRAMEWORK_MODULES), COMMAND, "quickrun", "config.toml")
     assert done.returncode == 1
     last = done.stderr.rstrip().splitlines()[-1]
     assert last.startswith("fedclip: a package that this run needs is missing: No module named")
