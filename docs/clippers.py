@@ -57,10 +57,10 @@ def render(kind: str, name: str) -> str:
     cls = plugin(kind, name)
     parts = sections(cls)
     summary, _, body = parts[""].partition("\n\n")
-    lines = [START, "", markdown(summary), "", markdown(body), ""]
+    lines = [START, "", markdown(summary), ""]
     if name in pictures.PICTURES:
         lines += [f"![{pictures.alternative(name)}](../images/clippers/{name}.svg)", ""]
-    lines += ["## Parameters", ""]
+    lines += [markdown(body), "", "## Parameters", ""]
     lines += parameters(cls, parts.get("Parameters", ""))
     if kind != "regularizer":
         lines += ["", "`fedclip list` shows the same names and defaults; `nan` in TOML is None."]
