@@ -14,6 +14,19 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 ALL = "numpy,torch,tensorflow,jax"
+# Files whose tests take up to minutes: first, so that no process is left with one at the end.
+LONG = (
+    "test_tutorials",
+    "test_wheel",
+    "test_adapter_keras",
+    "test_federated",
+    "test_examples",
+    "test_dpsgd_benchmarks",
+    "test_adapter_torch_sharded",
+    "test_declearn_suite",
+    "test_benchmarks",
+    "test_site",
+)
 SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow", re.MULTILINE)
 
 
@@ -50,6 +63,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     helps = not collection_path.name.startswith("test_")
     slow = "not slow" in config.option.markexpr and SLOW.search(collection_path.read_text())
     return True if helps or slow else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes long."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
 
 
 def pytest_collection_finish() -> None:

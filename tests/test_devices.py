@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -11,21 +10,24 @@ from functools import partial
 from typing import Any
 
 import pytest
-from helpers import PATIENCE, needs
+from helpers import PATIENCE, hiding, needs
 
 from fedclip import AGC, NormClip, ZScoreClip
 
 pytestmark = pytest.mark.slow
 
 
-def python(code: str, **environment: str) -> str:
+def python(code: str, framework: str, **environment: str) -> str:
+    others = {"torch", "tensorflow", "keras", "jax"} - (
+        {"tensorflow", "keras"} if framework == "tensorflow" else {framework}
+    )
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
         check=False,
-        env={**os.environ, **environment},
+        env={**hiding(*others), **environment},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
@@ -51,6 +53,7 @@ def test_jax_on_two_devices() -> None:
         out = fedclip.NormClip(1.0).run(vector).coefs
         print(round(float(out["a"][0]), 9), round(float(out["b"][0]), 9))
         """,
+        "jax",
         XLA_FLAGS="--xla_force_host_platform_device_count=2",
         JAX_PLATFORMS="cpu",
     )
@@ -71,6 +74,7 @@ def test_jax_array_sharded_over_two_devices() -> None:
         assert len(out.sharding.device_set) == 2
         print(np.asarray(out).round(9).tolist())
         """,
+        "jax",
         XLA_FLAGS="--xla_force_host_platform_device_count=2",
         JAX_PLATFORMS="cpu",
     )
@@ -98,7 +102,8 @@ def test_tensorflow_on_two_logical_devices() -> None:
             clip.run(clip.run(vector))
         out = fedclip.NormClip(1.0).run(vector).coefs
         print(round(float(out["a"][0]), 9), round(float(out["b"][0]), 9))
-        """
+        """,
+        "tensorflow",
     )
     assert out == "0.6 0.8"
 

@@ -33,6 +33,8 @@ from fedclip.privacy.noise import insecure_normals
 
 pytestmark = pytest.mark.slow
 
+Records = list[tuple[int, float, float]]
+
 C = 0.3
 MODES = ("flat", "tensor", "layer", "patterns", "automatic", "adaptive")
 UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -76,7 +78,7 @@ ODD = [
 ]
 
 
-def batch_of(name: str, records: list[tuple[int, float, float]]) -> Any:
+def batch_of(name: str, records: Records) -> Any:
     _, x, y = model_of(name)
     at = np.array([i for i, _, _ in records])
     loud = np.array([scale for _, scale, _ in records])
@@ -91,7 +93,7 @@ def batch_of(name: str, records: list[tuple[int, float, float]]) -> Any:
     return inputs, y[at], weights
 
 
-def sum_of(name: str, mode: str, records: list[tuple[int, float, float]]) -> Any:
+def sum_of(name: str, mode: str, records: Records) -> Any:
     model = model_of(name)[0]
     names = [*model.get_weights(trainable=True).coefs]
     clipping = SampleClipping([names[0], names[1]] if mode == "patterns" else mode)
@@ -107,7 +109,7 @@ def sum_of(name: str, mode: str, records: list[tuple[int, float, float]]) -> Any
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 @pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
 @given(
     records=RECORDS, mode=st.sampled_from(MODES), at=st.integers(0, 12), other=st.integers(0, 12)
 )
@@ -117,8 +119,25 @@ def sum_of(name: str, mode: str, records: list[tuple[int, float, float]]) -> Any
 @example(records=ODD, mode="automatic", at=3, other=1)
 @example(records=ODD, mode="tensor", at=5, other=0)
 def test_a_record_moves_the_sum_by_the_bound_at_most(
-    name: str, records: list[tuple[int, float, float]], mode: str, at: int, other: int
+    name: str, records: Records, mode: str, at: int, other: int
 ) -> None:
+    check_moves(name, records, mode, at, other)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+@pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=300, deadline=None, suppress_health_check=[*HealthCheck])
+@given(
+    records=RECORDS, mode=st.sampled_from(MODES), at=st.integers(0, 12), other=st.integers(0, 12)
+)
+def test_many_records_move_the_sum_by_the_bound_at_most(
+    name: str, records: Records, mode: str, at: int, other: int
+) -> None:
+    check_moves(name, records, mode, at, other)
+
+
+def check_moves(name: str, records: Records, mode: str, at: int, other: int) -> None:
     at %= len(records)
     whole = sum_of(name, mode, records)
     assert np.isfinite(whole).all()
