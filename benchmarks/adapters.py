@@ -1,11 +1,13 @@
 """Adapters beside each framework's own clip: ``python -m benchmarks.adapters [FRAMEWORK ...]``.
 
-Prints medians in microseconds and ratios, measured in turn in one process for each framework;
-asserts nothing. The torch rows that clip include putting the gradients back.
+Prints medians in microseconds and ratios, measured in turn in one process for each framework, and
+of compiled TensorFlow the operations in the graph; asserts nothing. The torch rows that clip
+include putting the gradients back, and those of Keras a step of SGD.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -104,7 +106,43 @@ def jax_calls(arrays: list[Any], limit: float) -> dict[str, Calls]:
     }
 
 
-CALLS = {"torch": torch_calls, "tensorflow": tensorflow_calls, "jax": jax_calls}
+def keras_calls(arrays: list[Any], limit: float) -> dict[str, Calls]:
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    import keras
+    import tensorflow as tf
+
+    from fedclip.adapters.keras import ClippedOptimizer
+
+    gradients = [tf.constant(a) for a in arrays]
+
+    def call(optimizer: Any) -> Callable[[], Any]:
+        variables = [keras.Variable(np.zeros_like(a), name=f"v{i}") for i, a in enumerate(arrays)]
+        optimizer.build(variables)
+        return tf.function(lambda: optimizer.apply(gradients, variables))
+
+    sgd = keras.optimizers.SGD
+    return {
+        "SGD with global_clipnorm, tf.function": {
+            "theirs": call(sgd(0.0, global_clipnorm=limit)),
+            "norm-clip": call(ClippedOptimizer(sgd(0.0), NormClip(limit))),
+            "zscore-clip": call(ClippedOptimizer(sgd(0.0), ZScoreClip(max_norm=limit))),
+        }
+    }
+
+
+def operations(call: Callable[[], Any]) -> str:
+    """Return the number of operations in the graph of a call, in words; nothing without one."""
+    if not hasattr(call, "get_concrete_function"):
+        return ""
+    return f", {len(call.get_concrete_function().graph.get_operations())} operations"
+
+
+CALLS = {
+    "torch": torch_calls,
+    "tensorflow": tensorflow_calls,
+    "keras": keras_calls,
+    "jax": jax_calls,
+}
 
 
 def run(framework: str) -> None:
@@ -115,11 +153,13 @@ def run(framework: str) -> None:
             for peer, calls in CALLS[framework](arrays, limit).items():
                 found = medians(calls, 0.0, rounds)
                 ratios = ", ".join(
-                    f"{name} {found[name]:.0f} µs ({found[name] / found['theirs']:.2f}×)"
+                    f"{name} {found[name]:.0f} µs ({found[name] / found['theirs']:.2f}×"
+                    f"{operations(calls[name])})"
                     for name in found
                     if name != "theirs"
                 )
-                print(f"{count} tensors, {what}: {peer} {found['theirs']:.0f} µs; {ratios}")
+                theirs = f"{found['theirs']:.0f} µs{operations(calls['theirs'])}"
+                print(f"{count} tensors, {what}: {peer} {theirs}; {ratios}")
 
 
 def main() -> None:

@@ -305,6 +305,18 @@ def test_adaptive_grad_clip_is_that_of_optax():
         transform.update(gradient, state)
 
 
+@pytest.mark.parametrize("limit", [0.05, 0.6, 1.0, 1e3])
+def test_clip_by_block_rms_is_that_of_optax(limit):
+    expected, _ = optax.clip_by_block_rms(limit).update(UPDATES, None)
+    clip = as_optax(NormClip(limit, ord="rms", scope="tensor"))
+    clipped, state = jax.jit(clip.update)(UPDATES, None)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-6), clipped, expected)
+    for block in jax.tree.leaves(clipped):
+        assert float(jnp.sqrt(jnp.mean(jnp.square(block)))) <= limit
+    again, _ = clip.update(clipped, state)
+    jax.tree.map(np.testing.assert_array_equal, again, clipped)
+
+
 def test_per_example_global_norm_clip_is_a_vmap():
     batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *GRADS)
     leaves, tree = jax.tree.flatten(batch)
