@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 from helpers import PATIENCE, hiding, needs
 
-from fedclip import AGC, NormClip, ZScoreClip
+from fedclip import (
+    AGC,
+    AdaptiveClip,
+    AutoClip,
+    EmaClip,
+    MadClip,
+    NormClip,
+    PercentileNormClip,
+    ZScoreClip,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -155,6 +164,11 @@ def test_a_skipped_step_is_zero_and_another_one_is_kept_to_the_bit(
         (partial(NormClip, 1.0), 20, 0),
         (partial(ZScoreClip, on_nonfinite="propagate"), 53, 0),
         (partial(ZScoreClip), 53, 0),
+        (EmaClip, 51, 0),
+        (AdaptiveClip, 85, 0),
+        (PercentileNormClip, 85, 0),
+        (AutoClip, 107, 0),
+        (MadClip, 120, 0),
         # Two norms for each tensor: of its units, and of those of its weights.
         (partial(AGC, 0.1), 90, 2),
     ],

@@ -124,7 +124,7 @@ class HeldClipper:
         for column, value in zip(columns, after, strict=True):
             column.assign(value)
         bad = xp.where(step.finite, 0.0, 1.0)
-        happened = xp.stack([xp.where(step.finite, 1.0, 1.0), xp.max(over), bad])
+        happened = xp.stack([xp.full_like(bad, 1.0), xp.max(over), bad])
         counts.assign(ops.read(counts) + ops.cast(happened, counts.dtype))
         return clipped
 

@@ -229,6 +229,10 @@ class Arithmetic:
         # JAX can be told to raise where a division makes NaN, though nobody uses it.
         return x / self.where(counts, y, 1.0)
 
+    def full_like(self, x: Array, number: float) -> Array:
+        """Return the number for each group."""
+        return number + 0.0 * x
+
     def zero_below(self, x: Array, least: float) -> Array:
         """Return `x`, with 0 in the place of numbers below the least."""
         return self.where(x < least, 0.0, x)

@@ -159,6 +159,13 @@ class TensorflowBackend(Backend):
         dtype = next((v.dtype for v in (x, y) if tf.is_tensor(v)), tf.float64)
         return tf.where(condition, _of(dtype, x), _of(dtype, y))
 
+    def full_like(self, x: Array, number: float) -> Array:
+        # What is constant is worked out before the graph runs.
+        return tf.fill(x.shape, tf.constant(number, x.dtype))
+
+    def ratio(self, x: Array, y: Array, counts: Array) -> Array:
+        return tf.math.divide_no_nan(x, y)
+
     def isfinite(self, x: Array) -> Array:
         return tf.math.is_finite(x)
 

@@ -308,6 +308,9 @@ class TorchBackend(Backend):
     def ratio(self, x: Array, y: Array, counts: Array) -> Array:
         return x / y
 
+    def full_like(self, x: Array, number: float) -> Array:
+        return torch.full_like(x, number)
+
     def zero_below(self, x: Array, least: float) -> Array:
         return torch.threshold(x, least, 0.0)
 

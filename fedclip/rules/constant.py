@@ -27,9 +27,10 @@ class Constant:
         return NoState()
 
     def __call__(self, norms: Array, state: NoState, xp: Arithmetic) -> tuple[Array, NoState]:
-        # One number needs no copy to a device.
-        limits = self.limits[0] if len(self.limits) == 1 else xp.asarray(self.limits, like=norms)
-        return limits + 0.0 * norms, state
+        if len(self.limits) == 1:
+            # One number needs no copy to a device.
+            return xp.full_like(norms, self.limits[0]), state
+        return xp.asarray(self.limits, like=norms) + 0.0 * norms, state
 
 
 @dataclass(frozen=True)
