@@ -101,13 +101,13 @@ class History(ABC):
         if self.include_current:
             after = self.observe(norms, state, xp)
             state = updated(state, [(self.sound(after), after._asdict())], xp, finite)
-        judged = self.judge(norms, state, xp, self.start)
-        changes = []
+        start, changes = self.start, []
+        judged = self.judge(norms, state, xp, start)
         if not self.include_current:
             after = self.observe(judged.seen, state, xp)
             changes += [(both(judged.learns, self.sound(after)), after._asdict())]
-        if self.start is not None:
-            changes += [self.start.learn(judged.usual, state)]
+        if start is not None:
+            changes += [start.learn(judged.usual, state)]
         return judged.limits, updated(state, changes, xp, finite)
 
     @abstractmethod
@@ -226,11 +226,11 @@ def updated(
     direct: dict[str, Array] = {}
     conditions, fields = [], {}
     for condition, new in changes:
-        new = {f: values for f, values in new.items() if values is not getattr(state, f)}
         known = condition is None or xp.known(condition)
         if known and finite is None:
             direct.update(new)
         elif known is not False:
+            new = {f: values for f, values in new.items() if values is not getattr(state, f)}
             fields.update(new)
             conditions += [finite if condition is None else condition] * len(new)
     if fields:
