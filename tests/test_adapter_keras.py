@@ -85,8 +85,16 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("inner", INNER)
+# All pairs on one backend; on the others each optimizer and each clip.
+PAIRS = [
+    (inner, clip)
+    for inner in INNER
+    for clip in CLIPS
+    if ON_TENSORFLOW or inner == "sgd" or clip == "global_clipnorm"
+]
+
+
+@pytest.mark.parametrize(("inner", "clip"), PAIRS)
 def test_it_does_what_keras_own_clip_does(inner, clip):
     excluded = ["bias"] if "decayed" in inner else []
     expected = trained(INNER[inner](**{clip: LIMIT}), exclude=excluded)
@@ -303,7 +311,6 @@ def norm_clipped(inner=None):
     ("options", "jit"),
     [
         *(({}, jit) for jit in (False, True, "auto")),
-        ({"gradient_accumulation_steps": 2}, False),
         ({"gradient_accumulation_steps": 2}, True),
         ({"use_ema": True}, "auto"),
     ],
