@@ -147,7 +147,7 @@ class Adaptive:
         unclipped, count = state.unclipped + counted.unclipped, state.count + counted.n
         moved = self._move(state, unclipped, np.maximum(count, 1.0), NUMPY)
         first = AdaptiveState(self._bounded(counted.levels[0], NUMPY), 0.0 * count, 0.0 * count)
-        return updated(first, [(state.limit > 0, moved._asdict())], NUMPY)
+        return updated(first, [(state.limit > 0, moved)], NUMPY)
 
     def ceiling(self, state: AdaptiveState) -> Floats:
         # Of a norm it is learnt whether it was below the limit, and without a start its size too.

@@ -100,12 +100,12 @@ class History(ABC):
         """Return the limits and the state after; the same state if the gradient is not finite."""
         if self.include_current:
             after = self.observe(norms, state, xp)
-            state = updated(state, [(self.sound(after), after._asdict())], xp, finite)
+            state = updated(state, [(self.sound(after), after)], xp, finite)
         start, changes = self.start, []
         judged = self.judge(norms, state, xp, start)
         if not self.include_current:
             after = self.observe(judged.seen, state, xp)
-            changes += [(both(judged.learns, self.sound(after)), after._asdict())]
+            changes += [(both(judged.learns, self.sound(after)), after)]
         if start is not None:
             changes += [start.learn(judged.usual, state)]
         return judged.limits, updated(state, changes, xp, finite)
@@ -215,27 +215,29 @@ def both(one: Array | None, other: Array | None) -> Array | None:
 
 def updated(
     state: S,
-    changes: Sequence[tuple[Array | None, Mapping[str, Array]]],
+    changes: Sequence[tuple[Array | None, S | Mapping[str, Array]]],
     xp: Arithmetic,
     finite: Array | None = None,
 ) -> S:
-    """Return the state with new fields, those of each change in the groups of its condition.
+    """Return the state after each change, a state or some fields, in the groups of its condition.
 
     No condition means all groups. Nothing changes unless the gradient is `finite`.
     """
-    direct: dict[str, Array] = {}
     conditions, fields = [], {}
     for condition, new in changes:
         known = condition is None or xp.known(condition)
+        if known is False:
+            continue
         if known and finite is None:
-            direct.update(new)
-        elif known is not False:
-            new = {f: values for f, values in new.items() if values is not getattr(state, f)}
-            fields.update(new)
-            conditions += [finite if condition is None else condition] * len(new)
+            # The first change may be to all the state; the others are to other fields.
+            state = new if isinstance(new, tuple) else state._replace(**new)  # type: ignore
+            continue
+        values = new._asdict() if isinstance(new, tuple) else new  # type: ignore[attr-defined]
+        values = {f: v for f, v in values.items() if v is not getattr(state, f)}
+        fields.update(values)
+        conditions += [finite if condition is None else condition] * len(values)
     if fields:
         old = [getattr(state, field) for field in fields]
         chosen = xp.choose(conditions, [*fields.values()], old, finite)
-        direct.update(zip(fields, chosen, strict=True))
-    after: S = state._replace(**direct)  # type: ignore[attr-defined]
-    return after
+        state = state._replace(**dict(zip(fields, chosen, strict=True)))  # type: ignore
+    return state
