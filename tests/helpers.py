@@ -36,7 +36,7 @@ if unknown := set(BACKENDS) - set(FRAMEWORKS):
 FRAMEWORK_MODULES = ("torch", "tensorflow", "jax", "jaxlib", "haiku", "keras")
 
 # What else stands for a framework.
-_FRAMEWORK_OF = {"keras": "tensorflow", "haiku": "jax", "optax": "jax"}
+FRAMEWORK_OF = {"keras": "tensorflow", "haiku": "jax", "optax": "jax"}
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def needs(framework: str) -> None:
 def require(module: str) -> Any:
     """Return a module of a framework, or skip as `needs` does."""
     root = module.partition(".")[0]
-    needs(_FRAMEWORK_OF.get(root, root))
+    needs(FRAMEWORK_OF.get(root, root))
     return importlib.import_module(module)
 
 

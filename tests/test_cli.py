@@ -608,6 +608,7 @@ def test_a_path_that_no_system_takes_is_a_sentence(words: list[str], code: int) 
     one_sentence(result)
 
 
+@pytest.mark.slow
 def test_what_can_not_be_written_is_a_sentence(checkpoints: Path, tmp_path: Path) -> None:
     for option in ("--plot", "--csv", "--html"):
         for file in (tmp_path, tmp_path / LONG):

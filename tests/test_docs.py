@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from declearn.main.config import FLOptimConfig
 from declearn.optimizer import Optimizer
-from helpers import BACKENDS, FRAMEWORKS
+from helpers import BACKENDS, FRAMEWORK_OF, FRAMEWORKS
 from typer.testing import CliRunner
 
 import fedclip
@@ -30,6 +30,9 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 RUN = ("list", "check", "translate", "report", "doctor", "privacy", "--version", "--help")
 """Commands that are over within two seconds; of others, only that they exist is checked."""
+
+SLOW = ("lightning", "transformers")
+"""Pages for which packages are imported that take seconds."""
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -61,7 +64,8 @@ def missing(block: Block) -> list[str]:
 
 
 def is_there(module: str) -> bool:
-    if module in FRAMEWORKS and module not in BACKENDS:
+    framework = FRAMEWORK_OF.get(module, module)
+    if framework in FRAMEWORKS and framework not in BACKENDS:
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -76,8 +80,15 @@ def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-# tests/test_tutorials.py runs the one that is a notebook.
-@pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "tutorial-loops"], ids=page_id)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page_id(page), marks=[pytest.mark.slow] * (page.stem in SLOW))
+        for page in PAGES
+        # tests/test_tutorials.py runs it.
+        if page.stem != "tutorial-loops"
+    ],
+)
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # A rich table as wide as the page shows it.

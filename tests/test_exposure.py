@@ -159,6 +159,7 @@ def test_an_absurd_epsilon_is_called_that(check: Any) -> None:
 
 
 # -- what declearn releases -------------------------------------------------------------------
+@pytest.mark.slow
 def test_what_declearn_itself_releases_is_named(check: Any) -> None:
     found = said(central(check, run="[run.early_stop]\ntolerance = 0.1\npatience = 3\n"))
     assert "evaluation loss and metrics, its number of steps and of samples, without noise" in found

@@ -16,7 +16,7 @@ from declearn.secagg.joye_libert import JoyeLibertDecrypter, JoyeLibertEncrypter
 from declearn.secagg.masking import MaskingDecrypter, MaskingEncrypter
 from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_messages
 from federation_helpers import Clients, Server, norm
-from helpers import FRAMEWORKS, to_numpy, to_vector
+from helpers import each_framework, to_numpy, to_vector
 
 import fedclip
 from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER
@@ -145,7 +145,7 @@ def test_values_at_the_edge_of_the_range_keep_their_sign(
     np.testing.assert_allclose(found, values.astype(float), rtol=0, atol=rounding * edge)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@each_framework()
 def test_the_edge_in_every_framework(framework: str) -> None:
     arrays = {"w": np.array([1.0, -1.0, 0.5], np.float32), "b": np.array([0.25], np.float32)}
     update = to_vector(arrays, framework)

@@ -63,6 +63,7 @@ def test_runs_below_a_folder_are_seeds_of_it(tmp_path: Path) -> None:
     assert " ± " not in cells[1][2]
 
 
+@pytest.mark.slow
 def test_compare_prints_a_table_and_json_and_a_page(tmp_path: Path) -> None:
     for name in ("[red]x", "<script>"):
         large_run(tmp_path / name, 5, 2)
