@@ -67,7 +67,7 @@ class Form:
     """What one step mostly has in common with the last: dtypes and sizes of its views.
 
     What follows from these alone is found once, not at each step: a quiet step of `norm-clip`
-    then takes a quarter less ("MLP" of `make bench`).
+    then takes a tenth less ("MLP" and "LSTM" of `make bench`).
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class Form:
 
 
 # The last form of each number of arrays. The key of a step is compared with one that is there, as
-# to hash it takes three times as long.
+# to hash it takes several times as long.
 _FORMS: dict[int, Form] = {}
 
 

@@ -173,7 +173,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
 
     def _by_table(self, groups: Groups, rest: float) -> Transform:
         """Return the transform with the limits of a table in `scope`, if it is one."""
-        # A dict, as `check_scope` returns: to ask for a Mapping takes ten times as long.
+        # A dict, as `check_scope` returns: to ask for a Mapping takes five times as long.
         if not isinstance(self.scope, dict):
             return self._transform
         limits = tuple(self.scope.get(label, rest) for label in groups.labels)
