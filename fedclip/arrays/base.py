@@ -74,6 +74,8 @@ class Form:
     key
         The dtypes of the views, then their numbers of elements; None and 0 for one that is not in
         host memory.
+    pairs
+        Dtype and number of elements of each view.
     sizes
         Bytes of each view.
     bytes
@@ -87,8 +89,8 @@ class Form:
     def __init__(self, key: list[Any]) -> None:
         number = len(key) // 2
         self.key = key
-        pairs = zip(key[:number], key[number:], strict=True)
-        self.sizes = [size * dtype.itemsize if size else 0 for dtype, size in pairs]
+        self.pairs = [*zip(key[:number], key[number:], strict=True)]
+        self.sizes = [size * dtype.itemsize if size else 0 for dtype, size in self.pairs]
         self.bytes = sum(self.sizes)
         self.dtypes: set[np.dtype[Any]] = {*key[:number]} - {None}
         self.floats = bool(self.dtypes) and self.dtypes <= _FLOATS

@@ -134,7 +134,9 @@ class _Plan:
         Of the larger ones: position, number and length of rows, number of elements left over, and
         the places of the rows among those of all.
     tails
-        Positions of those that are left over.
+        Positions of the larger ones with elements left over.
+    count
+        The number of rows of all.
     wide
         The dtype of the sums of rows.
     """
@@ -145,10 +147,7 @@ class _Plan:
         self.small: list[int] = []
         self.rows: list[tuple[int, tuple[int, int], int, int, int]] = []
         stop = 0
-        number = len(form.sizes)
-        for place, (dtype, size) in enumerate(
-            zip(form.key[:number], form.key[number:], strict=True)
-        ):
+        for place, (dtype, size) in enumerate(form.pairs):
             if size and dtype.itemsize == 2:
                 self.halves.append(place)
             elif size >= _BLOCK:
@@ -218,9 +217,9 @@ def square_sums(views: Sequence[HostView]) -> list[float]:
     # There is nothing to add for what is empty.
     filled = [(place, v) for place, v in zip(plan.small + plan.tails, rest, strict=True) if v.size]
     if filled:
-        places, views = zip(*filled, strict=True)
-        values = np.concatenate(views, axis=None, dtype=np.float64)
-        starts = list(accumulate((view.size for view in views[:-1]), initial=0))
+        places, tails = zip(*filled, strict=True)
+        values = np.concatenate(tails, axis=None, dtype=np.float64)
+        starts = list(accumulate((tail.size for tail in tails[:-1]), initial=0))
         _add_up(values * values, starts, places, sums)
     return sums
 

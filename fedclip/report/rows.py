@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -108,6 +109,8 @@ def printable(text: str) -> str:
 
 def number(value: float | None) -> str:
     """Return a number with three digits, "-" for none."""
-    if value is None or value != value:
-        return "-" if value is None else "NaN"
+    if value is None:
+        return "-"
+    if math.isnan(value):
+        return "NaN"
     return f"{value:.3g}" if abs(value) < 1e5 else f"{value:.2e}"

@@ -60,7 +60,7 @@ class Judgement(NamedTuple):
     unclipped: Array | None = None
     """1 for a norm of at most the limit, else 0; only from rules that count "bits"."""
     usual: Array | None = None
-    """The norm that the protection of the first norms learns, if that is not `seen`."""
+    """The norm that the protection of the first norms learns; only from rules that have one."""
 
 
 class Rule(Protocol):

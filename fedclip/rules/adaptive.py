@@ -14,8 +14,8 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from fedclip.arrays import NUMBER, NUMPY, Arithmetic, Array
-from fedclip.rules import CLEAR, Basis, Judgement, State
-from fedclip.rules.history import TINY, updated
+from fedclip.rules import Basis, Judgement, State
+from fedclip.rules.history import TINY, apart, updated
 from fedclip.rules.sharing import Counted, Floats, Sketched
 from fedclip.rules.start import Start, state_of
 
@@ -129,9 +129,8 @@ class Adaptive:
             if start is not None:
                 first, tamed = start.limits(state, xp)
                 spike = base > first
-                # Keep the limit of other norms well above them: they are not measured again.
-                clear = xp.where(spike, first, xp.maximum(first, CLEAR * base))
-                limits = xp.where(ready, limits, xp.minimum(limits, clear))
+                protected = apart(base, spike, first, xp)
+                limits = xp.where(ready, limits, xp.minimum(limits, protected))
                 usual = xp.where(ready, norms, xp.where(spike, tamed, norms))
                 learns = learns & (ready | start.begun(state))
         seen = below if self.start is None else usual

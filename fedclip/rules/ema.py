@@ -82,7 +82,6 @@ class Ema(History):
             ready,
             xp,
             start,
-            learnt=threshold if target is None else target,
             target=target,
             measured=norms if self.eps else None,
         )

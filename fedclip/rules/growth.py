@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import CLEAR, Basis
-from fedclip.rules.history import TINY
+from fedclip.rules import Basis
+from fedclip.rules.history import TINY, apart
 
 
 class GrowthState(NamedTuple):
@@ -59,10 +59,9 @@ class Growth:
             threshold = xp.minimum(threshold, previous + self.add)
         # No norm can grow from 0: the step after a norm of 0 is a first step again.
         ready = previous > 0
-        # Keep the limit of other norms well above them, so that they are not measured again.
-        clear = xp.maximum(threshold, CLEAR * (norms + self.eps if self.eps else norms))
+        base = norms + self.eps if self.eps else norms
         before = math.inf if self.warmup_norm is None else self.warmup_norm
-        limits = xp.where(ready, xp.where(norms > threshold, threshold, clear), before)
+        limits = xp.where(ready, apart(base, norms > threshold, threshold, xp), before)
         if self.max_norm is not None:
             limits = xp.minimum(limits, self.max_norm)
         after = xp.minimum(norms, limits)

@@ -106,7 +106,6 @@ class ZScore(History):
             ready,
             xp,
             start,
-            learnt=threshold if target is None else target,
             target=target,
             measured=norms if self.eps and self.estimator != "smartclip" else None,
         )

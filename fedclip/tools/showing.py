@@ -130,14 +130,13 @@ def write(file: str | Path, text: str) -> None:
 
 def can_write(*, plot: Path | None = None, html: Path | None = None) -> None:
     """End with a sentence if a picture or a page could not be written, before what takes long."""
-    for option, file, packages, installed in (
-        ("--plot", plot, ("matplotlib",), "matplotlib"),
-        ("--html", html, ("jinja2", "vl_convert"), "jinja2 vl-convert-python"),
+    for option, file, name, packages, installed in (
+        ("--plot", plot, "report.png", ("matplotlib",), "matplotlib"),
+        ("--html", html, "report.html", ("jinja2", "vl_convert"), "jinja2 vl-convert-python"),
     ):
         if file is None:
             continue
         if os.path.isdir(file):
-            name = {"--plot": "report.png", "--html": "report.html"}[option]
             fail(f"can not write {file}: it is a folder; give a file, such as {file / name}")
         for package in packages:
             try:
