@@ -14,7 +14,7 @@ import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import Judgement, State
-from fedclip.rules.history import TINY, History, both
+from fedclip.rules.history import TINY, Criterion, History, both
 from fedclip.rules.sharing import Counted, Floats, pooled
 from fedclip.rules.start import Start
 
@@ -69,22 +69,19 @@ class Ema(History):
     def threshold(self, state: State, xp: Arithmetic) -> Array:
         return self.ratio * state.mean
 
+    def criterion(self, norms: Array, state: State, xp: Arithmetic) -> Criterion:
+        return Criterion(
+            self.threshold(state, xp),
+            self.ready(state, state.mean),
+            target=None if self.action == "max" else self._target(norms, state.mean, xp),
+            measured=norms if self.eps else None,
+        )
+
     def judge(
         self, norms: Array, state: State, xp: Arithmetic, start: Start | None = None
     ) -> Judgement:
-        threshold = self.threshold(state, xp)
-        ready = self.ready(state, state.mean)
-        target = None if self.action == "max" else self._target(norms, state.mean, xp)
-        judged = self.compare(
-            norms,
-            state,
-            threshold,
-            ready,
-            xp,
-            start,
-            target=target,
-            measured=norms if self.eps else None,
-        )
+        judged = super().judge(norms, state, xp, start)
+        ready = judged.ready
         seen, learns = judged.seen, judged.learns
         if self.feedback != "raw" and start is None:
             # What comes out is learnt, with fixed limits too.

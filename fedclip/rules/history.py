@@ -24,7 +24,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,21 @@ TINY = 1.2e-38
 """The smallest normal float32: a divisor in place of 0, on every device."""
 
 S = TypeVar("S", bound=tuple[Any, ...])
+
+
+class Criterion(NamedTuple):
+    """What the norms of one step are judged by, in each group."""
+
+    threshold: Array
+    """A norm above this is a spike."""
+    ready: Array
+    """The groups that have statistics to judge by."""
+    learnt: Array | None = None
+    """What the statistics learn from a spike, if not its limit."""
+    target: Array | None = None
+    """The limit of a spike, if not the threshold."""
+    measured: Array | None = None
+    """What is compared with the threshold, if not ``norms + eps``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +137,12 @@ class History(ABC):
         """Return which groups can be judged; a scale of 0 is none to judge by."""
         return (state.count >= max(self.warmup, self.least)) & (scale > 0)
 
+    def criterion(self, norms: Array, state: State, xp: Arithmetic) -> Criterion:
+        """Return what the norms are judged by."""
+        threshold = self.threshold(state, xp)
+        learnt = xp.minimum(norms, self.reach * threshold)
+        return Criterion(threshold, self.ready(state, threshold), learnt=learnt)
+
     def judge(
         self, norms: Array, state: State, xp: Arithmetic, start: Start | None = None
     ) -> Judgement:
@@ -129,30 +150,7 @@ class History(ABC):
 
         `start` protects the groups that are not ready.
         """
-        threshold = self.threshold(state, xp)
-        ready = self.ready(state, threshold)
-        learnt = xp.minimum(norms, self.reach * threshold)
-        return self.compare(norms, state, threshold, ready, xp, start, learnt=learnt)
-
-    def compare(
-        self,
-        norms: Array,
-        state: State,
-        threshold: Array,
-        ready: Array,
-        xp: Arithmetic,
-        start: Start | None,
-        *,
-        learnt: Array | None = None,
-        target: Array | None = None,
-        measured: Array | None = None,
-    ) -> Judgement:
-        """Return the judgement, given the thresholds and which groups are ready.
-
-        Of a spike, `target` is the limit, if not the threshold, and `learnt` what the statistics
-        learn, if not the limit. `measured` is compared with the threshold in the place of
-        ``norms + eps``.
-        """
+        threshold, ready, learnt, target, measured = self.criterion(norms, state, xp)
         base = norms + self.eps if self.eps else norms
         # A norm that is included is often the threshold itself.
         exact = measured is None and target is None and not self.include_current

@@ -13,10 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from fedclip.arrays import NUMPY, Arithmetic, Array
-from fedclip.rules import Judgement, State
-from fedclip.rules.history import TINY, History
+from fedclip.rules import State
+from fedclip.rules.history import TINY, Criterion, History
 from fedclip.rules.sharing import Counted, Floats, pooled
-from fedclip.rules.start import Start
 
 
 class ZScoreState(NamedTuple):
@@ -90,25 +89,15 @@ class ZScore(History):
     def _above(self, mean: Array, std: Array, xp: Arithmetic) -> Array:
         return xp.add(mean, std + self.std_eps if self.std_eps else std, self.z_max)
 
-    def judge(
-        self, norms: Array, state: State, xp: Arithmetic, start: Start | None = None
-    ) -> Judgement:
+    def criterion(self, norms: Array, state: State, xp: Arithmetic) -> Criterion:
         std = self._std(state, xp)
         threshold = self._above(state.mean, std, xp)
-        ready = self.ready(state, threshold)
-        target = None
+        target = measured = None
         if self.action != "max" or self.std_eps:
             target = self._target(norms, state.mean, std, xp)
-        return self.compare(
-            norms,
-            state,
-            threshold,
-            ready,
-            xp,
-            start,
-            target=target,
-            measured=norms if self.eps and self.estimator != "smartclip" else None,
-        )
+        if self.eps and self.estimator != "smartclip":
+            measured = norms
+        return Criterion(threshold, self.ready(state, threshold), target=target, measured=measured)
 
     def merge(self, state: ZScoreState, counted: Counted) -> ZScoreState:
         mean, variance, before = state
