@@ -327,13 +327,10 @@ def private_gradients(
         A pytree of arrays.
     batch
         A pytree of arrays whose first axis is the records; there may be none.
-    max_norm, noise_multiplier, expected_batch_size
-        As above: > 0, >= 0, > 0.
+    max_norm, noise_multiplier, expected_batch_size, **settings
+        Those of `fedclip.dpsgd.step.private_mean`; settings are ``mode`` and ``noise``.
     micro_batch
         How many records are in memory at once, at most.
-    **settings
-        ``mode`` ("flat", "tensor", "layer", "automatic" or a list of patterns) and ``noise``, an
-        object that adds it; see `fedclip.dpsgd.step.private_mean`.
 
     Raises
     ------

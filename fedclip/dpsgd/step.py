@@ -43,9 +43,10 @@ def private_mean(
         By which the sum is divided: the sampling rate times the number of records, never the
         actual size of a batch; > 0.
     mode
-        One of `fedclip.dpsgd.clipping.MODES` but "adaptive", or a list of patterns.
+        What a norm is taken over: "flat", "tensor", "layer", "automatic" or a list of patterns,
+        as in `fedclip.dpsgd.clipping`.
     noise
-        What adds it: Gaussian noise from the operating system's secure generator.
+        The object that adds noise: Gaussian, from the operating system's secure generator.
     """
     bound = parameters.positive(max_norm=max_norm)
     std = parameters.non_negative(noise_multiplier=noise_multiplier) * bound
