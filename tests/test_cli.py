@@ -148,6 +148,14 @@ def test_doctor_refuses_an_old_declearn(monkeypatch: pytest.MonkeyPatch) -> None
     assert "declearn>=2.9.1" in one_sentence(result)
 
 
+def test_doctor_tells_the_versions_without_declearn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "declearn.aggregator", None)
+    result = call("doctor")
+    assert result.exit_code == 1
+    assert re.search(r"^registered +none$", result.stdout, re.MULTILINE)
+    assert "pip install 'declearn>=2.9.1,<3'" in one_sentence(result)
+
+
 # ------------------------------------------------------------------------------- translate
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import fedclip.tools.cli
 from fedclip.report import read_report
 from fedclip.tools.check import check_config
-from fedclip.tools.suggest import Place, suggestions
+from fedclip.tools.suggest import Place, Proposal, rewritten, suggestions
 
 CONFIG = """\
 # a comment on top
@@ -169,6 +169,24 @@ def test_another_proposal_takes_the_place_of_the_first(looked: Path, tmp_path: P
     config = tomllib.loads(file.read_text())
     assert [m[0] for m in config["optim"]["client_opt"]["modules"]] == ["norm-clip", "momentum"]
     assert config["optim"]["server_opt"]["modules"] == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('["adam"]', '[["norm-clip", {}], "adam"]'),
+        ('[ "adam", "momentum" ]', '[ ["norm-clip", {}], "adam", "momentum" ]'),
+        ('[\n    "adam", # 1\n]', '[\n    ["norm-clip", {}],\n    "adam", # 1\n]'),
+        ("[]", '[["norm-clip", {}]]'),
+    ],
+)
+def test_a_list_is_written_as_people_write_it(old: str, new: str) -> None:
+    proposal = Proposal(
+        "step.fixed", {"client_opt": ("norm-clip", {"max_norm": 1.0})}, None, "", ""
+    )
+    text = "[client_opt]\nmodules = {}  # here\n"
+    new = new.replace("{}", "{max_norm = 1.0}")
+    assert rewritten(text.format(old), proposal) == text.format(new)
 
 
 def test_a_learning_rate_becomes_a_section(looked: Path, tmp_path: Path) -> None:

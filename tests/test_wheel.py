@@ -114,6 +114,8 @@ def without(missing: str, code: str, *words: str) -> subprocess.CompletedProcess
         ("jax", LOOP.format("jax"), [], "jax optax"),
         ("optax", LOOP.format("jax"), [], "jax optax"),
         ("opacus", CLIENT, [], "opacus dp-accounting"),
+        ("declearn", COMMAND, ["list"], "'declearn>=2.9.1,<3'"),
+        ("declearn", COMMAND, ["compare", "run"], "'declearn>=2.9.1,<3'"),
         ("dp_accounting,opacus", COMMAND, CALIBRATE, "dp-accounting"),
         ("matplotlib", COMMAND, ["report", "run", "--plot", "p.png"], "matplotlib"),
         ("jinja2", COMMAND, ["report", "run", "--html", "p.html"], "jinja2 vl-convert-python"),

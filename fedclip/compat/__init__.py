@@ -3,8 +3,8 @@
 
 Each file has tables by the names of other packages (peers), with a function for each class. Its
 parameters and defaults are those of the class; it says which clipper and parameters give the same
-numbers, and what differs. If the peer has a defect, the translation is the corrected clipper, and
-`notes` says so. The translation treats NaN and infinity as `on_nonfinite` says, whatever the peer
+numbers, and what differs. If the class has a defect, the translation is the corrected clipper, and
+`notes` says so. The translation treats NaN and infinity as `on_nonfinite` says, whatever the class
 does.
 """
 
@@ -26,20 +26,20 @@ PEERS: Peers = {
     **flower.PEERS,
     **papers.PEERS,
 }
-"""The classes that can be translated, by peer."""
+"""The classes that can be translated, by package."""
 
 
-def translate(peer: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """Return the clipper of fedclip that does the same as a peer's.
+def translate(package: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """Return the clipper of fedclip that does the same as another package's.
 
     Parameters
     ----------
-    peer : str
+    package : str
         Name of the package, e.g. "torchzero".
     cls : str
         Name of its class or function, e.g. "ClipNorm".
     config : mapping
-        The parameters that it was given; the others have the peer's defaults.
+        The parameters that it was given; the others have their defaults there.
 
     Returns
     -------
@@ -53,7 +53,7 @@ def translate(peer: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str,
     Raises
     ------
     ValueError
-        If the peer, class, parameter, or a word given for a parameter is not known; if a
+        If the package, class, parameter, or a word given for a parameter is not known; if a
         parameter without a default is missing; or if a parameter must be a number and is not.
 
     Examples
@@ -65,12 +65,12 @@ def translate(peer: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str,
     ...
     ValueError: torchzero has no clipper 'ClipNrm'; did you mean 'ClipNorm'?
     """
-    found = _translation(peer, cls, config)
+    found = _translation(package, cls, config)
     return found.kind, found.name, found.config
 
 
-def notes(peer: str, cls: str, config: Mapping[str, Any]) -> list[str]:
-    """Return how the translation differs from the peer: one sentence for each difference.
+def notes(package: str, cls: str, config: Mapping[str, Any]) -> list[str]:
+    """Return how the translation differs from the original: one sentence for each difference.
 
     It takes the same arguments as `translate`, and raises the same errors.
 
@@ -83,33 +83,33 @@ def notes(peer: str, cls: str, config: Mapping[str, Any]) -> list[str]:
     dim=None
     ord='var'
     """
-    return list(_translation(peer, cls, config).notes)
+    return list(_translation(package, cls, config).notes)
 
 
 def known() -> dict[str, list[str]]:
-    """Return the classes that can be translated, by peer.
+    """Return the classes that can be translated, by package.
 
     Examples
     --------
     >>> known()["timm"]
     ['adaptive_clip_grad']
     """
-    return {peer: list(classes) for peer, classes in PEERS.items()}
+    return {package: list(classes) for package, classes in PEERS.items()}
 
 
-def _translation(peer: str, cls: str, config: Mapping[str, Any]) -> Translation:
-    if peer not in PEERS:
-        raise ValueError(unknown("fedclip translates from no peer", peer, PEERS))
-    if cls not in PEERS[peer]:
-        raise ValueError(unknown(f"{peer} has no clipper", cls, PEERS[peer]))
-    entry = PEERS[peer][cls]
+def _translation(package: str, cls: str, config: Mapping[str, Any]) -> Translation:
+    if package not in PEERS:
+        raise ValueError(unknown("fedclip translates from no package", package, PEERS))
+    if cls not in PEERS[package]:
+        raise ValueError(unknown(f"{package} has no clipper", cls, PEERS[package]))
+    entry = PEERS[package][cls]
     for key in config:
         if key not in entry.parameters:
-            raise ValueError(unknown(f"{cls} of {peer} has no parameter", key, entry.parameters))
+            raise ValueError(unknown(f"{cls} of {package} has no parameter", key, entry.parameters))
     values = {**entry.parameters, **config}
     missing = [key for key, value in values.items() if value is REQUIRED]
     if missing:
-        raise ValueError(f"{cls} of {peer} needs {', '.join(map(repr, missing))}")
+        raise ValueError(f"{cls} of {package} needs {', '.join(map(repr, missing))}")
     for key, value in config.items():
         default = entry.parameters[key]
         if default is not None and _is_number(default, key) and not _is_number(value, key):
@@ -117,7 +117,7 @@ def _translation(peer: str, cls: str, config: Mapping[str, Any]) -> Translation:
     try:
         return entry.build(**values)
     except (TypeError, OverflowError) as exc:
-        raise ValueError(f"{cls} of {peer} takes no such value: {exc}") from exc
+        raise ValueError(f"{cls} of {package} takes no such value: {exc}") from exc
 
 
 # Orders of a norm may be words or numbers.

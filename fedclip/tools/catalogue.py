@@ -9,15 +9,14 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from declearn.aggregator import list_aggregators
-from declearn.optimizer import list_optim_modules, list_optim_regularizers
-
 import fedclip
 from fedclip import parameters
 
-__all__ = ["OLDEST_DECLEARN", "build", "catalogue", "fits", "is_ours", "versions"]
+__all__ = ["NEEDS_DECLEARN", "build", "catalogue", "fits", "is_ours", "versions"]
 
 OLDEST_DECLEARN = (2, 9, 1)
+_WANTED = f"declearn>={'.'.join(map(str, OLDEST_DECLEARN))},<3"
+NEEDS_DECLEARN = f"this needs {_WANTED}: pip install '{_WANTED}'"
 
 FRAMEWORKS = "torch tensorflow jax scikit-learn opacus dp-accounting matplotlib websockets"
 
@@ -29,6 +28,10 @@ def is_ours(cls: type) -> bool:
 
 def registries() -> dict[str, Mapping[str, Any]]:
     """Return what is registered with declearn, by kind and name."""
+    # Imported here: the versions are told without declearn, too.
+    from declearn.aggregator import list_aggregators
+    from declearn.optimizer import list_optim_modules, list_optim_regularizers
+
     return {
         "module": list_optim_modules(),
         "regularizer": list_optim_regularizers(),
@@ -66,6 +69,10 @@ def _entry(kind: str, name: str, cls: type) -> dict[str, Any]:
 
 def versions() -> dict[str, Any]:
     """Return the facts for a bug report: versions, frameworks, registered names."""
+    try:
+        registered = [entry["name"] for entry in catalogue()]
+    except ImportError:
+        registered = []
     return {
         "fedclip": fedclip.__version__,
         "declearn": _version("declearn"),
@@ -73,12 +80,14 @@ def versions() -> dict[str, Any]:
         "numpy": _version("numpy"),
         **{name: _version(name) for name in FRAMEWORKS.split()},
         "platform": f"{platform.system()} {platform.machine()}",
-        "registered": [entry["name"] for entry in catalogue()],
+        "registered": registered,
     }
 
 
-def fits(declearn: str) -> bool:
-    """Whether fedclip works with this version of declearn."""
+def fits(declearn: str | None) -> bool:
+    """Whether fedclip works with this version of declearn, of which None is none."""
+    if declearn is None:
+        return False
     numbers = tuple(int(part) for part in declearn.split(".")[:3] if part.isdigit())
     return OLDEST_DECLEARN <= numbers < (3,)
 

@@ -48,7 +48,15 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             # Do not fail on a character that the terminal can not show.
             stream.reconfigure(errors="backslashreplace")
-    app(prog_name="fedclip")
+    try:
+        app(prog_name="fedclip")
+    except ImportError as exc:
+        if exc.name != "declearn":
+            raise
+        from fedclip.tools.catalogue import NEEDS_DECLEARN
+
+        say(f"fedclip: {NEEDS_DECLEARN}", err=True)
+        sys.exit(1)
 
 
 @app.callback(invoke_without_command=True)
@@ -85,7 +93,7 @@ def list_(as_json: JsonFlag = False) -> None:
 
 @app.command()
 def translate(
-    peer: Annotated[str, typer.Argument(metavar="PACKAGE", help="As in torchzero, optax, …")],
+    package: Annotated[str, typer.Argument(metavar="PACKAGE", help="As in torchzero, optax, …")],
     cls: Annotated[str, typer.Argument(metavar="CLASS", help="Its class or function.")],
     config: Annotated[
         list[str] | None, typer.Argument(metavar="[PARAMETER=VALUE]...", help="As given there.")
@@ -104,14 +112,14 @@ def translate(
             fail(f"{item!r} must be PARAMETER=VALUE", code=2)
         given[key.strip()] = from_words(value.strip())
     try:
-        kind, name, parameters = compat.translate(peer, cls, given)
+        kind, name, parameters = compat.translate(package, cls, given)
         # Build the clipper, so that a line with invalid parameters is refused.
         build(kind, name, parameters)
     except (TypeError, ValueError, OverflowError) as exc:
         text = text_of(exc)
-        fail(text if peer in text else f"{cls} of {peer}: {text}")
+        fail(text if package in text else f"{cls} of {package}: {text}")
     typer.echo(toml_line(kind, name, parameters))
-    for note in compat.notes(peer, cls, given):
+    for note in compat.notes(package, cls, given):
         say(f"note: {note}", err=True)
 
 
@@ -276,19 +284,19 @@ def report(
 @app.command()
 def doctor(as_json: JsonFlag = False) -> None:
     """Show what a bug report needs: versions, frameworks, registered names."""
-    from fedclip.tools.catalogue import OLDEST_DECLEARN, fits, versions
+    from fedclip.tools.catalogue import NEEDS_DECLEARN, fits, versions
 
     facts = versions()
-    fitting = fits(facts["declearn"])
+    fitting = fits(facts["declearn"]) and bool(facts["registered"])
     if as_json:
         print(json.dumps({**facts, "ok": fitting}))
     else:
         for name, value in facts.items():
-            shown = ", ".join(value) if isinstance(value, list) else value or "not installed"
+            none = "none" if name == "registered" else "not installed"
+            shown = (", ".join(value) if isinstance(value, list) else value) or none
             typer.echo(f"{name:13} {shown}")
     if not fitting:
-        oldest = ".".join(map(str, OLDEST_DECLEARN))
-        fail(f"fedclip needs declearn>={oldest},<3: pip install 'declearn>={oldest},<3'")
+        fail(NEEDS_DECLEARN)
 
 
 @app.command()

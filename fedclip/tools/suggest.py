@@ -370,6 +370,10 @@ def _insert(optim: Any, section: str, name: str, config: Mapping[str, Any]) -> N
         return
     if name == "update-clip-client":
         modules.append(item)
+    elif len(modules) == 1 and "\n" not in modules.as_string():
+        # Inserted before a single item, tomlkit puts no space after the comma; appended, it does.
+        modules.append(modules[0])
+        modules[0] = item
     else:
         modules.insert(0, item)
 
