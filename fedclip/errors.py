@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = ["FedclipWarning", "NonFiniteError", "StateError", "nearest"]
 
@@ -33,3 +34,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, else nothing."""
     match = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def shown(value: Any) -> str:
+    """Return the repr of a value, shortened; Python refuses to write an int of 5,000 digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -14,9 +14,18 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
-from fedclip.errors import nearest
+from fedclip.errors import nearest, shown
 
 T = TypeVar("T")
+
+
+# The largest whole number of TOML, and of other languages.
+_LARGEST = 2**63 - 1
+
+
+def _typed(value: Any) -> str:
+    """Return the repr of a value, and its type."""
+    return f"{shown(value)} ({type(value).__name__})"
 
 
 def _one(values: dict[str, Any]) -> tuple[str, Any]:
@@ -36,10 +45,8 @@ def number(
     """Return the one keyword value as a finite float inside [low, high] (or open ends)."""
     name, value = _one(values)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        hint = f" ({type(value).__name__})"
-        if value is None:
-            hint = " (declearn's TOML reads nan as None)"
-        raise TypeError(f"{name} must be {allowed}, got {value!r}{hint}")
+        got = "None (declearn's TOML reads nan as None)" if value is None else _typed(value)
+        raise TypeError(f"{name} must be {allowed}, got {got}")
     try:
         result = float(value)
     except OverflowError:
@@ -48,7 +55,7 @@ def number(
         result < high if open_high else result <= high
     )
     if not (inside and math.isfinite(result)):
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
     return result
 
 
@@ -80,12 +87,14 @@ def unit_interval(**values: Any) -> float:
 
 
 def integer(low: int, **values: Any) -> int:
-    """Return the one keyword value as an int >= low; 25.0 is not an int."""
+    """Return the one keyword value as an int from low to 2^63 - 1; 25.0 is not an int."""
     name, value = _one(values)
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an int >= {low}, got {value!r} ({type(value).__name__})")
+        raise TypeError(f"{name} must be an int >= {low}, got {_typed(value)}")
+    if int(value) > _LARGEST:
+        raise ValueError(f"{name} must be an int <= 2^63 - 1, got {shown(value)}")
     if value < low:
-        raise ValueError(f"{name} must be an int >= {low}, got {value!r}")
+        raise ValueError(f"{name} must be an int >= {low}, got {shown(value)}")
     return int(value)
 
 
@@ -93,7 +102,7 @@ def boolean(**values: Any) -> bool:
     """Return the one keyword value if it is True or False; 1 and "true" are not."""
     name, value = _one(values)
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
+        raise TypeError(f"{name} must be True or False, got {_typed(value)}")
     return value
 
 
@@ -101,9 +110,9 @@ def name(**values: Any) -> str:
     """Return the one keyword value if it is a string that is not empty."""
     key, value = _one(values)
     if not isinstance(value, str):
-        raise TypeError(f"{key} must be a string, got {value!r} ({type(value).__name__})")
+        raise TypeError(f"{key} must be a string, got {_typed(value)}")
     if not value:
-        raise ValueError(f"{key} must be a string that is not empty, got {value!r}")
+        raise ValueError(f"{key} must be a string that is not empty, got {shown(value)}")
     return value
 
 
@@ -112,9 +121,11 @@ def choice(allowed: Sequence[str], **values: Any) -> str:
     name, value = _one(values)
     words = ", ".join(repr(word) for word in allowed)
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be one of {words}, got {value!r} ({type(value).__name__})")
+        raise TypeError(f"{name} must be one of {words}, got {_typed(value)}")
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {words}, got {value!r}{nearest(value, allowed)}")
+        raise ValueError(
+            f"{name} must be one of {words}, got {shown(value)}{nearest(value, allowed)}"
+        )
     return value
 
 

@@ -138,9 +138,14 @@ def resolve(scope: Scope, exclude: Sequence[str] | None, names: Sequence[str]) -
 
     Raises
     ------
+    TypeError
+        If a name is no string.
     ValueError
         If a pattern of `scope` or `exclude` matches no name; the message lists the names.
     """
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"names of tensors must be strings, got {name!r}")
     excluded = frozenset(_matched("exclude", exclude or (), names))
     measured = tuple(n for n in names if n not in excluded)
     labels: Iterable[str]

@@ -252,3 +252,23 @@ def test_a_clipper_of_ones_own_may_take_common_parameters_or_none() -> None:
     }
     with pytest.raises(TypeError, match="no parameter 'ords'; did you mean 'ord'"):
         Full(ords=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [
+        ("norm-clip", "max_norm"),
+        ("norm-clip", "ord"),
+        ("zscore-clip", "warmup"),
+        ("percentile-norm-clip", "window"),
+        ("percentile-norm-clip", "history"),
+        ("norm-clip", "keep_memory"),
+    ],
+)
+def test_a_number_of_thousands_of_digits_is_refused_in_words(
+    name: str, parameter: str, digits: int
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{parameter} must be .*, got") as caught:
+        OptiModule.from_specs(name, {parameter: 10**digits})
+    assert len(str(caught.value)) < 500

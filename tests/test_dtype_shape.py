@@ -10,7 +10,7 @@ import pytest
 from declearn.model.sklearn import NumpyVector
 from helpers import Specimen, each_framework, needs, run, specimens
 
-from fedclip import AGC, NormClip
+from fedclip import AGC, NormClip, Standardize, ValueClip
 from fedclip.testing import apply, check_dtype_and_shape, gradient_stream, to_vector
 
 
@@ -96,3 +96,106 @@ def test_a_shape_of_no_dimensions_stays(value: float) -> None:
     gradient = NumpyVector({"w": np.array(value, np.float32)})
     assert NormClip(1.0, dims=0).run(gradient).coefs["w"].shape == ()
     assert AGC(1e-3).run(gradient, gradient).coefs["w"].shape == ()
+
+
+def _torch_8_bits() -> Any:
+    torch = pytest.importorskip("torch")
+    return torch.ones(3).to(torch.float8_e4m3fn)
+
+
+def _torch_half_complex() -> Any:
+    torch = pytest.importorskip("torch")
+    return torch.zeros(3, dtype=torch.complex64).to(torch.complex32)
+
+
+def _tensorflow_8_bits() -> Any:
+    tf = pytest.importorskip("tensorflow")
+    return tf.cast(tf.ones(3), tf.dtypes.experimental.float8_e5m2)
+
+
+def _jax_8_bits() -> Any:
+    numpy = pytest.importorskip("jax.numpy")
+    return numpy.ones(3, numpy.float8_e4m3fn)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize(
+    ("make", "framework"),
+    [
+        (_torch_8_bits, "torch"),
+        (_torch_half_complex, "torch"),
+        (_tensorflow_8_bits, "tensorflow"),
+        (_jax_8_bits, "jax"),
+    ],
+)
+def test_a_dtype_that_numpy_lacks_is_refused_by_name(make: Any, framework: str) -> None:
+    needs(framework)
+    with pytest.raises(TypeError, match=r"norm-clip clips float16.* 'w' is (float8|complex32)"):
+        NormClip(1.0).clip({"w": make()})
+
+
+def _masked() -> Any:
+    return np.ma.masked_array([1.0, 2.0], mask=[True, False])
+
+
+def _nested() -> Any:
+    torch = pytest.importorskip("torch")
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def _ragged() -> Any:
+    return pytest.importorskip("tensorflow").ragged.constant([[1.0, 2.0], [3.0]])
+
+
+def _sparse_tensor() -> Any:
+    tf = pytest.importorskip("tensorflow")
+    return tf.sparse.from_dense(tf.eye(3))
+
+
+def _bcoo() -> Any:
+    sparse = pytest.importorskip("jax.experimental.sparse")
+    return sparse.BCOO.fromdense(np.eye(3))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("make", "framework"),
+    [
+        (_masked, "numpy"),
+        (_nested, "torch"),
+        (_ragged, "tensorflow"),
+        (_sparse_tensor, "tensorflow"),
+        (_bcoo, "jax"),
+    ],
+)
+def test_a_container_that_can_not_be_read_is_refused(make: Any, framework: str) -> None:
+    needs(framework)
+    with pytest.raises(TypeError, match=r"fedclip (clips|reads) dense .* got"):
+        NormClip(1.0).clip({"w": make()})
+
+
+def test_slices_without_a_shape_are_refused_where_they_are_made_dense() -> None:
+    needs("tensorflow")
+    tf = pytest.importorskip("tensorflow")
+    slices = tf.IndexedSlices(tf.constant([[3.0], [4.0]]), tf.constant([0, 1]))
+    clipped = NormClip(1.0).clip({"w": slices})["w"]
+    np.testing.assert_allclose(clipped.values, [[0.6], [0.8]], rtol=2e-6)
+    with pytest.raises(ValueError, match="give them a dense_shape"):
+        Standardize().clip({"w": slices})
+
+
+def test_tensors_that_are_negated_when_they_are_read() -> None:
+    needs("torch")
+    torch = pytest.importorskip("torch")
+    given = {"w": torch._neg_view(torch.tensor([3.0, 4.0]))}
+    for clipper in (NormClip(5.0, dims=0), NormClip(1.0), Standardize(), ValueClip(1.0)):
+        found = clipper.clip(given)["w"].resolve_neg()
+        right = clipper.clip({"w": given["w"].resolve_neg()})["w"]
+        assert torch.equal(found, right)
+
+
+def test_variables_of_tensorflow() -> None:
+    needs("tensorflow")
+    tf = pytest.importorskip("tensorflow")
+    clipped = NormClip(1.0).clip({"w": tf.Variable([3.0, 4.0])})["w"]
+    np.testing.assert_allclose(clipped, [0.6, 0.8], rtol=2e-6)

@@ -177,6 +177,31 @@ def test_nan_in_what_is_left_alone_is_nan_in_the_gradient(
         loud.run(to_vector(step, framework))
 
 
+@each_framework()
+@pytest.mark.parametrize("value", [complex(np.nan, 1), complex(0, np.inf), complex(-np.inf, 0)])
+def test_nan_in_complex_numbers_that_are_excluded(value: complex, framework: str) -> None:
+    needs(framework)
+    step = {"w": np.array([3.0, 4.0], np.float32), "c": np.array([1, value], np.complex64)}
+    with pytest.warns(FedclipWarning, match="NaN or infinity in 'c'; the step is skipped"):
+        output = to_numpy(NormClip(1.0, exclude="c").run(to_vector(step, framework)))
+    assert not any(array.any() for array in output.values())
+    assert output["c"].dtype == np.complex64
+    step["c"] = np.array([3e38 + 3e38j, 0], np.complex64)
+    output = to_numpy(NormClip(1.0, exclude="c").run(to_vector(step, framework)))
+    np.testing.assert_allclose(output["w"], [0.6, 0.8], rtol=2e-6)
+
+
+def test_nan_in_a_long_double_that_is_excluded() -> None:
+    step = {"w": np.array([3.0, 4.0]), "c": np.array([np.nan], np.longdouble)}
+    with pytest.warns(FedclipWarning, match="NaN or infinity in 'c'"):
+        assert not NormClip(1.0, exclude="c").clip(step)["w"].any()
+
+
+def test_a_norm_beyond_float64_is_told_as_one() -> None:
+    with pytest.warns(FedclipWarning, match="norm-clip: a norm beyond float64; the step is skip"):
+        NormClip(1.0).clip({"w": np.full(9, 1.7e308)})
+
+
 def test_large_numbers_and_integers_that_are_left_alone_are_no_infinity() -> None:
     step = {"w": np.full(2, 3.0), "b": np.array([1e300]), "n": np.array([2**62])}
     output = NormClip(1.0, exclude=["b", "n"]).clip(step)

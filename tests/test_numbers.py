@@ -91,13 +91,16 @@ def test_numbers_of_other_kinds(number: Any) -> None:
 
 
 def test_what_is_no_norm_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be >= 0, got -1\.0"):
+    with pytest.raises(ValueError, match=r"must be a number >= 0, got -1\.0"):
         NormClip().update(-1.0)
     with pytest.raises(ValueError, match="dict of norms by tensor"):
         NormClip(scope="tensor").update(1.0)
     for clipper in (ValueClip(), NormClip(ord="std"), NormClip(dims=0)):
         with pytest.raises(TypeError, match="needs the elements of tensors"):
             clipper.update(1.0)
+    for odd in ("3", "x", [1.0], None, 1j, 10**400, 10**5000, np.ones(2)):
+        with pytest.raises(ValueError, match=r"a norm must be a number >= 0, got .* for 'w'"):
+            ZScoreClip().update({"w": odd})
     with pytest.warns(FedclipWarning):
         record = ZScoreClip().update(math.nan)
     assert record.as_dict() == {"clipped": 0, "nonfinite": 1}

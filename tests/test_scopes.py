@@ -214,3 +214,9 @@ def test_statistics_of_names_that_never_come_back_are_dropped() -> None:
     groups = clip.get_state()["groups"]
     assert len(groups) == 1001
     assert "w0" not in groups
+
+
+@pytest.mark.parametrize("name", [1, None, ("a", "b"), b"w"])
+def test_a_name_that_is_no_string_is_refused(name: Any) -> None:
+    with pytest.raises(TypeError, match="names of tensors must be strings, got"):
+        NormClip(1.0, scope="tensor").clip({name: np.ones(2)})

@@ -96,9 +96,9 @@ def _find(cls: type) -> Backend:
         return backend_named("dtensor")
     for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
-        if root in _FILES:
-            return backend_named(root)
+        if root in _FILES and (backend := backend_named(root)).reads(cls):
+            return backend
     raise TypeError(
-        f"fedclip clips arrays of NumPy, PyTorch, TensorFlow and JAX, "
-        f"got {cls.__module__}.{cls.__name__}"
+        "fedclip clips dense arrays of NumPy, PyTorch, TensorFlow and JAX, sparse COO tensors and "
+        f"IndexedSlices, got {cls.__module__}.{cls.__name__}"
     )

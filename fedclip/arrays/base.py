@@ -293,6 +293,10 @@ class Backend(Arithmetic, ABC):
     def dtype(self, array: Array) -> str:
         """Return the dtype as "float32", "bfloat16", ..."""
 
+    def reads(self, cls: type) -> bool:
+        """Return whether arrays of this class can be clipped at all."""
+        return True
+
     # -- gradients ----------------------------------------------------------------------------
     @abstractmethod
     def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:

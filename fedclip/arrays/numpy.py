@@ -20,8 +20,9 @@ __all__ = ["NumpyBackend", "bits", "dtype_name", "written"]
 
 def bits(array: HostView) -> HostView:
     """Return bfloat16 as its bits, and any other array as it is."""
-    # NumPy has no bfloat16 of its own: one that a package adds has the kind "V" (void).
-    return array.view(np.uint16) if array.dtype.kind == "V" else array
+    # NumPy has no bfloat16 of its own. Other dtypes that packages add are of the kind "V" too.
+    dtype = array.dtype
+    return array.view(np.uint16) if dtype.kind == "V" and dtype.itemsize == 2 else array
 
 
 _ARRAY = {np.ndarray}
@@ -83,6 +84,10 @@ class NumpyBackend(Backend):
     name = "numpy"
     writes = True
     measures_again = True
+
+    def reads(self, cls: type) -> bool:
+        # The mask would be lost.
+        return not issubclass(cls, np.ma.MaskedArray)
 
     def host(self, arrays: Sequence[Array]) -> Views:
         if {*map(type, arrays)} == _ARRAY:

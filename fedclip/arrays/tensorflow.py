@@ -52,6 +52,9 @@ class TensorflowBackend(Backend):
                 return views
         return Views([self._view(t) for t in arrays])
 
+    def reads(self, cls: type) -> bool:
+        return not issubclass(cls, (tf.RaggedTensor, tf.SparseTensor))
+
     def _view(self, tensor: Array) -> HostView | None:
         tensor = self._values(tensor)
         # A symbolic tensor has no device and no data; one on an accelerator stays there.
@@ -62,7 +65,7 @@ class TensorflowBackend(Backend):
     @staticmethod
     def _numpy(tensor: Array) -> HostView:
         # TensorFlow turns a bfloat16 tensor without dimensions into a scalar, not an array.
-        return np.asarray(tensor if tensor.ndim else tensor.numpy())
+        return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
 
     def _values(self, tensor: Array) -> Array:
         return tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
@@ -137,14 +140,14 @@ class TensorflowBackend(Backend):
     def dense(self, array: Array) -> Array:
         if not isinstance(array, tf.IndexedSlices):
             return array
-        dense = tf.math.unsorted_segment_sum(array.values, array.indices, array.dense_shape[0])
         # The shape is that of the variable, which a function knows as it is traced.
-        dense.set_shape(array.shape)
-        if dense.shape.num_elements() is None:
+        if array.shape.num_elements() is None:
             raise ValueError(
-                "IndexedSlices of unknown shape can not be made dense in a tf.function: take them "
-                "from a tape in the same function, or give dense gradients"
+                "IndexedSlices of unknown shape can not be made dense: give them a dense_shape; in "
+                "a tf.function, take them from a tape in the same function"
             )
+        dense = tf.math.unsorted_segment_sum(array.values, array.indices, array.shape[0])
+        dense.set_shape(array.shape)
         return dense
 
     def from_host(self, values: HostView, like: Array) -> Array:
@@ -167,6 +170,8 @@ class TensorflowBackend(Backend):
         return tf.math.divide_no_nan(x, y)
 
     def isfinite(self, x: Array) -> Array:
+        if x.dtype.is_complex:
+            return tf.math.is_finite(tf.math.real(x)) & tf.math.is_finite(tf.math.imag(x))
         return tf.math.is_finite(x)
 
     def sqrt(self, x: Array) -> Array:

@@ -20,6 +20,8 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _DTYPES = {n: getattr(torch, n) for n in ("float16", "bfloat16", "float32", "float64")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
+# Dtypes of host views: bfloat16 as bits.
+_VIEWED = {torch.uint16, *_NAMES}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # One operation for many tensors: torch has none that makes numbers of NaN, so multiply the bits.
 _LIBRARY: Any = torch.library.Library("fedclip", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -72,19 +74,21 @@ class TorchBackend(Backend):
             return None
         if tensor.dtype == torch.bfloat16:
             tensor = tensor.view(torch.uint16)
-        view: HostView = tensor.numpy()
+        # NumPy lacks other dtypes, which a clipper refuses by name.
+        view: HostView | None = tensor.resolve_neg().numpy() if tensor.dtype in _VIEWED else None
         return view
 
     @staticmethod
     def _values(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
             tensor = tensor.detach()
-        if tensor.layout == torch.strided:
+        if tensor.layout == torch.strided and not tensor.is_nested:
             return tensor
         if tensor.layout == torch.sparse_coo:
             return tensor.coalesce().values()
         raise TypeError(
-            f"fedclip reads dense and sparse COO tensors, got one of layout {tensor.layout}; "
+            "fedclip reads dense and sparse COO tensors, got "
+            f"{'a nested one' if tensor.is_nested else f'one of layout {tensor.layout}'}; "
             "convert it with .to_dense() or .to_sparse_coo() first"
         )
 
@@ -201,7 +205,7 @@ class TorchBackend(Backend):
         return norm.square()
 
     def to_host(self, array: Array) -> HostView:
-        tensor = self._values(array).cpu()
+        tensor = self._values(array).cpu().resolve_neg()
         if tensor.dtype == torch.bfloat16:
             tensor = tensor.float()
         view: HostView = tensor.numpy()
@@ -243,7 +247,7 @@ class TorchBackend(Backend):
 
     def isfinite(self, x: Array) -> Array:
         # Half as many operations as `torch.isfinite` makes; NaN is not below anything.
-        return torch.abs(x) < math.inf
+        return torch.abs(torch.view_as_real(x) if x.is_complex() else x) < math.inf
 
     def sqrt(self, x: Array) -> Array:
         return torch.sqrt(x)

@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays import Arithmetic, Array, Backend, HostView
-from fedclip.errors import nearest
+from fedclip.arrays import LARGEST, Arithmetic, Array, Backend, HostView
+from fedclip.errors import nearest, shown
 from fedclip.measures.l2 import (
     CHUNK,
     Float64,
@@ -63,8 +63,8 @@ def check_order(ord: Any) -> Order:
         return ord
     if isinstance(ord, bool) or not isinstance(ord, (int, float)):
         raise TypeError(f"ord must be {allowed}, got {ord!r} ({type(ord).__name__})")
-    if not ord > 0:
-        raise ValueError(f"ord must be {allowed}, got {ord!r}")
+    if not ord > 0 or (isinstance(ord, int) and ord > LARGEST["float64"]):
+        raise ValueError(f"ord must be {allowed}, got {shown(ord)}")
     return "inf" if math.isinf(ord) else ord
 
 

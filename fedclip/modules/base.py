@@ -22,7 +22,7 @@ from declearn.optimizer.modules import AuxVar, OptiModule
 from fedclip import parameters, states
 from fedclip.arrays import NUMBER, Array, Backend, Memory
 from fedclip.compat import translate
-from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest
+from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest, shown
 from fedclip.measures import MEANS, Order
 from fedclip.modules.common import COMMON, Parameter, Preset, common_of, docstring_of, signature_of
 from fedclip.privacy import Context as Known
@@ -358,7 +358,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         TypeError
             If the clipper does not go by norms alone: by values, slices, or means of elements.
         ValueError
-            If a norm is negative, or is a number though the scope tells tensors apart.
+            If a norm is negative or no number, or is one though the scope tells tensors apart.
         """
         transform = self._transform
         if not isinstance(transform, NormClipping) or transform.ord in MEANS:
@@ -367,10 +367,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
             if self.scope != "global":
                 raise ValueError(f"with scope={self.scope!r}, give a dict of norms by tensor")
             norms = {"norm": norms}
-        numbers = {name: np.array([float(norm)]) for name, norm in norms.items()}
-        for name, number in numbers.items():
-            if number[0] < 0:
-                raise ValueError(f"a norm must be >= 0, got {norms[name]!r} for {name!r}")
+        numbers = {name: np.array([_norm(name, norm)]) for name, norm in norms.items()}
         with self.lock:
             self.clip(numbers)
             record = self.last
@@ -511,16 +508,17 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         """Count the step, warn or raise; return the positions of the arrays to blame."""
         bad = gradient.nonfinite()
         self._bad = tuple(gradient.names[i] for i in bad) or ("a norm beyond float64",)
-        names = ", ".join(repr(name) for name in self._bad)
+        told = ", ".join(map(repr, self._bad))
+        told = f"NaN or infinity in {told}" if bad else self._bad[0]
         if self.on_nonfinite == "raise":
-            raise NonFiniteError(f"{self.name}: NaN or infinity in {names}")
+            raise NonFiniteError(f"{self.name}: {told}")
         self._recorder.add_nonfinite()
         self._tell()
         if self._warned != self._recorder.round:
             self._warned = self._recorder.round
             done = "skipped" if self.on_nonfinite == "skip" else "passed on"
             warnings.warn(
-                f"{self.name}: NaN or infinity in {names}; the step is {done} "
+                f"{self.name}: {told}; the step is {done} "
                 f"(round {self._recorder.round}; more of them are counted without a warning)",
                 FedclipWarning,
                 # Point to the caller of `run`.
@@ -540,3 +538,14 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         for i in hit:
             (outputs[i],) = backend.scale([values[i]], math.nan)
         return outputs, rest
+
+
+def _norm(name: str, norm: Any) -> float:
+    """Return a norm that is given as a number, of Python or of a framework."""
+    try:
+        result = math.nan if isinstance(norm, str) else float(norm)
+        if isinstance(norm, str) or result < 0:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"a norm must be a number >= 0, got {shown(norm)} for {name!r}") from None
+    return result

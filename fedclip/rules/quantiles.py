@@ -34,7 +34,7 @@ def check_window(low: int, window: int) -> int:
     """Return the size of a window if it is in range."""
     result = parameters.integer(low, window=window)
     if result > LARGEST:
-        raise ValueError(f"window must be at most {LARGEST:,}, got {window!r}")
+        raise ValueError(f"window must be at most {LARGEST:,}, got {result:,}")
     return result
 
 

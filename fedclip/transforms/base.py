@@ -57,8 +57,8 @@ class Gradient:
     kept : dict
         Arrays that the transform keeps for each tensor, by name and field; a step may change it.
     rest : dict
-        Excluded tensors of floats, by name: they are not clipped, but NaN in one of them is NaN
-        in the gradient.
+        Excluded tensors of floats or complex numbers, by name: they are not clipped, but NaN in
+        one of them is NaN in the gradient.
     memory : Memory or None
         Memory for outputs; None for new memory.
     """
@@ -112,7 +112,7 @@ class Gradient:
         given, rest = [*arrays.values()], {}
         if groups.excluded:
             given = [arrays[name] for name in groups.names]
-            rest = {n: a for n, a in arrays.items() if n in groups.excluded and _is_float(a)}
+            rest = {n: a for n, a in arrays.items() if n in groups.excluded and _can_be_nan(a)}
         if backend is None:
             backend = _backend(groups.names, given or [*rest.values()])
         views, prepared = backend.host(given) if given else Views([]), given
@@ -179,8 +179,16 @@ class Gradient:
         if not self.rest:
             return True
         backend = self.backend
-        rest = [*backend.prepared([*self.rest.values()])]
+        rest = [*backend.prepared(self._real_rest())]
         return _QUIET.copy().run(all_finite, _local(rest, backend.host(rest), backend))
+
+    def _real_rest(self) -> list[Array]:
+        """Return the excluded tensors; for one of another dtype, NaN where it is not finite."""
+        xp = self.backend
+        return [
+            a if xp.dtype(a) in MARGIN else xp.where(xp.isfinite(a), 0.0, math.nan)
+            for a in self.rest.values()
+        ]
 
     def rest_after(self, outcome: Outcome, on_nonfinite: str) -> Mapping[str, Array]:
         """Return the excluded tensors unchanged, or zeros if a device skips the step."""
@@ -196,7 +204,7 @@ class Gradient:
 
     def nonfinite(self) -> tuple[int, ...]:
         """Return the positions, in `names`, of tensors that hold NaN or infinity."""
-        found = map(self.backend.to_host, [*self.arrays, *self.rest.values()])
+        found = map(self.backend.to_host, [*self.arrays, *self._real_rest()])
         return tuple(
             i for i, a in enumerate(found) if not np.isfinite(np.asarray(a, np.float64)).all()
         )
@@ -209,7 +217,7 @@ class Gradient:
         """Whether all these hold, and the excluded tensors are finite; an array on the device."""
         xp = self.backend
         if self.rest:
-            rest = [*self.rest.values()]
+            rest = self._real_rest()
             fine += (xp.isfinite(xp.group_norms(rest, [range(len(rest))])),)
         return reduce(operator.and_, map(xp.all, fine))
 
@@ -382,7 +390,7 @@ def clip_on_device(
     If the gradient is not finite and the policy is "skip", excluded tensors become zero too.
     """
     given = [arrays[name] for name in groups.names]
-    rest = {n: a for n, a in arrays.items() if n in groups.excluded and _is_float(a)}
+    rest = {n: a for n, a in arrays.items() if n in groups.excluded and _can_be_nan(a)}
     kept: Statistics = {}
     if transform.array_fields:
         if not isinstance(state, Carried):
@@ -397,9 +405,10 @@ def clip_on_device(
     return clipped, outcome
 
 
-def _is_float(array: Array) -> bool:
-    """Whether the dtype of an array is a float, which can be clipped and can be NaN."""
-    return backend_of(array).dtype(array) in MARGIN
+def _can_be_nan(array: Array) -> bool:
+    """Whether an array of this dtype can hold NaN or infinity."""
+    dtype = backend_of(array).dtype(array)
+    return dtype in MARGIN or dtype.startswith(("complex", "float128"))
 
 
 def _backend(names: Sequence[str], values: Sequence[Array]) -> Backend:

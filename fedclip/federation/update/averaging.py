@@ -107,10 +107,10 @@ class UpdateClipping:
 
     def _not_finite(self, gradient: Gradient) -> str:
         names = gradient.names
-        named = ", ".join(repr(names[i]) for i in gradient.nonfinite()) or "a norm beyond float64"
+        named = ", ".join(repr(names[i]) for i in gradient.nonfinite())
+        text = f"NaN or infinity in {named}" if named else "a norm beyond float64"
         if self.on_nonfinite == "raise":
-            raise NonFiniteError(f"clipped-averaging: NaN or infinity in {named}")
-        text = f"NaN or infinity in {named}"
+            raise NonFiniteError(f"clipped-averaging: {text}")
         warnings.warn(
             f"clipped-averaging: {text}; zeros are shared for the update",
             FedclipWarning,
