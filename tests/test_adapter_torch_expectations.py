@@ -5,6 +5,7 @@ The expectations are those of torch's test_nn.py, written here anew.
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 from helpers import require
@@ -194,3 +195,11 @@ def test_no_more_operations_on_a_device_than_torch(count):
     with Counted() as theirs:
         torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
     assert ours.total() <= 1.1 * theirs.total()
+
+
+@pytest.mark.parametrize("limit", [True, [1.0], None, "1", (1.0,), {"max_norm": 1.0}])
+def test_what_is_no_limit_is_refused_after_one_that_is_equal_to_it(limit: Any) -> None:
+    layer = layer_with(*LARGE)
+    clip_grad_norm_(layer.parameters(), 1.0)
+    with pytest.raises(TypeError, match="max_norm must be a finite number > 0, got"):
+        clip_grad_norm_(layer.parameters(), limit)

@@ -77,6 +77,11 @@ def test_a_good_file_has_no_problem(problems: Messages) -> None:
         ("[optim.client_opt]", "[client_opt]", "this file is for quickrun: write [optim.client_op"),
         ("[run.training]", "[training]", "this file is for quickrun: write [run.training]"),
         ("[run.training]", "[optim.training]", "[optim.training] write it in [run]"),
+        (
+            "[optim]\n",
+            "[optim]\nmodules = ['norm-clip']\n",
+            "[optim.modules] write it in [optim.client_opt] or [optim.server_opt]",
+        ),
         # Of another type.
         ("batch_size = 8", 'batch_size = "8"', "batch_size must be an int, got '8'"),
         ("batch_size = 8", "batch_size = 8.5", "batch_size must be an int, got 8.5"),
@@ -241,3 +246,10 @@ def test_as_many_clients_as_are_waited_for(problems: Messages, tmp_path: Path) -
     assert problems(GOOD) == ["[data] 2 clients are waited for, and the data folder holds 1"]
     write_clients(tmp_path, "b", "c", "d")
     assert problems(GOOD) == ["[data] 3 clients are admitted, and the data folder holds 4"]
+
+
+def test_a_byte_order_mark_is_told_as_one(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    (found,) = check_config(file).problems
+    assert found.message.endswith("save it without a byte order mark")

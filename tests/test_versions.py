@@ -118,3 +118,34 @@ def test_a_parameter_of_a_newer_version_is_told(cls: Any) -> None:
     with pytest.raises(TypeError, match="no parameter 'surprise'") as found:
         cls(surprise=1)
     assert "it is of fedclip" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "field", "value"),
+    [
+        *(("update-clip", "bound", value) for value in ("1", [1.0], {"all": 1.0}, np.ones(2))),
+        *(("update-clip", field, [1, 2]) for field in ("adaptive", "private", "stop")),
+        *(("update-clip", field, np.ones(2)) for field in ("adaptive", "stop", "fedclip")),
+        *(("zscore-clip-shared", "settings", value) for value in ([["z_max", 2.0]], 1, "x")),
+        *(("zscore-clip-shared", "version", value) for value in ("x", [1], 1.5, np.ones(2))),
+        *(("zscore-clip-shared", "max_steps", value) for value in ("x", {}, float("inf"))),
+        *(("zscore-clip-shared", "labels", value) for value in (1, {}, "all", np.ones(2))),
+        ("zscore-clip-shared", "state", [1.0]),
+    ],
+)
+def test_a_field_of_another_kind_is_told_in_words(key: str, field: str, value: Any) -> None:
+    aux = sent()
+    aux[key]["dump"] |= {"fedclip": NEWER, field: value}
+    with pytest.raises(ValueError, match=f"the server's message has no valid {field}"):
+        Optimizer(lrate=1.0, modules=list(CLIENT_MODULES)).process_aux_var(arrived(aux))
+
+
+@pytest.mark.parametrize("value", [np.ones(2), [1], 10**5000], ids=["array", "list", "digits"])
+def test_a_setting_of_another_kind_is_another_setting(value: Any) -> None:
+    aux = sent()
+    aux["zscore-clip-shared"]["dump"]["settings"]["z_max"] = value
+    message = FedclipSharedState.from_dict(aux["zscore-clip-shared"]["dump"])
+    with pytest.raises(ValueError, match=r"must agree on z_max: the clients have 2\.5"):
+        Optimizer(lrate=1.0, modules=list(CLIENT_MODULES)).process_aux_var(
+            {"zscore-clip-shared": message}
+        )

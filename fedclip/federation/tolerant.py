@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from declearn.optimizer.modules import AuxVar
 
@@ -18,13 +18,15 @@ class FromServer(AuxVar, register=False):
 
     Decoding never raises: an exception there would end the client without a report, and leave
     the server waiting. Fields that this version of fedclip does not know are kept. Missing fields
-    are None, and `missing` names them.
+    are None; `missing` names them, and those that are not of the `kinds` of this version.
 
     Attributes
     ----------
     fedclip
         The version that the server runs.
     """
+
+    kinds: ClassVar[Mapping[str, type | tuple[type, ...]]] = {}
 
     fedclip: Any = field(default=VERSION, kw_only=True)
     # Additional fields of a newer fedclip; they do not count in comparisons.
@@ -46,11 +48,15 @@ class FromServer(AuxVar, register=False):
         return result
 
     def missing(self) -> str:
-        """Say which fields are missing, in a sentence; "" if none is."""
-        lacking = [f.name for f in fields(self) if f.init and getattr(self, f.name) is None]
-        if not lacking:
+        """Say which fields are missing or of another kind, in a sentence; "" if none is."""
+        kinds = {**self.kinds, "fedclip": str}
+        found = {name: getattr(self, name) for name in kinds}
+        lacking = [name for name, value in found.items() if value is None]
+        odd = [name for name, value in found.items() if not isinstance(value, kinds[name])]
+        if not odd:
             return ""
-        return f"the server's message lacks {', '.join(lacking)}{other(self.fedclip)}"
+        what = f"lacks {', '.join(lacking)}" if lacking else f"has no valid {', '.join(odd)}"
+        return f"the server's message {what}{other(self.fedclip)}"
 
     def prepare_for_secagg(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Refuse: only the server sends this message."""

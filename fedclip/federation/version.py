@@ -16,7 +16,7 @@ except metadata.PackageNotFoundError:  # not installed: run from its folder
 
 def other(theirs: object) -> str:
     """Say that something is of another fedclip than this one; "" if it is not."""
-    if theirs in (None, VERSION):
+    if not isinstance(theirs, str) or theirs == VERSION:
         return ""
     return f"; it is of fedclip {theirs!s:.30}, and this is {VERSION}: install one on all nodes"
 

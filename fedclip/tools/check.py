@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from declearn.main.config import FLOptimConfig
+from declearn.optimizer import Optimizer
 from declearn.quickrun import DataSourceConfig, parse_data_folder
 
 import fedclip
+from fedclip import parameters
 from fedclip.errors import nearest
 from fedclip.federation.senders import NamedClients
 from fedclip.federation.statistics.check import is_shared
@@ -200,6 +202,8 @@ def _check_optim(check: Check, optim: dict[str, Any], run: Section, prefix: str)
         # A file for FLOptimConfig may have other sections; a name that is nearly right is a typo.
         if key not in known and (prefix or difflib.get_close_matches(key, known, cutoff=0.8)):
             home = elsewhere(key, prefix.rstrip("."))
+            if prefix and key in parameters.signature_of(Optimizer):
+                home = "optim.client_opt] or [optim.server_opt"
             if prefix and home:
                 check.problem(f"[{prefix}{key}]", f"write it in [{home}]")
             else:

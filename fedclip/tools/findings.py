@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -98,13 +99,16 @@ def text_of(exc: BaseException) -> str:
 
 def read_toml(check: Check, path: Path, where: str) -> dict[str, Any] | None:
     """Parse a TOML file as declearn does, where nan means None; report what is wrong with it."""
+    data = b""
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file, parse_float=lambda s: None if s == "nan" else float(s))
+        data = path.read_bytes()
+        return tomllib.loads(data.decode(), parse_float=lambda s: None if s == "nan" else float(s))
     except RecursionError:
         check.problem(where, f"{path.name} nests its values too deeply")
     except ValueError as exc:  # no TOML, no UTF-8, or an int of thousands of digits
-        check.problem(where, f"{path.name} is not valid TOML: {text_of(exc)}")
+        mark = data.startswith(codecs.BOM_UTF8)
+        hint = ": save it without a byte order mark" if mark else ""
+        check.problem(where, f"{path.name} is not valid TOML: {text_of(exc)}{hint}")
     except OSError as exc:
         check.problem(where, f"{path} can not be read: {exc.strerror}")
     return None

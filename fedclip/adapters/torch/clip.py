@@ -131,7 +131,9 @@ def clip_grad_norm_(
     """
     clipper = max_norm
     if not isinstance(clipper, Clipper | AGC):
-        clipper = _fixed(clipper, norm_type, error_if_nonfinite)
+        # What is no number may not be hashable, and gets a sentence.
+        make = _fixed if isinstance(clipper, int | float) else _fixed.__wrapped__
+        clipper = make(clipper, norm_type, error_if_nonfinite)
     elif norm_type != 2.0 or error_if_nonfinite:
         raise TypeError(
             f"norm_type and error_if_nonfinite go with a number: give {clipper.name} its own "
@@ -149,7 +151,8 @@ def _norm(record: StepRecord) -> torch.Tensor:
     return norm
 
 
-@lru_cache(maxsize=16)
+# Typed, as True is equal to 1.
+@lru_cache(maxsize=16, typed=True)
 def _fixed(max_norm: float, norm_type: float | str, error_if_nonfinite: bool) -> NormClip:
     policy = "raise" if error_if_nonfinite else "skip"
     return NormClip(max_norm, ord=norm_type, on_nonfinite=policy)

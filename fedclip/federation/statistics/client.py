@@ -26,7 +26,7 @@ import numpy as np
 
 from fedclip import states
 from fedclip.arrays import NUMPY, Arithmetic, Array
-from fedclip.errors import FedclipWarning, StateError
+from fedclip.errors import FedclipWarning, StateError, shown
 from fedclip.federation.statistics.counts import Counts, Tally
 from fedclip.federation.version import other
 from fedclip.rules import Basis, State
@@ -141,22 +141,22 @@ class SharedStatistics:
         if lacking := message.missing():
             raise ValueError(f"{self.clipper}: {lacking}")
         self._compare(message.settings)
-        rule = SharedRule(self.rule.rule, int(message.max_steps))
+        rule = SharedRule(self.rule.rule, message.max_steps)
         one = rule.rule.begin(1, NUMPY)
         try:
             received: Statistics = {
                 label: {name: message.state[name][place] for name in one._fields}
                 for place, label in enumerate(message.labels)
             }
+            states.check_groups(received, one)
         except (TypeError, LookupError) as exc:
             raise ValueError(
                 f"{self.clipper} can not read the state that the server has sent"
                 f"{other(message.fedclip)}"
             ) from exc
-        states.check_groups(received, one)
         self.rule, self.labels = rule, tuple(message.labels)
         unsent = statistics if self.version == message.version else {}
-        self.version = int(message.version)
+        self.version = message.version
         nothing = self._nothing()
         own = {} if rule.start is None else _plain(rule.start.init(1, NUMPY))
         result: Statistics = {k: v for k, v in unsent.items() if k not in received}
@@ -198,8 +198,10 @@ class SharedStatistics:
 
     def _compare(self, theirs: Mapping[str, Any]) -> None:
         for name, mine in self.settings.items():
-            if name not in theirs or theirs[name] != mine:
+            given = theirs.get(name)
+            # An array is equal to nothing that a setting can be.
+            if name not in theirs or isinstance(given, np.ndarray) or given != mine:
                 raise ValueError(
                     f"{self.clipper} and {self.clipper}-server must agree on {name}: the clients "
-                    f"have {mine!r}, the server has {theirs.get(name)!r}; write the same in both"
+                    f"have {mine!r}, the server has {shown(given)}; write the same in both"
                 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -33,6 +34,10 @@ class FedclipSharedState(FromServer):
     state
         The numbers of each field of the state, one for each label.
     """
+
+    kinds = MappingProxyType(
+        {"version": int, "settings": Mapping, "max_steps": int, "labels": list, "state": Mapping}
+    )
 
     version: Any
     settings: Any

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 from declearn.aggregator import ModelUpdates
@@ -45,6 +46,10 @@ class UpdateClipBound(FromServer):
     stop
         Why training has to end, as a sentence; empty if it goes on.
     """
+
+    kinds = MappingProxyType(
+        {"bound": (int, float), "adaptive": bool, "private": bool, "stop": str}
+    )
 
     bound: Any
     adaptive: Any = True
