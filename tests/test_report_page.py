@@ -150,6 +150,23 @@ def test_a_dark_page_is_printed_in_the_colours_of_paper(browser: Any, small: Pat
 
 
 @pytest.mark.slow
+def test_a_single_round_shows_norms_and_limit(browser: Any, tmp_path: Path) -> None:
+    large_run(tmp_path / "run", 1, 4)
+    file = tmp_path / "r.html"
+    file.write_text(page(tmp_path / "run"), encoding="utf-8")
+    tab = browser.new_page()
+    tab.goto(file.as_uri())
+    tab.wait_for_selector("[data-norms] svg .mark-rect path")
+    drawn = tab.eval_on_selector_all(
+        "[data-norms] svg path, [data-share] svg path",
+        "all => all.map((p) => p.getBoundingClientRect()).filter((r) => r.width > 20 && r.height)",
+    )
+    # Two bands and two limits, and the share.
+    assert len(drawn) >= 5
+    tab.close()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 800, 1400])
 def test_a_large_run_in_a_browser(browser: Any, tmp_path: Path, width: int) -> None:
     folder = large_run(tmp_path / "run", 300, 100 if width == 800 else 6)

@@ -14,7 +14,8 @@
     background: null, font: "system-ui, sans-serif", view: { stroke: null },
     axis: { labelColor: "currentColor", titleColor: "currentColor", domainColor: "currentColor",
       tickColor: "currentColor", gridColor: "currentColor", gridOpacity: 0.15, labelFontSize: 12,
-      titleFontSize: 12, titleFontWeight: "normal", labelOverlap: true, labelLimit: 80 },
+      titleFontSize: 12, titleFontWeight: "normal", titlePadding: 10, labelOverlap: true,
+      labelLimit: 80 },
   };
   const draw = (element, values, layer) => {
     const spec = { $schema: "https://vega.github.io/schema/vega-lite/v6.json", width: "container",
@@ -28,6 +29,11 @@
       }))
       .catch((error) => { element.textContent = `No chart: ${error.message}`; });
   };
+  // One round alone is too short for a line or an area.
+  const band = (values) => values.length > 1 ? { type: "area" } : { type: "bar", size: 30 };
+  const limitOf = (values) => values.length > 1
+    ? { type: "line", strokeWidth: 2, strokeDash: [7, 4] }
+    : { type: "tick", orient: "horizontal", size: 50, thickness: 2 };
   const tooltip = (fields, format = ".4~g") => fields.map(([field, title]) =>
     ({ field, title, type: "quantitative", format: field === "round" ? "d" : format }));
 
@@ -46,25 +52,29 @@
       axis: { format: "~g", tickCount: 5 } }, ...(field2 ? { y2: { field: field2 } } : {}) });
     const line = { interpolate: "linear", strokeWidth: 2, point: values.length < 40 };
     return draw(element, values, [
-      { mark: { type: "area", color: colours[0], opacity: 0.2 }, encoding: y("least", "most") },
-      { mark: { type: "area", color: colours[0], opacity: 0.3 }, encoding: y("low", "high") },
+      { mark: { ...band(values), color: colours[0], opacity: 0.2 }, encoding: y("least", "most") },
+      { mark: { ...band(values), color: colours[0], opacity: 0.3 }, encoding: y("low", "high") },
       { mark: { type: "line", color: colours[0], ...line, point: line.point && { color: colours[0] } },
         encoding: y("median") },
-      ...["limit", "limit2"].filter((field) => values.some((row) => row[field] !== null)).map((field) => ({ mark: { type: "line", color: colours[1],
-        strokeWidth: 2, strokeDash: [7, 4] }, encoding: y(field) })),
+      ...["limit", "limit2"].filter((field) => values.some((row) => row[field] !== null))
+        .map((field) => ({ mark: { ...limitOf(values), color: colours[1] }, encoding: y(field) })),
       { mark: { type: "rule", opacity: 0, strokeWidth: 12 }, encoding: { x, tooltip: tooltip([
         ["round", "round"], ["least", "smallest norm"], ["median", "median norm"],
         ["high", "95 % below"], ["most", "largest norm"], ["limit", "least limit"],
         ["limit2", "largest limit"]]) } },
     ]);
   };
-  const share = (element) => draw(element, clipper(element, "share"), [
-    { mark: { type: "area", color: colours[1], opacity: 0.35, line: { color: colours[1] } },
-      encoding: { x, y: { field: "share", type: "quantitative", title: "steps clipped",
-        scale: { domain: [0, 1] }, axis: { format: ".0%", tickCount: 5 } } } },
-    { mark: { type: "rule", opacity: 0, strokeWidth: 12 }, encoding: { x, tooltip: [
-      ...tooltip([["round", "round"]]), ...tooltip([["share", "steps clipped"]], ".1%")] } },
-  ]);
+  const share = (element) => {
+    const values = clipper(element, "share");
+    const edge = values.length > 1 ? { line: { color: colours[1] } } : {};
+    return draw(element, values, [
+      { mark: { ...band(values), color: colours[1], opacity: 0.35, ...edge },
+        encoding: { x, y: { field: "share", type: "quantitative", title: "steps clipped",
+          scale: { domain: [0, 1] }, axis: { format: ".0%", tickCount: 5 } } } },
+      { mark: { type: "rule", opacity: 0, strokeWidth: 12 }, encoding: { x, tooltip: [
+        ...tooltip([["round", "round"]]), ...tooltip([["share", "steps clipped"]], ".1%")] } },
+    ]);
+  };
   const entry = (text, paint) => {
     const item = document.createElement("li");
     item.innerHTML = '<svg viewBox="0 0 32 12" aria-hidden="true"><path d="M0 6H32"/></svg>';
@@ -79,12 +89,13 @@
     const layer = [], key = element.parentElement.querySelector(".key");
     const shown = data.experiments.filter((experiment) => experiment.metrics[name]);
     shown.forEach((experiment, i) => {
-      const { server, band, of } = experiment.metrics[name];
+      const { server, band: shared, of } = experiment.metrics[name];
       const color = colours[i % colours.length], dash = dashes[i % dashes.length];
-      const banded = band.length && (shown.length === 1 || of === "runs");
+      const banded = shared.length && (shown.length === 1 || of === "runs");
       if (banded) {
-        layer.push({ data: { values: rows(band, ["round", "least", "most"]) },
-          mark: { type: "area", color, opacity: 0.18 },
+        const ends = rows(shared, ["round", "least", "most"]);
+        layer.push({ data: { values: ends },
+          mark: { ...band(ends), color, opacity: 0.18 },
           encoding: { x, y: { ...y, field: "least" }, y2: { field: "most" } } });
       }
       layer.push({ data: { values: rows(server, ["round", "value"]) },
@@ -92,7 +103,7 @@
           point: server.length < 40 && { color } },
         encoding: { x, y: { ...y, field: "value" }, tooltip: tooltip([["round", "round"], ["value", name]]) } });
       const said = shown.length > 1 ? experiment.name
-        : band.length ? `average of the ${of}` : "average";
+        : shared.length ? `average of the ${of}` : "average";
       key.append(entry(said, (path) => {
         path.setAttribute("stroke", color);
         path.setAttribute("stroke-width", 3);
