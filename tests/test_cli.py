@@ -125,6 +125,16 @@ def test_list_has_every_clipper_and_none_of_declearns() -> None:
     assert all(entry["summary"].endswith(".") for entry in entries)
 
 
+def test_list_explains_one_clipper() -> None:
+    shown = call("list", "zscore-clip").stdout
+    assert shown.startswith("Limit at a number of standard deviations")
+    assert "z_max : float" in shown
+    assert len(json.loads(call("list", "agc", "--json").stdout)) == 1
+    wrong = call("list", "zscore-clp")
+    assert wrong.exit_code == 2
+    assert "did you mean 'zscore-clip'?" in one_sentence(wrong)
+
+
 def test_list_shows_defaults_as_toml() -> None:
     shown = call("list").stdout
     assert re.search(r'^norm-clip .*\n +max_norm = 1\.0.*scope = "global"', shown, re.MULTILINE)
@@ -550,7 +560,6 @@ def test_report_follows_a_run_until_it_ends(
     import fedclip.tools.showing
 
     folder = tmp_path / "run"
-    folder.mkdir()
     nodes = []
 
     def sleep(pause: float) -> None:
@@ -570,6 +579,7 @@ def test_report_follows_a_run_until_it_ends(
     ]
     assert lines[3] == "50.0% of 6 steps were clipped."
     assert "waiting for the first round" in result.stderr
+    assert "run does not exist" in result.stderr
     assert call("report", folder, "--follow", "--json").exit_code == 2
 
 
@@ -577,6 +587,11 @@ def test_a_run_that_ended_without_records_is_not_followed(tmp_path: Path) -> Non
     Node(tmp_path, ["momentum"]).round([1.0])
     (tmp_path / "model_state_best.mpk").touch()
     assert "no records" in one_sentence(call("report", tmp_path, "--follow"))
+
+
+def test_a_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    assert "is a file" in one_sentence(call("report", tmp_path / "run", "--follow"))
 
 
 def test_many_rounds_are_summed_up(tmp_path: Path) -> None:

@@ -141,8 +141,8 @@ def test_every_translation_of_defaults_makes_a_clipper(peer: str, cls: str) -> N
 @pytest.mark.parametrize(
     ("peer", "cls", "config", "words"),
     [
-        ("torchzeo", "ClipNorm", {}, "no package 'torchzeo'; did you mean 'torchzero'?"),
-        ("numpy", "clip", {}, "no package 'numpy'; it must be one of drytorch, smartclip"),
+        ("torchzeo", "ClipNorm", {}, "no translation from 'torchzeo'; did you mean 'torchzero'?"),
+        ("numpy", "clip", {}, "no translation from 'numpy'; it must be one of drytorch, smartclip"),
         ("optax", "clip_by_norm", {}, "optax has no clipper 'clip_by_norm'; did you mean"),
         ("optax", "clip", {"max_delt": 1}, "no parameter 'max_delt'; did you mean 'max_delta'?"),
         ("optax", "clip", {}, "clip of optax needs 'max_delta'"),

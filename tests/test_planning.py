@@ -73,13 +73,13 @@ def test_the_lines_of_a_plan_are_a_configuration(tmp_path: Path) -> None:
 
 def test_what_a_plan_says() -> None:
     little = call(*BUDGET, "--values", "100").stdout
-    assert "that is little: expect about the accuracy of the bound alone" in little
+    assert "that is little: expect about the accuracy that the bound alone gives" in little
     much = call(*BUDGET, "--values", "1000000").stdout
-    assert "more than all there is to learn from: with 6,932 clients it would be a tenth" in much
+    assert "more than the updates can move it: with 6,932 clients it would be a tenth" in much
     enough = plan(8.0, 1e-5, 100, 6932, values=10**6)
     assert enough.drift is not None
     assert enough.drift <= 0.1
-    assert "with --values" in call(*BUDGET).stdout
+    assert "give --values" in call(*BUDGET).stdout
     assert "delta is not below 1 / clients" in call(*BUDGET, "--delta", "0.02").stdout
     facts = json.loads(call(*BUDGET, "--json").stdout)
     assert facts["noise_multiplier"] == 6.003

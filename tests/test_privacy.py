@@ -283,26 +283,27 @@ def test_no_root_of_squares_is_below_the_truth(terms: list[tuple[float, int]]) -
             ("norm-clip", {"scope": "tensor"}),
             "norm-clip: the L2 norm is at most 1.73205 (1·√k for k tensors). Per record: the "
             "sensitivity of a sum is 1.73205 if a record is added or removed, and twice that if "
-            "one is replaced. On an aggregate: non-expansive, no sensitivity grows.",
+            "one is replaced. On an aggregate: it makes no sensitivity larger (it is "
+            "non-expansive).",
         ),
         (
             ["norm-clip", "momentum"],
             "norm-clip, momentum: the L2 norm is at most 10 (10 times 1). Not safe per record "
-            "(momentum: it carries the gradients of earlier steps along). On an aggregate: not "
-            "non-expansive (momentum: gradients add up over steps, to 1 / (1 - beta) = 10 times "
-            "the largest); the sensitivity is at most 10 times the one before and at most 20.",
+            "(momentum: it carries the gradients of earlier steps along). On an aggregate: it can "
+            "make a sensitivity larger (momentum: gradients add up over steps, to 1 / (1 - beta) = "
+            "10 times the largest); that is then at most 10 times the one before and at most 20.",
         ),
         (
             "percentile-clip",
             "percentile-clip: no L2 bound (its limit is a percentile of the very gradient that it "
-            "clips). On an aggregate: not non-expansive (one element moves the limit of all); the "
-            "sensitivity is not bounded.",
+            "clips). On an aggregate: it can make a sensitivity larger (one element moves the "
+            "limit of all); that is then not bounded.",
         ),
         (
             "l2-global-clipping",
             "l2-global-clipping: no L2 bound (it passes NaN and infinity on, which have no norm; "
             "for finite gradients it is 1, and norm-clip with max_norm=1.0 is so for all). On an "
-            "aggregate: non-expansive, no sensitivity grows.",
+            "aggregate: it makes no sensitivity larger (it is non-expansive).",
         ),
     ],
     ids=str,
@@ -319,7 +320,7 @@ def test_explanations() -> None:
     assert explain("norm-clip", "replace-one") == "The sensitivity (replace-one, record) is 2."
     assert explain("zscore-clip", "add-remove") == (
         "There is no sensitivity: its limit is learnt from the gradients of earlier steps, and "
-        "nothing holds it (max_norm=None); its limit is learnt from the gradients of earlier steps."
+        "max_norm is not set; its limit is learnt from the gradients of earlier steps."
     )
     assert explain(("zscore-clip", {"max_norm": 1.0}), "add-remove") == (
         "There is no sensitivity per record: its limit is learnt from the gradients of earlier "

@@ -187,7 +187,7 @@ def test_csv_has_every_column(experiment: Path) -> None:
 
 def test_sentence_on_a_limit_that_stopped_to_bind(experiment: Path) -> None:
     (sentence,) = read_report(experiment).in_words()
-    assert sentence.startswith("No step was clipped after round 1: the limit 1 is inert from there")
+    assert sentence.startswith("No step was clipped after round 1: the limit was 1 in the end")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_norm_above_the_last_limit_is_not_called_below_it(tmp_path: Path) -> N
     node.round([9.0] + 40 * [1.0])
     node.round(40 * [1.0])
     (said,) = [f.text for f in read_report(tmp_path).findings() if f.kind == "inert"]
-    assert "within the limit of its own step, also the largest, 9;" in said
+    assert "within the limit of its own step, even the largest, 9." in said
 
 
 @pytest.mark.filterwarnings("ignore::fedclip.errors.FedclipWarning")
@@ -244,7 +244,7 @@ def test_a_clipper_that_is_not_warmed_up_is_said_to_be(tmp_path: Path) -> None:
 
 def test_a_learnt_limit_that_a_fixed_one_hides_is_said_to_be(tmp_path: Path) -> None:
     Node(tmp_path, [["zscore-clip", {"warmup": 5, "max_norm": 1.0}]]).round([3.0, 4.0] * 20)
-    assert "The fixed limit set 100% of the limits" in said(tmp_path)
+    assert "The fixed limit held in 100% of the limited steps" in said(tmp_path)
     # A clipper that only has a fixed limit is as it should be.
     Node(tmp_path / "other", ["norm-clip"]).round([3.0] * 9)
     assert "The fixed limit" not in said(tmp_path / "other")
@@ -252,7 +252,7 @@ def test_a_learnt_limit_that_a_fixed_one_hides_is_said_to_be(tmp_path: Path) -> 
 
 def test_the_shares_of_the_limits_are_said(tmp_path: Path) -> None:
     Node(tmp_path, [["zscore-clip", {"warmup": 5}]]).round([1.0] * 20)
-    assert "Of the limits, 53% learnt, 47% of the warm-up." in said(tmp_path)
+    assert "Where the limits came from: 53% learnt, 47% from the warm-up." in said(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_updates_start_at_their_median(tmp_path: Path) -> None:
     [
         ("no-op", [1.0] * 19, "19 norms are too few"),
         ("no-op", [0.0] * 40, "no scale"),
-        ("value-clip", [1.0] * 40, "no clipper by norm on the clients"),
+        ("value-clip", [1.0] * 40, "No clipper by norm ran on the clients"),
     ],
 )
 def test_too_little_is_said(tmp_path: Path, module: str, norms: list[float], words: str) -> None:

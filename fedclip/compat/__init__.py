@@ -99,7 +99,7 @@ def known() -> dict[str, list[str]]:
 
 def _translation(package: str, cls: str, config: Mapping[str, Any]) -> Translation:
     if package not in PEERS:
-        raise ValueError(unknown("fedclip translates from no package", package, PEERS))
+        raise ValueError(unknown("there is no translation from", package, PEERS))
     if cls not in PEERS[package]:
         raise ValueError(unknown(f"{package} has no clipper", cls, PEERS[package]))
     entry = PEERS[package][cls]

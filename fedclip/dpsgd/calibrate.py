@@ -24,7 +24,7 @@ from typing import Any
 
 from fedclip import parameters
 from fedclip.privacy.accounting import Release, epsilon, noise_multiplier, tightest
-from fedclip.privacy.planning import verdict
+from fedclip.privacy.planning import ASK_VALUES, verdict
 
 __all__ = ["Calibration", "calibrate", "steps_of_a_round", "too_few"]
 
@@ -78,24 +78,25 @@ class Calibration:
         lines = [
             f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.records:,} records, "
             f"{self.steps:,} steps:",
-            f"  each record is in a batch with probability {self.rate:.4g} (Poisson sampling), "
-            f"{self.expected:g} of them on average",
+            f"  each record is in a batch with probability {self.rate:.4g} (Poisson sampling): "
+            f"{self.expected:g} records on average",
             f"  noise multiplier {self.noise_multiplier:.4g}; all steps cost epsilon "
             f"{self.spent:.4g} by {self.accountant}, for adding or removing one record",
-            f"  on each value of the mean gradient {self.noise:.3g} C, which is itself at most C "
-            "long; C is the bound of a record",
+            f"  the standard deviation of the noise, where C is the bound on a record: "
+            f"{self.noise:.3g} C on each value",
+            "    of the mean gradient, which as a whole is at most C long",
         ]
         if why := too_few(self.records, self.delta):
             lines.append(f"  {why}")
         count = values or 1
         drift = self.drift(count)
         if values is None and drift <= 1:
-            lines.append("  with --values, the number of values of the model: what that adds up to")
+            lines.append("  " + ASK_VALUES)
             return "\n".join(lines)
         lines.append(
-            f"  over {count:,} value{'s' * (count > 1)}, noise "
-            f"{self.noise * math.sqrt(count):.3g} C long in a step; over all steps "
-            f"{drift:.3g} of the longest way that the model can go"
+            f"  with {count:,} value{'s' * (count > 1)}, the noise of a step is "
+            f"{self.noise * math.sqrt(count):.3g} C long; in all steps it moves the model by "
+            f"{drift:.3g} of the longest way that it can go"
         )
         if drift > 1:
             lines.append(f"  {self.records:,} records are too few for this epsilon")

@@ -215,7 +215,7 @@ def learnt_limit(clipper: Any, context: Context) -> Map:
     if getattr(clipper, "include_current", False):
         learnt += f" {_PRESENT}"
     if clipper.max_norm is None:
-        result = replace(result, unbounded=f"{learnt}, and nothing holds it (max_norm=None)")
+        result = replace(result, unbounded=f"{learnt}, and max_norm is not set")
     return replace(result, lipschitz=math.inf, shared=learnt, expands=learnt)
 
 
@@ -273,7 +273,7 @@ def _followed(clipper: Any, context: Context, learnt: str) -> Map:
         clipper.name,
         growth=1.0,
         finite=_finite(clipper, context, _scoped(clipper, 1.0, context).alone),
-        unbounded=f"{learnt}, and nothing holds it",
+        unbounded=f"{learnt}, and nothing bounds it",
         shared=learnt,
         expands=learnt,
     )

@@ -37,7 +37,9 @@ from fedclip.privacy.accounting import (
     split_noise,
 )
 
-__all__ = ["Plan", "plan", "verdict"]
+__all__ = ["ASK_VALUES", "Plan", "plan", "verdict"]
+
+ASK_VALUES = "give --values, the number of values of the model, to see what that adds up to"
 
 
 @dataclass(frozen=True)
@@ -102,20 +104,22 @@ class Plan:
             f"{self.clients} clients, {self.relation}:",
             f"  noise_multiplier {self.noise_multiplier:g}; all rounds together cost epsilon "
             f"{self.spent:.4g}",
-            f"  on the sum of the updates {self.update_noise:.4g} C, on that of the votes "
-            f"{self.bits_noise:.4g}; C is the bound of an update",
-            f"  on each value of the average {self.noise:.3g} C, which is itself at most C long",
+            "  the standard deviation of the noise, where C is the bound on an update:",
+            f"    {self.update_noise:.4g} C on the sum of the updates, {self.bits_noise:.4g} on "
+            "the sum of the votes,",
+            f"    {self.noise:.3g} C on each value of the average, which as a whole is at most C "
+            "long",
         ]
         if self.delta * self.clients >= 1:
             lines.append(
                 f"  delta is not below 1 / clients = {1 / self.clients:.3g}: take a hundredth of it"
             )
         if self.length is None or self.drift is None:
-            lines.append("  with --values, the number of values of the model: what that adds up to")
+            lines.append("  " + ASK_VALUES)
             return "\n".join(lines)
         lines.append(
-            f"  over {self.values:,} values, noise {self.length:.3g} C long in a round; over all "
-            f"rounds {self.drift:.3g} of the longest way that the model can go"
+            f"  with {self.values:,} values, the noise of a round is {self.length:.3g} C long; in "
+            f"all rounds it moves the model by {self.drift:.3g} of the longest way that it can go"
         )
         lines.append(f"  {verdict(self.drift, self.clients, 'clients')}")
         return "\n".join(lines)
@@ -164,17 +168,17 @@ def plan(
 def verdict(drift: float, takers: int, kind: str) -> str:
     """Return what to expect of noise that adds up to so much of the longest way.
 
-    >>> verdict(0.5, 100, "clients")[:40]
-    'that is not little: with 500 clients it '
+    >>> verdict(0.5, 100, "clients")[:33]
+    'that is much: with 500 clients it'
     """
     if drift <= 0.1:
-        return "that is little: expect about the accuracy of the bound alone"
-    much = "more than all there is to learn from" if drift > 1 else "not little"
+        return "that is little: expect about the accuracy that the bound alone gives"
+    much = "more than the updates can move it" if drift > 1 else "much"
     # An upper bound: the votes of many clients cost less.
     enough = math.ceil(10 * drift * takers)
     return (
         f"that is {much}: with {enough:,} {kind} it would be a tenth; fewer values to train, or a "
-        "larger epsilon, do the same"
+        "larger epsilon, help as well"
     )
 
 

@@ -193,7 +193,7 @@ class Analysis:
         if self.noised:
             return self._noise_in_words()
         if self.non_expansive:
-            return "On an aggregate: non-expansive, no sensitivity grows."
+            return "On an aggregate: it makes no sensitivity larger (it is non-expansive)."
         limits = []
         if not math.isinf(self.lipschitz):
             limits.append(f"at most {number(self.lipschitz)} times the one before")
@@ -201,8 +201,9 @@ class Analysis:
             twice = "twice that bound" if self.l2_bound is None else number(2 * self.l2_bound)
             limits.append(f"at most {twice}")
         return (
-            f"On an aggregate: not non-expansive ({'; '.join(_expands(self.maps))}); the "
-            f"sensitivity is {' and '.join(limits) or 'not bounded'}."
+            "On an aggregate: it can make a sensitivity larger "
+            f"({'; '.join(_expands(self.maps))}); "
+            f"that is then {' and '.join(limits) or 'not bounded'}."
         )
 
     def __str__(self) -> str:

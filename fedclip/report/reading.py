@@ -76,11 +76,12 @@ class Reader:
             if len(skipped) == files:
                 raise ReportError(f"none of the {files} state files in {folder} can be read")
             names = ", ".join(sorted({n for node in nodes for n in node.others}))
+            broken = f"; {len(skipped)} of its {files} state files can not be read"
             raise ReportError(
-                f"no records: no optimizer in {folder} uses a fedclip clipper (they use: "
-                f"{names or 'no module at all'}), or none has taken a step yet; the module 'no-op' "
-                "measures without changing anything"
-                + (f"; {len(skipped)} of its {files} state files can not be read" * bool(skipped))
+                f"no records: in {folder} no clipper of fedclip has taken a step (modules there: "
+                f"{names or 'none'}); the module 'no-op' measures without changing anything"
+                + broken
+                * bool(skipped)
             )
         found.sort(key=lambda row: (row.node, row.position, row.name, row.record.round))
         servers = frozenset(node.label for node in nodes if node.is_server)

@@ -104,8 +104,8 @@ def _clipped(rows: Sequence[Row], limits: Mapping[Any, float]) -> tuple[str, str
         )
     if not clipped:
         return "inert", (
-            f"No step {was} clipped: each norm was within the limit of its own step, also the "
-            f"largest, {largest}; limits have fallen to {number(min(known))} since."
+            f"No step {was} clipped: each norm was within the limit of its own step, even the "
+            f"largest, {largest}. Limits have fallen to {number(min(known))} since."
         )
     if clipped >= _NEARLY_ALL * steps:
         return "always", (
@@ -118,9 +118,11 @@ def _clipped(rows: Sequence[Row], limits: Mapping[Any, float]) -> tuple[str, str
         return "clipped", _share(rows, were)
     seen = pooled(row.record for row in after)
     ends = _known(after, limits)
-    inert = f"the limit {number(ends[-1])} is inert from there" if ends else "it is inert"
-    middle = "" if seen.norm_median is None else f"; the median norm is {number(seen.norm_median)}"
-    return "inert", f"No step {was} clipped after round {last}: {inert}{middle}."
+    said = [f"No step {was} clipped after round {last}"]
+    said += [f"the limit was {number(ends[-1])} in the end"] * bool(ends)
+    if seen.norm_median is not None:
+        said.append(f"the median norm was {number(seen.norm_median)}")
+    return "inert", f"{said[0]}{': ' * (len(said) > 1)}{', '.join(said[1:])}."
 
 
 def _share(rows: Sequence[Row], were: str) -> str:
@@ -143,20 +145,20 @@ def _setter(rows: Sequence[Row]) -> Said:
     if whole.warmup >= _NEARLY_ALL * limited:
         text = (
             f"Not yet warmed up: at {whole.warmup:,} of {whole.steps:,} steps the limit was that "
-            "of the warm-up, as the clipper had not seen enough norms for one of its own."
+            "of the warm-up, because the clipper had not seen enough norms for one of its own."
         )
         yield "warm-up", text
     elif whole.fixed >= _NEARLY_ALL * limited:
         text = (
-            f"The fixed limit set {whole.fixed / limited:.0%} of the limits: the one learnt from "
-            "the norms was hardly ever below it, so that the clipper does not adapt; raise "
+            f"The fixed limit held in {whole.fixed / limited:.0%} of the limited steps: the one "
+            "learnt from the norms was hardly ever below it, so the clipper does not adapt. Raise "
             "max_norm, or leave it out."
         )
         yield "fixed", text
     elif whole.fixed or whole.warmup:
-        parts = {"learnt": whole.learnt, "fixed": whole.fixed, "of the warm-up": whole.warmup}
+        parts = {"learnt": whole.learnt, "fixed": whole.fixed, "from the warm-up": whole.warmup}
         shares = [f"{n / limited:.0%} {name}" for name, n in parts.items() if n]
-        yield "limits", f"Of the limits, {', '.join(shares)}."
+        yield "limits", f"Where the limits came from: {', '.join(shares)}."
 
 
 def _unlike(rows: Sequence[Row]) -> Said:

@@ -12,7 +12,7 @@ from typing import Any
 import fedclip
 from fedclip import parameters
 
-__all__ = ["NEEDS_DECLEARN", "build", "catalogue", "fits", "is_ours", "versions"]
+__all__ = ["NEEDS_DECLEARN", "build", "catalogue", "documentation", "fits", "is_ours", "versions"]
 
 OLDEST_DECLEARN = (2, 9, 1)
 _WANTED = f"declearn>={'.'.join(map(str, OLDEST_DECLEARN))},<3"
@@ -52,6 +52,11 @@ def catalogue() -> list[dict[str, Any]]:
         for name, cls in sorted(registry.items())
         if is_ours(cls)
     ]
+
+
+def documentation(kind: str, name: str) -> str:
+    """Return what a plug-in says of itself."""
+    return inspect.getdoc(registries()[kind][name]) or ""
 
 
 def _entry(kind: str, name: str, cls: type) -> dict[str, Any]:

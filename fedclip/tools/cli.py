@@ -34,7 +34,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(privacy.app, name="privacy")
-studies.add_to(app)
 
 ConfigPath = Annotated[
     Path,
@@ -70,14 +69,28 @@ def root(
 
 
 @app.command("list")
-def list_(as_json: JsonFlag = False) -> None:
+def list_(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="One clipper, to be explained.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
     """List the clippers, their parameters and defaults."""
+    from fedclip.errors import nearest
     from fedclip.toml import toml_value
-    from fedclip.tools.catalogue import catalogue
+    from fedclip.tools.catalogue import catalogue, documentation
 
     entries = catalogue()
+    if name is not None:
+        names = [entry["name"] for entry in entries]
+        entries = [entry for entry in entries if entry["name"] == name]
+        if not entries:
+            fail(f"there is no clipper {name!r}{nearest(name, names)}", code=2)
     if as_json:
         print(json.dumps(entries, indent=2, default=str))
+        return
+    if name is not None:
+        typer.echo(documentation(entries[0]["kind"], name))
         return
     for entry in entries:
         kind = "" if entry["kind"] == "module" else f" ({entry['kind']})"
@@ -89,51 +102,7 @@ def list_(as_json: JsonFlag = False) -> None:
         ]
         if shown:
             typer.secho(f"    {', '.join(shown)}", dim=True)
-
-
-@app.command()
-def translate(
-    package: Annotated[str, typer.Argument(metavar="PACKAGE", help="As in torchzero, optax, …")],
-    cls: Annotated[str, typer.Argument(metavar="CLASS", help="Its class or function.")],
-    config: Annotated[
-        list[str] | None, typer.Argument(metavar="[PARAMETER=VALUE]...", help="As given there.")
-    ] = None,
-) -> None:
-    """Translate another package's clipper into the line of TOML that does the same here."""
-    from fedclip import compat
-    from fedclip.toml import toml_line
-    from fedclip.tools.catalogue import build
-    from fedclip.tools.findings import text_of
-
-    given: dict[str, Any] = {}
-    for item in config or []:
-        key, equals, value = item.partition("=")
-        if not equals:
-            fail(f"{item!r} must be PARAMETER=VALUE", code=2)
-        given[key.strip()] = from_words(value.strip())
-    try:
-        kind, name, parameters = compat.translate(package, cls, given)
-        # Build the clipper, so that a line with invalid parameters is refused.
-        build(kind, name, parameters)
-    except (TypeError, ValueError, OverflowError) as exc:
-        text = text_of(exc)
-        fail(text if package in text else f"{cls} of {package}: {text}")
-    typer.echo(toml_line(kind, name, parameters))
-    for note in compat.notes(package, cls, given):
-        say(f"note: {note}", err=True)
-
-
-def from_words(value: str) -> Any:
-    """Read a value as Python or TOML would: None, a number, a list; anything else is a word."""
-    import tomllib
-
-    words = {"None": None, "True": True, "False": False}
-    if value in words:
-        return words[value]
-    try:
-        return tomllib.loads(f"value = {value}")["value"]
-    except (ValueError, RecursionError):  # no TOML, too many digits, or nested too deeply
-        return value
+    typer.echo("nan stands for None, as in declearn's TOML. To read about one: fedclip list NAME")
 
 
 @app.command()
@@ -182,7 +151,7 @@ def quickrun(
         int | None, typer.Option(min=0, help="Draw the batches from this seed.")
     ] = None,
 ) -> None:
-    """Check a configuration, then run it with declearn's quickrun, fedclip registered."""
+    """Check a configuration, then run all of it on this machine."""
     result = _checked(config, quickrun=True)
     if not result.ok:
         for finding in result.problems:
@@ -211,7 +180,7 @@ def quickrun(
 )
 def run(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="server.py, client.py, …")],
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...")] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS")] = None,
 ) -> None:
     """Run a Python script, unedited, with fedclip registered."""
     import runpy
@@ -251,16 +220,15 @@ def report(
         bool, typer.Option("--follow", help="Go on until the run ends, or until Ctrl-C.")
     ] = False,
 ) -> None:
-    """Show what the clippers did, by node and round, from an experiment's checkpoints."""
-    from fedclip.report import Reader, ReportError
+    """Show what the clippers did in a run, by node and round."""
+    from fedclip.report import ReportError, read_report
     from fedclip.tools import showing
 
     if follow and (as_json or csv is not None):
         fail("--follow shows rounds as they come, and goes with neither --json nor --csv", code=2)
     showing.can_write(plot=plot, html=html)
     try:
-        reader = Reader(folder)
-        result = showing.followed(reader) if follow else reader.read()
+        result = showing.followed(folder) if follow else read_report(folder)
     except ReportError as exc:
         fail(str(exc), code=1 if os.path.isdir(folder) else 2)
     for path in result.skipped:
@@ -281,9 +249,58 @@ def report(
         showing.show(result, groups, rounds)
 
 
+# Commands are listed in the order in which they are added.
+studies.add_to(app)
+
+
+@app.command()
+def translate(
+    package: Annotated[str, typer.Argument(metavar="PACKAGE", help="As in torchzero, optax, …")],
+    cls: Annotated[str, typer.Argument(metavar="CLASS", help="Its class or function.")],
+    config: Annotated[
+        list[str] | None, typer.Argument(metavar="PARAMETER=VALUE", help="As given there.")
+    ] = None,
+) -> None:
+    """Translate another package's clipper into a line of TOML."""
+    from fedclip import compat
+    from fedclip.toml import toml_line
+    from fedclip.tools.catalogue import build
+    from fedclip.tools.findings import text_of
+
+    given: dict[str, Any] = {}
+    for item in config or []:
+        key, equals, value = item.partition("=")
+        if not equals:
+            fail(f"{item!r} must be PARAMETER=VALUE", code=2)
+        given[key.strip()] = from_words(value.strip())
+    try:
+        kind, name, parameters = compat.translate(package, cls, given)
+        # Build the clipper, so that a line with invalid parameters is refused.
+        build(kind, name, parameters)
+    except (TypeError, ValueError, OverflowError) as exc:
+        text = text_of(exc)
+        fail(text if package in text else f"{cls} of {package}: {text}")
+    typer.echo(toml_line(kind, name, parameters))
+    for note in compat.notes(package, cls, given):
+        say(f"note: {note}", err=True)
+
+
+def from_words(value: str) -> Any:
+    """Read a value as Python or TOML would: None, a number, a list; anything else is a word."""
+    import tomllib
+
+    words = {"None": None, "True": True, "False": False}
+    if value in words:
+        return words[value]
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except (ValueError, RecursionError):  # no TOML, too many digits, or nested too deeply
+        return value
+
+
 @app.command()
 def doctor(as_json: JsonFlag = False) -> None:
-    """Show what a bug report needs: versions, frameworks, registered names."""
+    """Show versions and registered names, for a bug report."""
     from fedclip.tools.catalogue import NEEDS_DECLEARN, fits, versions
 
     facts = versions()
@@ -302,7 +319,7 @@ def doctor(as_json: JsonFlag = False) -> None:
 @app.command()
 def demo(
     folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="Where to write; is made, or must be empty.")
+        Path, typer.Argument(metavar="DIR", help="Where to write; is made, or must be empty.")
     ] = Path("fedclip-demo"),
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each training.")] = 30,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each kind.")] = 3,
@@ -314,7 +331,10 @@ def demo(
         float, typer.Option(min=1, help="Seconds after which one training is given up.")
     ] = 600.0,
 ) -> None:
-    """Train over three hospitals, without clipping and with; print a table, write a plot."""
+    """Train over three hospitals, without clipping and with it.
+
+    It prints a table and writes a picture.
+    """
     from rich.console import Console
 
     from fedclip.tools.demo import DemoError, run_demo

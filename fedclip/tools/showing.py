@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,36 +53,41 @@ def _last(report: Report) -> Iterator[str]:
             yield f"{server}: {', '.join(shown)} after round {round_}."
 
 
-def followed(reader: Reader) -> Report:
+def followed(folder: Path) -> Report:
     """Show a run as it goes on; return its report when it has ended, or at Ctrl-C.
+
+    The folder need not be there yet: a run makes it when it begins.
 
     Raises
     ------
     ReportError
-        If it has ended, and there is nothing to report.
+        If it is no folder, or the run has ended and there is nothing to report.
     """
     from rich.live import Live
 
     screen = console()
+    reader: Reader | None = None
     result: Report | None = None
     told: set[tuple[str, str, int]] = set()
     waited = False
     try:
         with Live(console=screen, auto_refresh=False, transient=True) as live:
-            while not (result and reader.ended):
+            while not (reader and result and reader.ended):
                 try:
+                    reader = reader or Reader(folder)
                     result = reader.read()
                 except ReportError as exc:
-                    if reader.ended:
+                    if reader.ended if reader else os.path.exists(folder):
                         raise
                     if not waited:
-                        say(f"waiting for the first round ({str(exc).partition(':')[0]})", err=True)
+                        why = re.split("[:;]", str(exc))[0]
+                        say(f"waiting for the first round ({why}); Ctrl-C ends this", err=True)
                     waited = True
                 if result and screen.is_terminal:
                     live.update(_view(result), refresh=True)
                 elif result:
                     _tell(result, told)
-                if not reader.ended:
+                if not (reader and reader.ended):
                     time.sleep(_PAUSE)
     except KeyboardInterrupt:
         if result is None:

@@ -52,7 +52,10 @@ def suggest(
     ] = "step.learnt",
     as_json: JsonFlag = False,
 ) -> None:
-    """Propose limits, by the norms of a run: lines of TOML, what they clip and what they reveal."""
+    """Propose limits from the norms of a run, as lines of TOML.
+
+    It says what share of the norms each would have clipped, and what it reveals of the data.
+    """
     report = read(folder)
     found = report.experiments
     if len(found) > 1 and "" not in found:
@@ -69,7 +72,7 @@ def suggest(
     if as_json:
         facts = [place.as_dict() for place in places]
         print(json.dumps({"schema": "fedclip-suggest/1", "folder": str(folder), "places": facts}))
-    else:
+    elif write is None:
         for place in places:
             for line in in_words(place):
                 say(line)
@@ -116,13 +119,13 @@ def save(file: Path, proposal: Proposal) -> None:
 
 
 def compare(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders of runs.")],
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page for a browser as well.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Compare runs: the last loss and metrics, what was clipped, means and intervals over seeds.
+    """Compare runs: last loss and metrics, and what was clipped.
 
     Each folder is a setting; the runs below it are taken for seeds of it. The folder of a sweep
     stands for all its settings.
@@ -180,7 +183,7 @@ def sweep(
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=V1,V2]...",
+            metavar="KEY=V1,V2",
             help="A section's key, as in optim.client_opt.lrate, or a module's, as in "
             "zscore-clip.z_max, and its values.",
         ),
@@ -196,9 +199,9 @@ def sweep(
         Path | None, typer.Option(metavar="FILE", help="Write a page for a browser as well.")
     ] = None,
 ) -> None:
-    """Run a configuration with several settings and seeds, and compare what comes out.
+    """Run a configuration with several settings and seeds.
 
-    A sweep that was interrupted goes on where it stopped.
+    At the end it compares them. A sweep that was interrupted goes on where it stopped.
     """
     from fedclip.tools import showing
     from fedclip.tools.check import check_config, find_config

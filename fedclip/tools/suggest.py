@@ -41,20 +41,20 @@ _BY_NORM = {
 _PLAYED = 20_000
 
 _CHOSEN = (
-    "the number is chosen by looking at all norms of this run: it tells about them, and no epsilon "
-    "covers that; from then on it is fixed and bounds a sensitivity"
+    "The number comes from all norms of this run, and tells something about them; no privacy "
+    "budget covers that. From then on it is fixed, and bounds a sensitivity."
 )
 _OWN = (
-    "each node learns from its own norms, which do not leave it; there is no bound known in "
-    "advance, so that it bounds no sensitivity"
+    "Each node learns from its own norms, which it keeps to itself. The limit is not known in "
+    "advance, so it bounds no sensitivity."
 )
 _SHARED = (
-    "in each round every client sends how many of its norms were of which size, in cleartext "
-    "unless secure aggregation is on; it bounds no sensitivity"
+    "In each round every client sends how many of its norms were of which size, in cleartext "
+    "unless secure aggregation is on. The limit bounds no sensitivity."
 )
 _VOTES = (
-    "each client sends one bit a round, whether its update was within the bound; with "
-    "noise_multiplier there is an epsilon for it (`fedclip privacy plan`)"
+    "In each round every client sends one bit: whether its update was within the bound. Set "
+    "noise_multiplier to cover it by a privacy budget (`fedclip privacy plan`)."
 )
 
 
@@ -129,14 +129,14 @@ def _place(report: Report, place: str, rows: Sequence[Row]) -> Place:
     lacking = ""
     if not rows:
         lacking = {
-            "step": 'no clipper by norm on the clients: add "no-op" to modules of client_opt',
-            "update": "the norms of updates were not measured",
-            "aggregate": 'no clipper by norm on the server: add "no-op" to modules of server_opt',
+            "step": 'No clipper by norm ran on the clients: add "no-op" to their modules',
+            "update": "The norms of updates were not measured",
+            "aggregate": 'No clipper by norm ran on the server: add "no-op" to its modules',
         }[place]
     elif count < FEW:
         lacking = f"{count} norms are too few to choose a limit by: at least {FEW} are needed"
     elif not whole.norm_median:
-        lacking = "half of the norms, or more, are 0: there is no scale to choose a limit by"
+        lacking = "Half of the norms, or more, are 0: there is no scale to choose a limit by"
     if lacking:
         found = list(_without_norms()) if place == "update" else []
         return Place(place, nodes=nodes, norms=count, lacking=lacking, proposals=found)
@@ -300,14 +300,14 @@ def in_words(place: Place) -> Iterator[str]:
         if place.clipped:
             text = (
                 f"{place.clipped:.0%} of them were clipped in this run: without that, later norms "
-                "may have been larger."
+                "might have been larger."
             )
             yield from _wrapped(text, 2)
     for proposal in place.proposals:
         share = "" if proposal.share is None else f"; it clips about {proposal.share:.1%} of them"
         yield ""
         yield from _wrapped(f"{proposal.name}: {proposal.what}{share}", 2)
-        yield from _wrapped(f"reveals: {proposal.reveals}", 4)
+        yield from _wrapped(f"What it reveals: {proposal.reveals}", 4)
         for line in lines_of(proposal):
             yield f"    {line}"
 
