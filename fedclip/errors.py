@@ -14,8 +14,11 @@ class FedclipWarning(UserWarning):
     """Something that the user should act on, said at most once a round."""
 
 
-class NonFiniteError(ValueError):
-    """A gradient holds NaN or infinity and ``on_nonfinite="raise"``; names the tensors."""
+class NonFiniteError(ValueError, RuntimeError):
+    """A gradient holds NaN or infinity and ``on_nonfinite="raise"``; names the tensors.
+
+    It is a `RuntimeError` too, as loops around torch's `clip_grad_norm_` catch one.
+    """
 
 
 class StateError(KeyError, ValueError):

@@ -231,6 +231,47 @@ def test_what_would_clip_twice_or_not_at_all_is_refused():
         ClippedOptimizer(object(), NormClip(1.0))
 
 
+@pytest.mark.parametrize("clip", CLIPS)
+def test_gradients_are_clipped_outside_of_a_step_as_keras_clips_them(clip):
+    optimizer = ClippedOptimizer(optimizers.SGD(0.1), CLIPS[clip]())
+    gradients = list(stream())[1]
+    expected = optimizers.SGD(0.1, **{clip: LIMIT})._clip_gradients(gradients)
+    expected = [np.asarray(g) for g in expected]
+    close(map(np.asarray, optimizer._clip_gradients(gradients)), expected)
+    optimizer.build(variables())
+    close(map(np.asarray, optimizer._clip_gradients(gradients)), expected)
+    assert optimizer.last is None
+
+
+@pytest.mark.parametrize("clipper", [ZScoreClip(), EmaValueClip(), AGC()])
+def test_clippers_that_learn_or_need_weights_refuse_to_clip_outside_of_a_step(clipper):
+    optimizer = ClippedOptimizer(optimizers.SGD(0.1), clipper)
+    with pytest.raises(RuntimeError, match=f"{clipper.name} clips in steps"):
+        optimizer._clip_gradients(next(stream()))
+
+
+def test_gradients_may_be_arrays_of_numpy():
+    found, expected = variables(), variables()
+    gradients = [np.full(shape, 3.0, "float32") for shape in SHAPES.values()]
+    ClippedOptimizer(optimizers.SGD(0.1), NormClip(LIMIT)).apply(gradients, found)
+    tensors = [keras.ops.convert_to_tensor(g) for g in gradients]
+    optimizers.SGD(0.1, global_clipnorm=LIMIT).apply(tensors, expected)
+    close([v.numpy() for v in found], [v.numpy() for v in expected])
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="sparse arrays of JAX")
+def test_sparse_gradients_of_jax_are_clipped_as_dense_ones():
+    from jax.experimental import sparse
+
+    found, expected = ([keras.Variable(np.ones((5, 2), "float32"))] for _ in range(2))
+    dense = np.zeros((5, 2), "float32")
+    dense[1], dense[3] = 3.0, -2.0
+    for held, gradient in ((found, sparse.BCOO.fromdense(dense, n_dense=1)), (expected, dense)):
+        optimizer = ClippedOptimizer(optimizers.SGD(0.1), NormClip(LIMIT))
+        optimizer.apply([gradient], held)
+    close([v.numpy() for v in found], [v.numpy() for v in expected])
+
+
 def test_optimizers_of_ones_own_clip_or_are_refused():
     class Applying(optimizers.SGD):
         def apply(self, grads, trainable_variables=None):

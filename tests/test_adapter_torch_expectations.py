@@ -98,9 +98,10 @@ def test_an_error_if_not_finite(order, bad):
     gradient[3] = bad
     parameter = torch.nn.Parameter(torch.ones(10))
     parameter.grad = gradient.clone()
-    # torch: a RuntimeError. As there, the gradient stays as it was.
-    with pytest.raises(NonFiniteError):
+    # As in torch, the gradient stays as it was.
+    with pytest.raises(RuntimeError) as error:
         clip_grad_norm_(parameter, 1.0, norm_type=order, error_if_nonfinite=True)
+    assert error.type is NonFiniteError
     torch.testing.assert_close(parameter.grad, gradient, equal_nan=True, rtol=0, atol=0)
 
 
@@ -120,17 +121,34 @@ def test_orders_that_are_no_norms_are_refused(order):
         clip_grad_norm_(layer_with(*LARGE), 1.0, norm_type=order)
 
 
-def test_an_iterator_that_is_used_up_is_refused():
-    # torch: warns that nothing is clipped.
-    parameters = layer_with(*LARGE).parameters()
-    clip_grad_norm_(parameters, 1.0)
-    with pytest.raises(ValueError, match="the second time"):
-        clip_grad_norm_(parameters, 1.0)
+def test_an_iterator_that_is_used_up_warns_as_in_torch():
+    layer = layer_with(*LARGE)
+    for parameters in (layer.parameters(), layer.named_parameters(), iter([])):
+        list(parameters)
+        with pytest.warns(UserWarning, match="no gradient clipping will occur"):
+            assert float(clip_grad_norm_(parameters, 1.0)) == 0.0
+        with pytest.raises(ValueError, match="the second time"):
+            clip_(parameters, NormClip(1.0))
 
 
-def test_foreach_is_no_parameter():
-    with pytest.raises(TypeError, match="foreach"):
-        clip_grad_norm_(layer_with(*LARGE), 1.0, foreach=True)
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_foreach_is_taken_and_changes_nothing(foreach):
+    layer, other = layer_with(*LARGE), layer_with(*LARGE)
+    norms = clip_grad_norm_(layer, 1.0, foreach=foreach), clip_grad_norm_(other, 1.0)
+    assert norms[0] == norms[1]
+    assert torch.equal(layer.weight.grad, other.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_norm_has_the_dtype_of_the_gradient(dtype):
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+    parameter.grad = torch.tensor([3.0, 4.0], dtype=dtype)
+    norm = clip_grad_norm_(parameter, 1.0)
+    # torch: float16 too, which ends at 65,504.
+    assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert norm == 5.0
+    parameter.grad = None
+    assert clip_grad_norm_(parameter, 1.0).dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -20,11 +20,12 @@ except ImportError as error:
 
 import numpy as np
 
-from fedclip.adapters.shared import Spec, clipper_of, unique
+from fedclip.adapters.shared import Spec, clipper_of, groups_of, start, unique
 from fedclip.adapters.variables import HeldClipper, Operations
 from fedclip.arrays import backend_named
 from fedclip.modules import AGC, Clipper
 from fedclip.records import StepRecord
+from fedclip.transforms import clip_on_device
 
 __all__ = ["ClipHistory", "ClippedOptimizer"]
 
@@ -145,10 +146,39 @@ class _Hook:
         """Return the clipped gradients."""
         variables, self._now.clipped = self._now.variables, True
         names = [self._names[self.stepping._var_key(v)] for v in variables]
-        whole, share = _of_all_replicas(gradients)
+        whole, share = _of_all_replicas(_tensors(gradients))
         weights = dict(zip(names, variables, strict=True))
         clipped = self.held.clip(dict(zip(names, whole, strict=True)), weights)
         return self._clip([share(clipped[name]) for name in names])
+
+    def clip_alone(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return gradients of all variables clipped, outside of a step.
+
+        Before `build` they have no names but "0", "1", ...
+        """
+        clipper, known = self.held.clipper, [*self._names.values()]
+        names = known if len(known) == len(gradients) else map(str, range(len(gradients)))
+        named = dict(zip(names, _tensors(gradients), strict=True))
+        groups = groups_of(clipper, named)
+        first = start(clipper, groups, fresh=True)
+        if isinstance(clipper, AGC) or clipper.transform(groups).array_fields or len(first):
+            raise RuntimeError(
+                f"{clipper.name} clips in steps, which show it the variables and their past: call "
+                "apply, or apply_gradients"
+            )
+        backend, policy = backend_named(keras.backend.backend()), clipper.on_nonfinite
+        transform = clipper.transform(groups)
+        return [*clip_on_device(transform, named, groups, backend, first, policy)[0].values()]
+
+
+def _tensors(gradients: Sequence[Any]) -> list[Any]:
+    """Return NumPy's arrays and JAX's sparse ones as tensors, and other gradients as they are."""
+    return [
+        keras.ops.convert_to_tensor(g, sparse=False)
+        if isinstance(g, np.ndarray) or hasattr(g, "todense")
+        else g
+        for g in gradients
+    ]
 
 
 def _of_all_replicas(gradients: Sequence[Any]) -> tuple[Sequence[Any], Callable[[Any], Any]]:
@@ -257,6 +287,10 @@ class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             trainable_variables = list(trainable_variables)
             self.build(trainable_variables)
         self.inner_optimizer.apply(grads, trainable_variables)
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        # The inner optimizer's steps call the clipper; Keras' own method would clip nothing here.
+        return self._hook.clip_alone(grads)
 
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Any, trainable_variables: Any

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 import torch
+from torch.nn.utils import clip_grad_norm_ as _torchs_own
 
 from fedclip.adapters.shared import check_clipper, clipped
 from fedclip.adapters.torch.names import Parameters, check_sharding, named
@@ -100,13 +101,14 @@ def clip_grad_norm_(
     max_norm: float | Clipper | AGC,
     norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """Clip, and return the norm from before, as `torch.nn.utils.clip_grad_norm_` does.
 
     Parameters
     ----------
     parameters
-        As in `clip_`.
+        As in `clip_`. An iterator without parameters clips nothing, with torch's own warning.
     max_norm
         The largest norm, > 0; or any clipper, which keeps its statistics from call to call.
     norm_type
@@ -114,12 +116,16 @@ def clip_grad_norm_(
     error_if_nonfinite
         With a number as `max_norm`: raise a `NonFiniteError` for NaN or infinity, instead of
         setting the gradients to zero.
+    foreach
+        Without effect, for calls that were written for torch: tensors are always treated
+        together.
 
     Returns
     -------
     Tensor
-        The norm of the whole gradient before clipping, of shape (), on the gradients' device;
-        NaN if it was not finite, and 0 if there was no gradient.
+        The norm of the whole gradient before clipping, of shape (), on the gradients' device and
+        in the dtype of the first one, of half precision in float32; NaN if it was not finite, and
+        0 if there was no gradient.
 
     Examples
     --------
@@ -127,7 +133,7 @@ def clip_grad_norm_(
     >>> layer = torch.nn.Linear(2, 1, bias=False)
     >>> layer(torch.tensor([[3.0, 4.0]])).sum().backward()
     >>> clip_grad_norm_(layer.parameters(), 1.0)
-    tensor(5., dtype=torch.float64)
+    tensor(5.)
     """
     clipper = max_norm
     if not isinstance(clipper, Clipper | AGC):
@@ -139,8 +145,17 @@ def clip_grad_norm_(
             f"norm_type and error_if_nonfinite go with a number: give {clipper.name} its own "
             "parameters ord and on_nonfinite"
         )
-    record = clip_(parameters, clipper)
-    return torch.zeros((), dtype=torch.float64) if record is None else _norm(record)
+    if isinstance(parameters, Iterator):
+        parameters = [*parameters]
+        if not parameters:
+            return _torchs_own((p for p in parameters), 1.0)
+    found = named(parameters, clipper)
+    check_sharding(found.values())
+    record = clip_named(found, clipper)
+    if record is None:
+        return torch.zeros(())
+    first = next(p.grad for p in found.values() if p.grad is not None)
+    return _norm(record).to(torch.promote_types(first.dtype, torch.float32))
 
 
 def _norm(record: StepRecord) -> torch.Tensor:
