@@ -134,7 +134,8 @@ def test_complex_numbers_count_by_their_absolute_value():
         with pytest.raises(TypeError, match="complex, which only clippers by L2 norms"):
             as_optax(clipper).update(gradient, None)
     left, _ = as_optax(ValueClip(1.0, exclude="z")).update(gradient, None)
-    assert left["z"] is gradient["z"]
+    assert left["z"].dtype == gradient["z"].dtype
+    assert jnp.array_equal(left["z"], gradient["z"])
 
 
 def test_integers_are_refused_and_their_float0_passes():
@@ -333,3 +334,20 @@ def test_per_example_layer_norm_clip_is_a_vmap_by_tensor():
     clipper = NormClip(1.0 / len(leaves) ** 0.5, scope="tensor")
     clipped, _ = jax.jit(jax.vmap(lambda g: as_optax(clipper).update(g, None)))(batch)
     close(jax.tree.map(lambda leaf: leaf.sum(0), clipped), jax.tree.unflatten(tree, expected), 1e-5)
+
+
+def test_nan_in_complex_numbers_that_are_excluded_skips_the_step():
+    gradient = {"z": jnp.array([1.0 + 1j * jnp.nan]), "w": jnp.array([12.0])}
+    transform = as_optax(NormClip(1.0, exclude="z"))
+    found, state = jax.jit(transform.update)(gradient, transform.init(gradient))
+    assert found["z"].dtype == gradient["z"].dtype
+    assert not any(leaf.any() for leaf in found.values())
+    assert int(state.nonfinite) == 1
+
+
+def test_updates_of_another_tree_than_the_state_are_refused():
+    transform = as_optax(ZScoreClip(scope="tensor"))
+    state = transform.init({"a": jnp.ones(2), "b": jnp.ones(3)})
+    for other in ({"a": jnp.ones(2)}, {k: jnp.ones(2) for k in "abc"}):
+        with pytest.raises(ValueError, match=r"the state is of 2 groups .* have [13]"):
+            jax.jit(transform.update)(other, state)

@@ -377,3 +377,43 @@ def test_nodes_of_a_function(make: Any, most: int) -> None:
     step, arguments = many("tensorflow", make())
     graph = tf.function(step).get_concrete_function(*arguments).graph
     assert len(graph.as_graph_def().node) <= most
+
+
+def _jit(step: Any) -> Any:
+    import jax
+
+    return jax.jit(step)(np.ones(3, np.float32))
+
+
+def _function(step: Any) -> Any:
+    import tensorflow as tf
+
+    return tf.function(step, autograph=False)(tf.ones(3))
+
+
+def _vmap(step: Any) -> Any:
+    import torch
+
+    return torch.func.vmap(step)(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("clipper", [NormClip(0.5), ZScoreClip(), ZScoreClip(on_nonfinite="raise")])
+@pytest.mark.parametrize(
+    ("framework", "compiled"), [("jax", _jit), ("tensorflow", _function), ("torch", _vmap)]
+)
+def test_a_clipper_itself_is_refused_where_it_could_not_remember(
+    framework: str, compiled: Any, clipper: Any
+) -> None:
+    needs(framework)
+    clipper.reset()
+    with pytest.raises(TypeError, match="can not leave code that is compiled"):
+        compiled(lambda x: clipper.clip({"w": x})["w"])
+    # Nothing of the compiled code is left in it.
+    assert clipper.clip({"w": np.array([0.3])})["w"] == 0.3
+    clipper.get_state()
+
+
+def test_agc_itself_is_refused_in_compiled_code() -> None:
+    needs("jax")
+    with pytest.raises(TypeError, match="agc: what a clipper learns and records can not leave"):
+        _jit(lambda x: AGC(0.1).clip({"w": x}, {"w": x})["w"])

@@ -153,6 +153,11 @@ def as_optax(
                     f"{clipper.name} learns from past steps: give update the state that init, or "
                     "the last update, returned"
                 )
+        if state.norm.shape != (len(groups),):
+            raise ValueError(
+                f"the state is of {state.norm.size} groups of leaves, and these updates have "
+                f"{len(groups)}: give init and update the same tree"
+            )
         weights = _by_name(params) if isinstance(clipper, AGC) and params is not None else None
         transform = transform_of(clipper, groups, weights, backend)
         if max_norm is not None:
@@ -219,7 +224,7 @@ def _real(name: str, leaf: Array, groups: Groups, whole: bool) -> Array:
 
 def _like(leaf: Array, clipped: Array) -> Array:
     """Return what `_real` made of a leaf in the dtype of the leaf again."""
-    if jnp.iscomplexobj(leaf) and clipped is not leaf:
+    if jnp.iscomplexobj(leaf) and not jnp.iscomplexobj(clipped):
         return jax.lax.complex(clipped[..., 0], clipped[..., 1])
     return clipped
 

@@ -293,6 +293,13 @@ class Backend(Arithmetic, ABC):
     def dtype(self, array: Array) -> str:
         """Return the dtype as "float32", "bfloat16", ..."""
 
+    def traced(self, array: Array) -> bool:
+        """Return whether an array stands for others, in code that is compiled or batched.
+
+        `torch.compile` is none of these: it follows what a clipper remembers.
+        """
+        return False
+
     def reads(self, cls: type) -> bool:
         """Return whether arrays of this class can be clipped at all."""
         return True

@@ -101,6 +101,9 @@ class JaxBackend(Backend):
         self._on_cpu: dict[Any, bool] = {}
         self._axes = axes
 
+    def traced(self, array: Array) -> bool:
+        return isinstance(array, jax.core.Tracer)
+
     def reads(self, cls: type) -> bool:
         # Sparse arrays and descriptions of shapes are none.
         return hasattr(cls, "at")

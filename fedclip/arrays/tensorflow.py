@@ -52,6 +52,9 @@ class TensorflowBackend(Backend):
                 return views
         return Views([self._view(t) for t in arrays])
 
+    def traced(self, array: Array) -> bool:
+        return not hasattr(self._values(array), "numpy")
+
     def reads(self, cls: type) -> bool:
         return not issubclass(cls, (tf.RaggedTensor, tf.SparseTensor))
 

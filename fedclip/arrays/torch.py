@@ -68,9 +68,13 @@ class TorchBackend(Backend):
         except (TypeError, RuntimeError):
             return Views([self._view(t) for t in arrays])
 
+    def traced(self, array: Array) -> bool:
+        # A private name: torch has no public one.
+        return bool(torch._C._functorch.is_functorch_wrapped_tensor(array))
+
     def _view(self, tensor: torch.Tensor) -> HostView | None:
         tensor = self._values(tensor)
-        if not tensor.is_cpu or torch.compiler.is_compiling():
+        if not tensor.is_cpu or torch.compiler.is_compiling() or self.traced(tensor):
             return None
         if tensor.dtype == torch.bfloat16:
             tensor = tensor.view(torch.uint16)

@@ -268,7 +268,14 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
                 return arrays
             memory = self._memory if self.keep_memory else None
             gradient = Gradient.of(self.name, arrays, groups, backend, self._arrays, memory)
-            transform, views = self.transform(groups), gradient.views
+            views = gradient.views
+            if views.remote and gradient.backend.traced(gradient.arrays[views.remote[0]]):
+                raise TypeError(
+                    f"{self.name}: what a clipper learns and records can not leave code that is "
+                    "compiled or batched (jit, vmap, tf.function): use as_optax of fedclip.adapters"
+                    ".jax, clip of .tensorflow or PureClipping of .torch there"
+                )
+            transform = self.transform(groups)
             if not (views.remote or views.form.bytes):
                 outputs, rest = self._pass_by(gradient)
             elif views.remote and self._stays_on_device(transform, gradient):
