@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,16 @@ FRAMEWORKS = (
 )
 # Those that know frameworks, and the checks for users' clippers, which make arrays of each.
 KNOWING = ("arrays/", "adapters/", "dpsgd/persample/", "testing.py")
+
+
+def test_no_environment_is_tracked() -> None:
+    # A tracked link of that name replaces the folder that make fills, wherever it is checked out.
+    try:
+        command = ["git", "ls-files", "--", ".venv"]
+        tracked = subprocess.check_output(command, cwd=Path(__file__).parents[1], text=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a checkout")
+    assert tracked == "", "take it out before this is merged: git rm --cached .venv"
 
 
 def test_few_rooms_and_few_arrows() -> None:
