@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +35,46 @@ def test_steps_of_all_threads_are_counted_once(cls: type) -> None:
     if cls is ZScoreClip:
         # But for the first five, which fill the median that protects the start.
         assert clip.get_state()["groups"]["all"]["count"] == 1995
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda clip: clip.rounds,
+        lambda clip: clip.get_state(),
+        lambda clip: clip.statistics(),
+        lambda clip: clip.on_round_start(),
+        lambda clip: clip.set_state(clip.get_state()),
+    ],
+    ids=["rounds", "get_state", "statistics", "on_round_start", "set_state"],
+)
+def test_who_looks_on_takes_no_step_away(look: Callable[[Any], object]) -> None:
+    clip, steps, done = ZScoreClip(), 2000, threading.Event()
+    faults: list[Exception] = []
+    clip.run(NumpyVector({"w": np.ones(3)}))
+
+    def watch() -> None:
+        while not done.is_set():
+            try:
+                look(clip)
+            except Exception as exc:
+                faults.append(exc)
+                return
+
+    interval = sys.getswitchinterval()
+    watching = threading.Thread(target=watch)
+    try:
+        sys.setswitchinterval(1e-6)
+        watching.start()
+        for _ in range(steps):
+            clip.run(NumpyVector({"w": np.ones(3)}))
+    finally:
+        done.set()
+        watching.join()
+        sys.setswitchinterval(interval)
+    assert faults == []
+    if look(clip) is not None:
+        assert sum(record.steps for record in clip.rounds) == steps + 1
 
 
 def test_each_thread_clips_by_its_own_weights() -> None:

@@ -121,12 +121,13 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         self._on_client = False
         self._warned = -1
         self._memory = Memory()
-        # If several threads share a clipper, only one clips at a time.
+        # If several threads share a clipper, only one clips, or reads what it keeps, at a time.
         self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes but the lock, for a copy or a pickle."""
-        return {key: value for key, value in vars(self).items() if key != "lock"}
+        with self.lock:
+            return {key: value for key, value in vars(self).items() if key != "lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over the result of `__getstate__`, and make a new lock."""
@@ -189,25 +190,28 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
     def on_round_start(self) -> None:
         """Begin the records of a new round; the statistics stay."""
         self._on_client = True
-        self._memory.release()
-        self._recorder.start_round()
+        with self.lock:
+            self._memory.release()
+            self._recorder.start_round()
 
     def collect_aux_var(self) -> AuxVar | None:
         """Return nothing; on a server, begin a round."""
-        self._memory.release()
-        # declearn calls `on_round_start` only on clients, and this method before a server's step.
-        if not self._on_client:
-            self._recorder.start_round()
+        with self.lock:
+            self._memory.release()
+            # declearn calls `on_round_start` only on clients, and this before a server's step.
+            if not self._on_client:
+                self._recorder.start_round()
         return None
 
     def get_state(self) -> dict[str, Any]:
         """Return the statistics by group, and the records, as plain numbers, strings and lists."""
-        return {
-            "clipper": self.name,
-            "groups": self._statistics(),
-            "arrays": states.fetched(self._arrays),
-            **self._recorder.get_state(),
-        }
+        with self.lock:
+            return {
+                "clipper": self.name,
+                "groups": self._statistics(),
+                "arrays": states.fetched(self._arrays),
+                **self._recorder.get_state(),
+            }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take over a state that `get_state` of the same clipper returned, on any framework.
@@ -222,12 +226,13 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
 
     def _take_over(self, state: Any, transform: Transform) -> None:
         statistics, arrays, round_, rounds = self._check_state(state, transform)
-        self._transform = transform
-        self._install(statistics)
-        self._arrays = arrays
-        self._loaded = bool(statistics or arrays)
-        self._recorder.set_state(round_, rounds)
-        self._warned = -1
+        with self.lock:
+            self._transform = transform
+            self._install(statistics)
+            self._arrays = arrays
+            self._loaded = bool(statistics or arrays)
+            self._recorder.set_state(round_, rounds)
+            self._warned = -1
 
     # -- what it guarantees -------------------------------------------------------------------
     def guarantee(self, context: Known) -> Map:
@@ -341,17 +346,19 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
     @property
     def rounds(self) -> list[RoundRecord]:
         """What happened in the last rounds, one record a round, and one for each group."""
-        return self._recorder.rounds()
+        with self.lock:
+            return self._recorder.rounds()
 
     @property
     def last(self) -> StepRecord | None:
         """What the last step did; None before the first."""
-        if self._groups is None:
-            return None
-        labels = self._groups.labels
-        if self._bad or self._last is None:
-            return StepRecord(labels, nonfinite=self._bad)
-        return StepRecord(labels, *self._last)
+        with self.lock:
+            if self._groups is None:
+                return None
+            labels = self._groups.labels
+            if self._bad or self._last is None:
+                return StepRecord(labels, nonfinite=self._bad)
+            return StepRecord(labels, *self._last)
 
     # -- numbers in the place of tensors --------------------------------------------------------
     def update(self, norms: float | Mapping[str, float]) -> StepRecord:
@@ -397,7 +404,8 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         Rules on past norms add ``threshold``, the norm above which a norm is a spike, and
         ``ready``, whether they judge by it yet.
         """
-        found = dict(self._statistics().get(group, {}))
+        with self.lock:
+            found = dict(self._statistics().get(group, {}))
         rule = self._learning
         if found and isinstance(rule, History):
             one = self._transform.init(Groups((group,), (group,), ((0,),)))
@@ -420,8 +428,9 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         if "count" in known:
             rule = self._learning
             known["count"] = max(getattr(rule, "warmup", 0), getattr(rule, "least", 1))
-        groups = {**self._statistics(), group: {**known, **statistics}}
-        self.set_state({**self.get_state(), "groups": groups})
+        with self.lock:
+            groups = {**self._statistics(), group: {**known, **statistics}}
+            self.set_state({**self.get_state(), "groups": groups})
 
     @property
     def _learning(self) -> Rule | None:

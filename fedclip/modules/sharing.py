@@ -57,8 +57,9 @@ class SharedClipper(Clipper, register=False):
             # A clipper on the server shares nothing; the clients' counts are for the counterpart.
             self.aux_name = None  # type: ignore[misc]
         elif self.sharing is not None and self.sharing.heard():
-            counts, statistics = self.sharing.collect(self._statistics())
-            self._install(statistics)
+            with self.lock:
+                counts, statistics = self.sharing.collect(self._statistics())
+                self._install(statistics)
             return FedclipSharedCounts(1, counts)
         return None
 
@@ -71,9 +72,10 @@ class SharedClipper(Clipper, register=False):
             If clipper and counterpart do not match, or the message is not valid.
         """
         if self.sharing is not None and isinstance(aux_var, FedclipSharedState):
-            statistics = self.sharing.receive(aux_var, self._statistics())
-            self._transform = self.sharing.transform(self.sharing.version)
-            self._install(statistics)
+            with self.lock:
+                statistics = self.sharing.receive(aux_var, self._statistics())
+                self._transform = self.sharing.transform(self.sharing.version)
+                self._install(statistics)
         else:
             super().process_aux_var(aux_var)
 
