@@ -1,7 +1,8 @@
 """Write what the documentation takes from the clippers' docstrings: ``python docs/clippers.py``.
 
-A page in ``docs/clippers/`` has a part written by hand, "When to use it", and a part between two
-marks that comes from the docstring of its class, so that the two can not differ.
+A page in ``docs/clippers/`` has a part written by hand, "When to use it". Above it stands the first
+sentence of the docstring of its class, and below it, between two marks, the rest of the docstring,
+so that page and docstring can not differ.
 ``tests/test_docs.py`` checks that it is current.
 """
 
@@ -17,6 +18,7 @@ import pictures
 from website import table
 
 import fedclip  # noqa: F401  (registers the clippers)
+from fedclip.modules.common import common_of
 from fedclip.parameters import signature_of
 from fedclip.toml import toml_value
 from fedclip.tools.catalogue import catalogue
@@ -30,6 +32,7 @@ LISTS = {
 """Pages with a list of all clippers, and the form of its lines."""
 START = "<!-- from the docstring; rewrite it with: python docs/clippers.py -->"
 END = "<!-- end of the docstring -->"
+HEAD = ("| parameter | default | meaning |", "|---|---|---|")
 NEW = "# `{name}`\n\n## When to use it\n\nTo be written.\n\n{start}\n{end}\n"
 
 
@@ -56,8 +59,8 @@ def render(kind: str, name: str) -> str:
     """Return the part of a page that comes from the docstring, marks included."""
     cls = plugin(kind, name)
     parts = sections(cls)
-    summary, _, body = parts[""].partition("\n\n")
-    lines = [START, "", markdown(summary), ""]
+    _, _, body = parts[""].partition("\n\n")
+    lines = [START, "", "## How it works", ""]
     if name in pictures.PICTURES:
         lines += [f"![{pictures.alternative(name)}](../images/clippers/{name}.svg)", ""]
     lines += [markdown(body), "", "## Parameters", ""]
@@ -76,14 +79,20 @@ def render(kind: str, name: str) -> str:
 
 
 def parameters(cls: type, text: str) -> list[str]:
-    """Return the parameters as a table, in the order of the constructor."""
+    """Return the parameters as tables: the clipper's own, and those of most clippers."""
     meanings = {}
     for entry in re.split(r"^(?=\S)", text, flags=re.MULTILINE):
         head, _, meaning = entry.partition("\n")
-        for name in head.partition(" :")[0].split(","):
-            meanings[name.strip(" *")] = " ".join(meaning.split())
-    rows = ["| parameter | default | meaning |", "|---|---|---|"]
+        names, _, kind = head.partition(" :")
+        words = meaning.split()
+        if "{" in kind:
+            words.append(f"Values: {re.sub(', default=.*|[{}]', '', kind).strip()}.")
+        for name in names.split(","):
+            meanings[name.strip(" *")] = " ".join(words)
+    own: list[str] = []
+    shared: list[str] = []
     known: Any = cls
+    common = common_of(cls) if hasattr(cls, "differs") else {}
     # A counterpart has its clipper's parameters, and says so in one entry for all of them.
     shown = inspect.signature(known.__init__).parameters if "settings" in meanings else None
     for name, parameter in (shown or signature_of(cls)).items():
@@ -93,8 +102,10 @@ def parameters(cls: type, text: str) -> list[str]:
             "" if parameter.default is parameter.empty else f"`{toml_value(parameter.default)}`"
         )
         meaning = inline(meanings.get(name, "")).replace("|", "\\|")
-        rows.append(f"| `{name}` | {default} | {meaning} |")
-    return rows
+        (shared if name in common else own).append(f"| `{name}` | {default} | {meaning} |")
+    between = ["", "Other clippers have these as well:", ""] if own and shared else []
+    tables = [[*HEAD, *rows] if rows else [] for rows in (own, shared)]
+    return [*tables[0], *between, *tables[1]]
 
 
 def markdown(text: str) -> str:
@@ -136,11 +147,14 @@ def inline(text: str) -> str:
 
 
 def updated(page: str, kind: str, name: str) -> str:
-    """Return a page with the docstring's part as it is now."""
+    """Return a page with the docstring's parts as they are now."""
     before, mark, rest = page.partition(START)
     if not mark or END not in rest:
         raise ValueError(f"the page of {name!r} lacks the marks {START!r} and {END!r}")
-    return before + render(kind, name) + rest.partition(END)[2]
+    title, _, written = before.partition("\n")
+    summary = markdown(sections(plugin(kind, name))[""].partition("\n\n")[0])
+    written = written[written.index("## ") :]
+    return f"{title}\n\n{summary}\n\n{written}{render(kind, name)}{rest.partition(END)[2]}"
 
 
 def listed(page: str, row: str) -> str:

@@ -58,9 +58,7 @@ class AdaptiveClip(SharedClipper):
 
     Guarantees: no output norm is above its limit, which is known before the gradient is, nor
     above `max_norm`; where no norm is over its limit the very same Vector comes back; NaN and
-    infinity are not counted. A spike, however large, moves the limit by one step. The limit
-    depends on past data, so that only `max_norm` bounds a sensitivity without a further
-    argument.
+    infinity are not counted. A spike, however large, moves the limit by one step. {private}.
 
     A norm equal to the limit counts as unclipped, and a norm of 0 is not counted. If norms are
     tiny for a long time, they pull the limit down, and from 1e-6 it takes 115 steps up to 0.1:

@@ -70,7 +70,8 @@ class AGC(parameters.Configured, Regularizer):
     exclude : pattern, list of patterns or None, default=None
         Tensors left alone; the paper leaves out the last layer.
     on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What happens to a gradient with NaN or infinity (see `fedclip.modules.Clipper`).
+        What becomes of a gradient with NaN or infinity: it is set to zero and counted, it raises
+        an error, or it passes (see `fedclip.modules.Clipper`).
 
     Raises
     ------

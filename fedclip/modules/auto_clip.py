@@ -18,7 +18,7 @@ from fedclip.transforms import Transform
 class AutoClip(SharedClipper):
     """Limit at three standard deviations above the running median of past norms.
 
-    It needs no tuning: the limit depends only on the norms, protects from the second step on and
+    It needs no tuning: the limit comes from the norms alone, protects from the second step on, and
     follows norms that rise. ``AutoClip.preset("smartclip")`` has the defaults of smartclip.
 
     ::
@@ -39,8 +39,8 @@ class AutoClip(SharedClipper):
     std_factor : float, default=3.0
         Number of standard deviations above the median, > 0.
     median : {"window", "p2"}, default="window"
-        How to estimate the median: exactly, of the last `window` norms; or with the P2 algorithm,
-        of all norms, from five numbers, which does not follow norms that rise.
+        How to estimate the median. "window" takes the last `window` norms, exactly. "p2" estimates
+        the median of all norms from five numbers, and does not follow norms that rise.
     window : int or None, default=None
         Number of norms in the median, from 5 to 65,536; None for 64. Only with
         ``median="window"``.
@@ -48,18 +48,18 @@ class AutoClip(SharedClipper):
         Weight of the past in mean and variance, in (0, 1); 0.97 remembers some 33 steps. None
         gives all norms the same weight.
     min_std : float, default=0.1
-        The standard deviation counts as this many times the median at least, >= 0, so that
-        norms that hardly vary can still grow.
+        Least standard deviation, as a multiple of the median, >= 0: norms that hardly vary can
+        still grow.
     feedback : {"clipped", "raw", "none"}, default="clipped"
         What the statistics learn from a spike: its limit, its norm, or nothing. With "raw" a
         single spike pulls the limit up for long.
 
     Notes
     -----
-    State: the last norms (or five markers and their positions), mean, variance and count of each
-    group; {resumed}.
+    State, for each group: the last norms (with "p2", five markers and their positions), their mean,
+    variance and count; {resumed}.
 
-    {learnt}; no group is judged before its fifth norm. Only `max_norm` bounds a sensitivity.
+    {learnt}; no group is judged before its fifth norm. {private}.
 
     Norms that are all equal give a limit 30 % above them (``std_factor * min_std``); norms that
     are all 0 give none, and the group stays in warm-up.

@@ -25,7 +25,7 @@ class Centralize(Clipper):
 
     Notes
     -----
-    Guarantees: an orthogonal projection, hence linear, and the norm does not grow (but for the
+    Guarantees: it is an orthogonal projection, so it is linear, and no norm grows (but for the
     rounding of single elements); what has mean 0 comes back as the same object.
 
     ======================  ======================================================

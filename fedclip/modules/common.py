@@ -42,69 +42,76 @@ COMMON = {
         None,
         check_dims,
         "int, list of int or None",
-        "Each slice that spans these dimensions (negative ones count from the end) is a group of "
-        'its own, instead of each tensor; goes with the scopes "global" and "tensor", which then '
-        "mean the same.",
+        "Makes each slice of a tensor a group of its own. A slice spans these dimensions; "
+        'negative ones count from the end. Goes with the scopes "global" and "tensor", which '
+        "then mean the same.",
     ),
     "inverse_dims": Parameter(
-        False, parameters.boolean, "bool", "Let the slices span all dimensions but `dims`."
+        False,
+        parameters.boolean,
+        "bool",
+        "Let the slices span all dimensions except `dims`.",
     ),
     "min_size": Parameter(
         1,
         partial(parameters.integer, 1),
         "int",
-        'Leave alone what has fewer elements, by slice or (scope "tensor") by tensor.',
+        'Leave alone slices with fewer elements; with the scope "tensor", tensors with fewer.',
     ),
     "include_current": Parameter(
         False,
         parameters.boolean,
         "bool",
-        'Let the statistics learn a norm before they judge it; needs ``feedback="raw"``.',
+        "Let the statistics learn a norm before they judge it, not after; needs "
+        '``feedback="raw"``.',
     ),
     "warmup": Parameter(
         20,
         partial(parameters.integer, 0),
         "int",
-        "Number of norms, >= 0, that only fill the statistics, as the first norm always does.",
+        "Number of norms, >= 0, that only fill the statistics, before these set the limit. "
+        "The first norm always does.",
     ),
     "warmup_norm": Parameter(
         None,
         partial(parameters.optional, parameters.positive),
         "float or None",
-        "Fixed limit until the statistics are full, in the units of the gradient; None for none.",
+        "Fixed limit during the warm-up, in the units of the gradient; None for none.",
     ),
     "warmup_factor": Parameter(
         2.25,
         partial(parameters.optional, parameters.at_least_one),
         "float or None",
-        "Limit until the statistics are full, in medians of the last five norms, >= 1. The "
-        "statistics learn a norm above it, a spike, as 1.1 medians, and do not learn the first "
-        "five norms (see `fedclip.rules.start`). None for no limit: they learn all norms as they "
-        "are.",
+        "Limit during the warm-up, as a multiple of the median of the last five norms, >= 1. "
+        "A norm above it is a spike: the statistics learn it as 1.1 medians, and they do not "
+        "learn the first five norms (see `fedclip.rules.start`). None for no limit: they "
+        "learn all norms as they are.",
     ),
     "max_norm": Parameter(
         None,
         partial(parameters.optional, parameters.positive),
         "float or None",
-        "Fixed limit at every step; no adaptive limit is above it.",
+        "Fixed limit at every step, in the units of the gradient: the learnt limit is never "
+        "above it. None for none.",
     ),
     "on_spike": Parameter(
         "clip",
         partial(parameters.choice, ("clip", "skip")),
         '{"clip", "skip"}',
-        '"skip" zeroes a group that is over its limit instead of clipping it.',
+        'What becomes of a group that is over its limit: it is clipped, or set to zero ("skip").',
     ),
     "scope": Parameter(
         "global",
         check_scope,
         '{"global", "tensor", "layer"} or list of patterns',
-        "Which tensors share a norm, and statistics.",
+        "Which tensors share a norm, and statistics: all of them, each by itself, those of a "
+        "layer, or those whose names match a pattern.",
     ),
     "ord": Parameter(
         2,
         check_order,
         'float or {"inf", "rms", "mad", "std"}',
-        "The measure (see `fedclip.measures`).",
+        "Which norm is measured: 2 is the Euclidean one; `fedclip.measures` has the others.",
     ),
     "eps": Parameter(
         0.0,
@@ -113,37 +120,45 @@ COMMON = {
         "Added to the norm in the factor ``limit / (n + eps)``; 0 is exact.",
     ),
     "exclude": Parameter(
-        None, check_exclude, "pattern, list of patterns or None", "Tensors left alone."
+        None,
+        check_exclude,
+        "pattern, list of patterns or None",
+        "Names, or patterns of names, of the tensors that are left alone.",
     ),
     "on_nonfinite": Parameter(
         "skip",
         partial(parameters.choice, ("skip", "raise", "propagate")),
         '{"skip", "raise", "propagate"}',
-        "What happens to a gradient with NaN or infinity (see `fedclip.modules.Clipper`).",
+        "What becomes of a gradient with NaN or infinity: it is set to zero and counted, it "
+        "raises an error, or it passes (see `fedclip.modules.Clipper`).",
     ),
     "keep_memory": Parameter(
         True,
         parameters.boolean,
         "bool",
-        "Whether to keep memory for the next output (see `fedclip.modules.Clipper`).",
+        "Whether to keep the memory of an output for the next one (see `fedclip.modules.Clipper`).",
     ),
     "shared": Parameter(
         False,
         parameters.boolean,
         "bool",
-        "Whether all clients of a federation share one state, and so one limit; the server's "
+        "Let all clients of a federation share one state, and so one limit. The server's "
         "optimizer must then have `{name}-server`. The state does not change during a round.",
     ),
     "shared_name": Parameter(
         None,
         partial(parameters.optional, parameters.name),
         "str or None",
-        "Name of this pair of clipper and counterpart, if there are several pairs of a kind.",
+        "Name of this pair of clipper and counterpart, needed if there are several pairs of a "
+        "kind.",
     ),
 }
 """The common parameters, in the order in which they follow a clipper's own."""
 
-SCOPE_NORM = COMMON["scope"]._replace(meaning="Which tensors share a norm.")
+SCOPE_NORM = COMMON["scope"]._replace(
+    meaning="Which tensors share a norm: all of them, each by itself, those of a layer, or those "
+    "whose names match a pattern."
+)
 SCOPE_TABLE = COMMON["scope"]._replace(
     check=partial(check_scope, limits=True),
     type='{"global", "tensor", "layer"}, list of patterns or table',
@@ -219,10 +234,12 @@ class Remembering(Shared, total=False):
 
 
 PHRASES = {
-    "resumed": "a client's rounds continue each other, and a run that is saved and resumed gives "
-    "the same outputs, bit for bit",
+    "resumed": "it goes on from one round of a client to the next, and a run that is saved and "
+    "resumed gives the same outputs, bit for bit",
     "learnt": "Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes "
     "the very same Vector comes back; NaN and infinity never reach the statistics",
+    "private": "For differential privacy only `max_norm` counts: the learnt limit depends on the "
+    "data, and bounds no sensitivity",
     "arrays": "State: for each tensor, an array of its shape (float64 for float64, else float32) "
     "on its device, and its number of steps; as much memory as the model. A run that is saved and "
     "resumed gives the same outputs, bit for bit",

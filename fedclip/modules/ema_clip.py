@@ -57,7 +57,8 @@ class EmaClip(SharedClipper):
     -----
     State: mean and count of each group, and its last five norms; {resumed}.
 
-    {learnt}. Only `max_norm` bounds a sensitivity; during warm-up `warmup_norm` does too.
+    {learnt}. {private}; during the
+    warm-up `warmup_norm` does.
 
     With clipped feedback the mean grows by at most a factor
     ``1 + (1 - decay) * (ratio - 1)`` a step: 1.02 by default, and 1.001 with the paper's ratio

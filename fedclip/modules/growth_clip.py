@@ -51,8 +51,7 @@ class GrowthClip(Clipper):
     State: the past norm of each group, after clipping; {resumed}.
 
     Guarantees: no output norm is above its limit, nor above `max_norm`; where no norm is over
-    its limit the very same Vector comes back; NaN and infinity are not remembered. Only
-    `max_norm` bounds a sensitivity.
+    its limit the very same Vector comes back; NaN and infinity are not remembered. {private}.
 
     The first norm counts as at least `min_norm`, too. Without `min_norm`, the step after a norm of
     0 is a first step again.

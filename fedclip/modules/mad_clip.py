@@ -42,8 +42,7 @@ class MadClip(SharedClipper):
     window : int, default=64
         Number of norms that are remembered, from 3 to 65,536.
     min_mad : float, default=0.1
-        The deviation counts as this many times the median at least, >= 0, so that norms that
-        hardly vary can still grow.
+        Least deviation, as a multiple of the median, >= 0: norms that hardly vary can still grow.
     feedback : {"clipped", "raw", "none"}, default="clipped"
         What the history learns from a spike: twice its limit, its norm, or nothing.
 
@@ -51,7 +50,7 @@ class MadClip(SharedClipper):
     -----
     State: the last norms and the count of each group, and its last five norms once more; {resumed}.
 
-    {learnt}. Only `max_norm` bounds a sensitivity.
+    {learnt}. {private}.
 
     Norms that are all equal give a limit 30 % above them (``mad_factor * min_mad``); norms that
     are all 0 give none, and the group stays in warm-up.

@@ -39,12 +39,12 @@ class PercentileClip(Clipper):
 
     Notes
     -----
-    The position is computed exactly: floating-point products, NumPy's too, miss it for some
-    sizes (101 elements at 29 %: 28 instead of 29).
+    The position is computed exactly. A product in floating point, as NumPy takes it, misses it for
+    some sizes: 28 instead of 29 for 29 % of 101 elements.
 
     Guarantees: no element of the output is above the limit in absolute value; signs are kept;
     with "lower", applying it twice is applying it once; scaling the gradient by a power of two
-    scales the output. The limit depends on the data, so that it bounds no sensitivity.
+    scales the output. The limit depends on the data, and bounds no sensitivity.
 
     ======================  ======================================================
     input                   output

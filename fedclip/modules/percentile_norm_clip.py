@@ -39,9 +39,9 @@ class PercentileNormClip(SharedClipper):
         Percentage of the past norms that are at most the limit, in (0, 100]. The lower, the
         more is clipped; the paper suggests 10.
     history : {"window", "stream", "p2"}, default="window"
-        How to estimate the percentile: exactly, of the last `window` norms, interpolated linearly;
-        with an estimate that each norm moves a little, and that follows norms that rise or
-        fall; or with the P2 algorithm, of all norms, from five numbers.
+        How to estimate the percentile. "window" takes the last `window` norms, exactly, and
+        interpolates linearly. "stream" is an estimate that each norm moves a little, and that
+        follows norms that rise or fall. "p2" estimates it of all norms, from five numbers.
     window : int or None, default=256
         Number of norms to remember, from 1 to 65,536; None for the largest. Only with
         ``history="window"``.
@@ -56,10 +56,10 @@ class PercentileNormClip(SharedClipper):
 
     Notes
     -----
-    State: the last norms (or two numbers; or five markers and their positions) and the count of
-    each group; {resumed}.
+    State, for each group: the last norms (with "stream" two numbers, with "p2" five markers and
+    their positions) and their count; {resumed}.
 
-    {learnt}. Only `max_norm` bounds a sensitivity.
+    {learnt}. {private}.
 
     Clipped feedback is twice the limit, not the limit itself, so that the limit can rise: if
     spikes were learnt at the limit, no norm in the history would be above it. A percentile only

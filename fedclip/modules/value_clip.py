@@ -37,9 +37,9 @@ class ValueClip(Clipper):
     Notes
     -----
     Guarantees: no element of the output lies outside the limits; the same Vector comes back if
-    none did before; it is the Euclidean projection on a box, hence idempotent and
-    non-expansive. For d elements the L2 norm of the output is at most ``max_value * sqrt(d)``;
-    with a limit on one side only there is no bound.
+    none did before; it is a projection: applying it twice is applying it once, and it
+    brings no two gradients farther apart. For d elements the L2 norm of the output is at most
+    ``max_value * sqrt(d)``; with a limit on one side only there is no bound.
     Rows of an IndexedSlices that repeat are added up before they are clipped.
     There is no state but the records of past rounds, whose "norm" is the largest absolute
     element.

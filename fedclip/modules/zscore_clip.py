@@ -56,8 +56,8 @@ class ZScoreClip(SharedClipper):
     std_eps : float, default=0.0
         Added to the standard deviation in the z-score, >= 0, in the units of the gradient.
     min_std : float, default=0.1
-        The standard deviation counts as this many times the mean at least, >= 0, so that norms
-        that hardly vary can still grow.
+        Least standard deviation, as a multiple of the mean, >= 0: norms that hardly vary can still
+        grow.
 
     Notes
     -----

@@ -54,17 +54,16 @@ class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-
     Parameters
     ----------
     start_norm : float or "search", default="search"
-        Bound of the first round, > 0. "search": it starts at 0.1 and is searched for, in steps
-        of a factor of 4 as long as nearly all or nearly none of the updates are within it. From
+        Bound of the first round, > 0. With "search" that is 0.1, and the bound moves by a factor
+        of 4 a round as long as nearly all or nearly none of the updates are within it. From
         100 times too low or too high, it is within a factor of 2 after 10 rounds in 95 % of
         searches, where the noise on the votes is at most a tenth of the clients; `fedclip check`
         says how many rounds it takes with more.
     quantile : float, default=0.5
         Share of the updates that the bound should leave alone, in (0, 1).
     learning_rate : float, default=0.2
-        Speed of the bound: it moves by a factor of at most ``exp(± learning_rate)`` a round; from
-        10 times below, it takes 23 rounds at the median. 0 fixes the bound; then clients do not
-        vote.
+        How fast the bound moves: by a factor of at most ``exp(± learning_rate)`` a round. From a
+        tenth of the median it takes 23 rounds. 0 fixes the bound; then clients do not vote.
     min_norm, max_norm : float, default=1e-6 and 1e4
         Limits of the bound, > 0. The upper one is well within the range of declearn's secure
         aggregation.
@@ -119,9 +118,9 @@ class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-
     becomes zero, the error is logged, and the next round ends at its start with that error on
     every client and on the server.
 
-    A share r of clients that always lie moves the quantile on which the bound settles, among the
-    others, from q to between ``(q - r) / (1 - r)`` and ``q / (1 - r)``, and the bound by a factor
-    of at most ``exp(learning_rate * r)`` a round.
+    If a share r of the clients always lies, the bound settles, among the others, not on the
+    quantile q but on one between ``(q - r) / (1 - r)`` and ``q / (1 - r)``. In a round they move
+    the bound by a factor of at most ``exp(learning_rate * r)``.
 
     References
     ----------
