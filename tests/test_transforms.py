@@ -130,5 +130,5 @@ def test_a_later_step_that_can_not_be_clipped_is_refused() -> None:
         clip.clip(first)
         with pytest.raises(TypeError, match="'b' is"):
             clip.clip(first | {"b": np.ones(3, dtype)})
-    masked = np.ma.masked_array(np.ones(3, np.float32))
-    assert type(clip.clip(first | {"b": masked})["b"]) is np.ndarray
+    with pytest.raises(TypeError, match="MaskedArray"):
+        clip.clip(first | {"b": np.ma.masked_array(np.ones(3, np.float32))})
