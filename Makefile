@@ -19,7 +19,7 @@ help:  ## show this list
 demo: $(VENV)/.demo  ## train over three hospitals, with and without clipping; write a table and a plot
 	$(BIN)/fedclip demo $(DEMO)
 
-quick: $(VENV)/.dev  ## run what takes a minute: all behaviours on NumPy and torch
+quick: $(VENV)/.dev  ## run what takes a minute: all behaviours on NumPy, a sample on torch
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not soak" --backends numpy,torch
 
 test: $(VENV)/.dev  ## run the whole test suite

@@ -79,6 +79,14 @@ class Specimen:
     def __str__(self) -> str:
         return f"{self.name}-{self.label}" if self.label else self.name
 
+    @property
+    def sampled(self) -> bool:
+        """Whether a quick run tries this row on other frameworks than NumPy, too.
+
+        It tries one row of each clipper, and all of `norm-clip`, which differ by transform.
+        """
+        return not self.label or self.name == "norm-clip"
+
     def make(self, **config: Any) -> Any:
         """Return a fresh clipper; `config` replaces parameters."""
         base: Any = OptiModule if self.kind == "module" else Regularizer

@@ -224,7 +224,10 @@ def assert_as_on_the_host(specimen: Specimen, framework: str, wrap: Any, both: A
             np.testing.assert_allclose(found, value, rtol=1e-6, atol=near, err_msg=name)
 
 
-each_clipper = pytest.mark.parametrize("specimen", SPECIMENS, ids=str)
+each_clipper = pytest.mark.parametrize(
+    "specimen",
+    [pytest.param(s, marks=[] if s.sampled else pytest.mark.slow, id=str(s)) for s in SPECIMENS],
+)
 
 
 @pytest.mark.slow

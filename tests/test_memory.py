@@ -153,7 +153,15 @@ TORCH_HOLDERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float32",
+        pytest.param("float64", marks=pytest.mark.slow),
+        pytest.param("float16", marks=pytest.mark.slow),
+        "bfloat16",
+    ],
+)
 @pytest.mark.parametrize("holder", TORCH_HOLDERS)
 def test_what_somebody_holds_of_torch_does_not_change(holder: str, dtype: str) -> None:
     torch = require("torch")

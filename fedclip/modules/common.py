@@ -159,6 +159,9 @@ SCOPE_NORM = COMMON["scope"]._replace(
     meaning="Which tensors share a norm: all of them, each by itself, those of a layer, or those "
     "whose names match a pattern."
 )
+SCOPE_ELEMENTS = COMMON["scope"]._replace(
+    meaning="Which tensors are reported on together; every element has its own limit."
+)
 SCOPE_TABLE = COMMON["scope"]._replace(
     check=partial(check_scope, limits=True),
     type='{"global", "tensor", "layer"}, list of patterns or table',

@@ -8,7 +8,7 @@ from typing import ClassVar, Unpack
 
 from fedclip import parameters
 from fedclip.modules.base import Clipper
-from fedclip.modules.common import COMMON, Common, Parameter, Preset
+from fedclip.modules.common import SCOPE_ELEMENTS, Common, Parameter, Preset
 from fedclip.privacy import kinds
 from fedclip.rules.elementwise import GrowthValue
 from fedclip.transforms import Transform
@@ -72,11 +72,7 @@ class GrowthValueClip(Clipper):
     name: ClassVar[str] = "growth-value-clip"
     presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "ClipValueGrowth")}
     guarantee = kinds.past_values
-    differs: ClassVar[Mapping[str, Parameter]] = {
-        "scope": COMMON["scope"]._replace(
-            meaning="Which tensors are reported on together; every element has its own limit."
-        )
-    }
+    differs: ClassVar[Mapping[str, Parameter]] = {"scope": SCOPE_ELEMENTS}
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -70,6 +71,7 @@ def page_of(runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, Any]]
     )
 
 
+@cache
 def _vega() -> str:
     """Return the code that draws the charts; in a page, only one text could end it early."""
     import vl_convert
