@@ -389,3 +389,21 @@ def test_central_noise_needs_no_other_package(monkeypatch: pytest.MonkeyPatch) -
     config = {"noise_multiplier": 1.0, "expected_clients": 3, "max_epsilon": 8.0}
     Optimizer(lrate=1.0, modules=[("update-clip-server", config)])
     assert not [name for name in imported if name.startswith(("opacus", "dp_accounting"))]
+
+
+@pytest.mark.parametrize(
+    ("z", "steps", "rate"), [(1e-3, 10, 0.1), (0.004, 1, 1e-3), (0.1, 10**6, 0.1), (1e-300, 1, 0.5)]
+)
+@pytest.mark.parametrize("accountant", ["pld", "prv"])
+def test_losses_too_large_for_memory_are_bounded_without_sampling(
+    z: float, steps: int, rate: float, accountant: str
+) -> None:
+    found = epsilon([Release(z, steps, rate)], 1e-5, accountant=accountant)
+    assert found == epsilon([Release(z, steps)], 1e-5)
+    # Noise that protects, however little, is accounted for with sampling.
+    assert epsilon([Release(0.3, 10, 0.1)], 1e-5) < 0.9 * epsilon([Release(0.3, 10)], 1e-5)
+
+
+def test_a_budget_that_allows_everything_is_sized_all_the_same() -> None:
+    z = noise_multiplier(1e7, 1e-5, 1000, 0.01)
+    assert epsilon([Release(z, 1000, 0.01)], 1e-5) <= 1e7

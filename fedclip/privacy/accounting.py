@@ -69,6 +69,9 @@ _ORDERS = (
 # Privacy losses are rounded up to multiples of a tenth of the loss of one step, within these
 # ends. A finer grid is tighter and slower.
 _FINEST, _COARSEST = 1e-5, 1e-3
+# With losses beyond this nothing is private, and they would not fit into memory on any grid that
+# the steps call for: sampling is left out of account, which is an upper bound.
+_LARGEST = 1e4
 _INSTALL = "pip install dp-accounting"
 
 
@@ -148,7 +151,14 @@ def _probability(sampling: Any) -> float:
 
 @lru_cache(maxsize=4096)
 def _epsilon(spent: tuple[Release, ...], delta: float, relation: str, accountant: str) -> float:
+    if accountant in ("pld", "prv") and _loss(spent) > _LARGEST:
+        return _closed_form(tuple(r._replace(sampling=1.0) for r in spent), delta, relation)
     return _BY_NAME[accountant](spent, delta, relation)
+
+
+def _loss(spent: tuple[Release, ...]) -> float:
+    """Return the largest loss of privacy that has to be kept in memory where noise is small."""
+    return max((max(1.0, n * q) * 0.5 / z / z for z, n, q in spent if z < 1 / 3), default=0.0)
 
 
 @lru_cache(maxsize=256)
