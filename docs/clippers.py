@@ -61,8 +61,7 @@ def render(kind: str, name: str) -> str:
     parts = sections(cls)
     _, _, body = parts[""].partition("\n\n")
     lines = [START, "", "## How it works", ""]
-    if name in pictures.PICTURES:
-        lines += [f"![{pictures.alternative(name)}](../images/clippers/{name}.svg)", ""]
+    lines += [f"![{pictures.alternative(name)}](../images/clippers/{name}.svg)", ""]
     lines += [markdown(body), "", "## Parameters", ""]
     lines += parameters(cls, parts.get("Parameters", ""))
     if kind != "regularizer":

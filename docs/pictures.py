@@ -24,6 +24,7 @@ from declearn.utils import access_registered
 
 import fedclip  # noqa: F401  (registers the clippers)
 from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.tools.catalogue import catalogue
 
 Series: TypeAlias = dict[str, list[float]]
 """The numbers of a picture, by what they are."""
@@ -280,36 +281,19 @@ NORMS = Picture(norms_of, draw_norms, norms_in_words)
 VALUES = Picture(values_of, draw_values, values_in_words)
 UPDATES = Picture(updates_of, draw_rounds, rounds_in_words)
 SHARED = Picture(shared_of, draw_rounds, shared_in_words)
-PICTURES = {
-    "adaptive-clip": NORMS,
-    "adaptive-clip-server": SHARED,
+OTHERS = {
     "agc": Picture(units_of, draw_units, units_in_words),
-    "auto-clip": NORMS,
-    "auto-clip-server": SHARED,
     "centralize": VALUES,
     "clipped-averaging": UPDATES,
-    "ema-clip": NORMS,
-    "ema-clip-server": SHARED,
-    "ema-norm-clip": NORMS,
-    "ema-normalize": NORMS,
-    "ema-value-clip": NORMS,
-    "growth-clip": NORMS,
-    "growth-value-clip": NORMS,
-    "mad-clip": NORMS,
-    "mad-clip-server": SHARED,
-    "no-op": NORMS,
-    "norm-clip": NORMS,
-    "normalize": NORMS,
-    "percentile-clip": NORMS,
-    "percentile-norm-clip": NORMS,
-    "percentile-norm-clip-server": SHARED,
     "sample-clip": Picture(records_of, draw_records, records_in_words),
     "standardize": VALUES,
     "update-clip-client": UPDATES,
     "update-clip-server": UPDATES,
-    "value-clip": NORMS,
-    "zscore-clip": NORMS,
-    "zscore-clip-server": SHARED,
+}
+"""The pictures of clippers that neither limit by norms nor serve those that do."""
+PICTURES = {
+    name: OTHERS.get(name, SHARED if name.endswith("-server") else NORMS)
+    for name in (entry["name"] for entry in catalogue())
 }
 
 

@@ -210,10 +210,8 @@ def test_page_of_a_clipper_is_its_docstring(entry: dict[str, Any]) -> None:
 def test_each_picture_is_drawn_from_the_numbers_of_today() -> None:
     pages_tool()
     pictures: Any = sys.modules["pictures"]
-    assert set(pictures.PICTURES) == {
-        entry["name"] for entry in fedclip.tools.catalogue.catalogue()
-    }
     for name in pictures.PICTURES:
+        assert (pictures.IMAGES / f"{name}.svg").exists(), "run: python docs/pictures.py"
         found, current = pictures.drawn(name), pictures.numbers(name)
         assert found.keys() == current.keys(), f"{name}: run: python docs/pictures.py"
         for key, values in current.items():
