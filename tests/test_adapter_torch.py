@@ -2,6 +2,7 @@
 
 import io
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,20 @@ torch = require("torch")
 
 from declearn.model.torch import TorchVector  # noqa: E402
 
-from fedclip import FedclipWarning, NonFiniteError, NoOp, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip import (  # noqa: E402
+    AdaptiveClip,
+    AutoClip,
+    EmaClip,
+    FedclipWarning,
+    GrowthClip,
+    MadClip,
+    NonFiniteError,
+    NoOp,
+    NormClip,
+    PercentileNormClip,
+    ValueClip,
+    ZScoreClip,
+)
 from fedclip.adapters.torch import PureClipping, attach, clip_  # noqa: E402
 from fedclip.arrays import Views  # noqa: E402
 from fedclip.arrays.torch import TorchBackend, TorchInPlace  # noqa: E402
@@ -27,6 +41,17 @@ CLIPPERS = {
     "z-score by layer": lambda **kw: ZScoreClip(warmup=4, max_norm=None, scope="layer", **kw),
     "z-score, skip": lambda **kw: ZScoreClip(warmup=4, max_norm=None, on_spike="skip", **kw),
     "no-op": lambda **kw: NoOp(1.0),
+    **{
+        cls.name: partial(cls, **config)
+        for cls, config in (
+            (AdaptiveClip, {}),
+            (AutoClip, {"median": "p2"}),
+            (EmaClip, {"warmup": 4}),
+            (GrowthClip, {"warmup_norm": 5.0}),
+            (MadClip, {"warmup": 4, "window": 8}),
+            (PercentileNormClip, {"warmup": 4, "window": 8}),
+        )
+    },
 }
 
 
@@ -120,11 +145,30 @@ def test_what_stays_on_its_device_gives_the_same(name, policy, backend):
                 torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
     a, b = on_host.get_state(), on_device.get_state()
     for label, fields in a["groups"].items():
-        assert b["groups"][label] == pytest.approx(fields, rel=1e-9)
+        for field, value in fields.items():
+            assert b["groups"][label][field] == pytest.approx(value, rel=1e-9), field
     for one, other in zip(on_host.rounds, on_device.rounds, strict=True):
         assert (one.group, one.steps, one.clipped) == (other.group, other.steps, other.clipped)
         assert one.nonfinite == other.nonfinite
         assert one.norm_max == pytest.approx(other.norm_max)
+
+
+@pytest.mark.parametrize("cls", [ZScoreClip, AutoClip])
+def test_norms_whose_squares_overflow_are_learnt(cls):
+    on_host, on_device = (cls(warmup=5, feedback="raw") for _ in range(2))
+    for size in (1.0, 1.0, 1e200, 1e300, 1.0, 1e200, 1e200, 1e200):
+        gradient = {"w": torch.full((4,), size, dtype=torch.float64)}
+        expected = on_host.clip(gradient)
+        found = on_device.clip(gradient, backend=Device())
+        torch.testing.assert_close(found["w"], expected["w"], rtol=1e-9, atol=0)
+    fields, others = (c.get_state()["groups"]["all"] for c in (on_host, on_device))
+    for field, value in fields.items():
+        assert others[field] == pytest.approx(value, rel=1e-9), field
+        assert np.isfinite(value).all()
+    assert fields["count"] == 8
+    # The variance of these norms is beyond the floats.
+    assert fields["mean"] > 1e198
+    assert fields["variance"] > 1e305
 
 
 def test_a_state_learnt_on_a_device_goes_on_on_the_host():

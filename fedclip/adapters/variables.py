@@ -114,7 +114,11 @@ class HeldClipper:
                     variable = self._kept[name, field]
                     variable.assign(ops.cast(value, variable.dtype))
             learnt = learnt.groups
-        after = [xp.stack([step.norms, step.limits, over]), *learnt]
+        shape = (len(groups),)
+        seen = [
+            x if len(x.shape) else xp.reshape(x, shape) for x in (step.norms, step.limits, over)
+        ]
+        after = [xp.stack(seen), *learnt]
         if not whole:
             # A group without a gradient keeps what it has.
             present = xp.asarray([float(label in groups.labels) for label in labels]) > 0

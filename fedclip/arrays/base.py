@@ -177,6 +177,14 @@ class Arithmetic:
         """Return `x` within plus and minus the limits."""
         return self.minimum(self.maximum(x, -limits), limits)
 
+    def finite(self, x: Array) -> Array:
+        """Return `x`, with the largest number of its dtype in the place of infinity."""
+        return self.minimum(x, sys.float_info.max)
+
+    def either(self, condition: Array, x: Array) -> Array:
+        """Return where the condition holds, or `x`, which is nowhere below 0, is above 0."""
+        return condition | (x > 0)
+
     def known(self, condition: Array) -> bool | None:
         """Return what holds for all groups; None if they differ, on devices and in graphs."""
         return None
@@ -188,7 +196,7 @@ class Arithmetic:
         no: Sequence[Array],
         also: Array | None = None,
     ) -> Sequence[Array]:
-        """Return ``where(condition and also, y, n)`` of each three."""
+        """Return ``where(condition and also, y, n)`` of each three, which are all finite."""
         if also is not None:
             conditions = [also & condition for condition in conditions]
         return [self.where(c, y, n) for c, y, n in zip(conditions, yes, no, strict=True)]
@@ -210,9 +218,9 @@ class Arithmetic:
         high = self.minimum(self.maximum(a, b), self.maximum(c, d))
         return self.maximum(self.minimum(low, high), self.minimum(self.maximum(low, high), e))
 
-    def times(self, x: Array, numbers: Sequence[float]) -> Sequence[Array]:
-        """Return ``x * number`` for each number."""
-        return [x * number for number in numbers]
+    def products(self, pairs: Sequence[tuple[Array, float]]) -> Sequence[Array]:
+        """Return ``x * number`` of each pair."""
+        return [x * number for x, number in pairs]
 
     def add(self, x: Array, y: Array, times: float) -> Array:
         """Return ``x + times * y``."""
@@ -359,6 +367,14 @@ class Backend(Arithmetic, ABC):
     ) -> Array:
         """Return the p-norm of each group over all processes, from the p-norms of `parts`."""
         raise NotImplementedError(f"arrays of {self.name} are whole")
+
+    def column(self, numbers: Any, like: Array) -> Array:
+        """Return a field of a state: a number for each group, on the device of `like`."""
+        return self.asarray(np.atleast_1d(numbers), like=like)
+
+    def of_group(self, numbers: Array, group: int) -> Array:
+        """Return the number of one group, as an array of shape ()."""
+        return numbers[group]
 
     @abstractmethod
     def all(self, x: Array) -> Array:

@@ -197,6 +197,9 @@ class JaxBackend(Backend):
     sum = staticmethod(jnp.sum)
     max = staticmethod(jnp.max)
 
+    def finite(self, x: Array) -> Array:
+        return jnp.minimum(x, jnp.finfo(x.dtype).max)  # type: ignore[no-untyped-call]
+
     def sort(self, table: Array) -> Array:
         return jnp.sort(table, axis=0)
 

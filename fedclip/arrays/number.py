@@ -35,6 +35,9 @@ class NumberArithmetic(Arithmetic):
             return x if condition else y
         return np.where(condition, x, y)
 
+    def either(self, condition: bool, x: float) -> bool:
+        return condition or x > 0
+
     def known(self, condition: Any) -> bool | None:
         return bool(condition)
 

@@ -244,7 +244,16 @@ class TorchBackend(Backend):
         # Number and array in one operation, not two.
         if isinstance(x, float) and y.shape == condition.shape:
             return y.masked_fill(condition, x)
+        if isinstance(y, float) and y == 1.0 and x.dtype == torch.float64:
+            # To the power of 1 or 0.
+            return torch.pow(x, condition)
         return torch.where(condition, x, y)
+
+    def finite(self, x: Array) -> Array:
+        return torch.nan_to_num(x)
+
+    def either(self, condition: Array, x: Array) -> Array:
+        return torch.logical_or(condition, x)
 
     def sound(self, x: Array) -> Array:
         return torch.nan_to_num(x, 0.0, 0.0, 0.0)
@@ -278,13 +287,17 @@ class TorchBackend(Backend):
         no: Sequence[Array],
         also: Array | None = None,
     ) -> Sequence[Array]:
-        # As many operations for all pairs as for one: on a device, each is a launch.
-        if len(yes) < 4 or len({x.shape for x in (*conditions, *yes, *no)}) > 1:
+        if not self._foreach(no):
             return super().choose(conditions, yes, no, also)
-        one = conditions[0]
-        holds = one if all(c is one for c in conditions) else torch.stack(list(conditions))
-        holds = holds if also is None else holds & also
-        return torch.where(holds, torch.stack(list(yes)), torch.stack(list(no))).unbind()
+        # As many operations for all pairs as for one: on a device, each is a launch. Between
+        # finite numbers, the weights 0 and 1 give one of the two to the bit.
+        each = {id(c): c for c in conditions}
+        one = no[0].new_ones(()) if also is None else also.to(no[0].dtype)
+        weights = dict(zip(each, torch._foreach_mul([*each.values()], one), strict=True))
+        chosen: Sequence[torch.Tensor] = torch._foreach_lerp(
+            list(no), list(yes), [weights[id(c)] for c in conditions]
+        )
+        return chosen
 
     def median(self, values: Sequence[Array]) -> Array:
         if values[0].device.type == "mps":
@@ -293,10 +306,11 @@ class TorchBackend(Backend):
         held = torch.threshold(torch.stack(list(values)), 0.0, math.nan)
         return held.nanmedian(dim=0).values.nan_to_num(math.inf)
 
-    def times(self, x: Array, numbers: Sequence[float]) -> Sequence[Array]:
-        if not self._foreach([x]):
-            return super().times(x, numbers)
-        products: Sequence[torch.Tensor] = torch._foreach_mul([x] * len(numbers), list(numbers))
+    def products(self, pairs: Sequence[tuple[Array, float]]) -> Sequence[Array]:
+        arrays, numbers = zip(*pairs, strict=True)
+        if not self._foreach(arrays):
+            return super().products(pairs)
+        products: Sequence[torch.Tensor] = torch._foreach_mul(arrays, list(numbers))
         return products
 
     def add(self, x: Array, y: Array, times: float) -> Array:
@@ -326,7 +340,7 @@ class TorchBackend(Backend):
         return torch.sort(table, dim=0).values
 
     def pick(self, table: Array, row: Array) -> Array:
-        return torch.gather(table, 0, row.round().long()[None])[0]
+        return torch.gather(table, 0, row.round().long().reshape(1, -1))[0]
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         values = [self._values(t) for t in arrays]
@@ -334,7 +348,7 @@ class TorchBackend(Backend):
         first = values[0].device
         per = torch.stack([n.to(first) for n in self._norms(values, wide)])
         if len(members) == 1:
-            return torch.linalg.vector_norm(per, dim=0, keepdim=True)
+            return torch.linalg.vector_norm(per)
         if all(tuple(m) == (i,) for i, m in enumerate(members)):
             return per
         return torch.stack([torch.linalg.vector_norm(per[list(m)]) for m in members])
@@ -351,8 +365,16 @@ class TorchBackend(Backend):
         norms: Sequence[torch.Tensor] = torch._foreach_norm(list(values), 2, dtype=wide)
         return norms
 
+    # Of a single group, norm and state are numbers of shape (), as they are on the host: this
+    # saves an operation here and there.
+    def column(self, numbers: Any, like: Array) -> Array:
+        return self.asarray(numbers, like=like)
+
+    def of_group(self, numbers: Array, group: int) -> Array:
+        return numbers[group] if numbers.dim() else numbers
+
     def all(self, x: Array) -> Array:
-        return torch.all(x)
+        return torch.all(x) if x.dim() else x
 
     def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
         products: list[torch.Tensor] = []

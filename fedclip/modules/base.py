@@ -320,8 +320,8 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
 
     def _clip_on_device(self, transform: Transform, gradient: Gradient) -> _Clipped:
         if not self._on_device:
-            asarray, like = gradient.backend.asarray, gradient.arrays[0]
-            columns = (asarray(np.atleast_1d(c), like=like) for c in self._state)
+            like, column = gradient.arrays[0], gradient.backend.column
+            columns = (column(numbers, like) for numbers in self._state)
             self._state = type(self._state)(*columns)
             self._on_device = True
         outcome = transform.device_step(gradient, self._state, self.on_nonfinite)

@@ -61,6 +61,8 @@ class Judgement(NamedTuple):
     """1 for a norm of at most the limit, else 0; only from rules that count "bits"."""
     usual: Array | None = None
     """The norm that the protection of the first norms learns; only from rules that have one."""
+    over: Array | None = None
+    """The groups above their limit, if that is known already."""
 
 
 class Rule(Protocol):

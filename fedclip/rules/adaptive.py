@@ -132,7 +132,7 @@ class Adaptive:
                 protected = apart(base, spike, first, xp)
                 limits = xp.where(ready, limits, xp.minimum(limits, protected))
                 usual = xp.where(ready, norms, xp.where(spike, tamed, norms))
-                learns = learns & (ready | start.begun(state))
+                learns = learns & start.learns(ready, state, xp)
         seen = below if self.start is None else usual
         return Judgement(limits, seen, ready, learns, below, usual)
 

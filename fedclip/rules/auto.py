@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -70,18 +69,18 @@ class Auto(History):
         count, mean, variance = pooled(state.count, state.mean, state.variance, counted, keep)
         return state._replace(level=counted.levels[0], mean=mean, variance=variance, count=count)
 
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+    def observe(
+        self, seen: Array, state: State, xp: Arithmetic, ready: Array | None = None
+    ) -> State:
         count = state.count + 1.0
         delta = seen - state.mean
         # Welford's update, until the past has its final weight.
         weight = xp.inverse(count)
         if self.decay is not None:
             weight = xp.maximum(weight, 1 - self.decay)
-        old, new = [state.mean, state.variance], [seen, (1.0 - weight) * delta * delta]
+        # The square of a norm may be beyond the floats.
+        spread = xp.finite((1.0 - weight) * delta * delta)
+        old, new = [state.mean, state.variance], [seen, spread]
         mean, variance = xp.lerp(old, new, weight)
         after = self.median.observe(seen, state, xp)
         return after._replace(mean=mean, variance=variance, count=count)
-
-    def sound(self, after: State) -> Array:
-        # The square of a norm may be beyond the floats; nothing is learnt from such a norm.
-        return after.variance < math.inf

@@ -69,7 +69,9 @@ class Ema(History):
     def threshold(self, state: State, xp: Arithmetic) -> Array:
         return self.ratio * state.mean
 
-    def criterion(self, norms: Array, state: State, xp: Arithmetic) -> Criterion:
+    def criterion(
+        self, norms: Array, state: State, xp: Arithmetic, start: Start | None = None
+    ) -> Criterion:
         return Criterion(
             self.threshold(state, xp),
             self.ready(state, state.mean),
@@ -127,7 +129,9 @@ class Ema(History):
         threshold = self.ratio * mean
         return threshold * (threshold / xp.maximum(norms, TINY))
 
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+    def observe(
+        self, seen: Array, state: State, xp: Arithmetic, ready: Array | None = None
+    ) -> State:
         mean, count = state.mean, state.count
         delta = seen - mean
         moved = mean + (1 - self.decay) * delta

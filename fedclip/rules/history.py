@@ -52,6 +52,8 @@ class Criterion(NamedTuple):
     """The limit of a spike, if not the threshold."""
     measured: Array | None = None
     """What is compared with the threshold, if not ``norms + eps``."""
+    first: Sequence[Array] | None = None
+    """The limits of the protected start, if they are known already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,17 +115,23 @@ class History(ABC):
         self, norms: Array, state: State, xp: Arithmetic, finite: Array | None = None
     ) -> tuple[Array, State]:
         """Return the limits and the state after; the same state if the gradient is not finite."""
+        judged, after = self.step(norms, state, xp, finite)
+        return judged.limits, after
+
+    def step(
+        self, norms: Array, state: State, xp: Arithmetic, finite: Array | None = None
+    ) -> tuple[Judgement, State]:
+        """Return the judgement, with the limits, and the state after."""
         if self.include_current:
             after = self.observe(norms, state, xp)
-            state = updated(state, [(self.sound(after), after)], xp, finite)
+            state = updated(state, [(None, after)], xp, finite)
         start, changes = self.start, []
         judged = self.judge(norms, state, xp, start)
         if not self.include_current:
-            after = self.observe(judged.seen, state, xp)
-            changes += [(both(judged.learns, self.sound(after)), after)]
+            changes += [(judged.learns, self.observe(judged.seen, state, xp, judged.ready))]
         if start is not None:
             changes += [start.learn(judged.usual, state)]
-        return judged.limits, updated(state, changes, xp, finite)
+        return judged, updated(state, changes, xp, finite)
 
     @abstractmethod
     def begin(self, groups: int, xp: Arithmetic) -> State:
@@ -137,8 +145,10 @@ class History(ABC):
         """Return which groups can be judged; a scale of 0 is none to judge by."""
         return (state.count >= max(self.warmup, self.least)) & (scale > 0)
 
-    def criterion(self, norms: Array, state: State, xp: Arithmetic) -> Criterion:
-        """Return what the norms are judged by."""
+    def criterion(
+        self, norms: Array, state: State, xp: Arithmetic, start: Start | None = None
+    ) -> Criterion:
+        """Return what the norms are judged by, where `start` does not protect."""
         threshold = self.threshold(state, xp)
         learnt = xp.minimum(norms, self.reach * threshold)
         return Criterion(threshold, self.ready(state, threshold), learnt=learnt)
@@ -150,7 +160,7 @@ class History(ABC):
 
         `start` protects the groups that are not ready.
         """
-        threshold, ready, learnt, target, measured = self.criterion(norms, state, xp)
+        threshold, ready, learnt, target, measured, first = self.criterion(norms, state, xp, start)
         base = norms + self.eps if self.eps else norms
         # A norm that is included is often the threshold itself.
         exact = measured is None and target is None and not self.include_current
@@ -162,11 +172,13 @@ class History(ABC):
         # (20 tensors of 50 elements).
         protected = not xp.known(ready)
         if protected:
-            first, tamed = (math.inf, norms) if start is None else start.limits(state, xp)
-            raised, learnt = xp.where(ready, threshold, first), xp.where(ready, learnt, tamed)
-            aim = raised if target is None else xp.where(ready, target, first)
+            if start is not None and first is None:
+                first = start.limits(state, xp)
+            high, tamed = first or (math.inf, norms)
+            raised, learnt = xp.where(ready, threshold, high), xp.where(ready, learnt, tamed)
+            aim = raised if target is None else xp.where(ready, target, high)
             if start is not None and not start.raw:
-                learns = ready | start.begun(state)
+                learns = start.learns(ready, state, xp)
         measured = base if measured is None else measured
         spike = measured > raised
         limits = raised if exact else apart(base, spike, raised, xp, aim)
@@ -175,13 +187,14 @@ class History(ABC):
             limits = xp.where(ready, limits, xp.minimum(limits, before))
         if self.max_norm is not None:
             limits = xp.minimum(limits, self.max_norm)
+        over = spike if limits is raised else None
         usual = xp.where(spike, learnt, norms)
         if self.feedback == "none":
             # Groups that are not ready learn from spikes too.
             highest = xp.where(ready, raised, math.inf) if protected else raised
             learns = both(learns, measured <= highest)
         seen = norms if self.feedback == "raw" else usual
-        return Judgement(limits, seen, ready, learns, usual=usual)
+        return Judgement(limits, seen, ready, learns, usual=usual, over=over)
 
     def before(self, norms: Array, xp: Arithmetic) -> Array | float | None:
         """Return the fixed limits of groups that are not ready; None for none."""
@@ -193,12 +206,13 @@ class History(ABC):
         return self.known(self.reach * threshold, self.ready(state, threshold))
 
     @abstractmethod
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
-        """Return the state after it has learnt one norm of each group."""
+    def observe(
+        self, seen: Array, state: State, xp: Arithmetic, ready: Array | None = None
+    ) -> State:
+        """Return the state after it has learnt one norm of each group.
 
-    def sound(self, after: State) -> Array | None:
-        """Return the groups whose statistics are numbers after `observe`; None if all are."""
-        return None
+        It says which groups are `ready` by this state, if that is known.
+        """
 
     def known(self, highest: Floats, ready: Array) -> Floats:
         """Return the largest norm that the statistics can learn: `highest`, for ready groups."""

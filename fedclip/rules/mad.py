@@ -63,7 +63,9 @@ class Mad(History):
         zeros = xp.asarray([0.0] * groups)
         return MadGivenState(zeros, zeros, zeros)
 
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+    def observe(
+        self, seen: Array, state: State, xp: Arithmetic, ready: Array | None = None
+    ) -> State:
         return self._middle.observe(seen, state, xp)._replace(count=state.count + 1.0)
 
     def shared(self) -> Mad:

@@ -61,5 +61,7 @@ class Percentile(History):
     def merge(self, state: GivenState, counted: Counted) -> GivenState:
         return GivenState(counted.levels[0], state.count + counted.n)
 
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+    def observe(
+        self, seen: Array, state: State, xp: Arithmetic, ready: Array | None = None
+    ) -> State:
         return self.history.observe(seen, state, xp)._replace(count=state.count + 1.0)

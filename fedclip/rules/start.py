@@ -75,14 +75,23 @@ class Start:
         """Return the median of the last norms; infinity before the first."""
         return xp.median([getattr(state, slot) for slot in _SLOTS])
 
-    def limits(self, state: State, xp: Arithmetic) -> Sequence[Array]:
-        """Return the norm above which a norm is a spike, and what is learnt from a spike."""
-        return xp.times(self.median(state, xp), (self.factor, _LEARNT))
+    def limits(
+        self, state: State, xp: Arithmetic, more: Sequence[tuple[Array, float]] = ()
+    ) -> Sequence[Array]:
+        """Return the norm above which a norm is a spike, and what is learnt from a spike.
 
-    def begun(self, state: State) -> Array:
-        """Return the groups with enough norms for the rule to learn from the next one."""
+        Then come `more` products of an array and a number, which cost no operation of their own.
+        """
+        median = self.median(state, xp)
+        return xp.products([(median, self.factor), (median, _LEARNT), *more])
+
+    def learns(self, ready: Array, state: State, xp: Arithmetic) -> Array:
+        """Return the groups whose rule learns the next norm: those that are ready, and others.
+
+        The others have enough norms in the median.
+        """
         # Norms come in at the last slot and move towards the first; 0 is an empty slot.
-        return getattr(state, _SLOTS[FULL - self.least]) > 0
+        return xp.either(ready, getattr(state, _SLOTS[FULL - self.least]))
 
     def learn(self, norms: Array, state: State) -> tuple[Array, dict[str, Array]]:
         """Return the groups that learn these norms, which ignore 0, and their fields after."""

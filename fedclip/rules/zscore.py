@@ -6,7 +6,6 @@ Kumar et al., 2025, "ZClip: adaptive spike mitigation for LLM pre-training", arX
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,6 +15,7 @@ from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.rules import State
 from fedclip.rules.history import TINY, Criterion, History
 from fedclip.rules.sharing import Counted, Floats, pooled
+from fedclip.rules.start import Start
 
 
 class ZScoreState(NamedTuple):
@@ -89,15 +89,20 @@ class ZScore(History):
     def _above(self, mean: Array, std: Array, xp: Arithmetic) -> Array:
         return xp.add(mean, std + self.std_eps if self.std_eps else std, self.z_max)
 
-    def criterion(self, norms: Array, state: State, xp: Arithmetic) -> Criterion:
-        std = self._std(state, xp)
+    def criterion(
+        self, norms: Array, state: State, xp: Arithmetic, start: Start | None = None
+    ) -> Criterion:
+        ready, first, floor = self.ready(state, state.mean), None, None
+        if self.min_std and start is not None and not xp.known(ready):
+            *first, floor = start.limits(state, xp, [(state.mean, self.min_std)])
+        std = self._std(state, xp, floor)
         threshold = self._above(state.mean, std, xp)
         target = measured = None
         if self.action != "max" or self.std_eps:
             target = self._target(norms, state.mean, std, xp)
         if self.eps and self.estimator != "smartclip":
             measured = norms
-        return Criterion(threshold, self.ready(state, threshold), target=target, measured=measured)
+        return Criterion(threshold, ready, target=target, measured=measured, first=first)
 
     def merge(self, state: ZScoreState, counted: Counted) -> ZScoreState:
         mean, variance, before = state
@@ -129,9 +134,11 @@ class ZScore(History):
         threshold = self.threshold(state, NUMPY)
         return self.known(max(self.factor, 1.0) * threshold, self.ready(state, threshold))
 
-    def _std(self, state: State, xp: Arithmetic) -> Array:
+    def _std(self, state: State, xp: Arithmetic, floor: Array | None = None) -> Array:
         std = xp.sqrt(state.variance)
-        return xp.maximum(std, self.min_std * state.mean) if self.min_std else std
+        if not self.min_std:
+            return std
+        return xp.maximum(std, self.min_std * state.mean if floor is None else floor)
 
     def _target(self, norms: Array, mean: Array, std: Array, xp: Arithmetic) -> Array:
         if self.action == "mean":
@@ -142,11 +149,9 @@ class ZScore(History):
         excess = xp.maximum(norms - mean, TINY)
         return self.factor * (mean + self.z_max**2 * (std + self.std_eps) / excess * std)
 
-    def sound(self, after: State) -> Array:
-        # The square of a norm may overflow; nothing is learnt from such a norm.
-        return after.variance < math.inf
-
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+    def observe(
+        self, seen: Array, state: State, xp: Arithmetic, ready: Array | None = None
+    ) -> State:
         d, count, delta = self.decay, state.count + 1.0, seen - state.mean
         # `variance <- (1 - weight) variance + weight * share * delta^2`, in all estimators.
         share = {"zclip": d * d, "drytorch": 1.0, "smartclip": d}[self.estimator]
@@ -154,13 +159,16 @@ class ZScore(History):
         first = 1 if self.estimator == "smartclip" else max(self.warmup, 1)
         if not self._starts_at_one:
             # Welford's update; `variance` is the variance of the norms so far.
-            late, even = state.count >= first, xp.inverse(count)
+            late, even = ready, xp.inverse(count)
+            if late is None or first != max(self.warmup, self.least):
+                late = state.count >= first
             weight, share = xp.where(late, weight, even), xp.where(late, share, 1.0 - even)
-        old, new = [state.mean, state.variance], [seen, share * delta * delta]
+        # The square of a norm may be beyond the floats.
+        old, new = [state.mean, state.variance], [seen, xp.finite(share * delta * delta)]
         mean, variance = xp.lerp(old, new, weight)
         if self.estimator == "drytorch" and self.warmup:
             # Keep the population variance until the last norm of the warm-up.
             sample = variance * (count / xp.maximum(count - 1.0, 1.0))
             sample = xp.where(sample > 0, sample, 1.0 + 0.0 * sample)
-            variance = xp.where(count == self.warmup, sample, variance)
+            variance = xp.where(count == self.warmup, xp.finite(sample), variance)
         return state._replace(mean=mean, variance=variance, count=count)

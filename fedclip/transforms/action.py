@@ -118,10 +118,10 @@ class Action:
         """Whether a group may be scaled up."""
         return self.rescale or self.min_norm is not None
 
-    def decide(self, norms: Any, limits: Any, xp: Arithmetic) -> Decision:
-        """Decide on finite norms, in host or device arithmetic."""
+    def decide(self, norms: Any, limits: Any, xp: Arithmetic, over: Any = None) -> Decision:
+        """Decide on finite norms, in host or device arithmetic; `over` if it is known already."""
         base = norms + self.eps if self.eps else norms
-        over = base > limits
+        over = base > limits if over is None else over
         moved, target = over, limits
         if self.rescale:
             moved = norms > 0

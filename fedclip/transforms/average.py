@@ -143,7 +143,7 @@ class AverageClipping(Transform):
             kept = xp.where(sizes > allowed, allowed / xp.where(sizes > 0, sizes, 1.0), 1.0)
             kept = xp.sqrt(kept) if degree(self.ord) == 2 else kept
             for name, group in zip(groups.names, groups.owners, strict=True):
-                means[name] = means[name] * like_values(kept[group], means[name], xp)
+                means[name] = means[name] * like_values(xp.of_group(kept, group), means[name], xp)
             sizes = xp.minimum(sizes, allowed)
         limits = sizes
         if not self.rescale and (self.start is None or self.debias):

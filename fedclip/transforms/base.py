@@ -234,7 +234,7 @@ class Gradient:
         factors = xp.where(fine, 1.0, math.nan)
         for group, members in enumerate(self.groups.members):
             for i in members:
-                (result[i],) = xp.multiply([result[i]], factors[group])
+                (result[i],) = xp.multiply([result[i]], xp.of_group(factors, group))
         return result
 
     def local(self) -> list[HostView]:

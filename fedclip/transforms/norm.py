@@ -258,12 +258,14 @@ class NormClipping(Transform):
         finite = gradient.all_fine(fine)
         # Nothing is learnt from a step that is not finite, and none of its groups is over a limit.
         safe = xp.sound(norms) if len(groups) == 1 else xp.where(finite, norms, 0.0)
+        over = None
         if isinstance(self.rule, History):
-            limits, after = self.rule(safe, state, xp, finite)
+            judged, after = self.rule.step(safe, state, xp, finite)
+            limits, over = judged.limits, judged.over
         else:
             limits, after = self.rule(safe, state, xp)
             after = type(state)(*xp.choose([finite] * len(state), after, state))
-        decision = self.action.decide(safe, limits, xp)
+        decision = self.action.decide(safe, limits, xp, over)
         outputs = list(arrays)
         if self.dry:
             return Outcome(outputs, after, norms, limits, decision.over, finite)
@@ -283,7 +285,8 @@ class NormClipping(Transform):
                         k = xp.where(fine, k, norms * float("nan"))
                     of_dtype[dtype] = k
                 chosen = [i for i in members if names[i] == dtype]
-                products = xp.rescale([arrays[i] for i in chosen], of_dtype[dtype][group], keep)
+                k = xp.of_group(of_dtype[dtype], group)
+                products = xp.rescale([arrays[i] for i in chosen], k, keep)
                 for i, output in zip(chosen, products, strict=True):
                     outputs[i] = output
         return Outcome(outputs, after, norms, limits, decision.over, finite)
