@@ -38,6 +38,8 @@ CLIPPERS = {
     "root mean square": lambda: fedclip.NormClip(0.1, ord="rms", scope="tensor"),
     "mean of absolutes": lambda: fedclip.ZScoreClip(warmup=2, ord="mad"),
     "deviation": lambda: fedclip.NormClip(0.1, ord="std"),
+    "variance by tensor": lambda: fedclip.NormClip(0.1, ord="var", scope="tensor"),
+    "norm, both sides": lambda: fedclip.NormClip(2.0, min_norm=1.5, scope="layer"),
     "normalize": lambda: fedclip.Normalize(1.0, scope="tensor"),
     "values": lambda: fedclip.ValueClip(0.3),
     "z-score": lambda: fedclip.ZScoreClip(warmup=2, scope="layer"),
@@ -192,10 +194,25 @@ def numbers_of_float64_at_both_ends():
 
 
 @case
+def deviations_of_float64_at_both_ends_and_of_equal_numbers():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    numbers = torch.arange(7.0).double()
+    for values in (*(numbers * size for size in (1e300, 1e-200, 1.0)), numbers.new_full((7,), 0.1)):
+        parameter = torch.nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
+        parameter.grad = distribute_tensor(values, mesh, [Shard(0)])
+        clip_([parameter], clipper := fedclip.NormClip(1.0, ord="std"))
+        (found,), expected = clipper.last.norm_before, (values / values.max()).std() * values.max()
+        assert math.isclose(found, expected.item(), rel_tol=1e-12), found
+        if values[0] == values[1]:
+            assert found == 0.0
+
+
+@case
 def nan_on_one_process_is_nan_on_all():
     for name, places in layouts():
-        for policy in ("skip", "raise"):
-            clipper = fedclip.ZScoreClip(on_nonfinite=policy)
+        policies = [(policy, None) for policy in ("skip", "raise")]
+        for policy, order in (*policies, ("skip", "std"), ("raise", "std")):
+            clipper = fedclip.ZScoreClip(on_nonfinite=policy, ord=order or 2)
             parts = {
                 n: torch.nn.Parameter(shared(w, places[n]))
                 for n, w in weights().items()
@@ -244,15 +261,19 @@ def pure_functions_clip_parts_alike():
 
 
 @case
-def each_step_needs_one_collective():
+def each_step_needs_one_collective_or_two():
     from torch.distributed.tensor.debug import CommDebugMode
 
     for name, places in layouts():
         places = {n: p for n, p in places.items() if p is None or not p[1][0].is_partial()}
         parts = {n: torch.nn.Parameter(shared(weights()[n], place)) for n, place in places.items()}
         ones = ("norm by tensor", "z-score", "values", "norm of order inf", "norm of order 0.5")
-        ones += ("root mean square", "mean of absolutes")
-        for clipper, most in (*((one, 1) for one in ones), ("agc", 2)):
+        ones += ("root mean square", "mean of absolutes", "deviation", "variance by tensor")
+        # These get the arrays whole.
+        ones += ("percentile of values", "moving average of values")
+        ones += ("growth of values", "standardize", "centralize")
+        twos = ("agc", "normalize", "norm, both sides", "moving average")
+        for clipper, most in (*((one, 1) for one in ones), *((two, 2) for two in twos)):
             for parameter in parts.values():
                 parameter.grad = torch.ones_like(parameter)
             made = CLIPPERS[clipper]()
@@ -331,7 +352,8 @@ def tensor_parallel_and_fully_sharded():
 
     world = dist.get_world_size()
     plane = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-    for name in ("norm", "z-score", "values", "agc", "norm by slices", "norm, raise"):
+    names = ("norm", "z-score", "values", "agc", "norm by slices", "norm, raise", "deviation")
+    for name in (*names, "normalize", "percentile of values", "moving average of values"):
         alone = net()
         first = CLIPPERS[name]()
         train(alone, torch.optim.SGD(alone.parameters(), lr=0.01), first)

@@ -368,6 +368,15 @@ class Backend(Arithmetic, ABC):
         """Return the p-norm of each group over all processes, from the p-norms of `parts`."""
         raise NotImplementedError(f"arrays of {self.name} are whole")
 
+    def joined_squares(
+        self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
+    ) -> tuple[Array, Array]:
+        """Return a unit for each group, and in it the squared deviations from the mean, summed up.
+
+        They are those over all processes.
+        """
+        raise NotImplementedError(f"arrays of {self.name} are whole")
+
     def column(self, numbers: Any, like: Array) -> Array:
         """Return a field of a state: a number for each group, on the device of `like`."""
         return self.asarray(np.atleast_1d(numbers), like=like)

@@ -17,9 +17,9 @@ Guarantees
 - Groups, limits and statistics are the same on each process, and those of the unsharded run to
   2^-46; parts may be uneven or empty.
 - Numbers of float64 neither overflow nor underflow in the sum (Blue, 1978, with three sums).
-- Norms of other orders, "rms" and "mad" are as those of the unsharded run, by one gather of a
-  number for each group and process.
-- What measures whole arrays on the host gets them whole, gathered one by one.
+- Norms of other orders and means are as those of the unsharded run, by one gather of a few numbers
+  for each group and process.
+- What measures whole arrays on the host gets them whole, all of a gradient by one all-reduce.
 """
 
 from __future__ import annotations
@@ -60,14 +60,16 @@ class _Layout(NamedTuple):
             dist.all_reduce(there, op, group=group)
         return there.to(values.device)
 
-    def joined(self, norms: torch.Tensor, power: float) -> torch.Tensor:
-        """Return the p-norm over all processes of one norm of each group, the same on each."""
-        there = norms if norms.device.type == self.device else norms.to(self.device)
+    def joined(
+        self, numbers: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return ``call(rows)`` of the numbers of all processes, a row each, the same on each."""
+        there = numbers if numbers.device.type == self.device else numbers.to(self.device)
         for group in self.groups:
             rows = [torch.empty_like(there) for _ in range(dist.get_world_size(group))]
             dist.all_gather(rows, there, group=group)
-            there = _power_norm(torch.stack(rows), power)
-        return there.to(norms.device)
+            there = call(torch.stack(rows))
+        return there.to(numbers.device)
 
 
 def _layout(arrays: Iterable[Array]) -> _Layout | None:
@@ -141,7 +143,9 @@ class _OnShards(TorchBackend):
     partial = True
 
     def __init__(self, gradient: Iterable[Array] = ()) -> None:
-        self._known = _layout(gradient)
+        self._gradient = [t for t in gradient if t.layout is torch.strided]
+        self._known = _layout(self._gradient)
+        self._wholes: list[HostView] = []
 
     def _layout(self, arrays: Iterable[Array]) -> _Layout:
         layout = self._known or _layout(arrays)
@@ -201,14 +205,28 @@ class _OnShards(TorchBackend):
 
     # -- whole arrays on the host -------------------------------------------------------------
     def to_host(self, array: Array) -> HostView:
-        whole = array.full_tensor() if isinstance(array, DTensor) else array
-        layout = self._layout([array])
-        if _weight(array, layout.size) < 1:
-            # NaN in one of several copies counts on all processes.
-            lost = (~torch.isfinite(whole)).any().to(torch.float32)
-            lost = layout.reduce(lost, dist.ReduceOp.MAX)
-            whole = torch.where(lost > 0, torch.full_like(whole, math.nan), whole)
-        return super().to_host(whole)
+        place = next((i for i, one in enumerate(self._gradient) if one is array), None)
+        if place is None:
+            return self._gathered([array])[0]
+        self._wholes = self._wholes or self._gathered(self._gradient)
+        return self._wholes[place]
+
+    def _gathered(self, arrays: Sequence[Array]) -> list[HostView]:
+        """Return whole arrays by one all-reduce, in which each process gives what it holds."""
+        parts = [self._values(_local(t)) for t in arrays]
+        wide = torch.float64 if any(t.dtype == torch.float64 for t in arrays) else torch.float32
+        sizes = [math.prod(t.shape) for t in arrays]
+        joined = torch.full((sum(sizes),), -math.inf, dtype=wide, device=parts[0].device)
+        wholes = [w.view(t.shape) for w, t in zip(torch.split(joined, sizes), arrays, strict=True)]
+        for whole, part, array in zip(wholes, parts, arrays, strict=True):
+            if part.numel():
+                # NaN in one of several copies counts on all processes. The maximum of some
+                # communication libraries loses NaN, so infinity stands for it.
+                _own(whole, array).copy_(torch.where(part.isfinite(), part, math.inf))
+        joined = self._layout(arrays).reduce(joined, dist.ReduceOp.MAX)
+        wholes = [w.view(t.shape) for w, t in zip(torch.split(joined, sizes), arrays, strict=True)]
+        pairs = zip(wholes, arrays, strict=True)
+        return [super(_OnShards, self).to_host(whole.to(t.dtype)) for whole, t in pairs]
 
     def from_host(self, values: HostView, like: Array) -> Array:
         return _like(super().from_host(_own(values, like), _local(like)), like)
@@ -241,7 +259,17 @@ class _OnShards(TorchBackend):
         # A part that several processes hold counts once.
         weights = norms.new_tensor([_weight(t, layout.size) for t in arrays])
         pairs = ((norms[list(some)], weights[list(some)]) for some in members)
-        return layout.joined(torch.stack([_power_norm(n, power, w) for n, w in pairs]), power)
+        own = torch.stack([_power_norm(n, power, w) for n, w in pairs])
+        return layout.joined(own, lambda rows: _power_norm(rows, power))
+
+    def joined_squares(
+        self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
+    ) -> tuple[Array, Array]:
+        layout = self._layout(arrays)
+        rows = [_moments(self._values(_local(t)), _weight(t, layout.size)) for t in arrays]
+        own = torch.stack([_pooled(torch.stack([rows[i] for i in some])) for some in members])
+        _, unit, _, squares = layout.joined(own, _pooled).unbind(-1)
+        return unit, squares
 
     def slice_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> Array:
         norms = []
@@ -307,6 +335,42 @@ def _power_norm(
     powers = (norms / unit) ** power
     total = (powers if weights is None else powers * weights).sum(dim=0)
     return unit * total ** (1 / power)
+
+
+def _moments(part: torch.Tensor, weight: float) -> torch.Tensor:
+    """Return number, unit, mean and squared deviations of elements, each counted by a weight.
+
+    The unit is the largest absolute element; mean and squares are in that unit.
+    """
+    if not part.numel():
+        return torch.zeros(4, dtype=torch.float64, device=part.device)
+    values = part.reshape(-1).double()
+    unit = values.abs().amax()
+    values = values / torch.where(unit > 0, unit, 1.0)
+    # Relative to one of them, equal numbers are 0, and their deviation is.
+    origin = values[0]
+    values = values - origin
+    mean = values.mean()
+    squares = weight * (values - mean).square().sum()
+    number = torch.full_like(unit, weight * part.numel())
+    return torch.stack((number, unit, origin + mean, squares))
+
+
+def _pooled(rows: torch.Tensor) -> torch.Tensor:
+    """Return the moments of all elements together, from `_moments` of some in each row.
+
+    Chan, Golub & LeVeque, 1983, "Algorithms for computing the sample variance".
+    """
+    numbers, units, means, squares = rows.unbind(-1)
+    unit = units.amax(dim=0)
+    scale = units / torch.where(unit > 0, unit, 1.0)
+    means, number = means * scale, numbers.sum(dim=0)
+    # Relative to one of them, as above.
+    origin = means.gather(0, numbers.argmax(dim=0, keepdim=True))
+    away = torch.where(numbers > 0, means - origin, 0.0)
+    mean = (numbers * away).sum(dim=0) / torch.where(number > 0, number, 1.0)
+    total = squares * scale.square() + numbers * (away - mean).square()
+    return torch.stack((number, unit, origin[0] + mean, total.sum(dim=0)), dim=-1)
 
 
 def _squares(norms: torch.Tensor, wide: bool) -> torch.Tensor:

@@ -218,8 +218,7 @@ class NormClipping(Transform):
     # -- on a device, or in compiled code -----------------------------------------------------
     @property
     def runs_on_parts(self) -> bool:
-        # What raises a group has to know its largest element, and a deviation the mean first.
-        return self.ord not in ("std", "var") and not self.action.raises
+        return True
 
     def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
         """Clip one gradient by norms, in the framework's own operations."""
@@ -240,14 +239,25 @@ class NormClipping(Transform):
     def _measure_parts(self, gradient: Gradient) -> Array:
         """Return the norm of each group, of whose arrays each process holds a part."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
+        sizes = [sum(math.prod(arrays[i].shape) for i in some) for some in groups.members]
+        if self.ord in ("std", "var"):
+            unit, squares = xp.joined_squares(arrays, groups.members)
+            freedom = xp.asarray([max(n - 1.0, 1.0) for n in sizes], like=unit)
+            found = unit * xp.sqrt(squares / freedom)
+            return found * found if self.ord == "var" else found
         power = {"inf": math.inf, "mad": 1.0, "rms": 2.0}.get(str(self.ord)) or float(self.ord)
-        order: Order = "inf" if math.isinf(power) else power
-        norms = [measure_on_device([part], order, xp) for part in xp.parts(arrays)]
-        found = xp.joined_norms(arrays, xp.stack(norms), groups.members, power)
+        found = self._joined_norms(gradient, power, groups.members)
         if self.ord not in MEANS:
             return found
-        sizes = [sum(math.prod(arrays[i].shape) for i in some) for some in groups.members]
         return found / xp.asarray([max(n, 1) ** (1 / power) for n in sizes], like=found)
+
+    @staticmethod
+    def _joined_norms(gradient: Gradient, power: float, members: Sequence[Sequence[int]]) -> Array:
+        """Return the p-norm over all processes of each of these groups."""
+        arrays, xp = gradient.arrays, gradient.backend
+        order: Order = "inf" if math.isinf(power) else power
+        norms = [measure_on_device([part], order, xp) for part in xp.parts(arrays)]
+        return xp.joined_norms(arrays, xp.stack(norms), members, power)
 
     def clip_measured(
         self, gradient: Gradient, norms: Array, state: State, on_nonfinite: str
@@ -294,8 +304,8 @@ class NormClipping(Transform):
     def _most(self, gradient: Gradient, names: Sequence[str], dtype: str) -> Array:
         """Return for each group the factor that brings its largest element to the dtype's end."""
         arrays, xp = gradient.arrays, gradient.backend
-        peaks = []
-        for members in gradient.groups.members:
-            some = [xp.dense(arrays[i]) for i in members if names[i] == dtype]
-            peaks.append(measure_on_device(some or [arrays[members[0]]], "inf", xp))
+        members = [[i for i in m if names[i] == dtype] or m[:1] for m in gradient.groups.members]
+        if xp.partial:
+            return most_factor(self._joined_norms(gradient, math.inf, members), dtype, xp)
+        peaks = [measure_on_device([xp.dense(arrays[i]) for i in m], "inf", xp) for m in members]
         return most_factor(xp.stack(peaks), dtype, xp)
