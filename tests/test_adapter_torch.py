@@ -197,6 +197,17 @@ def test_parameters_without_gradient_and_tied_ones():
     assert clip_(tied, NormClip(1.0)).norm_before == (5.0,)
 
 
+@pytest.mark.parametrize("clipper", [NormClip(1.0), NormClip(1.0, on_nonfinite="raise")])
+def test_a_gradient_that_two_parameters_share_is_scaled_once(clipper):
+    one, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    one.grad = other.grad = torch.tensor([3.0, 4.0])
+    record = clip_({"one": one, "other": other}, clipper)
+    assert float(record) == pytest.approx(50**0.5)
+    for parameter in (one, other):
+        assert parameter.grad.tolist() == pytest.approx([3 / 50**0.5, 4 / 50**0.5], rel=1e-5)
+    assert one.grad is not other.grad
+
+
 def test_parameters_that_get_no_gradient_for_a_while_keep_their_statistics():
     clipper = ZScoreClip(warmup=2, scope="tensor", warmup_factor=None)
     parameters = as_parameters(next(stream()))

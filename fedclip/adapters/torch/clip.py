@@ -68,6 +68,8 @@ def clip_named(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -
     gradients = {name: g for name, p in parameters.items() if (g := p.grad) is not None}
     if not gradients:
         return None
+    if len({*map(id, gradients.values())}) < len(gradients):
+        _part(parameters, gradients)
     backend = _IN_PLACE
     if any(cls.__name__ == "DTensor" for cls in {*map(type, gradients.values())}):
         backend = _sharded(parameters, gradients)
@@ -82,6 +84,14 @@ def clip_named(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -
             if output is not gradient:
                 parameters[name].grad = output
     return clipper.last
+
+
+def _part(parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
+    """Give each parameter a gradient of its own: one that two share would be scaled twice."""
+    first: dict[int, str] = {}
+    for name, gradient in gradients.items():
+        if first.setdefault(id(gradient), name) != name:
+            parameters[name].grad = gradients[name] = gradient.clone()
 
 
 def _sharded(
