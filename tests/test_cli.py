@@ -583,6 +583,26 @@ def test_report_follows_a_run_until_it_ends(
     assert call("report", folder, "--follow", "--json").exit_code == 2
 
 
+def test_a_round_that_ends_while_a_report_is_read_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedclip.report import Reader, Report
+
+    node, read = Node(tmp_path / "c0", ["norm-clip"]), Reader.read
+    node.round([0.5])
+
+    def slow(reader: Reader) -> Report:
+        report = read(reader)
+        if not (tmp_path / "c0" / "model_state_best.mpk").exists():
+            node.round([0.7])
+            (tmp_path / "c0" / "model_state_best.mpk").touch()
+        return report
+
+    monkeypatch.setattr(Reader, "read", slow)
+    shown = call("report", tmp_path, "--follow").stdout
+    assert "round 2: 1 step, 0% clipped" in shown
+
+
 def test_a_run_that_ended_without_records_is_not_followed(tmp_path: Path) -> None:
     Node(tmp_path, ["momentum"]).round([1.0])
     (tmp_path / "model_state_best.mpk").touch()

@@ -69,20 +69,22 @@ def followed(folder: Path) -> Report:
     reader: Reader | None = None
     result: Report | None = None
     told: set[tuple[str, str, int]] = set()
-    waited = False
+    waited = ended = False
     try:
         with Live(console=screen, auto_refresh=False, transient=True) as live:
-            while not (reader and result and reader.ended):
+            while not ended:
                 try:
                     reader = reader or Reader(folder)
+                    # Asked before it reads: what was written until the end is then read.
+                    ended = reader.ended
                     result = reader.read()
                 except ReportError as exc:
-                    if reader.ended if reader else os.path.exists(folder):
+                    if ended or (reader is None and os.path.exists(folder)):
                         raise
-                    if not waited:
+                    if not waited and not (reader and reader.ended):
                         why = re.split("[:;]", str(exc))[0]
                         say(f"waiting for the first round ({why}); Ctrl-C ends this", err=True)
-                    waited = True
+                        waited = True
                 if result and screen.is_terminal:
                     live.update(_view(result), refresh=True)
                 elif result:
@@ -92,6 +94,7 @@ def followed(folder: Path) -> Report:
     except KeyboardInterrupt:
         if result is None:
             fail("interrupted before the first round", code=130)
+    assert result is not None  # It has ended, and was read.
     if screen.is_terminal:
         screen.print(_view(result))
     else:
@@ -117,7 +120,8 @@ def _tell(report: Report, told: set[tuple[str, str, int]]) -> None:
         if record.group == ALL and key not in told:
             told.add(key)
             say(
-                f"{row.node}, {row.module}, round {record.round}: {record.steps} steps, "
+                f"{row.node}, {row.module}, round {record.round}: {record.steps} "
+                f"step{'s' * (record.steps != 1)}, "
                 f"{record.clipped_share:.0%} clipped, median norm {number(record.norm_median)}, "
                 f"limit {number(limits.get(key))}"
             )
