@@ -17,7 +17,13 @@ from fedclip.arrays.numpy import bits, dtype_name
 
 __all__ = ["JaxBackend"]
 
-_BLOCK = 1024
+# Float64 for a few lines, also where a session has none: the context under its name of today, or
+# that of before.
+float64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
+
+# XLA adds up to 62 float32 one after the other in arrays of fewer elements than this, and at most
+# 20 in larger ones (tests/test_digits.py).
+_TREE = 1 << 12
 _JOINED = 1 << 24
 # Above this mean number of elements, XLA writes arrays faster one by one than all together.
 _LARGE = 1 << 18
@@ -56,6 +62,12 @@ def _bins(arrays: Sequence[Array], most: int) -> list[list[Array]]:
         bins[-1].append(array)
         held += size
     return bins
+
+
+def _wide(array: Array) -> Array:
+    """Return an array in a dtype in which XLA adds it up with few roundings."""
+    few = math.prod(array.shape) < _TREE
+    return array.astype(float if few else jnp.promote_types(array.dtype, jnp.float32))
 
 
 def _is_split(array: Array) -> bool:
@@ -166,15 +178,14 @@ class JaxBackend(Backend):
         """Return the sum of the squares of ``array / peak``, and the largest absolute value."""
         wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
         peak = jnp.max(jnp.abs(wide), initial=0.0)
-        squares = jnp.square(wide / jnp.where(peak > 0, peak, 1.0)).ravel()
-        return JaxBackend._sum(squares), peak
+        return JaxBackend._sum(jnp.square(wide / jnp.where(peak > 0, peak, 1.0))), peak
 
     @staticmethod
-    def _sum(flat: Array) -> Array:
-        # Sum up in two stages: a float32 sum over millions of elements loses digits.
-        whole = flat.size - flat.size % _BLOCK
-        rows = jnp.sum(flat[:whole].reshape(-1, _BLOCK), axis=1)
-        return jnp.sum(rows) + jnp.sum(flat[whole:])
+    def _sum(array: Array, axes: tuple[int, ...] | None = None) -> Array:
+        # A float32 sum over millions of elements loses digits.
+        widest = jax.dtypes.canonicalize_dtype(float)
+        with float64(True):
+            return jnp.sum(array, axes, float, keepdims=axes is not None).astype(widest)
 
     def to_host(self, array: Array) -> HostView:
         return np.asarray(array)
@@ -208,14 +219,19 @@ class JaxBackend(Backend):
         return table[jnp.rint(row).astype(int), jnp.arange(table.shape[1])]
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
-        wide = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in arrays]
+        widest = jax.dtypes.canonicalize_dtype(float)
+        with float64(True):
+            return self._group_norms(arrays, members).astype(widest)
+
+    def _group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         small = sum(math.prod(a.shape) for a in arrays) < _FEW
         if small and not self._axes and not any(map(_is_split, arrays)):
             # One operation for each group, not for each array.
-            joined = [jnp.concatenate([wide[i].ravel() for i in group]) for group in members]
-            sums = jnp.stack([jnp.sum(jnp.square(j)).astype(float) for j in joined])
+            wide = [a.ravel().astype(float) for a in arrays]
+            joined = [jnp.concatenate([wide[i] for i in group]) for group in members]
+            sums = jnp.stack([jnp.sum(jnp.square(j)) for j in joined])
         else:
-            squares = [jnp.sum(jnp.square(a)).astype(float) for a in wide]
+            squares = [jnp.sum(jnp.square(_wide(a))).astype(float) for a in arrays]
             sums = self._group_sums(squares, arrays, members)
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
         sound = jnp.all((sums >= UNDERFLOW) & (sums < jnp.inf))
@@ -265,7 +281,7 @@ class JaxBackend(Backend):
     def _scaled_norms_of_shards(
         self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
     ) -> Array:
-        wide = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in arrays]
+        wide = [*map(_wide, arrays)]
         peaks = [self._peak(a) for a in wide]
         tops = [jnp.max(jnp.stack([peaks[i] for i in group])) for group in members]
         tops = [jnp.where(top > 0, top, 1.0) for top in tops]
@@ -310,9 +326,7 @@ class JaxBackend(Backend):
         return jnp.max(jnp.abs(array), axis=axes, keepdims=axes is not None)
 
     def total(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
-        if axes is not None:
-            return jnp.sum(array, axis=axes, keepdims=True)
-        return self._sum(_flat(array)).astype(float)
+        return self._sum(array, axes)
 
     def wide(self, array: Array) -> Array:
         return array.astype(jnp.promote_types(array.dtype, jnp.float32))
@@ -321,11 +335,13 @@ class JaxBackend(Backend):
         return jnp.concatenate([*map(_flat, arrays)])
 
     def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
-        wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
-        peak = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
-        peak = jnp.where(peak > 0, peak, 1.0)
-        norms = peak * jnp.sqrt(jnp.sum(jnp.square(wide / peak), axis=axes, keepdims=True))
-        return norms.astype(float)
+        widest = jax.dtypes.canonicalize_dtype(float)
+        with float64(True):
+            wide = array.astype(float)
+            peak = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+            peak = jnp.where(peak > 0, peak, 1.0)
+            norms = peak * jnp.sqrt(jnp.sum(jnp.square(wide / peak), axis=axes, keepdims=True))
+            return norms.astype(widest)
 
     def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
         return array.reshape(shape)

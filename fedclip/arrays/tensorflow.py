@@ -19,6 +19,7 @@ _EAGER = {tf.__internal__.EagerTensor}
 _product = tf.raw_ops.Mul
 # With fewer elements in all, copying them into one array is faster than one call for each tensor.
 _SMALL = 1 << 14
+_ROW = 512
 
 
 @cache
@@ -206,16 +207,7 @@ class TensorflowBackend(Backend):
         if self._are_small(values):
             joined = [self._joined([values[i] for i in m]) for m in members]
             return tf.sqrt(2.0 * tf.stack([tf.raw_ops.L2Loss(t=j) for j in joined]))
-        wide = [self._wide(v) for v in values]
-        # Each operation costs time: one for each tensor, and as few others as possible.
-        halves = [tf.raw_ops.L2Loss(t=v) for v in wide]
-        if len({v.dtype for v in wide}) > 1:
-            halves = [tf.cast(h, tf.float64) for h in halves]
-        sums = 2.0 * tf.cast(tf.stack(halves), tf.float64)
-        if len(members) == 1:
-            sums = tf.reduce_sum(sums, keepdims=True)
-        elif not all(tuple(m) == (i,) for i, m in enumerate(members)):
-            sums = tf.stack([tf.reduce_sum(tf.gather(sums, list(m))) for m in members])
+        sums = self._square_sums([self._wide(v) for v in values], members)
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
         sound = tf.reduce_all((sums >= UNDERFLOW) & (sums < np.inf))
 
@@ -227,6 +219,40 @@ class TensorflowBackend(Backend):
             return tf.stack([self._scaled_norm([tensors[i] for i in m]) for m in members])
 
         return self._choose(sound, fast, again, [sums, *values])
+
+    @staticmethod
+    def _square_sums(values: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+        """Return the sum of the squares of each group, in float64."""
+        # Each operation costs time: one for each short tensor, two for a long one, few others.
+        norms = [TensorflowBackend._row_norms(values[i]) for some in members for i in some]
+        if len({n.dtype for n in norms}) > 1:
+            norms = [tf.cast(n, tf.float64) for n in norms]
+        order = sorted(range(len(norms)), key=lambda k: norms[k].shape.rank)
+        scalars = [norms[k] for k in order if not norms[k].shape.rank]
+        rows = [norms[k] for k in order[len(scalars) :]]
+        joined = tf.concat([tf.stack(scalars), *rows] if scalars else rows, 0)
+        squares = tf.square(tf.cast(joined, tf.float64))
+        if len(members) == 1:
+            return tf.reduce_sum(squares, keepdims=True)
+        groups = np.repeat(range(len(members)), [*map(len, members)])[order]
+        index = np.repeat(groups, [1] * len(scalars) + [row.shape[0] for row in rows])
+        return tf.math.unsorted_segment_sum(squares, index, len(members))
+
+    @staticmethod
+    def _row_norms(tensor: Array) -> Array:
+        """Return the norm of a short tensor, or those of the rows of a long one.
+
+        Over a long tensor, a sum adds up to 256 float32 one after the other, and for a constant
+        all their roundings may have the same sign.
+        """
+        size = tensor.shape.num_elements()
+        if size is not None and size < _ROW:
+            return tf.math.reduce_euclidean_norm(tensor)
+        row = next((n for n in range(128, 32, -1) if size and size % n == 0), None)
+        if row:
+            return tf.math.reduce_euclidean_norm(tf.reshape(tensor, [-1, row]), axis=1)
+        norm = tf.math.reduce_euclidean_norm(tf.cast(tensor, tf.float64))
+        return tf.cast(norm, tensor.dtype)
 
     @staticmethod
     def _are_small(values: Sequence[Array]) -> bool:

@@ -4,6 +4,7 @@
 The functions here only read arrays.
 """
 
+from fedclip.measures.l2 import FEW as FEW
 from fedclip.measures.l2 import UNCERTAINTY as UNCERTAINTY
 from fedclip.measures.l2 import Float64 as Float64
 from fedclip.measures.l2 import Numbers as Numbers

@@ -3,17 +3,19 @@ r"""Exact L2 norms of groups of arrays: one read of the data, one host transfer.
 
 ::
 
-    fast(view):   s = sum over blocks of 1024 elements of float64(BLAS dot(block, block))
+    fast(view):   s = sum over blocks of 512 elements of float64(BLAS dot(block, block))
                   (arrays of fewer than 512 elements: joined, then squared in float64)
     norm(group):  s = sum of fast(view);  if s is finite and far from underflow: sqrt(s)
                   else 2^e * sqrt(sum float64((x / 2^e)^2)),  2^e ~ max |x|
 
 Guarantees
 ----------
-- A float32 dot over 1024 elements adds at most 32 numbers in each vector lane, so the norm is
-  within ``UNCERTAINTY["float32"]`` = 2^-20 of float64 arithmetic, relatively, whatever the
-  number of elements (one BLAS dot over 10^8 elements is off by 10^-3); in practice it is
-  within 3e-7 for constant data, 1e-9 for random data.
+- A float32 dot over 512 elements adds 16 numbers in each of 32 lanes, and then the lanes: at most
+  22 roundings with those of the products, of which the root halves the effect. So the norm is
+  within ``UNCERTAINTY["float32"]`` of float64 arithmetic, relatively, whatever the number of
+  elements (one BLAS dot over 10^8 elements is off by 10^-3); in practice it is within 2e-7 for
+  constant data, 1e-9 for random data. Blocks are shorter where BLAS has fewer lanes.
+- Fewer than ``FEW`` elements are squared and added up in float64.
 - Half precision is widened before it is squared: 300 in float16 does not overflow.
 - If a sum of squares overflows or underflows, the group is scaled and measured again: 1e20 in
   float32, 1e200 in float64 and 1e-30 give the right norm, and the fast path stays fast.
@@ -39,15 +41,33 @@ Float64 = np.ndarray[Any, np.dtype[np.float64]]
 Numbers = float | Float64
 """One number for each group; a plain float where there is one group."""
 
-UNCERTAINTY = {"float16": 2.0**-20, "bfloat16": 2.0**-20, "float32": 2.0**-20, "float64": 2.0**-46}
+_SINGLE = 11 * 2.0**-24
+UNCERTAINTY = {"float16": _SINGLE, "bfloat16": _SINGLE, "float32": _SINGLE, "float64": 2.0**-46}
 """Largest relative error of a norm measured on the fast path, by dtype."""
 
-_BLOCK = 1024
+FEW = 512
+"""Fewer elements are squared and added up in float64, and their norm is exact to its rounding."""
+
+
+def lanes(dot: Callable[[Any, Any], Any] = np.vdot, size: int = 1024) -> int:
+    """Return in how many lanes a float32 dot product adds up, a power of two up to 32.
+
+    A product of 2^-24 is lost when it is added to 1, so that each number of the first lane shows.
+    """
+    values = np.full(size, 2.0**-12, np.float32)
+    values[0] = 1.0
+    lost = 1 + (size - 1) * 2.0**-24 - float(dot(values, values))
+    longest = round(lost * 2.0**24) + 1
+    return max(1, min(32, 1 << (size // longest).bit_length() - 1))
+
+
+_LANES = lanes()
+# So many elements are added up in at most 16 steps, whatever the processor.
+_BLOCK = 16 * _LANES
 # With 500 rows or fewer, `np.vecdot` keeps the lock of the interpreter.
 _ROWS = 2 * PIECE // _BLOCK
-_ALONE = 8192
-# Smaller arrays are joined: one call for all of them costs less than one for each.
-_SMALL = 512
+# In float64, with half as many lanes.
+_ALONE = 96 * _LANES
 CHUNK = 1 << 16
 """Number of elements processed at a time, so that they stay in the cache."""
 _NOTHING = np.zeros(0)
@@ -128,13 +148,13 @@ class _Plan:
 
     Attributes
     ----------
-    halves, alone, small
-        Positions of views of half precision, of at least 512 elements, and of fewer.
+    halves, small
+        Positions of views of half precision, and of fewer than 512 elements.
     rows
-        Of the larger ones: position, number and length of rows, number of elements left over, and
+        Of the others: position, number and length of rows, number of elements left over, and
         the places of the rows among those of all.
     tails
-        Positions of the larger ones with elements left over.
+        Positions of those with elements left over.
     count
         The number of rows of all.
     wide
@@ -143,19 +163,18 @@ class _Plan:
 
     def __init__(self, form: Form) -> None:
         self.halves: list[int] = []
-        self.alone: list[int] = []
         self.small: list[int] = []
         self.rows: list[tuple[int, tuple[int, int], int, int, int]] = []
         stop = 0
         for place, (dtype, size) in enumerate(form.pairs):
             if size and dtype.itemsize == 2:
                 self.halves.append(place)
-            elif size >= _BLOCK:
+            elif size >= FEW:
                 shape, left = _rows(size)
                 self.rows.append((place, shape, left, stop, stop + shape[0]))
                 stop += shape[0]
             else:
-                (self.alone if size >= _SMALL else self.small).append(place)
+                self.small.append(place)
         self.tails = [place for place, _, left, _, _ in self.rows if left]
         self.count = stop
         self.wide = np.float64 if np.dtype(np.float64) in form.dtypes else np.float32
@@ -176,13 +195,11 @@ class _Pieces(NamedTuple):
 
 
 def _pieces(views: Sequence[HostView], sizes: list[int], plan: _Plan) -> _Pieces:
-    """Square rows of up to 1024 elements with BLAS, over all cores."""
+    """Square rows of up to 512 elements with BLAS, over all cores."""
     sums = [0.0] * len(views)
     rest = [views[i] for i in plan.small]
     threads = worthwhile(sizes)
     calls: list[Callable[[], object]] = [partial(_add_half, sums, i, views[i]) for i in plan.halves]
-    for place in plan.alone:
-        sums[place] = float(np.vdot(views[place], views[place]))
     # One array for all: many small arrays would break up the memory that gradients need.
     dots = np.empty(plan.count, plan.wide)
     for place, shape, left, start, stop in plan.rows:
@@ -251,8 +268,8 @@ def _joined_square_sum(views: Sequence[HostView]) -> float:
     if values.size <= _ALONE:
         # A step of `norm-clip` takes 5 % less ("20 tensors, 2.7k" of `make bench`).
         return float(values.dot(values))
-    # Beyond 10,000 elements OpenBLAS would use threads of its own, which keep a core busy for
-    # milliseconds after the call, and give other bits.
+    # Few at a time, for the digits. Beyond 10,000 elements OpenBLAS would also use threads of its
+    # own, which keep a core busy for milliseconds after the call, and give other bits.
     pieces = (values[i : i + _ALONE] for i in range(0, values.size, _ALONE))
     return sum(float(piece.dot(piece)) for piece in pieces)
 

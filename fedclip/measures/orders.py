@@ -180,47 +180,62 @@ def _scaled(views: Sequence[HostView], exponent: int) -> Any:
     return (np.ldexp(b, -exponent) for view in views for b in blocks(view))
 
 
+def _rows(view: HostView, axes: tuple[int, ...]) -> Float64:
+    """Return a float64 copy whose last dimension has the elements of a slice.
+
+    NumPy adds up contiguous numbers in pairs, and others one after the other, which would lose
+    as many digits as there are.
+    """
+    kept = [a for a in range(view.ndim) if a not in axes]
+    rows = decode(view).transpose(*kept, *axes).astype(np.float64, order="C")
+    return rows.reshape(*(view.shape[a] for a in kept), -1)
+
+
 def _slice_square_sums(view: HostView, axes: tuple[int, ...]) -> Float64:
     # Take a few rows of the first dimension at a time, so that no float64 copy of all is made.
-    rows = max(1, CHUNK * len(view) // view.size)
+    many = max(1, CHUNK * len(view) // view.size)
     parts = []
-    for start in range(0, len(view), rows):
-        block = decode(view[start : start + rows]).astype(np.float64)
-        parts.append(np.square(block, out=block).sum(axis=axes, keepdims=True))
-    return np.asarray(np.sum(parts, axis=0) if 0 in axes else np.concatenate(parts))
+    for start in range(0, len(view), many):
+        rows = _rows(view[start : start + many], axes)
+        parts.append(np.square(rows, out=rows).sum(axis=-1))
+    return np.asarray(np.stack(parts, -1).sum(axis=-1) if 0 in axes else np.concatenate(parts))
 
 
 def slice_measures(view: HostView, axes: tuple[int, ...], ord: Order) -> Float64:
     """Return the measure of each slice that spans `axes`, with those axes kept as 1."""
+    measures = _measures_of_rows(view, axes, ord)
+    return measures.reshape([1 if a in axes else n for a, n in enumerate(view.shape)])
+
+
+def _measures_of_rows(view: HostView, axes: tuple[int, ...], ord: Order) -> Float64:
     if ord == 2:
         squares = _slice_square_sums(view, axes)
         # Squares of narrower floats neither overflow nor underflow in float64.
         if view.dtype != np.float64 or ((squares > _TINY) & (squares < math.inf)).all():
             return np.asarray(np.sqrt(squares))
-    wide = decode(view).astype(np.float64)
-    size = math.prod(view.shape[a] for a in axes)
-    absolute = np.abs(wide)
-    peak = absolute.max(axis=axes, keepdims=True)
+    wide = _rows(view, axes)
+    size = wide.shape[-1]
+    peak = np.abs(wide).max(axis=-1)
     if ord == "inf":
         return np.asarray(peak)
     with np.errstate(invalid="ignore", over="ignore"):
         exponent = np.frexp(np.where(np.isfinite(peak) & (peak > 0), peak, 1.0))[1]
-        scaled = np.ldexp(wide, -exponent)
+        scaled = np.ldexp(wide, -exponent[..., None])
         if ord in ("std", "var"):
-            spread = scaled.var(axis=axes, keepdims=True, ddof=1) if size > 1 else 0.0 * peak
+            spread = scaled.var(axis=-1, ddof=1) if size > 1 else 0.0 * peak
             if ord == "var":
                 return np.asarray(np.ldexp(spread, 2 * exponent))
             return np.asarray(np.ldexp(np.sqrt(spread), exponent))
         if ord == "mad":
-            result = np.abs(scaled).mean(axis=axes, keepdims=True)
+            result = np.abs(scaled).mean(axis=-1)
         elif ord in (2, "rms"):
-            result = np.sqrt(np.square(scaled).sum(axis=axes, keepdims=True))
+            result = np.sqrt(np.square(scaled).sum(axis=-1))
             if ord == "rms":
                 result = result / math.sqrt(size)
         else:
             power = float(ord)
             top = np.ldexp(peak, -exponent)
             top = np.where(top > 0, top, 1.0)
-            total = ((np.abs(scaled) / top) ** power).sum(axis=axes, keepdims=True)
+            total = ((np.abs(scaled) / top[..., None]) ** power).sum(axis=-1)
             result = total ** (1 / power) * top
         return np.asarray(np.ldexp(result, exponent))

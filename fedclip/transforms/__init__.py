@@ -4,7 +4,7 @@
 Each class has a step for the host, and one for devices and compiled code.
 """
 
-from fedclip.transforms.action import MARGIN as MARGIN
+from fedclip.transforms.action import DTYPES as DTYPES
 from fedclip.transforms.action import Action as Action
 from fedclip.transforms.base import Carried as Carried
 from fedclip.transforms.base import Gradient as Gradient

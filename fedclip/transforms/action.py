@@ -22,18 +22,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from fedclip.arrays import LARGEST, Arithmetic, Array, Backend, Outs
-from fedclip.measures import Order, degree, lowered
+from fedclip.measures import FEW, UNCERTAINTY, Order, degree, lowered
 
 Key = TypeVar("Key", bound=Hashable)
 
-MARGIN = {
-    # Uncertainty of the norm + rounding of the products (one unit roundoff) + of the factor.
-    "float16": 2.0**-20 + 2.0**-11,
-    "bfloat16": 2.0**-20 + 2.0**-8,
-    "float32": 2.0**-20 + 2.0**-23,
-    "float64": 2.0**-45,
+ROUNDING = {
+    # Four times in float32 (norm, limit / norm, factor, product), and the product in its dtype.
+    "float16": 2.0**-22 + 2.0**-11,
+    "bfloat16": 2.0**-22 + 2.0**-8,
+    "float32": 2.0**-22,
+    "float64": 2.0**-46,
 }
-"""Relative distance that a clipped array keeps below the limit."""
+"""Relative amount by which rounding may raise a clipped array whose norm is exact."""
+
+DTYPES = tuple(ROUNDING)
+"""The dtypes that are clipped."""
 
 SUBNORMAL = {
     "float16": 2.0**-25,
@@ -50,6 +53,22 @@ GRID = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "flo
 """Number of binary digits of each dtype, and the exponent of its smallest number."""
 
 
+def margin(dtype: str, exact: bool) -> float:
+    """Return the distance that a clipped array keeps below its limit, relatively.
+
+    It is smaller if the norm is `exact`: added up in float64.
+    """
+    return ROUNDING[dtype] + (0.0 if exact else UNCERTAINTY[dtype])
+
+
+def margin_on_device(dtype: str, ord: Order, size: Any) -> Any:
+    """Return that distance for a group of so many elements on a device."""
+    if dtype == "float64":
+        # Nothing is wider, and a framework may add up one number after the other.
+        return margin(dtype, exact=False) + size * 2.0**-54
+    return margin(dtype, exact=ord == 2 and isinstance(size, int) and size < FEW)
+
+
 class Decision(NamedTuple):
     """What happens to each group."""
 
@@ -61,11 +80,16 @@ class Decision(NamedTuple):
     base: Any
 
     def factors(
-        self, norms: Any, sizes: Sequence[Any], dtype: str, xp: Backend, ord: Order = 2
+        self,
+        norms: Any,
+        sizes: Sequence[Any],
+        dtype: str,
+        xp: Backend,
+        ord: Order = 2,
     ) -> Any:
         """Return a factor for each group on a device: 1 where not moved.
 
-        `sizes` are the numbers of elements; only float16 needs them.
+        `sizes` are the numbers of elements: one for each group, or one for all.
         """
         target = self.target
         if dtype != "float16":
@@ -77,7 +101,10 @@ class Decision(NamedTuple):
             size = xp.asarray(sizes, like=norms)
             unit = xp.where(norms > 0, norms, 1.0)
             ratio = lowered(ord, ratio * unit, size, SUBNORMAL[dtype], xp) / unit
-        k = (xp.sqrt(ratio) if degree(ord) == 2 else ratio) * (1.0 - MARGIN[dtype])
+        kept: Any = [1.0 - margin_on_device(dtype, ord, size) for size in sizes]
+        alike = all(isinstance(one, float) and one == kept[0] for one in kept)
+        kept = kept[0] if alike else xp.asarray(kept, like=norms)
+        k = (xp.sqrt(ratio) if degree(ord) == 2 else ratio) * kept
         return xp.where(self.moved, k, 1.0)
 
     def ratio(self, xp: Arithmetic) -> Any:
@@ -185,10 +212,11 @@ def replaced(
 
 
 def multiplied(
-    arrays: Sequence[Array], factor: tuple[float, ...], backend: Backend, outs: Outs
+    arrays: Sequence[Array], factor: tuple[float, ...], exact: bool, backend: Backend, outs: Outs
 ) -> list[Array]:
-    """Return arrays of one dtype times a factor, shrunk by the margin of the dtype."""
-    outputs = backend.scale(arrays, factor[0] * (1.0 - MARGIN[backend.dtype(arrays[0])]), outs)
+    """Return arrays of one dtype times a factor, shrunk by the margin."""
+    kept = 1.0 - margin(backend.dtype(arrays[0]), exact)
+    outputs = backend.scale(arrays, factor[0] * kept, outs)
     for k in factor[1:]:
         outputs = backend.scale(outputs, k, outs)
     return outputs

@@ -30,7 +30,7 @@ from fedclip.measures import Numbers, all_finite
 from fedclip.rules import LEARNT, Basis, NoState, State
 from fedclip.scopes import Groups
 from fedclip.states import Statistics
-from fedclip.transforms.action import MARGIN
+from fedclip.transforms.action import DTYPES
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -186,7 +186,7 @@ class Gradient:
         """Return the excluded tensors; for one of another dtype, NaN where it is not finite."""
         xp = self.backend
         return [
-            a if xp.dtype(a) in MARGIN else xp.where(xp.isfinite(a), 0.0, math.nan)
+            a if xp.dtype(a) in DTYPES else xp.where(xp.isfinite(a), 0.0, math.nan)
             for a in self.rest.values()
         ]
 
@@ -408,7 +408,7 @@ def clip_on_device(
 def _can_be_nan(array: Array) -> bool:
     """Whether an array of this dtype can hold NaN or infinity."""
     dtype = backend_of(array).dtype(array)
-    return dtype in MARGIN or dtype.startswith(("complex", "float128"))
+    return dtype in DTYPES or dtype.startswith(("complex", "float128"))
 
 
 def _backend(names: Sequence[str], values: Sequence[Array]) -> Backend:
@@ -426,8 +426,8 @@ def _backend(names: Sequence[str], values: Sequence[Array]) -> Backend:
 def _check_dtypes(clipper: str, names: Sequence[str], arrays: Sequence[Array]) -> None:
     for name, array in zip(names, arrays, strict=True):
         dtype = backend_of(array).dtype(array)
-        if dtype not in MARGIN:
+        if dtype not in DTYPES:
             raise TypeError(
-                f"{clipper} clips {', '.join(MARGIN)}; {name!r} is {dtype}: convert it, or put "
+                f"{clipper} clips {', '.join(DTYPES)}; {name!r} is {dtype}: convert it, or put "
                 "its name in exclude"
             )

@@ -29,8 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays import LARGEST, NUMBER, NUMPY, Array, Form, Views
+from fedclip.arrays import LARGEST, NUMBER, NUMPY, Array, Backend, Form, Views
 from fedclip.measures import (
+    FEW,
     MEANS,
     UNCERTAINTY,
     Numbers,
@@ -158,20 +159,26 @@ class NormClipping(Transform):
         # third less again for one group of one dtype ("20 tensors, 2.7k" of `make bench`).
         if not self._is_far(views, target):
             target = self._within(gradient, decision)
+        sizes = [size for _, size in views.form.pairs]
         if len(gradient.groups) == 1 and not views.remote and len(views.form.dtypes) == 1:
-            factor = split(float(target), float(base), power)
-            return multiplied(arrays, factor, backend, gradient.outs(range(len(arrays))))
-        factors: dict[int, tuple[Any, tuple[float, ...]]] = {}
+            factor, exact = split(float(target), float(base), power), self._is_exact(sizes)
+            return multiplied(arrays, factor, exact, backend, gradient.outs(range(len(arrays))))
+        factors: dict[int, tuple[Any, tuple[float, ...], bool]] = {}
         columns = (np.atleast_1d(column).tolist() for column in (moved, target, base))
         for members, chosen, top, bottom in zip(gradient.groups.members, *columns, strict=True):
             if chosen:
                 factor = split(top, bottom, power)
-                factors.update((i, (arrays[i].dtype, factor)) for i in members)
+                exact = not views.remote and self._is_exact([sizes[i] for i in members])
+                factors.update((i, (arrays[i].dtype, factor, exact)) for i in members)
         return replaced(
             arrays,
             factors,
-            lambda some, places, key: multiplied(some, key[1], backend, gradient.outs(places)),
+            lambda some, places, key: multiplied(some, *key[1:], backend, gradient.outs(places)),
         )
+
+    def _is_exact(self, sizes: Sequence[int]) -> bool:
+        """Whether a group of arrays of these sizes, in host memory, is measured in float64."""
+        return self.ord != 2 or sum(sizes) < FEW
 
     def _is_far(self, views: Views, target: Any) -> bool:
         """Whether all targets are far from the smallest and largest numbers of the dtypes."""
@@ -280,9 +287,9 @@ class NormClipping(Transform):
         if self.dry:
             return Outcome(outputs, after, norms, limits, decision.over, finite)
         names = [xp.dtype(array) for array in arrays]
-        sizes: Sequence[Any] = ()
-        if "float16" in names:
-            sizes = [sum(xp.size(arrays[i]) for i in members) for members in groups.members]
+        # Other dtypes need to know only whether there are few.
+        most = math.inf if {"float16", "float64"} & {*names} else FEW
+        sizes = [_size([arrays[i] for i in members], most, xp) for members in groups.members]
         keep = finite if on_nonfinite == "skip" else None
         of_dtype: dict[str, Array] = {}
         for group, members in enumerate(groups.members):
@@ -309,3 +316,13 @@ class NormClipping(Transform):
             return most_factor(self._joined_norms(gradient, math.inf, members), dtype, xp)
         peaks = [measure_on_device([xp.dense(arrays[i]) for i in m], "inf", xp) for m in members]
         return most_factor(xp.stack(peaks), dtype, xp)
+
+
+def _size(arrays: Sequence[Array], most: float, xp: Backend) -> Any:
+    """Return the number of elements, counted up to `most`; a traced one in some graphs."""
+    size: Any = 0
+    for array in arrays:
+        size = size + xp.size(array)
+        if isinstance(size, int) and size >= most:
+            break
+    return size

@@ -38,11 +38,11 @@ from fedclip.measures import (
 from fedclip.rules import FIXED, LEARNT, Basis, State
 from fedclip.transforms.action import (
     FLOOR,
-    MARGIN,
     SCALE_DOWN,
     SUBNORMAL,
     Action,
     Decision,
+    margin,
     most_factor,
 )
 from fedclip.transforms.base import Gradient, Outcome, Transform
@@ -178,7 +178,7 @@ class SliceClipping(Transform):
             axes = self.axes(view.shape)
             peaks = slice_measures(view, axes or (), "inf")
             k = np.minimum(k, LARGEST[dtype] / np.where(peaks > 0, peaks, 1.0))
-        return np.where(decision.moved & (k != 1.0), k * (1.0 - MARGIN[dtype]), 1.0)
+        return np.where(decision.moved & (k != 1.0), k * (1.0 - margin(dtype, exact=True)), 1.0)
 
     @staticmethod
     def _scale(array: Array, factors: Any, backend: Backend) -> Array:
@@ -276,8 +276,9 @@ class SliceClipping(Transform):
         xp: Backend,
     ) -> Array:
         """Return a factor for each slice, as if all arrays had this dtype."""
-        sizes: list[int] = []
-        if dtype == "float16":
+        # Frameworks add up float32, and half precision, in float64.
+        sizes = [0]
+        if dtype in ("float16", "float64"):
             pairs = zip(matrices.values(), many, strict=True)
             sizes = [math.prod(m.shape) // n for m, n in pairs for _ in range(n)]
         k = self.action.decide(norms, limits, xp).factors(norms, sizes, dtype, xp, self.ord)

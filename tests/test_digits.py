@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds hold for the numbers that sums lose most digits of, on hosts, devices and in graphs.
+
+Rounding errors of random numbers cancel out. Those of a constant mostly have one sign, and what is
+half of the last digit of a large number is lost whenever it is added to that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import each_framework, needs
+
+from fedclip import NormClip
+from fedclip.arrays import backend_named
+from fedclip.measures.l2 import lanes
+from fedclip.testing import FRAMEWORKS, to_vector
+from fedclip.transforms import clip_on_device
+
+LIMIT = 0.7
+SIZES = [100, 511, 512, 1024, 5000, 16_384, 100_003]
+# Half of the last digit of 1.
+TIE = {"float32": 2.0**-24, "float64": 2.0**-53}
+
+
+def norm(values: Any) -> float:
+    # NumPy adds up in pairs, and mostly in 80 bits here.
+    return float(np.sqrt(np.square(np.asarray(values, np.longdouble)).sum()))
+
+
+def hard(size: int, dtype: str) -> Iterator[np.ndarray]:
+    """Yield arrays of which many kinds of sums lose many digits, to one side."""
+    rng = np.random.default_rng(size)
+    for value in rng.uniform(0.5, 1, 12):
+        yield np.full(size, value)
+    for many in (1, 8, 32, 128):
+        squares = np.full(size, TIE[dtype])
+        squares[:many] = 1
+        yield np.sqrt(squares)
+    for width in (16, 32, 256, 1024):
+        squares = np.full(size, TIE[dtype])
+        squares[::width] = 1
+        yield np.sqrt(squares)
+        yield np.sqrt(fractal(size, width, TIE[dtype]))
+
+
+def fractal(size: int, width: int, tie: float) -> np.ndarray:
+    """Return squares of which a tree of sums of so many loses all but the first."""
+    squares = np.zeros(size)
+    squares[0], held = 1.0, 1
+    while held < size:
+        for start in range(held, min(size, held * width), held):
+            squares[start : start + held] = tie / held
+        held *= width
+    return squares
+
+
+def assert_bound(clip: Callable[[np.ndarray], Any], size: int, dtype: str) -> None:
+    for values in hard(size, dtype):
+        given = values.astype(dtype)
+        found = norm(np.asarray(clip(given)))
+        assert found <= LIMIT
+        # And the limit is used up, but for the margin.
+        assert found >= LIMIT * (1 - 1.5e-6)
+
+
+@each_framework()
+@pytest.mark.parametrize("dtype", TIE)
+@pytest.mark.parametrize("size", SIZES)
+def test_on_the_host(framework: str, dtype: str, size: int) -> None:
+    needs(framework)
+    clipper = NormClip(LIMIT)
+    assert_bound(lambda v: clipper.run(to_vector({"w": v}, framework)).coefs["w"], size, dtype)
+
+
+@pytest.mark.parametrize("dtype", TIE)
+@pytest.mark.parametrize(("shape", "dims"), [((10_000, 4), [0]), ((4, 9000), [1]), ((2, 3000), [])])
+def test_slices_on_the_host(shape: tuple[int, int], dims: list[int], dtype: str) -> None:
+    clipper = NormClip(LIMIT, dims=dims or [0, 1])
+    across = 0 if dims == [0] else 1
+    for values in hard(math.prod(shape), dtype):
+        table = values.reshape(shape[::-1]).T if across == 0 else values.reshape(shape)
+        clipped = clipper.clip({"w": table.astype(dtype)})["w"]
+        rows = [clipped] if not dims else np.moveaxis(clipped, across, -1)
+        assert max(map(norm, rows)) <= LIMIT
+
+
+def step_of(framework: str, shape: tuple[int, ...], **config: Any) -> Callable[[Any], Any]:
+    """Return the step of `norm-clip` on a device, in a graph where the framework has one."""
+    clipper = NormClip(LIMIT, **config)
+    groups = clipper.groups({"w": shape})
+    transform = clipper.transform(groups)
+    xp = backend_named(framework)
+
+    def step(array: Any) -> Any:
+        return clip_on_device(transform, {"w": array}, groups, xp, (), "skip")[0]["w"]
+
+    if framework == "torch":
+        import torch
+
+        return lambda values: step(torch.from_numpy(values))
+    if framework == "tensorflow":
+        import tensorflow as tf
+
+        compiled = tf.function(step)
+        return lambda values: compiled(tf.constant(values))
+    import jax
+
+    compiled = jax.jit(step)
+    return lambda values: compiled(jax.numpy.asarray(values))
+
+
+def session(framework: str, dtype: str) -> Any:
+    """Return the context in which JAX has float64 only if it is needed, as in plain JAX."""
+    needs(framework)
+    if framework != "jax":
+        return nullcontext()
+    from fedclip.arrays.jax import float64
+
+    return float64(dtype == "float64")
+
+
+ON_DEVICES = [framework for framework in FRAMEWORKS if framework != "numpy"]
+
+
+@pytest.mark.parametrize("framework", ON_DEVICES)
+@pytest.mark.parametrize("dtype", TIE)
+@pytest.mark.parametrize("size", SIZES)
+def test_on_devices(framework: str, dtype: str, size: int) -> None:
+    with session(framework, dtype):
+        assert_bound(step_of(framework, (size,)), size, dtype)
+
+
+@pytest.mark.parametrize("framework", ON_DEVICES)
+@pytest.mark.parametrize("dtype", TIE)
+def test_slices_on_devices(framework: str, dtype: str) -> None:
+    with session(framework, dtype):
+        step = step_of(framework, (10_000, 4), dims=[0])
+        for values in hard(40_000, dtype):
+            clipped = np.asarray(step(values.astype(dtype).reshape(4, 10_000).T.copy()))
+            assert max(map(norm, clipped.T)) <= LIMIT
+
+
+@pytest.mark.parametrize("framework", ON_DEVICES)
+def test_many_tensors_in_a_graph(framework: str) -> None:
+    """The sums of tensors are added up as carefully as each tensor."""
+    with session(framework, "float32"):
+        values = np.full((300, 64), 2.0**-12, np.float32)
+        values[0, 0] = 1.0
+        clipper = NormClip(LIMIT)
+        names = [f"t{i}" for i in range(300)]
+        groups = clipper.groups(dict.fromkeys(names, (64,)))
+        vector = to_vector(dict(zip(names, values, strict=True)), framework)
+    with session(framework, "float32"):
+        outputs, _ = clip_on_device(
+            clipper.transform(groups), vector.coefs, groups, backend_named(framework), (), "skip"
+        )
+    assert LIMIT * (1 - 1e-6) <= norm([np.asarray(outputs[name]) for name in names]) <= LIMIT
+
+
+def test_small_groups_are_clipped_to_the_digits_of_their_dtype() -> None:
+    clipped = NormClip(1.0).clip({"w": np.array([3.0, 4.0], np.float32)})["w"]
+    assert norm(clipped) == pytest.approx(1.0, abs=5e-7)
+    tables = {"w": np.ones((30, 30), np.float32), "b": np.ones(30, np.float32)}
+    clipped = NormClip(1.0, scope="tensor").clip(tables)
+    assert 1 - norm(clipped["b"]) < 5e-7 < 1 - norm(clipped["w"]) < 1e-6
+
+
+@pytest.mark.parametrize(("wide", "found"), [(1, 1), (8, 8), (12, 8), (16, 16), (32, 32), (64, 32)])
+def test_lanes_of_a_processor(wide: int, found: int) -> None:
+    def dot(x: np.ndarray, y: np.ndarray) -> float:
+        sums = np.zeros(wide, np.float32)
+        for start in range(0, len(x), wide):
+            part = x[start : start + wide] * y[start : start + wide]
+            sums[: len(part)] += part
+        return math.fsum(sums.tolist())
+
+    assert lanes(dot) == found
+
+
+def test_lanes_of_a_dot_product_in_float64() -> None:
+    assert lanes(lambda x, y: np.dot(x.astype(float), y.astype(float))) == 32
+
+
+@pytest.mark.parametrize("size", [1 << 12, 10_000, 1 << 16])
+def test_xla_adds_few_numbers_one_after_the_other(size: int) -> None:
+    """JAX without float64 sums up large arrays in float32, which must not be longer chains."""
+    needs("jax")
+    import jax
+
+    total = jax.jit(lambda a: jax.numpy.sum(jax.numpy.square(a)))
+    rng = np.random.default_rng(0)
+    tried = {*range(1, 600), *range(size - 200, size), *rng.integers(1, size, 1500).tolist()}
+    values = np.zeros(size, np.float32)
+    values[0], chain = 1.0, 0
+    for place in sorted(tried):
+        # Each number that is added to the first one, and not to another before, is lost.
+        values[place] = 2.0**-12
+        if float(total(values)) == 1.0:
+            chain += 1
+        else:
+            values[place] = 0.0
+    assert 1 <= chain <= 20
