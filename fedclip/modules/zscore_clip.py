@@ -51,8 +51,8 @@ class ZScoreClip(SharedClipper):
     factor : float, default=1.0
         Multiplies the limit of the action "reciprocal", > 0.
     estimator : {"zclip", "drytorch", "smartclip"}, default="zclip"
-        How to update mean and variance (see `fedclip.rules.zscore`): as in the paper's code, or
-        as in one of the two packages.
+        How to update mean and variance: as in the paper's code, or as in the package drytorch or
+        smartclip (see `fedclip.rules.zscore`).
     std_eps : float, default=0.0
         Added to the standard deviation in the z-score, >= 0, in the units of the gradient.
     min_std : float, default=0.1
