@@ -113,6 +113,11 @@ def test_statistics_are_values_that_can_be_read_and_set() -> None:
     found = clip.statistics()
     assert found == {"mean": 2.0, "variance": 0.25, "count": 3, "threshold": 3.0, "ready": True}
     assert (clip.should_clip(2.9), clip.should_clip(3.1)) == (False, True)
+    clip.update(2.5)
+    variance = clip.statistics()["variance"]
+    clip.set_statistics(mean=7.0)
+    found = clip.statistics()
+    assert (found["mean"], found["variance"], found["count"]) == (7.0, variance, 4)
     with pytest.raises(TypeError, match="no statistic 'man'; did you mean 'mean'"):
         clip.set_statistics(man=2.0)
     with pytest.raises(StateError, match="must be a finite number >= 0"):

@@ -198,6 +198,8 @@ def test_drytorch_zstat_criterion() -> None:
     assert [clip.should_clip(x) for x in (12.0, 16.0)] == [False, True]
     # drytorch calls a norm far below the mean a spike too, and would lengthen the gradient.
     assert not clip.should_clip(4.0)
+    clip.set_statistics(mean=50.0)
+    assert clip.statistics()["variance"] == 4.0
     clip.set_statistics(mean=10.0, variance=1.0)
     assert clip.peek(15.0).limit == pytest.approx((10.8,))
 

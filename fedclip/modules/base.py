@@ -416,20 +416,22 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         return found
 
     def set_statistics(self, group: str = ALL, **statistics: float) -> None:
-        """Set statistics of a group, such as its mean; the others are those before any norm.
+        """Set statistics of a group, such as its mean; the others stay as they are.
 
         Without a ``count``, the warm-up is over.
         """
         fresh = self._transform.init(Groups((group,), (group,), ((0,),)))
-        known = states.dump(fresh, (group,)).get(group, {})
-        for name in statistics:
-            if name not in known:
-                raise TypeError(f"{self.name} has no statistic {name!r}{nearest(name, known)}")
-        if "count" in known:
-            rule = self._learning
-            known["count"] = max(getattr(rule, "warmup", 0), getattr(rule, "least", 1))
         with self.lock:
-            groups = {**self._statistics(), group: {**known, **statistics}}
+            held = self._statistics()
+            known = {**states.dump(fresh, (group,)).get(group, {}), **held.get(group, {})}
+            for name in statistics:
+                if name not in known:
+                    raise TypeError(f"{self.name} has no statistic {name!r}{nearest(name, known)}")
+            if "count" in known:
+                rule = self._learning
+                least = max(getattr(rule, "warmup", 0), getattr(rule, "least", 1))
+                known["count"] = max(known["count"], least)
+            groups = {**held, group: {**known, **statistics}}
             self.set_state({**self.get_state(), "groups": groups})
 
     @property
