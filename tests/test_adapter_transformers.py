@@ -7,12 +7,14 @@ The oracle is the Trainer's own ``max_grad_norm``, and Accelerate's ``clip_grad_
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import require
+from helpers import PATIENCE, require
 
 torch = require("torch")
 transformers = pytest.importorskip("transformers")
@@ -284,3 +286,31 @@ def test_accelerate_saves_and_loads_the_statistics(accelerator: Any, tmp_path: P
         again.load_state(str(tmp_path))
         assert second.get_state()["groups"] == first.get_state()["groups"]
         assert [r.steps for r in second.rounds] == [r.steps for r in first.rounds]
+
+
+# -- processes -----------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what one process trains."""
+    from transformers_processes import trained
+
+    return trained(str(tmp_path_factory.mktemp("alone")))
+
+
+@pytest.mark.parametrize("kind", ["trainer", "trainer, sharded", "loop, sharded"])
+def test_two_processes_train_what_one_does(tmp_path: Path, alone: Any, kind: str) -> None:
+    if not torch.distributed.is_gloo_available():
+        pytest.skip("needs gloo")
+    script = str(Path(__file__).with_name("transformers_processes.py"))
+    spread = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *spread, script, kind, str(tmp_path)]
+    subprocess.run(command, timeout=PATIENCE, check=True, capture_output=True)
+    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert one == other
+    assert one["sharded"] == ("sharded" in kind)
+    model, clipper = alone
+    for found, expected in zip(one["weights"], model.parameters(), strict=True):
+        np.testing.assert_allclose(found, expected.detach().flatten(), rtol=1e-4, atol=1e-6)
+    assert one["state"]["all"] == pytest.approx(clipper.get_state()["groups"]["all"], rel=1e-4)
+    # The spike, and no other step.
+    assert one["clipped"] == clipper.rounds[-1].clipped == 1
