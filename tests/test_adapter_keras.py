@@ -534,3 +534,15 @@ def test_two_replicas_clip_the_sum_of_their_gradients_as_one_would():
     assert float(found.pop("keras")) > 1e-3
     assert len(found) == 5
     assert all(float(difference) < 1e-6 for difference in found.values()), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ema-norm-clip", "ema-value-clip", "ema-normalize"])
+def test_a_model_that_fit_builds_has_its_arrays_too(name):
+    net = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+    net.compile(ClippedOptimizer(keras.optimizers.SGD(0.01), name), loss="mse")
+    x = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+    net.fit(x, np.ones((8, 1)), batch_size=4, epochs=2, verbose=0)
+    assert net.optimizer.last.norm > 0
+    shapes = [tuple(v.shape) for v in net.optimizer.variables if "kernel_past" in v.path]
+    assert sorted(shapes) == [(3, 1), (4, 3)]

@@ -213,3 +213,10 @@ def test_a_function_of_ones_own_is_refused_in_compiled_code() -> None:
 def test_the_limit_of_agc_for_a_norm_of_weights() -> None:
     clip = AGC(0.1, min_norm=0.5, eps=0.25)
     assert [clip.limit(w) for w in (0.0, 2.0)] == pytest.approx([0.075, 0.225])
+
+
+@pytest.mark.parametrize("limit", [0.0, -1, math.nan, None, "1", [1.0], 1j, 10**400, np.ones(2)])
+def test_what_a_function_returns_is_a_limit_or_refused_in_words(limit: Any) -> None:
+    clipper = OwnLimit(lambda *_: limit)
+    with pytest.raises(ValueError, match="a limit must be > 0, or infinity for none; got"):
+        clipper.clip({"w": np.ones(2)})

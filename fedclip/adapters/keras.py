@@ -7,7 +7,6 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 try:
@@ -70,16 +69,6 @@ def _checked(optimizer: Any) -> Any:
     return stepping
 
 
-def _eagerly() -> AbstractContextManager[Any]:
-    """Return a context outside of the graph in which ``fit`` builds optimizers on TensorFlow."""
-    if keras.backend.backend() != "tensorflow":
-        return nullcontext()
-    import tensorflow as tf
-
-    context: AbstractContextManager[Any] = tf.init_scope()
-    return context
-
-
 def _value(variable: Any) -> Any:
     """Return the value of a variable of Keras or TensorFlow as a tensor."""
     return keras.ops.stop_gradient(variable)
@@ -101,7 +90,6 @@ class _Hook:
             _value,
             functools.partial(keras.ops.take, axis=-1),
             keras.ops.cast,
-            _eagerly,
         )
         self.held = HeldClipper(clipper, backend, operations)
         self._names: dict[Any, str] = {}

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from declearn.optimizer import list_optim_modules
 
 from fedclip import states
-from fedclip.arrays import Array, Backend
+from fedclip.arrays import NUMPY, Array, Backend, HostView
 from fedclip.errors import nearest
 from fedclip.modules import AGC, Clipper
 from fedclip.scopes import Groups, resolve
@@ -135,13 +135,13 @@ def start(clipper: Clipper | AGC, groups: Groups, *, fresh: bool = False) -> Any
 
 
 def kept(
-    clipper: Clipper | AGC, groups: Groups, tensors: Mapping[str, Array], backend: Backend
+    clipper: Clipper | AGC, groups: Groups, shaped: Mapping[str, HostView]
 ) -> states.Statistics:
-    """Return the first arrays that a clipper keeps for these tensors, on the host."""
+    """Return the first arrays that a clipper keeps for tensors of these shapes, on the host."""
     if isinstance(clipper, AGC):
         return {}
     transform = clipper.transform(groups)
-    first = carried(transform, tensors, groups, backend, (), clipper.get_state()["arrays"])
+    first = carried(transform, shaped, groups, NUMPY, (), clipper.get_state()["arrays"])
     return states.fetched(first.arrays) if isinstance(first, Carried) else {}
 
 

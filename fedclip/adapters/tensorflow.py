@@ -90,7 +90,7 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         super().__init__(name=clipper.name.replace("-", "_"))
         self.clipper = clipper
         take = functools.partial(tf.gather, axis=-1)
-        operations = Operations(self._make, tf.convert_to_tensor, take, tf.cast, tf.init_scope)
+        operations = Operations(self._make, tf.convert_to_tensor, take, tf.cast)
         self._held = HeldClipper(clipper, backend_named("tensorflow"), operations)
         # The module tracks the variables here.
         self._variables: list[Any] = []

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +29,6 @@ class Operations(NamedTuple):
     """``take(array, places)``: the array at these places of its last axis."""
     cast: Callable[[Array, Any], Array]
     """``cast(array, dtype)``."""
-    eagerly: Callable[[], AbstractContextManager[Any]]
-    """``eagerly()``: a context outside of the function that is being traced."""
 
 
 class HeldClipper:
@@ -67,9 +64,9 @@ class HeldClipper:
             **{field: np.atleast_1d(column) for field, column in first._asdict().items()},
         }
         self.variables = [self._ops.make(column, name) for name, column in values.items()]
-        with self._ops.eagerly():
-            tensors = {name: self._ops.read(weight) for name, weight in weights.items()}
-            arrays = kept(self.clipper, self._groups, tensors, self._backend)
+        # Not the values: Keras may fill its variables later, as ``fit`` builds a model.
+        shaped = {n: np.zeros(tuple(w.shape), _wide(w)) for n, w in weights.items()}
+        arrays = kept(self.clipper, self._groups, shaped)
         for name, fields in arrays.items():
             for field, value in fields.items():
                 self._kept[name, field] = self._ops.make(value, f"{name}/{field}")
@@ -196,3 +193,9 @@ class HeldClipper:
     def _round(self) -> RoundRecord:
         steps, clipped, nonfinite = self._numbers()[0].astype(int) if self.variables else (0, 0, 0)
         return RoundRecord(0, steps=int(steps), clipped=int(clipped), nonfinite=int(nonfinite))
+
+
+def _wide(variable: Any) -> str:
+    """Return the dtype of NumPy that is at least as wide as that of a variable."""
+    name = getattr(variable.dtype, "name", variable.dtype)
+    return "float64" if name == "float64" else "float32"

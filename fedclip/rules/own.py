@@ -10,9 +10,10 @@ It works on the host: the function may branch on its numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -45,10 +46,14 @@ class Own:
             ) from error
         limits = []
         for group, norm in enumerate(numbers):
-            limit = self.function(norm, {k: column[group] for k, column in known.items()})
-            if not limit > 0:
-                raise ValueError(f"a limit must be > 0, or infinity for none; got {limit!r}")
-            limits.append(float(limit))
+            limit: Any = self.function(norm, {k: column[group] for k, column in known.items()})
+            try:
+                number = math.nan if isinstance(limit, str) else float(limit)
+            except (TypeError, ValueError, OverflowError):
+                number = math.nan
+            if not number > 0:
+                raise ValueError(f"a limit must be > 0, or infinity for none; got {limit!r:.100}")
+            limits.append(number)
         return xp.asarray(limits, like=norms), after
 
     def _known(self, state: State, xp: Arithmetic) -> dict[str, list[float]]:
