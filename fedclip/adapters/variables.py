@@ -88,10 +88,10 @@ class HeldClipper:
                 f"gradients have {unknown} besides"
             )
         counts, *columns = self.variables[: self._columns]
-        before = [ops.read(column) for column in columns]
         places = [labels.index(label) for label in groups.labels]
         whole = groups.labels == labels
-        state = self._type(*(b if whole else ops.take(b, places) for b in before[1:]))
+        before = [ops.read(column) for column in columns[whole:]]
+        state = self._type(*(before if whole else (ops.take(b, places) for b in before[1:])))
         if isinstance(self.clipper, AGC):
             weights = {name: ops.read(weight) for name, weight in weights.items()}
         if self._kept:
@@ -111,11 +111,12 @@ class HeldClipper:
                     variable = self._kept[name, field]
                     variable.assign(ops.cast(value, variable.dtype))
             learnt = learnt.groups
-        shape = (len(groups),)
-        seen = [
-            x if len(x.shape) else xp.reshape(x, shape) for x in (step.norms, step.limits, over)
-        ]
-        after = [xp.stack(seen), *learnt]
+        rows, most = [step.norms, step.limits, over], xp.max(over)
+        if len(groups) == 1:
+            # Some frameworks have numbers of shape () here.
+            rows = [xp.of_group(row, 0) for row in rows]
+            most = rows[2]
+        after = [xp.reshape(xp.stack(rows), (len(rows), len(groups))), *learnt]
         if not whole:
             # A group without a gradient keeps what it has.
             present = xp.asarray([float(label in groups.labels) for label in labels]) > 0
@@ -125,8 +126,8 @@ class HeldClipper:
         for column, value in zip(columns, after, strict=True):
             column.assign(value)
         bad = xp.where(step.finite, 0.0, 1.0)
-        happened = xp.stack([xp.full_like(bad, 1.0), xp.max(over), bad])
-        counts.assign(ops.read(counts) + ops.cast(happened, counts.dtype))
+        happened = xp.stack([xp.full_like(bad, 1.0), most, bad])
+        counts.assign_add(ops.cast(happened, counts.dtype))
         return clipped
 
     @property

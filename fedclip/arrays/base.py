@@ -165,9 +165,9 @@ class Arithmetic:
     cast: Callable[..., Array]
     """``cast(x, dtype)``, of a dense array; the dtype by its name."""
 
-    def sound(self, x: Array) -> Array:
-        """Return `x`, with 0 in the place of NaN and infinity."""
-        return self.where(self.isfinite(x), x, 0.0)
+    def sound(self, x: Array, fine: Array) -> Array:
+        """Return `x`, with 0 in the place of NaN and infinity, which are not `fine`."""
+        return self.where(fine, x, 0.0)
 
     def fill(self, x: Array, condition: Array, number: float) -> Array:
         """Return `x` with a number where the condition holds; `x` may be written to."""

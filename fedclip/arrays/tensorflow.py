@@ -206,7 +206,9 @@ class TensorflowBackend(Backend):
         values = [self._values(t) for t in arrays]
         if self._are_small(values):
             joined = [self._joined([values[i] for i in m]) for m in members]
-            return tf.sqrt(2.0 * tf.stack([tf.raw_ops.L2Loss(t=j) for j in joined]))
+            halves = [tf.raw_ops.L2Loss(t=j) for j in joined]
+            # Of a single group, numbers are of shape (): this saves an operation here and there.
+            return tf.sqrt(2.0 * (tf.stack(halves) if len(halves) > 1 else halves[0]))
         sums = self._square_sums([self._wide(v) for v in values], members)
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
         sound = tf.reduce_all((sums >= UNDERFLOW) & (sums < np.inf))
@@ -216,7 +218,8 @@ class TensorflowBackend(Backend):
             return tf.sqrt(sums)
 
         def again(sums: Array, *tensors: Array) -> Array:
-            return tf.stack([self._scaled_norm([tensors[i] for i in m]) for m in members])
+            found = [self._scaled_norm([tensors[i] for i in m]) for m in members]
+            return tf.stack(found) if len(found) > 1 else found[0]
 
         return self._choose(sound, fast, again, [sums, *values])
 
@@ -233,7 +236,7 @@ class TensorflowBackend(Backend):
         joined = tf.concat([tf.stack(scalars), *rows] if scalars else rows, 0)
         squares = tf.square(tf.cast(joined, tf.float64))
         if len(members) == 1:
-            return tf.reduce_sum(squares, keepdims=True)
+            return tf.reduce_sum(squares)
         groups = np.repeat(range(len(members)), [*map(len, members)])[order]
         index = np.repeat(groups, [1] * len(scalars) + [row.shape[0] for row in rows])
         return tf.math.unsorted_segment_sum(squares, index, len(members))
@@ -303,8 +306,17 @@ class TensorflowBackend(Backend):
         peak = tf.where(peak > 0, peak, tf.ones_like(peak))
         return peak * tf.sqrt(tf.reduce_sum(tf.square(joined / peak)))
 
+    def of_group(self, numbers: Array, group: int) -> Array:
+        # To see one number as another shape takes less than to cut it out.
+        single = numbers.shape.num_elements() == 1
+        return self._only(numbers) if single else numbers[group]
+
     def all(self, x: Array) -> Array:
-        return tf.reduce_all(x)
+        return self._only(x) if x.shape.num_elements() == 1 else tf.reduce_all(x)
+
+    @staticmethod
+    def _only(x: Array) -> Array:
+        return tf.reshape(x, []) if x.shape.rank else x
 
     def multiply(
         self, arrays: Sequence[Array], factor: Array, product: Any = _product

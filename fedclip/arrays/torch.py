@@ -255,7 +255,7 @@ class TorchBackend(Backend):
     def either(self, condition: Array, x: Array) -> Array:
         return torch.logical_or(condition, x)
 
-    def sound(self, x: Array) -> Array:
+    def sound(self, x: Array, fine: Array) -> Array:
         return torch.nan_to_num(x, 0.0, 0.0, 0.0)
 
     def isfinite(self, x: Array) -> Array:

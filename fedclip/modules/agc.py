@@ -238,7 +238,7 @@ class AGC(parameters.Configured, Regularizer):
                 FedclipWarning,
                 stacklevel=8,
             )
-        size = xp.maximum(xp.sound(norms), self.min_norm)
+        size = xp.maximum(xp.sound(norms, xp.isfinite(norms)), self.min_norm)
         return self.ratio * (size + self.eps if self.eps else size)
 
     def axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -274,7 +274,7 @@ class NormClipping(Transform):
         fine = norms < math.inf
         finite = gradient.all_fine(fine)
         # Nothing is learnt from a step that is not finite, and none of its groups is over a limit.
-        safe = xp.sound(norms) if len(groups) == 1 else xp.where(finite, norms, 0.0)
+        safe = xp.sound(norms, fine) if len(groups) == 1 else xp.where(finite, norms, 0.0)
         over = None
         if isinstance(self.rule, History):
             judged, after = self.rule.step(safe, state, xp, finite)
