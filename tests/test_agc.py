@@ -299,3 +299,16 @@ def test_weights_that_do_not_fit_are_refused_in_words() -> None:
         AGC().run(grads, NumpyVector({"v": np.ones((2, 3))}))
     with pytest.raises(ValueError, match=r"gradient of shape \(2, 3\) and weights of shape \(3,"):
         AGC().run(grads, NumpyVector({"w": np.ones((3, 2))}))
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "text"),
+    [
+        ({}, ValueError, "agc has no weights for 'w'; it was given none"),
+        ({"w": None}, ValueError, "agc has no weights for 'w'"),
+        ({"w": [1.0, 2.0]}, TypeError, "fedclip clips dense arrays .* got builtins.list"),
+    ],
+)
+def test_weights_that_are_none_are_told(weights: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        AGC(0.1).clip({"w": np.ones(2)}, weights)

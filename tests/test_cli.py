@@ -611,7 +611,7 @@ def test_a_run_that_ended_without_records_is_not_followed(tmp_path: Path) -> Non
 
 def test_a_file_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
-    assert "is a file" in one_sentence(call("report", tmp_path / "run", "--follow"))
+    assert "is no folder" in one_sentence(call("report", tmp_path / "run", "--follow"))
 
 
 def test_many_rounds_are_summed_up(tmp_path: Path) -> None:

@@ -306,10 +306,11 @@ class _WeightClipper(Clipper, register=False):
     ) -> Mapping[str, Array]:
         """Return the clipped arrays, by name, with vectors excluded if `AGC` skips them."""
         for name, array in arrays.items():
-            if name in self.weights and self.weights[name].shape != array.shape:
+            shape = getattr(self.weights.get(name), "shape", array.shape)
+            if shape != array.shape:
                 raise ValueError(
                     f"{name!r} has a gradient of shape {tuple(array.shape)} and weights of shape "
-                    f"{tuple(self.weights[name].shape)}"
+                    f"{tuple(shape)}"
                 )
         self._backend = backend
         self.exclude = self._agc.excluded({name: a.shape for name, a in arrays.items()})
@@ -317,11 +318,11 @@ class _WeightClipper(Clipper, register=False):
 
     def transform(self, groups: Groups) -> Transform:
         """Return the transform, with a limit for each group or slice."""
-        missing = [name for name in groups.names if name not in self.weights]
+        missing = [name for name in groups.names if self.weights.get(name) is None]
         if missing:
             raise ValueError(
                 f"agc has no weights for {', '.join(map(repr, missing))}; "
-                f"it was given {', '.join(map(repr, self.weights))}"
+                f"it was given {', '.join(map(repr, self.weights)) or 'none'}"
             )
         weights = [self.weights[name] for name in groups.names]
         if not weights:

@@ -51,7 +51,7 @@ class Reader:
     def __init__(self, folder: str | Path) -> None:
         # `Path.is_dir` raises where a path is too long for the system.
         if not os.path.isdir(folder):
-            what = "is a file" if os.path.isfile(folder) else "does not exist"
+            what = "is no folder" if os.path.exists(folder) else "does not exist"
             raise ReportError(f"{folder} {what}; give the folder with the experiment's checkpoints")
         self.folder = Path(folder)
         self._nodes: dict[Path, _Node] = {}
