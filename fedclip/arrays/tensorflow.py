@@ -226,36 +226,35 @@ class TensorflowBackend(Backend):
     @staticmethod
     def _square_sums(values: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         """Return the sum of the squares of each group, in float64."""
-        # Each operation costs time: one for each short tensor, two for a long one, few others.
-        norms = [TensorflowBackend._row_norms(values[i]) for some in members for i in some]
-        if len({n.dtype for n in norms}) > 1:
-            norms = [tf.cast(n, tf.float64) for n in norms]
-        order = sorted(range(len(norms)), key=lambda k: norms[k].shape.rank)
-        scalars = [norms[k] for k in order if not norms[k].shape.rank]
-        rows = [norms[k] for k in order[len(scalars) :]]
-        joined = tf.concat([tf.stack(scalars), *rows] if scalars else rows, 0)
-        squares = tf.square(tf.cast(joined, tf.float64))
+        # Each operation costs time: one for each short tensor, three for a long one, few others.
+        sums = [TensorflowBackend._row_sums(values[i]) for some in members for i in some]
+        if len({s.dtype for s in sums}) > 1:
+            sums = [tf.cast(s, tf.float64) for s in sums]
+        order = sorted(range(len(sums)), key=lambda k: sums[k].shape.rank)
+        halves = [sums[k] for k in order if not sums[k].shape.rank]
+        rows = [sums[k] for k in order[len(halves) :]]
+        joined = tf.concat([2.0 * tf.stack(halves), *rows] if halves else rows, 0)
+        squares = tf.cast(joined, tf.float64)
         if len(members) == 1:
             return tf.reduce_sum(squares)
         groups = np.repeat(range(len(members)), [*map(len, members)])[order]
-        index = np.repeat(groups, [1] * len(scalars) + [row.shape[0] for row in rows])
+        index = np.repeat(groups, [1] * len(halves) + [row.shape[0] for row in rows])
         return tf.math.unsorted_segment_sum(squares, index, len(members))
 
     @staticmethod
-    def _row_norms(tensor: Array) -> Array:
-        """Return the norm of a short tensor, or those of the rows of a long one.
+    def _row_sums(tensor: Array) -> Array:
+        """Return half the sum of squares of a short tensor, or those of the rows of a long one.
 
         Over a long tensor, a sum adds up to 256 float32 one after the other, and for a constant
         all their roundings may have the same sign.
         """
         size = tensor.shape.num_elements()
         if size is not None and size < _ROW:
-            return tf.math.reduce_euclidean_norm(tensor)
+            return tf.raw_ops.L2Loss(t=tensor)
         row = next((n for n in range(128, 32, -1) if size and size % n == 0), None)
         if row:
-            return tf.math.reduce_euclidean_norm(tf.reshape(tensor, [-1, row]), axis=1)
-        norm = tf.math.reduce_euclidean_norm(tf.cast(tensor, tf.float64))
-        return tf.cast(norm, tensor.dtype)
+            return tf.reduce_sum(tf.square(tf.reshape(tensor, [-1, row])), axis=1)
+        return tf.cast(tf.raw_ops.L2Loss(t=tf.cast(tensor, tf.float64)), tensor.dtype)
 
     @staticmethod
     def _are_small(values: Sequence[Array]) -> bool:
