@@ -250,6 +250,13 @@ def test_clippers_that_learn_or_need_weights_refuse_to_clip_outside_of_a_step(cl
         optimizer._clip_gradients(next(stream()))
 
 
+def test_the_inner_optimizer_may_be_a_name():
+    optimizer = ClippedOptimizer("adam", "norm-clip")
+    assert isinstance(optimizer.inner_optimizer, keras.optimizers.Adam)
+    with pytest.raises(ValueError, match="adamm"):
+        ClippedOptimizer("adamm", "norm-clip")
+
+
 def test_gradients_may_be_arrays_of_numpy():
     found, expected = variables(), variables()
     gradients = [np.full(shape, 3.0, "float32") for shape in SHAPES.values()]

@@ -185,6 +185,15 @@ def test_csv_has_every_column(experiment: Path) -> None:
     assert float(rows[0]["clipped_share"]) == 0.5
 
 
+@pytest.mark.parametrize("name", ["=cmd()", "+1", "-1", "@sum"])
+def test_no_name_is_a_formula_in_a_spreadsheet(name: str, tmp_path: Path) -> None:
+    Node(tmp_path / name, ["norm-clip"]).round([2.0])
+    file = io.StringIO()
+    read_report(tmp_path).write_csv(file)
+    (row,) = csv.DictReader(io.StringIO(file.getvalue()))
+    assert row["node"] == f"'{name}"
+
+
 def test_sentence_on_a_limit_that_stopped_to_bind(experiment: Path) -> None:
     (sentence,) = read_report(experiment).in_words()
     assert sentence.startswith("No step was clipped after round 1: the limit was 1 in the end")

@@ -220,9 +220,9 @@ class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     Parameters
     ----------
     inner_optimizer
-        The optimizer that steps; from now on it belongs to this one. A LossScaleOptimizer may be
-        inside or outside. It may be a ClippedOptimizer, which clips second. Do
-        not set its clipnorm, global_clipnorm or clipvalue.
+        The optimizer that steps, or its name in Keras; from now on it belongs to this one. A
+        LossScaleOptimizer may be inside or outside. It may be a ClippedOptimizer, which clips
+        second. Do not set its clipnorm, global_clipnorm or clipvalue.
     clipper
         A clipper of fedclip, or its name or (name, config) as in a declearn configuration.
 
@@ -249,6 +249,8 @@ class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         clipper: Spec,
         name: str = "clipped_optimizer",
     ) -> None:
+        if isinstance(inner_optimizer, str):
+            inner_optimizer = keras.optimizers.get(inner_optimizer)
         stepping = _checked(inner_optimizer)
         super().__init__(learning_rate=0.0, name=name)
         self.clipper = clipper_of(clipper)

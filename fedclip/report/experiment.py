@@ -98,10 +98,14 @@ class Report:
         return found
 
     def write_csv(self, file: TextIO) -> None:
-        """Write every row and every column as CSV; a missing number is an empty cell."""
+        """Write every row and every column as CSV; a missing number is an empty cell.
+
+        An apostrophe stands before text that a spreadsheet would take for a formula.
+        """
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(row.as_dict() for row in self.rows)
+        for row in self.rows:
+            writer.writerow({name: _cell(value) for name, value in row.as_dict().items()})
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, as ``fedclip report --json`` prints it."""
@@ -139,3 +143,8 @@ class Report:
             prefix = f"{', '.join(about)}: " if about else ""
             sentences.append(printable(prefix + finding.text))
         return sentences
+
+
+def _cell(value: Any) -> Any:
+    formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if formula else value
