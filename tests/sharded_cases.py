@@ -390,9 +390,12 @@ def what_torch_expects_of_fully_sharded_models():
                 expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0, order)
                 with CommDebugMode() as counted:
                     found = clip_grad_norm_(model.parameters(), 1.0, order)
-                assert math.isclose(found.item(), expected.item(), rel_tol=1e-5)
-                if order == 2:
-                    assert counted.get_total_counts() == 1, counted.get_comm_counts()
+                assert math.isclose(found.full_tensor().item(), expected.item(), rel_tol=1e-5)
+                assert len(found.placements) == len(sizes)
+                counts = counted.get_comm_counts()
+                assert counted.get_total_counts() == 1, counts
+                if order != 3:
+                    assert counts[torch.ops.c10d_functional.all_reduce] == 1, counts
                 # Together first: a process that fails alone would leave the others waiting.
                 after = [p.grad.full_tensor() for p in model.parameters()]
                 for parameter, value in zip(alone.parameters(), after, strict=True):

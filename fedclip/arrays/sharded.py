@@ -17,8 +17,8 @@ Guarantees
 - Groups, limits and statistics are the same on each process, and those of the unsharded run to
   2^-46; parts may be uneven or empty.
 - Numbers of float64 neither overflow nor underflow in the sum (Blue, 1978, with three sums).
-- Norms of other orders and means are as those of the unsharded run, by one gather of a few numbers
-  for each group and process.
+- Norms of other orders and means are as those of the unsharded run: of order 1 and "inf" by one
+  all-reduce, of others by one gather of a few numbers for each group and process.
 - What measures whole arrays on the host gets them whole, all of a gradient by one all-reduce.
 """
 
@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -39,7 +40,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fedclip.arrays.base import Array, HostView, Outs, Views
 from fedclip.arrays.torch import TorchBackend, TorchInPlace
 
-__all__ = ["ShardedBackend", "ShardedInPlace", "summed"]
+__all__ = ["ShardedBackend", "ShardedInPlace", "replicated", "summed"]
 
 # Beyond these, squares of float64 are not normal numbers: they are added up scaled.
 _BIG, _SMALL, _SCALE = 2.0**500, 2.0**-500, 2.0**600
@@ -53,11 +54,13 @@ class _Layout(NamedTuple):
     """Process groups; a sum over each in turn is one over all the processes."""
     device: str
 
-    def reduce(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    def reduce(self, values: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Return the values, summed up over all processes, on the device where they were."""
         there = values if values.device.type == self.device else values.to(self.device)
         for group in self.groups:
-            dist.all_reduce(there, op, group=group)
+            # The form that DTensors use, that compiled code can follow and that torch counts.
+            found = functional.all_reduce(there, op, group)
+            there = functional.wait_tensor(found)  # type: ignore[no-untyped-call]
         return there.to(values.device)
 
     def joined(
@@ -223,7 +226,7 @@ class _OnShards(TorchBackend):
                 # NaN in one of several copies counts on all processes. The maximum of some
                 # communication libraries loses NaN, so infinity stands for it.
                 _own(whole, array).copy_(torch.where(part.isfinite(), part, math.inf))
-        joined = self._layout(arrays).reduce(joined, dist.ReduceOp.MAX)
+        joined = self._layout(arrays).reduce(joined, "max")
         wholes = [w.view(t.shape) for w, t in zip(torch.split(joined, sizes), arrays, strict=True)]
         pairs = zip(wholes, arrays, strict=True)
         return [super(_OnShards, self).to_host(whole.to(t.dtype)) for whole, t in pairs]
@@ -260,6 +263,11 @@ class _OnShards(TorchBackend):
         weights = norms.new_tensor([_weight(t, layout.size) for t in arrays])
         pairs = ((norms[list(some)], weights[list(some)]) for some in members)
         own = torch.stack([_power_norm(n, power, w) for n, w in pairs])
+        if power in (1, math.inf):
+            # Nothing can overflow, so no process needs the others' numbers. The maximum of some
+            # communication libraries loses NaN.
+            own = own if power == 1 else torch.where(torch.isnan(own), math.inf, own)
+            return layout.reduce(own, "sum" if power == 1 else "max")
         return layout.joined(own, lambda rows: _power_norm(rows, power))
 
     def joined_squares(
@@ -311,8 +319,20 @@ class _OnShards(TorchBackend):
         ends = torch.stack((-lows, highs))
         # The maximum of some communication libraries loses NaN.
         ends = torch.where(torch.isnan(ends), math.inf, ends)
-        ends = self._layout(arrays).reduce(ends, dist.ReduceOp.MAX)
+        ends = self._layout(arrays).reduce(ends, "max")
         return -ends[0], ends[1]
+
+
+def replicated(number: torch.Tensor, arrays: Iterable[Array]) -> torch.Tensor:
+    """Return a number that each process has, as a DTensor if one of the arrays is."""
+    meshes = [t.device_mesh for t in arrays if isinstance(t, DTensor)]
+    if not meshes:
+        return number
+    largest = max(meshes, key=lambda mesh: mesh.size())
+    there = number.to(largest.device_type)
+    placements = [Replicate()] * largest.ndim
+    result: torch.Tensor = DTensor.from_local(there, largest, placements, run_check=False)
+    return result
 
 
 def summed(array: Array) -> Array:

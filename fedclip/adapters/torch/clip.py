@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
 import torch
@@ -71,7 +71,7 @@ def clip_named(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -
     if len({*map(id, gradients.values())}) < len(gradients):
         _part(parameters, gradients)
     backend = _IN_PLACE
-    if any(cls.__name__ == "DTensor" for cls in {*map(type, gradients.values())}):
+    if _are_sharded(gradients.values()):
         backend = _sharded(parameters, gradients)
     # A gradient of ``backward(create_graph=True)`` is changed without a trace in the graph.
     with torch.no_grad():
@@ -84,6 +84,10 @@ def clip_named(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -
             if output is not gradient:
                 parameters[name].grad = output
     return clipper.last
+
+
+def _are_sharded(gradients: Iterable[torch.Tensor]) -> bool:
+    return any(cls.__name__ == "DTensor" for cls in {*map(type, gradients)})
 
 
 def _part(parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
@@ -135,7 +139,7 @@ def clip_grad_norm_(
     Tensor
         The norm of the whole gradient before clipping, of shape (), on the gradients' device and
         in the dtype of the first one, of half precision in float32; NaN if it was not finite, and
-        0 if there was no gradient.
+        0 if there was no gradient. Of DTensors it is one, the same on each process.
 
     Examples
     --------
@@ -164,8 +168,13 @@ def clip_grad_norm_(
     record = clip_named(found, clipper)
     if record is None:
         return torch.zeros(())
-    first = next(p.grad for p in found.values() if p.grad is not None)
-    return _norm(record).to(torch.promote_types(first.dtype, torch.float32))
+    gradients = [p.grad for p in found.values() if p.grad is not None]
+    norm = _norm(record).to(torch.promote_types(gradients[0].dtype, torch.float32))
+    if not _are_sharded(gradients):
+        return norm
+    from fedclip.arrays.sharded import replicated
+
+    return replicated(norm, gradients)
 
 
 def _norm(record: StepRecord) -> torch.Tensor:
