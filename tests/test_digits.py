@@ -90,7 +90,9 @@ def test_slices_on_the_host(shape: tuple[int, int], dims: list[int], dtype: str)
         assert max(map(norm, rows)) <= LIMIT
 
 
-def step_of(framework: str, shape: tuple[int, ...], **config: Any) -> Callable[[Any], Any]:
+def step_of(
+    framework: str, shape: tuple[int, ...], jit: bool = False, **config: Any
+) -> Callable[[Any], Any]:
     """Return the step of `norm-clip` on a device, in a graph where the framework has one."""
     clipper = NormClip(LIMIT, **config)
     groups = clipper.groups({"w": shape})
@@ -107,7 +109,7 @@ def step_of(framework: str, shape: tuple[int, ...], **config: Any) -> Callable[[
     if framework == "tensorflow":
         import tensorflow as tf
 
-        compiled = tf.function(step)
+        compiled = tf.function(step, jit_compile=jit)
         return lambda values: compiled(tf.constant(values))
     import jax
 
@@ -134,6 +136,12 @@ ON_DEVICES = [framework for framework in FRAMEWORKS if framework != "numpy"]
 def test_on_devices(framework: str, dtype: str, size: int) -> None:
     with session(framework, dtype):
         assert_bound(step_of(framework, (size,)), size, dtype)
+
+
+@pytest.mark.parametrize("dtype", TIE)
+def test_graphs_of_tensorflow_that_xla_compiles(dtype: str) -> None:
+    needs("tensorflow")
+    assert_bound(step_of("tensorflow", (16_384,), jit=True), 16_384, dtype)
 
 
 @pytest.mark.parametrize("framework", ON_DEVICES)

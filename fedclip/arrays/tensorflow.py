@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+# A private name: what is traced for XLA has no public sign.
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
 from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView, Outs, Views
 from fedclip.arrays.numpy import bits
 
@@ -20,6 +23,13 @@ _product = tf.raw_ops.Mul
 # With fewer elements in all, copying them into one array is faster than one call for each tensor.
 _SMALL = 1 << 14
 _ROW = 512
+
+
+def _norm(tensor: Array, axis: int | None = None) -> Array:
+    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        # XLA lacks the operation, and makes one of these, without a copy in float64.
+        return tf.sqrt(tf.reduce_sum(tf.square(tf.cast(tensor, tf.float64)), axis))
+    return tf.math.reduce_euclidean_norm(tensor, axis)
 
 
 @cache
@@ -226,35 +236,39 @@ class TensorflowBackend(Backend):
     @staticmethod
     def _square_sums(values: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         """Return the sum of the squares of each group, in float64."""
-        # Each operation costs time: one for each short tensor, three for a long one, few others.
-        sums = [TensorflowBackend._row_sums(values[i]) for some in members for i in some]
-        if len({s.dtype for s in sums}) > 1:
-            sums = [tf.cast(s, tf.float64) for s in sums]
-        order = sorted(range(len(sums)), key=lambda k: sums[k].shape.rank)
-        halves = [sums[k] for k in order if not sums[k].shape.rank]
-        rows = [sums[k] for k in order[len(halves) :]]
-        joined = tf.concat([2.0 * tf.stack(halves), *rows] if halves else rows, 0)
-        squares = tf.cast(joined, tf.float64)
+        # Each operation costs time: one for each short tensor, two for a long one, few others.
+        norms = [TensorflowBackend._row_norms(values[i]) for some in members for i in some]
+        if len({n.dtype for n in norms}) > 1:
+            norms = [tf.cast(n, tf.float64) for n in norms]
+        order = sorted(range(len(norms)), key=lambda k: norms[k].shape.rank)
+        scalars = [norms[k] for k in order if not norms[k].shape.rank]
+        rows = [norms[k] for k in order[len(scalars) :]]
+        joined = tf.concat([tf.stack(scalars), *rows] if scalars else rows, 0)
+        squares = tf.square(tf.cast(joined, tf.float64))
         if len(members) == 1:
             return tf.reduce_sum(squares)
         groups = np.repeat(range(len(members)), [*map(len, members)])[order]
-        index = np.repeat(groups, [1] * len(halves) + [row.shape[0] for row in rows])
+        index = np.repeat(groups, [1] * len(scalars) + [row.shape[0] for row in rows])
         return tf.math.unsorted_segment_sum(squares, index, len(members))
 
     @staticmethod
-    def _row_sums(tensor: Array) -> Array:
-        """Return half the sum of squares of a short tensor, or those of the rows of a long one.
+    def _row_norms(tensor: Array) -> Array:
+        """Return the norm of a short tensor, or those of the rows of a long one.
 
         Over a long tensor, a sum adds up to 256 float32 one after the other, and for a constant
         all their roundings may have the same sign.
         """
         size = tensor.shape.num_elements()
         if size is not None and size < _ROW:
-            return tf.raw_ops.L2Loss(t=tensor)
-        row = next((n for n in range(128, 32, -1) if size and size % n == 0), None)
-        if row:
-            return tf.reduce_sum(tf.square(tf.reshape(tensor, [-1, row])), axis=1)
-        return tf.cast(tf.raw_ops.L2Loss(t=tf.cast(tensor, tf.float64)), tensor.dtype)
+            return _norm(tensor)
+        last = int(tensor.shape[-1]) if size else 0
+        if size and not 32 <= last <= _ROW:
+            last = next((n for n in range(128, 32, -1) if size % n == 0), 0)
+            tensor = tf.reshape(tensor, [-1, last]) if last else tensor
+        if last:
+            rows = _norm(tensor, axis=-1)
+            return rows if rows.shape.rank == 1 else tf.reshape(rows, [-1])
+        return tf.cast(_norm(tf.cast(tensor, tf.float64)), tensor.dtype)
 
     @staticmethod
     def _are_small(values: Sequence[Array]) -> bool:
