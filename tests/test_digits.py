@@ -195,13 +195,14 @@ def test_lanes_of_a_dot_product_in_float64() -> None:
     assert lanes(lambda x, y: np.dot(x.astype(float), y.astype(float))) == 32
 
 
-@pytest.mark.parametrize("size", [1 << 12, 10_000, 1 << 16])
-def test_xla_adds_few_numbers_one_after_the_other(size: int) -> None:
+@pytest.mark.parametrize("shape", [(1 << 12,), (10_000,), (1 << 16,), (128, 128), (3, 5000)])
+def test_xla_adds_few_numbers_one_after_the_other(shape: tuple[int, ...]) -> None:
     """JAX without float64 sums up large arrays in float32, which must not be longer chains."""
     needs("jax")
     import jax
 
     total = jax.jit(lambda a: jax.numpy.sum(jax.numpy.square(a)))
+    size = math.prod(shape)
     rng = np.random.default_rng(0)
     tried = {*range(1, 600), *range(size - 200, size), *rng.integers(1, size, 1500).tolist()}
     values = np.zeros(size, np.float32)
@@ -209,7 +210,7 @@ def test_xla_adds_few_numbers_one_after_the_other(size: int) -> None:
     for place in sorted(tried):
         # Each number that is added to the first one, and not to another before, is lost.
         values[place] = 2.0**-12
-        if float(total(values)) == 1.0:
+        if float(total(values.reshape(shape))) == 1.0:
             chain += 1
         else:
             values[place] = 0.0
