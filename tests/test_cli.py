@@ -499,6 +499,7 @@ def test_report_writes_csv(checkpoints: Path, tmp_path: Path) -> None:
     assert "can not write" in one_sentence(result)
 
 
+@pytest.mark.slow
 def test_report_writes_a_plot(checkpoints: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "r.png"

@@ -219,6 +219,7 @@ def test_each_picture_is_drawn_from_the_numbers_of_today() -> None:
             np.testing.assert_allclose(found[key], values, 1e-4, 1e-9, err_msg=message)
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_alike_each_time(tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("matplotlib")
     pages_tool()

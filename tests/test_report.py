@@ -231,6 +231,7 @@ def test_nonfinite_steps_are_said_and_shown(tmp_path: Path) -> None:
     assert report.in_words()[-1].startswith("1 step had a gradient with NaN or infinity")
 
 
+@pytest.mark.slow
 def test_plot_has_a_panel_for_each_node(experiment: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figure = read_report(experiment).figure()

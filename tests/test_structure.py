@@ -42,13 +42,17 @@ def test_no_environment_is_tracked() -> None:
     assert tracked == "", "take it out before this is merged: git rm --cached .venv"
 
 
-def test_few_rooms_and_few_arrows() -> None:
+@pytest.fixture(scope="module")
+def drawn() -> Any:
+    return parts.arrows()
+
+
+def test_few_rooms_and_few_arrows(drawn: Any) -> None:
     assert len(parts.rooms()) <= 22
-    assert len(parts.arrows()) < 80
+    assert len(drawn) < 80
 
 
-def test_few_floors_and_no_circle() -> None:
-    drawn = parts.arrows()
+def test_few_floors_and_no_circle(drawn: Any) -> None:
     levels, circling = parts.floors(parts.rooms(), drawn)
     upward = {arrow: places for arrow, places in drawn.items() if set(arrow) <= circling}
     assert not circling, f"a circle is among {upward}"
@@ -66,8 +70,8 @@ def test_frameworks_are_imported_in_their_rooms_only() -> None:
     assert not found
 
 
-def test_the_table_of_parts_is_the_tree() -> None:
-    levels, circling = parts.floors(parts.rooms(), parts.arrows())
+def test_the_table_of_parts_is_the_tree(drawn: Any) -> None:
+    levels, circling = parts.floors(parts.rooms(), drawn)
     assert not circling
     page = parts.PAGE.read_text(encoding="utf-8")
     assert page == parts.updated(page, parts.table(levels)), "run: python docs/parts.py"

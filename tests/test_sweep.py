@@ -89,6 +89,7 @@ def test_a_wrong_call_is_a_sentence(words: list[str]) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_seed_that_diverged_is_not_left_out_of_a_mean(tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         large_run(tmp_path / "runs" / f"seed-{seed}", 4, 2, seed=seed)
