@@ -11,7 +11,7 @@ PY  := $(BIN)/python
 PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test soak lint format docs site bench build clean
+.PHONY: help demo quick test soak extras lint format docs site bench build clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -27,6 +27,9 @@ test: $(VENV)/.dev  ## run the whole test suite
 
 soak: $(VENV)/.dev  ## run searches and audits that take an hour or two
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m soak
+
+extras: $(VENV)/.dev  ## install the wheel with each extra into an environment of its own
+	$(PY) -m pytest -m soak tests/test_wheel.py
 
 lint: $(VENV)/.dev  ## check format, style and types
 	$(BIN)/ruff format --check

@@ -42,12 +42,13 @@ def test_every_target_is_phony_and_described() -> None:
 
 def test_the_workflow_runs_every_python_that_the_package_names() -> None:
     workflow: Any = yaml.safe_load(read(".github/workflows/ci.yml"))
-    (job,) = workflow["jobs"].values()
+    job, extras = workflow["jobs"]["check"], workflow["jobs"]["extras"]
     classifiers = tomllib.loads(read("pyproject.toml"))["project"]["classifiers"]
     named = [c.rpartition(" ")[2] for c in classifiers if re.search(r":: 3\.\d+$", c)]
     assert job["strategy"]["matrix"]["python"] == named
-    for step in job["steps"]:
+    for step in job["steps"] + extras["steps"]:
         assert {"uses", "run"} & step.keys()
+    assert "make extras" in extras["steps"][-1]["run"]
 
 
 def test_the_hooks_are_local_and_take_no_files() -> None:
