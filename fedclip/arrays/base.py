@@ -76,6 +76,8 @@ class Form:
         host memory.
     pairs
         Dtype and number of elements of each view.
+    count
+        The number of elements of all views.
     sizes
         Bytes of each view.
     bytes
@@ -90,6 +92,7 @@ class Form:
         number = len(key) // 2
         self.key = key
         self.pairs = [*zip(key[:number], key[number:], strict=True)]
+        self.count = sum([size for _, size in self.pairs])
         self.sizes = [size * dtype.itemsize if size else 0 for dtype, size in self.pairs]
         self.bytes = sum(self.sizes)
         self.dtypes: set[np.dtype[Any]] = {*key[:number]} - {None}

@@ -159,16 +159,17 @@ class NormClipping(Transform):
         # third less again for one group of one dtype ("20 tensors, 2.7k" of `make bench`).
         if not self._is_far(views, target):
             target = self._within(gradient, decision)
-        sizes = [size for _, size in views.form.pairs]
-        if len(gradient.groups) == 1 and not views.remote and len(views.form.dtypes) == 1:
-            factor, exact = split(float(target), float(base), power), self._is_exact(sizes)
+        form = views.form
+        if len(gradient.groups) == 1 and not views.remote and len(form.dtypes) == 1:
+            factor, exact = split(float(target), float(base), power), self._is_exact(form.count)
             return multiplied(arrays, factor, exact, backend, gradient.outs(range(len(arrays))))
         factors: dict[int, tuple[Any, tuple[float, ...], bool]] = {}
         columns = (np.atleast_1d(column).tolist() for column in (moved, target, base))
         for members, chosen, top, bottom in zip(gradient.groups.members, *columns, strict=True):
             if chosen:
                 factor = split(top, bottom, power)
-                exact = not views.remote and self._is_exact([sizes[i] for i in members])
+                count = sum([form.pairs[i][1] for i in members])
+                exact = not views.remote and self._is_exact(count)
                 factors.update((i, (arrays[i].dtype, factor, exact)) for i in members)
         return replaced(
             arrays,
@@ -176,9 +177,9 @@ class NormClipping(Transform):
             lambda some, places, key: multiplied(some, *key[1:], backend, gradient.outs(places)),
         )
 
-    def _is_exact(self, sizes: Sequence[int]) -> bool:
-        """Whether a group of arrays of these sizes, in host memory, is measured in float64."""
-        return self.ord != 2 or sum(sizes) < FEW
+    def _is_exact(self, count: int) -> bool:
+        """Whether a group of so many elements, in host memory, is measured in float64."""
+        return self.ord != 2 or count < FEW
 
     def _is_far(self, views: Views, target: Any) -> bool:
         """Whether all targets are far from the smallest and largest numbers of the dtypes."""
