@@ -75,11 +75,17 @@ class _Layout(NamedTuple):
         return there.to(numbers.device)
 
 
-def _layout(arrays: Iterable[Array]) -> _Layout | None:
+def _meshes(arrays: Iterable[Array]) -> list[DeviceMesh]:
+    """Return the meshes of the DTensors among some arrays, a largest one first."""
     meshes = {t.device_mesh for t in arrays if isinstance(t, DTensor)}
+    return sorted(meshes, key=lambda mesh: mesh.size(), reverse=True)
+
+
+def _layout(arrays: Iterable[Array]) -> _Layout | None:
+    meshes = _meshes(arrays)
     if not meshes:
         return None
-    largest = max(meshes, key=lambda mesh: mesh.size())
+    largest = meshes[0]
     if len(meshes) > 1:
         _check_within(largest, frozenset(meshes))
     groups: Sequence[Any] = [dist.group.WORLD]
@@ -325,13 +331,11 @@ class _OnShards(TorchBackend):
 
 def replicated(number: torch.Tensor, arrays: Iterable[Array]) -> torch.Tensor:
     """Return a number that each process has, as a DTensor if one of the arrays is."""
-    meshes = [t.device_mesh for t in arrays if isinstance(t, DTensor)]
+    meshes = _meshes(arrays)
     if not meshes:
         return number
-    largest = max(meshes, key=lambda mesh: mesh.size())
-    there = number.to(largest.device_type)
-    placements = [Replicate()] * largest.ndim
-    result: torch.Tensor = DTensor.from_local(there, largest, placements, run_check=False)
+    there, placements = number.to(meshes[0].device_type), [Replicate()] * meshes[0].ndim
+    result: torch.Tensor = DTensor.from_local(there, meshes[0], placements, run_check=False)
     return result
 
 

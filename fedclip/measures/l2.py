@@ -49,11 +49,12 @@ FEW = 512
 """Fewer elements are squared and added up in float64, and their norm is exact to its rounding."""
 
 
-def lanes(dot: Callable[[Any, Any], Any] = np.vdot, size: int = 1024) -> int:
+def lanes(dot: Callable[[Any, Any], Any] = np.vdot) -> int:
     """Return in how many lanes a float32 dot product adds up, a power of two up to 32.
 
     A product of 2^-24 is lost when it is added to 1, so that each number of the first lane shows.
     """
+    size = 1024
     values = np.full(size, 2.0**-12, np.float32)
     values[0] = 1.0
     lost = 1 + (size - 1) * 2.0**-24 - float(dot(values, values))

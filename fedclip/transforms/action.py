@@ -80,12 +80,7 @@ class Decision(NamedTuple):
     base: Any
 
     def factors(
-        self,
-        norms: Any,
-        sizes: Sequence[Any],
-        dtype: str,
-        xp: Backend,
-        ord: Order = 2,
+        self, norms: Any, sizes: Sequence[Any], dtype: str, xp: Backend, ord: Order = 2
     ) -> Any:
         """Return a factor for each group on a device: 1 where not moved.
 
