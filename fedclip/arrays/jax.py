@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import jax
+import jax.extend.backend
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView, Outs, Views
-from fedclip.arrays.numpy import bits, dtype_name
+from fedclip.arrays.numpy import bits, dtype_name, shared
 
 __all__ = ["JaxBackend"]
 
@@ -48,6 +51,12 @@ def _multiply(array: Array, factor: Array) -> Array:
     if array.dtype.itemsize == 2:
         return (array.astype(jnp.float32) * factor).astype(array.dtype)
     return array * jnp.asarray(factor, array.dtype)
+
+
+@cache
+def _only_cpu() -> bool:
+    # Asking an array for its devices takes as long as making a view of it.
+    return set(jax.extend.backend.backends()) == {"cpu"}
 
 
 def _bins(arrays: Sequence[Array], most: int) -> list[list[Array]]:
@@ -108,9 +117,9 @@ class JaxBackend(Backend):
     """
 
     name = "jax"
+    writes = True
 
     def __init__(self, axes: tuple[str, ...] = ()) -> None:
-        self._on_cpu: dict[Any, bool] = {}
         self._axes = axes
 
     def traced(self, array: Array) -> bool:
@@ -121,26 +130,18 @@ class JaxBackend(Backend):
         return hasattr(cls, "at")
 
     def host(self, arrays: Sequence[Array]) -> Views:
-        try:
-            # All arrays mostly share one sharding object. Hashing it takes as long as a view.
-            first = arrays[0].sharding
-            if self._on_cpu[first]:
-                found = [
-                    np.asarray(a) for a in arrays if a.sharding is first or self._on_cpu[a.sharding]
-                ]
-                if len(found) == len(arrays):
-                    views = Views(found, dense=True)
-                    return views if views.usual else Views([bits(view) for view in found])
-        except (KeyError, AttributeError, jax.errors.ConcretizationTypeError):
-            # A new sharding, or a traced value, which has none.
-            pass
+        if _only_cpu():
+            # A traced value has no data.
+            with suppress(jax.errors.TracerArrayConversionError):
+                found = [np.asarray(a) for a in arrays]
+                views = Views(found, dense=True)
+                return views if views.usual else Views(map(bits, found))
         return Views([self._view(a) for a in arrays])
 
     def _view(self, array: Array) -> HostView | None:
         if isinstance(array, jax.core.Tracer):
             return None
-        devices = array.sharding.device_set
-        on_cpu = self._on_cpu[array.sharding] = all(d.platform == "cpu" for d in devices)
+        on_cpu = all(device.platform == "cpu" for device in array.sharding.device_set)
         return bits(np.asarray(array)) if on_cpu else None
 
     def dtype(self, array: Array) -> str:
@@ -150,11 +151,25 @@ class JaxBackend(Backend):
         first = arrays[0].sharding
         together = all(a.sharding is first or a.sharding == first for a in arrays)
         size = sum([math.prod(a.shape) for a in arrays])
-        if not together or size >= _LARGE * len(arrays):
+        large = size >= _LARGE * len(arrays)
+        if outs and large and together and self._may_write(arrays):
+            # XLA takes new memory at each step, which costs more than the product.
+            products = shared(np.multiply, arrays, np.float32(factor), outs)
+            return list(jax.device_put(products, first if arrays[0].committed else None))
+        if not together or large:
             # A compiled call can not span several devices.
             return [_multiply_one(a, factor) for a in arrays]
         parts = _bins(arrays, _CHEAP) if size < _FEW else [list(arrays)]
         return [product for part in parts for product in _multiply_all(part, factor)]
+
+    @staticmethod
+    def _may_write(arrays: Sequence[Array]) -> bool:
+        """Return whether JAX can share the memory of NumPy's products, and change nothing."""
+        first = arrays[0]
+        return len(first.sharding.device_set) == 1 and all(
+            a.dtype == np.float32 and not a.weak_type and a.committed is first.committed
+            for a in arrays
+        )
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         return _multiply(array, jnp.asarray(factors, jnp.promote_types(array.dtype, jnp.float32)))

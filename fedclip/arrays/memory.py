@@ -8,13 +8,14 @@ memory (``python -m benchmarks --gradients vit``).
 
 ::
 
-    owner  = an array that the clipper keeps, and nobody else sees
+    owner  = bytes that the clipper keeps, and nobody else sees
     output = a view of the owner, made anew for each step
 
-NumPy's views keep the owner alive, and torch's tensors keep the NumPy array alive whose memory they
-share. So whatever holds an output or a part of it (views, transposes, ``p.grad``, what autograd
-saved, DLPack) holds a reference to the owner: if the clipper's is the only one, the memory is free.
-Otherwise the output gets new memory, and the old belongs to those who hold it.
+NumPy's views keep the owner alive, and the arrays of other frameworks keep the NumPy array alive
+whose memory they share. So whatever holds an output or a part of it (views, transposes, ``p.grad``,
+what autograd saved, variables, DLPack) holds a reference to the owner: if the clipper's is the only
+one, the memory is free. Otherwise the output gets new memory, and the old belongs to those who hold
+it.
 """
 
 from __future__ import annotations
@@ -29,15 +30,31 @@ import numpy as np
 _FROM = 1 << 22
 _SMALL = 1 << 12
 
+# TensorFlow and JAX share only memory that begins at a multiple of so many bytes.
+_ALIGNED = 64
+
 _Array = np.ndarray[Any, np.dtype[Any]]
 _Kept: TypeAlias = tuple[tuple[Any, ...], _Array]
 
 
+def aligned(view: _Array) -> _Array:
+    """Return new memory, laid out like an array without gaps, that all frameworks can share."""
+    owner = np.empty(view.nbytes + _ALIGNED, np.uint8)
+    start = -owner.__array_interface__["data"][0] % _ALIGNED
+    return np.ndarray(view.shape, view.dtype, owner, start, view.strides)
+
+
+def is_aligned(array: _Array) -> bool:
+    """Return whether all frameworks can share the memory of an array."""
+    place: int = array.__array_interface__["data"][0]
+    return array.flags.c_contiguous and array.flags.writeable and place % _ALIGNED == 0
+
+
 def _holders(kept: _Kept) -> int:
-    return sys.getrefcount(kept[1])
+    return sys.getrefcount(kept[1].base)
 
 
-_NOBODY = _holders(((), np.empty(0)))
+_NOBODY = _holders(((), aligned(np.empty(1))))
 
 
 class Memory:
@@ -68,7 +85,7 @@ class Memory:
                     # Operations choose a layout of their own for what has gaps.
                     outs.append(None)
                     continue
-                known = kept[i] = form, np.empty_like(view, subok=False)
+                known = kept[i] = form, aligned(view)
             outs.append(known[1].view())
         return outs
 

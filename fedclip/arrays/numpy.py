@@ -13,9 +13,9 @@ import numpy as np
 
 from fedclip.arrays.base import Array, Backend, HostView, Outs, Views
 from fedclip.arrays.cores import PIECE, each, worthwhile
-from fedclip.arrays.memory import in_memory_order
+from fedclip.arrays.memory import aligned, in_memory_order
 
-__all__ = ["NumpyBackend", "bits", "dtype_name", "written"]
+__all__ = ["NumpyBackend", "bits", "clamp", "dtype_name", "shared", "written"]
 
 
 def bits(array: HostView) -> HostView:
@@ -64,6 +64,13 @@ def written(
     return results
 
 
+def shared(call: Callable[..., Any], arrays: Sequence[Array], k: Any, outs: Outs) -> list[HostView]:
+    """Return ``call(array, k)`` for arrays of another framework, in memory that it can share."""
+    views = [*map(np.asarray, arrays)]
+    pairs = zip(views, outs or repeat(None), strict=False)
+    return written(call, views, k, [aligned(v) if out is None else out for v, out in pairs])
+
+
 def _multiply_half(array: HostView, factor: Any, out: HostView | None = None) -> HostView:
     product = np.asarray(np.asarray(array, np.float32) * factor)
     if out is None:
@@ -72,7 +79,8 @@ def _multiply_half(array: HostView, factor: Any, out: HostView | None = None) ->
     return out
 
 
-def _clip(array: HostView, ends: tuple[Any, Any], out: HostView | None = None) -> HostView:
+def clamp(array: HostView, ends: tuple[Any, Any], out: HostView | None = None) -> HostView:
+    """Return an array between two ends of its dtype."""
     # Several times faster than `np.clip`, whose branches are hard to predict.
     result = np.asarray(np.maximum(array, ends[0], out=out))
     return np.asarray(np.minimum(result, ends[1], out=result))
@@ -122,7 +130,7 @@ class NumpyBackend(Backend):
     ) -> list[Array]:
         dtype = arrays[0].dtype
         ends = dtype.type(low), dtype.type(high)
-        return written(_clip, arrays, ends, self._typed(outs, dtype))
+        return written(clamp, arrays, ends, self._typed(outs, dtype))
 
     @staticmethod
     def _typed(outs: Outs, dtype: np.dtype[Any]) -> Outs:

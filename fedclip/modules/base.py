@@ -57,7 +57,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         step is counted, one warning a round. "raise": a `NonFiniteError` that names the tensors.
         "propagate": each group that holds one becomes NaN. No statistic ever sees such a step.
     keep_memory
-        Whether large outputs of NumPy and torch are written to memory that is kept between the
+        Whether large outputs are written to memory that is kept between the
         steps of a round: at most one gradient's size, and only what nobody holds any more.
     """
 
