@@ -6,7 +6,15 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedclip import AGC, NormClip, ValueClip, ZScoreClip
+from fedclip import (
+    AGC,
+    EmaNormClip,
+    EmaValueClip,
+    Normalize,
+    NormClip,
+    ValueClip,
+    ZScoreClip,
+)
 from fedclip.adapters.jax import as_optax
 
 SHAPES = {"w": ((8, 6), P("data", None)), "v": ((4, 12), P(None, "data")), "b": ((3,), P())}
@@ -16,6 +24,9 @@ CLIPPERS = {
     "z-score": ZScoreClip(warmup=2, scope="tensor"),
     "values": ValueClip(0.5),
     "slices": NormClip(0.5, dims=[0]),
+    "to a norm": Normalize(0.5),
+    "averages": EmaNormClip(decay=0.5, init="first"),
+    "averages of values": EmaValueClip(decay=0.5),
     "agc": AGC(0.1),
     "agc by tensor": AGC(0.1, unit="tensor"),
 }
@@ -39,6 +50,8 @@ def run(clipper, place, mesh=None):
     transform = as_optax(clipper)
     params = place(PARAMS)
     state = transform.init(params)
+    for name, kept in getattr(state.statistics, "arrays", {}).items():
+        assert kept["past"].sharding.is_equivalent_to(params[name].sharding, params[name].ndim)
     step = jax.jit(transform.update)
     found = []
     for gradient in GRADS:
@@ -80,7 +93,7 @@ def shard_maps():
     specs = {name: spec for name, (_, spec) in SHAPES.items()}
     place = placed(mesh)
     for name, clipper in {
-        **{n: CLIPPERS[n] for n in ("norm", "by tensor", "z-score")},
+        **{n: CLIPPERS[n] for n in ("norm", "by tensor", "z-score", "to a norm")},
         "huge": HUGE,
     }.items():
         transform = as_optax(clipper, axis_name="data")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import require
+from helpers import Specimen, require, specimens
 
 jax = require("jax")
 optax = require("optax")
@@ -21,6 +21,7 @@ import jax.numpy as jnp  # noqa: E402
 
 from fedclip import AGC, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.adapters.jax import ClipState, as_optax, load_state, stats  # noqa: E402
+from fedclip.testing import SHAPES  # noqa: E402
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray(RNG.standard_normal((4, 3)), jnp.float32), "b": jnp.ones(3)}
@@ -351,3 +352,35 @@ def test_updates_of_another_tree_than_the_state_are_refused():
     for other in ({"a": jnp.ones(2)}, {k: jnp.ones(2) for k in "abc"}):
         with pytest.raises(ValueError, match=r"the state is of 2 groups .* have [13]"):
             jax.jit(transform.update)(other, state)
+
+
+def test_a_state_is_read_with_the_parameters_that_it_is_of():
+    clipper = ZScoreClip(scope="tensor")
+    transform = as_optax(clipper)
+    _, state = transform.update(GRADS[0], transform.init(PARAMS), PARAMS)
+    fewer = dict([*PARAMS.items()][:1])
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
+    for verb in (stats, load_state):
+        for wrong, params in ((state, fewer), (many, PARAMS)):
+            with pytest.raises(ValueError, match="give those that init got"):
+                verb(clipper, wrong, params)
+    assert not clipper.get_state()["groups"]
+    with pytest.raises(TypeError, match="needs the ClipState that init returned"):
+        transform.update(GRADS[0], optax.EmptyState(), PARAMS)
+
+
+def test_agc_has_nothing_to_load():
+    clipper = AGC(0.1)
+    load_state(clipper, as_optax(clipper).init(PARAMS), PARAMS)
+
+
+@specimens()
+def test_a_scan_can_carry_the_state(specimen: Specimen):
+    transform = as_optax(specimen.make())
+    params = {name: jnp.ones(shape, jnp.float32) for name, shape in SHAPES.items()}
+    for wide in (False, True):
+        with jax.enable_x64(wide):
+            state = transform.init(params)
+            _, after = jax.eval_shape(transform.update, params, state, params)
+            for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
+                assert (a.shape, a.dtype) == (b.shape, b.dtype)

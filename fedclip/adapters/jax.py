@@ -99,9 +99,9 @@ def as_optax(
         If compiled code can not follow the clipper; with `axis_name`, if it is not one by L2
         norms of whole tensors.
     TypeError
-        If `max_norm` is given and the clipper has none; at an update, if a leaf that is not
-        excluded has another dtype, or is complex and the clipper is not one by L2 norms of whole
-        tensors.
+        If `max_norm` is given and the clipper has none; at an update, if the state is none of
+        `init`'s, or if a leaf that is not excluded has another dtype, or is complex and the
+        clipper is not one by L2 norms of whole tensors.
     ValueError
         At an update with `AGC`, if it gets no parameters; or without a state, if the clipper
         learns from past steps.
@@ -153,6 +153,8 @@ def as_optax(
                     f"{clipper.name} learns from past steps: give update the state that init, or "
                     "the last update, returned"
                 )
+        if not isinstance(state, ClipState):
+            raise TypeError(f"update needs the ClipState that init returned, got {state!r:.80}")
         if state.norm.shape != (len(groups),):
             raise ValueError(
                 f"the state is of {state.norm.size} groups of leaves, and these updates have "
@@ -176,10 +178,11 @@ def as_optax(
             state.statistics,
             clipper.on_nonfinite,
         )
+        # A scan carries one dtype: the one of `init`.
         after = ClipState(
             step.state,
-            step.norms,
-            step.limits,
+            backend.cast(step.norms, "float64"),
+            backend.cast(step.limits, "float64"),
             step.clipped,
             state.steps + 1,
             state.clipped + jnp.any(step.clipped).astype(jnp.int32),
@@ -244,7 +247,7 @@ def stats(
     Raises
     ------
     ValueError
-        If there is not exactly one `ClipState` in the state.
+        If there is not exactly one `ClipState` in the state, or it is of other parameters.
 
     Examples
     --------
@@ -256,30 +259,45 @@ def stats(
     >>> stats(clipper, state, params)["norm"]
     5.0
     """
-    found = _found(state)
-    labels = groups_of(clipper, _parameters(clipper, params)).labels
+    found, labels = _labelled(clipper, state, params)
     steps, clipped, nonfinite = map(int, (found.steps, found.clipped, found.nonfinite))
     every = RoundRecord(0, steps=steps, clipped=clipped, nonfinite=nonfinite)
     last = StepRecord(labels, found.norm, found.limit, found.over)
     return (last.as_dict(prefix) if steps else {}) | every.as_dict(f"{prefix}round/")
 
 
-def load_state(clipper: Clipper, state: Any, params: optax.Params) -> None:
+def load_state(clipper: Clipper | AGC, state: Any, params: optax.Params) -> None:
     """Put the statistics of a transformation's state, or of a chain's, into a clipper.
 
     A federated client can then continue with what a notebook has learnt; ``get_state`` of the
     clipper returns them as plain values, and a new transformation starts from them.
+
+    Raises
+    ------
+    ValueError
+        As `stats`.
     """
-    labels = groups_of(clipper, _parameters(clipper, params)).labels
-    load(clipper, _found(state).statistics, labels)
+    found, labels = _labelled(clipper, state, params)
+    if not isinstance(clipper, AGC):
+        load(clipper, found.statistics, labels)
 
 
-def _found(state: Any) -> ClipState:
+def _labelled(
+    clipper: Clipper | AGC, state: Any, params: optax.Params
+) -> tuple[ClipState, tuple[str, ...]]:
+    """Return the one `ClipState` in a state, and the labels of its groups."""
     leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ClipState))
     found = [leaf for leaf in leaves if isinstance(leaf, ClipState)]
     if len(found) != 1:
         raise ValueError(f"the state must hold one ClipState, and it holds {len(found)}")
-    return found[0]
+    labels = groups_of(clipper, _parameters(clipper, params)).labels
+    if found[0].norm.shape != (len(labels),):
+        raise ValueError(
+            f"the state has norms of shape {found[0].norm.shape}, and these parameters have "
+            f"{len(labels)} groups: give those that init got (under optax.masked, the ones it "
+            "keeps), and of many models at once the state of one"
+        )
+    return found[0], labels
 
 
 def _names(tree: Any) -> list[str]:

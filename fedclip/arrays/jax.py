@@ -338,7 +338,9 @@ class JaxBackend(Backend):
         return x.astype(jax.dtypes.canonicalize_dtype(dtype))
 
     def largest(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
-        return jnp.max(jnp.abs(array), axis=axes, keepdims=axes is not None)
+        if axes is None:
+            return self._peak(array)
+        return jnp.max(jnp.abs(array), axis=axes, keepdims=True)
 
     def total(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
         return self._sum(array, axes)

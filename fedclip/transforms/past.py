@@ -62,7 +62,9 @@ def recall_on_device(gradient: Gradient) -> Statistics:
         if known is None or isinstance(known["past"], np.ndarray):
             local = _recall(name, shape, np.dtype(dtype), gradient.kept)
             past, count = (xp.asarray(local[field], like=array) for field in PAST)
-            result[name] = {"past": xp.cast(past, dtype), "count": count}
+            # What is added to zeros of the array is split over devices as the array is.
+            zeros = xp.cast(xp.zeros_like(xp.dense(array)), dtype)
+            result[name] = {"past": xp.cast(past, dtype) + zeros, "count": count}
         else:
             _check(name, tuple(known["past"].shape), shape)
             result[name] = {**known, "past": xp.cast(known["past"], dtype)}
