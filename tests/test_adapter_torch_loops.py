@@ -446,3 +446,54 @@ def test_dtensors_are_clipped_like_tensors(make):
     assert float(found) == pytest.approx(float(expected))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parts[name].grad.full_tensor(), parameter.grad)
+
+
+# -- gradients over shared memory ----------------------------------------------------------------
+KINDS = ["one twice", "the same view", "overlap", "rows and columns", "two arrays", "other dtype"]
+KINDS += ["expanded", "strides", "beside a sparse one"]
+
+
+def _shared(kind):
+    """Return gradients over one memory, of one of the KINDS."""
+    flat = torch.full((6,), 3.0)
+    return {
+        "one twice": (tied := flat[:4], tied),
+        "the same view": (flat[:4], flat[:4]),
+        "overlap": (flat[:4], flat[2:]),
+        "rows and columns": (flat.view(2, 3), flat.view(2, 3)[:, 1]),
+        "two arrays": (torch.from_numpy(flat.numpy()), torch.from_numpy(flat.numpy())),
+        "other dtype": (flat[:4], flat.view(torch.float64)[1:]),
+        "expanded": (torch.full((1,), 3.0).expand(5),),
+        "strides": (torch.as_strided(flat, (3, 3), (1, 1)),),
+        "beside a sparse one": (flat[:4], flat[2:], torch.eye(3).to_sparse()),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [lambda: NormClip(1.0), lambda: ZScoreClip(), lambda: AGC(0.1)])
+def test_gradients_that_share_memory_are_clipped_once(kind, make):
+    alone, together = {}, {}
+    for i, gradient in enumerate(_shared(kind)):
+        weight = torch.ones(gradient.shape, dtype=gradient.dtype)
+        for parameters, own in ((alone, gradient.clone()), (together, gradient)):
+            parameters[f"w{i}"] = torch.nn.Parameter(weight.clone())
+            parameters[f"w{i}"].grad = own
+    wanted, found = clip_(alone, make()), clip_(together, make())
+    assert float(found) == float(wanted)
+    for name, parameter in together.items():
+        assert torch.equal(parameter.grad.to_dense(), alone[name].grad.to_dense())
+
+
+@pytest.mark.parametrize("views", ["side by side", "interleaved", "channels last"])
+def test_views_of_a_flat_buffer_stay_in_it(views):
+    flat = torch.full((2, 24), 3.0)
+    own = {
+        "side by side": [flat[0], flat[1, :4].view(2, 2), flat[1, 4:]],
+        "interleaved": [flat[:, 1::3], flat[:, 2::3], flat[:, 0::3]],
+        "channels last": [flat[0].view(1, 2, 3, 4).permute(0, 3, 1, 2), flat[1].view(12, 2).T],
+    }[views]
+    parameters = {f"w{i}": torch.nn.Parameter(torch.ones(g.shape)) for i, g in enumerate(own)}
+    for parameter, gradient in zip(parameters.values(), own, strict=True):
+        parameter.grad = gradient
+    clip_(parameters, NormClip(1.0))
+    assert float(flat.norm()) == pytest.approx(1.0)

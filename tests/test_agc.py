@@ -301,6 +301,14 @@ def test_weights_that_do_not_fit_are_refused_in_words() -> None:
         AGC().run(grads, NumpyVector({"w": np.ones((3, 2))}))
 
 
+@pytest.mark.parametrize("unit", ["output", "tensor", "global"])
+def test_complex_weights_are_refused_by_name(unit: str) -> None:
+    gradient, weights = {"w": np.ones((2, 2))}, {"w": np.ones((2, 2), complex)}
+    with pytest.raises(TypeError, match=r"agc .*'w' are complex128.*exclude"):
+        AGC(unit=unit).clip(gradient, weights)
+    assert AGC(unit=unit, exclude="w").clip(gradient, weights) is gradient
+
+
 @pytest.mark.parametrize(
     ("weights", "error", "text"),
     [

@@ -189,6 +189,11 @@ class AGC(parameters.Configured, Regularizer):
         """Return the transform with the limits for these weights.
 
         The limits for weights on a device are not copied to the host.
+
+        Raises
+        ------
+        TypeError
+            If weights are complex.
         """
         weights = backend.prepared(weights)
         views = backend.host(weights)
@@ -201,6 +206,7 @@ class AGC(parameters.Configured, Regularizer):
         self, weights: Sequence[Array], groups: Groups, backend: Backend
     ) -> NormClipping | SliceClipping:
         """Return the transform with the limits for weights on a device, or for traced weights."""
+        _check_real(weights, groups, backend)
         if self.unit != "output":
             limits = self._limits(backend.group_norms(weights, groups.members), backend)
             return NormClipping(Given(limits), action=Action(self.eps))
@@ -210,6 +216,8 @@ class AGC(parameters.Configured, Regularizer):
         return replace(self._slices(()), limit=self._limits(norms, backend))
 
     def _of_host(self, weights: Gradient) -> NormClipping | SliceClipping:
+        if not weights.views.usual:
+            _check_real(weights.arrays, weights.groups, weights.backend)
         if self.unit != "output":
             groups = weights.groups
             norms = l2_norms(weights.arrays, weights.views, groups, weights.backend)
@@ -281,6 +289,15 @@ class AGC(parameters.Configured, Regularizer):
     def last(self) -> StepRecord | None:
         """What the last step did; None before the first."""
         return self._clipper.last
+
+
+def _check_real(weights: Sequence[Array], groups: Groups, backend: Backend) -> None:
+    for name, weight in zip(groups.names, weights, strict=True):
+        if (dtype := backend.dtype(weight)).startswith("complex"):
+            raise TypeError(
+                f"agc takes the norms of real weights; those of {name!r} are {dtype}: put its "
+                "name in exclude"
+            )
 
 
 class _WeightClipper(Clipper, register=False):

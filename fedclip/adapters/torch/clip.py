@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_ as _torchs_own
 
 from fedclip.adapters.shared import check_clipper, clipped
+from fedclip.adapters.torch.apart import are_apart, part
 from fedclip.adapters.torch.names import Parameters, check_sharding, named
 from fedclip.arrays.torch import TorchInPlace
 from fedclip.modules import AGC, Clipper, NormClip
@@ -68,8 +69,8 @@ def clip_named(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -
     gradients = {name: g for name, p in parameters.items() if (g := p.grad) is not None}
     if not gradients:
         return None
-    if len({*map(id, gradients.values())}) < len(gradients):
-        _part(parameters, gradients)
+    if not are_apart(gradients.values()):
+        part(parameters, gradients)
     backend = _IN_PLACE
     if _are_sharded(gradients.values()):
         backend = _sharded(parameters, gradients)
@@ -88,14 +89,6 @@ def clip_named(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -
 
 def _are_sharded(gradients: Iterable[torch.Tensor]) -> bool:
     return any(cls.__name__ == "DTensor" for cls in {*map(type, gradients)})
-
-
-def _part(parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
-    """Give each parameter a gradient of its own: one that two share would be scaled twice."""
-    first: dict[int, str] = {}
-    for name, gradient in gradients.items():
-        if first.setdefault(id(gradient), name) != name:
-            parameters[name].grad = gradients[name] = gradient.clone()
 
 
 def _sharded(
