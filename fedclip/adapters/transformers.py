@@ -56,6 +56,7 @@ class ClipCallback(TrainerCallback, ExportableState):
 
     def __init__(self, clipper: Spec) -> None:
         self.clipper = clipper_of(clipper)
+        self._within = False
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
@@ -79,10 +80,13 @@ class ClipCallback(TrainerCallback, ExportableState):
             load_state(
                 self.clipper, _read(ours[-1]["attributes"]["clipper_state"]) if ours else None
             )
+        self._within = bool(state.global_step and state.epoch % 1)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin a round of the records."""
-        self.clipper.on_round_start()
+        """Begin a round of the records, unless the run is resumed within an epoch."""
+        if not self._within:
+            self.clipper.on_round_start()
+        self._within = False
 
     def on_pre_optimizer_step(
         self,
