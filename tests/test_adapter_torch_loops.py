@@ -448,6 +448,64 @@ def test_dtensors_are_clipped_like_tensors(make):
         torch.testing.assert_close(parts[name].grad.full_tensor(), parameter.grad)
 
 
+class Sam(torch.optim.Optimizer):
+    """Steps with the gradient at a point uphill, by an optimizer of its own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    @torch.no_grad()
+    def first_step(self):
+        self.before = [p.clone() for p in self.param_groups[0]["params"]]
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad, alpha=1e-4)
+
+    @torch.no_grad()
+    def second_step(self):
+        for p, before in zip(self.param_groups[0]["params"], self.before, strict=True):
+            p.copy_(before)
+        self.base_optimizer.step()
+
+
+class Wrapper:
+    """Holds optimizers, and is none."""
+
+    def __init__(self, *inside):
+        self.first, *self.others = inside
+        self.param_groups = [group for o in inside for group in o.param_groups]
+
+    def step(self):
+        for optimizer in (self.first, *self.others):
+            optimizer.step()
+
+
+def test_what_an_optimizer_inside_another_one_steps_with_is_clipped():
+    model, _ = build()
+    optimizer = Sam(model.parameters())
+    handle = attach(optimizer, NormClip(1e-3), model)
+    loss_of(model).backward()
+    optimizer.first_step()
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    optimizer.second_step()
+    assert handle.clipper.rounds[0].steps == 1
+    assert total(model) <= 1e-3
+    assert handles(optimizer) == [handle]
+
+
+def test_a_wrapper_is_clipped_or_refused():
+    model, optimizer = build()
+    handle = attach(Wrapper(optimizer), NormClip(1e-3), model)
+    loss_of(model).backward()
+    optimizer.step()
+    assert handle.clipper.rounds[0].steps == 1
+    wrapper = Wrapper(optimizer, build()[1])
+    wrapper.second = wrapper.others[0]
+    with pytest.raises(TypeError, match=r"Wrapper has no hooks .* attach to each optimizer"):
+        attach(wrapper, NormClip(1e-3))
+
+
 # -- gradients over shared memory ----------------------------------------------------------------
 KINDS = ["one twice", "the same view", "overlap", "rows and columns", "two arrays", "other dtype"]
 KINDS += ["expanded", "strides", "beside a sparse one"]

@@ -201,11 +201,25 @@ def _attached(optimizer: torch.optim.Optimizer) -> _Attached:
 
 
 def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return what takes the steps: Accelerate's optimizers call one that they hold."""
+    """Return what takes the steps: wrappers, as Accelerate's or SAM, call one that they hold."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"the first argument must be a torch optimizer, got {optimizer!r:.80}")
-    inner = getattr(optimizer, "optimizer", None)
-    return inner_of(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+    inside = {id(o): o for o in vars(optimizer).values() if isinstance(o, torch.optim.Optimizer)}
+    hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
+    # One that holds other parameters has a part of them (ZeRO), or copies.
+    for inner in inside.values() if len(inside) == 1 else ():
+        if not hooked or _held(inner) == _held(optimizer):
+            return inner_of(inner)
+    if not hooked:
+        raise TypeError(
+            f"{type(optimizer).__name__} has no hooks of torch.optim.Optimizer: attach to each "
+            "optimizer that it holds"
+        )
+    return optimizer
+
+
+def _held(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _named_by(optimizer: torch.optim.Optimizer, clipper: Clipper | AGC) -> dict[str, torch.Tensor]:
@@ -246,7 +260,8 @@ def attach(
     Parameters
     ----------
     optimizer
-        Any torch optimizer, or one that Accelerate has prepared.
+        Any torch optimizer, or a wrapper that holds one: what Accelerate has prepared, SAM,
+        Lookahead. It clips what the optimizer inside steps with.
     clipper
         Any clipper of fedclip, or its name or (name, config) as in a declearn configuration.
     parameters
@@ -260,7 +275,8 @@ def attach(
         If the optimizer holds none of the parameters, or one without a name; at the first step
         after ``add_param_group`` too.
     TypeError
-        If the clipper needs names and there are none, or the parameters are pieces of FSDP1.
+        If the clipper needs names and there are none, if the parameters are pieces of FSDP1, or
+        if a wrapper has neither torch's hooks nor one optimizer inside.
     RuntimeError
         At a step, if the gradients are still scaled by a GradScaler.
 
