@@ -373,6 +373,32 @@ def test_jax_arrays_are_as_bound_to_their_device_as_before(
     assert output.aval == gradient["wide"].aval
 
 
+@pytest.mark.parametrize("kind", [NormClip, ValueClip])
+def test_torch_views_that_are_negated_when_they_are_read(kind: Any) -> None:
+    torch = require("torch")
+    view = torch.from_numpy(gradient_of(0)["wide"].astype(np.complex64)).conj().imag
+    view.add_(torch.from_numpy(gradient_of(1)["wide"]))
+    assert view.is_neg()
+    output = kind(0.5).clip({"wide": view})["wide"]
+    expected = kind(0.5).clip({"wide": view.resolve_neg().numpy().copy()})["wide"]
+    np.testing.assert_allclose(output.numpy(), expected, rtol=1e-6)
+
+
+def test_torch_products_of_middling_tensors_without_kept_memory() -> None:
+    torch = require("torch")
+    shapes = ((1 << 15, 1), (1 << 15, 2), (), (0, 4), (3, 5))
+    gradient = {str(i): torch.full(s, 2.0) for i, s in enumerate(shapes)}
+    gradient["transposed"] = torch.randn(300, 400).T
+    clip = NormClip(1.0, keep_memory=False)
+    outputs = clip.clip(gradient)
+    assert clip.last is not None
+    for name, output in outputs.items():
+        assert output.shape == gradient[name].shape
+        assert output.dtype == torch.float32
+        torch.testing.assert_close(output, gradient[name] * (1 / clip.last.norms))
+        assert name != "transposed" or output.stride() == gradient[name].stride()
+
+
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["run", "twice", "numpy", "drop", "round", "copy"]),

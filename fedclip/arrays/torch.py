@@ -22,6 +22,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 # Dtypes of host views: bfloat16 as bits.
 _VIEWED = {torch.uint16, *_NAMES}
+# Torch wakes threads for the product of a tensor of more elements.
+_GRAIN = 1 << 15
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # One operation for many tensors: torch has none that makes numbers of NaN, so multiply the bits.
 _LIBRARY: Any = torch.library.Library("fedclip", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -110,9 +112,11 @@ class TorchBackend(Backend):
         if any(t.requires_grad for t in arrays):
             # torch._foreach_mul would make the gradient of one output depend on all inputs.
             return [torch.mul(t, k) for t in arrays]
-        if outs and self._may_write(arrays):
+        middling = type(k) is not float and any(t.numel() > _GRAIN for t in arrays)
+        if (outs or middling) and self._may_write(arrays):
             if type(k) is not float:
-                # The same products as torch's own, over all cores.
+                # The same products as torch's own. Few elements are not worth waking a thread, and
+                # many go over all cores.
                 views = [t.numpy() for t in arrays]
                 return [*map(torch.from_numpy, written(np.multiply, views, k.numpy(), outs))]
             pairs = zip(arrays, outs, strict=True)
@@ -125,8 +129,8 @@ class TorchBackend(Backend):
     @staticmethod
     def _may_write(arrays: Sequence[torch.Tensor]) -> bool:
         """Return whether results may be written to memory of NumPy, without autograd."""
-        return all(type(t) in _PLAIN for t in arrays) and all(
-            t.layout is torch.strided for t in arrays
+        return all(
+            type(t) in _PLAIN and t.layout is torch.strided and not t.is_neg() for t in arrays
         )
 
     @staticmethod

@@ -39,6 +39,8 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 # longer ("20 tensors, 2.7k" of `make bench`).
 _QUIET = Context()
 _QUIET.run(np.seterr, all="ignore")
+# Made once: what compiled code looks up while it is traced has to stay as it is.
+_NO_VIEWS = Views([])
 
 
 class Gradient:
@@ -85,7 +87,7 @@ class Gradient:
         memory: Memory | None = None,
     ) -> None:
         self.arrays, self.groups, self.backend = arrays, groups, backend
-        self.views = Views([]) if views is None else views
+        self.views = _NO_VIEWS if views is None else views
         self.kept = {} if kept is None else kept
         self.rest = {} if rest is None else rest
         self.memory = memory
@@ -115,7 +117,7 @@ class Gradient:
             rest = {n: a for n, a in arrays.items() if n in groups.excluded and _can_be_nan(a)}
         if backend is None:
             backend = _backend(groups.names, given or [*rest.values()])
-        views, prepared = backend.host(given) if given else Views([]), given
+        views, prepared = backend.host(given) if given else _NO_VIEWS, given
         # To ask each array of a usual gradient would take a quarter of a step of `norm-clip`
         # ("20 tensors, 2.7k" of `make bench`).
         if not views.usual:
