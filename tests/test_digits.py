@@ -155,6 +155,59 @@ def test_slices_on_devices(framework: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("framework", ON_DEVICES)
+@pytest.mark.parametrize("size", [60, 255, 511])
+def test_small_groups_beside_a_large_one(framework: str, size: int) -> None:
+    """The margin of few elements is the smaller one, whatever else there is."""
+    with session(framework, "float32"):
+        clipper = NormClip(LIMIT, scope="tensor")
+        groups = clipper.groups({"b": (size,), "w": (20_000,)})
+        transform, xp = clipper.transform(groups), backend_named(framework)
+
+        def step(b: Any, w: Any) -> Any:
+            return clip_on_device(transform, {"b": b, "w": w}, groups, xp, (), "skip")[0]["b"]
+
+        make: Any = np.asarray
+        if framework == "tensorflow":
+            import tensorflow as tf
+
+            step, make = tf.function(step), tf.constant
+        elif framework == "torch":
+            import torch
+
+            make = torch.from_numpy
+        else:
+            import jax
+
+            step, make = jax.jit(step), jax.numpy.asarray
+        large = make(np.ones(20_000, np.float32))
+        for values in hard(size, "float32"):
+            assert norm(np.asarray(step(make(values.astype(np.float32)), large))) <= LIMIT
+
+
+@pytest.mark.parametrize("sizes", [(4096, 4096, 9000), (8191, 8191, 700), (300, 100_003)])
+def test_tensors_that_tensorflow_joins(sizes: tuple[int, ...]) -> None:
+    needs("tensorflow")
+    import tensorflow as tf
+
+    clipper = NormClip(LIMIT)
+    shapes = {f"t{i}": (size,) for i, size in enumerate(sizes)}
+    groups = clipper.groups(shapes)
+    transform, xp = clipper.transform(groups), backend_named("tensorflow")
+
+    @tf.function
+    def step(*arrays: Any) -> Any:
+        named = dict(zip(shapes, arrays, strict=True))
+        return [*clip_on_device(transform, named, groups, xp, (), "skip")[0].values()]
+
+    ends = np.cumsum(sizes)[:-1]
+
+    def clip(values: np.ndarray) -> np.ndarray:
+        return np.concatenate(step(*map(tf.constant, np.split(values, ends))))
+
+    assert_bound(clip, sum(sizes), "float32")
+
+
+@pytest.mark.parametrize("framework", ON_DEVICES)
 def test_many_tensors_in_a_graph(framework: str) -> None:
     """The sums of tensors are added up as carefully as each tensor."""
     with session(framework, "float32"):

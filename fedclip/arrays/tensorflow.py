@@ -24,7 +24,13 @@ _EAGER = {tf.__internal__.EagerTensor}
 _product = tf.raw_ops.Mul
 # With fewer elements in all, copying them into one array is faster than one call for each tensor.
 _SMALL = 1 << 14
-_ROW = 512
+# Of so few elements, one more operation takes longer than a copy.
+_SHORT = 1 << 13
+# Groups of fewer elements have a smaller margin: their norm is exact to its rounding.
+_FEW = 512
+# In rows of so many, no sum adds more than 16 numbers one after the other, in 16 lanes or more.
+_ROW = 256
+_CUT = 128
 _SHARED = {tf.float32, tf.float64}
 
 
@@ -33,11 +39,13 @@ def _tensor(array: HostView) -> Array:
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
 
-def _norm(tensor: Array, axis: int | None = None) -> Array:
+def _norms(table: Array) -> Array:
+    """Return the norms of the rows."""
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         # XLA lacks the operation, and makes one of these, without a copy in float64.
-        return tf.sqrt(tf.reduce_sum(tf.square(tf.cast(tensor, tf.float64)), axis))
-    return tf.math.reduce_euclidean_norm(tensor, axis)
+        squares = tf.square(tf.cast(table, tf.float64))
+        return tf.sqrt(tf.reduce_sum(squares, -1))
+    return tf.math.reduce_euclidean_norm(table, -1)
 
 
 @cache
@@ -238,60 +246,81 @@ class TensorflowBackend(Backend):
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         values = [self._values(t) for t in arrays]
         if self._are_small(values):
-            joined = [self._joined([values[i] for i in m]) for m in members]
-            halves = [tf.raw_ops.L2Loss(t=j) for j in joined]
+            joined = [self.joined([values[i] for i in m]) for m in members]
+            halves = [tf.raw_ops.L2Loss(t=tf.cast(j, tf.float64)) for j in joined]
             # Of a single group, numbers are of shape (): this saves an operation here and there.
             return tf.sqrt(2.0 * (tf.stack(halves) if len(halves) > 1 else halves[0]))
-        sums = self._square_sums([self._wide(v) for v in values], members)
+        tables, places = self._tables(values, members)
+        sums = self._square_sums(tables, places)
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
         sound = tf.reduce_all((sums >= UNDERFLOW) & (sums < np.inf))
 
         # TensorFlow derives node names from argument names, and warns if one starts with "_".
-        def fast(sums: Array, *tensors: Array) -> Array:
+        def fast(sums: Array, *tables: Array) -> Array:
             return tf.sqrt(sums)
 
-        def again(sums: Array, *tensors: Array) -> Array:
-            found = [self._scaled_norm([tensors[i] for i in m]) for m in members]
+        def again(sums: Array, *tables: Array) -> Array:
+            found = [self._scaled_norm([tables[i] for i in some]) for some in places]
             return tf.stack(found) if len(found) > 1 else found[0]
 
-        return self._choose(sound, fast, again, [sums, *values])
+        return self._choose(sound, fast, again, [sums, *tables])
+
+    def _tables(
+        self, values: Sequence[Array], members: Sequence[Sequence[int]]
+    ) -> tuple[list[Array], list[range]]:
+        """Return the arrays, the short ones of a group as one table, and where each group's are."""
+        tables: list[Array] = []
+        places = []
+        for some in members:
+            short = [values[i] for i in some if self._is_short(values[i])]
+            long = [values[i] for i in some if not self._is_short(values[i])]
+            size = sum(v.shape.num_elements() for v in short)
+            if size < _FEW and short:
+                short = [tf.cast(self.joined(short), tf.float64)]
+            elif len(short) > 1:
+                joined = self.joined([*short, tf.zeros(-size % _CUT, short[0].dtype)])
+                short = [tf.reshape(joined, [-1, _CUT])]
+            places.append(range(len(tables), len(tables) + len(long) + len(short)))
+            tables += map(self._wide, [*long, *short])
+        return tables, places
 
     @staticmethod
-    def _square_sums(values: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+    def _is_short(tensor: Array) -> bool:
+        size = tensor.shape.num_elements()
+        return size is not None and bool(size < _SHORT)
+
+    @staticmethod
+    def _square_sums(tables: Sequence[Array], places: Sequence[range]) -> Array:
         """Return the sum of the squares of each group, in float64."""
-        # Each operation costs time: one for each short tensor, two for a long one, few others.
-        norms = [TensorflowBackend._row_norms(values[i]) for some in members for i in some]
-        if len({n.dtype for n in norms}) > 1:
-            norms = [tf.cast(n, tf.float64) for n in norms]
-        order = sorted(range(len(norms)), key=lambda k: norms[k].shape.rank)
-        scalars = [norms[k] for k in order if not norms[k].shape.rank]
-        rows = [norms[k] for k in order[len(scalars) :]]
-        joined = tf.concat([tf.stack(scalars), *rows] if scalars else rows, 0)
-        squares = tf.square(tf.cast(joined, tf.float64))
-        if len(members) == 1:
+        # Each operation costs time: one or two for each table, few others.
+        norms = [TensorflowBackend._row_norms(table) for table in tables]
+        single = [k for k, n in enumerate(norms) if n.dtype == tf.float32]
+        double = [k for k, n in enumerate(norms) if n.dtype == tf.float64]
+        joined = [tf.concat([norms[k] for k in some], 0) for some in (single, double) if some]
+        squares = tf.square(tf.concat([tf.cast(some, tf.float64) for some in joined], 0))
+        if len(places) == 1:
             return tf.reduce_sum(squares)
-        groups = np.repeat(range(len(members)), [*map(len, members)])[order]
-        index = np.repeat(groups, [1] * len(scalars) + [row.shape[0] for row in rows])
-        return tf.math.unsorted_segment_sum(squares, index, len(members))
+        groups = [group for group, some in enumerate(places) for _ in some]
+        index = [np.full(norms[k].shape[0], groups[k]) for k in single + double]
+        return tf.math.unsorted_segment_sum(squares, np.concatenate(index), len(places))
 
     @staticmethod
-    def _row_norms(tensor: Array) -> Array:
-        """Return the norm of a short tensor, or those of the rows of a long one.
+    def _row_norms(table: Array) -> Array:
+        """Return the norms of the rows, which are cut from a long tensor.
 
         Over a long tensor, a sum adds up to 256 float32 one after the other, and for a constant
         all their roundings may have the same sign.
         """
-        size = tensor.shape.num_elements()
-        if size is not None and size < _ROW:
-            return _norm(tensor)
-        last = int(tensor.shape[-1]) if size else 0
-        if size and not 32 <= last <= _ROW:
-            last = next((n for n in range(128, 32, -1) if size % n == 0), 0)
-            tensor = tf.reshape(tensor, [-1, last]) if last else tensor
-        if last:
-            rows = _norm(tensor, axis=-1)
-            return rows if rows.shape.rank == 1 else tf.reshape(rows, [-1])
-        return tf.cast(_norm(tf.cast(tensor, tf.float64)), tensor.dtype)
+        size, last = table.shape.num_elements(), 0
+        if size and size >= _FEW:
+            last = int(table.shape[-1])
+            if not 32 <= last <= _ROW:
+                last = next((n for n in range(_CUT, 31, -1) if size % n == 0), 0)
+                table = tf.reshape(table, [-1, last]) if last else table
+        if not last:
+            table = tf.reshape(tf.cast(table, tf.float64), [1, -1])
+        rows = _norms(table)
+        return rows if rows.shape.rank == 1 else tf.reshape(rows, [-1])
 
     @staticmethod
     def _are_small(values: Sequence[Array]) -> bool:
@@ -300,14 +329,6 @@ class TensorflowBackend(Backend):
         if any(size is None for size in sizes) or any(v.dtype == tf.float64 for v in values):
             return False
         return bool(sum(sizes) < _SMALL)
-
-    @staticmethod
-    def _joined(values: Sequence[Array]) -> Array:
-        """Return all elements as one flat float64 array."""
-        flat = [v if v.shape.rank == 1 else tf.reshape(v, [-1]) for v in values]
-        if len({v.dtype for v in flat}) > 1:
-            flat = [tf.cast(v, tf.float32) for v in flat]
-        return tf.cast(tf.concat(flat, axis=0), tf.float64)
 
     @staticmethod
     def _choose(
@@ -400,7 +421,8 @@ class TensorflowBackend(Backend):
         widest = max((v.dtype for v in values), key=lambda dtype: dtype.size)
         if len({v.dtype for v in values}) > 1:
             widest = max(widest, tf.float32, key=lambda dtype: dtype.size)
-        return tf.concat([tf.reshape(tf.cast(v, widest), [-1]) for v in values], axis=0)
+        flat = [v if v.shape.rank == 1 else tf.reshape(v, [-1]) for v in values]
+        return tf.concat([tf.cast(v, widest) for v in flat], axis=0)
 
     def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
         wide = tf.cast(array, tf.float64)
