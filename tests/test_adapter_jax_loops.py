@@ -19,7 +19,7 @@ jax = require("jax")
 optax = require("optax")
 import jax.numpy as jnp  # noqa: E402
 
-from fedclip import AGC, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip import AGC, EmaValueClip, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.adapters.jax import ClipState, as_optax, load_state, stats  # noqa: E402
 from fedclip.testing import SHAPES  # noqa: E402
 
@@ -91,6 +91,23 @@ def test_nnx_modules_and_their_optimizers():
     step(model, optimizer)
     after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     assert norm(jax.tree.map(jnp.subtract, after, before)) == pytest.approx(0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize("make", [partial(ZScoreClip, scope="tensor"), EmaValueClip])
+def test_nnx_shows_one_name_for_a_variable_and_its_array(make):
+    nnx = pytest.importorskip("flax.nnx")
+    model, clipper = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), make(exclude="bias")
+    optimizer = nnx.Optimizer(model, as_optax(clipper), wrt=nnx.Param)
+    before = jax.tree.structure(optimizer.opt_state)
+    for _ in range(3):
+        gradients = nnx.grad(lambda m: jnp.sum(m(jnp.ones((4, 3))) ** 2))(model)
+        optimizer.update(model, gradients)
+    assert jax.tree.structure(optimizer.opt_state) == before
+    params = nnx.state(model, nnx.Param)
+    assert stats(clipper, optimizer.opt_state, params)["round/steps"] == 3
+    load_state(clipper, optimizer.opt_state, params)
+    state = clipper.get_state()
+    assert [*(state["arrays"] or state["groups"])] == ["kernel"]
 
 
 def test_modules_of_equinox():

@@ -213,6 +213,16 @@ def test_one_clipper_after_another():
     )
 
 
+@pytest.mark.parametrize("option", CLIPS)
+def test_keras_own_clip_set_later_is_refused(option):
+    optimizer = norm_clipped()
+    with pytest.raises(ValueError, match=f"{option} of a ClippedOptimizer would clip nothing"):
+        setattr(optimizer, option, 0.1)
+    setattr(optimizer.inner_optimizer, option, 0.1)
+    with pytest.raises(ValueError, match=f"{option} of the inner optimizer would clip twice"):
+        optimizer.build(variables())
+
+
 def test_what_would_clip_twice_or_not_at_all_is_refused():
     for option in ("clipnorm", "global_clipnorm", "clipvalue"):
         inner = optimizers.SGD(0.1, **{option: 1.0})

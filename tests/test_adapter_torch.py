@@ -352,6 +352,19 @@ def test_compiled_once_without_graph_breaks(name):
     assert clipper.rounds == []
 
 
+def test_pure_clipping_gives_each_group_its_own_statistics():
+    pure = PureClipping(ZScoreClip(warmup=1, scope="tensor"))
+    small, large = torch.ones(2), torch.full((2,), 50.0)
+    state = pure.init({"a": small, "b": large})
+    for order in ("ab", "ab", "ba"):
+        found, state = pure.update({n: {"a": small, "b": large}[n] for n in order}, state)
+        assert [*found] == [*order]
+        assert torch.equal(found["b"], large)
+    for others in ({"b": large}, {"a": small, "b": large, "c": small}):
+        with pytest.raises(ValueError, match="the state is of 2 groups of tensors"):
+            pure.update(others, state)
+
+
 def test_pure_clipping_refuses_what_it_can_not_do():
     with pytest.raises(NotImplementedError, match="'skip' or 'propagate'"):
         PureClipping(NormClip(1.0, on_nonfinite="raise"))

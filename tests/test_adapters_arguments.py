@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
+import numpy as np
 import pytest
 
-from fedclip import AGC, NormClip, ZScoreClip
+from fedclip import AGC, EmaNormClip, EmaValueClip, NormClip, ZScoreClip
 
 
 def keras_optimizer(spec):
@@ -114,3 +116,36 @@ def test_tensorflow_clips_with_an_object_only():
     clip = importlib.import_module("fedclip.adapters.tensorflow").clip
     with pytest.raises(TypeError, match="'norm-clip' is not a clipper"):
         clip([(tf.ones(2), tf.Variable([0.0, 0.0]))], "norm-clip")
+
+
+# -- the first step after a state was loaded -----------------------------------------------------
+def begin_pure(clipper):
+    torch = pytest.importorskip("torch")
+    module = importlib.import_module("fedclip.adapters.torch")
+    module.PureClipping(clipper).init({"w": torch.ones(2)})
+
+
+def begin_compiled(clipper):
+    tf = pytest.importorskip("tensorflow")
+    module = importlib.import_module("fedclip.adapters.tensorflow")
+    module.CompiledClipper(clipper)([(tf.ones(2), tf.Variable([0.0, 0.0], name="w"))])
+
+
+def begin_keras(clipper):
+    keras = pytest.importorskip("keras")
+    module = importlib.import_module("fedclip.adapters.keras")
+    module.ClippedOptimizer("sgd", clipper).build([keras.Variable([0.0, 0.0], name="w")])
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [lambda c: c.clip({"w": np.ones(2)}), begin_pure, of_optax, begin_compiled, begin_keras],
+)
+@pytest.mark.parametrize("make", [partial(ZScoreClip, scope="tensor"), EmaValueClip, EmaNormClip])
+def test_a_state_of_other_tensors_is_refused(make, begin):
+    learnt = make()
+    learnt.clip({"v": np.ones(2)})
+    clipper = make()
+    clipper.set_state(learnt.get_state())
+    with pytest.raises(ValueError, match=r"is of .*'v'.*\['w'\] besides: load the state of this"):
+        begin(clipper)

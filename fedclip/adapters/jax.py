@@ -73,7 +73,8 @@ def as_optax(
     It works eagerly, under ``jit`` (compiled once, with donated states too), ``scan`` and
     ``vmap``, on meshes with automatic or explicit axes, and on pytrees of any kind. Its state is
     a pytree that any checkpoint library saves. The transformation starts from the clipper's
-    statistics, if they are of the same tensors, and never changes the clipper.
+    statistics, if they are of the same tensors, and never changes the clipper. (Statistics that
+    were loaded, and are of other tensors, are refused.)
 
     Scopes know a leaf by its path, as in ``enc.w``; if two leaves have the same one, the second
     is called ``enc.w#1``. A complex number counts by its absolute value. Leaves of dtype float0,
@@ -290,18 +291,24 @@ def _labelled(
     found = [leaf for leaf in leaves if isinstance(leaf, ClipState)]
     if len(found) != 1:
         raise ValueError(f"the state must hold one ClipState, and it holds {len(found)}")
+    one = jax.tree.map(jnp.asarray, found[0], is_leaf=_is_variable)
     labels = groups_of(clipper, _parameters(clipper, params)).labels
-    if found[0].norm.shape != (len(labels),):
+    if one.norm.shape != (len(labels),):
         raise ValueError(
-            f"the state has norms of shape {found[0].norm.shape}, and these parameters have "
+            f"the state has norms of shape {one.norm.shape}, and these parameters have "
             f"{len(labels)} groups: give those that init got (under optax.masked, the ones it "
             "keeps), and of many models at once the state of one"
         )
-    return found[0], labels
+    return one, labels
+
+
+def _is_variable(node: Any) -> bool:
+    """Whether this is a variable, in which NNX wraps an array at times."""
+    return hasattr(node, "__jax_array__") and len(jax.tree.leaves(node)) == 1
 
 
 def _names(tree: Any) -> list[str]:
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]
     return unique(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
 
 

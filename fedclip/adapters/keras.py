@@ -28,6 +28,8 @@ from fedclip.transforms import clip_on_device
 
 __all__ = ["ClipHistory", "ClippedOptimizer"]
 
+_CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
+
 
 def _chain(optimizer: Any) -> list[Any]:
     """Return an optimizer and those inside of it; the last is the one that steps."""
@@ -45,9 +47,7 @@ def _checked(optimizer: Any) -> Any:
             f"{type(stepping).__name__} has several optimizers, each for some of the variables: "
             "give each of them a ClippedOptimizer of its own"
         )
-    for option in ("clipnorm", "global_clipnorm", "clipvalue"):
-        if getattr(stepping, option, None) is not None:
-            raise ValueError(f"{option} of the inner optimizer would clip twice: leave it out")
+    _check_options(stepping)
     methods = ("_clip_gradients", "_backend_apply_gradients")
     apply = getattr(type(stepping), "apply", None)
     if apply is not keras.optimizers.Optimizer.apply or not all(
@@ -67,6 +67,12 @@ def _checked(optimizer: Any) -> Any:
             "make a new optimizer"
         )
     return stepping
+
+
+def _check_options(stepping: Any) -> None:
+    for option in _CLIPS:
+        if getattr(stepping, option, None) is not None:
+            raise ValueError(f"{option} of the inner optimizer would clip twice: leave it out")
 
 
 def _value(variable: Any) -> Any:
@@ -199,6 +205,18 @@ def _inner(option: str) -> Any:
     return property(get, put, doc=f"``{option}`` of the inner optimizer.")
 
 
+def _none(option: str) -> Any:
+    """Return a property that is None: the clipper clips."""
+
+    def put(self: Any, value: Any) -> None:
+        if value is not None:
+            raise ValueError(
+                f"{option} of a ClippedOptimizer would clip nothing: put the limit into its clipper"
+            )
+
+    return property(lambda self: None, put, doc="None: the clipper clips.")
+
+
 @keras.saving.register_keras_serializable(package="fedclip")
 class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     """A Keras optimizer that clips where the inner one would, for ``model.compile``.
@@ -262,6 +280,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Make the variables of the inner optimizer and of the clipper."""
         if self.built:
             return
+        _check_options(self._hook.stepping)
         self.inner_optimizer.build(variables)
         self._hook.build(variables)
         self.built = True
@@ -365,6 +384,8 @@ for _option in (
     "_model_variables_moving_average",
 ):
     setattr(ClippedOptimizer, _option, _inner(_option))
+for _option in _CLIPS:
+    setattr(ClippedOptimizer, _option, _none(_option))
 
 
 class ClipHistory(keras.callbacks.Callback):  # type: ignore[misc]

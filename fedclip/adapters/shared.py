@@ -124,11 +124,12 @@ def transform_of(
 def start(clipper: Clipper | AGC, groups: Groups, *, fresh: bool = False) -> Any:
     """Return a first state for these groups: the clipper's statistics if it has all of them.
 
-    If it is `fresh`, it knows nothing; `agc` learns nothing.
+    If it is `fresh`, it knows nothing; `agc` learns nothing. A state that was loaded and is of
+    other groups raises a ValueError, as in a step of the clipper itself.
     """
     if isinstance(clipper, AGC):
         return SliceClipping((), None).init(groups)
-    known = {} if fresh else clipper.get_state()["groups"]
+    known = {} if fresh else clipper.known(groups)
     fits = set(groups.labels) <= set(known)
     first = clipper.transform(groups).init(groups)
     return states.load(first, known if fits else {}, groups.labels)

@@ -463,23 +463,33 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         if self._groups is not None and self._names == names:
             return self._groups
         found = resolve(self.scope, self.exclude, names)
-        fresh, fields = self._transform.init(found), self._transform.array_fields
-        statistics = self._statistics()
-        missing = [label for label in found.labels if fresh._fields and label not in statistics]
-        if fields and self._arrays:
-            missing += [n for n in found.names if n not in self._arrays and n not in missing]
-        if self._loaded and missing:
-            known = sorted({*statistics, *self._arrays})
-            raise ValueError(
-                f"the state loaded into {self.name} is of {known}, and the "
-                f"gradient has {missing} besides: load the state of this model, or none"
-            )
+        fresh, statistics = self._transform.init(found), self.known(found)
         self._state, self._on_device = states.load(fresh, statistics, found.labels), False
         # Keep the statistics of a tensor that has no gradient for some steps.
         self._absent = {k: v for k, v in statistics.items() if k not in found.labels}
         self._groups, self._names, self._loaded = found, names, False
         self._forget(found)
         return found
+
+    def known(self, groups: Groups) -> Statistics:
+        """Return the statistics of all known groups; a state that was loaded must have these.
+
+        Raises
+        ------
+        ValueError
+            If a state was loaded, and groups or tensors are missing there.
+        """
+        with self.lock:
+            fields, statistics = self._transform.init(groups)._fields, self._statistics()
+        missing = [label for label in groups.labels if fields and label not in statistics]
+        if self._transform.array_fields and self._arrays:
+            missing += [n for n in groups.names if n not in self._arrays and n not in missing]
+        if self._loaded and missing:
+            raise ValueError(
+                f"the state loaded into {self.name} is of {sorted({*statistics, *self._arrays})}, "
+                f"and the gradient has {missing} besides: load the state of this model, or none"
+            )
+        return statistics
 
     def _forget(self, present: Groups) -> None:
         """Drop the statistics of the names that were absent longest, if there are too many."""

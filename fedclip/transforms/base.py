@@ -389,7 +389,8 @@ def clip_on_device(
 ) -> tuple[dict[str, Array], Outcome]:
     """Return the clipped arrays by name, in the framework's own operations, and the outcome.
 
-    If the gradient is not finite and the policy is "skip", excluded tensors become zero too.
+    If the gradient is not finite and the policy is "skip", excluded tensors become zero too. A
+    state of another number of groups raises a ValueError: frameworks would repeat it.
     """
     given = [arrays[name] for name in groups.names]
     rest = {n: a for n, a in arrays.items() if n in groups.excluded and _can_be_nan(a)}
@@ -398,6 +399,11 @@ def clip_on_device(
         if not isinstance(state, Carried):
             raise TypeError(f"{transform} keeps arrays: its state must be one of `carried`")
         state, kept = state
+    if state and tuple(state[0].shape)[-1:] not in ((), (len(groups),)):
+        raise ValueError(
+            f"the state is of {state[0].shape[-1]} groups of tensors, and this gradient has "
+            f"{len(groups)}: give each step the tensors that the state was made for"
+        )
     gradient = Gradient(backend.prepared(given), groups, backend, kept=dict(kept), rest=rest)
     outcome = transform.device_step(gradient, state, on_nonfinite)
     clipped = {**arrays, **dict(zip(groups.names, outcome.outputs, strict=True))}

@@ -79,7 +79,8 @@ class PureClipping:
         return clipped, step.state
 
     def _groups(self, gradients: Mapping[str, torch.Tensor]) -> Groups:
-        return self.clipper.groups({name: g.shape for name, g in gradients.items()})
+        # A state knows no names: its groups are in one order, whatever that of the gradients.
+        return self.clipper.groups({name: gradients[name].shape for name in sorted(gradients)})
 
 
 def _backend(gradients: Mapping[str, torch.Tensor]) -> TorchBackend:
