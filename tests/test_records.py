@@ -8,9 +8,20 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import MODULES, SPECIMENS, Specimen, apply, each_framework, needs, run, specimens
+from helpers import (
+    MODULES,
+    SPECIMENS,
+    Specimen,
+    apply,
+    each_framework,
+    gradient,
+    needs,
+    run,
+    specimens,
+)
 
 from fedclip import (
+    AGC,
     AdaptiveClip,
     EmaClip,
     FedclipWarning,
@@ -124,6 +135,16 @@ def test_quantiles_within_one_per_cent(q: float) -> None:
     (record,) = look.rounds
     exact = np.sort(norms)[int(q * (len(norms) - 1))]
     assert record.norm_quantile(q) == pytest.approx(exact, rel=0.0101)
+
+
+@specimens()
+def test_a_step_without_a_gradient_leaves_no_stale_record(specimen: Specimen) -> None:
+    if isinstance(specimen.config.get("scope"), dict):
+        return
+    clipper = specimen.make()
+    for step in (gradient(), {}):
+        _ = clipper.clip(step, gradient(1)) if isinstance(clipper, AGC) else clipper.clip(step)
+    assert clipper.last.as_dict() == {"clipped": 0, "nonfinite": 0}
 
 
 def test_norms_of_zero_are_counted() -> None:

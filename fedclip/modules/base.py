@@ -270,6 +270,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         with self.lock:
             groups = self._resolve(arrays)
             if not arrays:
+                self._last, self._bad = None, ()
                 return arrays
             memory = self._memory if self.keep_memory else None
             gradient = Gradient.of(self.name, arrays, groups, backend, self._arrays, memory)
