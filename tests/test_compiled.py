@@ -206,9 +206,11 @@ def _tf_tensor(value: Any) -> Any:
     return tf.constant(value)
 
 
-def assert_as_on_the_host(specimen: Specimen, framework: str, wrap: Any, both: Any = None) -> None:
+def assert_as_on_the_host(
+    specimen: Specimen, framework: str, wrap: Any, both: Any = None, **config: Any
+) -> None:
     """Compare all steps; `both` makes batches of two, of which the second is looked at."""
-    compiled, host = Compiled(specimen, framework), specimen.make()
+    compiled, host = Compiled(specimen, framework, **config), specimen.make(**config)
     step, state = wrap(compiled), compiled.start()
     state = state if both is None else both(state)
     for arrays in float32_steps():
@@ -283,6 +285,12 @@ def test_torch_vmap_does_what_the_host_does(specimen: Specimen) -> None:
         return tree_map(lambda x: torch.stack([0.5 * x, x]), tree)
 
     assert_as_on_the_host(specimen, "torch", torch.func.vmap, both)
+
+
+@each_clipper
+def test_a_step_that_is_passed_on_is_that_of_the_host(specimen: Specimen) -> None:
+    needs("torch")
+    assert_as_on_the_host(specimen, "torch", lambda f: f, on_nonfinite="propagate")
 
 
 @each_clipper

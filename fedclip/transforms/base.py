@@ -228,7 +228,9 @@ class Gradient:
     ) -> list[Array]:
         """Return the outputs of a step on a device, as `on_nonfinite` wants them.
 
-        `fine` says which groups are finite, and `finite` whether all the gradient is.
+        `fine` says which groups are finite, and `finite` whether all the gradient is. In a step
+        that is passed on, the groups that are finite stay as they are, as on the host; rows of
+        sparse arrays, and what was clipped in place, stay clipped.
         """
         xp, result = self.backend, list(outputs)
         if on_nonfinite == "skip":
@@ -236,6 +238,9 @@ class Gradient:
         factors = xp.where(fine, 1.0, math.nan)
         for group, members in enumerate(self.groups.members):
             for i in members:
+                if xp.dense(result[i]) is result[i]:
+                    kept = xp.where(finite, result[i], xp.dense(self.arrays[i]))
+                    result[i] = xp.stored(kept, self.arrays[i])
                 (result[i],) = xp.multiply([result[i]], xp.of_group(factors, group))
         return result
 

@@ -241,16 +241,15 @@ class SliceClipping(Transform):
         names = {i: xp.dtype(array) for i, array in matrices.items()}
         for dtype in sorted({*names.values()}):
             k = self._factors_on_device(norms, limits, matrices, many, dtype, xp)
-            if on_nonfinite == "propagate":
-                k = xp.where(xp.isfinite(norms), k, float("nan") * norms)
             wide = "float64" if dtype == "float64" else "float32"
             factors = dict(zip(spans, xp.pieces(xp.cast(k, wide), shapes), strict=True))
             some = [i for i in spans if names[i] == dtype]
             products = xp.multiply_slices([matrices[i] for i in some], [factors[i] for i in some])
             for i, product in zip(some, products, strict=True):
                 outputs[i] = product if len(arrays[i].shape) else product[0]
-        if on_nonfinite == "skip":
-            outputs = xp.keep_if(finite, outputs)
+        # NaN in one slice is NaN in the group.
+        whole = norms if on_nonfinite == "skip" else xp.group_norms(arrays, groups.members)
+        outputs = gradient.settled(outputs, xp.isfinite(whole), finite, on_nonfinite)
         # Record the slice that is furthest over its limit, or nearest to it.
         index = xp.repeated([groups.owners[i] for i in spans], many, arrays[0])
         ratios = norms / limits
