@@ -218,6 +218,9 @@ def test_wrapped_and_compiled_models_have_the_same_names():
     wrapped.module = torch.compile(model, backend="eager")
     assert clip_(wrapped, NormClip(1.0, scope="tensor")).groups == names
     assert clip_(wrapped.named_parameters(), NormClip(1.0, scope="tensor")).groups == names
+    fabric = torch.nn.Module()
+    fabric._forward_module = wrapped
+    assert clip_(fabric, NormClip(1.0, scope="tensor")).groups == names
 
 
 def test_a_child_that_is_called_module_keeps_its_place():

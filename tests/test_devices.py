@@ -17,9 +17,13 @@ from fedclip import (
     AdaptiveClip,
     AutoClip,
     EmaClip,
+    EmaNormalize,
+    EmaNormClip,
     MadClip,
+    Normalize,
     NormClip,
     PercentileNormClip,
+    ValueClip,
     ZScoreClip,
 )
 
@@ -169,6 +173,11 @@ def test_a_skipped_step_is_zero_and_another_one_is_kept_to_the_bit(
         (PercentileNormClip, 67, 0),
         (AutoClip, 84, 0),
         (MadClip, 103, 0),
+        (EmaNormClip, 65, 0),
+        (Normalize, 26, 0),
+        (EmaNormalize, 75, 0),
+        # The extremes of each tensor.
+        (partial(ValueClip, 1.0), 55, 1),
         # Two norms for each tensor: of its units, and of those of its weights.
         (partial(AGC, 0.1), 90, 2),
     ],

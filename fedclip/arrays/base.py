@@ -480,6 +480,28 @@ class Backend(Arithmetic, ABC):
         It is no more than any number for a group without a value.
         """
 
+    def peak(self, arrays: Sequence[Array]) -> Array:
+        """Return the largest absolute value of dense arrays, in the widest float."""
+        return reduce(self.maximum, [self.wide(self.largest(array)) for array in arrays])
+
+    def chosen(
+        self, condition: Array, yes: Sequence[Array], no: Sequence[Array]
+    ) -> Sequence[Array]:
+        """Return ``where(condition, y, n)`` of each pair, for one condition of shape ()."""
+        return [self.where(condition, y, n) for y, n in zip(yes, no, strict=True)]
+
+    def each(self, function: Callable[[Array], Array], numbers: Sequence[Array]) -> Sequence[Array]:
+        """Return ``function(number)``, which is elementwise, of each array of shape ()."""
+        return [function(number) for number in numbers]
+
+    def blends(
+        self, old: Sequence[Array], new: Sequence[Array], weights: Sequence[Any]
+    ) -> Sequence[Array]:
+        """Return ``o + weight * (n - o)`` of each three; differences do not overflow."""
+        halves = [self.cast(0.5 * w, self.dtype(o)) for w, o in zip(weights, old, strict=True)]
+        moves = [h * n - h * o for o, n, h in zip(old, new, halves, strict=True)]
+        return [o + move + move for o, move in zip(old, moves, strict=True)]
+
     def rescale(self, arrays: Sequence[Array], factor: Array, keep: Array | None) -> list[Array]:
         """Return ``array * factor`` for arrays of one dtype; zeros if `keep` is false."""
         outputs = self.multiply(arrays, factor)

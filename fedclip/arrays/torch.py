@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -173,6 +173,10 @@ class TorchBackend(Backend):
     def clip(
         self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
     ) -> list[Array]:
+        if not arrays[0].is_cpu and self._foreach(arrays):
+            clamped = torch._foreach_clamp_min(list(arrays), low)
+            torch._foreach_clamp_max_(clamped, high)
+            return list(clamped)
         if not outs or any(t.requires_grad for t in arrays) or not self._may_write(arrays):
             return [self._clip(t, low, high) for t in arrays]
         pairs = zip(arrays, outs, strict=True)
@@ -303,6 +307,36 @@ class TorchBackend(Backend):
         )
         return chosen
 
+    def chosen(
+        self, condition: Array, yes: Sequence[Array], no: Sequence[Array]
+    ) -> Sequence[Array]:
+        if not self._foreach([*yes, *no]):
+            return super().chosen(condition, yes, no)
+        # What is not chosen is 0, whatever it held.
+        condition = condition.to(yes[0].device)
+        kept: list[torch.Tensor] = torch.ops.fedclip.keep_if(list(yes), condition)
+        torch._foreach_add_(kept, torch.ops.fedclip.keep_if(list(no), ~condition))
+        return kept
+
+    def each(self, function: Callable[[Array], Array], numbers: Sequence[Array]) -> Sequence[Array]:
+        if not self._foreach(numbers):
+            return super().each(function, numbers)
+        results: Sequence[torch.Tensor] = torch.unbind(function(torch.stack(list(numbers))))
+        return results
+
+    def blends(
+        self, old: Sequence[Array], new: Sequence[Array], weights: Sequence[Any]
+    ) -> Sequence[Array]:
+        if not self._foreach([*old, *new]):
+            return super().blends(old, new, weights)
+        halves = torch._foreach_mul(list(weights), 0.5)
+        moves = torch._foreach_mul(list(new), halves)
+        torch._foreach_sub_(moves, torch._foreach_mul(list(old), halves))
+        moved = torch._foreach_add(list(old), moves)
+        torch._foreach_add_(moved, moves)
+        # The product of two 0-d tensors is as wide as the weight.
+        return [m.to(o.dtype) for m, o in zip(moved, old, strict=True)]
+
     def median(self, values: Sequence[Array]) -> Array:
         if values[0].device.type == "mps":
             return super().median(values)
@@ -432,14 +466,17 @@ class TorchBackend(Backend):
     def group_extremes(
         self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
     ) -> tuple[Array, Array]:
-        pairs = []
-        for tensor in map(self._values, arrays):
-            zero = tensor.new_zeros(1)
-            low, high = torch.aminmax(torch.cat((tensor.reshape(-1), zero)))
-            first = arrays[0].device
-            pairs.append((self.asarray(low, like=arrays[0]), high.to(first).to(low.dtype)))
-        lows = torch.stack([p[0] for p in pairs])
-        highs = torch.stack([self.asarray(p[1], like=arrays[0]) for p in pairs])
+        zero = self.asarray(0.0, like=arrays[0])
+        pairs = [torch.aminmax(v) if v.numel() else (zero, zero) for v in map(self._values, arrays)]
+        lows, highs = (
+            self.asarray(torch.stack([x.to(zero.device) for x in ends]), like=zero)
+            for ends in zip(*pairs, strict=True)
+        )
+        lows, highs = torch.clamp(lows, max=0.0), torch.clamp(highs, min=0.0)
+        if len(members) == 1:
+            return lows.amin(0, keepdim=True), highs.amax(0, keepdim=True)
+        if all(tuple(m) == (i,) for i, m in enumerate(members)):
+            return lows, highs
         return (
             torch.stack([lows[list(m)].amin() for m in members]),
             torch.stack([highs[list(m)].amax() for m in members]),
@@ -453,6 +490,11 @@ class TorchBackend(Backend):
 
     def largest(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
         return array.abs().amax() if axes is None else array.abs().amax(dim=axes, keepdim=True)
+
+    def peak(self, arrays: Sequence[Array]) -> Array:
+        if not self._foreach(arrays):
+            return super().peak(arrays)
+        return self.wide(torch.stack(torch._foreach_norm(list(arrays), math.inf)).amax())
 
     def total(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
         wide = self._widest(array)
@@ -552,6 +594,10 @@ class TorchInPlace(TorchBackend):
     def clip(
         self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
     ) -> list[Array]:
+        if not arrays[0].is_cpu and self._foreach(arrays):
+            torch._foreach_clamp_min_(list(arrays), low)
+            torch._foreach_clamp_max_(list(arrays), high)
+            return list(arrays)
         for tensor in arrays:
             if tensor.layout == torch.sparse_coo:
                 tensor.copy_(self._clip(tensor, low, high))

@@ -146,9 +146,12 @@ def measure_on_device(
     With `axes`, return that of each slice of a single array, with those axes kept as 1. The
     widest float is that of the framework; NaN and infinity give a measure that is not finite.
     """
-    wide = [xp.wide(part) for part in parts if math.prod(part.shape)]
-    if not wide:
+    sized = [part for part in parts if math.prod(part.shape)]
+    if not sized:
         return xp.asarray([0.0], like=parts[0])[0]
+    if ord == "inf" and axes is None:
+        return xp.peak(sized)
+    wide = [*map(xp.wide, sized)]
     axes_of_one = wide[0].shape if axes is None else [wide[0].shape[a] for a in axes]
     size = math.prod(axes_of_one) + sum(math.prod(part.shape) for part in wide[1:])
 

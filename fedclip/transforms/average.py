@@ -13,20 +13,21 @@ The average sees every gradient before it is clipped, the current one included.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import NUMPY, Array, Backend, HostView, Views
+from fedclip.arrays import NUMPY, Array, HostView, Views
 from fedclip.measures import Float64, Numbers, Order, degree, exact_norm
 from fedclip.measures.l2 import CHUNK, decode
 from fedclip.rules import CLEAR, NoState, State
 from fedclip.rules.constant import Constant, Given
-from fedclip.rules.elementwise import blend, like_values, step_size
+from fedclip.rules.elementwise import blend, step_size
 from fedclip.scopes import Groups
 from fedclip.states import Statistics
-from fedclip.transforms.action import Action
+from fedclip.transforms.action import Action, replaced
 from fedclip.transforms.base import Gradient, Outcome, Transform
 from fedclip.transforms.norm import CLOSE, NormClipping
 from fedclip.transforms.past import PAST, recall, recall_on_device, remember
@@ -132,9 +133,10 @@ class AverageClipping(Transform):
         fine = xp.isfinite(norms)
         finite = gradient.finite(norms)
         gradient.kept.update(recall_on_device(gradient))
-        means = {n: self._learnt(gradient, i, xp) for i, n in enumerate(groups.names)}
+        counts = [gradient.kept[name]["count"] for name in groups.names]
+        means = self._learnt(gradient, counts)
         first = state.count == 0
-        of_means = Gradient([*means.values()], groups, xp)
+        of_means = Gradient(means, groups, xp)
         sizes = xp.where(fine, clipping.measure_on_device(of_means), 0.0)
         if self.max_growth is not None:
             # From 0 nothing could grow, so what follows it is a first gradient again.
@@ -142,8 +144,10 @@ class AverageClipping(Transform):
             allowed = xp.maximum(before * self.max_growth, self.min_norm or 0.0)
             kept = xp.where(sizes > allowed, allowed / xp.where(sizes > 0, sizes, 1.0), 1.0)
             kept = xp.sqrt(kept) if degree(self.ord) == 2 else kept
-            for name, group in zip(groups.names, groups.owners, strict=True):
-                means[name] = means[name] * like_values(xp.of_group(kept, group), means[name], xp)
+            places = {i: (group, xp.dtype(means[i])) for i, group in enumerate(groups.owners)}
+            means = replaced(
+                means, places, lambda some, _, key: xp.multiply(some, xp.of_group(kept, key[0]))
+            )
             sizes = xp.minimum(sizes, allowed)
         limits = sizes
         if not self.rescale and (self.start is None or self.debias):
@@ -151,18 +155,24 @@ class AverageClipping(Transform):
             limits = xp.where(first, xp.maximum(sizes, CLEAR * xp.where(fine, norms, 0.0)), sizes)
         given = replace(clipping, rule=Given(limits))
         outcome = given.clip_measured(gradient, norms, NoState(), on_nonfinite)
-        counts = {name: gradient.kept[name]["count"] + 1.0 for name in means}
-        after = {name: {"past": means[name], "count": counts[name]} for name in means}
+        trios = zip(groups.names, means, xp.each(lambda count: count + 1.0, counts), strict=True)
+        after = {name: {"past": past, "count": count} for name, past, count in trios}
         remember(gradient, after, finite)
         new = AverageState(sizes, state.count + 1.0)
         return outcome._replace(state=AverageState(*xp.choose([finite] * len(state), new, state)))
 
-    def _learnt(self, gradient: Gradient, i: int, xp: Backend) -> Array:
-        """Return the average of a tensor after its gradient."""
-        past, count = (gradient.kept[gradient.groups.names[i]][field] for field in PAST)
-        values = xp.cast(xp.dense(gradient.arrays[i]), xp.dtype(past))
-        weight = step_size(self.decay, self.debias, count)
-        if self.start is None:
-            return xp.where(count == 0, values, blend(past, values, like_values(weight, past, xp)))
-        past = xp.where(count == 0, 0.0 * past + self.start, past)
-        return blend(past, values, like_values(weight, past, xp))
+    def _learnt(self, gradient: Gradient, counts: Sequence[Array]) -> Sequence[Array]:
+        """Return the averages after the gradient, of which they have seen `counts` before."""
+        names, xp = gradient.groups.names, gradient.backend
+        pasts = [gradient.kept[name]["past"] for name in names]
+        pairs = zip(gradient.arrays, pasts, strict=True)
+        values = [xp.cast(xp.dense(array), xp.dtype(past)) for array, past in pairs]
+        if self.start:
+            pairs = zip(counts, pasts, strict=True)
+            pasts = [xp.where(c == 0, 0.0 * past + self.start, past) for c, past in pairs]
+
+        def weight(count: Array) -> Array:
+            found = step_size(self.decay, self.debias, count) + 0.0 * count
+            return found if self.start is not None else xp.where(count == 0, 1.0, found)
+
+        return xp.blends(pasts, values, xp.each(weight, counts))

@@ -73,10 +73,15 @@ def recall_on_device(gradient: Gradient) -> Statistics:
 
 def remember(gradient: Gradient, after: Statistics, finite: Array) -> None:
     """Keep arrays of a device after a step, if the gradient is finite."""
-    xp = gradient.backend
-    for name, fields in after.items():
-        before = gradient.kept[name]
-        gradient.kept[name] = {f: xp.where(finite, fields[f], before[f]) for f in PAST}
+    names = [*after]
+    columns = [
+        gradient.backend.chosen(
+            finite, [after[n][field] for n in names], [gradient.kept[n][field] for n in names]
+        )
+        for field in PAST
+    ]
+    for name, *fields in zip(names, *columns, strict=True):
+        gradient.kept[name] = dict(zip(PAST, fields, strict=True))
 
 
 def _check(name: str, held: tuple[int, ...], shape: tuple[int, ...]) -> None:

@@ -118,13 +118,12 @@ class ValueClipping(Transform):
         most = xp.asarray(self.highs, like=arrays[0])
         finite = gradient.finite(lows, highs)
         clipped = ((lows < least) | (highs > most)) & finite
-        outputs = list(arrays)
-        for group, members in enumerate(groups.members):
-            for i in members:
-                dtype = xp.dtype(arrays[i])
-                low = _inwards(self.lows[group], dtype, True)
-                high = _inwards(self.highs[group], dtype, False)
-                (outputs[i],) = xp.clip([arrays[i]], low, high)
+        boxes = {}
+        for i, (array, group) in enumerate(zip(arrays, groups.owners, strict=True)):
+            dtype = xp.dtype(array)
+            low, high = self.lows[group], self.highs[group]
+            boxes[i] = dtype, _inwards(low, dtype, True), _inwards(high, dtype, False)
+        outputs = replaced(arrays, boxes, lambda some, _, box: xp.clip(some, *box[1:]))
         norms = xp.maximum(-lows, highs)
         outputs = gradient.settled(outputs, xp.isfinite(norms), finite, on_nonfinite)
         limits = xp.asarray(self.limits, like=arrays[0])

@@ -9,8 +9,9 @@ pairs, or a mapping         as they are; a name that comes again is numbered: ``
 parameters                  ``0``, ``1``, ... by position, whether they have a gradient or not
 ==========================  ===============================================================
 
-Prefixes of wrappers are taken off: ``module.`` (DistributedDataParallel) where all names have it,
-``_orig_mod.`` (torch.compile) and ``_checkpoint_wrapped_module.`` anywhere.
+Prefixes of wrappers are taken off: ``module.`` (DistributedDataParallel) and ``_forward_module.``
+(Lightning's Fabric) where all names have it, ``_orig_mod.`` (torch.compile) and
+``_checkpoint_wrapped_module.`` anywhere.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ Parameters: TypeAlias = (
 )
 """A model, ``model.named_parameters()``, a dict, or ``model.parameters()``."""
 
+_FIRST = ("module.", "_forward_module.")
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -105,8 +107,8 @@ def _plain(given: tuple[str, ...]) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in given):
         raise TypeError(f"names of parameters must be strings, got {list(given)!r:.200}")
     names = unique(given)
-    while names and all(name.startswith("module.") for name in names):
-        names = [name.removeprefix("module.") for name in names]
+    while names and any(all(n.startswith(prefix) for n in names) for prefix in _FIRST):
+        names = [name.partition(".")[2] for name in names]
     for wrapper in _WRAPPERS:
         names = [name.replace(wrapper, "") for name in names]
     # Keep names that are different only with their prefixes.
