@@ -256,6 +256,7 @@ def test_the_verbs():
     assert found["clip/norm"] == pytest.approx(norm(GRADS[-1]), rel=1e-5)
     assert found["clip/b/clipped"] == 1
     assert found["clip/round/steps"] == 5
+    assert "clip/round/learnt" not in found
     load_state(clipper, state, PARAMS)
     again = chain.init(PARAMS) if clipper.get_state()["groups"] else None
     close(again[0].statistics, state[0].statistics)

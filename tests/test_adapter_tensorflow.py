@@ -221,6 +221,14 @@ def test_the_verbs():
     assert compiled_clipper.state()["groups"] == state["groups"]
 
 
+def test_what_is_not_counted_is_not_zero() -> None:
+    compiled = CompiledClipper(NormClip(1.0))
+    compiled([(tf.constant([3.0, 4.0]), tf.Variable([0.0, 0.0]))])
+    found = compiled.stats()
+    assert (found["round/steps"], found["round/clipped"]) == (1, 1)
+    assert not {"round/fixed", "round/learnt", "round/warmup"} & {*found}
+
+
 def test_tracing_says_nothing():
     said: list[str] = []
     handler = logging.Handler()

@@ -21,6 +21,7 @@ from fedclip.adapters.shared import (
     Spec,
     check_compilable,
     clipper_of,
+    counted,
     groups_of,
     load,
     start,
@@ -32,7 +33,7 @@ from fedclip.arrays.jax import JaxBackend
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
 from fedclip.dpsgd.step import private_mean
 from fedclip.modules import AGC, Clipper
-from fedclip.records import RoundRecord, StepRecord
+from fedclip.records import StepRecord
 from fedclip.scopes import Groups
 from fedclip.transforms import NormClipping, SliceClipping, Transform, carried, clip_on_device
 
@@ -261,10 +262,9 @@ def stats(
     5.0
     """
     found, labels = _labelled(clipper, state, params)
-    steps, clipped, nonfinite = map(int, (found.steps, found.clipped, found.nonfinite))
-    every = RoundRecord(0, steps=steps, clipped=clipped, nonfinite=nonfinite)
     last = StepRecord(labels, found.norm, found.limit, found.over)
-    return (last.as_dict(prefix) if steps else {}) | every.as_dict(f"{prefix}round/")
+    every = counted((found.steps, found.clipped, found.nonfinite), f"{prefix}round/")
+    return (last.as_dict(prefix) if int(found.steps) else {}) | every
 
 
 def load_state(clipper: Clipper | AGC, state: Any, params: optax.Params) -> None:

@@ -13,6 +13,7 @@ from fedclip import states
 from fedclip.arrays import NUMPY, Array, Backend, HostView
 from fedclip.errors import nearest
 from fedclip.modules import AGC, Clipper
+from fedclip.records import RoundRecord
 from fedclip.scopes import Groups, resolve
 from fedclip.transforms import Carried, SliceClipping, Transform, carried
 
@@ -22,6 +23,7 @@ __all__ = [
     "check_compilable",
     "clipped",
     "clipper_of",
+    "counted",
     "groups_of",
     "kept",
     "load",
@@ -169,3 +171,14 @@ def stats(clipper: Clipper | AGC, prefix: str = "") -> dict[str, float]:
     found = {} if clipper.last is None else clipper.last.as_dict(prefix)
     rounds = [record for record in clipper.rounds if record.group == "all"]
     return found | (rounds[-1].as_dict(f"{prefix}round/") if rounds else {})
+
+
+def counted(counts: Iterable[Any], prefix: str) -> dict[str, float]:
+    """Return numbers of steps, clipped and nonfinite ones as those of a round.
+
+    Compiled code does not count what set its limits: these numbers are left out.
+    """
+    steps, clipped, nonfinite = map(int, counts)
+    every = RoundRecord(0, steps=steps, clipped=clipped, nonfinite=nonfinite).as_dict()
+    unknown = ("fixed", "learnt", "warmup")
+    return {prefix + name: number for name, number in every.items() if name not in unknown}

@@ -9,10 +9,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedclip import states
-from fedclip.adapters.shared import check_compilable, groups_of, kept, reset, start, transform_of
+from fedclip.adapters.shared import (
+    check_compilable,
+    counted,
+    groups_of,
+    kept,
+    reset,
+    start,
+    transform_of,
+)
 from fedclip.arrays import Array, Backend
 from fedclip.modules import AGC, Clipper
-from fedclip.records import RoundRecord, StepRecord
+from fedclip.records import StepRecord
 from fedclip.transforms import Carried, clip_on_device
 
 __all__ = ["HeldClipper", "Operations"]
@@ -133,7 +141,7 @@ class HeldClipper:
     @property
     def last(self) -> StepRecord | None:
         """What the last step did; None before the first."""
-        if not self._round().steps:
+        if not self._counts()[0]:
             return None
         norms, limits, clipped = self._numbers()[1]
         return StepRecord(self.labels, norms, limits, clipped > 0)
@@ -141,7 +149,7 @@ class HeldClipper:
     def stats(self, prefix: str = "") -> dict[str, float]:
         """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
         found = {} if self.last is None else self.last.as_dict(prefix)
-        return found | self._round().as_dict(f"{prefix}round/")
+        return found | counted(self._counts(), f"{prefix}round/")
 
     def state(self) -> dict[str, Any]:
         """Return what the clipper's own ``get_state`` would return; nothing for `agc`."""
@@ -191,9 +199,8 @@ class HeldClipper:
     def _numbers(self) -> list[np.ndarray[Any, Any]]:
         return [np.asarray(v.numpy(), np.float64) for v in self.variables[: self._columns]]
 
-    def _round(self) -> RoundRecord:
-        steps, clipped, nonfinite = self._numbers()[0].astype(int) if self.variables else (0, 0, 0)
-        return RoundRecord(0, steps=int(steps), clipped=int(clipped), nonfinite=int(nonfinite))
+    def _counts(self) -> list[int]:
+        return [*map(int, self._numbers()[0])] if self.variables else [0, 0, 0]
 
 
 def _wide(variable: Any) -> str:
