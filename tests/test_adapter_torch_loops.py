@@ -30,6 +30,7 @@ from fedclip.adapters.torch import (  # noqa: E402
     state,
     stats,
 )
+from fedclip.adapters.torch.apart import are_apart  # noqa: E402
 
 
 def build(seed=0, optimizer=torch.optim.SGD, **settings):
@@ -558,3 +559,14 @@ def test_views_of_a_flat_buffer_stay_in_it(views):
         parameter.grad = gradient
     clip_(parameters, NormClip(1.0))
     assert float(flat.norm()) == pytest.approx(1.0)
+
+
+def test_tensors_without_an_address_are_left_as_they_are():
+    found = []
+
+    def look(x):
+        found.append(are_apart([x, 2 * x]))
+        return x
+
+    torch.func.vmap(look)(torch.ones(2, 3))
+    assert found == [True]

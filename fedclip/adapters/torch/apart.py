@@ -26,8 +26,8 @@ def are_apart(gradients: Collection[torch.Tensor]) -> bool:
     try:
         addresses = [*map(torch.Tensor.data_ptr, dense)]
     except RuntimeError:
-        dense = [g for g in gradients if g.layout is torch.strided]
-        addresses = [*map(torch.Tensor.data_ptr, dense)]
+        dense = [*filter(_address, gradients)]
+        addresses = [*map(_address, dense)]
     # Without a Python loop where all are contiguous: a model has hundreds of gradients.
     sizes = map(attrgetter("nbytes"), dense)
     if not all(map(torch.Tensor.is_contiguous, dense)):
@@ -48,8 +48,8 @@ def part(parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tens
     for name, gradient in gradients.items():
         if id(gradient) in known or _folds(gradient):
             again.append(name)
-        elif gradient.layout is torch.strided and gradient.data_ptr():
-            spans.append((gradient.data_ptr(), _reach(gradient), name))
+        elif address := _address(gradient):
+            spans.append((address, _reach(gradient), name))
         known.add(id(gradient))
     begin, taken = 0, np.zeros(0, bool)
     for start, size, name in sorted(spans):
@@ -67,6 +67,14 @@ def part(parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tens
         own[...] = True
     for name in again:
         parameters[name].grad = gradients[name] = gradients[name].clone()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where a tensor begins; 0 for a sparse one, or on a device that shows no address."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _folds(tensor: torch.Tensor) -> bool:
