@@ -25,8 +25,9 @@ __all__ = ["JaxBackend"]
 float64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
 
 # XLA adds up to 62 float32 one after the other in arrays of fewer elements than this, and at most
-# 20 in larger ones (tests/test_digits.py).
+# 20 in larger ones up to a million (tests/test_digits.py).
 _TREE = 1 << 12
+_LONG = 1 << 20
 _JOINED = 1 << 24
 # Above this mean number of elements, XLA writes arrays faster one by one than all together.
 _LARGE = 1 << 18
@@ -75,8 +76,16 @@ def _bins(arrays: Sequence[Array], most: int) -> list[list[Array]]:
 
 def _wide(array: Array) -> Array:
     """Return an array in a dtype in which XLA adds it up with few roundings."""
-    few = math.prod(array.shape) < _TREE
-    return array.astype(float if few else jnp.promote_types(array.dtype, jnp.float32))
+    shape = array.shape
+    narrow = math.prod(shape) >= _TREE and math.prod(shape[1:] or shape) <= _LONG
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32) if narrow else float)
+
+
+def _sum_of_squares(wide: Array) -> Array:
+    """Return the sum of squares of a wide array; the sums of long ones' rows are in float64."""
+    long = math.prod(wide.shape) > _LONG
+    sums = jnp.sum(jnp.square(wide), axis=tuple(range(1, wide.ndim)) if long else None)
+    return jnp.sum(sums.astype(float))
 
 
 def _is_split(array: Array) -> bool:
@@ -246,7 +255,7 @@ class JaxBackend(Backend):
             joined = [jnp.concatenate([wide[i] for i in group]) for group in members]
             sums = jnp.stack([jnp.sum(jnp.square(j)) for j in joined])
         else:
-            squares = [jnp.sum(jnp.square(_wide(a))).astype(float) for a in arrays]
+            squares = [_sum_of_squares(_wide(a)) for a in arrays]
             sums = self._group_sums(squares, arrays, members)
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
         sound = jnp.all((sums >= UNDERFLOW) & (sums < jnp.inf))
@@ -301,7 +310,7 @@ class JaxBackend(Backend):
         tops = [jnp.max(jnp.stack([peaks[i] for i in group])) for group in members]
         tops = [jnp.where(top > 0, top, 1.0) for top in tops]
         of = {i: top for group, top in zip(members, tops, strict=True) for i in group}
-        squares = [jnp.sum(jnp.square(a / of[i])).astype(float) for i, a in enumerate(wide)]
+        squares = [_sum_of_squares(a / of[i]) for i, a in enumerate(wide)]
         return jnp.stack(tops).astype(float) * jnp.sqrt(self._group_sums(squares, arrays, members))
 
     def _peak(self, array: Array) -> Array:
