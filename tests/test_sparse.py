@@ -185,3 +185,14 @@ def test_the_sum_of_repeated_rows_keeps_the_bound(framework: str, dtype: str, se
     assert np.linalg.norm(found) <= limit * (1 + 1e-12)
     quiet = {"w": gradient}
     assert NormClip(1e6).clip(quiet)["w"] is gradient
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_slices_that_do_not_know_their_shape_keep_to_tiny_limits(dtype: str) -> None:
+    """The gradients of embeddings in a `tf.function` are such."""
+    tf = require("tensorflow")
+    values = tf.cast(tf.constant([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]), dtype)
+    gradient = tf.IndexedSlices(values, tf.constant([0, 1, 0]))
+    limit = 1e-5 if dtype == "float16" else 1e-33
+    clipped = NormClip(limit).clip({"w": gradient})["w"]
+    assert 0.0 < norm([tf.cast(clipped.values, "float64").numpy()]) <= limit

@@ -202,16 +202,16 @@ class NormClipping(Transform):
         self, gradient: Gradient, members: Sequence[int], target: float, base: float
     ) -> float:
         # What is empty, as a sparse array without rows is, rounds nothing.
-        views = [gradient.views[i] for i in members]
-        pairs = zip(members, views, strict=True)
-        arrays = [gradient.arrays[i] for i, view in pairs if view is None or view.size]
-        dtypes = {gradient.backend.dtype(array) for array in arrays}
+        pairs = [(gradient.arrays[i], gradient.views[i]) for i in members]
+        pairs = [(array, view) for array, view in pairs if view is None or view.size]
+        dtypes = {gradient.backend.dtype(array) for array, _ in pairs}
         norm = base - self.action.eps
         if target < max(FLOOR[dtype] for dtype in dtypes) and target:
             # With eps, the norm reached is less than the target.
             reached = target * (norm / base)
             error = max(SUBNORMAL[dtype] for dtype in dtypes)
-            size = sum(math.prod(array.shape) for array in arrays)
+            # A sparse array may not know its shape, and only what it stores is rounded.
+            size = sum(math.prod(a.shape) if view is None else view.size for a, view in pairs)
             low = float(lowered(self.ord, reached, size, error, NUMBER))
             target = target * (low / reached) if reached else 0.0
         if self.action.raises and target > norm:
