@@ -63,7 +63,7 @@ def test_it_says_when_there_are_too_few_records() -> None:
     assert "too few" not in call(*BUDGET, "--values", 650).stdout
     few = call(*BUDGET, "--values", 10**6).stdout
     assert "400 records are too few for this epsilon" in few
-    assert "more than the updates can move it: with 16,17" in few
+    assert "more than the updates can move it: with 16,16" in few
     # Too few for whatever model; and a delta for which one record is nothing.
     least = ("--epsilon", 0.02, "--rounds", 1, "--records", 9, "--batch-size", 3)
     text = call("calibrate", *least).stdout
@@ -104,6 +104,7 @@ def test_a_ledger_is_read_and_each_accountant_named(tmp_path: Path) -> None:
     text = call("spent", path).stdout
     assert "adding or removing one record" in text
     assert "30 steps at noise multiplier 2, Poisson samples at rate 0.16" in text
+    assert f"quote the smallest, {ledger.spent:.4g} (pld)" in text
     other = json.loads(call("spent", path, "--delta", 1e-3, "--json").stdout)[0]
     assert other["epsilons"]["pld"] == epsilon([Release(2.0, 30, 0.16)], 1e-3)
 

@@ -407,3 +407,38 @@ def test_losses_too_large_for_memory_are_bounded_without_sampling(
 def test_a_budget_that_allows_everything_is_sized_all_the_same() -> None:
     z = noise_multiplier(1e7, 1e-5, 1000, 0.01)
     assert epsilon([Release(z, 1000, 0.01)], 1e-5) <= 1e7
+
+
+@pytest.mark.parametrize("accountant", ["pld", "prv"])
+@pytest.mark.parametrize("delta", [1e-11, 1e-10])
+def test_rounding_in_many_steps_makes_no_epsilon_too_low(accountant: str, delta: float) -> None:
+    """The transforms of a million steps are not exact to such a delta."""
+    pytest.importorskip({"pld": "dp_accounting", "prv": "opacus"}[accountant])
+    found = [
+        epsilon([Release(z, 10**6, 1e-4)], delta, accountant=accountant)
+        for z in (1.0, 1.01, 1.02, 1.03, 1.04)
+    ]
+    assert found == sorted(found, reverse=True)
+    larger = epsilon([Release(1.04, 10**6, 1e-4)], 2e-8, accountant=accountant)
+    assert found[-1] > larger
+    if accountant == "pld":
+        replaced = epsilon([Release(1.0, 10**6, 1e-4)], delta, "replace-one", accountant)
+        assert replaced > found[0]
+
+
+def test_the_noise_for_a_budget_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may take seconds where steps are many and records are sampled rarely."""
+    calls = []
+
+    def steep(spent: tuple[Release, ...], delta: float, relation: str) -> float:
+        (release,) = spent
+        calls.append(release)
+        # As it is for 10^7 records, batches of 32 and 10^5 steps.
+        z = release.noise_multiplier
+        return 0.0042 / z + math.exp(min(11.0 / z, 40.0) - 25.5)
+
+    monkeypatch.setitem(accounting._BY_NAME, "pld", steep)
+    monkeypatch.setattr(accounting, "tightest", lambda *_: "pld")
+    z = noise_multiplier(3.0125, 1e-8, 100_001, 3.2e-6)
+    assert steep((Release(z),), 0, "") <= 3.0125 < steep((Release(z / 1.0006),), 0, "")
+    assert len(calls) - 2 <= 22

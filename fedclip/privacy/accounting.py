@@ -10,7 +10,9 @@ Poisson samples                privacy loss distributions of dp-accounting, the 
                                Opacus' PRV accountant, else its Rényi accountant
 =============================  ==================================================================
 
-Each accountant gives an upper bound. Opacus' ``gdp`` does not, and is never used.
+Each accountant gives an upper bound. Opacus' ``gdp`` does not, and is never used. The first two
+for samples are rounded in each step; where delta is so small that this counts, a Rényi accountant
+takes their place.
 
 Let z be the noise multiplier that the accountant counts, and ``sigma_b`` the standard deviation of
 the noise on the sum of the bits, each recentred to ±1/2 (Andrew et al., 2021, theorem 1). Then::
@@ -66,12 +68,15 @@ _ORDERS = (
     + list(range(11, 64))
     + [2**k for k in range(6, 13)]
 )
-# Privacy losses are rounded up to multiples of a tenth of the loss of one step, within these
-# ends. A finer grid is tighter and slower.
+# Privacy losses are rounded up to a grid within these ends, which follows from `_spread`. A finer
+# grid is tighter and slower.
 _FINEST, _COARSEST = 1e-5, 1e-3
 # With losses beyond this nothing is private, and they would not fit into memory on any grid that
 # the steps call for: sampling is left out of account, which is an upper bound.
 _LARGEST = 1e4
+# Transforms round the chances of each step: in all, by at most a sixth of this for each step. So
+# much of delta is left to it; if that is most of delta, Rényi's accountant counts, without them.
+_ROUNDING = 2.0**-49
 _INSTALL = "pip install dp-accounting"
 
 
@@ -151,8 +156,13 @@ def _probability(sampling: Any) -> float:
 
 @lru_cache(maxsize=4096)
 def _epsilon(spent: tuple[Release, ...], delta: float, relation: str, accountant: str) -> float:
-    if accountant in ("pld", "prv") and _loss(spent) > _LARGEST:
-        return _closed_form(tuple(r._replace(sampling=1.0) for r in spent), delta, relation)
+    if accountant in ("pld", "prv"):
+        if _loss(spent) > _LARGEST:
+            return _unsampled(spent, delta, relation)
+        rounding = _ROUNDING * sum(release.steps for release in spent)
+        if rounding > delta / 2.0:
+            return _WITHOUT_TRANSFORMS[accountant](spent, delta, relation)
+        delta -= rounding
     return _BY_NAME[accountant](spent, delta, relation)
 
 
@@ -192,18 +202,23 @@ def noise_multiplier(
         return high
     accountant = tightest(sampling, relation)
 
-    def enough(z: float) -> bool:
-        return _epsilon((Release(z, steps, sampling),), delta, relation, accountant) <= epsilon
+    def cost(z: float) -> float:
+        return _epsilon((Release(z, steps, sampling),), delta, relation, accountant)
 
-    while not enough(high):
+    while (least := cost(high)) > epsilon:
         # The accountant may be looser than the closed form.
         high *= 1.25
     low = high / 2.0
-    while enough(low):
-        low, high = low / 2.0, low
+    while (most := cost(low)) <= epsilon:
+        low, high, least = low / 2.0, low, most
     while high / low > 1.0 + 5e-4:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if enough(middle) else (middle, high)
+        # The cost is about a power of the noise; each of these calls may take seconds.
+        share = math.log(most / epsilon) / math.log(most / max(least, 1e-300))
+        middle = low * (high / low) ** min(max(share, 0.1), 0.9)
+        found = cost(middle)
+        low, most, high, least = (
+            (low, most, middle, found) if found <= epsilon else (middle, found, high, least)
+        )
     return high
 
 
@@ -239,23 +254,51 @@ def _closed_form(spent: tuple[Release, ...], delta: float, relation: str) -> flo
     return epsilon_of(mu * (2.0 if relation == "replace-one" else 1.0) * (1.0 + 1e-15), delta)
 
 
+def _unsampled(spent: tuple[Release, ...], delta: float, relation: str) -> float:
+    """Return what the releases would cost if everybody took part in each: an upper bound."""
+    return _closed_form(tuple(r._replace(sampling=1.0) for r in spent), delta, relation)
+
+
 def _pld(spent: tuple[Release, ...], delta: float, relation: str) -> float:
-    from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
+    from dp_accounting import NeighboringRelation
     from dp_accounting.pld import PLDAccountant
 
     neighbours = {
         "add-remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
         "replace-one": NeighboringRelation.REPLACE_ONE,
     }
-    # The standard deviation of the ratio of densities, for the step with the smallest loss.
-    loss = min(q * math.sqrt(math.expm1(min(1.0 / z**2, 9.0))) for z, _, q in spent)
-    grid = min(max(0.1 * loss, _FINEST), _COARSEST)
+    grid = min(max(min(_spread(z, q) for z, _, q in spent) / 16.0, _FINEST), _COARSEST)
     accountant = PLDAccountant(neighbours[relation], value_discretization_interval=grid)
+    return _composed(accountant, spent, delta)
+
+
+def _renyi(spent: tuple[Release, ...], delta: float, relation: str) -> float:
+    from dp_accounting.rdp import RdpAccountant
+
+    if relation == "replace-one":
+        # It knows samples for "add-remove" only.
+        return _unsampled(spent, delta, relation)
+    return _composed(RdpAccountant(_ORDERS), spent, delta)
+
+
+def _composed(accountant: Any, spent: tuple[Release, ...], delta: float) -> float:
+    """Return epsilon by an accountant of dp-accounting."""
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+
     for z, steps, sampling in spent:
         noise = GaussianDpEvent(z)
         event = noise if sampling == 1.0 else PoissonSampledDpEvent(sampling, noise)
         accountant.compose(event, steps)
     return float(accountant.get_epsilon(delta))
+
+
+def _spread(z: float, sampling: float) -> float:
+    """Return the variance of the loss of one step over its mean absolute value.
+
+    Losses that are rounded to a grid have at most a variance of grid times that mean more.
+    """
+    variance = sampling * sampling * math.expm1(min(1.0 / z**2, 9.0))
+    return variance / (2.0 * sampling * math.erf(1.0 / (z * math.sqrt(8.0))))
 
 
 def _opacus(name: str) -> Callable[[tuple[Release, ...], float, str], float]:
@@ -283,6 +326,7 @@ def _opacus(name: str) -> Callable[[tuple[Release, ...], float, str], float]:
 
 
 _BY_NAME = {"closed form": _closed_form, "pld": _pld, "prv": _opacus("prv"), "rdp": _opacus("rdp")}
+_WITHOUT_TRANSFORMS = {"pld": _renyi, "prv": _BY_NAME["rdp"]}
 
 
 # -- update clipping --------------------------------------------------------------------------

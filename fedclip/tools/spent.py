@@ -69,6 +69,10 @@ def in_words(cost: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {name:12} " + (
             f"epsilon {value:.4g} at delta {cost['delta']:g}" if sure else value
         )
+    known = {n: value for n, value in cost["epsilons"].items() if not isinstance(value, str)}
+    if len(known) > 1:
+        least = min(known, key=lambda n: known[n])
+        yield f"  each of them is an upper bound; quote the smallest, {known[least]:.4g} ({least})"
 
 
 def of_plan(noise_multiplier: float, steps: int, rate: float, delta: float) -> Spent:
