@@ -110,7 +110,7 @@
         path.setAttribute("stroke-dasharray", dash.join(" "));
       }));
       if (banded && shown.length === 1) {
-        key.append(entry(`least to most of the ${of}`, (path) => {
+        key.append(entry(`lowest to highest of the ${of}`, (path) => {
           path.setAttribute("stroke", color);
           path.setAttribute("stroke-width", 12);
           path.setAttribute("opacity", 0.2);

@@ -149,7 +149,7 @@ def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, Any]
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return least and most; no number if any of them is none."""
+    """Return the lowest and the highest; no number if any of them is none."""
     return (math.nan, math.nan) if math.isnan(sum(values)) else (min(values), max(values))
 
 
@@ -198,7 +198,7 @@ def _limits(rows: Iterable[Row], limits: Mapping[tuple[str, str, int], float]) -
 
 
 def _point(round_: int, record: RoundRecord, limits: Sequence[float]) -> list[Any]:
-    """Return round, least, 5 %, median, 95 % and largest norm, least and most limit, share."""
+    """Return round, least, 5 %, median, 95 % and largest norm, lowest and highest limit, share."""
     return [
         round_,
         *map(_short, (record.norm_min, record.norm_quantile(0.05), record.norm_median)),
