@@ -217,6 +217,13 @@ def test_notes_on_run_privacy(check: Any, old: str, new: str, text: str) -> None
     assert text not in said(check(run=PRIVATE))
 
 
+@pytest.mark.parametrize("delta", ["0.0", "1.0", "2"])
+def test_a_delta_that_is_no_probability(check: Any, delta: str) -> None:
+    found = check(run=PRIVATE.replace("1e-5", delta))
+    assert "[run.privacy] " in said(found, "problem")
+    assert "delta" in said(found, "problem")
+
+
 def test_shuffled_batches_are_no_poisson_samples(check: Any) -> None:
     found = check(run="poisson = false\n" + PRIVATE)
     assert "poisson = false: epsilon is that of Poisson samples" in said(found)

@@ -470,6 +470,8 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         self._absent = {k: v for k, v in statistics.items() if k not in found.labels}
         self._groups, self._names, self._loaded = found, names, False
         self._forget(found)
+        if isinstance(self._transform, SliceClipping):
+            self._check_slices(self._transform, [tuple(arrays[n].shape) for n in found.names])
         return found
 
     def known(self, groups: Groups) -> Statistics:
@@ -491,6 +493,17 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
                 f"and the gradient has {missing} besides: load the state of this model, or none"
             )
         return statistics
+
+    def _check_slices(self, transform: SliceClipping, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Warn if no tensor has slices that are limited; a sparse one may not know its shape."""
+        if shapes and not any(None in shape or transform.axes(shape) for shape in shapes):
+            warnings.warn(
+                f"{self.name} leaves all tensors alone: none has slices along dims = "
+                f"{self.dims} of at least min_size = {self.min_size} elements; their shapes are "
+                f"{', '.join(map(str, shapes[:5]))}{', …' if shapes[5:] else ''}",
+                FedclipWarning,
+                stacklevel=5,
+            )
 
     def _forget(self, present: Groups) -> None:
         """Drop the statistics of the names that were absent longest, if there are too many."""

@@ -221,7 +221,10 @@ def _budget(privacy: Section) -> Iterator[Found]:
     match privacy.get("budget"):
         case [int() | float() as spent, int() | float() as delta]:
             yield from _absurd(spent, "each client's budget", where)
-            if delta >= 1e-3:
+            if not 0.0 < delta < 1.0:
+                text = f"budget is [epsilon, delta], and delta must be in (0, 1), got {delta:g}"
+                yield "problem", where, text
+            elif delta >= 1e-3:
                 text = (
                     f"delta = {delta:g} has to be far below 1 / number of records of the smallest "
                     "client: to publish one record, drawn at random, would pass"
