@@ -471,7 +471,12 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         self._groups, self._names, self._loaded = found, names, False
         self._forget(found)
         if isinstance(self._transform, SliceClipping):
-            self._check_slices(self._transform, [tuple(arrays[n].shape) for n in found.names])
+            shapes = [tuple(arrays[name].shape) for name in found.names]
+            # Single numbers, and what is empty, are often left alone. Sparse arrays may not know
+            # their shape.
+            self._check_slices(
+                self._transform, [s for s in shapes if None in s or math.prod(s) > 1]
+            )
         return found
 
     def known(self, groups: Groups) -> Statistics:
@@ -495,7 +500,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         return statistics
 
     def _check_slices(self, transform: SliceClipping, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Warn if no tensor has slices that are limited; a sparse one may not know its shape."""
+        """Warn if no tensor has slices that are limited."""
         if shapes and not any(None in shape or transform.axes(shape) for shape in shapes):
             warnings.warn(
                 f"{self.name} leaves all tensors alone: none has slices along dims = "
