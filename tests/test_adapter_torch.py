@@ -1,6 +1,8 @@
 """PyTorch loops: the adapter does what the declearn module does, at the right moment."""
 
+import contextlib
 import io
+import math
 import warnings
 from functools import partial
 
@@ -26,7 +28,7 @@ from fedclip import (  # noqa: E402
     ValueClip,
     ZScoreClip,
 )
-from fedclip.adapters.torch import PureClipping, attach, clip_  # noqa: E402
+from fedclip.adapters.torch import PureClipping, attach, clip_, stats  # noqa: E402
 from fedclip.arrays import Views  # noqa: E402
 from fedclip.arrays.torch import TorchBackend, TorchInPlace  # noqa: E402
 
@@ -363,6 +365,47 @@ def test_pure_clipping_gives_each_group_its_own_statistics():
     for others in ({"b": large}, {"a": small, "b": large, "c": small}):
         with pytest.raises(ValueError, match="the state is of 2 groups of tensors"):
             pure.update(others, state)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_pure_clipping_tells_what_happened(scope, compiled):
+    clipper = ZScoreClip(warmup=2, scope=scope)
+    reference = ZScoreClip(warmup=2, scope=scope)
+    pure = PureClipping(clipper)
+    update = (
+        torch.compile(pure.update, fullgraph=True, backend="eager") if compiled else pure.update
+    )
+    gradients = {"a": torch.ones(3), "b": torch.full((2, 2), 2.0)}
+    state = pure.init(gradients)
+    assert pure.stats(state, gradients)["round/steps"] == 0
+    assert "norm" not in pure.stats(state, gradients)
+    for factor in (1.0, 1.1, 0.9, 50.0, math.nan, 60.0):
+        given = {name: factor * gradient for name, gradient in gradients.items()}
+        _, state = update(given, state)
+        finite = math.isfinite(factor)
+        with contextlib.nullcontext() if finite else pytest.warns(FedclipWarning, match="NaN"):
+            reference.clip(given)
+        found = pure.stats(state, gradients, "clip/")
+        assert {*map(type, found.values())} <= {int, float}
+        if finite:
+            expected = stats(reference, "clip/")
+            assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-6)
+    assert (found["clip/round/steps"], found["clip/round/nonfinite"]) == (6, 1)
+    pure.load_state(state, gradients)
+    for group in reference.get_state()["groups"]:
+        assert clipper.statistics(group) == pytest.approx(reference.statistics(group), rel=1e-6)
+    again = PureClipping(clipper)
+    assert all(
+        torch.allclose(a, b) for a, b in zip(again.init(gradients)[0], state[0], strict=True)
+    )
+
+
+def test_pure_clipping_refuses_what_is_no_state():
+    pure, gradients = PureClipping(NormClip(1.0)), {"w": torch.ones(2)}
+    for wrong in (None, (), pure.init(gradients)[0]):
+        with pytest.raises(TypeError, match="needs the ClipState that init returned"):
+            pure.update(gradients, wrong)
 
 
 def test_pure_clipping_refuses_what_it_can_not_do():

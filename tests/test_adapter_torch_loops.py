@@ -378,7 +378,8 @@ def test_pure_clipping_with_agc(settings):
     clip_(model, AGC(0.05, **settings))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=3e-6, atol=0)
-    assert not after
+    assert not after.statistics
+    assert pure.stats(after, gradients)["round/clipped"] == 1
     with pytest.raises(TypeError, match="needs the weights"):
         pure.update(gradients, after)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 try:
     import jax
@@ -18,12 +18,14 @@ except ImportError as error:
 import numpy as np
 
 from fedclip.adapters.shared import (
+    ClipState,
     Spec,
     check_compilable,
+    check_state,
     clipper_of,
-    counted,
     groups_of,
     load,
+    of_state,
     start,
     transform_of,
     unique,
@@ -33,34 +35,10 @@ from fedclip.arrays.jax import JaxBackend
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
 from fedclip.dpsgd.step import private_mean
 from fedclip.modules import AGC, Clipper
-from fedclip.records import StepRecord
 from fedclip.scopes import Groups
 from fedclip.transforms import NormClipping, SliceClipping, Transform, carried, clip_on_device
 
 __all__ = ["ClipState", "as_optax", "load_state", "private_gradients", "stats"]
-
-
-class ClipState(NamedTuple):
-    """State of a clipper in a chain: a pytree of small arrays, each with a buffer of its own.
-
-    ``optax.tree.get(state, "norm")`` finds the fields inside a chain's state; `stats` gives them
-    as plain numbers.
-    """
-
-    statistics: Any
-    """The rule's statistics of past norms: arrays over groups."""
-    norm: Array
-    """Norm of each group at the last step, before clipping."""
-    limit: Array
-    """Limit of each group at the last step."""
-    over: Array
-    """Whether each group was over its limit at the last step."""
-    steps: Array
-    """Number of steps."""
-    clipped: Array
-    """Number of steps at which some group was clipped."""
-    nonfinite: Array
-    """Number of steps that held NaN or infinity."""
 
 
 def as_optax(
@@ -155,8 +133,7 @@ def as_optax(
                     f"{clipper.name} learns from past steps: give update the state that init, or "
                     "the last update, returned"
                 )
-        if not isinstance(state, ClipState):
-            raise TypeError(f"update needs the ClipState that init returned, got {state!r:.80}")
+        check_state(state)
         if state.norm.shape != (len(groups),):
             raise ValueError(
                 f"the state is of {state.norm.size} groups of leaves, and these updates have "
@@ -261,10 +238,7 @@ def stats(
     >>> stats(clipper, state, params)["norm"]
     5.0
     """
-    found, labels = _labelled(clipper, state, params)
-    last = StepRecord(labels, found.norm, found.limit, found.over)
-    every = counted((found.steps, found.clipped, found.nonfinite), f"{prefix}round/")
-    return (last.as_dict(prefix) if int(found.steps) else {}) | every
+    return of_state(*_labelled(clipper, state, params), prefix)
 
 
 def load_state(clipper: Clipper | AGC, state: Any, params: optax.Params) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from declearn.optimizer import list_optim_modules
 
@@ -13,26 +13,52 @@ from fedclip import states
 from fedclip.arrays import NUMPY, Array, Backend, HostView
 from fedclip.errors import nearest
 from fedclip.modules import AGC, Clipper
-from fedclip.records import RoundRecord
+from fedclip.records import RoundRecord, StepRecord
 from fedclip.scopes import Groups, resolve
 from fedclip.transforms import Carried, SliceClipping, Transform, carried
 
 __all__ = [
+    "ClipState",
     "Spec",
     "check_clipper",
     "check_compilable",
+    "check_state",
     "clipped",
     "clipper_of",
     "counted",
     "groups_of",
     "kept",
     "load",
+    "of_state",
     "reset",
     "start",
     "stats",
     "transform_of",
     "unique",
 ]
+
+
+class ClipState(NamedTuple):
+    """State of a clipper in compiled code: small arrays, each with a buffer of its own.
+
+    `stats` gives them as plain numbers; ``optax.tree.get(state, "norm")`` finds a field inside the
+    state of a chain.
+    """
+
+    statistics: Any
+    """The rule's statistics of past norms: arrays over groups."""
+    norm: Array
+    """Norm of each group at the last step, before clipping."""
+    limit: Array
+    """Limit of each group at the last step."""
+    over: Array
+    """Whether each group was over its limit at the last step."""
+    steps: Array
+    """Number of steps."""
+    clipped: Array
+    """Number of steps at which some group was clipped."""
+    nonfinite: Array
+    """Number of steps that held NaN or infinity."""
 
 
 def unique(names: Iterable[str]) -> list[str]:
@@ -103,6 +129,12 @@ def check_compilable(clipper: Clipper | AGC) -> None:
         )
 
 
+def check_state(state: Any) -> None:
+    """Raise a TypeError for what is no state of compiled code."""
+    if not isinstance(state, ClipState):
+        raise TypeError(f"update needs the ClipState that init returned, got {state!r:.80}")
+
+
 def groups_of(clipper: Clipper | AGC, tensors: Mapping[str, Array]) -> Groups:
     """Return the groups of a clipper for tensors by name; `agc` looks at their shapes."""
     if isinstance(clipper, Clipper):
@@ -171,6 +203,13 @@ def stats(clipper: Clipper | AGC, prefix: str = "") -> dict[str, float]:
     found = {} if clipper.last is None else clipper.last.as_dict(prefix)
     rounds = [record for record in clipper.rounds if record.group == "all"]
     return found | (rounds[-1].as_dict(f"{prefix}round/") if rounds else {})
+
+
+def of_state(state: ClipState, labels: tuple[str, ...], prefix: str) -> dict[str, float]:
+    """Return the plain numbers of `stats` from a state of compiled code."""
+    last = StepRecord(labels, state.norm, state.limit, state.over)
+    every = counted((state.steps, state.clipped, state.nonfinite), f"{prefix}round/")
+    return (last.as_dict(prefix) if int(state.steps) else {}) | every
 
 
 def counted(counts: Iterable[Any], prefix: str) -> dict[str, float]:

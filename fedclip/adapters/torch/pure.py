@@ -4,11 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+import numpy as np
 import torch
 
-from fedclip.adapters.shared import Spec, check_compilable, clipper_of, start
+from fedclip.adapters.shared import (
+    ClipState,
+    Spec,
+    check_compilable,
+    check_state,
+    clipper_of,
+    load,
+    of_state,
+    start,
+)
 from fedclip.arrays.torch import TorchBackend
 from fedclip.modules import AGC
 from fedclip.scopes import Groups
@@ -25,10 +34,11 @@ class PureClipping:
         pure = PureClipping(clipper)
         state = pure.init(gradients)
         gradients, state = torch.compile(pure.update, fullgraph=True)(gradients, state)
+        pure.stats(state, gradients)
 
-    The state holds tensors: a few numbers for each group, and for clippers that keep the past of
-    each element as much as the model; save it with the model. It starts from the clipper's
-    statistics, and never changes the clipper.
+    The state is a `ClipState` of tensors: a few numbers for each group, and for clippers that keep
+    the past of each element as much as the model; save it with the model. It starts from the
+    clipper's statistics, and no step changes the clipper; `load_state` gives them back to it.
 
     Parameters
     ----------
@@ -44,20 +54,23 @@ class PureClipping:
         # torch.compile can look into a table, and not follow the matching of patterns.
         self._known: dict[tuple[str, ...], Groups] = {}
 
-    def init(self, gradients: Mapping[str, torch.Tensor]) -> Any:
+    def init(self, gradients: Mapping[str, torch.Tensor]) -> ClipState:
         """Return the state before the first step, on the device of the gradients."""
         groups = self._known[tuple(gradients)] = self._groups(gradients)
-        if isinstance(self.clipper, AGC):
-            return ()
-        first, kept = start(self.clipper, groups), self.clipper.get_state()["arrays"]
-        return carried(self.clipper.transform(groups), gradients, groups, _PLAIN, first, kept)
+        first, like = start(self.clipper, groups), next(iter(gradients.values()), None)
+        if not isinstance(self.clipper, AGC):
+            kept, transform = self.clipper.get_state()["arrays"], self.clipper.transform(groups)
+            first = carried(transform, gradients, groups, _PLAIN, first, kept)
+        norm, limit = (_PLAIN.asarray(np.zeros(len(groups)), like=like) for _ in range(2))
+        steps, clipped, nonfinite = (norm.new_zeros((), dtype=torch.int64) for _ in range(3))
+        return ClipState(first, norm, limit, norm > 0, steps, clipped, nonfinite)
 
     def update(
         self,
         gradients: Mapping[str, torch.Tensor],
-        state: Any,
+        state: ClipState,
         weights: Mapping[str, torch.Tensor] | None = None,
-    ) -> tuple[dict[str, torch.Tensor], Any]:
+    ) -> tuple[dict[str, torch.Tensor], ClipState]:
         """Return the clipped gradients, by name, and the state after the step."""
         groups = self._known.get(tuple(gradients)) or self._groups(gradients)
         backend, clipper = _backend(gradients), self.clipper
@@ -73,10 +86,35 @@ class PureClipping:
                 f"{clipper.name} needs whole arrays, and a DTensor is in parts: use clip_, which "
                 "gathers them, or a clipper by norms or by values"
             )
+        check_state(state)
         clipped, step = clip_on_device(
-            transform, gradients, groups, backend, state, clipper.on_nonfinite
+            transform, gradients, groups, backend, state.statistics, clipper.on_nonfinite
         )
-        return clipped, step.state
+        over = step.clipped.reshape(state.over.shape)
+        return clipped, ClipState(
+            step.state,
+            # Numbers of a single group have the shape ().
+            step.norms.reshape(state.norm.shape).to(state.norm.dtype),
+            step.limits.reshape(state.limit.shape).to(state.limit.dtype),
+            over,
+            state.steps + 1,
+            state.clipped + over.any(),
+            state.nonfinite + ~step.finite,
+        )
+
+    def stats(
+        self, state: ClipState, gradients: Mapping[str, torch.Tensor], prefix: str = ""
+    ) -> dict[str, float]:
+        """Return plain numbers for a logger: of the last step, and of all (``round/...``).
+
+        Of the gradients, only the names count, and for `AGC` the shapes.
+        """
+        return of_state(state, self._groups(gradients).labels, prefix)
+
+    def load_state(self, state: ClipState, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Put the statistics of a state into the clipper, from which `init` then starts."""
+        if not isinstance(self.clipper, AGC):
+            load(self.clipper, state.statistics, self._groups(gradients).labels)
 
     def _groups(self, gradients: Mapping[str, torch.Tensor]) -> Groups:
         # A state knows no names: its groups are in one order, whatever that of the gradients.
