@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -304,6 +305,21 @@ def test_all_memory_of_tensorflow_is_aligned(kind: Any) -> None:
         for output in clip.clip(gradient).values():
             assert address(np.asarray(output)) % 64 == 0
             assert np.isfinite(tf.reduce_sum(output * output))
+
+
+def test_what_tensorflow_holds_on_a_device_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    tf, backend = _tf(), importlib.import_module("fedclip.arrays.tensorflow")
+    monkeypatch.setattr(backend, "_only_cpu", lambda: False)
+    tensor = SimpleNamespace(
+        dtype=tf.float32, device="/job:localhost/replica:0/task:0/device:GPU:0"
+    )
+    monkeypatch.setattr(backend, "_EAGER", {SimpleNamespace, type(tf.ones(2))})
+    may_write = backend.TensorflowBackend._may_write
+    assert not may_write([tensor, tf.ones(2)])
+    monkeypatch.setattr(backend, "_EAGER", {type(tf.ones(2))})
+    assert may_write([tf.ones(2)])
+    assert not may_write([tf.Variable(tf.ones(2))])
+    assert not may_write([tf.ones(2, tf.float16)])
 
 
 @pytest.mark.parametrize(("kind", "slopes"), [(NormClip, [1.1, 1.1]), (ValueClip, [0.0, 0.0])])

@@ -130,9 +130,11 @@ class TensorflowBackend(Backend):
 
     @staticmethod
     def _may_write(arrays: Sequence[Array]) -> bool:
-        """Return whether NumPy may compute results: no tape is there that would miss them."""
-        usual = arrays[0].dtype in _SHARED and {type(t) for t in arrays} == _EAGER
-        return usual and not could_possibly_record()
+        """Return whether NumPy may compute results: in host memory, and no tape misses them."""
+        if arrays[0].dtype not in _SHARED or {type(t) for t in arrays} != _EAGER:
+            return False
+        local = _only_cpu() or all("CPU" in tensor.device for tensor in arrays)
+        return local and not could_possibly_record()
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         return self._multiply(array, tf.constant(factors, self._product_dtype(array)))
