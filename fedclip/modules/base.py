@@ -57,8 +57,8 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         step is counted, one warning a round. "raise": a `NonFiniteError` that names the tensors.
         "propagate": each group that holds one becomes NaN. No statistic ever sees such a step.
     keep_memory
-        Whether large outputs are written to memory that is kept between the
-        steps of a round: at most one gradient's size, and only what nobody holds any more.
+        Whether large outputs are written to memory that is kept between the steps of a round: at
+        most one gradient's size, and only what nobody holds any more.
     """
 
     differs: ClassVar[Mapping[str, Parameter]] = {}
@@ -471,12 +471,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         self._groups, self._names, self._loaded = found, names, False
         self._forget(found)
         if isinstance(self._transform, SliceClipping):
-            shapes = [tuple(arrays[name].shape) for name in found.names]
-            # Single numbers, and what is empty, are often left alone. Sparse arrays may not know
-            # their shape.
-            self._check_slices(
-                self._transform, [s for s in shapes if None in s or math.prod(s) > 1]
-            )
+            self._check_slices(self._transform, [tuple(arrays[n].shape) for n in found.names])
         return found
 
     def known(self, groups: Groups) -> Statistics:
@@ -501,7 +496,12 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
 
     def _check_slices(self, transform: SliceClipping, shapes: Sequence[tuple[int, ...]]) -> None:
         """Warn if no tensor has slices that are limited."""
-        if shapes and not any(None in shape or transform.axes(shape) for shape in shapes):
+        # Sparse arrays may not know their shape.
+        if any(None in shape or transform.axes(shape) for shape in shapes):
+            return
+        # Single numbers, and what is empty, are often left alone.
+        shapes = [shape for shape in shapes if math.prod(shape) > 1]
+        if shapes:
             warnings.warn(
                 f"{self.name} leaves all tensors alone: none has slices along dims = "
                 f"{self.dims} of at least min_size = {self.min_size} elements; their shapes are "
