@@ -415,6 +415,16 @@ def test_torch_products_of_middling_tensors_without_kept_memory() -> None:
         assert name != "transposed" or output.stride() == gradient[name].stride()
 
 
+def test_torch_products_of_a_model_on_two_devices() -> None:
+    torch = require("torch")
+    backend = importlib.import_module("fedclip.arrays.torch").TorchBackend()
+    # Products are all that can be told of tensors without data, which stand for those of a GPU.
+    arrays = [torch.full((1 << 16,), 2.0), torch.empty(1 << 16, device="meta")]
+    first, second = backend.scale(arrays, 0.5)
+    assert torch.equal(first, torch.ones(1 << 16))
+    assert second.device.type == "meta"
+
+
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["run", "twice", "numpy", "drop", "round", "copy"]),

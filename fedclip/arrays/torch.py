@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,14 @@ from fedclip.arrays.numpy import written
 __all__ = ["TorchBackend", "TorchInPlace"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+_place, _requires_grad = attrgetter("layout", "is_cpu"), attrgetter("requires_grad")
+_HOST = {(torch.strided, True)}
 # A table, not `functools.cache`: torch.compile can look into a table.
 _DTYPES = {n: getattr(torch, n) for n in ("float16", "bfloat16", "float32", "float64")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
+# Dtypes that NumPy multiplies as torch does.
+_COMPUTED = {torch.float32: np.float32, torch.float64: np.float64}
 # Dtypes of host views: bfloat16 as bits.
 _VIEWED = {torch.uint16, *_NAMES}
 # Torch wakes threads for the product of a tensor of more elements.
@@ -108,19 +113,21 @@ class TorchBackend(Backend):
         return _NAMES.get(array.dtype) or str(array.dtype).removeprefix("torch.")
 
     def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
-        k = self._number(factor, arrays[0])
-        if any(t.requires_grad for t in arrays):
+        if any(map(_requires_grad, arrays)):
             # torch._foreach_mul would make the gradient of one output depend on all inputs.
+            k = self._number(factor, arrays[0])
             return [torch.mul(t, k) for t in arrays]
-        middling = type(k) is not float and any(t.numel() > _GRAIN for t in arrays)
+        kind = _COMPUTED.get(arrays[0].dtype)
+        middling = kind is not None and max(map(torch.numel, arrays)) > _GRAIN
         if (outs or middling) and self._may_write(arrays):
-            if type(k) is not float:
+            if kind is not None:
                 # The same products as torch's own. Few elements are not worth waking a thread, and
                 # many go over all cores.
-                views = [t.numpy() for t in arrays]
-                return [*map(torch.from_numpy, written(np.multiply, views, k.numpy(), outs))]
+                views, k = [*map(torch.Tensor.numpy, arrays)], np.asarray(factor, kind)
+                return [*map(torch.from_numpy, written(np.multiply, views, k, outs))]
             pairs = zip(arrays, outs, strict=True)
             return [torch.mul(t, factor, out=self._on(out, t)) for t, out in pairs]
+        k = self._number(factor, arrays[0])
         if arrays[0].dtype.itemsize == 2:
             return [self._multiply_half(t, factor) for t in arrays]
         products: Sequence[torch.Tensor] = torch._foreach_mul(list(arrays), k)
@@ -129,9 +136,8 @@ class TorchBackend(Backend):
     @staticmethod
     def _may_write(arrays: Sequence[torch.Tensor]) -> bool:
         """Return whether results may be written to memory of NumPy, without autograd."""
-        return all(
-            type(t) in _PLAIN and t.layout is torch.strided and not t.is_neg() for t in arrays
-        )
+        plain = {*map(type, arrays)} <= _PLAIN and {*map(_place, arrays)} == _HOST
+        return plain and not any(map(torch.is_neg, arrays))
 
     @staticmethod
     def _on(memory: HostView | None, like: torch.Tensor) -> torch.Tensor | None:
