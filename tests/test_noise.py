@@ -95,6 +95,13 @@ def test_noise_keeps_dtype_shape_and_inputs(framework: str, dtype: str) -> None:
         assert (to_numpy(vector)["w"] == 0.25).all()
 
 
+@pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])
+def test_noise_on_another_byte_order(dtype: str) -> None:
+    out = add_noise({"w": np.full(50, 0.25, dtype)}, 1e-3, secure_normals)["w"]
+    assert out.dtype == np.dtype(dtype)
+    np.testing.assert_allclose(out.astype(np.float64), 0.25, atol=0.02)
+
+
 def _bfloat16(framework: str, arrays: dict[str, Any]) -> Any:
     vector = to_vector({k: v.astype("float32") for k, v in arrays.items()}, framework)
     if framework == "torch":

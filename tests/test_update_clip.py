@@ -411,6 +411,64 @@ def test_noise_is_sized_on_the_bound_that_was_sent() -> None:
         assert np.std(out.coefs["w"]) == pytest.approx(module.noise * before / m, rel=0.03)
 
 
+HALF = [("torch", "bfloat16", 128), ("torch", "float16", 1024), ("numpy", "float16", 1024)]
+
+
+def small_floats(framework: str, dtype: str, value: float) -> Any:
+    if framework == "numpy":
+        return NumpyVector({"w": np.array([value], dtype)})
+    torch = require("torch")
+    from declearn.model.torch import TorchVector
+
+    return TorchVector({"w": torch.tensor([value]).to(getattr(torch, dtype))})
+
+
+@pytest.mark.parametrize(("framework", "dtype", "spaced"), HALF)
+def test_one_client_moves_the_noised_average_by_its_share_at_most(
+    framework: str, dtype: str, spaced: int
+) -> None:
+    """Sums of so many are spaced by the bound: one more makes a tie go the other way."""
+    config = {"noise_multiplier": 1e-9, "expected_clients": 1, "start_norm": 1.0}
+    sizes = [1.0] * spaced + [0.5]
+
+    def play(sizes: list[float]) -> float:
+        server = Server([("update-clip-server", {**config, "learning_rate": 0.0})], CLIPPED)
+        server.start()
+        for module in server.optim.modules:
+            module.process_aux_var(UpdateClipVotes(len(sizes)))
+        updates = sum(ClippedUpdates(small_floats(framework, dtype, x), 1) for x in sizes)
+        server.aggregator.finalize_updates(updates)
+        return float(SERVER.get().exact["w"][0])  # type: ignore[union-attr]
+
+    assert play([1.0, *sizes]) - play(sizes) == 1.0
+
+
+@pytest.mark.parametrize(("framework", "dtype", "spaced"), HALF)
+def test_many_small_updates_in_half_precision_add_up(
+    framework: str, dtype: str, spaced: int
+) -> None:
+    server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
+    honest = [ClippedUpdates(small_floats(framework, dtype, 0.25), 1) for _ in range(4 * spaced)]
+    average = server.finalize_updates(sum(honest))
+    assert float(to_numpy(average)["w"][0]) == 0.25
+    assert average.coefs["w"].dtype == honest[0].updates.coefs["w"].dtype
+
+
+def test_noise_is_added_before_the_average_is_rounded() -> None:
+    """One average, held in two dtypes, gives the same draws the same sums."""
+    outs = []
+    for dtype in ("float64", "float16"):
+        config = {"noise_multiplier": 1e-3, "generator": "insecure", "seed": 1}
+        config |= {"expected_clients": 1, "start_norm": 1.0, "learning_rate": 0.0}
+        server = Server([("update-clip-server", config)], CLIPPED)
+        server.start()
+        server.optim.modules[0].process_aux_var(UpdateClipVotes(2))
+        parts = [NumpyVector({"w": np.full(64, x, dtype)}) for x in (0.0625, 2.0**-15)]
+        average = server.aggregator.finalize_updates(sum(ClippedUpdates(x, 1) for x in parts))
+        outs.append(server.optim.modules[0].run(average).coefs["w"])
+    np.testing.assert_array_equal(outs[0].astype(np.float16), outs[1])
+
+
 def test_denominator_is_the_expected_number_whoever_replies() -> None:
     config = {"start_norm": 1.0, "noise_multiplier": 1e-9, "expected_clients": 10}
     server = Server([("update-clip-server", config)], CLIPPED)

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import UNDERFLOW, Array, Backend, Form, HostView, Views
+from fedclip.arrays import UNDERFLOW, Array, Backend, Form, HostView, Views, backend_of
 from fedclip.arrays.cores import PIECE, each, worthwhile
 from fedclip.scopes import Groups
 
@@ -97,6 +97,21 @@ def encode(values: HostView, dtype: np.dtype[Any], *, towards_zero: bool = False
         # Floats of one sign are ordered like their bits: subtract 1 to step towards zero.
         result.view(f"u{result.itemsize}")[np.abs(result) > np.abs(values)] -= 1
     return result
+
+
+def narrowed(values: Float64, like: Array) -> Array:
+    """Return values as an array of the kind, dtype and device of `like`, which is dense.
+
+    For an array that is not of floats the result is of the framework's widest ones.
+    """
+    backend = backend_of(like)
+    dtype = backend.dtype(like)
+    if not dtype.startswith(("float", "bfloat")):
+        return backend.asarray(values, like)
+    # NumPy has no bfloat16: `encode` writes its bits as uint16.
+    kind = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
+    (native,) = backend.prepared([like])
+    return backend.restored(backend.from_host(encode(values, kind), native), like)
 
 
 def _flat(view: HostView) -> HostView:

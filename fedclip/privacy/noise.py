@@ -34,7 +34,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fedclip.arrays import Array, backend_of
-from fedclip.measures.l2 import encode
+from fedclip.measures.l2 import narrowed
 
 __all__ = ["Normals", "add_noise", "insecure_normals", "noised", "secure_normals"]
 
@@ -103,7 +103,12 @@ def noised(values: Float64, std: float, normals: Normals) -> Float64:
     return rounded
 
 
-def add_noise(arrays: Mapping[str, Array], std: float, normals: Normals) -> dict[str, Array]:
+def add_noise(
+    arrays: Mapping[str, Array],
+    std: float,
+    normals: Normals,
+    exact: Mapping[str, Float64] | None = None,
+) -> dict[str, Array]:
     """Return the arrays with independent Gaussian noise on each element; sparse ones as dense.
 
     Parameters
@@ -114,14 +119,14 @@ def add_noise(arrays: Mapping[str, Array], std: float, normals: Normals) -> dict
         Standard deviation.
     normals
         The generator: `secure_normals`, or one made by `insecure_normals`.
+    exact
+        The values of the arrays before they were rounded to their dtypes. What is rounded before
+        the noise may lie further apart than it did.
     """
     result = {}
     for name, array in arrays.items():
         backend = backend_of(array)
         dense = backend.dense(array)
-        values = noised(np.asarray(backend.to_host(dense), dtype=np.float64), std, normals)
-        dtype = backend.dtype(dense)
-        # NumPy has no bfloat16: `encode` writes its bits as uint16.
-        kind = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
-        result[name] = backend.from_host(encode(values, kind), dense)
+        values = backend.to_host(dense) if exact is None else exact[name]
+        result[name] = narrowed(noised(np.asarray(values, np.float64), std, normals), dense)
     return result

@@ -14,7 +14,7 @@ from declearn.model.api import Vector
 
 from fedclip import parameters
 from fedclip.federation.replies import UPDATES, blank, sender_of
-from fedclip.federation.update.averaging import UpdateClipping, averaged, peaks, signature
+from fedclip.federation.update.averaging import UpdateClipping, averaged, peaks, rounded, signature
 from fedclip.federation.update.coupling import CLIENT, SERVER, ClientRound
 from fedclip.federation.update.messages import ClippedUpdates, zeros_like
 from fedclip.federation.version import VERSION, Versioned
@@ -227,12 +227,14 @@ class ClippedAveraging(Versioned, Aggregator[ClippedUpdates]):
         clients = replies
         if round_ is not None and round_.clients is not None:
             clients = round_.clients
+        exact = None
         if sound:
-            average = type(sound[0])(averaged([vector.coefs for vector in sound], clients))
+            exact = averaged([vector.coefs for vector in sound], clients)
+            average = type(sound[0])(rounded(exact, sound[0].coefs))
         else:
             average = self._nothing(parts, faults)
         if round_ is not None:
-            round_.average = average
+            round_.average, round_.exact = average, exact
             if self.exclude:
                 round_.trouble = f"clipped-averaging excludes {self.exclude} from the bound"
         return average

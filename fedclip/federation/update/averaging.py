@@ -9,9 +9,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +19,8 @@ import numpy as np
 from fedclip.arrays import Array, backend_of
 from fedclip.errors import FedclipWarning, NonFiniteError
 from fedclip.federation.update.coupling import ClientRound
-from fedclip.measures import Order, measure
+from fedclip.measures import Float64, Order, measure
+from fedclip.measures.l2 import narrowed
 from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
 from fedclip.scopes import Groups, Scope, resolve
@@ -155,13 +154,29 @@ class UpdateClipping:
         return ""
 
 
-def averaged(updates: Sequence[Arrays], clients: int) -> dict[str, Array]:
-    """Return the sum of updates, tensor by tensor, divided by the number of clients; dense."""
-    sums = {
-        name: functools.reduce(operator.add, [_dense(update[name]) for update in updates])
-        for name in updates[0]
+def averaged(updates: Sequence[Arrays], clients: int) -> dict[str, Float64]:
+    """Return the sum of updates, tensor by tensor, divided by the number of clients.
+
+    In float64: a sum in the dtype of the updates is rounded at each client, so that with noise
+    one client could move it by more than the bound, and without noise many small updates in half
+    precision would add up to too little.
+    """
+    means = {}
+    for name, first in updates[0].items():
+        total = np.zeros(tuple(first.shape))
+        for update in updates:
+            backend = backend_of(update[name])
+            total += backend.to_host(backend.dense(update[name]))
+        means[name] = np.asarray(total / clients)
+    return means
+
+
+def rounded(means: Mapping[str, Float64], like: Arrays) -> dict[str, Array]:
+    """Return averages as arrays like those of an update, but dense."""
+    return {
+        name: narrowed(mean, backend_of(like[name]).dense(like[name]))
+        for name, mean in means.items()
     }
-    return {name: total / float(clients) for name, total in sums.items()}
 
 
 def zeros(arrays: Arrays) -> dict[str, Array]:
@@ -184,10 +199,6 @@ def signature(arrays: Arrays) -> Signature:
     return tuple(
         (name, tuple(array.shape), backend_of(array).dtype(array)) for name, array in arrays.items()
     )
-
-
-def _dense(array: Array) -> Array:
-    return backend_of(array).dense(array)
 
 
 def _views(arrays: Arrays) -> list[Any]:

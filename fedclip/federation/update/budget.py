@@ -10,6 +10,7 @@ import numpy as np
 
 from fedclip.arrays import Array
 from fedclip.errors import StateError
+from fedclip.measures import Float64
 from fedclip.privacy.accounting import Accountant, Release, default_bits_noise, split_noise
 from fedclip.privacy.accounting import noise_multiplier as least_noise
 from fedclip.privacy.noise import Normals, add_noise, insecure_normals, noised, secure_normals
@@ -99,10 +100,19 @@ class Budget:
         # A sum of votes lies on the grid of its noise, so the noise can be drawn by itself.
         return float(noised(np.zeros(1), self.bits_noise, self._normals(round_, 0))[0])
 
-    def noised(self, average: Mapping[str, Array], bound: float, round_: int) -> dict[str, Array]:
-        """Return the average of a round with noise, scaled to the bound that was sent."""
+    def noised(
+        self,
+        average: Mapping[str, Array],
+        bound: float,
+        round_: int,
+        exact: Mapping[str, Float64] | None = None,
+    ) -> dict[str, Array]:
+        """Return the average of a round with noise, scaled to the bound that was sent.
+
+        `exact` is the average before it was rounded to the dtypes of the model.
+        """
         std = self.update_noise * bound / self.clients
-        return dict(add_noise(average, std, self._normals(round_, 1)))
+        return dict(add_noise(average, std, self._normals(round_, 1), exact))
 
     def _normals(self, round_: int, use: int) -> Normals:
         if self._generator == "secure":

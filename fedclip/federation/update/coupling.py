@@ -62,6 +62,8 @@ class ServerRound:
         Number by which to divide the sum of the updates, if it is fixed in advance.
     average
         The aggregator's average of the updates; None until then.
+    exact
+        The same in float64, by name, before it was rounded to the dtypes of the model.
     trouble
         Why the bound does not hold in this round; empty if it does.
     """
@@ -69,6 +71,7 @@ class ServerRound:
     bound: float
     clients: int | None = None
     average: Any = None
+    exact: Any = None
     trouble: str = ""
 
 

@@ -334,7 +334,8 @@ class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-
             return zeros_like(gradients)
         if self.budget is None:
             return gradients
-        return type(gradients)(self.budget.noised(gradients.coefs, round_.bound, self.round))
+        noised = self.budget.noised(gradients.coefs, round_.bound, self.round, round_.exact)
+        return type(gradients)(noised)
 
     def _trouble(self, round_: ServerRound | None, gradients: Vector[Any]) -> str:
         if round_ is None:
