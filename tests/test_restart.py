@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,33 @@ def test_a_round_of_which_a_part_is_damaged_is_left_out(
 
 def test_a_model_that_is_younger_than_its_optimizer_is_of_another_round(folder: Path) -> None:
     """Two rounds within a second have one name, and a kill may come between the two files."""
-    model = folder / f"model_state_{NAMES[3]}.mpk"
-    later = model.stat().st_mtime_ns + 10**9
-    os.utime(model, ns=(later, later))
+    second = datetime(2026, 1, 1, 0, 0, 3).timestamp()
+    for kind, later in (("optimizer", 0.1), ("model", 0.9)):
+        os.utime(folder / f"{kind}_state_{NAMES[3]}.mpk", (second + later, second + later))
     assert loaded(folder) == (2.0, 2.0)
+
+
+def test_a_copy_has_the_rounds_of_its_original(folder: Path) -> None:
+    """In whichever order its files were written."""
+    for file in folder.glob("*_state_*"):
+        now = file.stat().st_mtime_ns + (10**9 if file.name.startswith("model") else 0)
+        os.utime(file, ns=(now, now))
+    assert loaded(folder) == (3.0, 3.0)
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_a_link_that_leads_nowhere_is_a_damaged_file(folder: Path, kind: str) -> None:
+    file = folder / f"{kind}_state_{NAMES[3]}.mpk"
+    file.unlink()
+    file.symlink_to(folder / "nowhere")
+    assert loaded(folder) == (2.0, 2.0)
+
+
+def test_what_is_no_folder_is_not_made(folder: Path) -> None:
+    for path in (folder / "typo", folder / "model_config.json"):
+        with pytest.raises(StateError, match="is no folder: give the server's checkpoint folder"):
+            load_round(path)
+    assert not (folder / "typo").exists()
 
 
 def test_no_round_at_all(folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,9 +46,13 @@ def load_round(folder: str | Path) -> SavedRound:
     -----
     The best model, which declearn saves at the end of a run, belongs to no round. declearn names
     files by the second, and writes the model first: if the model of a pair is the younger file, the
-    pair mixes two rounds of the same second, and is left out.
+    pair mixes two rounds of the same second, and is left out. In a copy of the folder, the order of
+    writing is that of copying, and says nothing.
     """
-    path, saved = Path(folder), Checkpointer(str(folder))
+    path = Path(folder)
+    if not path.is_dir():
+        raise StateError(f"{str(folder)!r} is no folder: give the server's checkpoint folder")
+    saved = Checkpointer(str(folder))
     models, optimizers = (
         {
             file.stem.removeprefix(f"{kind}_state_"): file
@@ -57,10 +62,10 @@ def load_round(folder: str | Path) -> SavedRound:
     )
     faults = []
     for timestamp in sorted(models.keys() & optimizers.keys(), reverse=True):
-        if models[timestamp].stat().st_mtime_ns > optimizers[timestamp].stat().st_mtime_ns:
-            faults.append(f"{timestamp}: the model is younger than the optimizer")
-            continue
         try:
+            if _mixed(models[timestamp], optimizers[timestamp], timestamp):
+                faults.append(f"{timestamp}: the model is younger than the optimizer")
+                continue
             model = saved.load_model(timestamp=timestamp)
             optimizer = saved.load_optimizer(timestamp=timestamp)
         except Exception as exc:  # whatever a damaged file makes declearn raise
@@ -71,3 +76,13 @@ def load_round(folder: str | Path) -> SavedRound:
         return SavedRound(model, optimizer, timestamp)
     why = "; ".join(faults[:5]) or f"it has {len(models)} models and {len(optimizers)} optimizers"
     raise StateError(f"{str(folder)!r} holds no round whose model and optimizer both load: {why}")
+
+
+def _mixed(model: Path, optimizer: Path, timestamp: str) -> bool:
+    """Whether the model was written after the optimizer, within the second that names both."""
+    try:
+        second = datetime.strptime(timestamp, "%y-%m-%d_%H-%M-%S").timestamp()
+    except ValueError:
+        return False
+    written = optimizer.stat()
+    return written.st_mtime < second + 2.0 and model.stat().st_mtime_ns > written.st_mtime_ns
