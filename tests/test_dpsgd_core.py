@@ -19,7 +19,7 @@ from fedclip.dpsgd.ledger import Ledger, read_ledger
 from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.sampling import PoissonSampler
 from fedclip.privacy import accounting
-from fedclip.privacy.accounting import Release, epsilon
+from fedclip.privacy.accounting import Cost, Release, epsilon
 
 
 def test_the_core_needs_no_declearn_and_no_framework() -> None:
@@ -158,7 +158,7 @@ def test_a_calibration_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(accounting._BY_NAME, "pld", again)
     assert calibrate(1.25, 1e-5, 300, 30, 20) == first
     ledger = Ledger(9.0, 1e-5)
-    monkeypatch.setitem(accounting._BY_NAME, "pld", lambda *a: 1.0)
+    monkeypatch.setitem(accounting._BY_NAME, "pld", lambda *a: Cost(1.0, "pld"))
     assert ledger.reserve(2.0, 0.1, 5, planned=50) == 5
     monkeypatch.setitem(accounting._BY_NAME, "pld", again)
     for _ in range(9):

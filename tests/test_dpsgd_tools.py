@@ -129,6 +129,21 @@ def test_a_plan_needs_no_file() -> None:
     assert "take 'pld'" in found["epsilons"]["prv"]
 
 
+@pytest.mark.slow
+def test_the_accountant_that_counts_is_named() -> None:
+    """Where delta is too small for the arithmetic of the others, Rényi's counts."""
+    plan = ("spent", "--noise-multiplier", 1, "--steps", 10**6, "--rate", 1e-4, "--delta", 1e-17)
+    (found,) = json.loads(call(*plan, "--json").stdout)
+    assert found["epsilons"]["pld"] == "can not count these releases; rdp does"
+    assert found["epsilons"]["prv"] == "can not count these releases; rdp does"
+    assert found["epsilons"]["rdp"] > 2
+    assert "quote" not in call(*plan).stdout
+    # Delta is less than what rounding may come to.
+    made = calibrate(3.0, 1e-13, records=100, batch_size=1, steps=10**3)
+    assert made.accountant == "rdp"
+    assert "by rdp, for adding or removing" in made.in_words()
+
+
 def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "privacy_spent.json").write_text("{}")
     for arguments, said in [

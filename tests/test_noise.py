@@ -17,7 +17,9 @@ from fedclip.errors import StateError
 from fedclip.privacy import accounting
 from fedclip.privacy.accounting import (
     Accountant,
+    Cost,
     Release,
+    account,
     default_bits_noise,
     epsilon,
     noise_multiplier,
@@ -433,19 +435,62 @@ def test_rounding_in_many_steps_makes_no_epsilon_too_low(accountant: str, delta:
         assert replaced > found[0]
 
 
+@pytest.mark.parametrize("asked", ["pld", "prv"])
+def test_what_stands_in_for_an_accountant_is_named(asked: str) -> None:
+    pytest.importorskip({"pld": "dp_accounting", "prv": "opacus"}[asked])
+    for releases, relation, named in (
+        ([Release(1.0, 100, 0.1)], "add-remove", asked),
+        ([Release(1.0, 10**6, 1e-4)], "add-remove", "rdp"),
+        ([Release(1e-3, 100, 0.1)], "add-remove", "closed form"),
+    ):
+        delta = 1e-17 if named == "rdp" else 1e-5
+        found = account(releases, delta, relation, asked)
+        assert found.accountant == named
+        assert found.epsilon == epsilon(releases, delta, relation, asked)
+    if asked == "pld":
+        assert (
+            account([Release(1.0, 10**6, 1e-4)], 1e-17, "replace-one").accountant == "closed form"
+        )
+    else:
+        # Without samples Opacus' PRV is looser than its Rényi accountant, which counts.
+        assert account([Release(1.0, 100)], 1e-5, accountant="prv").accountant == "rdp"
+    assert account([Release(1.0, 100)], 1e-5).accountant == "closed form"
+
+
+@pytest.mark.parametrize("accountant", ["pld", "prv", "rdp", "closed form"])
+@pytest.mark.parametrize("z", [1e-170, 1e-300, 5e-324])
+def test_hardly_any_noise_is_accounted_all_the_same(z: float, accountant: str) -> None:
+    sampling = 1.0 if accountant == "closed form" else 0.1
+    assert epsilon([Release(z, 3, sampling)], 1e-5, accountant=accountant) == math.inf
+
+
+@pytest.mark.parametrize(("budget", "delta"), [(1e-300, 1e-300), (1e-200, 1e-15), (1e-9, 1e-300)])
+def test_tiny_budgets_have_their_noise(budget: float, delta: float) -> None:
+    z = noise_multiplier(budget, delta, steps=7)
+    assert 0.999 * budget <= epsilon([Release(z, 7)], delta) <= budget
+
+
+def test_a_budget_that_no_number_is_large_enough_for() -> None:
+    with pytest.raises(
+        ValueError, match="no number is large enough for the noise of epsilon=5e-324"
+    ):
+        noise_multiplier(5e-324, 5e-324, 1)
+
+
 def test_the_noise_for_a_budget_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call may take seconds where steps are many and records are sampled rarely."""
     calls = []
 
-    def steep(spent: tuple[Release, ...], delta: float, relation: str) -> float:
+    def steep(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
         (release,) = spent
         calls.append(release)
         # As it is for 10^7 records, batches of 32 and 10^5 steps.
         z = release.noise_multiplier
-        return 0.0042 / z + math.exp(min(11.0 / z, 40.0) - 25.5)
+        return Cost(0.0042 / z + math.exp(min(11.0 / z, 40.0) - 25.5), "pld")
 
     monkeypatch.setitem(accounting._BY_NAME, "pld", steep)
     monkeypatch.setattr(accounting, "tightest", lambda *_: "pld")
     z = noise_multiplier(3.0125, 1e-8, 100_001, 3.2e-6)
-    assert steep((Release(z),), 0, "") <= 3.0125 < steep((Release(z / 1.0006),), 0, "")
+    costs = [steep((Release(z / less),), 0, "").epsilon for less in (1, 1.0006)]
+    assert costs[0] <= 3.0125 < costs[1]
     assert len(calls) - 2 <= 22

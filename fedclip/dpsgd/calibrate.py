@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedclip import parameters
-from fedclip.privacy.accounting import Release, epsilon, noise_multiplier, tightest
+from fedclip.privacy.accounting import Cost, Release, account, noise_multiplier
 from fedclip.privacy.planning import ASK_VALUES, verdict
 
 __all__ = ["Calibration", "calibrate", "steps_of_a_round", "too_few"]
@@ -55,14 +55,17 @@ class Calibration:
 
     @property
     def accountant(self) -> str:
-        """Name of the accountant, one of `fedclip.privacy.accounting.ACCOUNTANTS`."""
-        return tightest(self.rate)
+        """Name of the accountant that has counted, one of `accounting.ACCOUNTANTS`."""
+        return self._cost.accountant
 
     @property
     def spent(self) -> float:
         """The epsilon of all steps, at most the budget's."""
-        release = Release(self.noise_multiplier, self.steps, self.rate)
-        return epsilon([release], self.delta)
+        return self._cost.epsilon
+
+    @property
+    def _cost(self) -> Cost:
+        return account([Release(self.noise_multiplier, self.steps, self.rate)], self.delta)
 
     @property
     def noise(self) -> float:

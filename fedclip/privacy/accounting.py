@@ -47,7 +47,9 @@ __all__ = [
     "ACCOUNTANTS",
     "RELATIONS",
     "Accountant",
+    "Cost",
     "Release",
+    "account",
     "default_bits_noise",
     "epsilon",
     "noise_multiplier",
@@ -80,6 +82,25 @@ _ROUNDING = 2.0**-49
 _INSTALL = "pip install dp-accounting"
 
 
+# With less noise, its square is no number that Rényi's accountant can divide by.
+_LEAST_NOISE = 1e-150
+
+
+class Cost(NamedTuple):
+    """What releases cost, and who says so.
+
+    Attributes
+    ----------
+    epsilon
+        An upper bound.
+    accountant
+        The one of `ACCOUNTANTS` that has counted, which may stand in for the one that was asked.
+    """
+
+    epsilon: float
+    accountant: str
+
+
 class Release(NamedTuple):
     """A number of steps of the Gaussian mechanism.
 
@@ -106,7 +127,17 @@ def epsilon(
     relation: str = "add-remove",
     accountant: str | None = None,
 ) -> float:
-    """Return the epsilon of all releases together: an upper bound.
+    """Return the epsilon of all releases together: an upper bound, as `account` does."""
+    return account(releases, delta, relation, accountant).epsilon
+
+
+def account(
+    releases: Iterable[Release],
+    delta: float,
+    relation: str = "add-remove",
+    accountant: str | None = None,
+) -> Cost:
+    """Return the epsilon of all releases together, an upper bound, and which accountant says so.
 
     Parameters
     ----------
@@ -117,7 +148,8 @@ def epsilon(
     relation
         "add-remove" of one record, or "replace-one", for which noise counts half.
     accountant
-        One of `ACCOUNTANTS`; None for the tightest one installed.
+        One of `ACCOUNTANTS`; None for the tightest one installed. Where its arithmetic is too
+        coarse for the releases, another counts in its place, and is named in the result.
 
     Raises
     ------
@@ -135,7 +167,7 @@ def epsilon(
             merged[z, sampling] = merged.get((z, sampling), 0) + steps
     spent = tuple(sorted(Release(z, n, q) for (z, q), n in merged.items()))
     if not spent:
-        return 0.0
+        return Cost(0.0, accountant or "closed form")
     if accountant is None:
         accountant = tightest(min(r.sampling for r in spent), relation)
     return _epsilon(spent, delta, relation, parameters.choice(ACCOUNTANTS, accountant=accountant))
@@ -155,7 +187,9 @@ def _probability(sampling: Any) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _epsilon(spent: tuple[Release, ...], delta: float, relation: str, accountant: str) -> float:
+def _epsilon(spent: tuple[Release, ...], delta: float, relation: str, accountant: str) -> Cost:
+    if accountant != "closed form" and spent[0].noise_multiplier < _LEAST_NOISE:
+        return _unsampled(spent, delta, relation)
     if accountant in ("pld", "prv"):
         if _loss(spent) > _LARGEST:
             return _unsampled(spent, delta, relation)
@@ -197,13 +231,18 @@ def noise_multiplier(
     _, steps, sampling = _checked(Release(1.0, steps, sampling))
     mu = mu_of(epsilon, delta) / (2.0 if relation == "replace-one" else 1.0)
     # Round up: the closed form is exact to 13 digits. This much noise is enough with sampling too.
-    high = math.sqrt(steps) / mu * (1.0 + 1e-9)
+    high = math.sqrt(steps) / mu * (1.0 + 1e-9) if mu else math.inf
+    if math.isinf(high):
+        raise ValueError(
+            f"no number is large enough for the noise of epsilon={epsilon!r} at delta={delta!r}: "
+            "take a larger epsilon or delta"
+        )
     if sampling == 1.0:
         return high
     accountant = tightest(sampling, relation)
 
     def cost(z: float) -> float:
-        return _epsilon((Release(z, steps, sampling),), delta, relation, accountant)
+        return _epsilon((Release(z, steps, sampling),), delta, relation, accountant).epsilon
 
     while (least := cost(high)) > epsilon:
         # The accountant may be looser than the closed form.
@@ -247,19 +286,20 @@ def tightest(sampling: float, relation: str = "add-remove") -> str:
     )
 
 
-def _closed_form(spent: tuple[Release, ...], delta: float, relation: str) -> float:
+def _closed_form(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
     if any(r.sampling != 1.0 for r in spent):
         raise ValueError("there is no closed form with sampling: take 'pld', 'prv' or 'rdp'")
     mu = math.hypot(*(math.sqrt(r.steps) / r.noise_multiplier for r in spent))
-    return epsilon_of(mu * (2.0 if relation == "replace-one" else 1.0) * (1.0 + 1e-15), delta)
+    mu *= (2.0 if relation == "replace-one" else 1.0) * (1.0 + 1e-15)
+    return Cost(epsilon_of(mu, delta), "closed form")
 
 
-def _unsampled(spent: tuple[Release, ...], delta: float, relation: str) -> float:
+def _unsampled(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
     """Return what the releases would cost if everybody took part in each: an upper bound."""
     return _closed_form(tuple(r._replace(sampling=1.0) for r in spent), delta, relation)
 
 
-def _pld(spent: tuple[Release, ...], delta: float, relation: str) -> float:
+def _pld(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import PLDAccountant
 
@@ -269,16 +309,16 @@ def _pld(spent: tuple[Release, ...], delta: float, relation: str) -> float:
     }
     grid = min(max(min(_spread(z, q) for z, _, q in spent) / 16.0, _FINEST), _COARSEST)
     accountant = PLDAccountant(neighbours[relation], value_discretization_interval=grid)
-    return _composed(accountant, spent, delta)
+    return Cost(_composed(accountant, spent, delta), "pld")
 
 
-def _renyi(spent: tuple[Release, ...], delta: float, relation: str) -> float:
+def _renyi(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
     from dp_accounting.rdp import RdpAccountant
 
     if relation == "replace-one":
         # It knows samples for "add-remove" only.
         return _unsampled(spent, delta, relation)
-    return _composed(RdpAccountant(_ORDERS), spent, delta)
+    return Cost(_composed(RdpAccountant(_ORDERS), spent, delta), "rdp")
 
 
 def _composed(accountant: Any, spent: tuple[Release, ...], delta: float) -> float:
@@ -301,8 +341,8 @@ def _spread(z: float, sampling: float) -> float:
     return variance / (2.0 * sampling * math.erf(1.0 / (z * math.sqrt(8.0))))
 
 
-def _opacus(name: str) -> Callable[[tuple[Release, ...], float, str], float]:
-    def epsilon(spent: tuple[Release, ...], delta: float, relation: str) -> float:
+def _opacus(name: str) -> Callable[[tuple[Release, ...], float, str], Cost]:
+    def cost(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
         from opacus.accountants import PRVAccountant, RDPAccountant
 
         unsampled = all(r.sampling == 1.0 for r in spent)
@@ -315,14 +355,14 @@ def _opacus(name: str) -> Callable[[tuple[Release, ...], float, str], float]:
             warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)
             rdp = RDPAccountant()
             rdp.history = history
-            bound = float(rdp.get_epsilon(delta=delta, alphas=_ORDERS))
+            bound = Cost(float(rdp.get_epsilon(delta=delta, alphas=_ORDERS)), "rdp")
             if name == "rdp" or any(r.sampling == 1.0 for r in spent):
                 return bound
             prv = PRVAccountant()
             prv.history = history
-            return min(bound, float(prv.get_epsilon(delta=delta)))
+            return min(bound, Cost(float(prv.get_epsilon(delta=delta)), "prv"))
 
-    return epsilon
+    return cost
 
 
 _BY_NAME = {"closed form": _closed_form, "pld": _pld, "prv": _opacus("prv"), "rdp": _opacus("rdp")}

@@ -63,7 +63,9 @@ def mu_of(epsilon: float, delta: float) -> float:
     high = 1.0
     while epsilon_of(high, delta) <= epsilon:
         high *= 2.0
-    return -_least(lambda minus: epsilon_of(-minus, delta) <= epsilon, -high, 0.0)
+    while epsilon_of(high / 2.0, delta) > epsilon:
+        high /= 2.0
+    return -_least(lambda minus: epsilon_of(-minus, delta) <= epsilon, -high, -high / 2.0)
 
 
 def _delta(a: float, mu: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fedclip import parameters
 from fedclip.dpsgd.ledger import FILE, read_ledger
-from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, epsilon
+from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account
 
 __all__ = ["Spent", "in_words", "of_plan", "read_spent"]
 
@@ -37,7 +37,10 @@ class Spent(NamedTuple):
             if name in useless:
                 continue
             try:
-                found[name] = epsilon(spent, delta, relation, name)
+                cost = account(spent, delta, relation, name)
+                if cost.accountant != name:
+                    found[name] = f"can not count these releases; {cost.accountant} does"
+                found[cost.accountant] = cost.epsilon
             except ModuleNotFoundError:
                 package = "opacus" if name == "prv" else "dp-accounting or opacus"
                 found[name] = f"not installed: pip install {package}"
