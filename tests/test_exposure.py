@@ -315,6 +315,101 @@ def test_notes_on_noise_modules(check: Any, modules: str, text: str) -> None:
     assert text not in said(check('modules = ["norm-clip", ["gaussian-noise", {std = 5.0}]]'))
 
 
+ALONE = "nothing bounds what gaussian-noise is added to: no amount of it gives a guarantee"
+
+
+def test_noise_on_what_nothing_bounds(check: Any) -> None:
+    noise = 'modules = [["gaussian-noise", {std = 5.0}]]'
+    assert ALONE in said(check(noise))
+    assert ALONE in said(check(server=noise))
+    assert ALONE not in said(
+        check(server=noise, aggregator='{name = "clipped-averaging", max_norm = 1.0}')
+    )
+    assert ALONE not in said(check(noise, run=PRIVATE))
+    # Noise after noise is free.
+    assert ALONE not in said(central(check, server=', ["gaussian-noise", {std = 5.0}]'))
+
+
+def test_noise_of_enough_deviation_covers_no_losses_either(check: Any) -> None:
+    modules = 'modules = ["norm-clip", ["gaussian-noise", {std = 50.0}]]'
+    found = said(check(f'regularizers = ["agc"]\n{modules}'))
+    assert "evaluation loss and metrics" in found
+    assert "agc limits by the norms of the weights, which are private" in found
+
+
+def test_a_file_of_optimizers_alone_names_what_declearn_releases(tmp_path: Path) -> None:
+    file = tmp_path / "optim.toml"
+    server = f"[server_opt]\nlrate = 1.0\nmodules = [{NOISE.format('')}]\n"
+    client = '[client_opt]\nlrate = 0.5\nmodules = ["update-clip-client"]\n'
+    file.write_text(f'aggregator = "clipped-averaging"\n{client}{server}')
+    found = check_config(file)
+    assert found.ok
+    assert "evaluation loss and metrics" in said(found)
+
+
+def test_a_number_of_clients_may_stand_for_their_section(check: Any, tmp_path: Path) -> None:
+    """As `register = 50`; no more than expected may come."""
+    central(check)
+    file = tmp_path / "config.toml"
+    section = "[run.register]\nmin_clients = 1\nmax_clients = 5\n"
+    file.write_text(
+        file.read_text().replace(section, "").replace("rounds", "register = 50\nrounds")
+    )
+    assert "50 clients may take part in a round" in said(check_config(file), "problem")
+
+
+def test_fewer_clients_than_averages_are_divided_by(check: Any) -> None:
+    few = "their sum is divided by expected_clients"
+    assert few not in said(central(check))
+    file = central(check, more=", bits_noise = 9.0").path
+    file.write_text(file.read_text().replace("expected_clients = 10", "expected_clients = 11"))
+    assert "the average is 5 / 11 of theirs" in said(check_config(file))
+
+
+def test_an_error_that_ends_the_run_is_a_release(check: Any) -> None:
+    found = check(
+        client='modules = ["update-clip-client"]',
+        server=f"modules = [{NOISE.format('')}]",
+        aggregator='{name = "clipped-averaging", on_nonfinite = "raise"}',
+    )
+    assert "tells of that client without noise: take 'skip'" in said(found)
+    assert "take 'skip'" not in said(central(check))
+
+
+def test_noise_for_a_budget_needs_a_number_of_steps(check: Any) -> None:
+    modules = 'modules = ["sample-clip"]'
+    file = check(modules, run=PRIVATE).path
+    assert check_config(file).ok
+    size = "batch_size = 8\n"
+    for steps, ok in (("", False), ("n_steps = 4", True)):
+        text = check(modules, run=PRIVATE).path.read_text()
+        file.write_text(text.replace(size, f"{size}n_epoch = nan\ntimeout = 9\n{steps}\n"))
+        found = check_config(file)
+        assert found.ok == ok
+        assert ("needs a number of steps: set n_epoch or n_steps" in said(found, "problem")) != ok
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        (
+            "budget = [3.0, 1e-5], sclip_norm = -0.5",
+            "sclip_norm must be a finite number > 0, got -0.5",
+        ),
+        ("budget = [3.0, 1e-5], sclip_norm = 0", "sclip_norm must be a finite number > 0, got 0"),
+        ("budget = [0.0, 1e-5], sclip_norm = 0.5", "must be a finite number > 0, got 0.0"),
+        ("budget = [inf, 1e-5], sclip_norm = 0.5", "must be a finite number > 0, got inf"),
+        ("budget = [-2, 1e-5], sclip_norm = 0.5", "first in budget, must be a finite number > 0"),
+    ],
+)
+def test_a_budget_and_a_bound_are_numbers_above_zero(check: Any, setting: str, text: str) -> None:
+    file = check().path
+    file.write_text(file.read_text().replace("rounds", f"privacy = {{{setting}}}\nrounds"))
+    problems = said(check_config(file), "problem")
+    assert text in problems
+    assert "type constructors" not in problems
+
+
 def test_agc_at_private_weights_is_noted(check: Any) -> None:
     found = check(
         'regularizers = ["agc"]\nmodules = ["update-clip-client"]',

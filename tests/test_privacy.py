@@ -457,7 +457,8 @@ def test_check_warns_of_what_does_not_hold(write: Write, modules: str, warning: 
 )
 def test_check_does_not_warn_of_what_holds(write: Write, modules: str) -> None:
     found = check_config(write(f"[client_opt]\nlrate = 0.5\nmodules = {modules}"))
-    notes = [f.message for f in found.findings if f.level == "note"]
+    # What declearn releases is said of all noise, whatever the clippers before it bound.
+    notes = [f.message for f in found.findings if f.level == "note" and "run" not in f.where]
     assert all("clients need fedclip" in note for note in notes)
 
 

@@ -177,7 +177,7 @@ def warnings(plugins: Sequence[Any]) -> list[str]:
 
 
 def _before_noise(before: Analysis, noise: str) -> list[str]:
-    if not before.maps:
+    if not before.maps or before.noised:
         return []
     if not before.formula:
         return [f"nothing bounds what {noise} is added to: no amount of it gives a guarantee"]

@@ -232,13 +232,14 @@ def _check_updates(
     """Find mistakes that break the bound of the round update."""
     ours = is_ours(type(aggregator))
     run, sampler = (_section(check.config, name) for name in ("run", "client_sampler"))
-    register = _section(run, "register")
-    most = register.get("max_clients", register.get("min_clients"))
+    register = run.get("register")
+    if isinstance(register, dict):
+        register = register.get("max_clients", register.get("min_clients"))
     found = update_problems(
         plugins,
         aggregator if ours else getattr(aggregator, "name", None),
         rounds=_count(run.get("rounds")),
-        clients=_count(sampler.get("n_samples", most)),
+        clients=_count(sampler.get("n_samples", register)),
         fairness="fairness" in optim,
         regularizers=bool(_section(optim, "server_opt").get("regularizers")),
         secagg=_secagg(check),

@@ -72,15 +72,20 @@ def exposures(
         found += _declearns(privacy, run)
     if per_record:
         found += _budget(privacy)
-    own: list[Found] = [
-        ("note", side, text) for side in plugins for text in _own_noise(side, plugins[side])
+    bounded = {
+        CLIENT: per_record,
+        SERVER: getattr(aggregator, "name", None) == "clipped-averaging",
+    }
+    found += [
+        ("note", side, text)
+        for side in plugins
+        for text in _own_noise(side, plugins[side], bounded[side])
     ]
-    found += own
+    own = any(look_up(p, Context()).noise for side in plugins.values() for p in side)
     if central is not None or per_record or own:
         if not per_record and any(p.name == "agc" for p in plugins.get(CLIENT, ())):
             found.append(("note", CLIENT, _WEIGHTS))
-        if run:
-            found += [("note", "run.evaluate", text) for text in _RELEASED]
+        found += [("note", "run.evaluate", text) for text in _RELEASED]
         if run.get("early_stop") is not None:
             found.append(("note", "run.early_stop", _STOPPED))
     limit = getattr(aggregator, "max_norm", None)
@@ -179,6 +184,15 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
     if privacy.get("accountant") == "gdp":
         text = "accountant = 'gdp' is no upper bound on epsilon: take 'prv' or 'rdp'"
         yield "problem", "run.privacy", text
+    training = run.get("training")
+    if isinstance(training, Mapping) and (
+        training.get("n_epoch", 1) is None and training.get("n_steps") is None
+    ):
+        text = (
+            "noise for a budget needs a number of steps: set n_epoch or n_steps, and not a time "
+            "alone"
+        )
+        yield "problem", "run.training", text
     text = (
         "this is what the server asks for, of each client's records; a client that is started with "
         "fedclip.PrivateFederatedClient(max_budget = (epsilon, delta), ...) never goes beyond its "
@@ -233,8 +247,11 @@ def _budget(privacy: Section) -> Iterator[Found]:
 
 
 # -- noise modules ----------------------------------------------------------------------------
-def _own_noise(side: str, plugins: Sequence[Any]) -> Iterator[str]:
-    """Check declearn's noise modules: the bound before them, and what goes out besides."""
+def _own_noise(side: str, plugins: Sequence[Any], bounded: bool) -> Iterator[str]:
+    """Check declearn's noise modules: the bound before them, and what goes out besides.
+
+    `bounded` says whether something before the plug-ins bounds what they get.
+    """
     for i, plugin in enumerate(plugins):
         std = getattr(plugin, "std", None)
         if not look_up(plugin, Context()).noise or not isinstance(std, float):
@@ -242,6 +259,9 @@ def _own_noise(side: str, plugins: Sequence[Any]) -> Iterator[str]:
         if not getattr(plugin, "safe_mode", True):
             text = f"{plugin.name} draws from a generator that can be predicted"
             yield f"{text}: set safe_mode = true"
+        if not plugins[:i] and not bounded:
+            text = f"nothing bounds what {plugin.name} is added to"
+            yield f"{text}: no amount of it gives a guarantee"
         before = analyse(plugins[:i], finite=True)
         least = _least_bound(plugins[:i])
         if least and before.formula:

@@ -47,7 +47,9 @@ def section_faults(section: str, values: Mapping[str, Any]) -> Faults:
     register = values.get("register")
     if section == "network":
         yield from ((section, text) for text in _network(values))
-    elif section == "run" and isinstance(register, Mapping):
+    if isinstance(values.get("privacy"), Mapping):
+        yield from (("run.privacy", text) for text in _privacy(values["privacy"]))
+    if isinstance(register, Mapping):
         low, high = register.get("min_clients", 1), register.get("max_clients")
         if isinstance(low, int) and isinstance(high, int) and 0 < high < low:
             yield "run.register", f"max_clients = {high} is below min_clients = {low}"
@@ -110,6 +112,16 @@ def _network(values: Mapping[str, Any]) -> Iterator[str]:
     heartbeat = values.get("heartbeat", 1.0)
     if isinstance(heartbeat, (int, float)) and heartbeat <= 0:
         yield f"heartbeat must be > 0 seconds, got {brief(heartbeat)}"
+
+
+def _privacy(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what declearn refuses in words of its own."""
+    budget, limit = values.get("budget"), values.get("sclip_norm")
+    if isinstance(limit, (int, float)) and not 0 < limit < math.inf:
+        yield f"sclip_norm must be a finite number > 0, got {brief(limit)}"
+    match budget:
+        case [int() | float() as epsilon, _] if not 0 < epsilon < math.inf:
+            yield f"epsilon, first in budget, must be a finite number > 0, got {brief(epsilon)}"
 
 
 def elsewhere(key: str, section: str) -> str | None:

@@ -105,7 +105,21 @@ def _noise(
     if aggregator.exclude:
         text = f"noise can not be sized on what exclude={aggregator.exclude} leaves without a bound"
         found.append(("problem", AGGREGATOR, text))
+    if aggregator.on_nonfinite == "raise":
+        text = (
+            "on_nonfinite = 'raise' ends the run for everybody where one client's update is not "
+            "finite, which tells of that client without noise: take 'skip'"
+        )
+        found.append(("note", AGGREGATOR, text))
     found += _search(module)
+    if type(clients) is int and 2 * clients < module.budget.clients:
+        text = (
+            f"at most {clients} clients take part in a round, and their sum is divided by "
+            f"expected_clients={module.expected_clients}: the average is {clients} / "
+            f"{module.expected_clients} of theirs; lower expected_clients, which takes more noise "
+            "on each value"
+        )
+        found.append(("note", SERVER, text))
     if type(clients) is int and clients > module.budget.clients:
         text = (
             f"{clients} clients may take part in a round, more than expected_clients="
