@@ -25,6 +25,10 @@ class AuxVar(_AuxVar, register=False):
     """What another module sends."""
 
 
+class Other(NumpyVector):
+    """A vector of another framework."""
+
+
 class Model:
     """As much of a model as the sampler looks at."""
 
@@ -143,12 +147,12 @@ def test_what_is_no_vote_is_an_abstention_in_any_order(
         NumpyVector({"w": np.zeros(2)}),
         NumpyVector({"v": np.zeros(1)}),
         NumpyVector({"w": np.zeros(1, dtype=np.complex128)}),
-        NumpyVector({"w": np.zeros(1, dtype=np.float32)}),
+        Other({"w": np.zeros(1)}),
         NumpyVector({"w": "no array"}),
         NumpyVector({"w": np.zeros(1), 3: np.zeros(1)}),  # type: ignore[dict-item]
         NumpyVector({}),
     ],
-    ids=["shape", "name", "complex", "float32", "text", "a number as name", "empty"],
+    ids=["shape", "name", "complex", "another vector", "text", "a number as name", "empty"],
 )
 @pytest.mark.parametrize("place", [0, 1])
 def test_of_two_updates_that_of_the_model_counts(
@@ -162,7 +166,24 @@ def test_of_two_updates_that_of_the_model_counts(
     with caplog.at_level(logging.WARNING):
         out = finish(dict(items), fedclip.NamedClients())
     np.testing.assert_array_equal(out.coefs["w"], [0.25])
-    assert "the update of 'liar' counts as zero: its tensors" in caplog.text
+    assert "the update of 'liar' counts as zero: its tensor" in caplog.text
+
+
+@pytest.mark.parametrize("vetted", [True, False])
+@pytest.mark.parametrize(
+    "dtypes", [["f4", "f4", "f8"], ["f8", "f4", "f4"], ["f2", "f8"], ["f8", "f2", ">f4"]], ids=str
+)
+def test_the_dtype_of_one_update_costs_nobody_else_a_reply(vetted: bool, dtypes: list[str]) -> None:
+    """Were others refused for it, with noise, one client could move their whole sum."""
+    replies = {str(i): reply(0.0) for i in range(len(dtypes))}
+    for i, dtype in enumerate(dtypes):
+        vector = NumpyVector({"w": np.ones(1, dtype)})
+        replies[str(i)].updates = ClippedUpdates(vector, 1)
+    out = finish(replies, fedclip.NamedClients() if vetted else None)
+    np.testing.assert_array_equal(out.coefs["w"], [1.0])
+    if vetted:
+        # The model's, whoever replies.
+        assert out.coefs["w"].dtype == np.float64
 
 
 def test_what_only_one_module_of_the_server_receives_is_kept() -> None:

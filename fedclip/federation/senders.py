@@ -174,29 +174,22 @@ class NamedClients(ClientSampler):
         if UPDATES not in self._known:
             return
         weights: Vector[Any] = model.get_weights(trainable=True)
-        wanted = signature(weights.coefs)
-        found = {client: _look(reply.updates) for client, reply in replies.items()}
-        # Compare dtypes only if some update has the model's: frameworks may send another dtype.
-        columns = 3 if wanted in [kind for kind, _ in found.values()] else 2
-        for client, reply in replies.items():
-            kind, fault = found[client]
-            if not fault and sorted(t[:columns] for t in kind) != sorted(
-                t[:columns] for t in wanted
-            ):
+        wanted = type(weights), signature(weights.coefs)
+        for reply in replies.values():
+            kind, fault = _look(reply.updates)
+            if not fault and kind != wanted:
                 fault = "its tensors are not the model's"
             if fault:
                 reply.updates = ClippedUpdates.refused(zeros_like(weights), fault)
 
 
-def _look(updates: Any) -> tuple[Signature, str]:
-    """Return the signature of an update, and why it is invalid, if it is."""
+def _look(updates: Any) -> tuple[tuple[type, Signature] | None, str]:
+    """Return type, names and shapes of an update, and why it is invalid, if it is."""
     if type(updates) is not ClippedUpdates:
-        return (), f"it is of type {type(updates).__name__}"
+        return None, f"it is of type {type(updates).__name__}"
     if updates.fault:
-        return (), updates.fault
+        return None, updates.fault
     try:
-        kind = signature(updates.updates.coefs)
+        return (type(updates.updates), signature(updates.updates.coefs)), ""
     except Exception as exc:  # it may be anything, and must not end the run
-        return (), f"its tensors can not be read ({type(exc).__name__})"
-    odd = any(not isinstance(name, str) for name, *_ in kind)
-    return kind, "its tensors have no names" if odd else ""
+        return None, f"its tensors can not be read ({type(exc).__name__})"

@@ -13,6 +13,7 @@ from declearn.aggregator import Aggregator
 from declearn.model.api import Vector
 
 from fedclip import parameters
+from fedclip.arrays import backend_of
 from fedclip.federation.replies import UPDATES, blank, sender_of
 from fedclip.federation.update.averaging import UpdateClipping, averaged, peaks, rounded, signature
 from fedclip.federation.update.coupling import CLIENT, SERVER, ClientRound
@@ -220,7 +221,8 @@ class ClippedAveraging(Versioned, Aggregator[ClippedUpdates]):
             )
         round_ = SERVER.get()
         parts = updates.parts
-        faults = self._faults(parts)
+        model: Any = blank()
+        faults = self._faults(parts, model)
         sound = [part.updates for part, fault in zip(parts, faults, strict=True) if not fault]
         replies = sum(max(1, part.n_clients) for part in parts)
         self._report(updates, replies, faults)
@@ -230,9 +232,10 @@ class ClippedAveraging(Versioned, Aggregator[ClippedUpdates]):
         exact = None
         if sound:
             exact = averaged([vector.coefs for vector in sound], clients)
-            average = type(sound[0])(rounded(exact, sound[0].coefs))
+            like = model if model is not None else _usual(sound)
+            average = type(like)(rounded(exact, like.coefs))
         else:
-            average = self._nothing(parts, faults)
+            average = model if model is not None else self._nothing(parts, faults)
         if round_ is not None:
             round_.average, round_.exact = average, exact
             if self.exclude:
@@ -241,23 +244,22 @@ class ClippedAveraging(Versioned, Aggregator[ClippedUpdates]):
 
     @staticmethod
     def _nothing(parts: Sequence[ClippedUpdates], faults: Sequence[str]) -> Vector[Any]:
-        """Return zeros of the model's shapes, for a round without a sound reply."""
-        found: Any = blank()
-        if found is not None:
-            return found  # type: ignore[no-any-return]
+        """Return zeros like those of a reply, for a round without a sound one."""
         for part in parts:
             if isinstance(part.updates, Vector) and _kind(part.updates):
                 return zeros_like(part.updates)
         raise ValueError(f"clipped-averaging: no reply holds an update ({'; '.join(faults)})")
 
-    def _faults(self, parts: Sequence[ClippedUpdates]) -> list[str]:
+    def _faults(self, parts: Sequence[ClippedUpdates], model: Any) -> list[str]:
         """Return why no honest client can have sent each reply; "" if one can."""
         kinds = [None if part.fault else _kind(part.updates) for part in parts]
-        # Assume that most replies have the tensors of the model.
-        common = Counter(kind for kind in kinds if kind).most_common(1)
+        wanted = None if model is None else _kind(model)
+        if wanted is None:
+            # Assume that most replies have the tensors of the model.
+            wanted = next(iter(Counter(kind for kind in kinds if kind).most_common(1)), (None,))[0]
         faults = []
         for part, kind in zip(parts, kinds, strict=True):
-            if not part.fault and (kind is None or kind != common[0][0]):
+            if not part.fault and (kind is None or kind != wanted):
                 part.fault = "it has other tensors than most"
             faults.append(part.fault or self._excess(part))
         return faults
@@ -288,6 +290,15 @@ class ClippedAveraging(Versioned, Aggregator[ClippedUpdates]):
                     repr(sender) if sender else f"one of {replies} replies",
                     fault,
                 )
+
+
+def _usual(vectors: Sequence[Vector[Any]]) -> Vector[Any]:
+    """Return one of the vectors, of the dtypes that most of them have."""
+    dtypes = [
+        tuple((name, backend_of(a).dtype(a)) for name, a in vector.coefs.items())
+        for vector in vectors
+    ]
+    return vectors[dtypes.index(Counter(dtypes).most_common(1)[0][0])]
 
 
 def _kind(vector: Vector[Any]) -> tuple[Any, ...] | None:

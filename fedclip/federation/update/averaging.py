@@ -28,8 +28,8 @@ from fedclip.transforms import Gradient, NormClipping
 
 Arrays = Mapping[str, Array]
 
-Signature = tuple[tuple[str, tuple[int, ...], str], ...]
-"""Names, shapes and dtypes."""
+Signature = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and shapes, in the order of names."""
 
 # A clipped update is below its limit by more than float32 rounding adds to the norm.
 _SLACK = 1.0 + 1e-5
@@ -195,10 +195,12 @@ def peaks(arrays: Arrays, limit: float) -> dict[str, float]:
 
 
 def signature(arrays: Arrays) -> Signature:
-    """Return names, shapes and dtypes."""
-    return tuple(
-        (name, tuple(array.shape), backend_of(array).dtype(array)) for name, array in arrays.items()
-    )
+    """Return names and shapes.
+
+    Dtypes are none of it: if one client's dtype decided about the updates of others, that client
+    could move the average by more than its share.
+    """
+    return tuple(sorted((name, tuple(array.shape)) for name, array in arrays.items()))
 
 
 def _views(arrays: Arrays) -> list[Any]:
