@@ -24,6 +24,7 @@ modules = {server}
 rounds = 5
 [run.register]
 min_clients = 1
+max_clients = 3
 [run.training]
 batch_size = 8
 {training}
@@ -53,6 +54,29 @@ def notes(
             {"client": '[["adaptive-clip", {min_norm = 2.0, max_norm = 2.0}]]'},
             "min_norm = max_norm = 2 fixes the limit",
         ),
+        # 3 clients of 50 steps each.
+        (
+            {
+                "client": '[["zscore-clip", {shared = true, warmup = 151}]]',
+                "server": '[["zscore-clip-server", {warmup = 151}]]',
+            },
+            "still warming up when this run ends, after 150 steps of all clients",
+        ),
+        (
+            {
+                "client": '[["adaptive-clip", {shared = true, every = 151}]]',
+                "server": '[["adaptive-clip-server", {every = 151}]]',
+            },
+            "every = 151, and the run has 150 steps of all clients",
+        ),
+        # Whichever comes first.
+        (
+            {
+                "client": '[["zscore-clip", {warmup = 200}]]',
+                "training": "n_steps = 10\nn_epoch = 1\ntimeout = 60",
+            },
+            "zscore-clip is still warming up",
+        ),
         ({"client": '["normalize", "mad-clip"]'}, "mad-clip comes after normalize"),
         (
             {
@@ -78,8 +102,20 @@ def test_a_setting_that_never_adapts_is_noted(
         {"client": '[["zscore-clip", {warmup = 200}]]', "training": "n_epoch = 1"},
         # All clients' norms count.
         {"client": '[["auto-clip", {shared = true}]]', "server": '["auto-clip-server"]'},
+        {
+            "client": '[["adaptive-clip", {shared = true, every = 150}]]',
+            "server": '[["adaptive-clip-server", {every = 150}]]',
+        },
     ],
 )
 def test_others_are_not(tmp_path: Path, given: dict[str, str]) -> None:
     said = notes(tmp_path, **given)
     assert not any(words in said for words in ("warming up", "never", "fixes"))
+
+
+def test_the_first_round_of_a_shared_clipper_is_always_warm_up(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    given = {"client": '[["mad-clip", {shared = true}]]', "server": '["mad-clip-server"]'}
+    assert "warming up" not in notes(tmp_path, **given, training="n_steps = 99")
+    file.write_text(file.read_text().replace("rounds = 5", "rounds = 1"))
+    assert any("mad-clip is still warming up" in f.message for f in check_config(file).findings)

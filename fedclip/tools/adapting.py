@@ -4,32 +4,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedclip.tools.findings import Section
 
-__all__ = ["steps_of", "stuck"]
+__all__ = ["Steps", "steps_of", "stuck"]
 
 # Longer warm-ups are not played through.
 _PLAYED = 3000
 
 
-def steps_of(side: str, run: Section) -> int | None:
-    """Return how many steps a client, or the server, takes in a run; None if it is not known."""
+class Steps(NamedTuple):
+    """The most steps in a run, of one node and of all nodes together; None if not known."""
+
+    own: int | None
+    together: int | None
+
+
+def steps_of(side: str, run: Section, clients: int | None) -> Steps:
+    """Return how many steps a client, or the server, takes in a run at most."""
     rounds, training = run.get("rounds"), run.get("training")
     each: Any = 1
     if side == "client_opt":
-        # With other limits on a round, whichever comes first ends it.
-        known = isinstance(training, dict) and not training.keys() & {"n_epoch", "timeout"}
-        each = training.get("n_steps") if known and training else None
-    if type(rounds) is int and type(each) is int and rounds > 0 and each > 0:
-        return rounds * each
-    return None
+        # An epoch, or a time, may end a round before that.
+        each = training.get("n_steps") if isinstance(training, dict) else None
+    if not (type(rounds) is int and type(each) is int and rounds > 0 and each > 0):
+        return Steps(None, None)
+    # The first round of a shared clipper is always warm-up.
+    shared = 0 if rounds == 1 else None if clients is None else rounds * each * clients
+    return Steps(rounds * each, shared)
 
 
-def stuck(plugins: Sequence[Any], steps: int | None) -> Iterator[str]:
+def stuck(plugins: Sequence[Any], most: Steps) -> Iterator[str]:
     """Yield why a limit of these plug-ins can not adapt in a run of so many steps."""
     same = ""
     for plugin in plugins:
@@ -38,22 +46,30 @@ def stuck(plugins: Sequence[Any], steps: int | None) -> Iterator[str]:
             yield f"{plugin.name}: min_norm = max_norm = {low:g} fixes the limit: it never adapts"
         elif plugin.name == "update-clip-server" and plugin.learning_rate == 0:
             yield f"{plugin.name}: learning_rate = 0 fixes the bound: it never adapts"
+        shared = getattr(plugin, "shared", False)
+        steps = most.together if shared else most.own
+        whose = "steps of all clients" if shared else "steps"
         if hasattr(plugin, "warmup"):
             if same:
                 yield (
                     f"{plugin.name} comes after {same}, which makes all norms the same: its limit "
                     "has nothing to follow, and never clips"
                 )
-            elif steps is not None and not plugin.shared and not _gets_ready(plugin, steps):
+            elif steps == 0:
                 yield (
-                    f"{plugin.name} is still warming up when this run ends, after {steps} steps: "
-                    f"it never judges by its own statistics; lower warmup ({plugin.warmup}), or "
-                    "set a fixed limit"
+                    f"{plugin.name} is still warming up when this run ends: with shared = true "
+                    "the first round always is, and there is no other"
                 )
-        elif getattr(plugin, "every", 1) > (steps or np.inf):
+            elif steps is not None and not _gets_ready(plugin, steps):
+                yield (
+                    f"{plugin.name} is still warming up when this run ends, after {steps} "
+                    f"{whose}: it never judges by its own statistics; lower warmup "
+                    f"({plugin.warmup}), or set a fixed limit"
+                )
+        elif steps is not None and getattr(plugin, "every", 1) > steps:
             yield (
-                f"{plugin.name}: every = {plugin.every}, and the run has {steps} steps: its limit "
-                "never moves"
+                f"{plugin.name}: every = {plugin.every}, and the run has {steps} {whose}: its "
+                "limit never moves"
             )
         if plugin.name == "normalize" and plugin.scope == "global":
             same = plugin.name

@@ -232,14 +232,11 @@ def _check_updates(
     """Find mistakes that break the bound of the round update."""
     ours = is_ours(type(aggregator))
     run, sampler = (_section(check.config, name) for name in ("run", "client_sampler"))
-    register = run.get("register")
-    if isinstance(register, dict):
-        register = register.get("max_clients", register.get("min_clients"))
     found = update_problems(
         plugins,
         aggregator if ours else getattr(aggregator, "name", None),
         rounds=_count(run.get("rounds")),
-        clients=_count(sampler.get("n_samples", register)),
+        clients=_clients(check.config),
         fairness="fairness" in optim,
         regularizers=bool(_section(optim, "server_opt").get("regularizers")),
         secagg=_secagg(check),
@@ -262,6 +259,14 @@ def _count(value: Any) -> int | None:
     return value if type(value) is int and 0 < value < 2**63 else None
 
 
+def _clients(config: Section) -> int | None:
+    """Return the largest number of clients in a round; None if it is not known."""
+    most = _section(config, "run").get("register")
+    if isinstance(most, dict):
+        most = most.get("max_clients", most.get("min_clients"))
+    return _count(_section(config, "client_sampler").get("n_samples", most))
+
+
 def _secagg(check: Check) -> dict[str, Any] | None:
     """Return the section about secure aggregation, if there is one and its range is a number."""
     section = check.config.get("secagg")
@@ -274,7 +279,8 @@ def _check_bounds(
 ) -> None:
     """Describe what is clipped where, and what that guarantees; report what voids a guarantee."""
     for key, chosen in plugins.items():
-        for warning in (*places.warnings(chosen), *stuck(chosen, steps_of(key, run))):
+        steps = steps_of(key, run, _clients(check.config))
+        for warning in (*places.warnings(chosen), *stuck(chosen, steps)):
             check.note(f"[{prefix}{key}]", warning)
     secagg = _secagg(check)
     fair = "fairness" in optim
