@@ -315,6 +315,37 @@ def test_notes_on_noise_modules(check: Any, modules: str, text: str) -> None:
     assert text not in said(check('modules = ["norm-clip", ["gaussian-noise", {std = 5.0}]]'))
 
 
+CRITERION = 'strategy = "criterion", n_samples = 2, criterion = {name = "gradient_norm"}'
+
+
+@pytest.mark.parametrize(
+    ("section", "ok"),
+    [
+        (CRITERION.replace(", ", "\n", 2), False),
+        (f'strategy = "named-clients"\nsampler = {{{CRITERION}}}', False),
+        (
+            f'strategy = "composition"\nsamplers = [{{strategy = "default"}}, {{{CRITERION}}}]',
+            False,
+        ),
+        ('strategy = "uniform"\nn_samples = 2', True),
+    ],
+)
+def test_clients_are_not_chosen_by_what_has_no_noise(check: Any, section: str, ok: bool) -> None:
+    found = central(check, run=f"[client_sampler]\n{section}\n")
+    assert found.ok == ok
+    assert ("one client decides who else takes part" in said(found, "problem")) != ok
+    # Without noise nothing is promised.
+    assert check(run=f"[client_sampler]\n{section}\n").ok
+
+
+def test_a_sampler_in_a_sampler_says_how_many_take_part(check: Any) -> None:
+    inner = '[client_sampler]\nstrategy = "named-clients"\nsampler = {strategy = "uniform", '
+    for number, ok in ((10, True), (11, False)):
+        file = central(check, run=f"{inner}n_samples = {number}}}\n").path
+        file.write_text(file.read_text().replace("max_clients = 5", "max_clients = 50"))
+        assert check_config(file).ok == ok
+
+
 ALONE = "nothing bounds what gaussian-noise is added to: no amount of it gives a guarantee"
 
 

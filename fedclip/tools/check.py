@@ -264,7 +264,10 @@ def _clients(config: Section) -> int | None:
     most = _section(config, "run").get("register")
     if isinstance(most, dict):
         most = most.get("max_clients", most.get("min_clients"))
-    return _count(_section(config, "client_sampler").get("n_samples", most))
+    sampler = _section(config, "client_sampler")
+    while inner := _section(sampler, "sampler"):
+        sampler = inner
+    return _count(sampler.get("n_samples", most))
 
 
 def _secagg(check: Check) -> dict[str, Any] | None:
@@ -284,9 +287,12 @@ def _check_bounds(
             check.note(f"[{prefix}{key}]", warning)
     secagg = _secagg(check)
     fair = "fairness" in optim
-    found = exposures(plugins, run, aggregator=aggregator, secagg=secagg, fairness=fair)
+    sampler = _section(check.config, "client_sampler")
+    found = exposures(
+        plugins, run, aggregator=aggregator, secagg=secagg, sampler=sampler, fairness=fair
+    )
     for level, section, message in found:
-        own = section.partition(".")[0] in ("run", "secagg")
+        own = section.partition(".")[0] in ("run", "secagg", "client_sampler")
         check.add(level, f"[{section}]" if own else f"[{prefix}{section}]", message)
     client = _section(optim, "client_opt")
     check.places = places.in_words(

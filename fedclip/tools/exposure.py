@@ -28,7 +28,7 @@ __all__ = ["exposures"]
 CLIENT, SERVER = "client_opt", "server_opt"
 
 Found = tuple[Literal["problem", "note"], str, str]
-"""Level, section (of [optim], or "run.…", "secagg"), message."""
+"""Level, section (of [optim], or "run.…", "secagg", "client_sampler"), message."""
 
 # Above this epsilon, a privacy guarantee means nothing.
 _ABSURD = 10.0
@@ -43,6 +43,10 @@ _RELEASED = (
     "the weights that declearn keeps in the end are those of the lowest loss: a choice made by "
     "what has no noise; take the last checkpoint instead",
 )
+_CHOSEN = (
+    "a criterion chooses clients by what they have sent before, without noise: one client decides "
+    "who else takes part, so that the noise does not cover what it changes; take another strategy"
+)
 _STOPPED = "training is stopped by losses without noise: the number of rounds tells of them"
 
 
@@ -52,12 +56,13 @@ def exposures(
     *,
     aggregator: Any = None,
     secagg: Section | None = None,
+    sampler: Section | None = None,
     fairness: bool = False,
 ) -> list[Found]:
     """Return what voids a guarantee that the configuration seems to give.
 
-    `run` and `secagg` are sections of the file. `aggregator` is given if it is fedclip's, and
-    `fairness` says if there are such rounds.
+    `run`, `secagg` and `sampler` are sections of the file. `aggregator` is given if it is
+    fedclip's, and `fairness` says if there are such rounds.
     """
     server = plugins.get(SERVER, ())
     central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)
@@ -66,6 +71,8 @@ def exposures(
     found: list[Found] = []
     if central is not None:
         found += _central(central, server, run.get("rounds"))
+        if _chooses(sampler):
+            found.append(("problem", "client_sampler", _CHOSEN))
     if any(isinstance(p, SampleClip) for side in plugins.values() for p in side):
         found += _records_clipped(plugins, run, fairness)
     elif per_record:
@@ -125,6 +132,18 @@ def _central(module: Any, server: Sequence[Any], rounds: Any) -> Iterator[Found]
         yield "note", SERVER, text
     planned = rounds if type(rounds) is int and rounds > 0 else 1
     yield from _absurd(module.budget.cost(planned), f"{planned} rounds", SERVER)
+
+
+def _chooses(sampler: Any) -> bool:
+    """Whether a client sampler, or one inside it, goes by what clients have sent."""
+    match sampler:
+        case {"strategy": "criterion"}:
+            return True
+        case {"sampler": inner}:
+            return _chooses(inner)
+        case {"samplers": [*inner]}:
+            return any(map(_chooses, inner))
+    return False
 
 
 def _tells(plugin: Any) -> bool:
