@@ -315,6 +315,40 @@ def test_notes_on_noise_modules(check: Any, modules: str, text: str) -> None:
     assert text not in said(check('modules = ["norm-clip", ["gaussian-noise", {std = 5.0}]]'))
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_privacy_may_be_in_a_file_of_its_own(
+    check: Any, named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = PRIVATE.replace("[3.0", "[30.0")
+    Path("p.toml").write_text(text.replace("run.", "") if named else text.partition("\n")[2])
+    file = check('modules = ["norm-clip"]').path
+    file.write_text(file.read_text().replace("rounds", 'privacy = "p.toml"\nrounds'))
+    found = check_config(file)
+    assert "each tensor of each sample to 0.5" in found.places[0]
+    assert "epsilon = 30 for each client's budget is a guarantee in name only" in said(found)
+    Path("p.toml").write_text("budget = 3\n")
+    assert "budget must be" in said(check_config(file), "problem")
+    Path("p.toml").unlink()
+    assert not check_config(file).ok
+
+
+def test_privacy_beside_optimizers_for_a_script(tmp_path: Path) -> None:
+    """A server's script may keep all of its sections in one file."""
+    file = tmp_path / "server.toml"
+    optim = 'aggregator = "averaging"\n[client_opt]\nlrate = 0.5\nmodules = ["norm-clip"]\n'
+    run = RUN.partition("[data]")[2]
+    file.write_text(f"{optim}{run}{PRIVATE}")
+    found = check_config(file)
+    assert "each tensor of each sample to 0.5" in found.places[0]
+    assert "a sample's gradient reaches 0.5·√k" in said(found)
+    # A section of another's is left alone.
+    file.write_text(f"{optim}[run]\nspeed = 3\nprivacy = 'none'\n")
+    found = check_config(file)
+    assert found.ok
+    assert "norm-clip: the L2 norm is at most 1" in found.places[0]
+
+
 CRITERION = 'strategy = "criterion", n_samples = 2, criterion = {name = "gradient_norm"}'
 
 

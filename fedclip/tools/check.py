@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from declearn.main.config import FLOptimConfig
+from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.optimizer import Optimizer
 from declearn.quickrun import DataSourceConfig, parse_data_folder
 
@@ -68,14 +68,16 @@ def check_config(path: str | Path, *, quickrun: bool = False) -> Check:
     config = read_toml(check, check.path, "the file")
     if config is None:
         return check
-    check.config = config
+    check.config = config = _with_files(check, config)
     # A script may have [network] and [run] next to client_opt, but only quickrun has [data].
     whole = "data" in config and not {"network", "run"}.isdisjoint(config)
     alone = "run" in config and "client_opt" not in config
     if quickrun or "optim" in config or whole or alone:
         _check_quickrun(check, config)
     elif "client_opt" in config:
-        _check_optim(check, config, {}, prefix="")
+        run = _section(config, "run")
+        # A section of this name may be anything else.
+        _check_optim(check, config, {} if any(section_faults("run", run)) else run, prefix="")
     else:
         text = "holds neither [optim], as a quickrun file does, nor client_opt, as a file for"
         check.problem("the file", f"{text} FLOptimConfig does{nearest('client_opt', config)}")
@@ -112,6 +114,18 @@ def _check_quickrun(check: Check, config: dict[str, Any]) -> None:
         f.where == "[data]" for f in check.problems
     ):
         _check_data(check, config["data"], run)
+
+
+def _with_files(check: Check, config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with what files named in [run] hold, as declearn reads them."""
+    run = dict(_section(config, "run"))
+    for field in dataclasses.fields(FLRunConfig):
+        path = run.get(field.name)
+        if isinstance(path, str) and os.path.isfile(path):
+            loaded = read_toml(check, Path(path), f"[run.{field.name}]")
+            if loaded is not None:
+                run[field.name] = loaded.get(field.name, loaded)
+    return {**config, "run": run} if run else config
 
 
 def _check_section(check: Check, config: Section, key: str) -> None:
