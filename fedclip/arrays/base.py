@@ -406,6 +406,11 @@ class Backend(Arithmetic, ABC):
     ) -> tuple[Array, Array]:
         """Return the smallest and the largest element of each group; 0 counts as an element."""
 
+    def group_peaks(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+        """Return the largest absolute element of each group; 0 of one without elements."""
+        lows, highs = self.group_extremes(arrays, members)
+        return self.maximum(-lows, highs)
+
     @abstractmethod
     def stack(self, arrays: Sequence[Array]) -> Array:
         """Return arrays of shape () as one array."""
@@ -421,6 +426,18 @@ class Backend(Arithmetic, ABC):
     def total(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
         """Return the sum along `axes`, kept as 1, or of all elements, in the widest float."""
 
+    def anchor(self, array: Array) -> Array:
+        """Return an element of a dense array, as an array of shape ()."""
+        return self.joined([array])[0]
+
+    def total_from_anchor(self, array: Array) -> Array:
+        """Return the sum of the differences of a wide array from its anchor."""
+        return self.total(array)
+
+    def square_total(self, array: Array) -> Array:
+        """Return the sum of squares of elements of the widest float."""
+        return self.total(array * array)
+
     @abstractmethod
     def wide(self, array: Array) -> Array:
         """Return a dense array in the widest float that sums and products need."""
@@ -428,6 +445,31 @@ class Backend(Arithmetic, ABC):
     @abstractmethod
     def joined(self, arrays: Sequence[Array]) -> Array:
         """Return all elements as one flat array of the widest dtype among them."""
+
+    def bundles(self, arrays: Sequence[Array]) -> list[list[int]]:
+        """Return the positions of the dense arrays that one operation can work on, together."""
+        return [[i] for i in range(len(arrays))]
+
+    def bundle(self, arrays: Sequence[Array]) -> Array:
+        """Return the arrays of one bundle, or an array of shape () for each, as one array.
+
+        Arithmetic on it is elementwise; what is reduced to a number becomes a number for each.
+        """
+        (array,) = arrays
+        return array
+
+    def numbers(self, values: Sequence[float], like: Array) -> Any:
+        """Return a number for each array of a bundle, as one number."""
+        (value,) = values
+        return value
+
+    def unbundled(self, array: Array) -> Sequence[Array]:
+        """Return the arrays of a bundle."""
+        return (array,)
+
+    def store(self, values: Array, likes: Sequence[Array]) -> Sequence[Array]:
+        """Return the values of a bundle as the outputs for these arrays, each in its dtype."""
+        return [self.stored(v, x) for v, x in zip(self.unbundled(values), likes, strict=True)]
 
     def stored(self, values: Array, like: Array) -> Array:
         """Return dense values as the output for the array `like`, in its dtype."""

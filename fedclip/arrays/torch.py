@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fedclip.arrays.base import Array, Backend, HostView, Outs, Views
+from fedclip.arrays.many import Many
 from fedclip.arrays.numpy import written
 
 __all__ = ["TorchBackend", "TorchInPlace"]
@@ -29,6 +30,9 @@ _COMPUTED = {torch.float32: np.float32, torch.float64: np.float64}
 _VIEWED = {torch.uint16, *_NAMES}
 # Torch wakes threads for the product of a tensor of more elements.
 _GRAIN = 1 << 15
+# How many elements are worked on together, on the CPU and elsewhere: so that what is in between
+# stays in the cache, or takes little memory.
+_MOST = {True: 1 << 17, False: 1 << 24}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # One operation for many tensors: torch has none that makes numbers of NaN, so multiply the bits.
 _LIBRARY: Any = torch.library.Library("fedclip", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -488,19 +492,93 @@ class TorchBackend(Backend):
             torch.stack([highs[list(m)].amax() for m in members]),
         )
 
+    def group_peaks(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+        if not self._foreach(arrays):
+            return super().group_peaks(arrays, members)
+        each = self.asarray(self._peaks(arrays), like=arrays[0])
+        if len(members) == 1:
+            return each.amax(0, keepdim=True)
+        if all(tuple(m) == (i,) for i, m in enumerate(members)):
+            return each
+        return torch.stack([each[list(m)].amax() for m in members])
+
+    def _peaks(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the largest absolute element of each of some arrays; 0 of one without any."""
+        peaks: list[Any] = [None] * len(arrays)
+        for places in self.bundles(arrays):
+            bundle = self.bundle([arrays[i] for i in places])
+            if isinstance(bundle, Many):
+                found = self.unbundled(self.largest(bundle))
+            else:
+                # One pass over what is large.
+                found = [super().group_peaks([bundle], [(0,)])[0]]
+            for i, peak in zip(places, found, strict=True):
+                peaks[i] = peak
+        return torch.stack(peaks)
+
     def stack(self, arrays: Sequence[Array]) -> Array:
         return torch.stack(list(arrays))
 
     def cast(self, x: Array, dtype: str) -> Array:
         return x.to(_DTYPES[dtype])
 
+    def bundles(self, arrays: Sequence[Array]) -> list[list[int]]:
+        if not self._foreach(arrays):
+            return super().bundles(arrays)
+        result: list[list[int]] = []
+        # Of each kind, the last bundle and its number of elements.
+        last: dict[Any, tuple[list[int], int]] = {}
+        for i, tensor in enumerate(arrays):
+            size = tensor.numel()
+            kind = tensor.dtype, tensor.dim() > 0, size > 0
+            bundle, held = last.get(kind, ([], 0))
+            if not bundle or not size or held + size > _MOST[tensor.is_cpu]:
+                bundle, held = [], 0
+                result.append(bundle)
+            bundle.append(i)
+            last[kind] = bundle, held + size
+        return result
+
+    def bundle(self, arrays: Sequence[Array]) -> Array:
+        return arrays[0] if len(arrays) == 1 else Many(arrays)
+
+    def numbers(self, values: Sequence[float], like: Array) -> Any:
+        return values[0] if len(values) == 1 else Many(None, self.asarray(values, like=like))
+
+    def unbundled(self, array: Array) -> Sequence[Array]:
+        return array.tensors if isinstance(array, Many) else (array,)
+
+    def store(self, values: Array, likes: Sequence[Array]) -> Sequence[Array]:
+        if len(likes) == 1 or values.dtype == likes[0].dtype or not self._foreach(likes):
+            return super().store(values, likes)
+        # A copy is the cast that torch has for many.
+        outputs = torch._foreach_clone(list(likes))
+        torch._foreach_copy_(outputs, list(self.unbundled(values)))
+        return list(outputs)
+
+    def anchor(self, array: Array) -> Array:
+        return array.highest() if isinstance(array, Many) else super().anchor(array)
+
+    def total_from_anchor(self, array: Array) -> Array:
+        # No difference is above 0: their sum is a norm, which torch has for many.
+        return -array.norm(1) if isinstance(array, Many) else self.total(array)
+
+    def square_total(self, array: Array) -> Array:
+        if not isinstance(array, Many):
+            return super().square_total(array)
+        norms = array.norm(2)
+        return norms * norms
+
     def largest(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
+        if isinstance(array, Many) and axes is None:
+            # On the CPU, vectors are faster.
+            return abs(array).highest() if array.device.type == "cpu" else array.norm(math.inf)
         return array.abs().amax() if axes is None else array.abs().amax(dim=axes, keepdim=True)
 
     def peak(self, arrays: Sequence[Array]) -> Array:
-        if not self._foreach(arrays):
+        if len(arrays) == 1 or not self._foreach(arrays):
             return super().peak(arrays)
-        return self.wide(torch.stack(torch._foreach_norm(list(arrays), math.inf)).amax())
+        return self.wide(self._peaks(arrays).amax())
 
     def total(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
         wide = self._widest(array)
@@ -509,7 +587,7 @@ class TorchBackend(Backend):
         return array.sum(dim=axes, keepdim=True, dtype=wide)
 
     def wide(self, array: Array) -> Array:
-        return array.detach().to(self._widest(array))
+        return (array.detach() if array.requires_grad else array).to(self._widest(array))
 
     @staticmethod
     def _widest(like: torch.Tensor) -> torch.dtype:
@@ -518,7 +596,8 @@ class TorchBackend(Backend):
     def joined(self, arrays: Sequence[Array]) -> Array:
         first = arrays[0].device
         values = [self._values(t).to(first) for t in arrays]
-        return torch.cat([v if v.dim() == 1 else v.reshape(-1) for v in values])
+        flat = [v if v.dim() == 1 else v.reshape(-1) for v in values]
+        return torch.cat(flat) if len(flat) > 1 else flat[0]
 
     def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
         if array.dtype != torch.float64 and array.device.type != "mps":
@@ -620,6 +699,12 @@ class TorchInPlace(TorchBackend):
     def stored(self, values: Array, like: Array) -> Array:
         # A sparse tensor becomes a dense one, which is new.
         return like.copy_(values) if like.layout is torch.strided else super().stored(values, like)
+
+    def store(self, values: Array, likes: Sequence[Array]) -> Sequence[Array]:
+        if not self._foreach(likes):
+            return super().store(values, likes)
+        torch._foreach_copy_(list(likes), list(self.unbundled(values)))
+        return likes
 
     def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
         by_device: dict[torch.device, list[torch.Tensor]] = {}

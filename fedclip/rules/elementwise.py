@@ -14,7 +14,6 @@ too. On the host the count is a float, and on a device an array of shape ().
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,11 +44,11 @@ def blend(mean: Array, values: Array, weight: Any) -> Array:
     return mean + half + half
 
 
-def at_first(count: Any, yes: Callable[[], Array], no: Array, xp: Backend) -> Array:
-    """Return ``yes()`` if the count is 0, else `no`."""
+def at_first(count: Any, yes: float, no: float, values: Array, xp: Backend) -> Any:
+    """Return `yes` if the count is 0, else `no`; on a device in the dtype of the values."""
     if isinstance(count, float):
-        return no if count else yes()
-    return xp.where(count == 0, yes(), no)
+        return no if count else yes
+    return like_values(xp.where(count == 0, yes, no), values, xp)
 
 
 def like_values(number: Any, values: Array, xp: Backend) -> Any:
@@ -75,7 +74,11 @@ class EmaValue:
         self, values: Array, past: Array, count: Any, xp: Backend
     ) -> tuple[Array, Array, Array]:
         size = abs(values)
-        past = at_first(count, lambda: self._begun(size, xp), past, xp)
+        if not isinstance(count, float):
+            # The past is zero before the first.
+            past = past + at_first(count, 1.0, 0.0, values, xp) * self._begun(size, xp)
+        elif not count:
+            past = self._begun(size, xp)
         weight = like_values(step_size(self.decay, self.debias, count), values, xp)
         # On the host, in the memory of `size`: new memory takes half as long again.
         size -= past
@@ -122,10 +125,10 @@ class GrowthValue:
         if limits is None:
             limits = base + math.inf
         if not isinstance(count, float):
-            limits = xp.fill(limits, count == 0, math.inf)
+            limits = limits + at_first(count, math.inf, 0.0, values, xp)
         output = xp.within(values, limits)
         if self.max_decay is None:
             return output, limits, output
         # Without a past, floor is 0 or `min_value`, and nothing has fallen.
-        fallen = rising < at_first(count, lambda: 0.0 * floor, floor / self.max_decay, xp)
+        fallen = rising < floor / at_first(count, math.inf, self.max_decay, values, xp)
         return output, limits, xp.where(fallen, past / self.max_decay, output)

@@ -223,6 +223,12 @@ class Gradient:
             fine += (xp.isfinite(xp.group_norms(rest, [range(len(rest))])),)
         return reduce(operator.and_, map(xp.all, fine))
 
+    def largest(self, numbers: Sequence[Array]) -> Array:
+        """Return the largest number of each group, of arrays of shape () for each array."""
+        xp = self.backend
+        found = [[numbers[i] for i in members] for members in self.groups.members]
+        return xp.stack([n[0] if len(n) == 1 else xp.max(xp.stack(n)) for n in found])
+
     def settled(
         self, outputs: Sequence[Array], fine: Array, finite: Array, on_nonfinite: str
     ) -> list[Array]:
@@ -267,6 +273,12 @@ class Gradient:
         """Return the dtype of the host view of array i: uint16 for bfloat16."""
         name = self.backend.dtype(self.arrays[i])
         return np.dtype(np.uint16 if name == "bfloat16" else name)
+
+
+def put(column: list[Array], places: Sequence[int], values: Sequence[Array]) -> None:
+    """Put values into a list, at these places."""
+    for i, value in zip(places, values, strict=True):
+        column[i] = value
 
 
 def _local(arrays: Sequence[Array], views: Views, backend: Backend) -> list[HostView]:

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedclip.arrays import LARGEST, Array, Backend, HostView
-from fedclip.measures import Float64, Numbers, measure, measure_on_device
+from fedclip.measures import Float64, Numbers, measure
 from fedclip.measures.l2 import CHUNK, blocks, decode, encode, extremes, square_sums
 from fedclip.rules import FIXED, Basis, State
 from fedclip.rules.history import TINY
 from fedclip.scopes import Groups
-from fedclip.transforms.base import Gradient, Outcome, Transform
+from fedclip.transforms.base import Gradient, Outcome, Transform, put
 from fedclip.transforms.slice import spanned
 
 # A float64 sum of finite elements may overflow; the sum of elements 2^64 times smaller does not.
@@ -140,42 +140,56 @@ class Centralizing(Transform):
         """Centre one gradient, in the framework's own operations."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
         dense = [*map(xp.dense, arrays)]
-        zero = xp.asarray([0.0], like=arrays[0])[0]
-        outputs, centres, largest, fine = list(arrays), {}, [], []
-        for members in groups.members:
-            pooled = members if self.pooled else ()
-            size = sum(math.prod(dense[i].shape) for i in pooled)
-            if size >= self.min_size and pooled:
-                centres.update(
-                    dict.fromkeys(members, _mean_on_device([dense[i] for i in members], xp))
-                )
-            for i in () if self.pooled else members:
-                axes = self._axes(tuple(dense[i].shape))
-                if axes is not None:
-                    centres[i] = _mean_on_device([dense[i]], xp, axes)
-            means = [xp.wide(xp.largest(centres[i])) for i in members if i in centres]
-            # What is left alone is looked at for NaN only.
-            peak = measure_on_device([dense[i] for i in members], "inf", xp)
-            fine.append(xp.isfinite(peak))
-            largest.append(xp.max(xp.stack([zero, *means])))
-        norms = xp.stack(largest)
-        finite = gradient.all_fine(xp.stack(fine))
-        for i, centre in centres.items():
-            top = LARGEST[xp.dtype(arrays[i])]
-            shifted = xp.wide(dense[i]) - centre
-            outputs[i] = xp.stored(xp.minimum(xp.maximum(shifted, -top), top), arrays[i])
-        outputs = gradient.settled(outputs, xp.stack(fine), finite, on_nonfinite)
+        outputs, centres = list(arrays), self._centres_on_device(dense, groups, xp)
+        largest = [xp.asarray([0.0], like=arrays[0])[0]] * len(arrays)
+        some = [*centres]
+        for chosen in xp.bundles([dense[i] for i in some]):
+            places = [some[j] for j in chosen]
+            values = xp.bundle([dense[i] for i in places])
+            centre = xp.bundle([centres[i] for i in places])
+            put(largest, places, xp.unbundled(xp.wide(xp.largest(centre))))
+            top = LARGEST[xp.dtype(values)]
+            shifted = xp.minimum(xp.maximum(xp.wide(values) - centre, -top), top)
+            put(outputs, places, xp.store(shifted, [arrays[i] for i in places]))
+        # What is left alone is looked at for NaN only.
+        fine = xp.isfinite(xp.group_peaks(dense, groups.members))
+        norms, finite = gradient.largest(largest), gradient.all_fine(fine)
+        outputs = gradient.settled(outputs, fine, finite, on_nonfinite)
         return Outcome(outputs, state, norms, 0.0 * norms, (norms > 0) & finite, finite)
+
+    def _centres_on_device(
+        self, dense: Sequence[Array], groups: Groups, xp: Backend
+    ) -> dict[int, Array]:
+        """Return what to subtract from each array; nothing for one that is left alone."""
+        if not self.pooled:
+            spans = {i: self._axes(tuple(array.shape)) for i, array in enumerate(dense)}
+            return {
+                i: _mean_on_device([dense[i]], xp, a) for i, a in spans.items() if a is not None
+            }
+        centres = {}
+        for members in groups.members:
+            size = sum(math.prod(dense[i].shape) for i in members)
+            if size >= self.min_size and size:
+                mean = _mean_on_device([dense[i] for i in members], xp)
+                centres.update(dict.fromkeys(members, mean))
+        return centres
 
 
 def _mean_on_device(
     parts: Sequence[Array], xp: Backend, axes: tuple[int, ...] | None = None
 ) -> Array:
     """Return the mean of all elements of dense arrays; of each slice of one, with `axes`."""
-    wide = [xp.wide(part) for part in parts if math.prod(part.shape)]
-    size = sum(math.prod(part.shape) for part in wide)
+    parts = [part for part in parts if math.prod(part.shape)]
+    size = sum(math.prod(part.shape) for part in parts)
     if axes is not None:
-        size = math.prod([wide[0].shape[a] for a in axes])
+        size = math.prod([parts[0].shape[a] for a in axes])
+    totals = [xp.total(part, axes) for part in parts]
+    if all(
+        LARGEST[xp.dtype(x)] > LARGEST[xp.dtype(p)] * 2.0**_DOWN
+        for x, p in zip(totals, parts, strict=True)
+    ):
+        return reduce(operator.add, totals) / size
+    wide = [*map(xp.wide, parts)]
     peak = reduce(xp.maximum, [xp.largest(x, axes) for x in wide])
     # Divide by the maximum: nothing can overflow.
     unit = xp.where(peak > 0, peak, 1.0)
@@ -249,32 +263,52 @@ class Standardizing(Transform):
         """Standardise one gradient, in the framework's own operations."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
         dense = [*map(xp.dense, arrays)]
-        outputs, found, peaks = list(arrays), [], []
-        for members in groups.members:
-            peak = measure_on_device([dense[i] for i in members], "inf", xp)
-            peaks.append(peak)
-            sized = [i for i in members if math.prod(dense[i].shape)]
-            size = sum(math.prod(dense[i].shape) for i in sized)
-            if size < 2:
-                found.append(0.0 * peak)
+        sized = [[i for i in m if math.prod(dense[i].shape)] for m in groups.members]
+        sizes = [float(sum(math.prod(dense[i].shape) for i in m)) for m in sized]
+        outputs = list(arrays)
+        peaks, found = ([xp.asarray([0.0], like=arrays[0])[0]] * len(groups) for _ in range(2))
+        for some in _alike(dense, sized, sizes, xp):
+            # The arrays of one group, or as one array those of many groups of one each.
+            rows = [*zip(*[sized[g] for g in some], strict=True)]
+            parts = [xp.bundle([dense[i] for i in row]) for row in rows]
+            peak = xp.peak(parts)
+            put(peaks, some, xp.unbundled(peak))
+            if sizes[some[0]] < 2:
                 continue
+            size = xp.numbers([sizes[g] for g in some], like=arrays[0])
             unit = xp.where(peak > 0, peak, 1.0)
-            wide = {
-                i: xp.wide(dense[i]) / xp.cast(unit, xp.dtype(xp.wide(dense[i]))) for i in sized
-            }
+            wide = [xp.wide(part) for part in parts]
+            wide = [x / xp.cast(unit, xp.dtype(x)) for x in wide]
             # Relative to one of them, equal numbers are 0, and their deviation is.
-            origin = xp.joined([wide[sized[0]]])[0]
-            wide = {i: x - xp.cast(origin, xp.dtype(x)) for i, x in wide.items()}
-            mean = reduce(operator.add, map(xp.total, wide.values())) / size
-            wide = {i: x - xp.cast(mean, xp.dtype(x)) for i, x in wide.items()}
-            squares = reduce(operator.add, [xp.total(x * x) for x in wide.values()])
-            deviation = xp.sqrt(squares / (size - 1))
+            origin = xp.wide(xp.anchor(parts[0])) / unit
+            wide = [x - xp.cast(origin, xp.dtype(x)) for x in wide]
+            mean = reduce(operator.add, map(xp.total_from_anchor, wide)) / size
+            wide = [x - xp.cast(mean, xp.dtype(x)) for x in wide]
+            squares = reduce(operator.add, map(xp.square_total, wide))
+            deviation = xp.sqrt(squares / (size - 1.0))
             divisor = deviation + self.eps / unit + TINY
-            for i, x in wide.items():
-                outputs[i] = xp.stored(x / xp.cast(divisor, xp.dtype(x)), arrays[i])
-            found.append(unit * deviation)
-        norms, fine = xp.stack(found), xp.isfinite(xp.stack(peaks))
-        finite = gradient.all_fine(fine)
+            for row, x in zip(rows, wide, strict=True):
+                results = x / xp.cast(divisor, xp.dtype(x))
+                put(outputs, row, xp.store(results, [arrays[i] for i in row]))
+            put(found, some, xp.unbundled(unit * deviation))
+        # Records know by the norm that a step was not finite.
+        fine = xp.isfinite(xp.stack(peaks))
+        norms, finite = xp.where(fine, xp.stack(found), math.nan), gradient.all_fine(fine)
         outputs = gradient.settled(outputs, fine, finite, on_nonfinite)
         limits = 0.0 * norms + 1.0
         return Outcome(outputs, state, norms, limits, (norms > 1.0) & finite, finite)
+
+
+def _alike(
+    dense: Sequence[Array], sized: Sequence[Sequence[int]], sizes: Sequence[float], xp: Backend
+) -> list[list[int]]:
+    """Return the groups that have elements: one by one, or those of one array each in bundles.
+
+    Groups of a single element, which has no deviation, are among themselves.
+    """
+    result = [[g] for g, members in enumerate(sized) if len(members) > 1]
+    for lone in (True, False):
+        alike = [g for g, m in enumerate(sized) if len(m) == 1 and (sizes[g] == 1) is lone]
+        bundles = xp.bundles([dense[sized[g][0]] for g in alike])
+        result += [[alike[j] for j in bundle] for bundle in bundles]
+    return result

@@ -20,7 +20,7 @@ from fedclip.measures.l2 import CHUNK, decode, encode
 from fedclip.rules import State
 from fedclip.rules.elementwise import ElementRule
 from fedclip.states import Statistics
-from fedclip.transforms.base import Gradient, Outcome, Transform
+from fedclip.transforms.base import Gradient, Outcome, Transform, put
 from fedclip.transforms.value import towards_zero, value_ranges
 
 PAST = ("past", "count")
@@ -170,25 +170,29 @@ class PastClipping(Transform):
     def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
         """Clip one gradient element by element, in the framework's own operations."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
-        lows, highs = xp.group_extremes(arrays, groups.members)
-        norms = xp.maximum(-lows, highs)
+        norms = xp.group_peaks(arrays, groups.members)
         finite = gradient.finite(norms)
         gradient.kept.update(recall_on_device(gradient))
-        outputs, tops, changes, after = list(arrays), [], [], {}
-        for i, (name, array) in enumerate(zip(groups.names, arrays, strict=True)):
-            past, count = (gradient.kept[name][field] for field in PAST)
-            values = xp.cast(xp.dense(array), xp.dtype(past))
+        dense = [*map(xp.dense, arrays)]
+        nothing = xp.asarray([0.0], like=arrays[0])[0]
+        outputs, tops, changes = list(arrays), [nothing] * len(arrays), [nothing] * len(arrays)
+        after: Statistics = {}
+        for places in xp.bundles(dense):
+            names = [groups.names[i] for i in places]
+            past, count = (xp.bundle([gradient.kept[n][field] for n in names]) for field in PAST)
+            values = xp.cast(xp.bundle([dense[i] for i in places]), xp.dtype(past))
             result, limits, new = self.rule(values, past, count, xp)
-            after[name] = {"past": new, "count": count + 1.0}
-            sized = bool(math.prod(array.shape))
-            tops.append(xp.wide(xp.largest(limits)) if sized else 0.0 * count)
-            changes.append(xp.wide(xp.largest(result - values)) if sized else 0.0 * count)
-            rounded = towards_zero(result, xp.dtype(array), xp)
-            outputs[i] = xp.stored(rounded, array)
+            fields = zip(xp.unbundled(new), xp.unbundled(count + 1.0), strict=True)
+            after.update(
+                {n: dict(zip(PAST, f, strict=True)) for n, f in zip(names, fields, strict=True)}
+            )
+            rounded = towards_zero(result, xp.dtype(dense[places[0]]), xp)
+            stored = xp.store(rounded, [arrays[i] for i in places])
+            put(outputs, places, stored)
+            if math.prod(dense[places[0]].shape):
+                put(tops, places, xp.unbundled(xp.wide(xp.largest(limits))))
+                put(changes, places, xp.unbundled(xp.wide(xp.largest(result - values))))
         remember(gradient, after, finite)
         outputs = gradient.settled(outputs, xp.isfinite(norms), finite, on_nonfinite)
-        most = [xp.max(xp.stack([tops[i] for i in m])) for m in groups.members]
-        moved = [xp.max(xp.stack([changes[i] for i in m])) for m in groups.members]
-        return Outcome(
-            outputs, state, norms, xp.stack(most), (xp.stack(moved) > 0) & finite, finite
-        )
+        most, moved = gradient.largest(tops), gradient.largest(changes)
+        return Outcome(outputs, state, norms, most, (moved > 0) & finite, finite)

@@ -26,7 +26,7 @@ from fedclip.measures import Float64, Numbers
 from fedclip.measures.l2 import decode, extremes
 from fedclip.rules import FIXED, Basis, State
 from fedclip.transforms.action import GRID, replaced
-from fedclip.transforms.base import Gradient, Outcome, Transform
+from fedclip.transforms.base import Gradient, Outcome, Transform, put
 
 
 def value_ranges(gradient: Gradient) -> Float64:
@@ -164,19 +164,17 @@ class PercentileClipping(Transform):
     def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
         """Clip one gradient, in the framework's own operations."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
-        lows, highs = xp.group_extremes(arrays, groups.members)
-        norms = xp.maximum(-lows, highs)
+        norms = xp.group_peaks(arrays, groups.members)
         finite = gradient.finite(norms)
-        outputs, limits = list(arrays), []
-        for members in groups.members:
-            limit = self._limit_on_device([arrays[i] for i in members], xp)
-            limits.append(xp.wide(limit))
-            for i in members:
-                end = towards_zero(limit, xp.dtype(arrays[i]), xp)
-                boxed = xp.minimum(xp.maximum(xp.dense(arrays[i]), -end), end)
-                outputs[i] = xp.stored(boxed, arrays[i])
+        limits = [self._limit_on_device([arrays[i] for i in m], xp) for m in groups.members]
+        outputs, dense, owners = list(arrays), [*map(xp.dense, arrays)], groups.owners
+        for places in xp.bundles(dense):
+            values = xp.bundle([dense[i] for i in places])
+            end = towards_zero(xp.bundle([limits[owners[i]] for i in places]), xp.dtype(values), xp)
+            boxed = xp.minimum(xp.maximum(values, -end), end)
+            put(outputs, places, xp.store(boxed, [arrays[i] for i in places]))
         outputs = gradient.settled(outputs, xp.isfinite(norms), finite, on_nonfinite)
-        bounds = xp.stack(limits)
+        bounds = xp.stack([*map(xp.wide, limits)])
         return Outcome(outputs, state, norms, bounds, (norms > bounds) & finite, finite)
 
     def _limit_on_device(self, arrays: Sequence[Array], xp: Backend) -> Array:

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of PyTorch on which one operation works as on one, so that few operations are launched.
+
+::
+
+    x = Many([a, b])
+    abs(x), x * 2.0, torch.clamp(x, max=1.0)        torch._foreach_abs([a, b]), ...
+    x < 0.0                                         one for each: torch has none for many
+
+Numbers, one for each tensor, are `Many` too. They are kept as one tensor, until they meet others.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+
+__all__ = ["Many"]
+
+
+class Many:
+    """Tensors of one dtype and device, as one; `numbers`, if they are, as one tensor."""
+
+    requires_grad = False
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor] | None, numbers: torch.Tensor | None = None
+    ) -> None:
+        if tensors is not None and not any(t.dim() for t in tensors):
+            numbers = torch.stack(list(tensors))
+        self._tensors, self.numbers = tensors, numbers
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors one by one."""
+        if self._tensors is None:
+            self._tensors = torch.unbind(self.numbers)  # type: ignore[arg-type]
+        return list(self._tensors)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their dtype."""
+        return self.tensors[0].dtype if self.numbers is None else self.numbers.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Their device."""
+        return self.tensors[0].device if self.numbers is None else self.numbers.device
+
+    @property
+    def shape(self) -> tuple[torch.Size, ...]:
+        """The shapes of all."""
+        return tuple(t.shape for t in self.tensors)
+
+    def to(self, dtype: torch.dtype) -> Many:
+        """Return them in another dtype."""
+        if dtype == self.dtype:
+            return self
+        if self.numbers is None and torch.promote_types(dtype, self.dtype) == dtype:
+            # Torch has no cast for many; a product is of the wider dtype.
+            one = self.tensors[0].new_ones(1, dtype=dtype)
+            return Many(torch._foreach_mul(self.tensors, [one] * len(self.tensors)))
+        return _apply(torch.Tensor.to, self, dtype)
+
+    def highest(self) -> Many:
+        """Return the largest element of each."""
+        return self if self.numbers is not None else Many(torch._foreach_max(self.tensors))
+
+    def norm(self, ord: float) -> Many:
+        """Return the norm of each."""
+        return (
+            abs(self) if self.numbers is not None else Many(torch._foreach_norm(self.tensors, ord))
+        )
+
+    def masked_fill(self, condition: Many, number: float) -> Many:
+        """Return them with a number where the condition holds."""
+        return _apply(torch.masked_fill, self, condition, number)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Many:
+        return _apply(function, *args, **(kwargs or {}))
+
+    def __abs__(self) -> Many:
+        return _apply(torch.abs, self)
+
+    def __neg__(self) -> Many:
+        return _apply(torch.neg, self)
+
+    def __add__(self, other: Any) -> Many:
+        return _apply(torch.add, self, other)
+
+    def __sub__(self, other: Any) -> Many:
+        return _apply(torch.sub, self, other)
+
+    def __mul__(self, other: Any) -> Many:
+        return _apply(torch.mul, self, other)
+
+    def __truediv__(self, other: Any) -> Many:
+        return _apply(torch.div, self, other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __rsub__(self, other: Any) -> Many:
+        return _apply(operator.sub, other, self)
+
+    def __rtruediv__(self, other: Any) -> Many:
+        return _apply(operator.truediv, other, self)
+
+    def __rpow__(self, other: Any) -> Many:
+        return _apply(operator.pow, other, self)
+
+    def __lt__(self, other: Any) -> Many:
+        return _apply(torch.lt, self, other)
+
+    def __gt__(self, other: Any) -> Many:
+        return _apply(torch.gt, self, other)
+
+    def __eq__(self, other: object) -> Many:  # type: ignore[override]
+        return _apply(torch.eq, self, other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _clamp(x: list[torch.Tensor], min: Any = None, max: Any = None) -> Sequence[torch.Tensor]:
+    found: Any = x
+    if min is not None:
+        found = torch._foreach_clamp_min(found, min)
+    found = found if max is None else torch._foreach_clamp_max(found, max)
+    return list(found)
+
+
+_FORMS: dict[Any, Callable[..., Any]] = {
+    torch.abs: torch._foreach_abs,
+    torch.neg: torch._foreach_neg,
+    torch.add: torch._foreach_add,
+    torch.sub: torch._foreach_sub,
+    torch.mul: torch._foreach_mul,
+    torch.div: torch._foreach_div,
+    torch.clamp: _clamp,
+}
+"""Operations that torch has for many tensors at once."""
+
+
+def _apply(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Many:
+    """Return a function of each: in one operation on numbers, or if torch has one for many."""
+    many = [x for x in (*args, *kwargs.values()) if isinstance(x, Many)]
+    if all(x.numbers is not None for x in many):
+        return Many(
+            None, function(*map(_numbers, args), **{k: _numbers(x) for k, x in kwargs.items()})
+        )
+    form = _FORMS.get(function)
+    if form is not None:
+        return Many(form(*map(_tensors, args), **{k: _tensors(x) for k, x in kwargs.items()}))
+    rows = zip(*(x.tensors if isinstance(x, Many) else repeat(x) for x in args), strict=False)
+    return Many([function(*row, **kwargs) for row in rows])
+
+
+def _numbers(x: Any) -> Any:
+    return x.numbers if isinstance(x, Many) else x
+
+
+def _tensors(x: Any) -> Any:
+    return x.tensors if isinstance(x, Many) else x
