@@ -97,6 +97,25 @@ def test_noise_keeps_dtype_shape_and_inputs(framework: str, dtype: str) -> None:
         assert (to_numpy(vector)["w"] == 0.25).all()
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [("float16", 65504.0), ("float32", 3.4028234e38), ("bfloat16", 3.3895e38)]
+)
+def test_noise_beyond_a_dtype_is_its_largest_number(
+    framework: str, dtype: str, largest: float
+) -> None:
+    if framework == "numpy" and dtype == "bfloat16":
+        pytest.skip("NumPy has no bfloat16")
+    arrays = {"w": np.zeros(999)}
+    if framework != "numpy" and dtype == "bfloat16":
+        vector: Any = _bfloat16(framework, arrays)
+    else:
+        vector = to_vector({k: v.astype(dtype) for k, v in arrays.items()}, framework)
+    out = to_numpy(type(vector)(add_noise(vector.coefs, largest, secure_normals)))["w"]
+    assert np.isfinite(out).all()
+    assert np.abs(out.astype(np.float64)).max() == pytest.approx(largest, rel=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])
 def test_noise_on_another_byte_order(dtype: str) -> None:
     out = add_noise({"w": np.full(50, 0.25, dtype)}, 1e-3, secure_normals)["w"]

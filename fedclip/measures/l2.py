@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import UNDERFLOW, Array, Backend, Form, HostView, Views, backend_of
+from fedclip.arrays import LARGEST, UNDERFLOW, Array, Backend, Form, HostView, Views, backend_of
 from fedclip.arrays.cores import PIECE, each, worthwhile
 from fedclip.scopes import Groups
 
@@ -102,7 +102,8 @@ def encode(values: HostView, dtype: np.dtype[Any], *, towards_zero: bool = False
 def narrowed(values: Float64, like: Array) -> Array:
     """Return values as an array of the kind, dtype and device of `like`, which is dense.
 
-    For an array that is not of floats the result is of the framework's widest ones.
+    What is too large for the dtype becomes its largest number. For an array that is not of floats
+    the result is of the framework's widest ones.
     """
     backend = backend_of(like)
     dtype = backend.dtype(like)
@@ -110,6 +111,7 @@ def narrowed(values: Float64, like: Array) -> Array:
         return backend.asarray(values, like)
     # NumPy has no bfloat16: `encode` writes its bits as uint16.
     kind = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
+    values = np.asarray(np.clip(values, -LARGEST[dtype], LARGEST[dtype]))
     (native,) = backend.prepared([like])
     return backend.restored(backend.from_host(encode(values, kind), native), like)
 

@@ -14,7 +14,8 @@ Guarantees
 - No draw is NaN or infinite: the largest is ``sqrt(2 * 117 * ln 2)`` = 12.74. The tail beyond it
   is cut off; its probability is 1e-35.
 - Noise is drawn and added in float64. The sum is rounded to the grid, then once to the dtype of
-  the array. Rounding comes after the noise, and costs no privacy.
+  the array, of which it is at most the largest number. Rounding comes after the noise, and costs
+  no privacy.
 - Every value can reach every multiple of the grid, so that the last bits of the output do not
   tell values apart (Mironov, 2012). Draws are finer than the grid, also in the tail and near 0
   (Holohan & Braghin, 2021): if k is below 2^32, it gets 53 bits more. Floats beyond 2^22 times
