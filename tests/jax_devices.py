@@ -1,5 +1,7 @@
 """Clip on four devices of one host, and compare with one device; started by a test."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedclip import (
     AGC,
+    Centralize,
     EmaNormClip,
     EmaValueClip,
     Normalize,
@@ -130,8 +133,29 @@ def shard_maps():
         raise AssertionError(f"{clipper} is not refused")
 
 
+def many():
+    """Four models by vmap, each on a device of its own."""
+    kinds = (AxisType.Auto, AxisType.Explicit)
+    for kind in kinds:
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+        place = partial(jax.device_put, device=NamedSharding(mesh, P("data")))
+        for name, clipper in {**CLIPPERS, "centred": Centralize()}.items():
+            transform = as_optax(clipper)
+            step = jax.jit(jax.vmap(transform.update))
+            four = [
+                {n: np.stack([s * x for s in (1, 2, 0.1, 5)]) for n, x in t.items()}
+                for t in (GRADS[0], PARAMS)
+            ]
+            first = jax.vmap(transform.init)(four[1])
+            expected = step(jnp_tree(four[0]), first, jnp_tree(four[1]))
+            with jax.set_mesh(mesh):
+                found = step(*place((four[0], first, four[1])))
+            compare(f"{name}, many, {kind}", found, expected)
+
+
 if __name__ == "__main__":
     assert jax.device_count() == 4
     meshes()
     shard_maps()
+    many()
     print("all as on one device")

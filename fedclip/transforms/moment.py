@@ -141,7 +141,9 @@ class Centralizing(Transform):
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
         dense = [*map(xp.dense, arrays)]
         outputs, centres = list(arrays), self._centres_on_device(dense, groups, xp)
-        largest = [xp.asarray([0.0], like=arrays[0])[0]] * len(arrays)
+        peaks = xp.group_peaks(dense, groups.members)
+        # A zero that follows from the data is mapped, and split over devices, as they are.
+        largest = [xp.of_group(xp.minimum(peaks, 0.0), 0)] * len(arrays)
         some = [*centres]
         for chosen in xp.bundles([dense[i] for i in some]):
             places = [some[j] for j in chosen]
@@ -152,7 +154,7 @@ class Centralizing(Transform):
             shifted = xp.minimum(xp.maximum(xp.wide(values) - centre, -top), top)
             put(outputs, places, xp.store(shifted, [arrays[i] for i in places]))
         # What is left alone is looked at for NaN only.
-        fine = xp.isfinite(xp.group_peaks(dense, groups.members))
+        fine = xp.isfinite(peaks)
         norms, finite = gradient.largest(largest), gradient.all_fine(fine)
         outputs = gradient.settled(outputs, fine, finite, on_nonfinite)
         return Outcome(outputs, state, norms, 0.0 * norms, (norms > 0) & finite, finite)
