@@ -153,6 +153,16 @@ def test_clipping_twice_is_refused_before_the_first_step(tmp_path: Path) -> None
     assert all(map(torch.equal, before, trainer.model.parameters()))
 
 
+def test_an_optimizer_that_keeps_no_gradients_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path, ClipCallback(NormClip()))
+    trainer.optimizer = transformers.trainer_pt_utils.LayerWiseDummyOptimizer()
+    for parameter in trainer.model.parameters():
+        # What GaLore, APOLLO and others do layer by layer, in hooks of their own.
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with pytest.raises(RuntimeError, match="norm-clip finds no gradient before the step"):
+        trainer.train()
+
+
 def test_deepspeed_is_refused(tmp_path: Path) -> None:
     class DeepSpeedOptimizerWrapper:
         pass

@@ -52,6 +52,8 @@ class ClipCallback(TrainerCallback, ExportableState):
         Before the first step, if ``max_grad_norm`` is not 0: its default of 1.0 clips too.
     NotImplementedError
         Before the first step with DeepSpeed, which never shows whole gradients.
+    RuntimeError
+        At a step without any gradient: the optimizer has used them up.
     """
 
     def __init__(self, clipper: Spec) -> None:
@@ -103,7 +105,12 @@ class ClipCallback(TrainerCallback, ExportableState):
             # What says that the gradients are unscaled already is this error alone.
             with suppress(RuntimeError):
                 scaler.unscale_(optimizer.optimizer)
-        clip_(model, self.clipper)
+        if clip_(model, self.clipper) is None and all(p.grad is None for p in model.parameters()):
+            raise RuntimeError(
+                f"{self.clipper.name} finds no gradient before the step: a layer-wise optimizer, "
+                "LOMO or the like, steps while the gradients are computed, and keeps none; take "
+                "an optimizer that steps once, as optim='adamw_torch' does"
+            )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Add to the Trainer's logs of steps what the last step did."""
