@@ -13,8 +13,10 @@ from fedclip import (  # noqa: E402
     AGC,
     EmaValueClip,
     FedclipWarning,
+    GrowthValueClip,
     NonFiniteError,
     NormClip,
+    PercentileClip,
     ValueClip,
     ZScoreClip,
 )
@@ -105,6 +107,29 @@ def test_lbfgs_sees_clipped_gradients_only():
     second.step(closure)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("settings", [{}, {"optimizer": torch.optim.Adam, "fused": True}])
+def test_a_closure_in_the_step_of_a_scaler_is_refused(settings):
+    # The scaler refuses closures itself, but only by name; unscaled are gradients from before.
+    model, optimizer = build(**settings)
+    handle = attach(optimizer, NormClip(1.0), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        scaler.scale(loss).backward()
+        return loss
+
+    closure()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="still scaled by the GradScaler: call closure"):
+        scaler.step(optimizer, closure)
+    assert handle.last is None
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler.step(optimizer, closure)
+    assert total(model) <= 1.0
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -209,6 +234,23 @@ def test_a_copy_of_the_optimizer_clips_too(how):
     assert handles(twin) == []
     assert "__reduce_ex__" not in vars(twin)
     assert handles(copy.deepcopy(twin)) == []
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_handle_is_copied_with_its_optimizer(how):
+    model, optimizer = build()
+    attach(optimizer, ZScoreClip(), model)
+    handle = attach(optimizer, NormClip(0.4), model)
+    optimizer.step(closure_of(model, optimizer))
+    first, other, twin = COPIES[how]((handle, model, optimizer))
+    assert first is handles(twin)[1]
+    twin.step(closure_of(other, twin))
+    assert total(other) <= 0.4
+    assert (first.stats()["round/steps"], handle.stats()["round/steps"]) == (2, 1)
+    assert COPIES[how](handle).state() == handle.state()
+    handle.remove()
+    with pytest.raises(TypeError, match=r"norm-clip is in no optimizer .* keep handle\.state"):
+        COPIES[how](handle)
 
 
 def test_wrapped_and_compiled_models_have_the_same_names():
@@ -363,6 +405,47 @@ def test_accelerate_steps_are_clipped():
     assert handles(wrapped) == [after]
     wrapped.step()
     assert total(model) <= 1e-4
+
+
+# -- compiled and captured steps -----------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+@pytest.mark.parametrize("make", [ZScoreClip, PercentileClip, GrowthValueClip])
+@pytest.mark.parametrize("by", ["attach", "clip_"])
+def test_a_compiled_step_clips_as_an_eager_one(by, make):
+    found = []
+    for compiled in (False, True):
+        model, optimizer = build()
+        clipper = make()
+        if by == "attach":
+            attach(optimizer, clipper, model)
+            step = optimizer.step
+        else:
+
+            def step(model=model, optimizer=optimizer, clipper=clipper):
+                clip_(model, clipper)
+                optimizer.step()
+
+        step = torch.compile(step, backend="eager") if compiled else step
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            step()
+        found.append((state(clipper), [*model.parameters()]))
+    (eager, expected), (learnt, weights) = found
+    assert repr(learnt) == repr(eager)
+    assert all(map(torch.equal, weights, expected))
+
+
+def test_a_step_that_a_cuda_graph_captures_is_refused(monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with FakeTensorMode():
+        weight = torch.nn.Parameter(torch.ones(2, device="cuda"))
+        weight.grad = torch.ones(2, device="cuda")
+        with pytest.raises(RuntimeError, match="a CUDA graph does not replay: clip outside"):
+            clip_([weight], NormClip(1.0))
 
 
 # -- pure functions ------------------------------------------------------------------------------

@@ -19,9 +19,6 @@ def are_apart(gradients: Collection[torch.Tensor]) -> bool:
     """Return whether no two are one or may share memory, and no element is there twice."""
     if len({*map(id, gradients)}) < len(gradients):
         return False
-    # Code that is compiled shows no addresses.
-    if torch.compiler.is_compiling():
-        return True
     dense: Collection[torch.Tensor] = gradients
     try:
         addresses = [*map(torch.Tensor.data_ptr, dense)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_ as _torchs_own
@@ -65,10 +66,30 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC) -> StepRecord | None:
 
 
 def clip_named(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -> StepRecord | None:
-    """Clip the gradients of parameters that have been checked, each under one name."""
+    """Clip the gradients of parameters that have been checked, each under one name.
+
+    It stays outside of what ``torch.compile`` compiles: the clipper measures through NumPy, and
+    counts in Python.
+    """
+    if torch.compiler.is_compiling():
+        # The decorator would import the compiler with this module.
+        disable: Any = torch.compiler.disable
+        found: StepRecord | None = disable(_clip_named)(parameters, clipper)
+        return found
+    return _clip_named(parameters, clipper)
+
+
+def _clip_named(
+    parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC
+) -> StepRecord | None:
     gradients = {name: g for name, p in parameters.items() if (g := p.grad) is not None}
     if not gradients:
         return None
+    if next(iter(gradients.values())).is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{clipper.name} learns and counts in Python, which a CUDA graph does not replay: clip "
+            "outside of the graph, or use PureClipping, whose state is tensors"
+        )
     if not are_apart(gradients.values()):
         part(parameters, gradients)
     backend = _IN_PLACE

@@ -11,10 +11,12 @@ It uses torch's own hooks, and replaces no method of the optimizer's class.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from itertools import chain, count
 from operator import is_
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -98,6 +100,16 @@ class ClipHandle:
         """Return plain numbers for a logger; see `fedclip.adapters.torch.stats`."""
         return stats(self.clipper, prefix)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to make the handle again: it is one of its optimizer's, also of a copy's."""
+        optimizer = self._others.optimizer()
+        if optimizer is None or self not in self._others.handles:
+            raise TypeError(
+                f"the handle of {self.clipper.name} is in no optimizer any more, and can not be "
+                "copied or pickled: keep handle.state(), or the clipper"
+            )
+        return _handle_of, (optimizer, self._others.handles.index(self))
+
     def _resolve(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Return the parameters that the optimizer holds now, by name."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -129,6 +141,7 @@ class ClipHandle:
         if not callable(given):
             self._clip(optimizer)
             return None
+        _check_unscaled(optimizer)
 
         def closure() -> Any:
             loss = given()
@@ -167,18 +180,18 @@ class _Attached:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.handles: list[ClipHandle] = []
-        self._optimizer = weakref.ref(optimizer)
+        self.optimizer = weakref.ref(optimizer)
 
     def leave(self, handle: ClipHandle) -> None:
         """Forget a handle."""
         if handle in self.handles:
             self.handles.remove(handle)
-        if not self.handles and (optimizer := self._optimizer()) is not None:
+        if not self.handles and (optimizer := self.optimizer()) is not None:
             vars(optimizer).pop(_REDUCE, None)
 
     def __call__(self, protocol: Any) -> tuple[Any, ...]:
         """Return how to make the optimizer again, with a handle for each clipper."""
-        optimizer: Any = self._optimizer()
+        optimizer: Any = self.optimizer()
         reduced: Any = type(optimizer).__reduce_ex__
         make, args, state, *_ = reduced(optimizer, protocol)
         attached = [(type(h), h.clipper, h._resolve(optimizer)) for h in self.handles]
@@ -193,6 +206,28 @@ def _again(
     for handle, clipper, parameters in attached:
         handle(optimizer, clipper, parameters)
     return optimizer
+
+
+def _handle_of(optimizer: torch.optim.Optimizer, place: int) -> ClipHandle:
+    return handles(optimizer)[place]
+
+
+def _check_unscaled(optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error in a GradScaler's step, whose closure would leave scaled gradients.
+
+    The scaler unscales before the step, and leaves no trace on the optimizer; only the call shows
+    that there is one. It refuses closures itself, but only those that are given by name.
+    """
+    scalers = torch.amp.GradScaler.step.__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is scalers and frame.f_locals["self"].is_enabled():
+            raise RuntimeError(
+                f"scaler.step(optimizer, closure) lets {type(optimizer).__name__} step with "
+                "gradients that are still scaled by the GradScaler: call closure(), then "
+                "scaler.unscale_(optimizer) and scaler.step(optimizer)"
+            )
+        frame = frame.f_back
 
 
 def _attached(optimizer: torch.optim.Optimizer) -> _Attached:
@@ -278,7 +313,8 @@ def attach(
         If the clipper needs names and there are none, if the parameters are pieces of FSDP1, or
         if a wrapper has neither torch's hooks nor one optimizer inside.
     RuntimeError
-        At a step, if the gradients are still scaled by a GradScaler.
+        At a step, if the gradients are still scaled by a GradScaler, or will be, by a closure
+        that is given to its step.
 
     Examples
     --------
