@@ -10,7 +10,7 @@ jax = require("jax")
 optax = require("optax")
 import jax.numpy as jnp  # noqa: E402
 
-from fedclip import AGC, FedclipWarning, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip import AGC, FedclipWarning, NormClip, OwnLimit, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.adapters.jax import as_optax, load_state  # noqa: E402
 
 CLIPPERS = {
@@ -174,7 +174,7 @@ def test_agc_gets_the_parameters(unit):
         expected = reference.clip(by_name(gradient), weights)
         for key, value in by_name(output).items():
             np.testing.assert_allclose(value, expected[key], rtol=1e-9, atol=1e-14)
-    with pytest.raises(ValueError, match="needs the parameters"):
+    with pytest.raises(ValueError, match=r"agc has no weights for .*; it was given none"):
         as_optax(agc).update(params, as_optax(agc).init(params))
 
 
@@ -207,6 +207,8 @@ def test_extremes_under_jit(dtype, size):
 def test_what_it_can_not_do_is_said_at_once():
     with pytest.raises(NotImplementedError, match="'skip' or 'propagate'"):
         as_optax(NormClip(1.0, on_nonfinite="raise"))
+    with pytest.raises(NotImplementedError, match=r"own-limit asks a function .* ZScoreClip"):
+        as_optax(OwnLimit(lambda norm, past: 1.0))
 
 
 @pytest.mark.parametrize("make", [lambda: NormClip(1.0, scope="tensor"), lambda: AGC(0.1)])

@@ -19,7 +19,16 @@ jax = require("jax")
 optax = require("optax")
 import jax.numpy as jnp  # noqa: E402
 
-from fedclip import AGC, EmaValueClip, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip import (  # noqa: E402
+    AGC,
+    EmaNormClip,
+    EmaValueClip,
+    MadClip,
+    NormClip,
+    PercentileNormClip,
+    ValueClip,
+    ZScoreClip,
+)
 from fedclip.adapters.jax import ClipState, as_optax, load_state, stats  # noqa: E402
 from fedclip.testing import SHAPES  # noqa: E402
 
@@ -321,7 +330,7 @@ def test_adaptive_grad_clip_is_that_of_optax():
     close(found, expected, 3e-6)
     twice, _ = transform.update(found, state, params)
     close(twice, found)
-    with pytest.raises(ValueError, match="needs the parameters"):
+    with pytest.raises(ValueError, match=r"agc has no weights for .*; it was given none"):
         transform.update(gradient, state)
 
 
@@ -387,9 +396,41 @@ def test_a_state_is_read_with_the_parameters_that_it_is_of():
         transform.update(GRADS[0], optax.EmptyState(), PARAMS)
 
 
+def test_the_state_of_another_clipper_is_refused():
+    made = [NormClip(1.0), ZScoreClip(), MadClip(window=8), PercentileNormClip(window=8)]
+    made += [PercentileNormClip(window=16), EmaNormClip(), EmaValueClip()]
+    for clipper in made:
+        update = jax.jit(as_optax(clipper).update)
+        for other in made:
+            state = as_optax(other).init(PARAMS)
+            if other is clipper:
+                update(GRADS[0], state, PARAMS)
+                continue
+            with pytest.raises(TypeError, match=f"another clipper's, or of {clipper.name} with"):
+                update(GRADS[0], state, PARAMS)
+
+
+def test_what_is_no_array_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"'act' is no array, but .* eqx\.filter"):
+        as_optax(NormClip(1.0)).init({"w": jnp.ones(2), "act": jax.nn.relu})
+
+
 def test_agc_has_nothing_to_load():
     clipper = AGC(0.1)
     load_state(clipper, as_optax(clipper).init(PARAMS), PARAMS)
+
+
+@specimens()
+def test_a_state_of_shapes_alone(specimen: Specimen):
+    transform = as_optax(specimen.make())
+    params = {name: jnp.ones(shape, jnp.float32) for name, shape in SHAPES.items()}
+    shapes = jax.eval_shape(lambda: params)
+    expected = transform.init(params)
+    for found in (transform.init(shapes), jax.eval_shape(transform.init, shapes)):
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    close(transform.init(shapes), expected)
 
 
 @specimens()

@@ -18,7 +18,7 @@ from helpers import require
 keras = require("keras")
 require("tensorflow")
 
-from fedclip import AGC, EmaValueClip, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip import AGC, EmaValueClip, NormClip, OwnLimit, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.adapters.keras import ClipHistory, ClippedOptimizer  # noqa: E402
 
 optimizers = keras.optimizers
@@ -308,6 +308,18 @@ def test_optimizers_of_ones_own_clip_or_are_refused():
 def test_clippers_that_can_not_be_compiled_are_refused():
     with pytest.raises(NotImplementedError, match="'skip' or"):
         ClippedOptimizer(optimizers.SGD(0.1), NormClip(1.0, on_nonfinite="raise"))
+    with pytest.raises(NotImplementedError, match="own-limit asks a function"):
+        ClippedOptimizer(optimizers.SGD(0.1), OwnLimit(lambda norm, past: 1.0))
+
+
+def test_the_optimizer_inside_does_not_step_before_the_clipper_is_built():
+    inner, held = optimizers.SGD(0.1), variables()
+    outer = ClippedOptimizer(inner, NormClip(LIMIT))
+    with pytest.raises(ValueError, match="inside of a ClippedOptimizer that does not know"):
+        inner.apply(list(stream())[1], held)
+    outer.build(held)
+    inner.apply(list(stream())[1], held)
+    assert outer.stats()["round/steps"] == 1
 
 
 def test_several_optimizers_may_each_be_clipped():

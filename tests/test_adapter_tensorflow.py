@@ -15,6 +15,7 @@ from fedclip import (  # noqa: E402
     EmaValueClip,
     FedclipWarning,
     NormClip,
+    OwnLimit,
     PercentileClip,
     ValueClip,
     ZScoreClip,
@@ -183,6 +184,8 @@ def test_what_can_not_be_done_is_refused():
     raising = NormClip(1.0, on_nonfinite="raise")
     with pytest.raises(NotImplementedError, match="'skip' or"):
         CompiledClipper.of(raising)
+    with pytest.raises(NotImplementedError, match=r"own-limit asks a function .*`clip` in Tensor"):
+        CompiledClipper.of(OwnLimit(lambda norm, past: 1.0))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

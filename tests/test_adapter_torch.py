@@ -18,12 +18,15 @@ from fedclip import (  # noqa: E402
     AdaptiveClip,
     AutoClip,
     EmaClip,
+    EmaNormClip,
     FedclipWarning,
     GrowthClip,
+    GrowthValueClip,
     MadClip,
     NonFiniteError,
     NoOp,
     NormClip,
+    OwnLimit,
     PercentileNormClip,
     ValueClip,
     ZScoreClip,
@@ -408,6 +411,41 @@ def test_pure_clipping_refuses_what_is_no_state():
             pure.update(gradients, wrong)
 
 
+STATES = {
+    "none": lambda: NormClip(1.0),
+    "z-score": ZScoreClip,
+    "window": lambda: PercentileNormClip(window=8),
+    "longer": lambda: PercentileNormClip(window=16),
+    "mad": lambda: MadClip(window=8),
+    "averages": EmaNormClip,
+    "values": GrowthValueClip,
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_pure_clipping_refuses_the_state_of_another_clipper(name):
+    pure, gradients = PureClipping(STATES[name]()), {"w": torch.ones(2)}
+    pure.update(gradients, pure.init(gradients))
+    for other in STATES.keys() - {name}:
+        given = PureClipping(STATES[other]()).init(gradients)
+        with pytest.raises(TypeError, match=r"another clipper's, or of .* with other parameters"):
+            pure.update(gradients, given)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_from_elsewhere_goes_on_in_compiled_code(name):
+    torch._dynamo.reset()
+    gradients = {"w": torch.ones(2)}
+    state = PureClipping(STATES[name]()).init(gradients)
+    expected, after = PureClipping(STATES[name]()).update(gradients, state)
+    update = torch.compile(PureClipping(STATES[name]()).update, fullgraph=True, backend="eager")
+    found, again = update(gradients, state)
+    torch.testing.assert_close(found, expected)
+    assert int(again.steps) == int(after.steps) == 1
+
+
 def test_pure_clipping_refuses_what_it_can_not_do():
     with pytest.raises(NotImplementedError, match="'skip' or 'propagate'"):
         PureClipping(NormClip(1.0, on_nonfinite="raise"))
+    with pytest.raises(NotImplementedError, match=r"own-limit asks a function .*`clip_`"):
+        PureClipping(OwnLimit(lambda norm, past: 1.0))

@@ -24,6 +24,7 @@ from fedclip.adapters.shared import (
     check_state,
     clipper_of,
     groups_of,
+    kind_of,
     load,
     of_state,
     start,
@@ -80,11 +81,11 @@ def as_optax(
         norms of whole tensors.
     TypeError
         If `max_norm` is given and the clipper has none; at an update, if the state is none of
-        `init`'s, or if a leaf that is not excluded has another dtype, or is complex and the
-        clipper is not one by L2 norms of whole tensors.
+        `init`'s, or another clipper's, or if a leaf that is not excluded has another dtype, or is
+        complex and the clipper is not one by L2 norms of whole tensors.
     ValueError
-        At an update with `AGC`, if it gets no parameters; or without a state, if the clipper
-        learns from past steps.
+        At an update with `AGC`, if it gets no parameters; if the state is of another number of
+        groups; or without a state, if the clipper learns from past steps.
 
     Examples
     --------
@@ -133,12 +134,7 @@ def as_optax(
                     f"{clipper.name} learns from past steps: give update the state that init, or "
                     "the last update, returned"
                 )
-        check_state(state)
-        if state.norm.shape != (len(groups),):
-            raise ValueError(
-                f"the state is of {state.norm.size} groups of leaves, and these updates have "
-                f"{len(groups)}: give init and update the same tree"
-            )
+        check_state(state, kind_of(clipper, groups), clipper.name)
         weights = _by_name(params) if isinstance(clipper, AGC) and params is not None else None
         transform = transform_of(clipper, groups, weights, backend)
         if max_norm is not None:
@@ -297,7 +293,20 @@ def _parameters(clipper: Clipper | AGC, params: Any) -> dict[str, Any]:
 def _by_name(tree: Any) -> dict[str, Any]:
     """Return the leaves by name, without those of float0."""
     pairs = zip(_names(tree), jax.tree.leaves(tree), strict=True)
-    return {name: jnp.asarray(leaf) for name, leaf in pairs if not _is_float0(leaf)}
+    return {name: _array(name, leaf) for name, leaf in pairs if not _is_float0(leaf)}
+
+
+def _array(name: str, leaf: Any) -> Any:
+    # What jax.eval_shape returns has shape and dtype alone, which is all that `init` asks for.
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        raise TypeError(
+            f"{name!r} is no array, but {leaf!r:.80}: give the arrays alone, as "
+            "eqx.filter(model, eqx.is_inexact_array) does"
+        ) from error
 
 
 def private_gradients(

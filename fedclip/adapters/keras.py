@@ -127,6 +127,11 @@ class _Hook:
 
     def apply(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Note the variables, and let the optimizer step."""
+        if any(self.stepping._var_key(v) not in self._names for v in variables):
+            raise ValueError(
+                f"{self.stepping.name!r} is inside of a ClippedOptimizer that does not know these "
+                "variables: let that one step, which builds the clipper"
+            )
         self._now.variables, self._now.clipped = variables, False
         self._apply(gradients, variables)
         # Eager code clips in the last of the accumulated steps only.

@@ -3,22 +3,26 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 from declearn.optimizer import list_optim_modules
 
 from fedclip import states
 from fedclip.arrays import NUMPY, Array, Backend, HostView
 from fedclip.errors import nearest
-from fedclip.modules import AGC, Clipper
+from fedclip.modules import AGC, Clipper, OwnLimit
+from fedclip.modules.agc import weights_of
 from fedclip.records import RoundRecord, StepRecord
 from fedclip.scopes import Groups, resolve
 from fedclip.transforms import Carried, SliceClipping, Transform, carried
 
 __all__ = [
     "ClipState",
+    "Kind",
     "Spec",
     "check_clipper",
     "check_compilable",
@@ -28,6 +32,7 @@ __all__ = [
     "counted",
     "groups_of",
     "kept",
+    "kind_of",
     "load",
     "of_state",
     "reset",
@@ -117,6 +122,12 @@ def clipped(
 
 def check_compilable(clipper: Clipper | AGC) -> None:
     """Raise an error for a clipper that compiled code can not follow."""
+    if isinstance(clipper, OwnLimit):
+        raise NotImplementedError(
+            f"{clipper.name} asks a function of yours, which needs numbers, and compiled code has "
+            "none: clip in eager code (`clip_` or `attach` in torch, `clip` in TensorFlow), or "
+            "take a clipper with a rule of its own, such as ZScoreClip"
+        )
     if clipper.on_nonfinite == "raise":
         raise NotImplementedError(
             "on_nonfinite='raise' can not be done in compiled code, which would have to wait for "
@@ -129,10 +140,50 @@ def check_compilable(clipper: Clipper | AGC) -> None:
         )
 
 
-def check_state(state: Any) -> None:
-    """Raise a TypeError for what is no state of compiled code."""
+class Kind(NamedTuple):
+    """What all states of a clipper for the same groups have in common."""
+
+    groups: int
+    fields: type
+    """The type of the numbers of the groups."""
+    sizes: tuple[int, ...]
+    """The size of each of them."""
+    arrays: tuple[str, ...]
+    """The names of the arrays that are kept for each tensor."""
+
+
+def kind_of(clipper: Clipper | AGC, groups: Groups) -> Kind:
+    """Return the kind of a clipper's states, for `check_state`."""
+    first = start(clipper, groups, fresh=True)
+    arrays = () if isinstance(clipper, AGC) else clipper.transform(groups).array_fields
+    return Kind(len(groups), type(first), tuple(np.size(c) for c in first), arrays)
+
+
+def check_state(state: Any, kind: Kind | None, name: str) -> None:
+    """Raise a TypeError for what is no state of compiled code of the clipper of this name.
+
+    A state of another number of groups raises a ValueError. Without a kind, nothing is known but
+    that it is a state.
+    """
     if not isinstance(state, ClipState):
         raise TypeError(f"update needs the ClipState that init returned, got {state!r:.80}")
+    if kind is None:
+        return
+    groups = math.prod(state.norm.shape)
+    if groups != kind.groups:
+        raise ValueError(
+            f"the state is of {groups} groups of tensors, and these gradients have {kind.groups}: "
+            "give init and update the same tensors"
+        )
+    carries = isinstance(state.statistics, Carried)
+    fields, kept = state.statistics if carries else Carried(state.statistics, {})
+    sizes = tuple(math.prod(column.shape) for column in fields)
+    alike = type(fields) is kind.fields and sizes == kind.sizes and carries == bool(kind.arrays)
+    if not alike or any({*arrays} != {*kind.arrays} for arrays in kept.values()):
+        raise TypeError(
+            f"the state is another clipper's, or of {name} with other parameters: give update "
+            f"what init, or the last update, of this {name} returned"
+        )
 
 
 def groups_of(clipper: Clipper | AGC, tensors: Mapping[str, Array]) -> Groups:
@@ -150,9 +201,7 @@ def transform_of(
     """Return the transform of a clipper; that of `agc` has the limits for these weights."""
     if isinstance(clipper, Clipper):
         return clipper.transform(groups)
-    if weights is None:
-        raise ValueError("agc needs the parameters: update(updates, state, params)")
-    return clipper.device_transform([weights[n] for n in groups.names], groups, backend)
+    return clipper.device_transform(weights_of(weights, groups), groups, backend)
 
 
 def start(clipper: Clipper | AGC, groups: Groups, *, fresh: bool = False) -> Any:

@@ -291,6 +291,25 @@ class AGC(parameters.Configured, Regularizer):
         return self._clipper.last
 
 
+def weights_of(weights: Mapping[str, Array] | None, groups: Groups) -> list[Array]:
+    """Return the weights of the tensors of these groups.
+
+    Raises
+    ------
+    ValueError
+        If some are missing.
+    """
+    given = weights or {}
+    missing = [name for name in groups.names if given.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"agc has no weights for {', '.join(map(repr, missing))}; it was given "
+            f"{', '.join(map(repr, given)) or 'none'}: it takes its limits from the weights, by "
+            "the names of the gradients"
+        )
+    return [given[name] for name in groups.names]
+
+
 def _check_real(weights: Sequence[Array], groups: Groups, backend: Backend) -> None:
     for name, weight in zip(groups.names, weights, strict=True):
         if (dtype := backend.dtype(weight)).startswith("complex"):
@@ -335,13 +354,7 @@ class _WeightClipper(Clipper, register=False):
 
     def transform(self, groups: Groups) -> Transform:
         """Return the transform, with a limit for each group or slice."""
-        missing = [name for name in groups.names if self.weights.get(name) is None]
-        if missing:
-            raise ValueError(
-                f"agc has no weights for {', '.join(map(repr, missing))}; "
-                f"it was given {', '.join(map(repr, self.weights)) or 'none'}"
-            )
-        weights = [self.weights[name] for name in groups.names]
+        weights = weights_of(self.weights, groups)
         if not weights:
             return self._transform
         return self._agc.transform(weights, groups, self._backend or backend_of(weights[0]))

@@ -29,7 +29,7 @@ class OwnLimit(Clipper, register=False):
     ----------
     limit : callable
         From the norm of a group and a dict of what is known before it to the limit, > 0; infinity
-        for none. It runs on the host, and may branch on its numbers.
+        for none. It runs on the host, and may branch on its numbers; compiled code can not.
     past : Clipper or None, default=None
         A clipper whose statistics are kept as it keeps them, and handed to `limit`: for
         `ZScoreClip` its ``mean``, ``variance`` and ``count``; for all that learn from norms also

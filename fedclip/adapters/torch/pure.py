@@ -10,13 +10,16 @@ import torch
 
 from fedclip.adapters.shared import (
     ClipState,
+    Kind,
     Spec,
     check_compilable,
     check_state,
     clipper_of,
+    kind_of,
     load,
     of_state,
     start,
+    transform_of,
 )
 from fedclip.arrays.torch import TorchBackend
 from fedclip.modules import AGC
@@ -52,11 +55,11 @@ class PureClipping:
         self.clipper = clipper_of(clipper)
         check_compilable(self.clipper)
         # torch.compile can look into a table, and not follow the matching of patterns.
-        self._known: dict[tuple[str, ...], Groups] = {}
+        self._known: dict[tuple[str, ...], tuple[Groups, Kind]] = {}
 
     def init(self, gradients: Mapping[str, torch.Tensor]) -> ClipState:
         """Return the state before the first step, on the device of the gradients."""
-        groups = self._known[tuple(gradients)] = self._groups(gradients)
+        groups, _ = self._know(gradients)
         first, like = start(self.clipper, groups), next(iter(gradients.values()), None)
         if not isinstance(self.clipper, AGC):
             kept, transform = self.clipper.get_state()["arrays"], self.clipper.transform(groups)
@@ -72,21 +75,21 @@ class PureClipping:
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[dict[str, torch.Tensor], ClipState]:
         """Return the clipped gradients, by name, and the state after the step."""
-        groups = self._known.get(tuple(gradients)) or self._groups(gradients)
+        known = self._known.get(tuple(gradients))
+        if known is None and not torch.compiler.is_compiling():
+            known = self._know(gradients)
+        # torch.compile can not follow how a first state, and with it its kind, is made.
+        groups, kind = known or (self._groups(gradients), None)
         backend, clipper = _backend(gradients), self.clipper
-        if not isinstance(clipper, AGC):
-            transform = clipper.transform(groups)
-        elif weights is None:
-            raise TypeError("agc needs the weights: update(gradients, state, weights)")
-        else:
-            own = [weights[name].detach() for name in groups.names]
-            transform = clipper.device_transform(own, groups, backend)
+        if weights is not None:
+            weights = {name: weight.detach() for name, weight in weights.items()}
+        transform = transform_of(clipper, groups, weights, backend)
         if backend.partial and not transform.runs_on_parts:
             raise NotImplementedError(
                 f"{clipper.name} needs whole arrays, and a DTensor is in parts: use clip_, which "
                 "gathers them, or a clipper by norms or by values"
             )
-        check_state(state)
+        check_state(state, kind, clipper.name)
         clipped, step = clip_on_device(
             transform, gradients, groups, backend, state.statistics, clipper.on_nonfinite
         )
@@ -115,6 +118,11 @@ class PureClipping:
         """Put the statistics of a state into the clipper, from which `init` then starts."""
         if not isinstance(self.clipper, AGC):
             load(self.clipper, state.statistics, self._groups(gradients).labels)
+
+    def _know(self, gradients: Mapping[str, torch.Tensor]) -> tuple[Groups, Kind]:
+        groups = self._groups(gradients)
+        known = self._known[tuple(gradients)] = groups, kind_of(self.clipper, groups)
+        return known
 
     def _groups(self, gradients: Mapping[str, torch.Tensor]) -> Groups:
         # A state knows no names: its groups are in one order, whatever that of the gradients.
