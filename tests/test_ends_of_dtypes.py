@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedclip import EmaValueClip, Normalize, NormClip, Standardize
+from fedclip.arrays import backend_named
 from fedclip.measures import measure
 from fedclip.testing import to_numpy, to_vector
+from fedclip.transforms import clip_on_device
 
 LEAST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 5e-324}
 
@@ -48,6 +50,48 @@ def test_limits_of_all_orders_hold_among_subnormals(ord: Any, dims: int | None) 
     output = NormClip(limit, ord=ord, dims=dims).run(to_vector({"w": values}, dtype="float16"))
     rows = to_numpy(output)["w"] if dims == 1 else [to_numpy(output)["w"]]
     assert max(measure([row], ord) for row in rows) <= limit * (1 + 1e-9)
+
+
+def on_device(clip: Any, arrays: dict[str, Any], framework: str) -> dict[str, Any]:
+    """Return what a step on a device makes of arrays of several dtypes."""
+    coefs = {
+        name: to_vector({name: array}, framework, array.dtype.name).coefs[name]
+        for name, array in arrays.items()
+    }
+    groups, xp = clip._resolve(coefs), backend_named(framework)
+    outputs, _ = clip_on_device(clip.transform(groups), coefs, groups, xp, (), "skip")
+    return {name: np.asarray(xp.to_host(output)) for name, output in outputs.items()}
+
+
+@each_framework(oracle=False)
+def test_subnormals_of_one_dtype_leave_no_more_to_the_others_of_a_group(framework: str) -> None:
+    needs(framework)
+    for size in (1000, 50_000):
+        for share in np.linspace(0.3, 0.7, 12):
+            half = np.full(size, share / math.sqrt(size)).astype(np.float16)
+            rest = math.sqrt(1.0 - length({"h": half}) ** 2)
+            # Where products of `half` lie above the middle of two of its numbers, all are rounded
+            # up together.
+            output = on_device(
+                NormClip(1e-3), {"h": half, "w": np.array([rest], np.float32)}, framework
+            )
+            assert length(output) <= 1e-3
+
+
+@each_framework(oracle=False)
+@pytest.mark.parametrize("scope", ["global", {"[hw]": 0.5, "[fx]": 0.3}])
+def test_several_dtypes_in_a_group_are_clipped_on_a_device_as_on_the_host(
+    framework: str, scope: Any
+) -> None:
+    needs(framework)
+    rng = np.random.default_rng(3)
+    dtypes = {"h": np.float16, "w": np.float32, "f": np.float32, "x": np.float64}
+    arrays = {name: rng.standard_normal(300).astype(kind) for name, kind in dtypes.items()}
+    wanted = NormClip(0.5, scope=scope).clip(arrays)
+    output = on_device(NormClip(0.5, scope=scope), arrays, framework)
+    for name in arrays:
+        digits = 1e-3 if name == "h" else 1e-6
+        np.testing.assert_allclose(output[name], wanted[name], rtol=digits, atol=2e-7)
 
 
 def test_eps_above_the_norm_shortens_subnormals_too() -> None:

@@ -403,15 +403,21 @@ class TorchBackend(Backend):
 
     @staticmethod
     def _norms(values: Sequence[torch.Tensor], wide: torch.dtype) -> Sequence[torch.Tensor]:
-        if any(v.dtype == wide or not v.numel() for v in values):
-            # There is no wider dtype: divide by the maximum, so that no square overflows.
-            peaks = [v.abs().amax() if v.numel() else v.new_zeros(()) for v in values]
-            peaks = [torch.where(p > 0, p, torch.ones_like(p)).to(wide) for p in peaks]
-            return [p * torch.linalg.vector_norm(v / p) for v, p in zip(values, peaks, strict=True)]
-        if not TorchBackend._foreach(values):
-            return [torch.linalg.vector_norm(v, dtype=wide) for v in values]
+        if any(v.dtype == wide or not v.numel() for v in values) or not TorchBackend._foreach(
+            values
+        ):
+            return [TorchBackend._norm(v, wide) for v in values]
         norms: Sequence[torch.Tensor] = torch._foreach_norm(list(values), 2, dtype=wide)
         return norms
+
+    @staticmethod
+    def _norm(values: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+        if values.dtype != wide or not values.numel():
+            return torch.linalg.vector_norm(values, dtype=wide)
+        # There is no wider dtype: divide by the maximum, so that no square overflows.
+        peak = values.abs().amax()
+        peak = torch.where(peak > 0, peak, 1.0)
+        return peak * torch.linalg.vector_norm(values / peak)
 
     # Of a single group, norm and state are numbers of shape (), as they are on the host: this
     # saves an operation here and there.

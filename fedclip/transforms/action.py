@@ -80,22 +80,33 @@ class Decision(NamedTuple):
     base: Any
 
     def factors(
-        self, norms: Any, sizes: Sequence[Any], dtype: str, xp: Backend, ord: Order = 2
+        self,
+        norms: Any,
+        sizes: Sequence[Any],
+        dtype: str,
+        xp: Backend,
+        ord: Order = 2,
+        half: Any = False,
     ) -> Any:
         """Return a factor for each group on a device: 1 where not moved.
 
-        `sizes` are the numbers of elements: one for each group, or one for all.
+        `sizes` are the numbers of elements: one for each group, or one for all. `half` says which
+        groups hold float16: none, all, or a condition for each.
         """
         target = self.target
         if dtype != "float16":
             # Devices treat subnormals differently, so make none: return zeros.
             target = xp.zero_below(target, FLOOR[dtype])
         ratio = xp.ratio(target, self.base, self.moved)
-        if dtype == "float16":
-            # Subtract what rounding may add if products become subnormal.
+        if half is not False:
+            # Subtract what rounding may add if products in float16 become subnormal. It adds to the
+            # norm of the whole group, so all dtypes in it make room for it, and for the roundings
+            # of these lines, which float32 notices.
             size = xp.asarray(sizes, like=norms)
             unit = xp.where(norms > 0, norms, 1.0)
-            ratio = lowered(ord, ratio * unit, size, SUBNORMAL[dtype], xp) / unit
+            low = lowered(ord, ratio * unit, size, SUBNORMAL["float16"], xp) / unit
+            low = low * (1.0 - 2.0**-22)
+            ratio = low if half is True else xp.where(half, low, ratio)
         kept: Any = [1.0 - margin_on_device(dtype, ord, size) for size in sizes]
         alike = all(isinstance(one, float) and one == kept[0] for one in kept)
         kept = kept[0] if alike else xp.asarray(kept, like=norms)

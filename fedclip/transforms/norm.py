@@ -291,12 +291,14 @@ class NormClipping(Transform):
         # Other dtypes need to know only whether there are few.
         most = math.inf if {"float16", "float64"} & {*names} else FEW
         sizes = [_size([arrays[i] for i in members], most, xp) for members in groups.members]
+        halves = [any(names[i] == "float16" for i in members) for members in groups.members]
+        half = xp.asarray(halves, like=safe) > 0 if len({*halves}) > 1 else halves[0]
         keep = finite if on_nonfinite == "skip" else None
         of_dtype: dict[str, Array] = {}
         for group, members in enumerate(groups.members):
             for dtype in {names[i] for i in members}:
                 if dtype not in of_dtype:
-                    k = decision.factors(safe, sizes, dtype, xp, self.ord)
+                    k = decision.factors(safe, sizes, dtype, xp, self.ord, half)
                     if self.action.raises:
                         k = xp.minimum(k, self._most(gradient, names, dtype))
                     if on_nonfinite == "propagate":

@@ -280,7 +280,8 @@ class SliceClipping(Transform):
         if dtype in ("float16", "float64"):
             pairs = zip(matrices.values(), many, strict=True)
             sizes = [math.prod(m.shape) // n for m, n in pairs for _ in range(n)]
-        k = self.action.decide(norms, limits, xp).factors(norms, sizes, dtype, xp, self.ord)
+        decision = self.action.decide(norms, limits, xp)
+        k = decision.factors(norms, sizes, dtype, xp, self.ord, dtype == "float16")
         if not self.action.raises:
             return k
         peaks = self.measure_on_device([*matrices.values()], xp, "inf")
