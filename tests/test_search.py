@@ -33,8 +33,8 @@ from benchmarks.search.gradients import (
 from benchmarks.search.promises import Trial, size
 
 
-def report(gradients: int, seed: int, frameworks: list[str]) -> str:
-    counts, first = search.search(gradients, seed, frameworks)
+def report(gradients: int, seed: int, frameworks: list[str], *, device: bool = False) -> str:
+    counts, first = search.search(gradients, seed, frameworks, device=device)
     return "\n".join(f"{counts[kind]} times: {search.shown(first[kind])}" for kind in first)
 
 
@@ -44,6 +44,13 @@ def test_a_sample_keeps_every_promise(framework: str) -> None:
     needs(framework)
     gradients = {"numpy": 4000, "torch": 2000}.get(framework, 500)
     assert not report(gradients, 1, [framework])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("framework", "gradients"), [("torch", 3000), ("tensorflow", 500)])
+def test_a_sample_keeps_every_promise_on_a_device(framework: str, gradients: int) -> None:
+    needs(framework)
+    assert not report(gradients, 1, [framework], device=True)
 
 
 @pytest.mark.soak

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
 
 from benchmarks.search.gradients import RANGES, Gradient, build, merged, parts
+from fedclip.arrays import Views, backend_named
 from fedclip.errors import FedclipWarning
 from fedclip.scopes import resolve
 from fedclip.testing import apply, differences
@@ -50,11 +52,21 @@ class Trial:
         The clipper, as in a TOML file.
     framework
         Of all gradients.
+    device
+        Whether to take the steps for arrays on a device, which the host can not see. They return
+        new arrays always, and leave out norms near the largest float64.
     """
 
-    def __init__(self, name: str, config: dict[str, Any], framework: str, clipper: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: dict[str, Any],
+        framework: str,
+        clipper: Any,
+        device: bool = False,
+    ) -> None:
         self.name, self.config, self.framework = name, config, framework
-        self.clipper = clipper
+        self.clipper, self.device = clipper, device
         self._nothing = "" if clipper is None else self._statistics()
         self.weights: Any = None
         self.output: dict[str, Any] = {}
@@ -74,7 +86,8 @@ class Trial:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 warnings.simplefilter("ignore", FedclipWarning)
-                output = apply(self.clipper, vector, self.weights)
+                with unseen(self.framework) if self.device else nullcontext():
+                    output = apply(self.clipper, vector, self.weights)
         except Exception as error:
             yield "no error", f"{type(error).__name__}: {error}"[:300]
             return
@@ -96,6 +109,7 @@ class Trial:
             yield "finite output", f"the output is {_short(outputs)}"
             return
         skipped = bool(self.clipper.last and self.clipper.last.nonfinite)
+        skipped |= self.device and size([*inputs.values()], "inf") > 1e300
         if not skipped and not empty:
             yield from self._groups(gradient, vector, inputs, output, outputs)
         yield from self._whole(gradient, outputs)
@@ -115,7 +129,12 @@ class Trial:
             return ""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return statistics(self.clipper)
+            # On a device, arrays take the dtype of a step even if they learn nothing from it.
+            return (
+                repr(self.clipper.get_state()["groups"])
+                if self.device
+                else statistics(self.clipper)
+            )
 
     # -- limits of groups ---------------------------------------------------------------------
     def _groups(
@@ -137,7 +156,11 @@ class Trial:
         ):
             names = [groups.names[i] for i in members]
             left = not clipped and self._keeps() and not self._raised(names, inputs, ord)
-            if left and any(output.coefs[n] is not vector.coefs[n] for n in names):
+            if (
+                left
+                and not self.device
+                and any(output.coefs[n] is not vector.coefs[n] for n in names)
+            ):
                 yield "same object", f"group {label!r} is not over its limit"
             if ord not in ORDERS or self._by_slice():
                 continue
@@ -146,12 +169,20 @@ class Trial:
             if found > limit * ROUNDING and self.name != "ema-normalize":
                 yield (
                     "limit",
-                    f"group {label!r}: {found!r} is {found / limit - 1:.2g} above {limit!r}",
+                    f"group {label!r}: {found!r} is {(found - limit) / limit:.2g} above {limit!r}"
+                    if limit
+                    else f"group {label!r}: {found!r} is above 0",
                 )
-            if self._keeps() and clipped != (given > limit) and abs(given / limit - 1) > 1e-9:
+            # A device makes no subnormal numbers, as they differ in what they do with them.
+            normal = not self.device or min(given, limit) > 2.0**-90
+            wrong = clipped != (given > limit) and abs(given - limit) > 1e-9 * limit
+            if self._keeps() and normal and wrong:
                 yield "clipped if over", f"{given!r}, limit {limit!r}, and clipped is {clipped}"
-            if clipped and self._exact() and ord == 2:
+            normal &= not self.device or given < limit * 2.0**125
+            if clipped and self._exact() and ord == 2 and normal:
                 yield from self._not_far_below(gradient, names, found, limit)
+        if self.device:
+            return
         raised = any(self._raised([n], inputs, ord) for n in gradient)
         if not any(last.clipped) and self._keeps() and not raised and output is not vector:
             yield "same object", "nothing is clipped, and the Vector is another"
@@ -238,13 +269,26 @@ class Trial:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 warnings.simplefilter("ignore", FedclipWarning)
-                output = apply(other, build(gradient, self.framework), self.weights)
+                with unseen(self.framework) if self.device else nullcontext():
+                    output = apply(other, build(gradient, self.framework), self.weights)
                 wanted, found = statistics(self.clipper), statistics(other)
         except Exception as error:
             return f"{type(error).__name__}: {error}"[:300]
         if {n: parts(v) for n, v in output.coefs.items()} != self.output:
             return "the outputs differ"
         return "" if wanted == found else "the states differ"
+
+
+@contextmanager
+def unseen(framework: str) -> Iterator[None]:
+    """Hide the memory of arrays from the clippers, as that of a GPU is."""
+    cls = type(backend_named(framework))
+    host = cls.host
+    cls.host = lambda self, arrays: Views([None] * len(arrays))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        cls.host = host  # type: ignore[method-assign]
 
 
 def statistics(clipper: Any) -> str:

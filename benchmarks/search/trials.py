@@ -39,6 +39,8 @@ class Breach(NamedTuple):
     gradient: Gradient
     alone: bool
     """Whether a fresh clipper breaks it as well."""
+    device: bool
+    """Whether the step was one for devices."""
 
     @property
     def kind(self) -> tuple[str, str, str, str]:
@@ -46,7 +48,7 @@ class Breach(NamedTuple):
         return self.promise, self.clipper, self.framework, self.dtypes
 
 
-def trial(seed: int, number: int, frameworks: list[str]) -> Iterator[Breach]:
+def trial(seed: int, number: int, frameworks: list[str], device: bool = False) -> Iterator[Breach]:
     """Give a clipper, drawn at random, `STEPS` gradients, and yield what it breaks."""
     rng = np.random.default_rng([seed, number])
     shares = np.array([SHARES[f] for f in frameworks])
@@ -60,7 +62,7 @@ def trial(seed: int, number: int, frameworks: list[str]) -> Iterator[Breach]:
         # Two parameters that do not go together are refused, with a sentence.
         config = {}
         clipper = clippers.make(name, config)
-    run = Trial(name, config, framework, clipper)
+    run = Trial(name, config, framework, clipper, device)
     run.weights = _weights(shapes, framework)
     other = None
     for step in range(STEPS):
@@ -97,7 +99,17 @@ def _breach(
     if any(t.layout == "sparse" for t in gradient.values()):
         dtypes += ", sparse"
     return Breach(
-        promise, run.name, run.framework, dtypes, seen, number, step, run.config, gradient, alone
+        promise,
+        run.name,
+        run.framework,
+        dtypes,
+        seen,
+        number,
+        step,
+        run.config,
+        gradient,
+        alone,
+        run.device,
     )
 
 
@@ -124,7 +136,8 @@ def _again(run: Trial, gradient: Gradient, promise: str, seen: str) -> bool:
     """Whether a fresh clipper breaks the same promise with one gradient, by the same error."""
     error = seen.partition(":")[0] if promise == "no error" else ""
     try:
-        fresh = Trial(run.name, run.config, run.framework, clippers.make(run.name, run.config))
+        clipper = clippers.make(run.name, run.config)
+        fresh = Trial(run.name, run.config, run.framework, clipper, run.device)
         fresh.weights = _weights({n: t.shape for n, t in gradient.items()}, run.framework)
         return any(
             found == promise and now.startswith(error) for found, now in fresh.step(gradient)
@@ -137,7 +150,7 @@ def shrunk(breach: Breach, most: int = 200) -> Breach:
     """Return the breach with a smaller gradient, where a fresh clipper shows it too."""
     if not breach.alone:
         return breach
-    run = Trial(breach.clipper, breach.config, breach.framework, None)
+    run = Trial(breach.clipper, breach.config, breach.framework, None, breach.device)
     gradient, tries = breach.gradient, 0
     progress = True
     while progress and tries < most:
@@ -186,12 +199,14 @@ def _written(tensor: Tensor) -> str:
 
 
 # -- all trials --------------------------------------------------------------------------------
-def _trials(seed: int, numbers: list[int], frameworks: list[str]) -> tuple[Counter[Any], list[Any]]:
+def _trials(
+    seed: int, numbers: list[int], frameworks: list[str], device: bool
+) -> tuple[Counter[Any], list[Any]]:
     """Return how often each kind of breach came, and one of each."""
     counts: Counter[Any] = Counter()
     first: dict[Any, Breach] = {}
     for number in numbers:
-        for breach in trial(seed, number, frameworks):
+        for breach in trial(seed, number, frameworks, device):
             counts[breach.kind] += 1
             known = first.get(breach.kind)
             if known is None or (breach.alone and not known.alone):
@@ -200,7 +215,12 @@ def _trials(seed: int, numbers: list[int], frameworks: list[str]) -> tuple[Count
 
 
 def search(
-    gradients: int, seed: int, frameworks: list[str], jobs: int = 1, progress: Any = None
+    gradients: int,
+    seed: int,
+    frameworks: list[str],
+    jobs: int = 1,
+    progress: Any = None,
+    device: bool = False,
 ) -> tuple[Counter[Any], dict[Any, Breach]]:
     """Return how often each kind of breach came in so many gradients, and the first of each."""
     numbers = list(range(-(-gradients // STEPS)))
@@ -217,11 +237,11 @@ def search(
 
     if jobs == 1:
         for done, chunk in enumerate(chunks, 1):
-            add(_trials(seed, chunk, frameworks), done)
+            add(_trials(seed, chunk, frameworks, device), done)
         return counts, first
     # Frameworks start threads, which a plain fork does not survive.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(_trials, seed, chunk, frameworks) for chunk in chunks]
+        futures = [pool.submit(_trials, seed, chunk, frameworks, device) for chunk in chunks]
         for done, future in enumerate(futures, 1):
             add(future.result(), done)
     return counts, first

@@ -225,6 +225,10 @@ class Arithmetic:
         """Return ``x * number`` of each pair."""
         return [x * number for x, number in pairs]
 
+    def without(self, x: Array, share: Any) -> Array:
+        """Return ``x - share * x``; the share may be a number."""
+        return x - share * x
+
     def add(self, x: Array, y: Array, times: float) -> Array:
         """Return ``x + times * y``."""
         return x + times * y

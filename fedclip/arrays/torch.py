@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -133,7 +134,7 @@ class TorchBackend(Backend):
             return [torch.mul(t, factor, out=self._on(out, t)) for t, out in pairs]
         k = self._number(factor, arrays[0])
         if arrays[0].dtype.itemsize == 2:
-            return [self._multiply_half(t, factor) for t in arrays]
+            return [self._multiply_one(t, factor) for t in arrays]
         products: Sequence[torch.Tensor] = torch._foreach_mul(list(arrays), k)
         return list(products)
 
@@ -149,7 +150,7 @@ class TorchBackend(Backend):
         return None if memory is None else torch.from_numpy(memory).view(like.dtype)
 
     @staticmethod
-    def _multiply_half(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    def _multiply_one(tensor: torch.Tensor, factor: Any) -> torch.Tensor:
         if tensor.layout is torch.strided:
             return torch.mul(tensor, factor)
         # Multiply the values: for a sparse tensor, torch would round the factor to half precision.
@@ -364,6 +365,11 @@ class TorchBackend(Backend):
     def add(self, x: Array, y: Array, times: float) -> Array:
         return torch.add(x, y, alpha=times)
 
+    def without(self, x: Array, share: Any) -> Array:
+        if isinstance(share, torch.Tensor):
+            return torch.addcmul(x, x, share, value=-1.0)
+        return super().without(x, share)
+
     def inverse(self, x: Array) -> Array:
         return torch.reciprocal(x)
 
@@ -395,11 +401,15 @@ class TorchBackend(Backend):
         wide = torch.float32 if values[0].device.type == "mps" else torch.float64
         first = values[0].device
         per = torch.stack([n.to(first) for n in self._norms(values, wide)])
+        # Squares of what narrower numbers can add up to stay within the floats.
+        far = any(v.dtype == wide for v in values)
+        whole = partial(self._norm, wide=wide) if far else torch.linalg.vector_norm
         if len(members) == 1:
-            return torch.linalg.vector_norm(per)
+            norm: torch.Tensor = whole(per)
+            return norm
         if all(tuple(m) == (i,) for i, m in enumerate(members)):
             return per
-        return torch.stack([torch.linalg.vector_norm(per[list(m)]) for m in members])
+        return torch.stack([whole(per[list(m)]) for m in members])
 
     @staticmethod
     def _norms(values: Sequence[torch.Tensor], wide: torch.dtype) -> Sequence[torch.Tensor]:
@@ -413,11 +423,13 @@ class TorchBackend(Backend):
     @staticmethod
     def _norm(values: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
         if values.dtype != wide or not values.numel():
-            return torch.linalg.vector_norm(values, dtype=wide)
+            widened: torch.Tensor = torch.linalg.vector_norm(values, dtype=wide)
+            return widened
         # There is no wider dtype: divide by the maximum, so that no square overflows.
         peak = values.abs().amax()
         peak = torch.where(peak > 0, peak, 1.0)
-        return peak * torch.linalg.vector_norm(values / peak)
+        norm: torch.Tensor = peak * torch.linalg.vector_norm(values / peak)
+        return norm
 
     # Of a single group, norm and state are numbers of shape (), as they are on the host: this
     # saves an operation here and there.
@@ -433,7 +445,7 @@ class TorchBackend(Backend):
     def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
         products: list[torch.Tensor] = []
         if not self._foreach(arrays):
-            products += [torch.mul(t, self._factor(factor, t)) for t in arrays]
+            products += [self._multiply_one(t, self._factor(factor, t)) for t in arrays]
         elif arrays:
             # One kernel launch for many tensors.
             products += torch._foreach_mul(list(arrays), self._factor(factor, arrays[0]))
@@ -718,7 +730,7 @@ class TorchInPlace(TorchBackend):
             if tensor.layout == torch.strided:
                 by_device.setdefault(tensor.device, []).append(tensor)
             else:
-                tensor.mul_(self._factor(factor, tensor))
+                tensor._values().mul_(self._factor(factor, tensor))
         for tensors in by_device.values():
             # One kernel launch for many tensors.
             torch._foreach_mul_(tensors, self._factor(factor, tensors[0]))

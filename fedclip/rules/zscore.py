@@ -153,8 +153,8 @@ class ZScore(History):
         self, seen: Array, state: State, xp: Arithmetic, ready: Array | None = None
     ) -> State:
         d, count, delta = self.decay, state.count + 1.0, seen - state.mean
-        # `variance <- (1 - weight) variance + weight * share * delta^2`, in all estimators.
-        share = {"zclip": d * d, "drytorch": 1.0, "smartclip": d}[self.estimator]
+        # `variance <- (1 - weight) variance + weight (1 - drop) delta^2`, in all estimators.
+        drop: Any = {"zclip": 1.0 - d * d, "drytorch": 0.0, "smartclip": 1.0 - d}[self.estimator]
         weight: Any = 1 - d
         first = 1 if self.estimator == "smartclip" else max(self.warmup, 1)
         if not self._starts_at_one:
@@ -162,9 +162,10 @@ class ZScore(History):
             late, even = ready, xp.inverse(count)
             if late is None or first != max(self.warmup, self.least):
                 late = state.count >= first
-            weight, share = xp.where(late, weight, even), xp.where(late, share, 1.0 - even)
+            weight, drop = xp.where(late, weight, even), xp.where(late, drop, even)
         # The square of a norm may be beyond the floats.
-        old, new = [state.mean, state.variance], [seen, xp.finite(share * delta * delta)]
+        square = xp.finite(delta * delta)
+        old, new = [state.mean, state.variance], [seen, xp.without(square, drop)]
         mean, variance = xp.lerp(old, new, weight)
         if self.estimator == "drytorch" and self.warmup:
             # Keep the population variance until the last norm of the warm-up.

@@ -49,6 +49,9 @@ SUBNORMAL = {
 FLOOR = {"float16": math.inf, "bfloat16": 2.0**-90, "float32": 2.0**-100, "float64": 2.0**-990}
 """From this target on, the margin covers `SUBNORMAL`, for any number of elements."""
 
+NORMAL = {"float32": 2.0**-126, "float64": 2.0**-1022}
+"""Smallest number with all digits, of the dtypes in which devices multiply."""
+
 GRID = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "float64": (53, -1074)}
 """Number of binary digits of each dtype, and the exponent of its smallest number."""
 
@@ -111,6 +114,8 @@ class Decision(NamedTuple):
         alike = all(isinstance(one, float) and one == kept[0] for one in kept)
         kept = kept[0] if alike else xp.asarray(kept, like=norms)
         k = (xp.sqrt(ratio) if degree(ord) == 2 else ratio) * kept
+        # A factor that is subnormal where it is multiplied has too few digits for any margin.
+        k = xp.zero_below(k, NORMAL["float64" if dtype == "float64" else "float32"])
         return xp.where(self.moved, k, 1.0)
 
     def ratio(self, xp: Arithmetic) -> Any:

@@ -219,7 +219,7 @@ class Gradient:
         """Whether all these hold, and the excluded tensors are finite; an array on the device."""
         xp = self.backend
         if self.rest:
-            rest = self._real_rest()
+            rest = [*xp.prepared(self._real_rest())]
             fine += (xp.isfinite(xp.group_norms(rest, [range(len(rest))])),)
         return reduce(operator.and_, map(xp.all, fine))
 

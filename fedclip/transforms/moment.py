@@ -288,7 +288,8 @@ class Standardizing(Transform):
             wide = [x - xp.cast(mean, xp.dtype(x)) for x in wide]
             squares = reduce(operator.add, map(xp.square_total, wide))
             deviation = xp.sqrt(squares / (size - 1.0))
-            divisor = deviation + self.eps / unit + TINY
+            # Where it is 0, its quotient by a subnormal number is NaN in torch.
+            divisor = deviation + (self.eps / unit if self.eps else 0.0) + TINY
             for row, x in zip(rows, wide, strict=True):
                 results = x / xp.cast(divisor, xp.dtype(x))
                 put(outputs, row, xp.store(results, [arrays[i] for i in row]))

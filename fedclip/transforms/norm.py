@@ -291,7 +291,10 @@ class NormClipping(Transform):
         # Other dtypes need to know only whether there are few.
         most = math.inf if {"float16", "float64"} & {*names} else FEW
         sizes = [_size([arrays[i] for i in members], most, xp) for members in groups.members]
-        halves = [any(names[i] == "float16" for i in members) for members in groups.members]
+        # What is empty rounds nothing.
+        none = [type(n) is int and not n for n in map(xp.size, arrays)]
+        narrow = {i for i, name in enumerate(names) if name == "float16" and not none[i]}
+        halves = [not narrow.isdisjoint(members) for members in groups.members]
         half = xp.asarray(halves, like=safe) > 0 if len({*halves}) > 1 else halves[0]
         keep = finite if on_nonfinite == "skip" else None
         of_dtype: dict[str, Array] = {}

@@ -28,6 +28,8 @@ PAST = ("past", "count")
 
 
 _SINGLE = np.dtype(np.float32)
+# A wider gradient may have left numbers that are beyond float32.
+_TOP = float(np.finfo(np.float32).max)
 _WIDE = {np.dtype(np.float64): np.dtype(np.float64)}
 
 
@@ -67,7 +69,10 @@ def recall_on_device(gradient: Gradient) -> Statistics:
             result[name] = {"past": xp.cast(past, dtype) + zeros, "count": count}
         else:
             _check(name, tuple(known["past"].shape), shape)
-            result[name] = {**known, "past": xp.cast(known["past"], dtype)}
+            past = known["past"]
+            if dtype == "float32" and xp.dtype(past) != dtype:
+                (past,) = xp.clip([past], -_TOP, _TOP)
+            result[name] = {**known, "past": xp.cast(past, dtype)}
     return result
 
 
@@ -100,9 +105,7 @@ def _recall(
     past, count = (kept[name][field] for field in PAST)
     _check(name, past.shape, shape)
     if wide.itemsize < past.itemsize:
-        # A wider gradient may have left numbers that are beyond float32.
-        top = float(np.finfo(np.float32).max)
-        past = np.asarray(np.clip(past, -top, top))
+        past = np.asarray(np.clip(past, -_TOP, _TOP))
     return {"past": past.astype(wide, order="C", copy=False), "count": count}
 
 
