@@ -79,6 +79,19 @@ def test_subnormals_of_one_dtype_leave_no_more_to_the_others_of_a_group(framewor
 
 
 @each_framework(oracle=False)
+@pytest.mark.parametrize("ord", [2, 1, 3, "mad", "rms"])
+@pytest.mark.parametrize(("dtype", "largest"), [("float32", 3.4e38), ("float64", 1.7e308)])
+def test_numbers_near_the_largest_are_not_measured_as_zeros_on_a_device(
+    framework: str, ord: Any, dtype: str, largest: float
+) -> None:
+    needs(framework)
+    # Compilers multiply by the reciprocal, which is subnormal here.
+    arrays = {n: np.array([-0.99, 0.5, 0.7], dtype) * np.array(largest, dtype) for n in "ab"}
+    output = on_device(NormClip(2.0, ord=ord), arrays, framework)
+    assert measure([*output.values()], ord) <= 2.0
+
+
+@each_framework(oracle=False)
 @pytest.mark.parametrize("scope", ["global", {"[hw]": 0.5, "[fx]": 0.3}])
 def test_several_dtypes_in_a_group_are_clipped_on_a_device_as_on_the_host(
     framework: str, scope: Any

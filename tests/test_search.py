@@ -47,7 +47,9 @@ def test_a_sample_keeps_every_promise(framework: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("framework", "gradients"), [("torch", 3000), ("tensorflow", 500)])
+@pytest.mark.parametrize(
+    ("framework", "gradients"), [("torch", 3000), ("tensorflow", 500), ("jax", 200)]
+)
 def test_a_sample_keeps_every_promise_on_a_device(framework: str, gradients: int) -> None:
     needs(framework)
     assert not report(gradients, 1, [framework], device=True)

@@ -526,6 +526,14 @@ class Backend(Arithmetic, ABC):
         It is no more than any number for a group without a value.
         """
 
+    def unit(self, peak: Array) -> Array:
+        """Return what to divide by so that no square overflows or underflows: mostly the peak.
+
+        Its reciprocal is a normal number, as compilers multiply by that.
+        """
+        far = 1000.0 if self.dtype(peak) == "float64" else 120.0
+        return self.minimum(self.maximum(peak, 2.0**-far), 2.0**far)
+
     def peak(self, arrays: Sequence[Array]) -> Array:
         """Return the largest absolute value of dense arrays, in the widest float."""
         return reduce(self.maximum, [self.wide(self.largest(array)) for array in arrays])

@@ -197,12 +197,11 @@ class JaxBackend(Backend):
         pairs = [self._scaled_square_sum(a) for a in arrays]
         return [float(s) * float(p) ** 2 for s, p in jax.device_get(pairs)]
 
-    @staticmethod
-    def _scaled_square_sum(array: Array) -> tuple[Array, Array]:
-        """Return the sum of the squares of ``array / peak``, and the largest absolute value."""
+    def _scaled_square_sum(self, array: Array) -> tuple[Array, Array]:
+        """Return the sum of the squares of ``array / unit``, and the unit."""
         wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
-        peak = jnp.max(jnp.abs(wide), initial=0.0)
-        return JaxBackend._sum(jnp.square(wide / jnp.where(peak > 0, peak, 1.0))), peak
+        unit = self.unit(jnp.max(jnp.abs(wide), initial=0.0))
+        return self._sum(jnp.square(wide / unit)), unit
 
     @staticmethod
     def _sum(array: Array, axes: tuple[int, ...] | None = None) -> Array:
@@ -295,11 +294,10 @@ class JaxBackend(Backend):
             # join arrays. Join few at a time: the memory is reserved for both branches.
             bins = _bins([arrays[i].ravel() for i in group], _JOINED)
             pairs = [self._scaled_square_sum(jnp.concatenate(some)) for some in bins]
-            peak = jnp.stack([p for _, p in pairs]).astype(float)
+            units = jnp.stack([unit for _, unit in pairs]).astype(float)
             sums = jnp.stack([s for s, _ in pairs]).astype(float)
-            top = jnp.max(peak)
-            top = jnp.where(top > 0, top, 1.0)
-            norms.append(top * jnp.sqrt(jnp.sum(sums * jnp.square(peak / top))))
+            top = jnp.max(units)
+            norms.append(top * jnp.sqrt(jnp.sum(sums * jnp.square(units / top))))
         return jnp.stack(norms)
 
     def _scaled_norms_of_shards(
@@ -307,8 +305,7 @@ class JaxBackend(Backend):
     ) -> Array:
         wide = [*map(_wide, arrays)]
         peaks = [self._peak(a) for a in wide]
-        tops = [jnp.max(jnp.stack([peaks[i] for i in group])) for group in members]
-        tops = [jnp.where(top > 0, top, 1.0) for top in tops]
+        tops = [self.unit(jnp.max(jnp.stack([peaks[i] for i in group]))) for group in members]
         of = {i: top for group, top in zip(members, tops, strict=True) for i in group}
         squares = [_sum_of_squares(a / of[i]) for i, a in enumerate(wide)]
         return jnp.stack(tops).astype(float) * jnp.sqrt(self._group_sums(squares, arrays, members))
@@ -364,9 +361,8 @@ class JaxBackend(Backend):
         widest = jax.dtypes.canonicalize_dtype(float)
         with float64(True):
             wide = array.astype(float)
-            peak = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
-            peak = jnp.where(peak > 0, peak, 1.0)
-            norms = peak * jnp.sqrt(jnp.sum(jnp.square(wide / peak), axis=axes, keepdims=True))
+            unit = self.unit(jnp.max(jnp.abs(wide), axis=axes, keepdims=True))
+            norms = unit * jnp.sqrt(jnp.sum(jnp.square(wide / unit), axis=axes, keepdims=True))
             return norms.astype(widest)
 
     def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:

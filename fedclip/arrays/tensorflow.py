@@ -364,14 +364,12 @@ class TensorflowBackend(Backend):
     def _wide(tensor: Array) -> Array:
         return tensor if tensor.dtype in (tf.float32, tf.float64) else tf.cast(tensor, tf.float32)
 
-    @staticmethod
-    def _scaled_norm(values: Sequence[Array]) -> Array:
+    def _scaled_norm(self, values: Sequence[Array]) -> Array:
         zero = tf.zeros(1, tf.float64)
         flat = [tf.reshape(tf.cast(v, tf.float64), [-1]) for v in values]
         joined = tf.concat([zero, *flat], axis=0)
-        peak = tf.reduce_max(tf.abs(joined))
-        peak = tf.where(peak > 0, peak, tf.ones_like(peak))
-        return peak * tf.sqrt(tf.reduce_sum(tf.square(joined / peak)))
+        unit = self.unit(tf.reduce_max(tf.abs(joined)))
+        return unit * tf.sqrt(tf.reduce_sum(tf.square(joined / unit)))
 
     def of_group(self, numbers: Array, group: int) -> Array:
         # To see one number as another shape takes less than to cut it out.
@@ -436,9 +434,8 @@ class TensorflowBackend(Backend):
 
     def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
         wide = tf.cast(array, tf.float64)
-        peak = tf.reduce_max(tf.abs(wide), axis=axes, keepdims=True)
-        peak = tf.where(peak > 0, peak, tf.ones_like(peak))
-        return peak * tf.sqrt(tf.reduce_sum(tf.square(wide / peak), axis=axes, keepdims=True))
+        unit = self.unit(tf.reduce_max(tf.abs(wide), axis=axes, keepdims=True))
+        return unit * tf.sqrt(tf.reduce_sum(tf.square(wide / unit), axis=axes, keepdims=True))
 
     def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
         return tf.reshape(array, shape)

@@ -287,6 +287,10 @@ class TorchBackend(Backend):
     def exp(self, x: Array) -> Array:
         return torch.exp(x)
 
+    def unit(self, peak: Array) -> Array:
+        far = 1000.0 if peak.dtype == torch.float64 else 120.0
+        return torch.clamp(peak, 2.0**-far, 2.0**far)
+
     def minimum(self, x: Array, y: Any) -> Array:
         return torch.clamp(x, max=y)
 
@@ -411,24 +415,19 @@ class TorchBackend(Backend):
             return per
         return torch.stack([whole(per[list(m)]) for m in members])
 
-    @staticmethod
-    def _norms(values: Sequence[torch.Tensor], wide: torch.dtype) -> Sequence[torch.Tensor]:
-        if any(v.dtype == wide or not v.numel() for v in values) or not TorchBackend._foreach(
-            values
-        ):
-            return [TorchBackend._norm(v, wide) for v in values]
+    def _norms(self, values: Sequence[torch.Tensor], wide: torch.dtype) -> Sequence[torch.Tensor]:
+        if not self._foreach(values) or any(v.dtype == wide or not v.numel() for v in values):
+            return [self._norm(v, wide) for v in values]
         norms: Sequence[torch.Tensor] = torch._foreach_norm(list(values), 2, dtype=wide)
         return norms
 
-    @staticmethod
-    def _norm(values: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    def _norm(self, values: torch.Tensor, wide: torch.dtype) -> Any:
         if values.dtype != wide or not values.numel():
-            widened: torch.Tensor = torch.linalg.vector_norm(values, dtype=wide)
-            return widened
-        # There is no wider dtype: divide by the maximum, so that no square overflows.
-        peak = values.abs().amax()
-        peak = torch.where(peak > 0, peak, 1.0)
-        norm: torch.Tensor = peak * torch.linalg.vector_norm(values / peak)
+            norm = torch.linalg.vector_norm(values, dtype=wide)
+        else:
+            # There is no wider dtype.
+            unit = self.unit(values.abs().amax())
+            norm = unit * torch.linalg.vector_norm(values / unit)
         return norm
 
     # Of a single group, norm and state are numbers of shape (), as they are on the host: this
@@ -623,9 +622,8 @@ class TorchBackend(Backend):
             array = self._values(array)
             return torch.linalg.vector_norm(array, dim=axes, dtype=torch.float64)
         wide = self.wide(array)
-        peak = wide.abs().amax(dim=axes, keepdim=True)
-        peak = torch.where(peak > 0, peak, torch.ones_like(peak))
-        return peak * torch.sqrt((wide / peak).square().sum(dim=axes, keepdim=True))
+        unit = self.unit(wide.abs().amax(dim=axes, keepdim=True))
+        return unit * torch.sqrt((wide / unit).square().sum(dim=axes, keepdim=True))
 
     def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
         parts = flat.split([math.prod(shape) for shape in shapes])

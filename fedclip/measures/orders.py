@@ -162,7 +162,7 @@ def measure_on_device(
     if ord == "inf":
         return xp.wide(peak)
     # Divide by the maximum: nothing can overflow.
-    unit = xp.where(peak > 0, peak, 1.0)
+    unit = xp.unit(peak)
     scaled = [x / unit for x in wide]
     if ord in ("std", "var"):
         if size < 2:

@@ -194,7 +194,7 @@ def _mean_on_device(
     wide = [*map(xp.wide, parts)]
     peak = reduce(xp.maximum, [xp.largest(x, axes) for x in wide])
     # Divide by the maximum: nothing can overflow.
-    unit = xp.where(peak > 0, peak, 1.0)
+    unit = xp.unit(peak)
     total = reduce(operator.add, [xp.total(x / unit, axes) for x in wide])
     return xp.cast(total / size, xp.dtype(unit)) * unit
 
@@ -278,7 +278,7 @@ class Standardizing(Transform):
             if sizes[some[0]] < 2:
                 continue
             size = xp.numbers([sizes[g] for g in some], like=arrays[0])
-            unit = xp.where(peak > 0, peak, 1.0)
+            unit = xp.unit(peak)
             wide = [xp.wide(part) for part in parts]
             wide = [x / xp.cast(unit, xp.dtype(x)) for x in wide]
             # Relative to one of them, equal numbers are 0, and their deviation is.
