@@ -233,7 +233,9 @@ def test_small_groups_are_clipped_to_the_digits_of_their_dtype() -> None:
     assert 1 - norm(clipped["b"]) < 5e-7 < 1 - norm(clipped["w"]) < 1e-6
 
 
-@pytest.mark.parametrize(("wide", "found"), [(1, 1), (8, 8), (12, 8), (16, 16), (32, 32), (64, 32)])
+@pytest.mark.parametrize(
+    ("wide", "found"), [(1, 1), (8, 8), (12, 8), (16, 16), (32, 32), (64, 64), (128, 64)]
+)
 def test_lanes_of_a_processor(wide: int, found: int) -> None:
     def dot(x: np.ndarray, y: np.ndarray) -> float:
         sums = np.zeros(wide, np.float32)
@@ -246,7 +248,7 @@ def test_lanes_of_a_processor(wide: int, found: int) -> None:
 
 
 def test_lanes_of_a_dot_product_in_float64() -> None:
-    assert lanes(lambda x, y: np.dot(x.astype(float), y.astype(float))) == 32
+    assert lanes(lambda x, y: np.dot(x.astype(float), y.astype(float))) == 64
 
 
 @pytest.mark.parametrize("shape", [(1 << 12,), (10_000,), (1 << 16,), (128, 128), (3, 5000)])

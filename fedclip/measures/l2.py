@@ -3,18 +3,19 @@ r"""Exact L2 norms of groups of arrays: one read of the data, one host transfer.
 
 ::
 
-    fast(view):   s = sum over blocks of 512 elements of float64(BLAS dot(block, block))
-                  (arrays of fewer than 512 elements: joined, then squared in float64)
+    fast(view):   s = sum over blocks of up to 1024 elements of float64(BLAS dot(block, block))
+                  (arrays of at most 1024 elements: joined, then squared in float64)
     norm(group):  s = sum of fast(view);  if s is finite and far from underflow: sqrt(s)
                   else 2^e * sqrt(sum float64((x / 2^e)^2)),  2^e ~ max |x|
 
 Guarantees
 ----------
-- A float32 dot over 512 elements adds 16 numbers in each of 32 lanes, and then the lanes: at most
-  22 roundings with those of the products, of which the root halves the effect. So the norm is
-  within ``UNCERTAINTY["float32"]`` of float64 arithmetic, relatively, whatever the number of
-  elements (one BLAS dot over 10^8 elements is off by 10^-3); in practice it is within 2e-7 for
-  constant data, 1e-9 for random data. Blocks are shorter where BLAS has fewer lanes.
+- A float32 dot over 1024 elements adds 16 numbers in each of 64 lanes, then the lanes, then what
+  is left over: at most 23 roundings with those of the products, of which the root halves the
+  effect. So the norm is within ``UNCERTAINTY["float32"]`` of float64 arithmetic, relatively,
+  whatever the number of elements (one BLAS dot over 10^8 elements is off by 10^-3); in practice it
+  is within 2e-7 for constant data, 1e-9 for random data. Blocks are shorter where BLAS has fewer
+  lanes.
 - Fewer than ``FEW`` elements are squared and added up in float64.
 - Half precision is widened before it is squared: 300 in float16 does not overflow.
 - If a sum of squares overflows or underflows, the group is scaled and measured again: 1e20 in
@@ -41,7 +42,7 @@ Float64 = np.ndarray[Any, np.dtype[np.float64]]
 Numbers = float | Float64
 """One number for each group; a plain float where there is one group."""
 
-_SINGLE = 11 * 2.0**-24
+_SINGLE = 11.5 * 2.0**-24
 UNCERTAINTY = {"float16": _SINGLE, "bfloat16": _SINGLE, "float32": _SINGLE, "float64": 2.0**-46}
 """Largest relative error of a norm measured on the fast path, by dtype."""
 
@@ -50,7 +51,7 @@ FEW = 512
 
 
 def lanes(dot: Callable[[Any, Any], Any] = np.vdot) -> int:
-    """Return in how many lanes a float32 dot product adds up, a power of two up to 32.
+    """Return in how many lanes a float32 dot product adds up, a power of two up to 64.
 
     A product of 2^-24 is lost when it is added to 1, so that each number of the first lane shows.
     """
@@ -59,12 +60,14 @@ def lanes(dot: Callable[[Any, Any], Any] = np.vdot) -> int:
     values[0] = 1.0
     lost = 1 + (size - 1) * 2.0**-24 - float(dot(values, values))
     longest = round(lost * 2.0**24) + 1
-    return max(1, min(32, 1 << (size // longest).bit_length() - 1))
+    return max(1, min(64, 1 << (size // longest).bit_length() - 1))
 
 
 _LANES = lanes()
 # So many elements are added up in at most 16 steps, whatever the processor.
 _BLOCK = 16 * _LANES
+# Arrays of at most so many elements are joined: to copy one takes half as long as a call for it.
+_JOINED = 1024
 # With 500 rows or fewer, `np.vecdot` keeps the lock of the interpreter.
 _ROWS = 2 * PIECE // _BLOCK
 # In float64, with half as many lanes.
@@ -167,7 +170,7 @@ class _Plan:
     Attributes
     ----------
     halves, small
-        Positions of views of half precision, and of fewer than 512 elements.
+        Positions of views of half precision, and of those that are joined.
     rows
         Of the others: position, number and length of rows, number of elements left over, and
         the places of the rows among those of all.
@@ -187,7 +190,7 @@ class _Plan:
         for place, (dtype, size) in enumerate(form.pairs):
             if size and dtype.itemsize == 2:
                 self.halves.append(place)
-            elif size >= FEW:
+            elif size > _JOINED:
                 shape, left = _rows(size)
                 self.rows.append((place, shape, left, stop, stop + shape[0]))
                 stop += shape[0]
@@ -213,7 +216,7 @@ class _Pieces(NamedTuple):
 
 
 def _pieces(views: Sequence[HostView], sizes: list[int], plan: _Plan) -> _Pieces:
-    """Square rows of up to 512 elements with BLAS, over all cores."""
+    """Square rows of up to one block with BLAS, over all cores."""
     sums = [0.0] * len(views)
     rest = [views[i] for i in plan.small]
     threads = worthwhile(sizes)
