@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 # Bytes. Allocators have the memory of small gradients at hand, and that of small arrays.
-_FROM = 1 << 22
+_FROM = 1 << 20
 _SMALL = 1 << 12
 
 # TensorFlow and JAX share only memory that begins at a multiple of so many bytes.
