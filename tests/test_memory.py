@@ -22,9 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedclip import Centralize, NormClip, Standardize, ValueClip
-from fedclip.arrays import NUMPY, Memory, memory
+from fedclip.arrays import NOWHERE, NUMPY, Memory, memory
 from fedclip.arrays.base import Arithmetic
+from fedclip.scopes import Groups
 from fedclip.testing import to_numpy, to_vector
+from fedclip.transforms.base import Gradient
 
 MANY = [(1100, 210)] * 37 + [(), (0, 3), (5,)]
 """Above 32 MiB together, each below 4 MiB."""
@@ -310,13 +312,14 @@ def test_all_memory_of_tensorflow_is_aligned(kind: Any) -> None:
 def test_what_tensorflow_holds_on_a_device_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
     tf, backend = _tf(), importlib.import_module("fedclip.arrays.tensorflow")
     monkeypatch.setattr(backend, "_only_cpu", lambda: False)
-    tensor = SimpleNamespace(
-        dtype=tf.float32, device="/job:localhost/replica:0/task:0/device:GPU:0"
-    )
-    monkeypatch.setattr(backend, "_EAGER", {SimpleNamespace, type(tf.ones(2))})
-    may_write = backend.TensorflowBackend._may_write
-    assert not may_write([tensor, tf.ones(2)])
-    monkeypatch.setattr(backend, "_EAGER", {type(tf.ones(2))})
+    tensor = SimpleNamespace(numpy=None, device="/job:localhost/replica:0/task:0/device:GPU:0")
+    arrays, tensorflow = [tensor, tf.ones(2)], backend.TensorflowBackend()
+    views = tensorflow.host(arrays)
+    assert views.remote == [0]
+    groups = Groups(("a", "b"), ("all",), ((0, 1),))
+    assert Gradient(arrays, groups, tensorflow, views).host([0, 1]) is NOWHERE
+    assert Gradient(arrays[1:], groups, tensorflow, tensorflow.host(arrays[1:])).host([0]).views
+    may_write = tensorflow._may_write
     assert may_write([tf.ones(2)])
     assert not may_write([tf.Variable(tf.ones(2))])
     assert not may_write([tf.ones(2, tf.float16)])
@@ -413,6 +416,19 @@ def test_torch_products_of_middling_tensors_without_kept_memory() -> None:
         assert output.dtype == torch.float32
         torch.testing.assert_close(output, gradient[name] * (1 / clip.last.norms))
         assert name != "transposed" or output.stride() == gradient[name].stride()
+
+
+@each_framework()
+def test_products_of_arrays_that_groups_put_into_another_order(framework: str) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"a": (300, 200), "b": (200, 700), "c": (7,), "d": (4,)}
+    arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    clip = NormClip(1.0, scope={"[bd]": 1.0, "[ac]": 2.0})
+    clipped = to_numpy(clip.run(to_vector(arrays, framework)))
+    for limit, names in ((1.0, "bd"), (2.0, "ac")):
+        norm = np.sqrt(sum(np.square(arrays[name], dtype=float).sum() for name in names))
+        for name in names:
+            np.testing.assert_allclose(clipped[name], arrays[name] * (limit / norm), rtol=2e-6)
 
 
 def test_torch_products_of_a_model_on_two_devices() -> None:

@@ -14,13 +14,14 @@ import numpy as np
 
 from fedclip.arrays.base import (
     LARGEST,
+    NOWHERE,
     UNDERFLOW,
     Arithmetic,
     Array,
     Backend,
     Form,
+    Host,
     HostView,
-    Outs,
     Views,
 )
 from fedclip.arrays.memory import Memory
@@ -29,6 +30,7 @@ from fedclip.arrays.numpy import NumpyBackend
 
 __all__ = [
     "LARGEST",
+    "NOWHERE",
     "NUMBER",
     "NUMPY",
     "UNDERFLOW",
@@ -36,9 +38,9 @@ __all__ = [
     "Array",
     "Backend",
     "Form",
+    "Host",
     "HostView",
     "Memory",
-    "Outs",
     "Views",
     "backend_named",
     "backend_of",

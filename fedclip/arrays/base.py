@@ -18,17 +18,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from operator import attrgetter
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
 __all__ = [
     "LARGEST",
+    "NOWHERE",
     "UNDERFLOW",
     "Arithmetic",
     "Array",
     "Backend",
     "Form",
+    "Host",
     "HostView",
     "Outs",
     "Views",
@@ -56,6 +58,19 @@ Outs: TypeAlias = "Sequence[HostView | None]"
 """For each output of a backend that `writes`, where it may be written to; empty for nowhere.
 
 It is laid out like the host view of the array that the output is for."""
+
+
+class Host(NamedTuple):
+    """Where arrays lie in this machine's memory; nothing if any of them does not."""
+
+    views: Sequence[HostView] = ()
+    """The host views of the arrays: to make them again takes a tenth of a step over an MLP."""
+    outs: Outs = ()
+    """Where what is computed of the arrays may be written to."""
+
+
+NOWHERE = Host()
+"""For arrays on a device, in compiled code, or that change in place."""
 
 
 _dtype = attrgetter("dtype")
@@ -321,7 +336,7 @@ class Backend(Arithmetic, ABC):
 
     # -- gradients ----------------------------------------------------------------------------
     @abstractmethod
-    def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, host: Host = NOWHERE) -> list[Array]:
         """Return ``array * factor`` for arrays of one dtype: new arrays, same dtype and shape.
 
         Half precision is multiplied in float32 and rounded once.
@@ -333,7 +348,7 @@ class Backend(Arithmetic, ABC):
 
     @abstractmethod
     def clip(
-        self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
+        self, arrays: Sequence[Array], low: float, high: float, host: Host = NOWHERE
     ) -> list[Array]:
         """Return arrays with each element moved into [low, high]; sparse rows are merged."""
 

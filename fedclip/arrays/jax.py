@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView, Outs, Views
+from fedclip.arrays.base import NOWHERE, UNDERFLOW, Array, Backend, Host, HostView, Views
 from fedclip.arrays.numpy import bits, dtype_name, shared
 
 __all__ = ["JaxBackend"]
@@ -156,14 +156,14 @@ class JaxBackend(Backend):
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)
 
-    def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, host: Host = NOWHERE) -> list[Array]:
         first = arrays[0].sharding
         together = all(a.sharding is first or a.sharding == first for a in arrays)
         size = sum([math.prod(a.shape) for a in arrays])
         large = size >= _LARGE * len(arrays)
-        if outs and large and together and self._may_write(arrays):
+        if host.outs and large and together and self._may_write(arrays):
             # XLA takes new memory at each step, which costs more than the product.
-            products = shared(np.multiply, arrays, np.float32(factor), outs)
+            products = shared(np.multiply, np.float32(factor), host)
             return list(jax.device_put(products, first if arrays[0].committed else None))
         if not together or large:
             # A compiled call can not span several devices.
@@ -184,7 +184,7 @@ class JaxBackend(Backend):
         return _multiply(array, jnp.asarray(factors, jnp.promote_types(array.dtype, jnp.float32)))
 
     def clip(
-        self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
+        self, arrays: Sequence[Array], low: float, high: float, host: Host = NOWHERE
     ) -> list[Array]:
         return [jnp.clip(a, low, high) for a in arrays]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays.base import Array, Backend, HostView, Outs, Views
+from fedclip.arrays.base import NOWHERE, Array, Backend, Host, HostView, Outs, Views
 from fedclip.arrays.cores import PIECE, each, worthwhile
 from fedclip.arrays.memory import aligned, in_memory_order
 
@@ -64,11 +64,10 @@ def written(
     return results
 
 
-def shared(call: Callable[..., Any], arrays: Sequence[Array], k: Any, outs: Outs) -> list[HostView]:
-    """Return ``call(array, k)`` for arrays of another framework, in memory that it can share."""
-    views = [*map(np.asarray, arrays)]
-    pairs = zip(views, outs or repeat(None), strict=False)
-    return written(call, views, k, [aligned(v) if out is None else out for v, out in pairs])
+def shared(call: Callable[..., Any], k: Any, host: Host) -> list[HostView]:
+    """Return ``call(view, k)`` for each view, in memory that another framework can share."""
+    pairs = zip(host.views, host.outs or repeat(None), strict=False)
+    return written(call, host.views, k, [aligned(v) if out is None else out for v, out in pairs])
 
 
 def _multiply_half(array: HostView, factor: Any, out: HostView | None = None) -> HostView:
@@ -113,12 +112,12 @@ class NumpyBackend(Backend):
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)
 
-    def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, host: Host = NOWHERE) -> list[Array]:
         dtype = arrays[0].dtype
         if dtype.itemsize == 2:
-            return written(_multiply_half, arrays, np.float32(factor), self._typed(outs, dtype))
+            return written(_multiply_half, arrays, np.float32(factor), self._typed(host, dtype))
         # NumPy handles a 0-d array faster than a scalar, whose type it has to find out.
-        return written(np.multiply, arrays, np.asarray(factor, dtype), outs)
+        return written(np.multiply, arrays, np.asarray(factor, dtype), host.outs)
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         if array.dtype.itemsize == 2:
@@ -126,16 +125,16 @@ class NumpyBackend(Backend):
         return np.asarray(array * factors.astype(array.dtype))
 
     def clip(
-        self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
+        self, arrays: Sequence[Array], low: float, high: float, host: Host = NOWHERE
     ) -> list[Array]:
         dtype = arrays[0].dtype
         ends = dtype.type(low), dtype.type(high)
-        return written(clamp, arrays, ends, self._typed(outs, dtype))
+        return written(clamp, arrays, ends, self._typed(host, dtype))
 
     @staticmethod
-    def _typed(outs: Outs, dtype: np.dtype[Any]) -> Outs:
+    def _typed(host: Host, dtype: np.dtype[Any]) -> Outs:
         # Host views show bfloat16 as bits.
-        return [out if out is None else out.view(dtype) for out in outs]
+        return [out if out is None else out.view(dtype) for out in host.outs]
 
     def zeros_like(self, array: Array) -> Array:
         return np.zeros_like(array, subok=False)

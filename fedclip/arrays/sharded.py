@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fedclip.arrays.base import Array, HostView, Outs, Views
+from fedclip.arrays.base import NOWHERE, Array, Host, HostView, Views
 from fedclip.arrays.torch import TorchBackend, TorchInPlace
 
 __all__ = ["ShardedBackend", "ShardedInPlace", "replicated", "summed"]
@@ -175,12 +175,12 @@ class _OnShards(TorchBackend):
         locals_ = call([_local(t) for t in arrays])
         return [_like(part, t) for part, t in zip(locals_, arrays, strict=True)]
 
-    def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, host: Host = NOWHERE) -> list[Array]:
         scale = super().scale
         return self._each(lambda parts: scale(parts, factor), arrays)
 
     def clip(
-        self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
+        self, arrays: Sequence[Array], low: float, high: float, host: Host = NOWHERE
     ) -> list[Array]:
         clip = super().clip
         return self._each(lambda parts: clip(parts, low, high), arrays)

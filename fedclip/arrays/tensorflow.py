@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.eager.record import could_possibly_record
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView, Outs, Views
+from fedclip.arrays.base import NOWHERE, UNDERFLOW, Array, Backend, Host, HostView, Views
 from fedclip.arrays.memory import is_aligned
 from fedclip.arrays.numpy import bits, clamp, shared
 
@@ -119,22 +119,20 @@ class TensorflowBackend(Backend):
     def dtype(self, array: Array) -> str:
         return str(array.dtype.name)
 
-    def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
-        if self._may_write(arrays):
+    def scale(self, arrays: Sequence[Array], factor: float, host: Host = NOWHERE) -> list[Array]:
+        if host.views and self._may_write(arrays):
             # Without TensorFlow's threads, which it wakes for each product of a middling tensor: a
             # clipped step over an MLP takes half as long ("MLP" of `make bench`).
             k = np.asarray(factor, arrays[0].dtype.as_numpy_dtype)
-            return [*map(_tensor, shared(np.multiply, arrays, k, outs))]
+            return [*map(_tensor, shared(np.multiply, k, host))]
         k = tf.constant(factor, self._product_dtype(arrays[0]))
         return [self._multiply(t, k) for t in arrays]
 
     @staticmethod
     def _may_write(arrays: Sequence[Array]) -> bool:
-        """Return whether NumPy may compute results: in host memory, and no tape misses them."""
-        if arrays[0].dtype not in _SHARED or {type(t) for t in arrays} != _EAGER:
-            return False
-        local = _only_cpu() or all("CPU" in tensor.device for tensor in arrays)
-        return local and not could_possibly_record()
+        """Return whether NumPy may compute results for arrays of the host: no tape misses them."""
+        dense = arrays[0].dtype in _SHARED and {*map(type, arrays)} == _EAGER
+        return dense and not could_possibly_record()
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
         return self._multiply(array, tf.constant(factors, self._product_dtype(array)))
@@ -154,11 +152,11 @@ class TensorflowBackend(Backend):
         return tf.cast(product(x=tf.cast(tensor, factor.dtype), y=factor), tensor.dtype)
 
     def clip(
-        self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
+        self, arrays: Sequence[Array], low: float, high: float, host: Host = NOWHERE
     ) -> list[Array]:
-        if self._may_write(arrays):
+        if host.views and self._may_write(arrays):
             kind = arrays[0].dtype.as_numpy_dtype
-            return [*map(_tensor, shared(clamp, arrays, (kind(low), kind(high)), outs))]
+            return [*map(_tensor, shared(clamp, (kind(low), kind(high)), host))]
         return [self._clip(t, low, high) for t in arrays]
 
     def _clip(self, array: Array, low: float, high: float) -> Array:
@@ -196,7 +194,7 @@ class TensorflowBackend(Backend):
 
     def from_host(self, values: HostView, like: Array) -> Array:
         values = values.view(like.dtype.as_numpy_dtype)
-        if self._may_write([like]) and is_aligned(values):
+        if not self.host([like]).remote and self._may_write([like]) and is_aligned(values):
             return _tensor(values)
         with tf.device(like.device):
             return tf.convert_to_tensor(values)

@@ -6,21 +6,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 
-from fedclip.arrays.base import Array, Backend, HostView, Outs, Views
+from fedclip.arrays.base import NOWHERE, Array, Backend, Host, HostView, Views
 from fedclip.arrays.many import Many
 from fedclip.arrays.numpy import written
 
 __all__ = ["TorchBackend", "TorchInPlace"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_place, _requires_grad = attrgetter("layout", "is_cpu"), attrgetter("requires_grad")
-_HOST = {(torch.strided, True)}
+_kind, _requires_grad = attrgetter("layout", "requires_grad"), attrgetter("requires_grad")
+_USUAL = {(torch.strided, False)}
+_size = attrgetter("size")
 # A table, not `functools.cache`: torch.compile can look into a table.
 _DTYPES = {n: getattr(torch, n) for n in ("float16", "bfloat16", "float32", "float64")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -117,22 +119,21 @@ class TorchBackend(Backend):
     def dtype(self, array: Array) -> str:
         return _NAMES.get(array.dtype) or str(array.dtype).removeprefix("torch.")
 
-    def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
-        if any(map(_requires_grad, arrays)):
-            # torch._foreach_mul would make the gradient of one output depend on all inputs.
-            k = self._number(factor, arrays[0])
-            return [torch.mul(t, k) for t in arrays]
-        kind = _COMPUTED.get(arrays[0].dtype)
-        middling = kind is not None and max(map(torch.numel, arrays)) > _GRAIN
-        if (outs or middling) and self._may_write(arrays):
-            if kind is not None:
+    def scale(self, arrays: Sequence[Array], factor: float, host: Host = NOWHERE) -> list[Array]:
+        if host.views and self._may_write(arrays):
+            kind = _COMPUTED.get(arrays[0].dtype)
+            if kind is None:
+                pairs = zip(arrays, host.outs or repeat(None), strict=False)
+                return [torch.mul(t, factor, out=self._on(out, t)) for t, out in pairs]
+            if host.outs or max(map(_size, host.views)) > _GRAIN:
                 # The same products as torch's own. Few elements are not worth waking a thread, and
                 # many go over all cores.
-                views, k = [*map(torch.Tensor.numpy, arrays)], np.asarray(factor, kind)
-                return [*map(torch.from_numpy, written(np.multiply, views, k, outs))]
-            pairs = zip(arrays, outs, strict=True)
-            return [torch.mul(t, factor, out=self._on(out, t)) for t, out in pairs]
+                results = written(np.multiply, host.views, np.asarray(factor, kind), host.outs)
+                return [*map(torch.from_numpy, results)]
         k = self._number(factor, arrays[0])
+        if any(map(_requires_grad, arrays)):
+            # torch._foreach_mul would make the gradient of one output depend on all inputs.
+            return [torch.mul(t, k) for t in arrays]
         if arrays[0].dtype.itemsize == 2:
             return [self._multiply_one(t, factor) for t in arrays]
         products: Sequence[torch.Tensor] = torch._foreach_mul(list(arrays), k)
@@ -140,9 +141,8 @@ class TorchBackend(Backend):
 
     @staticmethod
     def _may_write(arrays: Sequence[torch.Tensor]) -> bool:
-        """Return whether results may be written to memory of NumPy, without autograd."""
-        plain = {*map(type, arrays)} <= _PLAIN and {*map(_place, arrays)} == _HOST
-        return plain and not any(map(torch.is_neg, arrays))
+        """Return whether results of the host may be NumPy's: dense, and without autograd."""
+        return {*map(type, arrays)} <= _PLAIN and {*map(_kind, arrays)} == _USUAL
 
     @staticmethod
     def _on(memory: HostView | None, like: torch.Tensor) -> torch.Tensor | None:
@@ -182,15 +182,15 @@ class TorchBackend(Backend):
         return torch.mul(array.float(), k.float()).to(array.dtype)
 
     def clip(
-        self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
+        self, arrays: Sequence[Array], low: float, high: float, host: Host = NOWHERE
     ) -> list[Array]:
         if not arrays[0].is_cpu and self._foreach(arrays):
             clamped = torch._foreach_clamp_min(list(arrays), low)
             torch._foreach_clamp_max_(clamped, high)
             return list(clamped)
-        if not outs or any(t.requires_grad for t in arrays) or not self._may_write(arrays):
+        if not host.outs or not self._may_write(arrays):
             return [self._clip(t, low, high) for t in arrays]
-        pairs = zip(arrays, outs, strict=True)
+        pairs = zip(arrays, host.outs, strict=True)
         return [self._clip(t, low, high, self._on(out, t)) for t, out in pairs]
 
     @staticmethod
@@ -679,7 +679,7 @@ class TorchInPlace(TorchBackend):
                 tensor.copy_(tensor.coalesce())
         return arrays
 
-    def scale(self, arrays: Sequence[Array], factor: float, outs: Outs = ()) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factor: float, host: Host = NOWHERE) -> list[Array]:
         like = arrays[0]
         k: Any = factor
         if like.is_cpu:
@@ -693,7 +693,7 @@ class TorchInPlace(TorchBackend):
         return array.copy_(super().scale_slices(array, factors))
 
     def clip(
-        self, arrays: Sequence[Array], low: float, high: float, outs: Outs = ()
+        self, arrays: Sequence[Array], low: float, high: float, host: Host = NOWHERE
     ) -> list[Array]:
         if not arrays[0].is_cpu and self._foreach(arrays):
             torch._foreach_clamp_min_(list(arrays), low)

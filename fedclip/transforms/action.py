@@ -19,9 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
-from fedclip.arrays import LARGEST, Arithmetic, Array, Backend, Outs
+from fedclip.arrays import LARGEST, Arithmetic, Array, Backend, Host
 from fedclip.measures import FEW, UNCERTAINTY, Order, degree, lowered
 
 Key = TypeVar("Key", bound=Hashable)
@@ -223,11 +223,13 @@ def replaced(
 
 
 def multiplied(
-    arrays: Sequence[Array], factor: tuple[float, ...], exact: bool, backend: Backend, outs: Outs
+    arrays: Sequence[Array], factor: tuple[float, ...], exact: bool, backend: Backend, host: Host
 ) -> list[Array]:
     """Return arrays of one dtype times a factor, shrunk by the margin."""
     kept = 1.0 - margin(backend.dtype(arrays[0]), exact)
-    outputs = backend.scale(arrays, factor[0] * kept, outs)
+    outputs = backend.scale(arrays, factor[0] * kept, host)
     for k in factor[1:]:
-        outputs = backend.scale(outputs, k, outs)
+        if host.views:
+            host = Host(cast(Any, backend.host(outputs)), host.outs)
+        outputs = backend.scale(outputs, k, host)
     return outputs

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import NUMPY, Array, Backend, HostView, Memory, Outs, Views, backend_of
+from fedclip.arrays import NOWHERE, NUMPY, Array, Backend, Host, HostView, Memory, Views, backend_of
 from fedclip.arrays.numpy import bits
 from fedclip.measures import Numbers, all_finite
 from fedclip.rules import LEARNT, Basis, NoState, State
@@ -160,18 +160,19 @@ class Gradient:
         clipped.update(rest)
         return clipped
 
-    def outs(self, places: Sequence[int]) -> Outs:
-        """Return where the outputs for some of the arrays may be written to; () for small ones."""
+    def host(self, places: Sequence[int]) -> Host:
+        """Return where some of the arrays lie, and, of large gradients, their outputs may go."""
         memory, views = self.memory, self.views
         if views.remote or not self.backend.writes:
-            return ()
+            return NOWHERE
+        some: Any = [views[i] for i in places]
         if memory is None:
-            return [None] * len(places)
-        return memory.like(places, views) if memory.serves(views.form.sizes) else ()
+            return Host(some, [None] * len(places))
+        return Host(some, memory.like(places, views) if memory.serves(views.form.sizes) else ())
 
     def empty(self, i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostView:
         """Return an uninitialised array in C order for the output of array i."""
-        (out,) = self.outs((i,)) or (None,)
+        (out,) = self.host((i,)).outs or (None,)
         if out is None or not out.flags.c_contiguous or out.dtype != dtype:
             return np.empty(shape, dtype)
         return out.reshape(shape)

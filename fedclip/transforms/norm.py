@@ -162,7 +162,7 @@ class NormClipping(Transform):
         form = views.form
         if len(gradient.groups) == 1 and not views.remote and len(form.dtypes) == 1:
             factor, exact = split(float(target), float(base), power), self._is_exact(form.count)
-            return multiplied(arrays, factor, exact, backend, gradient.outs(range(len(arrays))))
+            return multiplied(arrays, factor, exact, backend, gradient.host(range(len(arrays))))
         factors: dict[int, tuple[Any, tuple[float, ...], bool]] = {}
         columns = (np.atleast_1d(column).tolist() for column in (moved, target, base))
         for members, chosen, top, bottom in zip(gradient.groups.members, *columns, strict=True):
@@ -174,7 +174,7 @@ class NormClipping(Transform):
         return replaced(
             arrays,
             factors,
-            lambda some, places, key: multiplied(some, *key[1:], backend, gradient.outs(places)),
+            lambda some, places, key: multiplied(some, *key[1:], backend, gradient.host(places)),
         )
 
     def _is_exact(self, count: int) -> bool:

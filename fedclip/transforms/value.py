@@ -101,7 +101,7 @@ class ValueClipping(Transform):
         outputs = replaced(
             arrays,
             boxes,
-            lambda some, places, box: backend.clip(some, *box[1:], gradient.outs(places)),
+            lambda some, places, box: backend.clip(some, *box[1:], gradient.host(places)),
         )
         return Outcome(outputs if clipped.any() else None, state, largest, self.limits, clipped)
 
