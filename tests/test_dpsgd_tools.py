@@ -129,6 +129,14 @@ def test_a_plan_needs_no_file() -> None:
     assert "take 'pld'" in found["epsilons"]["prv"]
 
 
+def test_what_has_no_finite_epsilon_is_no_number() -> None:
+    plan = ("spent", "--noise-multiplier", 1e-200, "--steps", 10, "--rate", 1)
+    printed = call(*plan, "--json").stdout
+    assert "Infinity" not in printed
+    assert json.loads(printed)[0]["epsilons"]["closed form"] == "no finite epsilon"
+    assert "no finite epsilon" in call(*plan).stdout
+
+
 @pytest.mark.slow
 def test_the_accountant_that_counts_is_named() -> None:
     """Where delta is too small for the arithmetic of the others, Rényi's counts."""

@@ -65,11 +65,19 @@ def said(found: Check, level: str = "note") -> str:
     return "\n".join(f"{f.where} {f.message}" for f in found.findings if f.level == level)
 
 
-def central(check: Any, more: str = "", server: str = "", client: str = "", run: str = "") -> Any:
+def central(
+    check: Any,
+    more: str = "",
+    server: str = "",
+    client: str = "",
+    run: str = "",
+    noise: str = NOISE,
+    aggregator: str = '"clipped-averaging"',
+) -> Any:
     return check(
         client=f'modules = ["update-clip-client"{client}]',
-        server=f"modules = [{NOISE.format(more)}{server}]",
-        aggregator='"clipped-averaging"',
+        server=f"modules = [{noise.format(more)}{server}]",
+        aggregator=aggregator,
         run=run,
     )
 
@@ -148,12 +156,7 @@ def test_notes_on_central_noise(check: Any, more: str, text: str) -> None:
 
 
 def test_an_absurd_epsilon_is_called_that(check: Any) -> None:
-    weak = '["update-clip-server", {noise_multiplier = 0.5, expected_clients = 10}]'
-    found = check(
-        client='modules = ["update-clip-client"]',
-        server=f"modules = [{weak}]",
-        aggregator='"clipped-averaging"',
-    )
+    found = central(check, noise=NOISE.replace("5.0", "0.5"))
     assert "for 10 rounds is a guarantee in name only" in said(found)
     assert "in name only" not in said(central(check))
 
@@ -432,11 +435,7 @@ def test_fewer_clients_than_averages_are_divided_by(check: Any) -> None:
 
 
 def test_an_error_that_ends_the_run_is_a_release(check: Any) -> None:
-    found = check(
-        client='modules = ["update-clip-client"]',
-        server=f"modules = [{NOISE.format('')}]",
-        aggregator='{name = "clipped-averaging", on_nonfinite = "raise"}',
-    )
+    found = central(check, aggregator='{name = "clipped-averaging", on_nonfinite = "raise"}')
     assert "tells of that client without noise: take 'skip'" in said(found)
     assert "take 'skip'" not in said(central(check))
 

@@ -47,6 +47,13 @@ LARGEST = {
 }
 """The largest number of each dtype that fedclip clips."""
 
+
+def units(dtype: str) -> tuple[float, float]:
+    """Return the least and the largest number to divide others of this dtype by."""
+    far = 2.0**1000 if dtype == "float64" else 2.0**120
+    return 1 / far, far
+
+
 Array: TypeAlias = Any
 """An array of any of the supported frameworks."""
 
@@ -546,8 +553,8 @@ class Backend(Arithmetic, ABC):
 
         Its reciprocal is a normal number, as compilers multiply by that.
         """
-        far = 1000.0 if self.dtype(peak) == "float64" else 120.0
-        return self.minimum(self.maximum(peak, 2.0**-far), 2.0**far)
+        low, high = units(self.dtype(peak))
+        return self.minimum(self.maximum(peak, low), high)
 
     def peak(self, arrays: Sequence[Array]) -> Array:
         """Return the largest absolute value of dense arrays, in the widest float."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedclip.arrays.base import NOWHERE, Array, Backend, Host, HostView, Views
+from fedclip.arrays.base import NOWHERE, Array, Backend, Host, HostView, Views, units
 from fedclip.arrays.many import Many
 from fedclip.arrays.numpy import written
 
@@ -288,8 +288,8 @@ class TorchBackend(Backend):
         return torch.exp(x)
 
     def unit(self, peak: Array) -> Array:
-        far = 1000.0 if peak.dtype == torch.float64 else 120.0
-        return torch.clamp(peak, 2.0**-far, 2.0**far)
+        # One operation less.
+        return torch.clamp(peak, *units(self.dtype(peak)))
 
     def minimum(self, x: Array, y: Any) -> Array:
         return torch.clamp(x, max=y)
@@ -500,24 +500,23 @@ class TorchBackend(Backend):
             for ends in zip(*pairs, strict=True)
         )
         lows, highs = torch.clamp(lows, max=0.0), torch.clamp(highs, min=0.0)
-        if len(members) == 1:
-            return lows.amin(0, keepdim=True), highs.amax(0, keepdim=True)
-        if all(tuple(m) == (i,) for i, m in enumerate(members)):
-            return lows, highs
-        return (
-            torch.stack([lows[list(m)].amin() for m in members]),
-            torch.stack([highs[list(m)].amax() for m in members]),
-        )
+        return self._ends(torch.amin, lows, members), self._ends(torch.amax, highs, members)
 
     def group_peaks(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         if not self._foreach(arrays):
             return super().group_peaks(arrays, members)
-        each = self.asarray(self._peaks(arrays), like=arrays[0])
+        return self._ends(torch.amax, self.asarray(self._peaks(arrays), like=arrays[0]), members)
+
+    @staticmethod
+    def _ends(
+        end: Callable[..., torch.Tensor], each: torch.Tensor, members: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Return the least or the largest number of each group, of one for each array."""
         if len(members) == 1:
-            return each.amax(0, keepdim=True)
+            return end(each, 0, True)
         if all(tuple(m) == (i,) for i, m in enumerate(members)):
             return each
-        return torch.stack([each[list(m)].amax() for m in members])
+        return torch.stack([end(each[list(m)], 0) for m in members])
 
     def _peaks(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the largest absolute element of each of some arrays; 0 of one without any."""

@@ -161,7 +161,7 @@ def measure_on_device(
     peak = reduce(xp.maximum, [xp.largest(x, axes) for x in wide])
     if ord == "inf":
         return xp.wide(peak)
-    # Divide by the maximum: nothing can overflow.
+    # In this unit nothing can overflow.
     unit = xp.unit(peak)
     scaled = [x / unit for x in wide]
     if ord in ("std", "var"):

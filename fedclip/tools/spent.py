@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +41,9 @@ class Spent(NamedTuple):
                 cost = account(spent, delta, relation, name)
                 if cost.accountant != name:
                     found[name] = f"can not count these releases; {cost.accountant} does"
-                found[cost.accountant] = cost.epsilon
+                # JSON has no infinity.
+                finite = math.isfinite(cost.epsilon)
+                found[cost.accountant] = cost.epsilon if finite else "no finite epsilon"
             except ModuleNotFoundError:
                 package = "opacus" if name == "prv" else "dp-accounting or opacus"
                 found[name] = f"not installed: pip install {package}"

@@ -193,7 +193,7 @@ def _mean_on_device(
         return reduce(operator.add, totals) / size
     wide = [*map(xp.wide, parts)]
     peak = reduce(xp.maximum, [xp.largest(x, axes) for x in wide])
-    # Divide by the maximum: nothing can overflow.
+    # In this unit nothing can overflow.
     unit = xp.unit(peak)
     total = reduce(operator.add, [xp.total(x / unit, axes) for x in wide])
     return xp.cast(total / size, xp.dtype(unit)) * unit

@@ -291,9 +291,11 @@ class NormClipping(Transform):
         # Other dtypes need to know only whether there are few.
         most = math.inf if {"float16", "float64"} & {*names} else FEW
         sizes = [_size([arrays[i] for i in members], most, xp) for members in groups.members]
-        # What is empty rounds nothing.
-        none = [type(n) is int and not n for n in map(xp.size, arrays)]
-        narrow = {i for i, name in enumerate(names) if name == "float16" and not none[i]}
+        narrow = {
+            i
+            for i, array in enumerate(arrays)
+            if names[i] == "float16" and not _is_empty(xp.size(array))
+        }
         halves = [not narrow.isdisjoint(members) for members in groups.members]
         half = xp.asarray(halves, like=safe) > 0 if len({*halves}) > 1 else halves[0]
         keep = finite if on_nonfinite == "skip" else None
@@ -322,6 +324,11 @@ class NormClipping(Transform):
             return most_factor(self._joined_norms(gradient, math.inf, members), dtype, xp)
         peaks = [measure_on_device([xp.dense(arrays[i]) for i in m], "inf", xp) for m in members]
         return most_factor(xp.stack(peaks), dtype, xp)
+
+
+def _is_empty(size: Any) -> bool:
+    # What is empty rounds nothing. A traced size may be anything.
+    return type(size) is int and not size
 
 
 def _size(arrays: Sequence[Array], most: float, xp: Backend) -> Any:
