@@ -10,12 +10,11 @@ r"""Exact L2 norms of groups of arrays: one read of the data, one host transfer.
 
 Guarantees
 ----------
-- A float32 dot over 1024 elements adds 16 numbers in each of 64 lanes, then the lanes, then what
-  is left over: at most 23 roundings with those of the products, of which the root halves the
-  effect. So the norm is within ``UNCERTAINTY["float32"]`` of float64 arithmetic, relatively,
-  whatever the number of elements (one BLAS dot over 10^8 elements is off by 10^-3); in practice it
-  is within 2e-7 for constant data, 1e-9 for random data. Blocks are shorter where BLAS has fewer
-  lanes.
+- A float32 dot over 1024 elements adds 16 numbers in each of 64 lanes, and then the lanes: at most
+  22 roundings with those of the products, of which the root halves the effect. So the norm is
+  within ``UNCERTAINTY["float32"]`` of float64 arithmetic, relatively, whatever the number of
+  elements (one BLAS dot over 10^8 elements is off by 10^-3); in practice it is within 2e-7 for
+  constant data, 1e-9 for random data. Blocks are shorter where BLAS has fewer lanes.
 - Fewer than ``FEW`` elements are squared and added up in float64.
 - Half precision is widened before it is squared: 300 in float16 does not overflow.
 - If a sum of squares overflows or underflows, the group is scaled and measured again: 1e20 in
@@ -42,7 +41,7 @@ Float64 = np.ndarray[Any, np.dtype[np.float64]]
 Numbers = float | Float64
 """One number for each group; a plain float where there is one group."""
 
-_SINGLE = 11.5 * 2.0**-24
+_SINGLE = 11 * 2.0**-24
 UNCERTAINTY = {"float16": _SINGLE, "bfloat16": _SINGLE, "float32": _SINGLE, "float64": 2.0**-46}
 """Largest relative error of a norm measured on the fast path, by dtype."""
 
@@ -160,7 +159,9 @@ def _rows(size: int) -> tuple[tuple[int, int], int]:
     Prefer a length that leaves none over: a quiet step of `norm-clip` takes 13 % less ("200
     tensors, 3.7M" of `make bench`), and to remember the answers saves more than that again.
     """
-    row = next((n for n in range(_BLOCK, _BLOCK // 4, -1) if size % n == 0), _BLOCK)
+    # BLAS adds what is left over from its lanes in one more rounding, which these have room for.
+    lengths = (_BLOCK, *range(_BLOCK - 32, _BLOCK // 4, -1))
+    row = next((n for n in lengths if size % n == 0), _BLOCK)
     return (size // row, row), size % row
 
 
