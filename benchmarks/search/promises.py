@@ -86,8 +86,7 @@ class Trial:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 warnings.simplefilter("ignore", FedclipWarning)
-                with unseen(self.framework) if self.device else nullcontext():
-                    output = apply(self.clipper, vector, self.weights)
+                output = self._apply(self.clipper, vector)
         except Exception as error:
             yield "no error", f"{type(error).__name__}: {error}"[:300]
             return
@@ -263,14 +262,17 @@ class Trial:
             return None, [("state comes back", "the state is another after it was loaded")]
         return other, []
 
+    def _apply(self, clipper: Any, vector: Any) -> Any:
+        with unseen(self.framework) if self.device else nullcontext():
+            return apply(clipper, vector, self.weights)
+
     def parted(self, other: Any, gradient: Gradient) -> str:
         """Return how a clipper with the loaded state differs after the gradient, if it does."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 warnings.simplefilter("ignore", FedclipWarning)
-                with unseen(self.framework) if self.device else nullcontext():
-                    output = apply(other, build(gradient, self.framework), self.weights)
+                output = self._apply(other, build(gradient, self.framework))
                 wanted, found = statistics(self.clipper), statistics(other)
         except Exception as error:
             return f"{type(error).__name__}: {error}"[:300]
