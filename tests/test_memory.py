@@ -319,6 +319,13 @@ def test_what_tensorflow_holds_on_a_device_stays_there(monkeypatch: pytest.Monke
     groups = Groups(("a", "b"), ("all",), ((0, 1),))
     assert Gradient(arrays, groups, tensorflow, views).host([0, 1]) is NOWHERE
     assert Gradient(arrays[1:], groups, tensorflow, tensorflow.host(arrays[1:])).host([0]).views
+    values = memory.aligned(np.ones(2, np.float32))
+    assert np.shares_memory(np.asarray(tensorflow.from_host(values, tf.ones(2))), values)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_EAGER", {SimpleNamespace})
+        like = SimpleNamespace(dtype=tf.float32, device=tensor.device)
+        assert tensorflow._may_write([like])
+        assert not np.shares_memory(np.asarray(tensorflow.from_host(values, like)), values)
     may_write = tensorflow._may_write
     assert may_write([tf.ones(2)])
     assert not may_write([tf.Variable(tf.ones(2))])

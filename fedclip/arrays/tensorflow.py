@@ -89,9 +89,13 @@ class TensorflowBackend(Backend):
     def _view(self, tensor: Array) -> HostView | None:
         tensor = self._values(tensor)
         # A symbolic tensor has no device and no data; one on an accelerator stays there.
-        if not hasattr(tensor, "numpy") or "CPU" not in tensor.device:
+        if not hasattr(tensor, "numpy") or not self._is_local(tensor):
             return None
         return bits(self._numpy(tensor))
+
+    @staticmethod
+    def _is_local(tensor: Array) -> bool:
+        return _only_cpu() or "CPU" in tensor.device
 
     @staticmethod
     def _numpy(tensor: Array) -> HostView:
@@ -194,7 +198,7 @@ class TensorflowBackend(Backend):
 
     def from_host(self, values: HostView, like: Array) -> Array:
         values = values.view(like.dtype.as_numpy_dtype)
-        if not self.host([like]).remote and self._may_write([like]) and is_aligned(values):
+        if self._is_local(like) and self._may_write([like]) and is_aligned(values):
             return _tensor(values)
         with tf.device(like.device):
             return tf.convert_to_tensor(values)

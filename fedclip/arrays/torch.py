@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -20,7 +19,7 @@ from fedclip.arrays.numpy import written
 __all__ = ["TorchBackend", "TorchInPlace"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_kind, _requires_grad = attrgetter("layout", "requires_grad"), attrgetter("requires_grad")
+_traits, _requires_grad = attrgetter("layout", "requires_grad"), attrgetter("requires_grad")
 _USUAL = {(torch.strided, False)}
 _size = attrgetter("size")
 # A table, not `functools.cache`: torch.compile can look into a table.
@@ -122,10 +121,10 @@ class TorchBackend(Backend):
     def scale(self, arrays: Sequence[Array], factor: float, host: Host = NOWHERE) -> list[Array]:
         if host.views and self._may_write(arrays):
             kind = _COMPUTED.get(arrays[0].dtype)
-            if kind is None:
-                pairs = zip(arrays, host.outs or repeat(None), strict=False)
+            if kind is None and host.outs:
+                pairs = zip(arrays, host.outs, strict=True)
                 return [torch.mul(t, factor, out=self._on(out, t)) for t, out in pairs]
-            if host.outs or max(map(_size, host.views)) > _GRAIN:
+            if kind is not None and (host.outs or max(map(_size, host.views)) > _GRAIN):
                 # The same products as torch's own. Few elements are not worth waking a thread, and
                 # many go over all cores.
                 results = written(np.multiply, host.views, np.asarray(factor, kind), host.outs)
@@ -142,7 +141,7 @@ class TorchBackend(Backend):
     @staticmethod
     def _may_write(arrays: Sequence[torch.Tensor]) -> bool:
         """Return whether results of the host may be NumPy's: dense, and without autograd."""
-        return {*map(type, arrays)} <= _PLAIN and {*map(_kind, arrays)} == _USUAL
+        return {*map(type, arrays)} <= _PLAIN and {*map(_traits, arrays)} == _USUAL
 
     @staticmethod
     def _on(memory: HostView | None, like: torch.Tensor) -> torch.Tensor | None:
