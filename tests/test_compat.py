@@ -115,7 +115,7 @@ def required(parameters: dict[str, Any]) -> dict[str, Any]:
     return {
         key: {**values, **limits, "min_val": -1}.get(key, 0.5)
         for key, default in parameters.items()
-        if default is compat.REQUIRED
+        if default is compat.base.REQUIRED
     }
 
 
@@ -243,7 +243,7 @@ def test_what_peers_take_besides(
         ("optax", "clip", {"max_delta": "abc"}, "max_delta of clip must be a number, got 'abc'"),
         ("zclip", "ZClip", {"z_thresh": [1]}, "z_thresh of ZClip must be a number, got [1]"),
         ("torch", "clip_grad_norm_", {"max_norm": True}, "max_norm of clip_grad_norm_ must be a"),
-        ("torchzero", "ClipNorm", {"max_norm": 1, "dim": 0.5}, "ClipNorm of torchzero takes no"),
+        ("torchzero", "ClipNorm", {"max_norm": 1, "dim": 0.5}, "dim must be an int, a list of"),
         ("torchzero", "ClipNorm", {"max_norm": 1, "dim": [0.5]}, "dim must be an int, a list of"),
         ("torchzero", "ClipNorm", {"max_norm": 1, "target": "closure"}, "target can not be"),
         ("torchzero", "ClipNormByEMA", {"ema_init": "one"}, "ema_init can not be 'one'"),

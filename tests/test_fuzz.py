@@ -247,7 +247,7 @@ def test_translate_of_any_value(seeds: range) -> None:
         cls = dice.choice(compat.known()[peer])
         given = {
             key: dice.choice(WORDS)
-            if dice.random() < 0.4 or default is compat.REQUIRED
+            if dice.random() < 0.4 or default is compat.base.REQUIRED
             else default
             for key, default in compat.PEERS[peer][cls].parameters.items()
         }

@@ -4,8 +4,8 @@
 Each file has tables by the names of other packages (peers), with a function for each class. Its
 parameters and defaults are those of the class; it says which clipper and parameters give the same
 numbers, and what differs. If the class has a defect, the translation is the corrected clipper, and
-`notes` says so. The translation treats NaN and infinity as `on_nonfinite` says, whatever the class
-does.
+`notes` says so. What a peer has and we have not is in the tables too, with the reason. The
+translation treats NaN and infinity as `on_nonfinite` says, whatever the class does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedclip.compat import drytorch, flower, frameworks, papers, smartclip, torchzero
-from fedclip.compat.base import REQUIRED, Peers, Translation, unknown
+from fedclip.compat.base import Entry, Peers, Translation, checked, unknown
 
 __all__ = ["known", "notes", "translate"]
 
@@ -26,7 +26,7 @@ PEERS: Peers = {
     **flower.PEERS,
     **papers.PEERS,
 }
-"""The classes that can be translated, by package."""
+"""The classes of other packages, by package, and why some have no translation."""
 
 
 def translate(package: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
@@ -53,8 +53,9 @@ def translate(package: str, cls: str, config: Mapping[str, Any]) -> tuple[str, s
     Raises
     ------
     ValueError
-        If the package, class, parameter, or a word given for a parameter is not known; if a
-        parameter without a default is missing; or if a parameter must be a number and is not.
+        If the package, class, parameter, or a word given for a parameter is not known; if we have
+        nothing that does the same; if a parameter without a default is missing; or if the value
+        of one is of a wrong type.
 
     Examples
     --------
@@ -94,7 +95,10 @@ def known() -> dict[str, list[str]]:
     >>> known()["timm"]
     ['adaptive_clip_grad']
     """
-    return {package: list(classes) for package, classes in PEERS.items()}
+    return {
+        package: [name for name, entry in classes.items() if isinstance(entry, Entry)]
+        for package, classes in PEERS.items()
+    }
 
 
 def _translation(package: str, cls: str, config: Mapping[str, Any]) -> Translation:
@@ -103,29 +107,10 @@ def _translation(package: str, cls: str, config: Mapping[str, Any]) -> Translati
     if cls not in PEERS[package]:
         raise ValueError(unknown(f"{package} has no clipper", cls, PEERS[package]))
     entry = PEERS[package][cls]
-    for key in config:
-        if key not in entry.parameters:
-            raise ValueError(unknown(f"{cls} of {package} has no parameter", key, entry.parameters))
-    values = {**entry.parameters, **config}
-    missing = [key for key, value in values.items() if value is REQUIRED]
-    if missing:
-        raise ValueError(f"{cls} of {package} needs {', '.join(map(repr, missing))}")
-    for key, value in config.items():
-        default = entry.parameters[key]
-        if default is not None and _is_number(default, key) and not _is_number(value, key):
-            raise ValueError(f"{key} of {cls} must be a number, got {value!r:.80}")
+    if not isinstance(entry, Entry):
+        raise ValueError(f"{cls} of {package} is no clipper that can be translated: {entry}")
+    values = checked(package, cls, entry.parameters, config)
     try:
         return entry.build(**values)
     except (TypeError, OverflowError) as exc:
         raise ValueError(f"{cls} of {package} takes no such value: {exc}") from exc
-
-
-# Orders of a norm may be words or numbers.
-_WORDS = ("ord", "norm_type")
-
-
-def _is_number(value: Any, key: str) -> bool:
-    """Whether a value, or a default, belongs to a parameter that only takes numbers or None."""
-    if value is REQUIRED or (isinstance(value, (int, float)) and not isinstance(value, bool)):
-        return key not in _WORDS
-    return value is None

@@ -3,13 +3,28 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from fedclip.errors import nearest
+from fedclip.errors import nearest, shown
 
-__all__ = ["REQUIRED", "Entry", "Peers", "Translation", "entry", "order", "to", "unknown", "word"]
+__all__ = [
+    "REQUIRED",
+    "Entry",
+    "Peers",
+    "Translation",
+    "at_least",
+    "checked",
+    "dims",
+    "entry",
+    "made",
+    "order",
+    "to",
+    "unknown",
+    "word",
+]
 
 
 class Translation(NamedTuple):
@@ -28,8 +43,8 @@ class Entry(NamedTuple):
     build: Callable[..., Translation]
 
 
-Peers: TypeAlias = dict[str, dict[str, Entry]]
-"""The classes of each peer, by its name."""
+Peers: TypeAlias = dict[str, dict[str, Entry | str]]
+"""The classes of each peer, by its name; a text says why there is no translation."""
 
 # The default of a parameter that the peer requires.
 REQUIRED: Any = object()
@@ -73,11 +88,110 @@ def word(parameter: str, given: Any, words: Mapping[str, Any] | str) -> Any:
 def order(value: float | str) -> float | str:
     """Return our `ord` for 2, 2.0, "2", "2.0", "l2", "inf", "linf", "mad", ..."""
     if not isinstance(value, str):
+        if not _is_number(value):
+            raise ValueError(f"ord must be a number or a word, got {shown(value)}")
         return "inf" if value == float("inf") else value
     try:
         number = float(value.removeprefix("l"))
     except ValueError:
-        return str(word("ord", value, "mad std var sum l1 l2 linf inf"))
+        return str(word("ord", value, "mad std var sum l0 l1 l2 l3 l4 linf inf"))
     if number == float("inf"):
         return "inf"
     return int(number) if number.is_integer() else number
+
+
+def dims(parameter: str, value: Any) -> list[int] | None:
+    """Return dimensions, given as an int or as ints, as a list; None for None."""
+    values = [value] if isinstance(value, int) else value
+    if value is None:
+        return None
+    if not isinstance(values, (list, tuple)) or not all(type(d) is int for d in values):
+        raise ValueError(f"{parameter} must be an int, a list of ints or None, got {shown(value)}")
+    return list(values)
+
+
+def at_least(low: int, **values: Any) -> None:
+    """Raise an error for a value that is no whole number from `low` on."""
+    for name, value in values.items():
+        if type(value) is not int or value < low:
+            raise ValueError(f"{name} must be a whole number >= {low}, got {shown(value)}")
+
+
+def made(
+    parameter: str,
+    value: Any,
+    classes: Mapping[str, Mapping[str, Any]],
+    short: Mapping[str, str],
+    hint: str,
+) -> tuple[str, dict[str, Any]]:
+    """Return the class, and what it was given, of an object that is the value of a parameter.
+
+    It may be the object, its class, how either is written: ``"GradNormClipper(5)"``, or a short
+    word. The `hint` follows the error if there is no such class.
+    """
+    if isinstance(value, str):
+        name, given = _parsed(parameter, value)
+        name = short.get(name, name)
+    else:
+        name = (value if isinstance(value, type) else type(value)).__name__
+        given = {k: getattr(value, k) for k in classes.get(name, ()) if hasattr(value, k)}
+    if name not in classes:
+        raise ValueError(unknown(f"{parameter} can not be", name, {**classes, **short}) + hint)
+    names = list(classes[name])
+    # Python does not know the names of what is given by position.
+    given = {names[k] if type(k) is int and k < len(names) else str(k): v for k, v in given.items()}
+    return name, given
+
+
+def _parsed(parameter: str, text: str) -> tuple[str, dict[Any, Any]]:
+    """Return the name and the arguments, those by position by number, of a call, or of a name."""
+    try:
+        found = ast.parse(text.strip(), mode="eval").body
+        call = found if isinstance(found, ast.Call) else ast.Call(found, [], [])
+        name = ast.unparse(call.func).rpartition(".")[2]
+        pairs = [*enumerate(call.args), *((k.arg, k.value) for k in call.keywords)]
+        return name, {k: v.id if isinstance(v, ast.Name) else ast.literal_eval(v) for k, v in pairs}
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        raise ValueError(
+            f"{parameter} must be a name, or a call with plain values such as Name(0.9, x=2), got "
+            f"{shown(text)}"
+        ) from None
+
+
+def checked(
+    package: str, cls: str, parameters: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the values of all parameters, those left out at their defaults.
+
+    Raises
+    ------
+    ValueError
+        If one is unknown or missing, or its default is of another type.
+    """
+    for key, value in given.items():
+        if key not in parameters:
+            raise ValueError(unknown(f"{cls} of {package} has no parameter", key, parameters))
+        default = parameters[key]
+        if isinstance(default, bool):
+            if not isinstance(value, bool):
+                raise ValueError(f"{key} of {cls} must be True or False, got {shown(value)}")
+        elif key not in _FREE and not isinstance(default, str) and not _is_number(value):
+            if value is None and (default is None or key in _MAY_BE_NONE):
+                continue
+            raise ValueError(f"{key} of {cls} must be a number, got {shown(value)}")
+    values = {**parameters, **given}
+    missing = [key for key, value in values.items() if value is REQUIRED]
+    if missing:
+        raise ValueError(f"{cls} of {package} needs {', '.join(map(repr, missing))}")
+    return values
+
+
+# Parameters that take more than numbers although their default is none or a number: each
+# translation checks its own. Then those whose value may be None, which is not their default.
+_FREE = {"ord", "norm_type", "dim", "axis", "axes", "init", "ema_init", "clipping_function"}
+_FREE |= {"parameterwise", "gradient_clip_algorithm", "inner", "exp_avg_tfm", "ema_tfm"}
+_MAY_BE_NONE = {"max_norm", "max_grad_norm", "max_ema_growth", "mul", "min_value", "max_decay"}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -5,51 +5,78 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedclip.compat.base import Peers, Translation, entry, to, word
+from fedclip.compat.base import Entry, Peers, Translation, checked, entry, made, to, unknown
 
 __all__ = ["PEERS"]
 
-_HISTORY = {
-    "criterion": "zstat",
-    "clipping_function": None,
-    "n_warmup_steps": 20,
-    "warmup_clip_strategy": "norm1",
-    "alpha": None,
-    "thresh": None,
+_CRITERIA: dict[str, dict[str, Any]] = {
+    "ZStatCriterion": {
+        "alpha": 0.97,
+        "z_thresh": 2.5,
+        "clipping_function": "reciprocal_clipping",
+    },
+    "EMACriterion": {"alpha": 0.98, "r_thresh": 1.05, "clipping_function": "max_clipping"},
 }
+_WARMUPS: dict[str, dict[str, Any]] = {"GradNormClipper": {"threshold": 1}, "NoOp": {}}
+# The parameters of a criterion, which may be given beside it: `thresh` is the threshold of either.
+_BESIDE = dict.fromkeys(("alpha", "thresh", "z_thresh", "r_thresh", "clipping_function"))
+_HISTORY = {
+    "criterion": "ZStatCriterion",
+    "warmup_clip_strategy": "GradNormClipper",
+    "n_warmup_steps": 20,
+    **_BESIDE,
+}
+_FUNCTIONS = {name: name for name in ("max", "mean", "reciprocal")}
+_FUNCTIONS |= {f"{name}_clipping": name for name in _FUNCTIONS}
+
+_OWN = "; OwnLimit of fedclip takes a function of your own"
+_OTHER = "; docs/coming-from.md shows how to warm up with any other operation"
+_CLIPPING = "it is a value of clipping_function, which is `action` here"
 
 
 def _history(c: dict[str, Any], scope: str) -> Translation:
-    criteria = {"zstat": "zstat", "ema": "ema", "ZStatCriterion": "zstat", "EMACriterion": "ema"}
-    zstat = word("criterion", c["criterion"], criteria) == "zstat"
-    defaults = ("reciprocal", 0.97, 2.5) if zstat else ("max", 0.98, 1.05)
-    names = ("clipping_function", "alpha", "thresh")
-    function, alpha, thresh = (
-        default if c[name] is None else c[name]
-        for name, default in zip(names, defaults, strict=True)
-    )
-    functions = {"max": "max", "mean": "mean", "reciprocal": "reciprocal"}
-    functions |= {f"{word}_clipping": word for word in functions}
-    action = word("clipping_function", function, functions)
-    strategies = {"norm1": 1.0, "noop": None}
-    warmup_norm = word("warmup_clip_strategy", c["warmup_clip_strategy"], strategies)
+    short = {"zstat": "ZStatCriterion", "ema": "EMACriterion"}
+    criterion, given = made("criterion", c["criterion"], _CRITERIA, short, _OWN)
+    for key in _BESIDE:
+        name = key if key != "thresh" else "z_thresh" if "Z" in criterion else "r_thresh"
+        if c[key] is not None:
+            if name in given:
+                raise ValueError(f"{name} of {criterion} is given twice")
+            given[name] = c[key]
+    values = checked("drytorch", criterion, _CRITERIA[criterion], given)
+    alpha, thresh, function = values.values()
+    function = getattr(function, "__name__", function)
+    if function not in _FUNCTIONS:
+        raise ValueError(unknown("clipping_function can not be", function, _FUNCTIONS) + _OWN)
+    action = _FUNCTIONS[function]
+    key, short = "warmup_clip_strategy", {"norm1": "GradNormClipper", "noop": "NoOp"}
+    warmup, operation = made(key, c[key], _WARMUPS, short, _OTHER)
+    operation = checked("drytorch", warmup, _WARMUPS[warmup], operation)
     common = {
         "decay": alpha,
         "action": action,
         "feedback": "raw",
         "warmup": c["n_warmup_steps"],
         # Without a warm-up, drytorch lets the first norm pass.
-        "warmup_norm": warmup_norm if c["n_warmup_steps"] else None,
+        "warmup_norm": operation.get("threshold") if c["n_warmup_steps"] else None,
         "warmup_factor": None,
         "max_norm": None,
         "estimator": "drytorch",
         "eps": 1e-6,
         "scope": scope,
     }
-    if zstat:
+    if criterion == "ZStatCriterion":
         return to("zscore-clip", z_max=thresh, std_eps=1e-8, min_std=0.0, **common)
     note = "clips to the running mean, as documented; drytorch zeroes the gradient"
     return to("ema-clip", note if action == "mean" else None, ratio=thresh, **common)
+
+
+def _criterion(name: str) -> Entry:
+    """Return the entry of a criterion by itself: what it says of norms, without a warm-up."""
+    alone = {**_HISTORY, "n_warmup_steps": 0}
+    return entry(
+        lambda **c: _history({**alone, "criterion": name, **c}, "global"), **_CRITERIA[name]
+    )
 
 
 PEERS: Peers = {
@@ -70,5 +97,13 @@ PEERS: Peers = {
         ),
         "HistClipper": entry(lambda **c: _history(c, "global"), **_HISTORY),
         "ParamHistClipper": entry(lambda **c: _history(c, "tensor"), **_HISTORY),
+        "ZStatCriterion": _criterion("ZStatCriterion"),
+        "EMACriterion": _criterion("EMACriterion"),
+        "ClippingCriterion": f"it stands for one of your own{_OWN}",
+        "ClipOperation": "it stands for an operation of your own: call that in your loop",
+        "StatsCollector": "a clipper collects its own warm-up, which its statistics() tells",
+        "max_clipping": _CLIPPING,
+        "mean_clipping": _CLIPPING,
+        "reciprocal_clipping": _CLIPPING,
     },
 }

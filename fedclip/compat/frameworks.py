@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedclip.compat.base import Peers, Translation, entry, order, to, word
+from fedclip.compat.base import Peers, Translation, dims, entry, order, to, word
 
 __all__ = ["PEERS"]
 
 
 def _optax_agc(clipping: Any, eps: Any = 1e-3, axis: Any = None) -> Translation:
-    dims = {} if axis is None else {"dims": axis}
-    note = "0-d tensors are whole units; optax raises on them" if dims else None
-    return to("agc", note, ratio=clipping, min_norm=eps, **dims)
+    along = dims("axis", axis)
+    note = "tensors without these axes are left alone, 0-d ones are one unit; optax raises on both"
+    if along is None:
+        return to("agc", ratio=clipping, min_norm=eps)
+    return to("agc", note, ratio=clipping, min_norm=eps, dims=along)
 
 
 def _torch_norm(
@@ -27,9 +29,11 @@ def _torch_norm(
 
 
 def _tf_by_norm(clip_norm: Any, axes: Any = None) -> Translation:
-    dims = {} if axes is None else {"dims": [axes] if isinstance(axes, int) else list(axes)}
-    note = "tensors without these axes are left alone; TensorFlow raises" if dims else None
-    return to("norm-clip", note, max_norm=clip_norm, scope="tensor", **dims)
+    along = dims("axes", axes)
+    note = "tensors without these axes are left alone; TensorFlow raises"
+    if along is None:
+        return to("norm-clip", max_norm=clip_norm, scope="tensor")
+    return to("norm-clip", note, max_norm=clip_norm, scope="tensor", dims=along)
 
 
 def _keras(**c: Any) -> Translation:
@@ -47,7 +51,8 @@ def _keras(**c: Any) -> Translation:
 
 
 def _lightning(gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> Translation:
-    by = word("gradient_clip_algorithm", gradient_clip_algorithm or "norm", "norm value")
+    algorithm = "norm" if gradient_clip_algorithm is None else gradient_clip_algorithm
+    by = word("gradient_clip_algorithm", algorithm, "norm value")
     if gradient_clip_val is None or gradient_clip_val <= 0:
         return to("no-op", "without a gradient_clip_val above 0, nothing is clipped")
     if by == "value":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedclip.compat.base import Peers, Translation, entry, order, to, word
+from fedclip.compat.base import Peers, Translation, at_least, entry, order, to, word
 
 __all__ = ["PEERS"]
 
@@ -108,6 +108,11 @@ def _adagc(c: dict[str, Any], scope: str) -> Translation:
     )
 
 
+def _lean_percentile(pct: Any) -> Translation:
+    at_least(0, pct=pct)
+    return to("percentile-clip", percentile=min(pct, 100), method="lower", scope="tensor")
+
+
 PEERS: Peers = {
     "torchlean": {
         # The specifications take the absolute value, and cap the percentile, themselves.
@@ -117,11 +122,7 @@ PEERS: Peers = {
         "clipByValueSpec": entry(
             lambda min_val, max_val: to("value-clip", max_value=max_val, min_value=min_val)
         ),
-        "clipByPercentileSpec": entry(
-            lambda pct: to(
-                "percentile-clip", percentile=min(pct, 100), method="lower", scope="tensor"
-            )
-        ),
+        "clipByPercentileSpec": entry(_lean_percentile),
     },
     "zclip": {"ZClip": entry(_zclip)},
     "autoclip": {"autoclip_gradient": entry(_autoclip)},

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedclip.compat.base import Peers, Translation, entry, to, word
+from fedclip.compat.base import Peers, Translation, at_least, entry, to, word
 
 __all__ = ["PEERS"]
 
@@ -32,6 +32,12 @@ _SCOPES = {"global": "global", "per_layer": "layer", "per_param": "tensor"}
 _TF_SCOPES = {"global": "global", "per_layer": "per_param", "per_param": "per_param"}
 
 
+def _checked(c: dict[str, Any]) -> None:
+    """Check what some translations leave out."""
+    at_least(0, warmup_steps=c["warmup_steps"], min_history=c["min_history"])
+    word("scope", c["scope"], _SCOPES)
+
+
 def _gated(c: dict[str, Any]) -> dict[str, Any]:
     return {
         "feedback": "raw",
@@ -41,17 +47,30 @@ def _gated(c: dict[str, Any]) -> dict[str, Any]:
         "warmup_factor": None,
         "max_norm": None,
         "eps": c["eps"],
-        "scope": word("scope", c["scope"], _SCOPES),
+        "scope": _SCOPES[c["scope"]],
     }
 
 
-def _gate_notes(c: dict[str, Any]) -> tuple[str | None, str | None]:
+def _gate_notes(c: dict[str, Any]) -> tuple[str | None, ...]:
+    _checked(c)
     groups = (
         "warmup counts calls; smartclip counts observations over all groups, so that its warm-up "
         "is shorter by the number of groups"
     )
     guard = "NaN is never observed; smartclip would note it as eps"
-    return None if c["scope"] == "global" else groups, None if c["guard_nans"] else guard
+    root = (
+        "a tensor whose name has no dot is a layer of its own; smartclip's torch backend makes one "
+        "layer of all that belong to the model itself: for that, list the other layers as "
+        'patterns, scope = ["enc.*", "head.*"], and what matches none is one group'
+    )
+    absent = "a tensor without a gradient is not observed; smartclip would note its norm as eps"
+    whole = c["scope"] == "global"
+    return (
+        None if whole else groups,
+        None if whole else absent,
+        root if c["scope"] == "per_layer" else None,
+        None if c["guard_nans"] else guard,
+    )
 
 
 def _smart_zscore(c: dict[str, Any], note: str | None = None) -> Translation:
@@ -70,14 +89,21 @@ def _smart_zscore(c: dict[str, Any], note: str | None = None) -> Translation:
 
 
 def _smart_auto(c: dict[str, Any], note: str | None = None) -> Translation:
-    gated, gate = _gated(c), (*_gate_notes(c), note)
+    gate, gated = (*_gate_notes(c), note), _gated(c)
+    window = word("history", c["history"], "ema window") == "window"
+    at_least(1, window_size=c["window_size"])
+    if not (0 < c["percentile"] <= 100 and 0 < c["ema_decay"] < 1):
+        raise ValueError(
+            "percentile must be in (0, 100] and ema_decay in (0, 1), got "
+            f"{c['percentile']!r} and {c['ema_decay']!r}"
+        )
     if word("mode", c["mode"], "auto percentile") == "auto":
         median = "the median is the published P2 estimate; smartclip's lacks a division"
         late = "a group is not clipped before its 5th norm; smartclip may erase it"
         own = {"median": "p2", "decay": None, "min_std": 1e-3}
         return to("auto-clip", median, late, *gate, **own, **gated)
     config = {"percentile": c["percentile"], "history": "window", "window": c["window_size"]}
-    if word("history", c["history"], "ema window") == "window":
+    if window:
         return to("percentile-norm-clip", *gate, **config, **gated)
     falls = "the streaming percentile goes down as well as up; smartclip's never falls"
     config = {"percentile": c["percentile"], "history": "stream", "rate": 1.0 - c["ema_decay"]}
@@ -85,19 +111,23 @@ def _smart_auto(c: dict[str, Any], note: str | None = None) -> Translation:
 
 
 def _smart_agc(c: dict[str, Any]) -> Translation:
-    word("scope", c["scope"], _SCOPES)
+    _checked(c)
     scope = "each tensor is a unit whatever the scope, as smartclip does on torch"
-    gate = "clips from the first step: a limit from the weights needs no warm-up"
     return to(
         "agc",
         None if c["scope"] == "per_param" else scope,
-        gate if c["warmup_steps"] or c["min_history"] else None,
+        _ungated(c),
         None if c["exclude_bias_bn"] else _ZERO_WEIGHTS,
         ratio=c["clipping"],
         unit="tensor",
         eps=c["eps"],
         skip_vectors=c["exclude_bias_bn"],
     )
+
+
+def _ungated(c: dict[str, Any]) -> str | None:
+    gate = "clips from the first step: a limit from the weights needs no warm-up"
+    return gate if c["warmup_steps"] or c["min_history"] else None
 
 
 def _on_tensorflow(c: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
@@ -110,9 +140,11 @@ def _on_tensorflow(c: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
 
 
 def _smart_tf_agc(c: dict[str, Any]) -> Translation:
-    whole = word("scope", c["scope"], _SCOPES) == "global"
+    _checked(c)
+    whole = c["scope"] == "global"
     return to(
         "agc",
+        _ungated(c),
         None if whole or c["exclude_bias_bn"] else _ZERO_WEIGHTS,
         ratio=c["clipping"],
         unit="global" if whole else "tensor",
@@ -126,6 +158,8 @@ _ZERO_WEIGHTS = (
     "tensors whose weights are all zero are left a limit that they can grow from; smartclip's "
     "freezes them"
 )
+_LOOP = "it is part of a loop: here clip_ and attach of fedclip.adapters are, see docs/torch.md"
+_TYPE = "it is a type for annotations; ours take the frameworks' own"
 
 
 PEERS: Peers = {
@@ -133,6 +167,12 @@ PEERS: Peers = {
         "ZScoreClip": entry(lambda **c: _smart_zscore(c), **_ZSCORE),
         "AutoClip": entry(lambda **c: _smart_auto(c), **_AUTO),
         "AGC": entry(lambda **c: _smart_agc(c), **_AGC),
+        "ClipperBase": "it is the base of the others; fedclip's is Clipper",
+        "apply": _LOOP,
+        "step": _LOOP,
+        "clip_context": _LOOP,
+        "TensorLike": _TYPE,
+        "ParamLike": _TYPE,
     },
     "smartclip-tf": {
         "ZScoreClip": entry(lambda **c: _smart_zscore(*_on_tensorflow(c)), **_ZSCORE),

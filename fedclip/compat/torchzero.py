@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedclip.compat.base import Peers, Translation, entry, order, to, word
+from fedclip.compat.base import Peers, Translation, dims, entry, order, to, word
 
 __all__ = ["PEERS"]
 
-# Parameters of earlier versions, renamed or removed since, are `parameterwise` and `ema_init`.
+# Parameters of earlier versions, renamed or removed since, are `parameterwise`, `ema_init`,
+# `ema_tfm`, `eps` and `target`.
 _TARGET = {"target": "update"}
 _GROUPED = {"ord": 2, "tensorwise": True, "parameterwise": None, **_TARGET}
 _ALONG = {"dim": None, "inverse_dims": False, **_TARGET}
@@ -22,6 +23,7 @@ _BY_EMA = {
     "ema_init": None,
     "min_norm": 1e-6,
     "eps": None,
+    "inner": None,
     **_GROUPED,
 }
 
@@ -35,6 +37,8 @@ def _target_note(c: dict[str, Any]) -> str | None:
 def _grouped(c: dict[str, Any]) -> dict[str, Any]:
     old = c["parameterwise"]
     tensorwise = c["tensorwise"] if old is None else old
+    if not isinstance(tensorwise, bool):
+        raise ValueError(f"parameterwise must be True or False, got {tensorwise!r:.80}")
     return {"ord": order(c["ord"]), "scope": "tensor" if tensorwise else "global"}
 
 
@@ -43,24 +47,21 @@ def _spanned(c: dict[str, Any]) -> dict[str, Any] | None:
     dim = c["dim"]
     if isinstance(dim, str):
         return {"scope": word("dim", dim, "global")}
-    dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    if dims is not None and not all(type(d) is int for d in dims):
-        raise ValueError(f"dim must be an int, a list of ints or 'global', got {dim!r:.80}")
-    inverse, min_size = c["inverse_dims"], c["min_size"]
-    if (dims is None and inverse) or (dims == [] and not inverse):
+    along, inverse, min_size = dims("dim", dim), c["inverse_dims"], c["min_size"]
+    if (along is None and inverse) or (along == [] and not inverse):
         return None
-    if not dims:
+    if not along:
         return {"scope": "tensor", "min_size": min_size}
-    return {"scope": "tensor", "dims": dims, "inverse_dims": inverse, "min_size": min_size}
+    return {"scope": "tensor", "dims": along, "inverse_dims": inverse, "min_size": min_size}
 
 
 def _dims_note(c: dict[str, Any]) -> str | None:
     dim = c["dim"]
     if dim is None:
         return "dim=None: all dims of each tensor; torchzero takes those of the first"
-    values = [dim] if isinstance(dim, int) else [] if isinstance(dim, str) else list(dim)
     negative = "negative dims count from the end of each tensor; torchzero's may not"
-    return negative if any(d < 0 for d in values) else None
+    found = dim != "global" and any(d < 0 for d in dims("dim", dim) or ())
+    return negative if found else None
 
 
 _MEASURES = {
@@ -95,7 +96,17 @@ def _centralize(c: dict[str, Any]) -> Translation:
     return to("centralize", _dims_note(c), _target_note(c), **{"min_size": 1, **spanned})
 
 
+def _alone(**modules: Any) -> None:
+    for name, module in modules.items():
+        if module is not None:
+            raise ValueError(
+                f"{name} can only be None: other modules inside a clipper leave it without a "
+                "bound, and without a state that a checkpoint could hold"
+            )
+
+
 def _by_ema(name: str, c: dict[str, Any]) -> Translation:
+    _alone(inner=c["inner"])
     eps = "eps has no counterpart: it only shows where the average is shorter than eps"
     return to(
         name,
@@ -111,8 +122,28 @@ def _by_ema(name: str, c: dict[str, Any]) -> Translation:
 
 def _start(init: Any, ema_init: Any, first: float | str) -> Any:
     """Return the start of an average; `first` means the first update."""
-    words = {"zeros": 0.0, "update": first}
-    return init if ema_init is None else word("ema_init", ema_init, words)
+    # Some versions take words for `init` as well.
+    given = init if ema_init is None else ema_init
+    if isinstance(given, str) or ema_init is not None:
+        return word("init" if ema_init is None else "ema_init", given, _STARTS | {"update": first})
+    return given
+
+
+_STARTS: dict[str, Any] = {"zeros": 0.0}
+
+
+def _value_by_ema(
+    beta: Any = 0.99,
+    init: Any = 0,
+    ema_init: Any = None,
+    inner: Any = None,
+    exp_avg_tfm: Any = None,
+    ema_tfm: Any = None,
+    target: Any = "update",
+) -> Translation:
+    _alone(inner=inner, exp_avg_tfm=exp_avg_tfm, ema_tfm=ema_tfm)
+    note, start = _target_note({"target": target}), _start(init, ema_init, 1.0)
+    return to("ema-value-clip", note, decay=beta, init=start)
 
 
 def _norm_growth(min_value: Any, mul: Any, add: Any, max_decay: Any, **c: Any) -> Translation:
@@ -151,12 +182,7 @@ PEERS: Peers = {
         "Centralize": entry(lambda **c: _centralize(c), min_size=2, **_ALONG),
         "ClipNormByEMA": entry(lambda **c: _by_ema("ema-norm-clip", c), **_BY_EMA),
         "NormalizeByEMA": entry(lambda **c: _by_ema("ema-normalize", c), **_BY_EMA),
-        "ClipValueByEMA": entry(
-            lambda beta=0.99, init=0, ema_init=None, **c: to(
-                "ema-value-clip", _target_note(c), decay=beta, init=_start(init, ema_init, 1.0)
-            ),
-            **_TARGET,
-        ),
+        "ClipValueByEMA": entry(_value_by_ema),
         "ClipNormGrowth": entry(_norm_growth, **{**_GROWTH, **_GROUPED}),
         "ClipValueGrowth": entry(
             lambda target="update", **c: to(
@@ -164,5 +190,6 @@ PEERS: Peers = {
             ),
             **_GROWTH,
         ),
+        "WarmupNormClip": "a limit that follows a schedule is a function for fedclip's OwnLimit",
     },
 }
