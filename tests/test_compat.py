@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -152,6 +153,9 @@ def test_every_translation_of_defaults_makes_a_clipper(peer: str, cls: str) -> N
         ("smartclip", "ZScoreClip", {"scope": "per_parm"}, "did you mean 'per_param'?"),
         ("zclip", "ZClip", {"mode": "z-score"}, "did you mean 'zscore'?"),
         ("timm", "adaptive_clip_grad", {"norm_type": 1}, "norm_type must be 2"),
+        ("drytorch", "HistClipper", {"r_thresh": 2}, "did you mean 'z_thresh'?"),
+        ("drytorch", "HistClipper", {"criterion": "EMACriterio(0.9)"}, "did you mean 'EMACriter"),
+        ("drytorch", "EMACriterion", {"r_tresh": 2}, "did you mean 'r_thresh'?"),
     ],
 )
 def test_what_is_unknown_is_answered_with_the_nearest_name(
@@ -160,6 +164,94 @@ def test_what_is_unknown_is_answered_with_the_nearest_name(
     for function in (compat.translate, compat.notes):
         with pytest.raises(ValueError, match=re.escape(words)):
             function(peer, cls, config)
+
+
+EMA = {"ratio": 1.2, "decay": 0.9, "action": "mean", "warmup": 20, "warmup_norm": 5}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"criterion": "ema", "alpha": 0.9, "thresh": 1.2, "clipping_function": "mean"},
+        {"criterion": "EMACriterion", "alpha": 0.9, "r_thresh": 1.2, "clipping_function": "mean"},
+        {"criterion": "EMACriterion(0.9, 1.2)", "clipping_function": "mean_clipping"},
+        {"criterion": "ops.EMACriterion(0.9, clipping_function=mean_clipping)", "r_thresh": 1.2},
+    ],
+)
+@pytest.mark.parametrize(
+    "warmup", ["GradNormClipper(5)", "GradNormClipper(threshold=5)", " ops.GradNormClipper( 5 )"]
+)
+def test_drytorch_is_read_in_its_own_words(given: dict[str, Any], warmup: str) -> None:
+    _, name, config = compat.translate(
+        "drytorch", "HistClipper", {**given, "warmup_clip_strategy": warmup}
+    )
+    assert name == "ema-clip"
+    assert EMA.items() <= config.items()
+
+
+def test_drytorchs_objects_are_read() -> None:
+    ops = pytest.importorskip("drytorch.lib.gradient_ops")
+    given = {
+        "criterion": ops.EMACriterion(0.9, 1.2, ops.mean_clipping),
+        "warmup_clip_strategy": ops.GradNormClipper(5),
+    }
+    assert EMA.items() <= compat.translate("drytorch", "ParamHistClipper", given)[2].items()
+    given = {"warmup_clip_strategy": ops.NoOp(), "clipping_function": ops.max_clipping}
+    _, name, config = compat.translate("drytorch", "HistClipper", given)
+    assert (name, config["action"], config["warmup_norm"]) == ("zscore-clip", "max", None)
+
+    class Own(ops.ClippingCriterion):  # type: ignore[name-defined,misc]
+        should_clip = get_clip_value = None
+
+    for key, value in (("criterion", Own()), ("clipping_function", lambda z, limit: 1.0)):
+        with pytest.raises(ValueError, match=rf"{key} can not be .*\(OwnLimit"):
+            compat.translate("drytorch", "HistClipper", {key: value})
+
+
+def test_what_peers_have_besides_is_refused_by_name() -> None:
+    reasons = {
+        (peer, cls): reason
+        for peer, classes in compat.PEERS.items()
+        for cls, reason in classes.items()
+        if isinstance(reason, str)
+    }
+    assert ("drytorch", "StatsCollector") in reasons
+    assert ("smartclip", "clip_context") in reasons
+    for (peer, cls), reason in reasons.items():
+        assert cls not in compat.known()[peer]
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            compat.translate(peer, cls, {})
+
+
+@pytest.mark.parametrize(
+    ("history", "module"),
+    [("drytorch.lib.gradient_ops", "drytorch"), ("smartclip", "smartclip")],
+)
+def test_every_public_name_of_a_seed_is_known(history: str, module: str) -> None:
+    public = pytest.importorskip(history).__all__
+    assert {name for name in public if name != "__version__"} <= set(compat.PEERS[module])
+
+
+TYPES: list[Any] = [None, True, 3, 0.5, -1, "x", "1", [1], {}, math.nan, b"x", 1j, object()]
+
+
+@pytest.mark.parametrize(("peer", "cls"), EVERY)
+def test_no_value_of_a_wrong_type_is_taken_in_silence(peer: str, cls: str) -> None:
+    parameters = compat.PEERS[peer][cls].parameters
+    given = required(parameters)
+    if cls == "Fabric.clip_gradients":
+        given["max_norm"] = 0.5
+    for key, default in parameters.items():
+        for value in TYPES:
+            try:
+                build(*compat.translate(peer, cls, {**given, key: value}))
+            except (TypeError, ValueError):
+                continue
+            assert not isinstance(value, (bytes, complex, dict)), (key, value)
+            assert type(value) is not object, (key, value)
+            assert isinstance(value, bool) == isinstance(default, bool) or (
+                key == "parameterwise" or value is None
+            ), (key, value)
 
 
 def test_every_recorded_defect_has_a_note() -> None:
@@ -197,6 +289,9 @@ def test_the_callers_config_is_not_changed() -> None:
         ("torchzero", "ClipNormByEMA", {"ema_init": "update"}, {"init": "first"}),
         ("torchzero", "NormalizeByEMA", {"ema_init": "zeros"}, {"init": 0.0}),
         ("torchzero", "ClipValueByEMA", {"ema_init": "update"}, {"init": 1.0}),
+        ("torchzero", "ClipValueByEMA", {"init": "update", "ema_tfm": None}, {"init": 1.0}),
+        ("torchzero", "ClipNormByEMA", {"init": "zeros", "inner": None}, {"init": 0.0}),
+        ("optax", "adaptive_grad_clip", {"clipping": 1, "axis": (0, 1)}, {"dims": [0, 1]}),
         ("torchzero", "ClipNorm", {"max_norm": 3, "target": "update"}, {"max_norm": 3}),
         ("torchzero", "ClipValueGrowth", {"target": "grad"}, {"mul": 1.5}),
         ("smartclip-tf", "ZScoreClip", {"scope": "per_layer"}, {"scope": "tensor"}),
@@ -247,6 +342,30 @@ def test_what_peers_take_besides(
         ("torchzero", "ClipNorm", {"max_norm": 1, "dim": [0.5]}, "dim must be an int, a list of"),
         ("torchzero", "ClipNorm", {"max_norm": 1, "target": "closure"}, "target can not be"),
         ("torchzero", "ClipNormByEMA", {"ema_init": "one"}, "ema_init can not be 'one'"),
+        ("torchzero", "ClipNormByEMA", {"inner": "Adam()"}, "inner can only be None"),
+        ("torchzero", "ClipValueByEMA", {"ema_tfm": "EMA()"}, "ema_tfm can only be None"),
+        ("torchzero", "ClipValueByEMA", {"eps": 1e-6}, "has no parameter 'eps'"),
+        ("torchzero", "ClipValueByEMA", {"init": "zero"}, "did you mean 'zeros'?"),
+        ("torchzero", "ClipNorm", {"max_norm": 1, "ord": False}, "ord must be a number or a word"),
+        ("torchlean", "clipByPercentileSpec", {"pct": 0.5}, "pct must be a whole number >= 0"),
+        ("smartclip", "AGC", {"warmup_steps": -1}, "warmup_steps must be a whole number >= 0"),
+        ("smartclip", "AutoClip", {"percentile": 0}, "percentile must be in (0, 100]"),
+        ("smartclip", "AutoClip", {"history": "emma"}, "did you mean 'ema'?"),
+        ("smartclip", "AGC", {"exclude_bias_bn": "no"}, "must be True or False, got 'no'"),
+        ("drytorch", "HistClipper", {"warmup_clip_strategy": "GradValueClipper(1)"}, "coming-from"),
+        ("drytorch", "HistClipper", {"warmup_clip_strategy": "NoOp(1"}, "must be a name, or a"),
+        (
+            "drytorch",
+            "HistClipper",
+            {"criterion": "EMACriterion(0.9)", "alpha": 0.9},
+            "alpha of EMACriterion is given twice",
+        ),
+        (
+            "drytorch",
+            "HistClipper",
+            {"warmup_clip_strategy": "GradNormClipper('x')"},
+            "threshold of GradNormClipper must be a number",
+        ),
         ("keras", "Optimizer", {"clipnorm": 1, "clipvalue": 1}, "Keras takes one of"),
         ("lightning", "Trainer", {"gradient_clip_algorithm": "nrm"}, "did you mean 'norm'?"),
         ("lightning", "Fabric.clip_gradients", {}, "takes one of clip_val and max_norm"),

@@ -106,6 +106,15 @@ def test_what_is_no_norm_is_refused() -> None:
     assert record.as_dict() == {"clipped": 0, "nonfinite": 1}
 
 
+def test_the_only_group_needs_no_name() -> None:
+    clip = ZScoreClip(scope="layer", warmup=1)
+    clip.update({"enc.w": 3.0, "enc.b": 4.0})
+    assert clip.statistics() == clip.statistics("enc") != {}
+    clip.update({"enc.w": 3.0, "head.w": 4.0})
+    assert clip.statistics() == {}
+    assert clip.statistics("head")
+
+
 def test_statistics_are_values_that_can_be_read_and_set() -> None:
     clip = ZScoreClip(z_max=2.0, warmup=3, warmup_factor=None, min_std=0.0)
     assert clip.statistics() == {}

@@ -9,6 +9,7 @@ defect, it does what the test says and ours does not.
 from __future__ import annotations
 
 import math
+import unittest
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
@@ -136,7 +137,9 @@ def in_place(problem: Problem, operation: Callable[[Any], Any]) -> list[Arrays]:
 
 def drytorch(cls: str, config: Config, problem: Problem) -> list[Arrays]:
     ops = pytest.importorskip("drytorch.lib.gradient_ops")
-    if "criterion" not in config:
+    if cls.endswith("Criterion"):
+        clipper = ops.HistClipper(getattr(ops, cls)(**config), ops.NoOp(), 0)
+    elif "criterion" not in config:
         clipper = getattr(ops, cls)(**config)
     else:
         functions = {name: getattr(ops, f"{name}_clipping") for name in ("max", "reciprocal")}
@@ -148,7 +151,11 @@ def drytorch(cls: str, config: Config, problem: Problem) -> list[Arrays]:
         criterion = criteria[config["criterion"]](
             config["alpha"], config["thresh"], functions[config["clipping_function"]]
         )
-        warmup = {"norm1": ops.GradNormClipper(1), "noop": ops.NoOp()}
+        warmup = {
+            "norm1": ops.GradNormClipper(1),
+            "noop": ops.NoOp(),
+            "GradNormClipper(0.3)": ops.GradNormClipper(0.3),
+        }
         clipper = getattr(ops, cls)(
             criterion, warmup[config["warmup_clip_strategy"]], config["n_warmup_steps"]
         )
@@ -321,7 +328,7 @@ def history(criterion: str, function: str) -> Callable[[Draw], Config]:
             "criterion": criterion,
             "clipping_function": function,
             "n_warmup_steps": draw.of(0, 1, 2, 5, 20),
-            "warmup_clip_strategy": draw.of("norm1", "noop"),
+            "warmup_clip_strategy": draw.of("norm1", "noop", "GradNormClipper(0.3)"),
             "alpha": draw.share(0.7, 0.99),
             "thresh": draw.share(1.0, 3.0) if criterion == "zstat" else draw.share(1.01, 1.6),
         }
@@ -413,6 +420,15 @@ ROWS = [
         for cls in ("HistClipper", "ParamHistClipper")
         for criterion in ("zstat", "ema")
         for function in ("max", "mean", "reciprocal")
+    ),
+    *(
+        Row(
+            "drytorch",
+            f"{criterion}Criterion",
+            lambda draw, limit=limit: {"alpha": draw.share(0.7, 0.99), limit: draw.share(1.0, 3.0)},
+            steps=45,
+        )
+        for criterion, limit in (("ZStat", "z_thresh"), ("EMA", "r_thresh"))
     ),
     Row(
         "smartclip",
@@ -565,6 +581,14 @@ ROWS = [
         dims=1,
     ),
     Row(
+        "optax",
+        "adaptive_grad_clip",
+        lambda draw: {"clipping": draw.real(0.01, 1.0), "axis": draw.of((0, 1), (-1, 0))},
+        "axes",
+        steps=4,
+        dims=2,
+    ),
+    Row(
         "tensorflow",
         "clip_by_global_norm",
         lambda draw: {"clip_norm": draw.real(0.05, 5.0)},
@@ -585,7 +609,7 @@ ROWS = [
 
 
 # A problem may have one small tensor only, of which no slice is limited.
-@pytest.mark.filterwarnings("ignore:norm-clip leaves all tensors alone")
+@pytest.mark.filterwarnings("ignore:.* leaves all tensors alone")
 # torch, of the spread of one element.
 @pytest.mark.filterwarnings(r"ignore:std\(\). degrees of freedom is <= 0:UserWarning")
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -888,6 +912,37 @@ def test_warm_up_is_shorter_with_more_tensors() -> None:
     assert [step["a"][0] < 1 for step in ours] == 6 * [False]
 
 
+def test_tensors_of_the_root_are_one_layer() -> None:
+    rng = np.random.default_rng(0)
+    names = ("w", "b", "enc.w", "enc.b")
+    steps = [{name: rng.lognormal(0, 1, (3,)) for name in names} for _ in range(20)]
+    problem = Problem(steps[0], steps)
+    config = {"scope": "per_layer", "warmup_steps": 0, "min_history": 0, "zmax": 0.5}
+    theirs = smartclip("ZScoreClip", config, problem)
+    apart = run_ours(build("smartclip", "ZScoreClip", config), problem)
+    assert not np.allclose(apart[-1]["w"], theirs[-1]["w"], rtol=1e-3)
+    ours = run_ours(build("smartclip", "ZScoreClip", config, scope=["enc.*"]), problem)
+    compare(ours, theirs, problem, "layers as patterns")
+
+
+def test_what_has_no_gradient_is_noted_as_eps() -> None:
+    config = {"scope": "per_param", "warmup_steps": 0, "min_history": 0, "ema_decay": 0.5}
+    steps = [{name: np.array([1.0]) for name in ("ab" if t % 2 else "a")} for t in range(1, 40)]
+    clipper = build("smartclip", "ZScoreClip", config)
+    for step in steps:
+        clipper.clip(step)
+    package, torch = pytest.importorskip("smartclip"), require("torch")
+    their = package.ZScoreClip(**config)
+    model = torch_model({name: np.ones(1) for name in "ab"})
+    for step in steps:
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.tensor(step[name]) if name in step else None
+        package.apply(model, their)
+    assert their.stats(("param", "0"))[0] == pytest.approx(1.0)
+    assert their.stats(("param", "1"))[0] < 0.7
+    assert clipper.statistics("a")["mean"] == clipper.statistics("b")["mean"] == 1.0
+
+
 def test_weights_of_zero_are_frozen() -> None:
     config = {"exclude_bias_bn": False}
     theirs, ours = both("smartclip", "AGC", config, stream([3.0, 4.0], weights=0.0))
@@ -1043,6 +1098,39 @@ def test_shape_and_dtype_change(cls: str) -> None:
         ours = to_numpy(build("declearn", cls, {"max_norm": 1.0}).run(vector))["w"]
         assert (theirs.shape, theirs.dtype) != (gradient.shape, dtype)
         assert (ours.shape, ours.dtype) == (gradient.shape, dtype)
+
+
+def test_optax_asks_of_ours_what_it_asks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    # docs/coming-from.md has the count, and why one does not hold.
+    jax = require("jax")
+    from fedclip.adapters.jax import as_optax
+
+    theirs = pytest.importorskip("optax.transforms._clipping")
+    tests = pytest.importorskip("optax.transforms._clipping_test")
+    used = set()
+
+    def stand_in(cls: str) -> Callable[..., Any]:
+        def make(*args: Any, **config: Any) -> Any:
+            used.add(cls)
+            names = list(compat.PEERS["optax"][cls].parameters)
+            ours = as_optax(build("optax", cls, {**dict(zip(names, args, strict=False)), **config}))
+            # Their tests give no state to what has none.
+            return ours._replace(update=lambda u, _, p=None: ours.update(u, ours.init(u), p))
+
+        return make
+
+    for cls in compat.known()["optax"]:
+        monkeypatch.setattr(theirs, cls, stand_in(cls))
+    loaded = unittest.defaultTestLoader.loadTestsFromTestCase(tests.ClippingTest)
+    result = unittest.TestResult()
+    with jax.enable_x64(False):
+        loaded.run(result)
+    assert used == set(compat.known()["optax"])
+    assert result.testsRun == 9
+    assert not result.errors
+    assert [case.id().rpartition(".")[2] for case, _ in result.failures] == [
+        "test_clip_by_block_rms"
+    ]
 
 
 def test_every_class_that_is_here_is_compared() -> None:

@@ -171,6 +171,19 @@ def draw(rng: np.random.Generator, size: int, scale: float = 1.0) -> list[float]
     return values
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_last_step_is_told_after_the_round(name: str) -> None:
+    fed = Federation(name)
+    for round_ in (1, 2):
+        fed.round({"client_0": [1.0, 2.0, float(round_)], "client_1": [1.0]})
+        record = fed.clipper("client_0").last
+        assert record is not None
+        assert (record.groups, record.norm_before) == (("all",), (float(round_),))
+    state = fed.clipper("client_0").get_state()
+    fed.clipper("client_0").set_state(state)
+    assert fed.clipper("client_0").last is None
+
+
 # -- merged equals one process --------------------------------------------------------------
 @pytest.mark.parametrize("secagg", [None, masked], ids=["cleartext", "masked"])
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])

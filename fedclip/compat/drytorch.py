@@ -17,7 +17,7 @@ _CRITERIA: dict[str, dict[str, Any]] = {
     },
     "EMACriterion": {"alpha": 0.98, "r_thresh": 1.05, "clipping_function": "max_clipping"},
 }
-_WARMUPS: dict[str, dict[str, Any]] = {"GradNormClipper": {"threshold": 1}, "NoOp": {}}
+_WARMUPS: dict[str, dict[str, Any]] = {"GradNormClipper": {"threshold": 1.0}, "NoOp": {}}
 # The parameters of a criterion, which may be given beside it: `thresh` is the threshold of either.
 _BESIDE = dict.fromkeys(("alpha", "thresh", "z_thresh", "r_thresh", "clipping_function"))
 _HISTORY = {
@@ -29,8 +29,8 @@ _HISTORY = {
 _FUNCTIONS = {name: name for name in ("max", "mean", "reciprocal")}
 _FUNCTIONS |= {f"{name}_clipping": name for name in _FUNCTIONS}
 
-_OWN = "; OwnLimit of fedclip takes a function of your own"
-_OTHER = "; docs/coming-from.md shows how to warm up with any other operation"
+_OWN = " (OwnLimit of fedclip takes a function of your own)"
+_OTHER = " (docs/coming-from.md shows how to warm up with any other operation)"
 _CLIPPING = "it is a value of clipping_function, which is `action` here"
 
 

@@ -115,9 +115,9 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         # The transform's arrays, by tensor and field, in host memory.
         self._arrays: Statistics = {}
         self._loaded = False
-        # Norms, limits and clipped groups. Not the arrays: a record must not keep them alive.
-        self._last: tuple[Any, Any, Any] | None = None
-        self._bad: tuple[str, ...] = ()
+        # What the record of the last step is made of: groups, norms, limits, clipped groups. Not
+        # the arrays: a record must not keep them alive.
+        self._last: tuple[Any, ...] | None = None
         self._on_client = False
         self._warned = -1
         self._memory = Memory()
@@ -229,6 +229,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         with self.lock:
             self._transform = transform
             self._install(statistics)
+            self._last = None
             self._arrays = arrays
             self._loaded = bool(statistics or arrays)
             self._recorder.set_state(round_, rounds)
@@ -270,7 +271,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         with self.lock:
             groups = self._resolve(arrays)
             if not arrays:
-                self._last, self._bad = None, ()
+                self._last = (groups.labels,)
                 return arrays
             memory = self._memory if self.keep_memory else None
             gradient = Gradient.of(self.name, arrays, groups, backend, self._arrays, memory)
@@ -292,7 +293,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
 
     def _pass_by(self, gradient: Gradient) -> _Clipped:
         """Leave alone a gradient that has nothing to measure, and nothing to learn from."""
-        self._last, self._bad = None, ()
+        self._last = (gradient.groups.labels,)
         if gradient.rest_is_finite():
             return None, {}
         return self._replace_nonfinite(gradient, self._report_nonfinite(gradient))
@@ -335,7 +336,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         basis = transform.basis
         warm = getattr(self._state, basis.field) if basis.field else 0.0
         _, self._state, norms, limits, clipped, _ = outcome
-        self._last, self._bad = (norms, limits, clipped), ()
+        self._last = (groups.labels, norms, limits, clipped)
         self._recorder.add(groups.labels, norms, limits, clipped, warm=warm, basis=basis, lazy=lazy)
         if self.on_record is not None:
             self._tell()
@@ -352,14 +353,9 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
 
     @property
     def last(self) -> StepRecord | None:
-        """What the last step did; None before the first."""
+        """What the last step did, in any round; None before the first."""
         with self.lock:
-            if self._groups is None:
-                return None
-            labels = self._groups.labels
-            if self._bad or self._last is None:
-                return StepRecord(labels, nonfinite=self._bad)
-            return StepRecord(labels, *self._last)
+            return None if self._last is None else StepRecord(*self._last)
 
     # -- numbers in the place of tensors --------------------------------------------------------
     def update(self, norms: float | Mapping[str, float]) -> StepRecord:
@@ -402,11 +398,15 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
     def statistics(self, group: str = ALL) -> dict[str, Any]:
         """Return what is known about the norms of a group: mean, count, ...; {} before the first.
 
-        Rules on past norms add ``threshold``, the norm above which a norm is a spike, and
-        ``ready``, whether they judge by it yet.
+        Without a name, of the whole gradient, or of the only group that there is. Rules on past
+        norms add ``threshold``, the norm above which a norm is a spike, and ``ready``, whether they
+        judge by it yet.
         """
         with self.lock:
-            found = dict(self._statistics().get(group, {}))
+            known = self._statistics()
+        if group == ALL and len(known) == 1:
+            (group,) = known
+        found = dict(known.get(group, {}))
         rule = self._learning
         if found and isinstance(rule, History):
             one = self._transform.init(Groups((group,), (group,), ((0,),)))
@@ -554,9 +554,10 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
     def _report_nonfinite(self, gradient: Gradient) -> tuple[int, ...]:
         """Count the step, warn or raise; return the positions of the arrays to blame."""
         bad = gradient.nonfinite()
-        self._bad = tuple(gradient.names[i] for i in bad) or ("a norm beyond float64",)
-        told = ", ".join(map(repr, self._bad))
-        told = f"NaN or infinity in {told}" if bad else self._bad[0]
+        blamed = tuple(gradient.names[i] for i in bad) or ("a norm beyond float64",)
+        self._last = (gradient.groups.labels, (), (), (), blamed)
+        told = ", ".join(map(repr, blamed))
+        told = f"NaN or infinity in {told}" if bad else blamed[0]
         if self.on_nonfinite == "raise":
             raise NonFiniteError(f"{self.name}: {told}")
         self._recorder.add_nonfinite()

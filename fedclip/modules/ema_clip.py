@@ -18,7 +18,8 @@ class EmaClip(SharedClipper):
     """Limit at a multiple of the moving average of past norms (AdaGC).
 
     The defaults need no scale, protect from the second step on and follow norms that rise;
-    ``EmaClip.preset("adagc")`` has the defaults of the paper's code.
+    ``EmaClip.preset("adagc")`` has the defaults of the paper's code, ``EmaClip.preset("drytorch")``
+    those of drytorch's ``EMACriterion``.
 
     ::
 
@@ -83,6 +84,7 @@ class EmaClip(SharedClipper):
     presets: ClassVar[Mapping[str, Preset]] = {
         "adagc": Preset("adagc", "AdaGC"),
         "adagc-global": Preset("adagc", "GlobalAdaGC"),
+        "drytorch": Preset("drytorch", "HistClipper", {"criterion": "EMACriterion"}),
     }
     guarantee = kinds.learnt_limit
     apart: ClassVar[tuple[str, ...]] = ("action", "warmup_scope")
