@@ -73,6 +73,9 @@ def _fabric(
     return _torch_norm(max_norm, norm_type, error_if_nonfinite)
 
 
+_RECORDS = "it clips record by record, as sample-clip does in fedclip's DP-SGD (docs/dp-sgd.md)"
+
+
 def _norm_clip(max_norm: Any) -> Translation:
     return to("norm-clip", max_norm=max_norm)
 
@@ -91,6 +94,8 @@ PEERS: Peers = {
             lambda threshold: to("norm-clip", max_norm=threshold, ord="rms", scope="tensor")
         ),
         "adaptive_grad_clip": entry(_optax_agc),
+        "per_example_global_norm_clip": _RECORDS,
+        "per_example_layer_norm_clip": _RECORDS,
     },
     "torch": {
         "clip_grad_norm_": entry(_torch_norm),

@@ -46,6 +46,7 @@ def _zclip(
 def _autoclip(clip_percentile: Any) -> Translation:
     return to(
         "percentile-norm-clip",
+        "a gradient is not clipped while the percentile is 0; the paper's code erases it",
         percentile=clip_percentile,
         history="window",
         window=None,

@@ -102,6 +102,8 @@ def _smart_auto(c: dict[str, Any], note: str | None = None) -> Translation:
         late = "a group is not clipped before its 5th norm; smartclip may erase it"
         own = {"median": "p2", "decay": None, "min_std": 1e-3}
         return to("auto-clip", median, late, *gate, **own, **gated)
+    zero = "a group whose percentile is 0 is not clipped; smartclip erases its gradient"
+    gate = (zero, *gate)
     config = {"percentile": c["percentile"], "history": "window", "window": c["window_size"]}
     if window:
         return to("percentile-norm-clip", *gate, **config, **gated)

@@ -136,7 +136,10 @@ class AGC(parameters.Configured, Regularizer):
         self.ratio = parameters.positive(ratio=ratio)
         self.unit = parameters.choice(_UNITS, unit=unit)
         if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
-            raise TypeError(f"axis must be an int or None, got {axis!r} ({type(axis).__name__})")
+            raise TypeError(
+                f"axis must be an int or None, got {axis!r} ({type(axis).__name__}); to sum over "
+                "several dimensions, give dims"
+            )
         self.axis = axis
         self.dims = check_dims(dims=dims)
         if self.unit != "output" and not (self.axis is None and self.dims is None):
