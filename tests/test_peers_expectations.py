@@ -17,7 +17,7 @@ from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 from helpers import require
 
-from fedclip import FedclipWarning, compat
+from fedclip import FedclipWarning, OwnLimit, compat
 
 torch = require("torch")
 
@@ -204,6 +204,50 @@ def test_drytorch_zstat_criterion() -> None:
     assert clip.peek(15.0).limit == pytest.approx((10.8,))
 
 
+@pytest.mark.parametrize("warmup", ["GradValueClipper", "GradParamNormalizer", "NoOp"])
+def test_drytorch_warm_up_by_any_operation(warmup: str) -> None:
+    # As docs/coming-from.md shows it.
+    ops = pytest.importorskip("drytorch.lib.gradient_ops")
+    their = ops.HistClipper(ops.EMACriterion(0.9, 1.2), getattr(ops, warmup)(), 4)
+    measure, other = translated("drytorch", "NoOp"), translated("drytorch", warmup)
+    ours = translated(
+        "drytorch",
+        "HistClipper",
+        criterion="EMACriterion(0.9, 1.2)",
+        warmup_clip_strategy="NoOp()",
+        n_warmup_steps=4,
+    )
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        step = {name: rng.lognormal(0, 1) * rng.normal(0, 1, (3, 2)) for name in "ab"}
+        found = [torch.nn.Parameter(torch.tensor(value)) for value in step.values()]
+        for parameter in found:
+            parameter.grad = parameter.detach().clone()
+        their(found)
+        if ours.statistics().get("ready"):
+            clipped = ours.clip(step)
+        else:
+            measure.clip(step)
+            ours.update(measure.last.norm)
+            clipped = other.clip(step)
+        for parameter, value in zip(found, clipped.values(), strict=True):
+            np.testing.assert_allclose(value, parameter.grad.numpy(), rtol=1e-9)
+
+
+def test_torchzero_warm_up_of_the_limit() -> None:
+    package = pytest.importorskip("torchzero")
+    limits = (0.01 + 0.99 * t / 5 if t <= 5 else math.inf for t in range(99))
+    ours = OwnLimit(lambda norm, past: next(limits))
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = package.Optimizer([parameter], package.m.WarmupNormClip(5, 0.01, 1.0))
+    for t in range(9):
+        parameter.data.zero_()
+        parameter.grad = torch.full((3,), 1.0 + t, dtype=torch.float64)
+        optimizer.step()
+        clipped = ours.clip({"w": np.full(3, 1.0 + t)})["w"]
+        np.testing.assert_allclose(clipped, -parameter.detach().numpy(), rtol=1e-9)
+
+
 # -- smartclip: thresholds, statistics and gates on numbers --------------------------------------
 GATES = {"warmup_steps": 0, "min_history": 0}
 
@@ -235,6 +279,10 @@ def test_smartclip_keys_gates_and_state() -> None:
     fed(clip, 0.0, 2.0, 0.0, 2.0, group="b.w")
     a, b = clip.statistics("a.w"), clip.statistics("b.w")
     assert a["threshold"] != b["threshold"]
+    # Where there are several keys, no threshold stands for all: smartclip answers eps.
+    assert clip.statistics() == {}
+    only = fed(translated("smartclip", "ZScoreClip", scope="per_param"), 1.0, group="a.w")
+    assert only.statistics()["threshold"] == only.statistics("a.w")["threshold"] == 1.0
     again = translated("smartclip", "ZScoreClip", ema_decay=0.8, scope="per_param")
     again.set_state(clip.get_state())
     assert (again.statistics("a.w"), again.statistics("b.w")) == (a, b)
@@ -281,6 +329,12 @@ def test_smartclip_agc() -> None:
     # Scalars and vectors are left alone.
     assert found["b"] is made["b"]
     assert found["s"] is made["s"]
+    assert clip.excluded({name: array.shape for name, array in made.items()}) == ["b", "s"]
+    # What smartclip's metrics hold besides.
+    assert clip.last.limit[0] / clip.ratio == pytest.approx(2.0)
+    assert clip.last.limit[0] / clip.last.norm_before[0] == pytest.approx(
+        float(np.linalg.norm(found["w"]) / np.linalg.norm(made["w"])), rel=1e-6
+    )
     all_of_them = translated("smartclip", "AGC", clipping=0.01, exclude_bias_bn=False)
     assert float(np.linalg.norm(all_of_them.clip(made, weights)["b"])) <= 0.01 * 3**0.5 + 1e-9
 
