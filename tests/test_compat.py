@@ -372,6 +372,7 @@ def test_what_peers_take_besides(
             {"criterion": "EMACriterion(0.9)", "alpha": 0.9},
             "alpha of EMACriterion is given twice",
         ),
+        ("drytorch", "HistClipper", {"criterion": "ema(0.9, alpha=0.9)"}, "a parameter twice"),
         (
             "drytorch",
             "HistClipper",

@@ -118,39 +118,37 @@ def at_least(low: int, **values: Any) -> None:
 
 
 def made(
-    parameter: str,
-    value: Any,
-    classes: Mapping[str, Mapping[str, Any]],
-    short: Mapping[str, str],
-    hint: str,
+    parameter: str, value: Any, classes: Mapping[str, Mapping[str, Any]], hint: str
 ) -> tuple[str, dict[str, Any]]:
     """Return the class, and what it was given, of an object that is the value of a parameter.
 
-    It may be the object, its class, how either is written: ``"GradNormClipper(5)"``, or a short
-    word. The `hint` follows the error if there is no such class.
+    It may be the object, its class, or how either is written: ``"GradNormClipper(5)"``. The `hint`
+    follows the error if there is no such class.
     """
     if isinstance(value, str):
-        name, given = _parsed(parameter, value)
-        name = short.get(name, name)
+        name, pairs = _parsed(parameter, value)
     else:
         name = (value if isinstance(value, type) else type(value)).__name__
-        given = {k: getattr(value, k) for k in classes.get(name, ()) if hasattr(value, k)}
+        pairs = [(k, getattr(value, k)) for k in classes.get(name, ()) if hasattr(value, k)]
     if name not in classes:
-        raise ValueError(unknown(f"{parameter} can not be", name, {**classes, **short}) + hint)
-    names = list(classes[name])
-    # Python does not know the names of what is given by position.
-    given = {names[k] if type(k) is int and k < len(names) else str(k): v for k, v in given.items()}
+        raise ValueError(unknown(f"{parameter} can not be", name, classes) + hint)
+    names = dict(enumerate(classes[name]))
+    given = {str(names.get(key, key)): value for key, value in pairs}
+    if len(given) < len(pairs):
+        raise ValueError(f"{parameter} gives a parameter twice: {shown(value)}")
     return name, given
 
 
-def _parsed(parameter: str, text: str) -> tuple[str, dict[Any, Any]]:
-    """Return the name and the arguments, those by position by number, of a call, or of a name."""
+def _parsed(parameter: str, text: str) -> tuple[str, list[tuple[Any, Any]]]:
+    """Return the name of a call, or a name alone, and arguments by number or by name."""
     try:
         found = ast.parse(text.strip(), mode="eval").body
         call = found if isinstance(found, ast.Call) else ast.Call(found, [], [])
         name = ast.unparse(call.func).rpartition(".")[2]
         pairs = [*enumerate(call.args), *((k.arg, k.value) for k in call.keywords)]
-        return name, {k: v.id if isinstance(v, ast.Name) else ast.literal_eval(v) for k, v in pairs}
+        return name, [
+            (k, v.id if isinstance(v, ast.Name) else ast.literal_eval(v)) for k, v in pairs
+        ]
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         raise ValueError(
             f"{parameter} must be a name, or a call with plain values such as Name(0.9, x=2), got "
@@ -191,6 +189,7 @@ def checked(
 _FREE = {"ord", "norm_type", "dim", "axis", "axes", "init", "ema_init", "clipping_function"}
 _FREE |= {"parameterwise", "gradient_clip_algorithm", "inner", "exp_avg_tfm", "ema_tfm"}
 _MAY_BE_NONE = {"max_norm", "max_grad_norm", "max_ema_growth", "mul", "min_value", "max_decay"}
+_MAY_BE_NONE |= {"max_clipbound", "min_clipbound", "initial"}
 
 
 def _is_number(value: Any) -> bool:

@@ -17,7 +17,9 @@ _CRITERIA: dict[str, dict[str, Any]] = {
     },
     "EMACriterion": {"alpha": 0.98, "r_thresh": 1.05, "clipping_function": "max_clipping"},
 }
+_CRITERIA |= {"zstat": _CRITERIA["ZStatCriterion"], "ema": _CRITERIA["EMACriterion"]}
 _WARMUPS: dict[str, dict[str, Any]] = {"GradNormClipper": {"threshold": 1.0}, "NoOp": {}}
+_WARMUPS |= {"norm1": _WARMUPS["GradNormClipper"], "noop": {}}
 # The parameters of a criterion, which may be given beside it: `thresh` is the threshold of either.
 _BESIDE = dict.fromkeys(("alpha", "thresh", "z_thresh", "r_thresh", "clipping_function"))
 _HISTORY = {
@@ -35,22 +37,22 @@ _CLIPPING = "it is a value of clipping_function, which is `action` here"
 
 
 def _history(c: dict[str, Any], scope: str) -> Translation:
-    short = {"zstat": "ZStatCriterion", "ema": "EMACriterion"}
-    criterion, given = made("criterion", c["criterion"], _CRITERIA, short, _OWN)
+    criterion, given = made("criterion", c["criterion"], _CRITERIA, _OWN)
+    parameters = _CRITERIA[criterion]
+    limit = "z_thresh" if "z_thresh" in parameters else "r_thresh"
     for key in _BESIDE:
-        name = key if key != "thresh" else "z_thresh" if "Z" in criterion else "r_thresh"
+        name = limit if key == "thresh" else key
         if c[key] is not None:
             if name in given:
                 raise ValueError(f"{name} of {criterion} is given twice")
             given[name] = c[key]
-    values = checked("drytorch", criterion, _CRITERIA[criterion], given)
+    values = checked("drytorch", criterion, parameters, given)
     alpha, thresh, function = values.values()
     function = getattr(function, "__name__", function)
     if function not in _FUNCTIONS:
         raise ValueError(unknown("clipping_function can not be", function, _FUNCTIONS) + _OWN)
     action = _FUNCTIONS[function]
-    key, short = "warmup_clip_strategy", {"norm1": "GradNormClipper", "noop": "NoOp"}
-    warmup, operation = made(key, c[key], _WARMUPS, short, _OTHER)
+    warmup, operation = made("warmup_clip_strategy", c["warmup_clip_strategy"], _WARMUPS, _OTHER)
     operation = checked("drytorch", warmup, _WARMUPS[warmup], operation)
     common = {
         "decay": alpha,
@@ -65,7 +67,7 @@ def _history(c: dict[str, Any], scope: str) -> Translation:
         "eps": 1e-6,
         "scope": scope,
     }
-    if criterion == "ZStatCriterion":
+    if limit == "z_thresh":
         return to("zscore-clip", z_max=thresh, std_eps=1e-8, min_std=0.0, **common)
     note = "clips to the running mean, as documented; drytorch zeroes the gradient"
     return to("ema-clip", note if action == "mean" else None, ratio=thresh, **common)

@@ -26,6 +26,15 @@ _BY_EMA = {
     "inner": None,
     **_GROUPED,
 }
+_VALUE_BY_EMA = {
+    "beta": 0.99,
+    "init": 0,
+    "ema_init": None,
+    "inner": None,
+    "exp_avg_tfm": None,
+    "ema_tfm": None,
+    **_TARGET,
+}
 
 
 def _target_note(c: dict[str, Any]) -> str | None:
@@ -122,28 +131,17 @@ def _by_ema(name: str, c: dict[str, Any]) -> Translation:
 
 def _start(init: Any, ema_init: Any, first: float | str) -> Any:
     """Return the start of an average; `first` means the first update."""
+    words = {"zeros": 0.0, "update": first}
+    if ema_init is not None:
+        return word("ema_init", ema_init, words)
     # Some versions take words for `init` as well.
-    given = init if ema_init is None else ema_init
-    if isinstance(given, str) or ema_init is not None:
-        return word("init" if ema_init is None else "ema_init", given, _STARTS | {"update": first})
-    return given
+    return word("init", init, words) if isinstance(init, str) else init
 
 
-_STARTS: dict[str, Any] = {"zeros": 0.0}
-
-
-def _value_by_ema(
-    beta: Any = 0.99,
-    init: Any = 0,
-    ema_init: Any = None,
-    inner: Any = None,
-    exp_avg_tfm: Any = None,
-    ema_tfm: Any = None,
-    target: Any = "update",
-) -> Translation:
-    _alone(inner=inner, exp_avg_tfm=exp_avg_tfm, ema_tfm=ema_tfm)
-    note, start = _target_note({"target": target}), _start(init, ema_init, 1.0)
-    return to("ema-value-clip", note, decay=beta, init=start)
+def _value_by_ema(c: dict[str, Any]) -> Translation:
+    _alone(**{name: c[name] for name in ("inner", "exp_avg_tfm", "ema_tfm")})
+    start = _start(c["init"], c["ema_init"], 1.0)
+    return to("ema-value-clip", _target_note(c), decay=c["beta"], init=start)
 
 
 def _norm_growth(min_value: Any, mul: Any, add: Any, max_decay: Any, **c: Any) -> Translation:
@@ -182,7 +180,7 @@ PEERS: Peers = {
         "Centralize": entry(lambda **c: _centralize(c), min_size=2, **_ALONG),
         "ClipNormByEMA": entry(lambda **c: _by_ema("ema-norm-clip", c), **_BY_EMA),
         "NormalizeByEMA": entry(lambda **c: _by_ema("ema-normalize", c), **_BY_EMA),
-        "ClipValueByEMA": entry(_value_by_ema),
+        "ClipValueByEMA": entry(lambda **c: _value_by_ema(c), **_VALUE_BY_EMA),
         "ClipNormGrowth": entry(_norm_growth, **{**_GROWTH, **_GROUPED}),
         "ClipValueGrowth": entry(
             lambda target="update", **c: to(
