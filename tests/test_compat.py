@@ -175,7 +175,7 @@ EMA = {"ratio": 1.2, "decay": 0.9, "action": "mean", "warmup": 20, "warmup_norm"
         {"criterion": "ema", "alpha": 0.9, "thresh": 1.2, "clipping_function": "mean"},
         {"criterion": "EMACriterion", "alpha": 0.9, "r_thresh": 1.2, "clipping_function": "mean"},
         {"criterion": "EMACriterion(0.9, 1.2)", "clipping_function": "mean_clipping"},
-        {"criterion": "ops.EMACriterion(0.9, clipping_function=mean_clipping)", "r_thresh": 1.2},
+        {"criterion": "ops.EMACriterion(0.9, clipping_function=ops.mean_clipping)", "thresh": 1.2},
     ],
 )
 @pytest.mark.parametrize(
@@ -279,6 +279,19 @@ def test_smartclips_warm_up_is_told() -> None:
     assert any("counts calls" in note for note in compat.notes("smartclip", "ZScoreClip", given))
 
 
+def test_smartclips_layers_are_told_on_torch_only() -> None:
+    def told(peer: str, scope: str) -> str:
+        return " ".join(compat.notes(peer, "AutoClip", {"scope": scope}))
+
+    assert "layer of its own" in told("smartclip", "per_layer")
+    assert "layer of its own" not in told("smartclip", "per_param") + told("smartclip", "global")
+    assert "without a gradient" in told("smartclip", "per_param")
+    # Its TensorFlow backend skips them, and knows no layers.
+    for scope in ("global", "per_layer", "per_param"):
+        assert "layer of its own" not in told("smartclip-tf", scope)
+        assert "without a gradient" not in told("smartclip-tf", scope)
+
+
 def test_the_callers_config_is_not_changed() -> None:
     given = {"max_norm": 1, "dim": [0, 1]}
     _, _, config = compat.translate("torchzero", "ClipNorm", given)
@@ -373,6 +386,18 @@ def test_what_peers_take_besides(
             "alpha of EMACriterion is given twice",
         ),
         ("drytorch", "HistClipper", {"criterion": "ema(0.9, alpha=0.9)"}, "a parameter twice"),
+        (
+            "drytorch",
+            "HistClipper",
+            {"warmup_clip_strategy": "HistClipper(ema(), GradNormClipper(1))"},
+            "warmup_clip_strategy can not be 'HistClipper'",
+        ),
+        (
+            "drytorch",
+            "ZStatCriterion",
+            {"clipping_function": "lambda z, limit: 1.0"},
+            "OwnLimit of fedclip",
+        ),
         (
             "drytorch",
             "HistClipper",

@@ -146,14 +146,20 @@ def _parsed(parameter: str, text: str) -> tuple[str, list[tuple[Any, Any]]]:
         call = found if isinstance(found, ast.Call) else ast.Call(found, [], [])
         name = ast.unparse(call.func).rpartition(".")[2]
         pairs = [*enumerate(call.args), *((k.arg, k.value) for k in call.keywords)]
-        return name, [
-            (k, v.id if isinstance(v, ast.Name) else ast.literal_eval(v)) for k, v in pairs
-        ]
-    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return name, [(key, _plain(node)) for key, node in pairs]
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ValueError(
-            f"{parameter} must be a name, or a call with plain values such as Name(0.9, x=2), got "
-            f"{shown(text)}"
+            f"{parameter} must be a name, or a call such as Name(0.9, x=2), got {shown(text)}"
         ) from None
+
+
+def _plain(node: ast.expr) -> Any:
+    """Return the value of an expression, or its text if it is not plain; of a name the last."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        text = ast.unparse(node)
+        return text.rpartition(".")[2] if isinstance(node, ast.Attribute) else text
 
 
 def checked(
@@ -189,7 +195,7 @@ def checked(
 _FREE = {"ord", "norm_type", "dim", "axis", "axes", "init", "ema_init", "clipping_function"}
 _FREE |= {"parameterwise", "gradient_clip_algorithm", "inner", "exp_avg_tfm", "ema_tfm"}
 _MAY_BE_NONE = {"max_norm", "max_grad_norm", "max_ema_growth", "mul", "min_value", "max_decay"}
-_MAY_BE_NONE |= {"max_clipbound", "min_clipbound", "initial"}
+_MAY_BE_NONE |= {"max_clipbound"}
 
 
 def _is_number(value: Any) -> bool:

@@ -58,26 +58,27 @@ def _gate_notes(c: dict[str, Any]) -> tuple[str | None, ...]:
         "is shorter by the number of groups"
     )
     guard = "NaN is never observed; smartclip would note it as eps"
-    root = (
-        "a tensor whose name has no dot is a layer of its own; smartclip's torch backend makes one "
-        "layer of all that belong to the model itself: for that, list the other layers as "
-        'patterns, scope = ["enc.*", "head.*"], and what matches none is one group'
-    )
+    return None if c["scope"] == "global" else groups, None if c["guard_nans"] else guard
+
+
+def _on_torch(c: dict[str, Any]) -> tuple[str | None, ...]:
     absent = "a tensor without a gradient is not observed; smartclip would note its norm as eps"
-    whole = c["scope"] == "global"
+    root = (
+        "a tensor whose name has no dot is a layer of its own; smartclip makes one layer of all "
+        "that belong to the model itself: for that, list the other layers as patterns, "
+        'scope = ["enc.*", "head.*"], and what matches none is one group'
+    )
     return (
-        None if whole else groups,
-        None if whole else absent,
+        None if c["scope"] == "global" else absent,
         root if c["scope"] == "per_layer" else None,
-        None if c["guard_nans"] else guard,
     )
 
 
-def _smart_zscore(c: dict[str, Any], note: str | None = None) -> Translation:
+def _smart_zscore(c: dict[str, Any], *notes: str | None) -> Translation:
     return to(
         "zscore-clip",
         *_gate_notes(c),
-        note,
+        *notes,
         z_max=c["zmax"],
         decay=c["ema_decay"],
         action="max",
@@ -88,8 +89,8 @@ def _smart_zscore(c: dict[str, Any], note: str | None = None) -> Translation:
     )
 
 
-def _smart_auto(c: dict[str, Any], note: str | None = None) -> Translation:
-    gate, gated = (*_gate_notes(c), note), _gated(c)
+def _smart_auto(c: dict[str, Any], *notes: str | None) -> Translation:
+    gate, gated = (*_gate_notes(c), *notes), _gated(c)
     window = word("history", c["history"], "ema window") == "window"
     at_least(1, window_size=c["window_size"])
     if not (0 < c["percentile"] <= 100 and 0 < c["ema_decay"] < 1):
@@ -166,8 +167,8 @@ _TYPE = "it is a type for annotations; ours take the frameworks' own"
 
 PEERS: Peers = {
     "smartclip": {
-        "ZScoreClip": entry(lambda **c: _smart_zscore(c), **_ZSCORE),
-        "AutoClip": entry(lambda **c: _smart_auto(c), **_AUTO),
+        "ZScoreClip": entry(lambda **c: _smart_zscore(c, *_on_torch(c)), **_ZSCORE),
+        "AutoClip": entry(lambda **c: _smart_auto(c, *_on_torch(c)), **_AUTO),
         "AGC": entry(lambda **c: _smart_agc(c), **_AGC),
         "ClipperBase": "it is the base of the others; fedclip's is Clipper",
         "apply": _LOOP,
