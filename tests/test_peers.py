@@ -515,7 +515,7 @@ ROWS = [
         "clip_grad_norm_",
         lambda draw: {
             "max_norm": draw.of(None, 0.3, 2.0),
-            "min_norm": draw.of(None, 0.1, 0.2),
+            "min_norm": draw.of(None, 0, 0.1, 0.2),
             **along(draw, least=(1, 2, 3)),
         },
     ),
@@ -1015,6 +1015,31 @@ def test_floor_of_growth() -> None:
     theirs, ours = both("torchzero", "ClipNormGrowth", config, stream(*5 * [[1.0]]))
     assert [float(x[0]) for x in theirs] == [1.0, 0.5, 0.5, 0.5, 0.5]
     assert [float(x[0]) for x in ours] == 5 * [1.0]
+
+
+def test_floor_of_the_first_norm() -> None:
+    theirs, ours = both("torchzero", "ClipNormGrowth", {}, stream([1e-9], [1.0], [1.0]))
+    assert [float(x[0]) for x in theirs] == pytest.approx([1e-9, 1.5e-9, 1.5e-4])
+    assert [float(x[0]) for x in ours] == pytest.approx([1e-9, 1.5e-4, 2.25e-4])
+    assert any("first" in note for note in compat.notes("torchzero", "ClipNormGrowth", {}))
+
+
+@pytest.mark.parametrize("cls", ["ClipNormGrowth", "ClipValueGrowth"])
+def test_frozen_at_zero(cls: str) -> None:
+    config = {"min_value": None, "max_decay": None}
+    theirs, ours = both("torchzero", cls, config, stream([1.0], [0.0], [1.0], [9.0]))
+    assert [float(x[0]) for x in theirs] == [1.0, 0.0, 0.0, 0.0]
+    assert [float(x[0]) for x in ours] == pytest.approx([1.0, 0.0, 1.0, 1.5])
+    assert any("0 for ever" in note for note in compat.notes("torchzero", cls, config))
+
+
+@pytest.mark.parametrize("history", ["window", "ema"])
+def test_percentile_of_zeros_erases(history: str) -> None:
+    config = {"mode": "percentile", "history": history, "percentile": 20}
+    config |= {"warmup_steps": 0, "min_history": 0}
+    theirs, ours = both("smartclip", "AutoClip", config, stream(*9 * [[0.0]], [1e-3]))
+    assert float(theirs[-1][0]) < 1e-4
+    assert float(ours[-1][0]) == pytest.approx(1e-3, rel=1e-4)
 
 
 def test_negative_dims_inverted() -> None:

@@ -92,9 +92,10 @@ def _measured(name: str, c: dict[str, Any], **limits: Any) -> Translation:
 
 
 def _clip_grad_norm(max_norm: Any, min_norm: Any = None, **c: Any) -> Translation:
-    if max_norm is None and min_norm is None:
+    if max_norm is None and not min_norm:
         return to("no-op", "without max_norm and min_norm, nothing is clipped")
-    return _measured("norm-clip", c, max_norm=max_norm, min_norm=min_norm)
+    # A smallest norm of 0 is none.
+    return _measured("norm-clip", c, max_norm=max_norm, min_norm=min_norm or None)
 
 
 def _centralize(c: dict[str, Any]) -> Translation:
@@ -144,19 +145,32 @@ def _value_by_ema(c: dict[str, Any]) -> Translation:
     return to("ema-value-clip", _target_note(c), decay=c["beta"], init=start)
 
 
-def _norm_growth(min_value: Any, mul: Any, add: Any, max_decay: Any, **c: Any) -> Translation:
-    note = "min_value floors the past norm; torchzero divides every update by it"
+def _floor_note(min_value: Any, norms: bool) -> str | None:
+    if min_value is None:
+        return "the step after a 0 is a first step again; torchzero then gives 0 for ever"
+    if not norms:
+        return None
+    floors = "min_value floors the past norm, the first as well; torchzero lets the first stand"
+    return floors + (", and divides every update by it" if min_value > 1 else "")
+
+
+def _norm_growth(c: dict[str, Any]) -> Translation:
     return to(
         "growth-clip",
-        note if min_value is not None and min_value > 1 else None,
+        _floor_note(c["min_value"], norms=True),
         _target_note(c),
-        mul=mul,
-        add=add,
-        min_norm=min_value,
-        max_decay=max_decay,
+        mul=c["mul"],
+        add=c["add"],
+        min_norm=c["min_value"],
+        max_decay=c["max_decay"],
         warmup_norm=None,
         **_grouped(c),
     )
+
+
+def _value_growth(c: dict[str, Any]) -> Translation:
+    notes = _floor_note(c["min_value"], norms=False), _target_note(c)
+    return to("growth-value-clip", *notes, **{name: c[name] for name in _GROWTH})
 
 
 PEERS: Peers = {
@@ -181,13 +195,8 @@ PEERS: Peers = {
         "ClipNormByEMA": entry(lambda **c: _by_ema("ema-norm-clip", c), **_BY_EMA),
         "NormalizeByEMA": entry(lambda **c: _by_ema("ema-normalize", c), **_BY_EMA),
         "ClipValueByEMA": entry(lambda **c: _value_by_ema(c), **_VALUE_BY_EMA),
-        "ClipNormGrowth": entry(_norm_growth, **{**_GROWTH, **_GROUPED}),
-        "ClipValueGrowth": entry(
-            lambda target="update", **c: to(
-                "growth-value-clip", _target_note({"target": target}), **c
-            ),
-            **_GROWTH,
-        ),
+        "ClipNormGrowth": entry(lambda **c: _norm_growth(c), **_GROWTH, **_GROUPED),
+        "ClipValueGrowth": entry(lambda **c: _value_growth(c), **_GROWTH, **_TARGET),
         "WarmupNormClip": "a limit that follows a schedule is a function for fedclip's OwnLimit",
     },
 }
