@@ -201,7 +201,20 @@ def test_drytorch_zstat_criterion() -> None:
     clip.set_statistics(mean=50.0)
     assert clip.statistics()["variance"] == 4.0
     clip.set_statistics(mean=10.0, variance=1.0)
-    assert clip.peek(15.0).limit == pytest.approx((10.8,))
+    assert [min(x, clip.peek(x).limit[0]) for x in (11.0, 15.0)] == pytest.approx([11.0, 10.8])
+
+
+def test_drytorch_collector() -> None:
+    ops = pytest.importorskip("drytorch.lib.gradient_ops")
+    their, clip = ops.StatsCollector(4), translated("drytorch", "HistClipper", n_warmup_steps=4)
+    for norm in (10.0, 20.0, 35.0):
+        their.append(norm)
+        clip.update(norm)
+    found = clip.statistics()
+    assert found["count"] == len(their)
+    assert found["mean"] == pytest.approx(their.mean)
+    assert found["variance"] == pytest.approx(their.variance * 2 / 3)
+    assert not found["ready"]
 
 
 @pytest.mark.parametrize("warmup", ["GradValueClipper", "GradParamNormalizer", "NoOp"])
