@@ -266,6 +266,12 @@ def test_the_page_lists_every_class_and_its_clipper() -> None:
         assert written[peer, cls] == compat.translate(peer, cls, given)[1]
 
 
+@pytest.mark.parametrize("config", [[0.5], (0.5,), 0.5, None, "max_norm=0.5"])
+def test_parameters_have_names(config: Any) -> None:
+    with pytest.raises(TypeError, match="must be given by name"):
+        compat.translate("optax", "clip_by_global_norm", config)
+
+
 def test_every_recorded_defect_has_a_note() -> None:
     for record in INDEX:
         if not record["match"]:

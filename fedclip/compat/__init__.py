@@ -15,6 +15,7 @@ from typing import Any
 
 from fedclip.compat import drytorch, flower, frameworks, papers, smartclip, torchzero
 from fedclip.compat.base import Entry, Peers, Translation, checked, unknown
+from fedclip.errors import shown
 
 __all__ = ["known", "notes", "translate"]
 
@@ -52,6 +53,8 @@ def translate(package: str, cls: str, config: Mapping[str, Any]) -> tuple[str, s
 
     Raises
     ------
+    TypeError
+        If the parameters are not given by name.
     ValueError
         If the package, class, parameter, or a word given for a parameter is not known; if we have
         nothing that does the same; if a parameter without a default is missing; or if the value
@@ -109,6 +112,8 @@ def _translation(package: str, cls: str, config: Mapping[str, Any]) -> Translati
     entry = PEERS[package][cls]
     if not isinstance(entry, Entry):
         raise ValueError(f"{cls} of {package} is no clipper that can be translated: {entry}")
+    if not isinstance(config, Mapping):
+        raise TypeError(f"parameters must be given by name, as {{'x': 1}}, got {shown(config)}")
     values = checked(package, cls, entry.parameters, config)
     try:
         return entry.build(**values)
