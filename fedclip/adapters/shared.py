@@ -103,14 +103,19 @@ def clipper_of(spec: Spec) -> Clipper | AGC:
             if name not in known:
                 raise ValueError(f"no clipper is called {name!r}{nearest(name, known)}")
             return known[name](**config)
-    return check_clipper(spec)
+        case Clipper() | AGC() as clipper:
+            return clipper
+    raise TypeError(f"{spec!r:.80} is not a clipper of fedclip: give one, such as NormClip(1.0)")
 
 
 def check_clipper(given: Any) -> Clipper | AGC:
-    """Return a clipper; raise a TypeError for what is none."""
-    if isinstance(given, (Clipper, AGC)):
-        return given
-    raise TypeError(f"{given!r:.80} is not a clipper of fedclip: give one, such as NormClip(1.0)")
+    """Return a clipper that is free to act in a call; raise a TypeError for what is none."""
+    if not isinstance(given, (Clipper, AGC)):
+        raise TypeError(
+            f"{given!r:.80} is not a clipper of fedclip: give one, such as NormClip(1.0)"
+        )
+    check_free(given)
+    return given
 
 
 class Holder(NamedTuple):
@@ -130,7 +135,7 @@ def holder_of(clipper: Clipper | AGC) -> Holder | None:
     if found is not None and found.ref() is not None:
         # What nobody can reach any more may still wait to be collected.
         gc.collect()
-    return None if found is None or found.ref() is None else found
+    return found if found is not None and found.ref() is not None else None
 
 
 def hold(clipper: Clipper | AGC, holder: object, where: str) -> None:

@@ -72,6 +72,11 @@ class ClipHandle:
         """Stop clipping, and leave the optimizer as it was."""
         self._others.leave(self)
 
+    def release(self) -> None:
+        """Let the clipper act elsewhere too: this optimizer takes no steps any more."""
+        if (optimizer := self._others.optimizer()) is not None:
+            release(self.clipper, optimizer)
+
     def __enter__(self) -> Self:
         return self
 
@@ -199,7 +204,7 @@ class _Attached:
         if handle not in self.handles or optimizer is None:
             return
         self.handles.remove(handle)
-        release(handle.clipper, optimizer)
+        handle.release()
         if not self.handles:
             for hook in self._hooks:
                 hook.remove()
@@ -249,6 +254,7 @@ class _Attached:
     ) -> tuple[Any, Any] | None:
         if self._steps.begin():
             self._clips_before = self._clips
+            forget(_held(optimizer))
             for handle in self.handles:
                 handle.begin(optimizer)
         by_name = kwargs.get("closure")
@@ -272,11 +278,9 @@ class _Attached:
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         self._clips += 1
-        held = _held(optimizer)
-        if not self.acted and any(p.grad is not None for p in held):
+        if not self.acted and any(p.grad is not None for p in _held(optimizer)):
             self.acted = True
             self._watch.end()
-        forget(held)
         for handle in self.handles:
             handle.clip(optimizer)
 
