@@ -81,12 +81,11 @@ class ClipHandle:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        optimizer = self._others.optimizer()
-        if kind is None and optimizer is not None and not self._others.acted:
+        if kind is None and not self._others.acted:
             warnings.warn(
-                f"{self.clipper.name} has clipped nothing: no step of {_called(optimizer)} was "
-                "seen. What steps in another way, as higher's inner loops do, needs `clip_`, "
-                "PureClipping, or a clip of its own",
+                f"{self.clipper.name} has clipped nothing: no step of {self._others.called} was "
+                "seen. What steps in another way, as the inner loops of higher do, needs a clip "
+                "in the loop: clip_, or PureClipping",
                 FedclipWarning,
                 stacklevel=2,
             )
@@ -181,11 +180,12 @@ class _Attached:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.handles: list[ClipHandle] = []
         self.optimizer = weakref.ref(optimizer)
+        self.called = _called(optimizer)
         self.acted = False
         self._steps = Steps()
         self._clips = self._clips_before = 0
         self._loaded = False
-        self._loaders: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._own_ways: list[tuple[weakref.ref[torch.optim.Optimizer], str]] = []
         # A step that was put into the class since has no hooks.
         optimizer._patch_step_function()
         self._hooks = [
@@ -208,8 +208,9 @@ class _Attached:
         if not self.handles:
             for hook in self._hooks:
                 hook.remove()
-            for known in self._loaders:
-                vars(known()).pop("load_state_dict", None)
+            for known, name in self._own_ways:
+                if (own := known()) is not None:
+                    vars(own).pop(name, None)
             self._watch.end()
             del _ATTACHED[optimizer]
 
@@ -238,10 +239,12 @@ class _Attached:
             optimizer.register_state_dict_post_hook(self._save),
             optimizer.register_load_state_dict_pre_hook(self._load),
         ]
-        if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-            known = weakref.ref(optimizer)
-            vars(optimizer)["load_state_dict"] = partial(self._load_in_its_own_way, known)
-            self._loaders.append(known)
+        # A class may save or load without torch's hooks.
+        for name, method in (("state_dict", self._saved), ("load_state_dict", self._loads)):
+            if getattr(type(optimizer), name) is not getattr(torch.optim.Optimizer, name):
+                known = weakref.ref(optimizer)
+                vars(optimizer)[name] = partial(method, known)
+                self._own_ways.append((known, name))
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
@@ -278,6 +281,7 @@ class _Attached:
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         self._clips += 1
+        forget(_held(optimizer))
         if not self.acted and any(p.grad is not None for p in _held(optimizer)):
             self.acted = True
             self._watch.end()
@@ -304,8 +308,13 @@ class _Attached:
             handle.load_state(rest.pop(handle.key, None))
         return rest
 
-    def _load_in_its_own_way(self, known: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as the optimizer's class does, which may or may not call torch's hooks."""
+    def _saved(self, known: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = known()
+        found = type(optimizer).state_dict(optimizer, *args, **kwargs)
+        saved = all(_has(found, handle.key) for handle in self.handles)
+        return found if saved else self._save(optimizer, found)
+
+    def _loads(self, known: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer, self._loaded = known(), False
         found = type(optimizer).load_state_dict(optimizer, state_dict, *args, **kwargs)
         if not self._loaded:
