@@ -99,9 +99,12 @@ def test_schedulefree(name, closure):
     package = pytest.importorskip("schedulefree")
 
     def loop(model, optimizer):
-        optimizer.train()
-        (by_closure if closure else once)(model, optimizer)
-        optimizer.eval()
+        if closure:
+            by_closure(model, optimizer)
+        else:
+            optimizer.train()
+            once(model, optimizer)
+            optimizer.eval()
 
     make = getattr(package, name + closure)
     clips_and_comes_back(lambda m: make(m.parameters(), lr=0.01), loop)
@@ -161,7 +164,9 @@ def test_wrappers_of_pytorch_optimizer():
     clips_and_comes_back(surrogate)
 
     def muon(model):
-        held = [[p for p in model.parameters() if (p.ndim > 1) is matrix] for matrix in (1, 0)]
+        held = [
+            [p for p in model.parameters() if (p.ndim > 1) is matrix] for matrix in (True, False)
+        ]
         return package.Muon(
             [{"params": held[0], "use_muon": True}, {"params": held[1], "use_muon": False}]
         )
@@ -231,16 +236,16 @@ def test_inner_loops_of_higher():
         with package.innerloop_ctx(model, inner, **settings) as (fast, steps):
             for _ in range(2):
                 steps.step((10 * fast(torch.ones(2, 8))).square().mean())
-            with pytest.raises(TypeError, match="no hooks of torch.optim.Optimizer"):
+            with pytest.raises(TypeError, match="no hooks of torch"):
                 attach(steps, ZScoreClip())
             if settings:
                 outer.zero_grad()
                 fast(torch.ones(2, 8)).square().mean().backward()
                 outer.step()
 
-    with pytest.warns(FedclipWarning, match="has clipped nothing"):
-        with attach(inner, ZScoreClip(), model):
-            round_()
+    handle = attach(inner, ZScoreClip(), model)
+    with pytest.warns(FedclipWarning, match="has clipped nothing"), handle:
+        round_()
     handle = attach(inner, ZScoreClip(), model)
     round_(copy_initial_weights=False)
     with pytest.warns(FedclipWarning, match=r"no step of the optimizer \(SGD\)"):
