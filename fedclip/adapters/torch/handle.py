@@ -257,7 +257,7 @@ class _Attached:
     ) -> tuple[Any, Any] | None:
         if self._steps.begin():
             self._clips_before = self._clips
-            forget(_held(optimizer))
+            forget(optimizer)
             for handle in self.handles:
                 handle.begin(optimizer)
         by_name = kwargs.get("closure")
@@ -281,7 +281,7 @@ class _Attached:
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         self._clips += 1
-        forget(_held(optimizer))
+        forget(optimizer)
         if not self.acted and any(p.grad is not None for p in _held(optimizer)):
             self.acted = True
             self._watch.end()

@@ -45,7 +45,8 @@ class Steps:
 
     def end(self) -> bool:
         """Return whether the step that ends is the outermost one."""
-        self._forget_failed()
+        if len(self._running) > 1:
+            self._forget_failed()
         del self._running[-1:]
         return not self._running
 

@@ -49,10 +49,11 @@ class Watch:
             hook.remove()
         _WATCHES.discard(self)
 
-    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Forget what was noted of these parameters."""
-        for parameter in parameters:
-            self._noted.pop(id(parameter), None)
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget what was noted of the parameters of an optimizer."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._noted.pop(id(parameter), None)
 
     def _look(self, known: weakref.ref[torch.Tensor], gradient: torch.Tensor) -> None:
         optimizer, parameter = self._optimizer(), known()
@@ -87,10 +88,10 @@ def _on_gradient(parameter: Any, look: Any) -> Any:
     return parameter.register_hook(hook(look))
 
 
-def forget(parameters: Iterable[torch.Tensor]) -> None:
-    """Let no watch mind how these parameters move: they are in a step that is clipped."""
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """Let no watch mind how the parameters of an optimizer move: they are in a clipped step."""
     for watch in tuple(_WATCHES):
-        watch.forget(parameters)
+        watch.forget(optimizer)
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:
