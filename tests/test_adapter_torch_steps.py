@@ -13,7 +13,7 @@ from helpers import require
 torch = require("torch")
 
 from fedclip import FedclipWarning, NormClip, ZScoreClip  # noqa: E402
-from fedclip.adapters.torch import attach, attach_update, clip_, handles  # noqa: E402
+from fedclip.adapters.torch import attach, attach_update, clip_, clip_grad_norm_, handles  # noqa: E402
 
 SGD = torch.optim.SGD
 # Torch puts its hooks into the step of a class when it makes the first of it.
@@ -347,7 +347,13 @@ def _clip(clipper):
     clip_(model, clipper)
 
 
-@pytest.mark.parametrize("second", [_attach, _attach_update, _clip])
+def _clip_as_torch(clipper):
+    model = build()
+    backward(model)
+    clip_grad_norm_(model, clipper)
+
+
+@pytest.mark.parametrize("second", [_attach, _attach_update, _clip, _clip_as_torch])
 @pytest.mark.parametrize("first", [_attach, _attach_update])
 @pytest.mark.parametrize("make", [ZScoreClip, NormClip])
 def test_a_clipper_that_is_attached_acts_nowhere_else(first, second, make):

@@ -28,6 +28,7 @@ __all__ = [
     "Spec",
     "check_clipper",
     "check_compilable",
+    "check_free",
     "check_state",
     "clipped",
     "clipper_of",
@@ -103,19 +104,26 @@ def clipper_of(spec: Spec) -> Clipper | AGC:
             if name not in known:
                 raise ValueError(f"no clipper is called {name!r}{nearest(name, known)}")
             return known[name](**config)
-        case Clipper() | AGC() as clipper:
-            return clipper
-    raise TypeError(f"{spec!r:.80} is not a clipper of fedclip: give one, such as NormClip(1.0)")
+    return check_clipper(spec)
 
 
 def check_clipper(given: Any) -> Clipper | AGC:
-    """Return a clipper that is free to act in a call; raise a TypeError for what is none."""
-    if not isinstance(given, (Clipper, AGC)):
-        raise TypeError(
-            f"{given!r:.80} is not a clipper of fedclip: give one, such as NormClip(1.0)"
-        )
-    check_free(given)
-    return given
+    """Return a clipper; raise a TypeError for what is none."""
+    if isinstance(given, (Clipper, AGC)):
+        return given
+    raise TypeError(f"{given!r:.80} is not a clipper of fedclip: give one, such as NormClip(1.0)")
+
+
+def clipped(
+    clipper: Clipper | AGC,
+    gradients: Mapping[str, Array],
+    weights: Callable[[], Mapping[str, Array]],
+    backend: Backend | None = None,
+) -> Mapping[str, Array]:
+    """Return the gradients, clipped in eager code; only `agc` asks for the weights."""
+    if isinstance(clipper, AGC):
+        return clipper.clip(gradients, weights(), backend=backend)
+    return clipper.clip(gradients, backend=backend)
 
 
 class Holder(NamedTuple):
@@ -166,18 +174,6 @@ def check_free(clipper: Clipper | AGC) -> None:
             "those of one: give each a clipper of its own, by copy.deepcopy(clipper), or as a "
             "name or (name, config); or remove the first"
         )
-
-
-def clipped(
-    clipper: Clipper | AGC,
-    gradients: Mapping[str, Array],
-    weights: Callable[[], Mapping[str, Array]],
-    backend: Backend | None = None,
-) -> Mapping[str, Array]:
-    """Return the gradients, clipped in eager code; only `agc` asks for the weights."""
-    if isinstance(clipper, AGC):
-        return clipper.clip(gradients, weights(), backend=backend)
-    return clipper.clip(gradients, backend=backend)
 
 
 def check_compilable(clipper: Clipper | AGC) -> None:
