@@ -293,7 +293,7 @@ def test_two_handles_of_one_kind_have_a_state_each():
     loaded.load_state_dict(saved)
     assert [h.state() for h in again] == [first.state(), second.state()]
     first.remove()
-    assert attach(optimizer, ZScoreClip(), model).key == "fedclip:zscore-clip"
+    assert attach(optimizer, ZScoreClip(), model)._key == "fedclip:zscore-clip"
 
 
 def test_a_state_from_before_is_a_fresh_start_said_once():

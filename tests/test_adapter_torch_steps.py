@@ -281,12 +281,30 @@ class Forgets(Nested):
         return {"slow": {}}
 
 
+class Picks(torch.optim.Optimizer):
+    """Saves what it knows of the optimizer inside, and lets that one load it."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+        self.base_optimizer = SGD(self.param_groups, lr=lr)
+
+    def step(self, closure=None):
+        return self.base_optimizer.step(closure)
+
+    def state_dict(self):
+        inside = self.base_optimizer.state_dict()
+        return {"base": {key: inside[key] for key in ("state", "param_groups")}}
+
+    def load_state_dict(self, state_dict):
+        self.base_optimizer.load_state_dict(state_dict["base"])
+
+
 class SamOfOwn(Sam):
     def __init__(self, parameters, lr):
         super().__init__(parameters, lr, OwnLoader)
 
 
-@pytest.mark.parametrize("kind", [OwnLoader, OwnBoth, Hooked, Sam, Nested, SamOfOwn])
+@pytest.mark.parametrize("kind", [OwnLoader, OwnBoth, Hooked, Sam, Nested, Picks, SamOfOwn])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_what_is_saved_comes_back_by_the_optimizers_own_loader(kind, wrapped):
     def made():

@@ -108,7 +108,7 @@ class ClipCallback(Callback):  # type: ignore[misc]
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Let go of the clippers, for another Trainer; what is saved later still has them."""
         for handle in self._handles:
-            handle.release()
+            handle._release()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Let go of the clippers."""

@@ -87,14 +87,14 @@ class HeldClipper:
     ) -> Mapping[str, Array]:
         """Return the clipped gradients, by name, and learn from them."""
         xp, ops, labels = self._backend, self._ops, self.labels
+        groups = groups_of(self.clipper, weights)
+        if not groups.names:
+            return gradients
         if self._names.isdisjoint(weights):
             raise ValueError(
                 f"this {self.clipper.name} clips {_few(self._names)}, and would take the norms of "
                 f"{_few(weights)} for theirs: give each model a clipper of its own"
             )
-        groups = groups_of(self.clipper, weights)
-        if not groups.names:
-            return gradients
         unknown = [label for label in groups.labels if label not in labels]
         if unknown:
             raise ValueError(

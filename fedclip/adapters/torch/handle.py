@@ -58,21 +58,21 @@ class ClipHandle:
         self._source = parameters
         self._parameters: dict[str, torch.Tensor] = {}
         self._held: list[torch.Tensor] = []
-        self.resolve(optimizer)
+        self._resolve(optimizer)
         _check_step(optimizer)
         hold(self.clipper, optimizer, f"attached to {_called(optimizer)}")
         self._others = _ATTACHED.get(optimizer) or _Attached(optimizer)
-        keys = {handle.key for handle in self._others.handles}
+        keys = {handle._key for handle in self._others.handles}
         first = f"fedclip:{self.clipper.name}"
         numbered = (f"{first}#{n}" for n in count(1))
-        self.key: str = next(key for key in chain([first], numbered) if key not in keys)
+        self._key: str = next(key for key in chain([first], numbered) if key not in keys)
         self._others.handles.append(self)
 
     def remove(self) -> None:
         """Stop clipping, and leave the optimizer as it was."""
         self._others.leave(self)
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Let the clipper act elsewhere too: this optimizer takes no steps any more."""
         if (optimizer := self._others.optimizer()) is not None:
             release(self.clipper, optimizer)
@@ -122,7 +122,7 @@ class ClipHandle:
             )
         return _handle_of, (optimizer, self._others.handles.index(self))
 
-    def resolve(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    def _resolve(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Return the parameters that the optimizer holds now, by name."""
         held = _held(optimizer)
         if len(held) == len(self._held) and all(map(is_, held, self._held)):
@@ -146,10 +146,10 @@ class ClipHandle:
         return chosen
 
     # What is done in a step: at its begin, with each new gradient, and at its end.
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: gradients may come in the step only."""
 
-    def clip(self, optimizer: torch.optim.Optimizer) -> None:
+    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip the gradients."""
         # A GradScaler sets `grad_scale` on optimizers that unscale the gradients in their step.
         if getattr(optimizer, "grad_scale", None) is not None:
@@ -157,9 +157,9 @@ class ClipHandle:
                 "the gradients are still scaled by the GradScaler, and would be clipped at the "
                 "wrong size: call scaler.unscale_(optimizer) before scaler.step(optimizer)"
             )
-        clip_named(self.resolve(optimizer), self.clipper)
+        clip_named(self._resolve(optimizer), self.clipper)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Do nothing: the gradients are used up."""
 
 
@@ -185,6 +185,7 @@ class _Attached:
         self._steps = Steps()
         self._clips = self._clips_before = 0
         self._loaded = False
+        self._offered: dict[str, Any] = {}
         self._own_ways: list[tuple[weakref.ref[torch.optim.Optimizer], str]] = []
         # A step that was put into the class since has no hooks.
         optimizer._patch_step_function()
@@ -204,7 +205,7 @@ class _Attached:
         if handle not in self.handles or optimizer is None:
             return
         self.handles.remove(handle)
-        handle.release()
+        handle._release()
         if not self.handles:
             for hook in self._hooks:
                 hook.remove()
@@ -219,11 +220,10 @@ class _Attached:
 
         The state of one may have that of the next in it, as Lookahead's, or not, as SAM's.
         """
-        if not handle.state():
+        if len(levels) == 1 or not handle.state():
             return
-        for level in reversed(levels):
-            inner = level is levels[-1]
-            if not inner and not _saves(level, handle) and _is_hooked(level):
+        for level in reversed(levels[:-1]):
+            if not _saves(level, handle) and _is_hooked(level):
                 self._save_with(level)
         if _saves(levels[0], handle) is False:
             warnings.warn(
@@ -259,7 +259,7 @@ class _Attached:
             self._clips_before = self._clips
             forget(optimizer)
             for handle in self.handles:
-                handle.begin(optimizer)
+                handle._begin(optimizer)
         by_name = kwargs.get("closure")
         given = by_name or (args[1] if len(args) > 1 else None)
         if not callable(given):
@@ -286,7 +286,7 @@ class _Attached:
             self.acted = True
             self._watch.end()
         for handle in self.handles:
-            handle.clip(optimizer)
+            handle._clip(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         _uncompiled(self._end)()
@@ -294,31 +294,36 @@ class _Attached:
     def _end(self) -> None:
         if self._steps.end():
             for handle in self.handles:
-                handle.end()
+                handle._end()
 
     def _save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         # AGC has no state to save.
-        found = {h.key: saved for h in self.handles if (saved := h.state())}
+        found = {h._key: saved for h in self.handles if (saved := h.state())}
         return {**state_dict, **found}
 
     def _load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._loaded = True
         rest = dict(state_dict)
         for handle in self.handles:
-            handle.load_state(rest.pop(handle.key, None))
+            handle.load_state(rest.pop(handle._key, self._offered.get(handle._key)))
         return rest
 
     def _saved(self, known: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = known()
         found = type(optimizer).state_dict(optimizer, *args, **kwargs)
-        saved = all(_has(found, handle.key) for handle in self.handles)
+        saved = all(_has(found, handle._key) for handle in self.handles)
         return found if saved else self._save(optimizer, found)
 
     def _loads(self, known: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer, self._loaded = known(), False
-        found = type(optimizer).load_state_dict(optimizer, state_dict, *args, **kwargs)
-        if not self._loaded:
-            self._load(optimizer, state_dict)
+        # What is outside may not reach the hooks of what is inside.
+        optimizer, outside, self._loaded = known(), self._offered, False
+        self._offered = {**outside, **state_dict}
+        try:
+            found = type(optimizer).load_state_dict(optimizer, state_dict, *args, **kwargs)
+            if not self._loaded:
+                self._load(optimizer, state_dict)
+        finally:
+            self._offered = outside
         return found
 
 
@@ -338,9 +343,10 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _reduced(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """Return how to make an optimizer again, with a handle for each clipper."""
     reduced: tuple[Any, ...] = optimizer.__reduce_ex__(4)  # type: ignore[assignment]
-    attached = [(type(h), h.clipper, h.resolve(optimizer)) for h in handles(optimizer)]
-    if not attached:
+    found = _ATTACHED.get(optimizer)
+    if found is None:
         return reduced
+    attached = [(type(h), h.clipper, h._resolve(optimizer)) for h in found.handles]
     make, args, state, *_ = reduced
     return _again, (make, args, state, attached)
 
@@ -398,7 +404,7 @@ def _saves(optimizer: Any, handle: ClipHandle) -> bool | None:
     if not hasattr(optimizer, "state_dict"):
         return None
     try:
-        return _has(optimizer.state_dict(), handle.key)
+        return _has(optimizer.state_dict(), handle._key)
     except (RuntimeError, NotImplementedError):
         # It can not be saved yet, as ZeRO before it has gathered its parts.
         return None

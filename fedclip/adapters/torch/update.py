@@ -29,14 +29,14 @@ class UpdateHandle(ClipHandle):
         self._before: dict[str, torch.Tensor] = {}
         super().__init__(optimizer, clipper, parameters)
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the weights."""
-        self._before = {n: p.detach().clone() for n, p in self.resolve(optimizer).items()}
+        self._before = {n: p.detach().clone() for n, p in self._resolve(optimizer).items()}
 
-    def clip(self, optimizer: torch.optim.Optimizer) -> None:
+    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: the gradients are the optimizer's."""
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Clip the change of the weights."""
         before, self._before = self._before, {}
         with torch.no_grad():
