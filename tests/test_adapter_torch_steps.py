@@ -173,6 +173,20 @@ def test_an_update_is_that_of_the_outermost_step(kind):
     assert handle.stats()["round/steps"] == (2 if kind is Fails else 3)
 
 
+def test_an_update_without_gradients_is_clipped_too():
+    class Draws(SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.add_(torch.ones_like(p))
+
+    model = build()
+    optimizer = Draws(model.parameters(), lr=0.1)
+    with attach_update(optimizer, NormClip(0.01), model) as handle:
+        optimizer.step()
+    assert handle.stats()["round/clipped"] == 1
+
+
 def test_a_scaler_and_a_derived_step():
     model = build()
     optimizer = Twice(model.parameters(), lr=0.1)

@@ -81,7 +81,7 @@ class ClipHandle:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and not self._others.acted:
+        if kind is None and not self._others.clips:
             warnings.warn(
                 f"{self.clipper.name} has clipped nothing: no step of {self._others.called} was "
                 "seen. What steps in another way, as the inner loops of higher do, needs a clip "
@@ -181,9 +181,10 @@ class _Attached:
         self.handles: list[ClipHandle] = []
         self.optimizer = weakref.ref(optimizer)
         self.called = _called(optimizer)
-        self.acted = False
+        self.clips = 0
+        self._clips_before = 0
+        self._watching = True
         self._steps = Steps()
-        self._clips = self._clips_before = 0
         self._loaded = False
         self._offered: dict[str, Any] = {}
         self._own_ways: list[tuple[weakref.ref[torch.optim.Optimizer], str]] = []
@@ -256,22 +257,22 @@ class _Attached:
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
         if self._steps.begin():
-            self._clips_before = self._clips
+            self._clips_before = self.clips
             forget(optimizer)
             for handle in self.handles:
                 handle._begin(optimizer)
         by_name = kwargs.get("closure")
         given = by_name or (args[1] if len(args) > 1 else None)
         if not callable(given):
-            if self._clips == self._clips_before:
+            if self.clips == self._clips_before:
                 self._clip(optimizer)
             return None
         _check_unscaled(optimizer)
 
         def closure() -> Any:
-            clips = self._clips
+            clips = self.clips
             loss = given()
-            if self._clips == clips:
+            if self.clips == clips:
                 self._clip(optimizer)
             return loss
 
@@ -280,10 +281,10 @@ class _Attached:
         return (args[0], closure, *args[2:]), kwargs
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
-        self._clips += 1
+        self.clips += 1
         forget(optimizer)
-        if not self.acted and any(p.grad is not None for p in _held(optimizer)):
-            self.acted = True
+        if self._watching and any(p.grad is not None for p in _held(optimizer)):
+            self._watching = False
             self._watch.end()
         for handle in self.handles:
             handle._clip(optimizer)
@@ -489,11 +490,16 @@ def attach(
 
     Given a closure, as L-BFGS needs it, it clips each time the optimizer has called the closure.
     With gradient accumulation it clips once a step; under AMP it clips after the GradScaler has
-    unscaled the gradients. Several handles clip one after the other.
+    unscaled the gradients. A step is that of your call: where a class's step calls that of the
+    class that it comes from, it clips once, at the begin. Several handles clip one after the
+    other.
 
     The clipper's state is saved and loaded with ``optimizer.state_dict()``, under a key of its
     own; a state from before there was a clipper starts it anew, with a warning. A copy of the
     optimizer, or one that was pickled, clips with a copy of the clipper (see `handles`).
+
+    Until a first step was seen, a `FedclipWarning` tells of weights that learn without one, at
+    the second round of gradients; and of a wrapper whose state can not hold the clipper's.
 
     Parameters
     ----------
@@ -510,11 +516,12 @@ def attach(
     Raises
     ------
     ValueError
-        If the optimizer holds none of the parameters, or one without a name; at the first step
-        after ``add_param_group`` too.
+        If the optimizer holds none of the parameters, or one without a name, at the first step
+        after ``add_param_group`` too; or if the clipper is attached already, or in a Trainer.
     TypeError
-        If the clipper needs names and there are none, if the parameters are pieces of FSDP1, or
-        if a wrapper has neither torch's hooks nor one optimizer inside.
+        If the clipper needs names and there are none, if the parameters are pieces of FSDP1, if
+        a wrapper has neither torch's hooks nor one optimizer inside, or if the optimizer has no
+        step, as LOMO.
     RuntimeError
         At a step, if the gradients are still scaled by a GradScaler, or will be, by a closure
         that is given to its step.
