@@ -341,9 +341,9 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _reduced(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+def _reduced(optimizer: torch.optim.Optimizer) -> Any:
     """Return how to make an optimizer again, with a handle for each clipper."""
-    reduced: tuple[Any, ...] = optimizer.__reduce_ex__(4)  # type: ignore[assignment]
+    reduced: Any = optimizer.__reduce_ex__(4)
     found = _ATTACHED.get(optimizer)
     if found is None:
         return reduced
