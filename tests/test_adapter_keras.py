@@ -337,6 +337,16 @@ def test_several_optimizers_may_each_be_clipped():
     np.testing.assert_allclose(found, sizes, rtol=1e-5)
 
 
+def test_optimizers_of_one_clipper_share_nothing():
+    clipper, learnt = ZScoreClip(), ZScoreClip()
+    learnt.clip({"w": np.ones(3)})
+    first, second = (ClippedOptimizer("sgd", clipper) for _ in range(2))
+    first.load_state(learnt.get_state())
+    assert first.state()["groups"] == learnt.get_state()["groups"]
+    assert not second.state()["groups"]
+    assert not clipper.get_state()["groups"]
+
+
 def test_the_verbs():
     optimizer = ClippedOptimizer(optimizers.SGD(0.1), ZScoreClip(warmup=1, warmup_factor=None))
     assert optimizer.last is None

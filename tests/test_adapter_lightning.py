@@ -22,6 +22,7 @@ lightning = pytest.importorskip("lightning.pytorch")
 
 from fedclip import AGC, EmaNormClip, FedclipWarning, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.adapters.lightning import ClipCallback, LightningClipping  # noqa: E402
+from fedclip.adapters.torch import attach  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -236,6 +237,42 @@ def test_the_mixin_keeps_the_clippers_of_further_optimizers(tmp_path: Path) -> N
     for fits in (1, 2):
         (callback,) = (c for c in fit(tmp_path, model).callbacks if isinstance(c, ClipCallback))
         assert [sum(r.steps for r in c.rounds) for c in callback.clippers] == [8 * fits] * 2
+
+
+# -- one clipper, one place ----------------------------------------------------------------------
+def test_the_clipper_of_the_mixin_is_attached_nowhere_else(tmp_path: Path) -> None:
+    class Twice(Mixed):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            attach(optimizer, self.clipper, self)
+            return optimizer
+
+    model = Twice(ZScoreClip())
+    with pytest.raises(ValueError, match="zscore-clip is attached to an optimizer"):
+        fit(tmp_path, model)
+    assert model.norms == [[]]
+    clipper = ZScoreClip()
+    with pytest.raises(ValueError, match="zscore-clip is attached to an optimizer"):
+        fit(tmp_path, Model(manual="step", optimizers=2), ClipCallback([clipper, clipper]))
+
+
+def test_a_clipper_goes_from_one_trainer_to_the_next(tmp_path: Path) -> None:
+    class Breaks(Model):
+        def training_step(self, batch: Any, index: int) -> Any:
+            assert index < 3
+            return super().training_step(batch, index)
+
+    clipper = ZScoreClip()
+    broken = trainer(tmp_path, ClipCallback(clipper))
+    with pytest.raises(AssertionError):
+        broken.fit(Breaks(), batches())
+    first = fit(tmp_path, Model(), ClipCallback(clipper))
+    second = fit(tmp_path, Model(), ClipCallback(clipper))
+    assert sum(r.steps for r in clipper.rounds) == 3 + 8 + 8
+    for done in (first, second):
+        done.save_checkpoint(tmp_path / "done.ckpt")
+        saved = torch.load(tmp_path / "done.ckpt", weights_only=True)
+        assert saved["optimizer_states"][0]["fedclip:zscore-clip"]["groups"]
 
 
 # -- what is refused -----------------------------------------------------------------------------

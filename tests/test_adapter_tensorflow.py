@@ -158,6 +158,18 @@ def test_variables_of_one_name_are_told_apart():
     assert clipper.last.norm_before == (3.0, 4.0)
 
 
+def test_a_clipper_of_one_model_refuses_the_gradients_of_another():
+    clipper = ZScoreClip()
+    both = [tf.Variable([3.0, 4.0], name=name) for name in ("generator", "critic")]
+
+    def step(variable):
+        return clip([(tf.ones(2), variable)], clipper)[0][0]
+
+    tf.function(step)(both[0])
+    with pytest.raises(ValueError, match=r"zscore-clip clips generator, .* norms of critic"):
+        tf.function(step)(both[1])
+
+
 def test_checkpoint_and_resume_is_bit_identical(tmp_path):
     def start():
         held = variables()

@@ -232,7 +232,6 @@ def test_a_copy_of_the_optimizer_clips_too(how):
     second.remove()
     first.remove()
     assert handles(twin) == []
-    assert "__reduce_ex__" not in vars(twin)
     assert handles(copy.deepcopy(twin)) == []
 
 

@@ -76,7 +76,7 @@ def test_every_extra_is_told_of() -> None:
     page = (ROOT / "docs" / "installing.md").read_text(encoding="utf-8")
     for extra in (*HEAVY, "plot", "html"):
         assert f"`{extra}`" in page or f"[{extra}" in page or f",{extra}]" in page, extra
-    assert set(EXTRAS) == {*HEAVY, "plot", "html", "bench", "docs", "dev"}
+    assert set(EXTRAS) == {*HEAVY, "plot", "html", "bench", "loops", "docs", "dev"}
 
 
 # -- a package is missing -----------------------------------------------------------------------

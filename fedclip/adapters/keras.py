@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import threading
@@ -276,7 +277,8 @@ class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             inner_optimizer = keras.optimizers.get(inner_optimizer)
         stepping = _checked(inner_optimizer)
         super().__init__(learning_rate=0.0, name=name)
-        self.clipper = clipper_of(clipper)
+        # What is loaded before the first step goes into the clipper, and to nobody else.
+        self.clipper = copy.deepcopy(clipper_of(clipper))
         self._hook = _Hook(stepping, self.clipper)
         self.inner_optimizer = inner_optimizer
         self.built = False

@@ -49,8 +49,8 @@ class ClipCallback(Callback):  # type: ignore[misc]
     ------
     ValueError
         Before the first step, if the Trainer's ``gradient_clip_val`` is set, if a list has
-        another length than there are optimizers, or if a fused optimizer would unscale the
-        gradients after the clip.
+        another length than there are optimizers, if a clipper acts elsewhere at the same time, or
+        if a fused optimizer would unscale the gradients after the clip.
     NotImplementedError
         Before the first step with DeepSpeed, which never shows whole gradients.
 
@@ -104,6 +104,15 @@ class ClipCallback(Callback):  # type: ignore[misc]
                     "after the clip: make it without fused=True"
                 )
             self._handles.append(attach(optimizer, clipper, pl_module.named_parameters()))
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let go of the clippers, for another Trainer; what is saved later still has them."""
+        for handle in self._handles:
+            handle._release()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let go of the clippers."""
+        self.teardown(trainer, pl_module, "fit")
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a round of the records."""

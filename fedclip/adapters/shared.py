@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -26,15 +28,19 @@ __all__ = [
     "Spec",
     "check_clipper",
     "check_compilable",
+    "check_free",
     "check_state",
     "clipped",
     "clipper_of",
     "counted",
     "groups_of",
+    "hold",
+    "holder_of",
     "kept",
     "kind_of",
     "load",
     "of_state",
+    "release",
     "reset",
     "start",
     "stats",
@@ -118,6 +124,56 @@ def clipped(
     if isinstance(clipper, AGC):
         return clipper.clip(gradients, weights(), backend=backend)
     return clipper.clip(gradients, backend=backend)
+
+
+class Holder(NamedTuple):
+    """What acts with a clipper until it lets go of it."""
+
+    ref: weakref.ref[Any]
+    where: str
+    """In words."""
+
+
+_holders: weakref.WeakKeyDictionary[Clipper | AGC, Holder] = weakref.WeakKeyDictionary()
+
+
+def holder_of(clipper: Clipper | AGC) -> Holder | None:
+    """Return what acts with a clipper now, if anything does."""
+    found = _holders.get(clipper)
+    if found is not None and found.ref() is not None:
+        # What nobody can reach any more may still wait to be collected.
+        gc.collect()
+    return found if found is not None and found.ref() is not None else None
+
+
+def hold(clipper: Clipper | AGC, holder: object, where: str) -> None:
+    """Note what acts with a clipper from now on: one thing, as it has one record of the past.
+
+    Raises
+    ------
+    ValueError
+        If something does already.
+    """
+    check_free(clipper)
+    _holders[clipper] = Holder(weakref.ref(holder), where)
+
+
+def release(clipper: Clipper | AGC, holder: object) -> None:
+    """Note that something acts with a clipper no longer."""
+    found = _holders.get(clipper)
+    if found is not None and found.ref() is holder:
+        del _holders[clipper]
+
+
+def check_free(clipper: Clipper | AGC) -> None:
+    """Raise a ValueError for a clipper that something acts with."""
+    found = holder_of(clipper)
+    if found is not None:
+        raise ValueError(
+            f"this {clipper.name} is {found.where} already, and would take the norms of both for "
+            "those of one: give each a clipper of its own, by copy.deepcopy(clipper), or as a "
+            "name or (name, config); or remove the first"
+        )
 
 
 def check_compilable(clipper: Clipper | AGC) -> None:

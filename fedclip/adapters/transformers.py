@@ -18,8 +18,10 @@ except ImportError as error:
     ) from error
 
 from fedclip import states
-from fedclip.adapters.shared import Spec, clipper_of
-from fedclip.adapters.torch import clip_, load_state
+from fedclip.adapters.shared import Spec, clipper_of, hold, release
+from fedclip.adapters.torch import load_state
+from fedclip.adapters.torch.clip import clip_named
+from fedclip.adapters.torch.names import check_sharding, named
 from fedclip.modules import AGC
 
 __all__ = ["ClipCallback", "attach"]
@@ -49,7 +51,8 @@ class ClipCallback(TrainerCallback, ExportableState):
     Raises
     ------
     ValueError
-        Before the first step, if ``max_grad_norm`` is not 0: its default of 1.0 clips too.
+        Before the first step, if ``max_grad_norm`` is not 0: its default of 1.0 clips too; or if
+        the clipper acts elsewhere at the same time.
     NotImplementedError
         Before the first step with DeepSpeed, which never shows whole gradients.
     RuntimeError
@@ -73,6 +76,9 @@ class ClipCallback(TrainerCallback, ExportableState):
             raise NotImplementedError(
                 "DeepSpeed keeps the gradients to itself: use its own gradient_clipping"
             )
+        # Of a training that failed, the end was not seen.
+        release(self.clipper, self)
+        hold(self.clipper, self, "in the ClipCallback of a Trainer")
         # Without an entry, as in older checkpoints, the Trainer fails when it saves the next one.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, [])
         if state.global_step:
@@ -83,6 +89,10 @@ class ClipCallback(TrainerCallback, ExportableState):
                 self.clipper, _read(ours[-1]["attributes"]["clipper_state"]) if ours else None
             )
         self._within = bool(state.global_step and state.epoch % 1)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let go of the clipper, for another Trainer."""
+        release(self.clipper, self)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin a round of the records, unless the run is resumed within an epoch."""
@@ -105,7 +115,9 @@ class ClipCallback(TrainerCallback, ExportableState):
             # What says that the gradients are unscaled already is this error alone.
             with suppress(RuntimeError):
                 scaler.unscale_(optimizer.optimizer)
-        if clip_(model, self.clipper) is None and all(p.grad is None for p in model.parameters()):
+        parameters = named(model, self.clipper)
+        check_sharding(parameters.values())
+        if clip_named(parameters, self.clipper) is None:
             raise RuntimeError(
                 f"{self.clipper.name} finds no gradient before the step: a layer-wise optimizer, "
                 "LOMO or the like, steps while the gradients are computed, and keeps none; take "

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,13 +57,14 @@ class HeldClipper:
         self._kept: dict[tuple[str, str], Any] = {}
         self._columns = 0
         self._groups: Any = None
+        self._names: frozenset[str] = frozenset()
         self._type: Any = None
 
     def build(self, weights: Mapping[str, Array]) -> None:
         """Make the variables, once, for the gradients of these weights."""
         if self.variables:
             return
-        self._groups = groups_of(self.clipper, weights)
+        self._groups, self._names = groups_of(self.clipper, weights), frozenset(weights)
         first = start(self.clipper, self._groups)
         self.labels, self._type = self._groups.labels, type(first)
         values = {
@@ -89,6 +90,11 @@ class HeldClipper:
         groups = groups_of(self.clipper, weights)
         if not groups.names:
             return gradients
+        if self._names.isdisjoint(weights):
+            raise ValueError(
+                f"this {self.clipper.name} clips {_few(self._names)}, and would take the norms of "
+                f"{_few(weights)} for theirs: give each model a clipper of its own"
+            )
         unknown = [label for label in groups.labels if label not in labels]
         if unknown:
             raise ValueError(
@@ -201,6 +207,11 @@ class HeldClipper:
 
     def _counts(self) -> list[int]:
         return [*map(int, self._numbers()[0])] if self.variables else [0, 0, 0]
+
+
+def _few(names: Iterable[str]) -> str:
+    first = sorted(names)
+    return ", ".join(first[:3]) + (", ..." if len(first) > 3 else "")
 
 
 def _wide(variable: Any) -> str:

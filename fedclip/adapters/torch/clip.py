@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad_norm_ as _torchs_own
 
-from fedclip.adapters.shared import check_clipper, clipped
+from fedclip.adapters.shared import check_clipper, check_free, clipped
 from fedclip.adapters.torch.apart import are_apart, part
 from fedclip.adapters.torch.names import Parameters, check_sharding, named
 from fedclip.arrays.torch import TorchInPlace
@@ -48,6 +48,8 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC) -> StepRecord | None:
     TypeError
         If the clipper needs names and there are none, if a gradient is not of a floating type, or
         if the parameters are pieces of FSDP1.
+    ValueError
+        If the clipper is attached to an optimizer, or in a Trainer, which clips already.
 
     Examples
     --------
@@ -61,6 +63,7 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC) -> StepRecord | None:
     tensor(True)
     """
     found = named(parameters, check_clipper(clipper))
+    check_free(clipper)
     check_sharding(found.values())
     return clip_named(found, clipper)
 
@@ -178,6 +181,7 @@ def clip_grad_norm_(
         if not parameters:
             return _torchs_own((p for p in parameters), 1.0)
     found = named(parameters, clipper)
+    check_free(clipper)
     check_sharding(found.values())
     record = clip_named(found, clipper)
     if record is None:

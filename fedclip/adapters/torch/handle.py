@@ -11,33 +11,39 @@ It uses torch's own hooks, and replaces no method of the optimizer's class.
 
 from __future__ import annotations
 
-import sys
+import copy
+import copyreg
+import inspect
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain, count
 from operator import is_
-from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
-from fedclip.adapters.shared import Spec, clipper_of, reset, stats
+from fedclip.adapters.shared import Spec, clipper_of, hold, holder_of, release, reset, stats
 from fedclip.adapters.torch.clip import clip_named
 from fedclip.adapters.torch.names import Parameters, check_sharding, named
+from fedclip.adapters.torch.running import Steps, is_within
 from fedclip.adapters.torch.statistics import load_state, state
+from fedclip.adapters.torch.watch import Watch, forget
+from fedclip.errors import FedclipWarning
 from fedclip.modules import AGC, Clipper
 from fedclip.records import StepRecord
 
 __all__ = ["ClipHandle", "attach", "handles"]
 
-# Copies and pickles ask an object for this; the attribute of an instance comes first.
-_REDUCE = "__reduce_ex__"
+# Called by a GradScaler that is enabled; one that is not calls the optimizer's step itself.
+_SCALED_STEP = torch.amp.GradScaler._maybe_opt_step.__code__
 
 
 class ClipHandle:
     """A clipper that acts in every step of an optimizer; made by `attach`.
 
-    As a context manager it is removed at the end.
+    As a context manager it is removed at the end, with a warning if no step was seen.
     """
 
     def __init__(
@@ -53,30 +59,36 @@ class ClipHandle:
         self._parameters: dict[str, torch.Tensor] = {}
         self._held: list[torch.Tensor] = []
         self._resolve(optimizer)
-        others = _attached(optimizer)
-        keys = {handle._key for handle in others.handles}
+        _check_step(optimizer)
+        hold(self.clipper, optimizer, f"attached to {_called(optimizer)}")
+        self._others = _ATTACHED.get(optimizer) or _Attached(optimizer)
+        keys = {handle._key for handle in self._others.handles}
         first = f"fedclip:{self.clipper.name}"
         numbered = (f"{first}#{n}" for n in count(1))
         self._key: str = next(key for key in chain([first], numbered) if key not in keys)
-        self._others = others
-        others.handles.append(self)
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_state_dict_post_hook(self._save),
-            optimizer.register_load_state_dict_pre_hook(self._load),
-        ]
+        self._others.handles.append(self)
 
     def remove(self) -> None:
         """Stop clipping, and leave the optimizer as it was."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
         self._others.leave(self)
+
+    def _release(self) -> None:
+        """Let the clipper act elsewhere too: this optimizer takes no steps any more."""
+        if (optimizer := self._others.optimizer()) is not None:
+            release(self.clipper, optimizer)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and not self._others.clips:
+            warnings.warn(
+                f"{self.clipper.name} has clipped nothing: no step of {self._others.called} was "
+                "seen. What steps in another way, as the inner loops of higher do, needs a clip "
+                "in the loop: clip_, or PureClipping",
+                FedclipWarning,
+                stacklevel=2,
+            )
         self.remove()
 
     @property
@@ -112,7 +124,7 @@ class ClipHandle:
 
     def _resolve(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Return the parameters that the optimizer holds now, by name."""
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held = _held(optimizer)
         if len(held) == len(self._held) and all(map(is_, held, self._held)):
             return self._parameters
         known = _named_by(optimizer, self.clipper) if self._source is None else self._source
@@ -133,26 +145,12 @@ class ClipHandle:
         self._held, self._parameters = held, chosen
         return chosen
 
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-    ) -> tuple[Any, Any] | None:
-        by_name = kwargs.get("closure")
-        given = by_name or (args[1] if len(args) > 1 else None)
-        if not callable(given):
-            self._clip(optimizer)
-            return None
-        _check_unscaled(optimizer)
-
-        def closure() -> Any:
-            loss = given()
-            self._clip(optimizer)
-            return loss
-
-        if by_name:
-            return args, {**kwargs, "closure": closure}
-        return (args[0], closure, *args[2:]), kwargs
+    # What is done in a step: at its begin, with each new gradient, and at its end.
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: gradients may come in the step only."""
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip the gradients."""
         # A GradScaler sets `grad_scale` on optimizers that unscale the gradients in their step.
         if getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(
@@ -161,41 +159,197 @@ class ClipHandle:
             )
         clip_named(self._resolve(optimizer), self.clipper)
 
-    def _save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        # AGC has no state to save.
-        found = self.state()
-        return {**state_dict, self._key: found} if found else state_dict
-
-    def _load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        rest = dict(state_dict)
-        self.load_state(rest.pop(self._key, None))
-        return rest
+    def _end(self) -> None:
+        """Do nothing: the gradients are used up."""
 
 
 class _Attached:
-    """All handles of one optimizer, and how it is copied and pickled with them.
+    """All handles of one optimizer, and the hooks in which they act.
 
-    Torch leaves hooks out of copies, which would clip nothing, and say nothing.
+    ::
+
+        a step begins, and no other of this optimizer is running:    begin
+            it was given a closure:           clip after each call, unless a clip was in the call
+            or nothing was clipped so far:    clip
+        it ends, and no other of this optimizer is running:          end
+
+    A class and those it comes from may all have a ``step`` with hooks, of which one calls the
+    next; the outermost is the user's.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.handles: list[ClipHandle] = []
         self.optimizer = weakref.ref(optimizer)
+        self.called = _called(optimizer)
+        self.clips = 0
+        self._clips_before = 0
+        self._watching = True
+        self._steps = Steps()
+        self._loaded = False
+        self._offered: dict[str, Any] = {}
+        self._own_ways: list[tuple[weakref.ref[torch.optim.Optimizer], str]] = []
+        # A step that was put into the class since has no hooks.
+        optimizer._patch_step_function()
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        self._save_with(optimizer)
+        self._watch = Watch(optimizer, _held(optimizer))
+        # Torch leaves hooks out of copies, which would clip nothing, and say nothing.
+        copyreg.pickle(type(optimizer), _reduced)
+        _ATTACHED[optimizer] = self
 
     def leave(self, handle: ClipHandle) -> None:
-        """Forget a handle."""
-        if handle in self.handles:
-            self.handles.remove(handle)
-        if not self.handles and (optimizer := self.optimizer()) is not None:
-            vars(optimizer).pop(_REDUCE, None)
+        """Forget a handle, and with the last one the optimizer."""
+        optimizer = self.optimizer()
+        if handle not in self.handles or optimizer is None:
+            return
+        self.handles.remove(handle)
+        handle._release()
+        if not self.handles:
+            for hook in self._hooks:
+                hook.remove()
+            for known, name in self._own_ways:
+                if (own := known()) is not None:
+                    vars(own).pop(name, None)
+            self._watch.end()
+            del _ATTACHED[optimizer]
 
-    def __call__(self, protocol: Any) -> tuple[Any, ...]:
-        """Return how to make the optimizer again, with a handle for each clipper."""
-        optimizer: Any = self.optimizer()
-        reduced: Any = type(optimizer).__reduce_ex__
-        make, args, state, *_ = reduced(optimizer, protocol)
-        attached = [(type(h), h.clipper, h._resolve(optimizer)) for h in self.handles]
-        return _again, (make, args, state, attached)
+    def be_saved(self, levels: Sequence[Any], handle: ClipHandle) -> None:
+        """Be in the state of each optimizer that holds the next, or warn.
+
+        The state of one may have that of the next in it, as Lookahead's, or not, as SAM's.
+        """
+        if len(levels) == 1 or not handle.state():
+            return
+        for level in reversed(levels[:-1]):
+            if not _saves(level, handle) and _is_hooked(level):
+                self._save_with(level)
+        if _saves(levels[0], handle) is False:
+            warnings.warn(
+                f"the state_dict() of {type(levels[0]).__name__} is without the statistics of "
+                f"{handle.clipper.name}: save handle.state() beside it, and give it to "
+                "handle.load_state()",
+                FedclipWarning,
+                stacklevel=3,
+            )
+
+    def _save_with(self, optimizer: torch.optim.Optimizer) -> None:
+        self._hooks += [
+            optimizer.register_state_dict_post_hook(self._save),
+            optimizer.register_load_state_dict_pre_hook(self._load),
+        ]
+        # A class may save or load without torch's hooks.
+        for name, method in (("state_dict", self._saved), ("load_state_dict", self._loads)):
+            if getattr(type(optimizer), name) is not getattr(torch.optim.Optimizer, name):
+                known = weakref.ref(optimizer)
+                vars(optimizer)[name] = partial(method, known)
+                self._own_ways.append((known, name))
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
+        found: tuple[Any, Any] | None = _uncompiled(self._begin)(optimizer, args, kwargs)
+        return found
+
+    def _begin(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
+        if self._steps.begin():
+            self._clips_before = self.clips
+            forget(optimizer)
+            for handle in self.handles:
+                handle._begin(optimizer)
+        by_name = kwargs.get("closure")
+        given = by_name or (args[1] if len(args) > 1 else None)
+        if not callable(given):
+            if self.clips == self._clips_before:
+                self._clip(optimizer)
+            return None
+        _check_unscaled(optimizer)
+
+        def closure() -> Any:
+            clips = self.clips
+            loss = given()
+            if self.clips == clips:
+                self._clip(optimizer)
+            return loss
+
+        if by_name:
+            return args, {**kwargs, "closure": closure}
+        return (args[0], closure, *args[2:]), kwargs
+
+    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
+        self.clips += 1
+        forget(optimizer)
+        if self._watching and any(p.grad is not None for p in _held(optimizer)):
+            self._watching = False
+            self._watch.end()
+        for handle in self.handles:
+            handle._clip(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        _uncompiled(self._end)()
+
+    def _end(self) -> None:
+        if self._steps.end():
+            for handle in self.handles:
+                handle._end()
+
+    def _save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        # AGC has no state to save.
+        found = {h._key: saved for h in self.handles if (saved := h.state())}
+        return {**state_dict, **found}
+
+    def _load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._loaded = True
+        rest = dict(state_dict)
+        for handle in self.handles:
+            handle.load_state(rest.pop(handle._key, self._offered.get(handle._key)))
+        return rest
+
+    def _saved(self, known: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = known()
+        found = type(optimizer).state_dict(optimizer, *args, **kwargs)
+        saved = all(_has(found, handle._key) for handle in self.handles)
+        return found if saved else self._save(optimizer, found)
+
+    def _loads(self, known: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        # What is outside may not reach the hooks of what is inside.
+        optimizer, outside, self._loaded = known(), self._offered, False
+        self._offered = {**outside, **state_dict}
+        try:
+            found = type(optimizer).load_state_dict(optimizer, state_dict, *args, **kwargs)
+            if not self._loaded:
+                self._load(optimizer, state_dict)
+        finally:
+            self._offered = outside
+        return found
+
+
+_ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Attached]
+_ATTACHED = weakref.WeakKeyDictionary()
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what stays outside of the graph of ``torch.compile``: it looks at its callers."""
+    if torch.compiler.is_compiling():
+        # The decorator would import the compiler with this module.
+        disable: Any = torch.compiler.disable
+        function = disable(function)
+    return function
+
+
+def _reduced(optimizer: torch.optim.Optimizer) -> Any:
+    """Return how to make an optimizer again, with a handle for each clipper."""
+    reduced: Any = optimizer.__reduce_ex__(4)
+    found = _ATTACHED.get(optimizer)
+    if found is None:
+        return reduced
+    attached = [(type(h), h.clipper, h._resolve(optimizer)) for h in found.handles]
+    make, args, state, *_ = reduced
+    return _again, (make, args, state, attached)
 
 
 def _again(
@@ -204,7 +358,9 @@ def _again(
     optimizer = make(*args)
     optimizer.__setstate__(state)
     for handle, clipper, parameters in attached:
-        handle(optimizer, clipper, parameters)
+        # A shallow copy comes with the clipper of the original.
+        own = clipper if holder_of(clipper) is None else copy.deepcopy(clipper)
+        handle(optimizer, own, parameters)
     return optimizer
 
 
@@ -212,49 +368,84 @@ def _handle_of(optimizer: torch.optim.Optimizer, place: int) -> ClipHandle:
     return handles(optimizer)[place]
 
 
+def _called(optimizer: Any) -> str:
+    return f"an optimizer ({type(optimizer).__name__})"
+
+
 def _check_unscaled(optimizer: torch.optim.Optimizer) -> None:
     """Raise an error in a GradScaler's step, whose closure would leave scaled gradients.
 
-    The scaler unscales before the step, and leaves no trace on the optimizer; only the call shows
-    that there is one. It refuses closures itself, but only those that are given by name.
+    The scaler unscales before the step; only a fused optimizer is told of it, and else the call
+    shows it. It refuses closures itself, but only those that are given by name.
     """
-    scalers = torch.amp.GradScaler.step.__code__
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is scalers and frame.f_locals["self"].is_enabled():
-            raise RuntimeError(
-                f"scaler.step(optimizer, closure) lets {type(optimizer).__name__} step with "
-                "gradients that are still scaled by the GradScaler: call closure(), then "
-                "scaler.unscale_(optimizer) and scaler.step(optimizer)"
-            )
-        frame = frame.f_back
+    if is_within(_SCALED_STEP) or hasattr(optimizer, "found_inf"):
+        # The scaler would leave there what it tells a fused optimizer.
+        for told in ("grad_scale", "found_inf"):
+            vars(optimizer).pop(told, None)
+        raise RuntimeError(
+            f"scaler.step(optimizer, closure) lets {type(optimizer).__name__} step with "
+            "gradients that are still scaled by the GradScaler: call closure(), then "
+            "scaler.unscale_(optimizer) and scaler.step(optimizer)"
+        )
 
 
-def _attached(optimizer: torch.optim.Optimizer) -> _Attached:
-    found: _Attached = vars(optimizer).setdefault(_REDUCE, _Attached(optimizer))
-    return found
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise a TypeError for an optimizer that has no step of its own: LOMO steps in backward."""
+    step = inspect.unwrap(type(optimizer).step)
+    code = getattr(step, "__code__", None)
+    if code is not None and code.co_names == ("NotImplementedError",):
+        raise TypeError(
+            f"{type(optimizer).__name__} has no step() in which a clipper could act: it uses up "
+            "each gradient as it is computed; take its own clipping, or another optimizer"
+        )
+
+
+def _saves(optimizer: Any, handle: ClipHandle) -> bool | None:
+    """Return whether the statistics are in an optimizer's state; None if it can not be seen."""
+    if not hasattr(optimizer, "state_dict"):
+        return None
+    try:
+        return _has(optimizer.state_dict(), handle._key)
+    except (RuntimeError, NotImplementedError):
+        # It can not be saved yet, as ZeRO before it has gathered its parts.
+        return None
+
+
+def _has(saved: Any, key: str) -> bool:
+    nested = isinstance(saved, Mapping)
+    return nested and (key in saved or any(_has(value, key) for value in saved.values()))
 
 
 def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return what takes the steps: wrappers, as Accelerate's or SAM, call one that they hold."""
+    return levels_of(optimizer)[-1]
+
+
+def levels_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return an optimizer, the one that it holds, and so on; the last one takes the steps."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"the first argument must be a torch optimizer, got {optimizer!r:.80}")
     inside = {id(o): o for o in vars(optimizer).values() if isinstance(o, torch.optim.Optimizer)}
-    hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
+    hooked = _is_hooked(optimizer)
+    own = {*map(id, _held(optimizer))}
     # One that holds other parameters has a part of them (ZeRO), or copies.
     for inner in inside.values() if len(inside) == 1 else ():
-        if not hooked or _held(inner) == _held(optimizer):
-            return inner_of(inner)
+        if not hooked or {*map(id, _held(inner))} == own:
+            return [optimizer, *levels_of(inner)]
     if not hooked:
         raise TypeError(
             f"{type(optimizer).__name__} has no hooks of torch.optim.Optimizer: attach to each "
             "optimizer that it holds"
         )
-    return optimizer
+    return [optimizer]
 
 
-def _held(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+    return hasattr(optimizer, "_optimizer_state_dict_post_hooks")
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _named_by(optimizer: torch.optim.Optimizer, clipper: Clipper | AGC) -> dict[str, torch.Tensor]:
@@ -263,13 +454,26 @@ def _named_by(optimizer: torch.optim.Optimizer, clipper: Clipper | AGC) -> dict[
     if all("param_names" in group for group in groups):
         pairs = [p for g in groups for p in zip(g["param_names"], g["params"], strict=True)]
         return named(pairs, clipper)
-    return named([p for group in groups for p in group["params"]], clipper)
+    return named(_held(optimizer), clipper)
 
 
 def handles(optimizer: torch.optim.Optimizer) -> list[ClipHandle]:
     """Return the handles of an optimizer, in the order in which they clip; also of a copy."""
-    found = vars(inner_of(optimizer)).get(_REDUCE)
-    return list(found.handles) if isinstance(found, _Attached) else []
+    found = _ATTACHED.get(inner_of(optimizer))
+    return list(found.handles) if found else []
+
+
+H = TypeVar("H", bound=ClipHandle)
+
+
+def attached(
+    kind: type[H], optimizer: torch.optim.Optimizer, clipper: Spec, parameters: Parameters | None
+) -> H:
+    """Return a handle of this kind, whose clipper is saved with the optimizer."""
+    levels = levels_of(optimizer)
+    handle = kind(levels[-1], clipper, parameters)
+    _ATTACHED[levels[-1]].be_saved(levels, handle)
+    return handle
 
 
 def attach(
@@ -286,11 +490,16 @@ def attach(
 
     Given a closure, as L-BFGS needs it, it clips each time the optimizer has called the closure.
     With gradient accumulation it clips once a step; under AMP it clips after the GradScaler has
-    unscaled the gradients. Several handles clip one after the other.
+    unscaled the gradients. A step is that of your call: where a class's step calls that of the
+    class that it comes from, it clips once, at the begin. Several handles clip one after the
+    other.
 
     The clipper's state is saved and loaded with ``optimizer.state_dict()``, under a key of its
     own; a state from before there was a clipper starts it anew, with a warning. A copy of the
     optimizer, or one that was pickled, clips with a copy of the clipper (see `handles`).
+
+    Until a first step was seen, a `FedclipWarning` tells of weights that learn without one, at
+    the second round of gradients; and of a wrapper whose state can not hold the clipper's.
 
     Parameters
     ----------
@@ -307,11 +516,12 @@ def attach(
     Raises
     ------
     ValueError
-        If the optimizer holds none of the parameters, or one without a name; at the first step
-        after ``add_param_group`` too.
+        If the optimizer holds none of the parameters, or one without a name, at the first step
+        after ``add_param_group`` too; or if the clipper is attached already, or in a Trainer.
     TypeError
-        If the clipper needs names and there are none, if the parameters are pieces of FSDP1, or
-        if a wrapper has neither torch's hooks nor one optimizer inside.
+        If the clipper needs names and there are none, if the parameters are pieces of FSDP1, if
+        a wrapper has neither torch's hooks nor one optimizer inside, or if the optimizer has no
+        step, as LOMO.
     RuntimeError
         At a step, if the gradients are still scaled by a GradScaler, or will be, by a closure
         that is given to its step.
@@ -329,4 +539,4 @@ def attach(
     1.732
     >>> handle.remove()
     """
-    return ClipHandle(inner_of(optimizer), clipper, parameters)
+    return attached(ClipHandle, optimizer, clipper, parameters)

@@ -8,12 +8,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fedclip.adapters.shared import Spec, clipped
-from fedclip.adapters.torch.handle import ClipHandle, inner_of
+from fedclip.adapters.torch.handle import ClipHandle, attached
 from fedclip.adapters.torch.names import Parameters
 
 __all__ = ["UpdateHandle", "attach_update"]
@@ -28,14 +26,18 @@ class UpdateHandle(ClipHandle):
         clipper: Spec,
         parameters: Parameters | None,
     ) -> None:
-        super().__init__(optimizer, clipper, parameters)
         self._before: dict[str, torch.Tensor] = {}
-        self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+        super().__init__(optimizer, clipper, parameters)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the weights."""
         self._before = {n: p.detach().clone() for n, p in self._resolve(optimizer).items()}
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: the gradients are the optimizer's."""
+
+    def _end(self) -> None:
+        """Clip the change of the weights."""
         before, self._before = self._before, {}
         with torch.no_grad():
             change = {name: self._parameters[name] - weight for name, weight in before.items()}
@@ -68,4 +70,4 @@ def attach_update(
     >>> f"{float(handle.last):.2f} {float(torch.dist(layer.weight.detach(), before)):.2f}"
     '14.14 0.50'
     """
-    return UpdateHandle(inner_of(optimizer), clipper, parameters)
+    return attached(UpdateHandle, optimizer, clipper, parameters)

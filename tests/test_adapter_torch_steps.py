@@ -1,0 +1,685 @@
+"""What is attached acts once in each step of an optimizer, is saved, and is seen to act."""
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from contextlib import nullcontext
+
+import pytest
+from helpers import require
+
+torch = require("torch")
+
+from fedclip import FedclipWarning, NormClip, ZScoreClip  # noqa: E402
+from fedclip.adapters.torch import attach, attach_update, clip_, clip_grad_norm_, handles  # noqa: E402
+
+SGD = torch.optim.SGD
+# Torch puts its hooks into the step of a class when it makes the first of it.
+SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+
+
+def backward(model, scale=100.0):
+    loss = (scale * model(torch.ones(3, 5))).square().sum()
+    loss.backward()
+    return loss
+
+
+def total(model):
+    return float(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).double().norm())
+
+
+# -- steps that call one another -----------------------------------------------------------------
+class Derived(SGD):
+    """Calls the closure itself."""
+
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        super().step()
+        return loss
+
+
+class Twice(Derived):
+    """One level more, which hands the closure on."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Bare(SGD):
+    """Has a step without hooks of its own, put into the class later."""
+
+
+def _bare_step(self, closure=None):
+    return SGD.step(self, closure)
+
+
+class Fails(Twice):
+    """Fails once, after everything."""
+
+    fails = False
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("out of memory")
+        return loss
+
+
+class Blocks(SGD):
+    """Steps for each half of its parameters."""
+
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        for held in (self.param_groups[0]["params"][i::2] for i in (0, 1)):
+            others = [p for p in self.param_groups[0]["params"] if all(p is not q for q in held)]
+            kept = [p.grad for p in others]
+            for p in others:
+                p.grad = None
+            super().step()
+            for p, gradient in zip(others, kept, strict=True):
+                p.grad = gradient
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Derived, Twice, Bare, Fails, Blocks])
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("scheduler", ["none", "before", "after"])
+def test_a_step_is_clipped_once_however_many_steps_it_calls(kind, closure, scheduler):
+    model, other = build(), build()
+    optimizer, plain = kind(model.parameters(), lr=0.1), SGD(other.parameters(), lr=0.1)
+    if kind is Bare:
+        Bare.step = _bare_step
+    if scheduler == "before":
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    handle = attach(optimizer, ZScoreClip(max_norm=3.0), model)
+    second = attach(optimizer, NormClip(2.0), model)
+    if scheduler == "after":
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    byhand, norms = ZScoreClip(max_norm=3.0), []
+
+    def compute():
+        optimizer.zero_grad()
+        loss = backward(model)
+        norms.append(total(model))
+        return loss
+
+    for step in range(4):
+        optimizer.fails = kind is Fails and step == 1
+        if not closure:
+            compute()
+        with pytest.raises(RuntimeError, match="memory") if optimizer.fails else nullcontext():
+            optimizer.step(*[compute] * closure)
+        plain.zero_grad()
+        backward(other)
+        clip_(other, byhand)
+        clip_(other, NormClip(2.0))
+        plain.step()
+        assert float(handle.last) == pytest.approx(norms[-1])
+    assert handle.stats()["round/steps"] == second.stats()["round/steps"] == len(norms) == 4
+    assert handle.clipper.get_state() == byhand.get_state()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_closure_that_the_step_brings_itself_is_clipped():
+    class Brings(SGD):
+        def step(self, closure=None):
+            return super().step(self.own)
+
+    model, norms = build(), []
+    optimizer = Brings(model.parameters(), lr=0.1)
+
+    def own():
+        optimizer.zero_grad()
+        loss = backward(model)
+        norms.append(total(model))
+        return loss
+
+    optimizer.own = own
+    handle = attach(optimizer, NormClip(1e-3), model)
+    optimizer.step()
+    assert float(handle.last) == pytest.approx(norms[0])
+    assert total(model) <= 1e-3
+
+
+@pytest.mark.parametrize("kind", [SGD, Derived, Twice, Fails])
+def test_an_update_is_that_of_the_outermost_step(kind):
+    model = build()
+    optimizer = kind(model.parameters(), lr=0.1)
+    handle = attach_update(optimizer, NormClip(0.01), model)
+    for step in range(3):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.fails = step == 1
+        if kind is Fails and step == 1:
+            with pytest.raises(RuntimeError, match="memory"):
+                optimizer.step()
+            continue
+        optimizer.step()
+        moved = [(p - b).detach().reshape(-1) for p, b in zip(model.parameters(), before)]  # noqa: B905
+        assert 0 < float(torch.cat(moved).norm()) <= 0.01001
+    assert handle.stats()["round/steps"] == (2 if kind is Fails else 3)
+
+
+def test_an_update_without_gradients_is_clipped_too():
+    class Draws(SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.add_(torch.ones_like(p))
+
+    model = build()
+    optimizer = Draws(model.parameters(), lr=0.1)
+    with attach_update(optimizer, NormClip(0.01), model) as handle:
+        optimizer.step()
+    assert handle.stats()["round/clipped"] == 1
+
+
+def test_a_scaler_and_a_derived_step():
+    model = build()
+    optimizer = Twice(model.parameters(), lr=0.1)
+    handle = attach(optimizer, ZScoreClip(max_norm=1.0), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale((100 * model(torch.ones(3, 5))).square().sum()).backward()
+        expected = total(model) / 1024
+        scaler.step(optimizer)
+        scaler.update()
+        assert float(handle.last) == pytest.approx(expected, rel=1e-4)
+    assert handle.stats()["round/steps"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+@pytest.mark.parametrize("how", [attach, attach_update])
+def test_a_compiled_derived_step(how):
+    found = []
+    for compiled in (False, True):
+        model = build()
+        optimizer = Twice(model.parameters(), lr=0.1)
+        handle = how(optimizer, ZScoreClip(max_norm=0.5), model)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model)
+            step()
+        found.append((handle.stats(), [*model.parameters()]))
+    (eager, expected), (learnt, weights) = found
+    assert learnt == eager
+    assert learnt["round/steps"] == 3
+    assert all(map(torch.equal, weights, expected))
+
+
+# -- what is saved comes back --------------------------------------------------------------------
+class OwnLoader(SGD):
+    """Loads without torch's hooks, as optimizers of 8 bits do."""
+
+    def load_state_dict(self, state_dict, strict=True):
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=strict):
+            group |= {key: value for key, value in saved.items() if key != "params"}
+
+
+class OwnBoth(OwnLoader):
+    """Saves without them too."""
+
+    def state_dict(self):
+        return {"param_groups": [{"lr": group["lr"]} for group in self.param_groups]}
+
+
+class Hooked(SGD):
+    """Has methods of its own, which call torch's."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "more": 1}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        assert state_dict["more"] == 1
+
+
+class Sam(torch.optim.Optimizer):
+    """Goes uphill first; its state is without that of the optimizer that it holds."""
+
+    def __init__(self, parameters, lr, base=SGD):
+        super().__init__(parameters, {"lr": lr})
+        self.base_optimizer = base(self.param_groups, lr=lr)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        norm = torch.stack([p.grad.norm() for p in self.param_groups[0]["params"]]).norm()
+        uphill = [0.05 * p.grad / norm for p in self.param_groups[0]["params"]]
+        torch._foreach_add_(self.param_groups[0]["params"], uphill)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        torch._foreach_sub_(self.param_groups[0]["params"], uphill)
+        self.base_optimizer.step()
+
+
+class Nested:
+    """No optimizer of torch; the state of the one inside is in its own."""
+
+    def __init__(self, parameters, lr):
+        self.optimizer = SGD(parameters, lr=lr)
+        self.param_groups = self.optimizer.param_groups
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+    def state_dict(self):
+        return {"slow": {}, "fast": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict["fast"])
+
+
+class Forgets(Nested):
+    def state_dict(self):
+        return {"slow": {}}
+
+
+class Picks(torch.optim.Optimizer):
+    """Saves what it knows of the optimizer inside, and lets that one load it."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+        self.base_optimizer = SGD(self.param_groups, lr=lr)
+
+    def step(self, closure=None):
+        return self.base_optimizer.step(closure)
+
+    def state_dict(self):
+        inside = self.base_optimizer.state_dict()
+        return {"base": {key: inside[key] for key in ("state", "param_groups")}}
+
+    def load_state_dict(self, state_dict):
+        self.base_optimizer.load_state_dict(state_dict["base"])
+
+
+class SamOfOwn(Sam):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr, OwnLoader)
+
+
+@pytest.mark.parametrize("kind", [OwnLoader, OwnBoth, Hooked, Sam, Nested, Picks, SamOfOwn])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_is_saved_comes_back_by_the_optimizers_own_loader(kind, wrapped):
+    def made():
+        model = build()
+        optimizer = inner = kind(model.parameters(), lr=0.1)
+        if wrapped and kind is not Nested:
+            optimizer = Nested(model.parameters(), 0.1)
+            optimizer.optimizer, optimizer.param_groups = inner, inner.param_groups
+        return model, optimizer, [attach(optimizer, make(), model) for make in (ZScoreClip,) * 2]
+
+    model, optimizer, learnt = made()
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step(lambda: backward(model))
+    saved = optimizer.state_dict()
+    _, other, loaded = made()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state_dict(saved)
+    assert [h.state() for h in loaded] == [h.state() for h in learnt]
+    assert loaded[0].state()["groups"]
+    for handle in loaded:
+        handle.remove()
+    assert "load_state_dict" not in vars(handles_of(other))
+    assert not any(key.startswith("fedclip") for key in handles_of(other).state_dict())
+
+
+def handles_of(optimizer):
+    """Return the innermost optimizer."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer
+
+
+def test_a_wrapper_that_does_not_save_what_is_inside_is_told():
+    model = build()
+    with pytest.warns(FedclipWarning, match=r"state_dict\(\) of Forgets is without .* save handle"):
+        attach(Forgets(model.parameters(), 0.1), ZScoreClip(), model)
+
+
+# -- one clipper, one place ----------------------------------------------------------------------
+def _attach(clipper):
+    model = build()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return optimizer, attach(optimizer, clipper, model)
+
+
+def _attach_update(clipper):
+    model = build()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return optimizer, attach_update(optimizer, clipper, model)
+
+
+def _clip(clipper):
+    model = build()
+    backward(model)
+    clip_(model, clipper)
+
+
+def _clip_as_torch(clipper):
+    model = build()
+    backward(model)
+    clip_grad_norm_(model, clipper)
+
+
+@pytest.mark.parametrize("second", [_attach, _attach_update, _clip, _clip_as_torch])
+@pytest.mark.parametrize("first", [_attach, _attach_update])
+@pytest.mark.parametrize("make", [ZScoreClip, NormClip])
+def test_a_clipper_that_is_attached_acts_nowhere_else(first, second, make):
+    clipper = make()
+    optimizer, handle = first(clipper)
+    sentence = rf"{clipper.name} is attached to an optimizer \(SGD\) already.*clipper of its own"
+    with pytest.raises(ValueError, match=sentence):
+        second(clipper)
+    with pytest.raises(ValueError, match=sentence):
+        attach(optimizer, clipper)
+    assert handles(optimizer) == [handle]
+    second(copy.deepcopy(clipper))
+    handle.remove()
+    second(clipper)
+
+
+@pytest.mark.parametrize("how", ["dropped", "copied", "pickled", "shallow", "by name"])
+def test_uses_of_a_clipper_that_are_one_after_the_other(how):
+    clipper = ZScoreClip()
+    optimizer, handle = _attach(clipper)
+    gone = weakref.ref(optimizer)
+    if how == "dropped":
+        # As where a notebook runs its cell again: the handle is still known.
+        optimizer.itself = optimizer
+        del optimizer
+        _, again = _attach(clipper)
+        gc.collect()
+        assert gone() is None
+        assert again.clipper is handle.clipper
+    elif how == "by name":
+        assert _attach("zscore-clip")[1].clipper is not _attach("zscore-clip")[1].clipper
+    else:
+        copies = {
+            "copied": copy.deepcopy,
+            "pickled": lambda o: pickle.loads(pickle.dumps(o)),
+            "shallow": copy.copy,
+        }
+        (twin,) = handles(copies[how](optimizer))
+        assert twin.clipper is not clipper
+        assert twin.state() == handle.state()
+
+
+# -- what is attached is seen to act -------------------------------------------------------------
+class InBackward(SGD):
+    """Steps as each gradient is computed, and has no step."""
+
+    def step(self, closure=None):
+        raise NotImplementedError
+
+
+def test_an_optimizer_without_a_step_is_refused():
+    model = build()
+    with pytest.raises(TypeError, match=r"InBackward has no step\(\) in which a clipper could act"):
+        attach(InBackward(model.parameters(), lr=0.1), NormClip(), model)
+
+
+@torch.no_grad()
+def _by_hand(model):
+    for p in model.parameters():
+        p -= 1e-3 * p.grad
+        p.grad = None
+
+
+def _by_data(model):
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-1e-3)
+        p.grad.zero_()
+
+
+def _pasts_hooks(model, optimizer):
+    optimizer.step = lambda: _by_hand(model)
+    return lambda: (backward(model), optimizer.step())
+
+
+def _in_the_class(model, optimizer):
+    type(optimizer).step = lambda self: _by_hand(model)
+    return lambda: (backward(model), optimizer.step())
+
+
+def _in_backward(model, optimizer):
+    each = {p: SGD([p], lr=1e-3) for p in model.parameters()}
+
+    def use(p):
+        each[p].step()
+        each[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(use)
+    return lambda: backward(model)
+
+
+def _another(model, optimizer):
+    other = SGD(model.parameters(), lr=1e-3)
+    return lambda: (other.zero_grad(), backward(model), other.step())
+
+
+def _without_grad(model, optimizer):
+    @torch.no_grad()
+    def round_():
+        with torch.enable_grad():
+            loss = model(torch.ones(3, 5)).square().sum()
+        for p, g in zip(
+            model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+        ):
+            p -= 1e-3 * g
+
+    return round_
+
+
+def _meta(model, optimizer):
+    # An inner loop on copies of the weights, as higher's, and an outer step.
+    outer = SGD(model.parameters(), lr=1e-3)
+
+    def round_():
+        outer.zero_grad()
+        fast = {n: p.clone() for n, p in model.named_parameters()}
+        for _ in range(2):
+            loss = torch.func.functional_call(model, fast, torch.ones(3, 5)).square().sum()
+            slopes = torch.autograd.grad(loss, [*fast.values()], create_graph=True)
+            fast = {n: p - 0.01 * g for (n, p), g in zip(fast.items(), slopes, strict=True)}
+        torch.func.functional_call(model, fast, torch.ones(3, 5)).square().sum().backward()
+        outer.step()
+
+    return round_
+
+
+PAST = {
+    "by hand": lambda m, o: lambda: (backward(m), _by_hand(m)),
+    "by .data": lambda m, o: lambda: (backward(m), _by_data(m)),
+    "a step past the hooks": _pasts_hooks,
+    "a step in the class": _in_the_class,
+    "in backward": _in_backward,
+    "another optimizer": _another,
+    "no .grad": _without_grad,
+    "meta": _meta,
+}
+
+
+@pytest.mark.parametrize("loop", PAST)
+def test_weights_that_learn_past_the_steps_are_seen_in_the_second_round(loop):
+    model = build()
+    optimizer = type("Own", (SGD,), {})(model.parameters(), lr=0.1)
+    handle = attach(optimizer, ZScoreClip(), model)
+    one_round = PAST[loop](model, optimizer)
+    one_round()
+    with pytest.warns(FedclipWarning, match=r"no step of the optimizer \(Own\).* was seen") as said:
+        one_round()
+    assert len(said) == 1
+    one_round()
+    assert handle.last is None
+
+
+def test_a_block_without_a_step_is_told():
+    model = build()
+    sentence = r"zscore-clip has clipped nothing: no step of an optimizer \(SGD\) was seen"
+    handle = attach(SGD(model.parameters(), lr=0.1), ZScoreClip(), model)
+    with pytest.warns(FedclipWarning, match=sentence), handle:
+        backward(model)
+    with pytest.raises(KeyError), attach(SGD(model.parameters(), lr=0.1), ZScoreClip(), model):
+        raise KeyError
+
+
+def _accumulating(model, optimizer):
+    for _ in range(20):
+        backward(model)
+    optimizer.step()
+
+
+def _skipping(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    for _ in range(130):
+        optimizer.zero_grad()
+        scaler.scale(backward(model, 1e-3).detach() * model[0].bias.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def _adversary(model, optimizer):
+    # Frees the critic many times before the other side has its turn.
+    critic = torch.nn.Linear(2, 1)
+    other = SGD(critic.parameters(), lr=0.01)
+    with attach(other, ZScoreClip(), critic):
+        for _ in range(10):
+            other.zero_grad()
+            critic(model(torch.ones(3, 5))).sum().backward()
+            other.step()
+            optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+
+
+def _uphill(model, optimizer):
+    for step in range(3):
+        for _ in range(3):
+            backward(model)
+        uphill = [0.05 * p.grad / p.grad.norm() for p in model.parameters()]
+        with torch.no_grad():
+            torch._foreach_add_([*model.parameters()], uphill)
+        optimizer.zero_grad()
+        for _ in range(3):
+            backward(model)
+        with torch.no_grad():
+            torch._foreach_sub_([*model.parameters()], uphill)
+        if step:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def _two_phases(model, optimizer):
+    first = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with attach(first, ZScoreClip(), model):
+        for _ in range(3):
+            first.zero_grad()
+            backward(model)
+            first.step()
+    optimizer.step()
+
+
+def _tried_and_moved(model, optimizer):
+    backward(model)
+    optimizer.zero_grad()
+    model.double()
+    model(torch.ones(3, 5).double()).sum().backward()
+    optimizer.step()
+
+
+def _frozen(model, optimizer):
+    for thaws in (False, False, True):
+        model.requires_grad_(thaws)
+        optimizer.step()
+        optimizer.zero_grad()
+        if thaws:
+            backward(model)
+    optimizer.step()
+
+
+def _compiled(model, optimizer):
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        compiled(torch.ones(3, 5)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _noisy(model, optimizer):
+    # Weights of a random draw in each of several calls of the closure.
+    class Noisy(Twice):
+        def step(self, closure=None):
+            held = self.param_groups[0]["params"]
+            for _ in range(3):
+                with torch.no_grad():
+                    torch._foreach_add_(held, [0.1 * torch.randn_like(p) for p in held])
+                closure()
+            return super().step()
+
+    other = Noisy(model.parameters(), lr=0.1)
+    with attach(other, ZScoreClip(), model):
+        backward(model)
+        other.step(lambda: backward(model))
+    optimizer.step()
+
+
+ORDINARY = [_accumulating, _skipping, _adversary, _uphill, _two_phases, _tried_and_moved]
+ORDINARY += [_frozen, _noisy, pytest.param(_compiled, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("loop", ORDINARY)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_ordinary_loops_raise_no_alarm(loop):
+    model = build()
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    handle = attach(optimizer, ZScoreClip(), model)
+    loop(model, optimizer)
+    assert handle.stats()["round/steps"] > 0
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_an_optimizer_that_is_gone_raises_no_alarm():
+    model = build()
+    attach(SGD(model.parameters(), lr=0.1), ZScoreClip(), model)
+    gc.collect()
+    for _ in range(3):
+        backward(model)
+        _by_hand(model)
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_tensors_that_are_watched_are_saved_without_a_word():
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = SGD([weight], lr=0.1)
+    attach(optimizer, NormClip())
+    for twin, other in (pickle.loads(pickle.dumps((weight, optimizer))), (weight, optimizer)):
+        other.zero_grad()
+        (100 * twin).sum().backward()
+        other.step()
+        assert float(twin.grad.norm()) <= 1.0
