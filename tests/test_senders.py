@@ -17,6 +17,7 @@ from declearn.optimizer.modules import AuxVar as _AuxVar
 from federation_helpers import Server
 
 import fedclip
+from fedclip.federation import replies
 from fedclip.federation.statistics.messages import FedclipSharedCounts
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes
 
@@ -184,6 +185,9 @@ def test_the_dtype_of_one_update_costs_nobody_else_a_reply(vetted: bool, dtypes:
     if vetted:
         # The model's, whoever replies.
         assert out.coefs["w"].dtype == np.float64
+    elif dtypes.count("f4") == 2:
+        # Of most replies, whoever comes first.
+        assert out.coefs["w"].dtype == np.float32
 
 
 def test_what_only_one_module_of_the_server_receives_is_kept() -> None:
@@ -193,6 +197,19 @@ def test_what_only_one_module_of_the_server_receives_is_kept() -> None:
     Server(BOUND, {"name": "clipped-averaging"}).start()
     sampler.update(replies, MODEL)
     assert set(replies["a"].aux_var) == {"update-clip", "other"}
+
+
+def test_what_is_expected_is_forgotten_and_names_are_for_all_replies_only() -> None:
+    replies.expect("votes", UpdateClipVotes, UpdateClipVotes)
+    replies.expect("counts", FedclipSharedCounts, UpdateClipVotes)
+    assert list(replies.expected()) == ["votes", "counts"]
+    assert not replies.expected()
+    round_ = reply(0.5)
+    replies.note(round_, {"votes": [replies.Sender(name, name == "b") for name in "abc"]})
+    assert [replies.sender_of("votes", i, 3) for i in range(3)] == ["a", "b", "c"]
+    # Two of three may be any two.
+    assert replies.sender_of("votes", 0, 2) == ""
+    assert replies.faulty_senders("votes") == ["b"]
 
 
 def test_a_missing_module_is_still_told_of() -> None:

@@ -167,7 +167,7 @@ def test_far_out_of_range_is_zeroed(config: dict[str, Any], zeroed: int) -> None
     if config.get("zeroing_norm") == 13.0:
         update = NumpyVector({"w": np.array([12.0, -12.9])})
     shared = share({"max_norm": 1.0, **config}, update)
-    assert shared.n_zeroed == zeroed
+    assert (shared.n_clipped, shared.n_zeroed) == (1 - zeroed, zeroed)
     assert norm(shared.updates) == (0.0 if zeroed else pytest.approx(1.0))
 
 
@@ -819,6 +819,25 @@ def test_client_without_a_counterpart() -> None:
         clients.round(0, {}, np.array([1.0]))
 
 
+def test_a_client_goes_by_the_bound_of_its_round_only() -> None:
+    """Not by an older one, and not another aggregator of the same thread."""
+    clients = Clients(1, ADAPTIVE, CLIPPED)
+    for message, error in (
+        (UpdateClipBound(2.0, stop="the budget is spent"), RuntimeError),
+        (UpdateClipBound(-1.0), ValueError),
+        (None, None),
+    ):
+        aux = {"update-clip": UpdateClipBound(0.5)}
+        assert norm(clients.round(0, aux, np.ones(1)).updates.updates) == pytest.approx(0.5)
+        if message is not None:
+            clients.optimizers[0].process_aux_var(aux)
+            with pytest.raises(error):
+                clients.optimizers[0].process_aux_var({"update-clip": message})
+        assert norm(share({"max_norm": 2.0}, NumpyVector({"w": np.ones(1)})).updates) == 1.0
+        with pytest.raises(RuntimeError, match="has received no bound"):
+            clients.optimizers[0].start_round()
+
+
 def test_client_with_the_module_twice() -> None:
     clients = Clients(1, ADAPTIVE * 2, CLIPPED)
     with pytest.raises(RuntimeError, match="once only"):
@@ -964,6 +983,31 @@ def test_hostile_update(kind: str, place: int, caplog: pytest.LogCaptureFixture)
     assert "1 refused" in caplog.text
     assert "the update of one of 5 replies counts as zero" in caplog.text
     assert server.start()["update-clip"].stop == ""
+
+
+@pytest.mark.parametrize("scope", ["tensor", ["0"]])
+def test_groups_that_reach_the_bound_each_by_itself_are_refused(scope: Any) -> None:
+    """Together they are longer than the bound, on which noise is sized."""
+    config = {**CLIPPED, "scope": scope}
+    server = Server([("update-clip-server", {"start_norm": 1.0})], config)
+    clients = Clients(2, ADAPTIVE, config)
+    aux = server.start()
+    update = NumpyVector({"0": np.array([5.0]), "1": np.array([5.0])})
+    replies = [clients.round(i, aux, update) for i in range(2)]
+    forged(replies[1], updates=NumpyVector({"0": np.array([0.9]), "1": np.array([0.9])}))
+    average = server.finish([sent(r) for r in replies])
+    assert norm(average) == pytest.approx(0.5)
+
+
+def test_the_order_of_tensors_and_of_messages_does_not_matter() -> None:
+    server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
+    updates = [NumpyVector({k: np.array([0.1 * len(k)]) for k in ks}) for ks in (("a", "bb"),) * 2]
+    updates[1].coefs = dict(reversed(updates[1].coefs.items()))
+    average = server.finalize_updates(sum(ClippedUpdates(x, 1) for x in updates))
+    assert {k: float(v[0]) for k, v in average.coefs.items()} == pytest.approx({"a": 0.1, "bb": 0.2})
+    # What is no vote abstains, and its client counts.
+    found = UpdateClipVotes.among(["text", UpdateClipVotes(1, 1, 1), None])
+    assert found == UpdateClipVotes(3, 1, 1, 2)
 
 
 @pytest.mark.parametrize(
