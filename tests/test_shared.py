@@ -712,9 +712,7 @@ def fixed(value: float, digits: int, scale: int) -> list[int]:
         (0, 1.0, 1.0, 0.0, "norms below 0"),
     ],
 )
-def test_sums_that_no_norms_have(
-    n: int, up: float, down: float, second: float, fault: str
-) -> None:
+def test_sums_that_no_norms_have(n: int, up: float, down: float, second: float, fault: str) -> None:
     tally, bounds = Tally(["moments"]), Bounds.of(np.array([1.0]), np.array([4.0]))
     column = [n, *fixed(up, 12, 100), *fixed(down, 12, 100), *fixed(second, 20, 160)]
     counts = np.array(column, dtype=np.uint64)[:, None]

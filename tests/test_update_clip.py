@@ -1004,7 +1004,9 @@ def test_the_order_of_tensors_and_of_messages_does_not_matter() -> None:
     updates = [NumpyVector({k: np.array([0.1 * len(k)]) for k in ks}) for ks in (("a", "bb"),) * 2]
     updates[1].coefs = dict(reversed(updates[1].coefs.items()))
     average = server.finalize_updates(sum(ClippedUpdates(x, 1) for x in updates))
-    assert {k: float(v[0]) for k, v in average.coefs.items()} == pytest.approx({"a": 0.1, "bb": 0.2})
+    assert {k: float(v[0]) for k, v in average.coefs.items()} == pytest.approx(
+        {"a": 0.1, "bb": 0.2}
+    )
     # What is no vote abstains, and its client counts.
     found = UpdateClipVotes.among(["text", UpdateClipVotes(1, 1, 1), None])
     assert found == UpdateClipVotes(3, 1, 1, 2)
