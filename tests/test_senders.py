@@ -20,6 +20,7 @@ import fedclip
 from fedclip.federation import replies
 from fedclip.federation.statistics.messages import FedclipSharedCounts
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes
+from fedclip.modules.servers import ZScoreClipServer
 
 
 class AuxVar(_AuxVar, register=False):
@@ -71,6 +72,27 @@ def test_whose_update_and_whose_vote(caplog: pytest.LogCaptureFixture) -> None:
     assert "the update of 'b' counts as zero" in caplog.text
     assert "no proper vote in 1 of 3 replies (of 'c')" in caplog.text
     np.testing.assert_allclose(out.coefs["w"], [1.0 / 3])
+
+
+def test_whose_counts(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever came first; and how many it were so far, over a restart, too."""
+    server = ZScoreClipServer()
+    rows = server.shared_state.tally.rows
+    round_, key = reply(0.5), str(server.aux_name)
+    replies.note(round_, {key: [replies.Sender(name, False) for name in "abc"]})
+    for place, total in enumerate(
+        [
+            "text" + FedclipSharedCounts(1, [0] * rows),
+            FedclipSharedCounts(1, [0] * rows) + FedclipSharedCounts(1, [1] * rows),
+        ]
+    ):
+        caplog.clear()
+        server.process_aux_var(total + FedclipSharedCounts(1, [0] * rows))  # type: ignore[operator]
+        assert f"1 of 3 messages say, round {place + 1}: " in caplog.text
+        assert f"(1×: {'ab'[place]!r}) ({place + 1} so far)" in caplog.text
+    again = ZScoreClipServer()
+    again.set_state(server.get_state())
+    assert again.refused == 2
 
 
 def test_without_it_nobody_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -525,6 +525,7 @@ def test_states_that_are_not_sound_are_refused() -> None:
         ("history", {"all": [[[1, 2], [3]]]}),
         ("history", {"all": [[[10_000], [3]]]}),
         ("history", {"all": [[[1], [-3]]]}),
+        ("history", {"all": [[[1], [0]]]}),
         ("history", {"all": 3}),
         ("version", -1),
         ("refused", None),
@@ -533,8 +534,9 @@ def test_states_that_are_not_sound_are_refused() -> None:
             fed.counterpart.set_state({**good, key: value})
         assert fed.counterpart.get_state() == good
     clipper = fed.clipper("client_0")
-    with pytest.raises(KeyError, match="shared"):
-        clipper.set_state({**clipper.get_state(), "shared": {"version": "one"}})
+    for version in ("one", -1):
+        with pytest.raises(KeyError, match="shared"):
+            clipper.set_state({**clipper.get_state(), "shared": {"version": version}})
 
 
 # -- bad clients ----------------------------------------------------------------------------
@@ -838,6 +840,14 @@ def test_each_group_has_its_own_bounds_and_its_own_norms() -> None:
         assert fed.counterpart.refused == 1, name
         # A group without norms keeps its state, and what it remembers.
         assert fed.group("b") == before["b"]
+
+
+def test_no_claim_makes_a_limit_infinite() -> None:
+    fed = Federation("adaptive-clip", start_norm=1e308, rate=9.0)
+    fed.tamper = {"client_0": lambda _: said(fed, {"new": 4, "new_unclipped": 0})}
+    fed.round({"client_0": []})
+    assert fed.counterpart.shared_state.version == 1
+    assert fed.group()["limit"] == 1e308
 
 
 @every_clipper
