@@ -19,6 +19,7 @@ import declearn.model.sklearn
 import declearn.model.torch
 import dp_accounting.pld
 import dp_accounting.rdp
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +47,8 @@ def run(folder: str, test: str) -> int:
     os.chdir(folder)
     sys.path.insert(0, folder)
     options = ["-q", "-x", "-p", "no:cacheprovider", "--backends", "numpy,torch"]
+    # Nobody reads what was compared; and to rewrite the tests for it takes most of the time.
+    options.append("--assert=plain")
     status = pytest.main([*options, "-c", str(ROOT / "pyproject.toml"), str(ROOT / "tests" / test)])
     sys.stdout.flush()
     return int(status)
