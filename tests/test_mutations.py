@@ -332,7 +332,7 @@ STATISTICS = {
     "a mean of norms that are not counted": Mutation(
         "federation/statistics/counts.py",
         {"            seen = xp.where(weight > 0, seen, state.new_mean)\n": ""},
-        "test_shared.py::test_the_first_norm_of_a_client_is_not_counted_and_spikes_are_as_what_is_learnt",
+        "test_shared.py::test_max_steps_bounds_what_a_client_counts_and_may_claim",
     ),
     "the sign of a sum": Mutation(
         "federation/statistics/counts.py",

@@ -1175,6 +1175,10 @@ def test_max_steps_bounds_what_a_client_counts_and_may_claim() -> None:
     fed.round({"client_0": [], "client_1": [1.0]})
     assert fed.counterpart.refused == 1
     assert fed.group()["count"] == 21
+    # What is not counted is not in the mean, either.
+    fed = Federation("zscore-clip", server={"max_steps": 2}, max_norm=None)
+    fed.round({"client_0": [1.0, 3.0, 50.0]})
+    assert [fed.group()[key] for key in ("count", "mean", "variance")] == [2, 2.0, 1.0]
 
 
 # -- mistakes -------------------------------------------------------------------------------
