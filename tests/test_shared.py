@@ -805,19 +805,20 @@ def test_rounding_makes_no_mean_and_no_variance_negative() -> None:
 
 
 def test_members_speak_for_no_more_than_there_are() -> None:
-    """Messages of one client and of three, in one round: neither goes by the other's number."""
+    """Messages of one client and of eight, in one round: neither goes by the other's number."""
     for place in (0, 1):
         shared = Federation("adaptive-clip", server={"max_steps": 10}).counterpart.shared_state
-        messages = [(3, [30, 0])]
-        messages.insert(place, (1, [30, 0]))
+        messages = [(8, [80, 0])]
+        messages.insert(place, (1, [80, 0]))
         merged = shared.merge(messages)
         assert [bool(fault) for fault in merged.faults] == [i == place for i in range(2)]
 
 
 def test_each_group_has_its_own_bounds_and_its_own_norms() -> None:
     """Norms that are usual in one group are none of another, whoever replies with it."""
-    for name in ("percentile-norm-clip", "zscore-clip"):
-        fed = Federation(name, 4, scope="tensor", max_norm=None)
+    # Long memories: in a short one, the norms of one group would drive out those of the other.
+    for name, long in (("percentile-norm-clip", {"window": 1000}), ("zscore-clip", {})):
+        fed = Federation(name, 4, scope="tensor", max_norm=None, **long)
         fed.names = ("a", "b")
         step = {"a": 1.0, "b": 1000.0}
         for _ in range(3):
