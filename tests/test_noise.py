@@ -423,6 +423,7 @@ def test_samples_are_kept_apart_and_restored() -> None:
     assert second.epsilon() == first.epsilon() < Accountant(1e-5).epsilon(2.0, 8)
     with pytest.raises(StateError):
         second.set_state([[2.0, 7, 1.1]])
+    assert Accountant(1e-5).epsilon(2.0, 8, 0.1) == epsilon([Release(2.0, 8, 0.1)], 1e-5)
     left = second.affordable(2.0, 3.0, 100, 0.1)
     assert second.epsilon(2.0, left, 0.1) <= 3.0 < second.epsilon(2.0, left + 1, 0.1)
 
