@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from fedclip.dpsgd.calibrate import calibrate, steps_of_a_round, too_few
-from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.dpsgd.ledger import Ledger, read_ledger
 from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.sampling import PoissonSampler
@@ -95,9 +96,12 @@ def test_small_rates_give_empty_batches_and_full_rates_all_records() -> None:
 
 
 def test_the_rate_in_use_is_never_above_the_one_accounted_for() -> None:
-    edge = int(PoissonSampler(3, 1).rate * 2.0**64)
-    words = np.array([0, edge - 1, edge], dtype=np.uint64)
-    assert PoissonSampler(3, 1, lambda size: words[:size]).draw().tolist() == [0, 1]
+    for records, expected in ((3, 1), (4, 3), (10**6, 1)):
+        edge = math.floor(Fraction(PoissonSampler(records, expected).rate) * 2**64)
+        words = np.full(records, edge, dtype=np.uint64)
+        words[1:3] = edge - 1, 0
+        sampler = PoissonSampler(records, expected, lambda size, words=words: words)  # type: ignore[misc]
+        assert sampler.draw().tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(("records", "expected"), [(0, 1), (3, 0), (2.5, 1), (3, True)])
@@ -112,6 +116,11 @@ def test_a_calibrated_run_costs_its_budget_and_no_more() -> None:
     cost = epsilon([Release(found.noise_multiplier, found.steps, found.rate)], 1e-5)
     assert 2.99 < cost <= 3.0
     assert found.noise == found.noise_multiplier / 64
+    assert found.spent == cost
+    # Twice the values: noise √2 times as long. Four times the steps: half of it, on a way as long.
+    assert found.drift(200) == pytest.approx(found.noise * math.sqrt(200 / 60))
+    whole = calibrate(3.0, 1e-5, 400, 999, 60)
+    assert (whole.rate, whole.expected, whole.noise) == (1.0, 400.0, whole.noise_multiplier / 400)
 
 
 @pytest.mark.slow
@@ -182,6 +191,8 @@ def test_steps_of_a_round(epochs: int | None, steps: int | None, kept: bool, exp
     assert steps_of_a_round(100, batches, epochs, steps) == expected
     assert steps_of_a_round(100, batches) is None
     assert steps_of_a_round(10, batches, 1) == 1
+    # As in declearn, the rest is dropped if nothing is said.
+    assert steps_of_a_round(100, {"batch_size": 30}, 1) == 3
 
 
 def test_the_ledger_stops_before_the_budget_would_be_passed() -> None:
@@ -193,6 +204,28 @@ def test_the_ledger_stops_before_the_budget_would_be_passed() -> None:
         ledger.charge(2.0, 0.1)
     assert taken == ledger.accountant.rounds
     assert ledger.spent <= 1.0 < epsilon([Release(2.0, taken + 1, 0.1)], 1e-5)
+
+
+def test_a_ledger_is_spent_to_its_very_end() -> None:
+    """Each step is paid once, for its own noise; what was given back can be had again."""
+    ledger = Ledger(epsilon([Release(2.0, 5)], 1e-5), 1e-5)
+    assert ledger.reserve(2.0, 1.0, 3, planned=9) == 3
+    assert ledger.reserve(2.0, 1.0, 9, planned=9) == 5
+    for _ in range(2):
+        ledger.charge(2.0, 1.0)
+    ledger.release()
+    assert ledger.accountant.spent == [Release(2.0, 2)]
+    # Four steps at half of the noise cost as much as sixteen: there is room for three quarters.
+    assert ledger.reserve(2.0, 1.0, 1) == 1
+    with pytest.raises(StopIteration):
+        ledger.charge(1.0, 1.0)
+    assert ledger.accountant.spent == [Release(2.0, 2)]
+    assert [ledger.reserve(2.0, 1.0, n, planned=9) for n in (1, 3, 4)] == [1, 3, 3]
+    for _ in range(3):
+        ledger.charge(2.0, 1.0)
+    assert ledger.accountant.spent == [Release(2.0, 5)]
+    with pytest.raises(StopIteration):
+        ledger.charge(2.0, 1.0)
 
 
 def test_the_ledger_counts_on_after_a_restart(tmp_path: Path) -> None:
@@ -346,6 +379,42 @@ def test_the_adaptive_bound_follows_the_quantile_and_pays_for_its_bits() -> None
     # Nothing but noise: a bound in the middle, and records with NaN vote for neither.
     assert clipping.next_bound(1.0, np.full((3, 1), np.nan), 1.0, 64.0, 0.0) == 1.0
     assert clipping.next_bound(1.0, np.zeros((0, 1)), 1.0, 64.0, 0.0) == 1.0
+
+
+def test_the_adaptive_bound_by_hand() -> None:
+    """Eight records are expected: the sum of ±1/2, over 8, is added to 1/2."""
+    clipping = SampleClipping("adaptive", quantile=0.25, rate=2.0)
+
+    def moved(
+        norms: list[float], draw: float = 0.0, z: float = 1.0, expected: float = 8.0
+    ) -> float:
+        column = np.array(norms)[:, None]
+        return math.log(clipping.next_bound(3.0, column, z, expected, draw) / 3.0) / 2.0
+
+    assert moved([1.0, 2.0, 4.0, 5.0]) == pytest.approx(0.25 - 1 / 2)
+    # A norm that is equal to the bound is within it; one that is NaN is neither.
+    assert moved([3.0, 3.0]) == pytest.approx(0.25 - 5 / 8)
+    assert moved([4.0, 4.0, math.nan]) == pytest.approx(0.25 - 3 / 8)
+    # The noise of the bits is z, or a twentieth of the records expected.
+    assert moved([], draw=-2.0) == pytest.approx(0.25 - 1 / 4)
+    assert moved([], draw=-4.0, expected=80.0) == pytest.approx(0.25 - (1 / 2 - 16 / 80))
+    # A share is between 0 and 1, and a bound is a number.
+    assert (moved([], draw=99.0), moved([], draw=-99.0)) == pytest.approx((0.25 - 1, 0.25))
+    for end in (1e-30, 1e30):
+        assert clipping.next_bound(
+            end, np.array([[end * 2]]), 1.0, 8.0, math.copysign(99, 1 - end)
+        ) == pytest.approx(end)
+    # What bits cost is taken off: z = 1 beside a noise of 1, and of 5, on bits of 1/2.
+    shares = [clipping.noise_multiplier(1.0, m) for m in (8.0, 100.0)]
+    assert shares == pytest.approx([math.sqrt(4 / 3), math.sqrt(100 / 99)])
+    assert SampleClipping("flat").noise_multiplier(1.0, 8.0) == 1.0
+
+
+def test_factors_and_scales_by_hand() -> None:
+    automatic = SampleClipping("automatic", gamma=0.5)
+    np.testing.assert_allclose(automatic.factors(np.array([[0.0], [1.5]]), 2.0), [[4.0], [1.0]])
+    scales = {mode: SampleClipping(mode).scale(4.0) for mode in MODES}
+    assert scales == {"flat": 1, "tensor": 1, "layer": 1, "automatic": 0.25, "adaptive": 0.25}
 
 
 def test_noise_has_the_standard_deviation_that_is_asked_for() -> None:

@@ -125,6 +125,10 @@ def test_a_server_refuses_them_before_its_first_message() -> None:
     may = UpdateClipServer(**config, unnoised=["zscore-clip-server"])
     server = Optimizer(lrate=1.0, modules=[may, ZScoreClipServer()])
     assert set(server.collect_aux_var()) == {"update-clip", "zscore-clip-shared"}
+    # It is allowed by name.
+    may = UpdateClipServer(**config, unnoised=["other"])
+    server = Optimizer(lrate=1.0, modules=[may, ZScoreClipServer()])
+    assert "zscore-clip-server" in server.collect_aux_var()["update-clip"].stop  # type: ignore[attr-defined]
     # Nothing is refused without noise.
     server = Optimizer(lrate=1.0, modules=[UpdateClipServer(), ZScoreClipServer()])
     server.collect_aux_var()

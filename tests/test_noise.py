@@ -264,6 +264,9 @@ def test_releases_of_all_kinds_add_up() -> None:
     assert one == epsilon([Release(1.0)], 1e-5)
     assert epsilon([Release(2.0, 2), Release(4.0, 8)], 1e-5) == pytest.approx(one, rel=1e-12)
     assert epsilon([Release(4.0, 4)], 1e-5, "replace-one") == one
+    # In any order, and however they are counted.
+    apart = [Release(2.0, 2), Release(3.0, 1), Release(2.0, 3)]
+    assert epsilon(apart, 1e-5) == epsilon([Release(2.0, 5), Release(3.0, 1)], 1e-5)
     assert epsilon([], 1e-5) == 0.0
     assert epsilon([Release(1.0, 0)], 1e-5) == 0.0
 
@@ -362,6 +365,22 @@ def test_what_can_not_be_accounted(release: Release, options: Any, text: str) ->
             )
 
 
+def test_delta_is_left_to_what_transforms_may_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So much of it for each step; and Rényi's accountant counts where that is most of it."""
+    pytest.importorskip("dp_accounting")
+    steps, rounding = 400, 400 * 2.0**-49
+    release, delta = Release(2.0, steps, 0.01), rounding / 0.4
+    found = account([release], delta, accountant="pld")
+    assert found.accountant == "pld"
+    assert account([release], rounding / 0.6, accountant="pld").accountant == "rdp"
+    with monkeypatch.context() as patch:
+        accounting._epsilon.cache_clear()
+        patch.setattr(accounting, "_ROUNDING", 0.0)
+        assert found == account([release], delta - rounding, accountant="pld")
+        assert found.epsilon > account([release], delta, accountant="pld").epsilon
+    accounting._epsilon.cache_clear()
+
+
 def test_gdp_is_no_accountant() -> None:
     """Opacus' central limit theorem gives less than the truth."""
     with pytest.raises(ValueError, match="accountant must be one of 'closed form', 'pld'"):
@@ -404,6 +423,7 @@ def test_samples_are_kept_apart_and_restored() -> None:
     assert second.epsilon() == first.epsilon() < Accountant(1e-5).epsilon(2.0, 8)
     with pytest.raises(StateError):
         second.set_state([[2.0, 7, 1.1]])
+    assert Accountant(1e-5).epsilon(2.0, 8, 0.1) == epsilon([Release(2.0, 8, 0.1)], 1e-5)
     left = second.affordable(2.0, 3.0, 100, 0.1)
     assert second.epsilon(2.0, left, 0.1) <= 3.0 < second.epsilon(2.0, left + 1, 0.1)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,17 @@ def test_a_round_is_no_longer_than_its_bound() -> None:
         total += step.coefs["w"]
     assert 0.85 * bound < np.linalg.norm(total) <= bound
     assert bound == pytest.approx(0.5 * 40 * 5.0, rel=1e-5)
+
+
+def test_no_bound_of_a_round_is_rounded_below_it() -> None:
+    found = analyse(("norm-clip", {"max_norm": 0.7}))
+    assert found.l2_bound is not None
+    for rate in (0.1, 0.3, 1e-3):
+        for steps in range(1, 40):
+            bound = found.round_bound(steps, rate)
+            assert bound is not None
+            assert Fraction(bound) >= Fraction(rate) * steps * Fraction(found.l2_bound)
+            assert bound == pytest.approx(rate * steps * found.l2_bound)
 
 
 def test_what_a_round_needs() -> None:

@@ -19,6 +19,7 @@ from federation_helpers import Clients, Server, norm
 from helpers import each_framework, to_numpy, to_vector
 
 import fedclip
+from fedclip.federation.update.averaging import peaks
 from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
 from fedclip.federation.update.secagg import inside, plan
@@ -231,6 +232,11 @@ def test_values_beyond_the_range_are_refused_by_name_where_the_server_hears_of_i
         aggregator.prepare_for_sharing(updates=update, n_steps=1)
 
 
+def test_the_range_has_its_ends_and_no_nan() -> None:
+    values = {"a": np.array([2.0, -8.0]), "b": np.array([-8.1]), "c": np.array([1.0, math.nan])}
+    assert list(peaks(values, 8.0)) == ["b", "c"]
+
+
 def test_values_beyond_declearns_range_are_not_clipped_in_silence(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -241,14 +247,15 @@ def test_values_beyond_declearns_range_are_not_clipped_in_silence(
     replies = []
     for i in range(n):
         head = np.array([3e5 if i == 1 else 0.3])
-        update = NumpyVector({"w": np.array([0.5]), "head.w": head})
+        update = NumpyVector({"w": np.array([7.0 if i == 1 else 0.5]), "head.w": head})
         shared = aggregator.prepare_for_sharing(updates=update, n_steps=1)
         replies.append(reply_of(shared))
     with caplog.at_level(logging.INFO):
         (total,) = Channel("masking", n).send(replies)
         average = aggregator.finalize_updates(total.updates)
     assert "'head.w' holds 3e+05 beyond the range ±100000" in caplog.text
-    assert total.updates.n_zeroed == 1
+    # The one that is zeroed does not count as clipped, too.
+    assert (total.updates.n_clipped, total.updates.n_zeroed) == (0, 1)
     assert float(average.coefs["w"][0]) == pytest.approx(1 / 3)
     assert float(average.coefs["head.w"][0]) == pytest.approx(0.2)
 

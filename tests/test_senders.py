@@ -17,8 +17,10 @@ from declearn.optimizer.modules import AuxVar as _AuxVar
 from federation_helpers import Server
 
 import fedclip
+from fedclip.federation import replies
 from fedclip.federation.statistics.messages import FedclipSharedCounts
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes
+from fedclip.modules.servers import ZScoreClipServer
 
 
 class AuxVar(_AuxVar, register=False):
@@ -70,6 +72,27 @@ def test_whose_update_and_whose_vote(caplog: pytest.LogCaptureFixture) -> None:
     assert "the update of 'b' counts as zero" in caplog.text
     assert "no proper vote in 1 of 3 replies (of 'c')" in caplog.text
     np.testing.assert_allclose(out.coefs["w"], [1.0 / 3])
+
+
+def test_whose_counts(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever came first; and how many it were so far, over a restart, too."""
+    server = ZScoreClipServer()
+    rows = server.shared_state.tally.rows
+    round_, key = reply(0.5), str(server.aux_name)
+    replies.note(round_, {key: [replies.Sender(name, False) for name in "abc"]})
+    for place, total in enumerate(
+        [
+            "text" + FedclipSharedCounts(1, [0] * rows),
+            FedclipSharedCounts(1, [0] * rows) + FedclipSharedCounts(1, [1] * rows),
+        ]
+    ):
+        caplog.clear()
+        server.process_aux_var(total + FedclipSharedCounts(1, [0] * rows))  # type: ignore[operator]
+        assert f"1 of 3 messages say, round {place + 1}: " in caplog.text
+        assert f"(1×: {'ab'[place]!r}) ({place + 1} so far)" in caplog.text
+    again = ZScoreClipServer()
+    again.set_state(server.get_state())
+    assert again.refused == 2
 
 
 def test_without_it_nobody_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -184,6 +207,9 @@ def test_the_dtype_of_one_update_costs_nobody_else_a_reply(vetted: bool, dtypes:
     if vetted:
         # The model's, whoever replies.
         assert out.coefs["w"].dtype == np.float64
+    elif dtypes.count("f4") == 2:
+        # Of most replies, whoever comes first.
+        assert out.coefs["w"].dtype == np.float32
 
 
 def test_what_only_one_module_of_the_server_receives_is_kept() -> None:
@@ -193,6 +219,19 @@ def test_what_only_one_module_of_the_server_receives_is_kept() -> None:
     Server(BOUND, {"name": "clipped-averaging"}).start()
     sampler.update(replies, MODEL)
     assert set(replies["a"].aux_var) == {"update-clip", "other"}
+
+
+def test_what_is_expected_is_forgotten_and_names_are_for_all_replies_only() -> None:
+    replies.expect("votes", UpdateClipVotes, UpdateClipVotes)
+    replies.expect("counts", FedclipSharedCounts, UpdateClipVotes)
+    assert list(replies.expected()) == ["votes", "counts"]
+    assert not replies.expected()
+    round_ = reply(0.5)
+    replies.note(round_, {"votes": [replies.Sender(name, name == "b") for name in "abc"]})
+    assert [replies.sender_of("votes", i, 3) for i in range(3)] == ["a", "b", "c"]
+    # Two of three may be any two.
+    assert replies.sender_of("votes", 0, 2) == ""
+    assert replies.faulty_senders("votes") == ["b"]
 
 
 def test_a_missing_module_is_still_told_of() -> None:

@@ -447,6 +447,8 @@ def test_sensitivity_of_an_aggregate(row: Bounded) -> None:
 def test_only_the_diameter_bounds_an_aggregate_that_is_normalised() -> None:
     found = analyse("normalize", SHAPES)
     assert found.sensitivity("add-remove", "aggregate", 1e-6) == 2.0
+    # Whatever it stretches, two inputs that are the same stay so.
+    assert found.sensitivity("add-remove", "aggregate", 0.0) == 0.0
     f = once("normalize")
     x = 1e-7 * np.ones(SIZE)
     # A sensitivity of 2e-6 has become one of 2.
@@ -571,6 +573,7 @@ def test_no_division_by_past_gradients_exceeds_its_bound(
         ("adam", "for finite gradients it is 2.3454"),
         ("adagrad", "for finite gradients it is 1"),
         (["norm-clip", ("adam", {"beta_1": 0.95, "beta_2": 0.9})], "adam: it divides by"),
+        (["norm-clip", ("adam", {"beta_1": 0.5, "beta_2": 0.25})], "adam: it divides by"),
         (["norm-clip", ("rmsprop", {"eps": 0.0})], "rmsprop: it divides by"),
         (["norm-clip", "yogi"], "yogi: it divides by"),
     ],

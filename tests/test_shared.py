@@ -7,7 +7,9 @@ import copy
 import json
 import logging
 import warnings
+from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -26,7 +28,15 @@ from fedclip import Clipper, FedclipWarning, ZScoreClip
 from fedclip.arrays import NUMPY, backend_named
 from fedclip.federation.statistics.client import SharedRule
 from fedclip.federation.statistics.counterpart import SharedServer
-from fedclip.federation.statistics.counts import _EDGES, ERROR, Tally, quantile_of
+from fedclip.federation.statistics.counts import (
+    _EDGES,
+    ERROR,
+    Bounds,
+    Round,
+    Tally,
+    counts_of,
+    quantile_of,
+)
 from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.federation.statistics.server import History
 from fedclip.rules import Judgement
@@ -478,6 +488,7 @@ def test_secure_aggregation_gives_the_same_state_to_the_bit(name: str, secagg: A
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("counts", np.array([[2**48]], dtype=np.uint64)),
         ("members", 2),
         ("members", 1.0),
         ("counts", [[1]]),
@@ -527,6 +538,7 @@ def test_states_that_are_not_sound_are_refused() -> None:
         ("history", {"all": [[[1, 2], [3]]]}),
         ("history", {"all": [[[10_000], [3]]]}),
         ("history", {"all": [[[1], [-3]]]}),
+        ("history", {"all": [[[1], [0]]]}),
         ("history", {"all": 3}),
         ("version", -1),
         ("refused", None),
@@ -535,8 +547,9 @@ def test_states_that_are_not_sound_are_refused() -> None:
             fed.counterpart.set_state({**good, key: value})
         assert fed.counterpart.get_state() == good
     clipper = fed.clipper("client_0")
-    with pytest.raises(KeyError, match="shared"):
-        clipper.set_state({**clipper.get_state(), "shared": {"version": "one"}})
+    for version in ("one", -1):
+        with pytest.raises(KeyError, match="shared"):
+            clipper.set_state({**clipper.get_state(), "shared": {"version": version}})
 
 
 # -- bad clients ----------------------------------------------------------------------------
@@ -686,10 +699,233 @@ def test_a_secure_sum_that_can_not_be_is_left_out(name: str, value: int, row: in
     assert fed.group() != before
 
 
+# -- what can not be, by hand ---------------------------------------------------------------
+def fixed(value: float, digits: int, scale: int) -> list[int]:
+    """Return a number >= 0 as digits of 16 bits, the lowest first, in units of 2^-scale."""
+    whole = int(Fraction(value) * 2**scale)
+    return [whole >> 16 * place & 0xFFFF for place in range(digits)]
+
+
+@pytest.mark.parametrize(
+    ("n", "up", "down", "second", "fault"),
+    [
+        # Norms up to 4, about a centre of 1: none, 1 and 3, 0 and 0, 4, 0 and 4.
+        (0, 0.0, 0.0, 0.0, ""),
+        (2, 2.0, 0.0, 4.0, ""),
+        (2, 0.0, 2.0, 2.0, ""),
+        (1, 3.0, 0.0, 9.0, ""),
+        (2, 3.0, 1.0, 10.0, ""),
+        # 4.5; -1; one and two deviations from a mean of 1; the squares of nobody; no square.
+        (1, 3.5, 0.0, 12.25, "above the most"),
+        (1, 0.0, 2.0, 4.0, "norms below 0"),
+        (2, 0.0, 0.0, 6.1, "norms below 0"),
+        (0, 0.0, 0.0, 1.0, "norms below 0"),
+        (2, 4.0, 0.0, 7.9, "a negative variance"),
+        # Parts that cancel: their rounding errors would excuse any variance, and any mean.
+        (1, 1e12, 1e12, 4000.0, "norms below 0"),
+        (1, 2.0**80, 2.0**80, 1e15, "norms below 0"),
+        (0, 1.0, 1.0, 0.0, "norms below 0"),
+    ],
+)
+def test_sums_that_no_norms_have(n: int, up: float, down: float, second: float, fault: str) -> None:
+    tally, bounds = Tally(["moments"]), Bounds.of(np.array([1.0]), np.array([4.0]))
+    column = [n, *fixed(up, 12, 100), *fixed(down, 12, 100), *fixed(second, 20, 160)]
+    counts = np.array(column, dtype=np.uint64)[:, None]
+    found = tally.fault(counts, 1, 10, bounds)
+    assert fault in found
+    assert bool(fault) == bool(found)
+    # The same of each of two groups, and of two clients together.
+    both = Bounds.of(np.array([1.0, 1.0]), np.array([9.0, 4.0]))
+    empty = np.zeros_like(counts)
+    assert tally.fault(np.hstack([empty, counts]), 1, 10, both) == found
+    assert bool(tally.fault(counts * np.uint64(2), 2, 10, bounds)) == bool(fault)
+
+
+def test_counts_that_can_not_be() -> None:
+    bounds = Bounds.of(np.array([0.0]), np.array([1.0]))
+
+    def fault(counter: str, rows: dict[int, int], members: int = 1) -> str:
+        tally = Tally([counter])
+        column = np.zeros((tally.rows, 1), dtype=np.uint64)
+        column[list(rows), 0] = list(rows.values())
+        return tally.fault(column, members, 10, bounds)
+
+    # Each client counts at most ten norms.
+    assert not fault("bits", {0: 10, 1: 10})
+    assert not fault("bits", {0: 30, 1: 1}, members=3)
+    assert "31 norms of one group, of 30 at most" in fault("bits", {0: 31}, members=3)
+    assert "more unclipped norms" in fault("bits", {0: 3, 1: 4})
+    # A digit has 16 bits, and the sum of three has three times as much at most.
+    assert "digits" in fault("moments", {0: 3, 1: 3 * 2**16}, members=3)
+    assert "digits" not in fault("moments", {0: 3, 1: 3 * 2**16 - 3}, members=3)
+    # Row 1 is the bucket of 0. In 64 bits, 2^63 + 2^63 + 2 = 2.
+    assert not fault("sketch", {0: 2, 1: 2})
+    for rows in ({1: 1}, {1: 3}, {1: 2**63, 2: 2**63, 3: 2}):
+        assert "do not add up" in fault("sketch", {0: 2, **rows})
+
+
+def test_the_highest_bucket_is_that_of_the_highest_norm() -> None:
+    """And of what a client in single precision takes for it."""
+    tally = Tally(["sketch"])
+    edge = float(_EDGES[_EDGES > 1.0][0])
+    for highest, norm, believed in (
+        (1.0, 1.0, True),
+        (edge, edge * (1 + 2e-7), True),
+        (1.0, edge * 1.01, False),
+        (edge, edge * 1.1, False),
+    ):
+        init = tally.init(1, NUMPY)
+        state = namedtuple("State", init)(**init)  # type: ignore[misc]
+        judged = Judgement(None, np.array([norm]), None, unclipped=None)
+        fields = tally.add(judged, 1, state, NUMPY)._asdict()
+        column = tally.encode({k: np.asarray(v)[..., 0].tolist() for k, v in fields.items()}, 0.0)
+        counts = np.array(column, dtype=np.uint64)[:, None]
+        fault = tally.fault(counts, 1, 1, Bounds.of(np.zeros(1), np.array([highest])))
+        assert bool(fault) != believed
+
+
+@pytest.mark.parametrize(
+    ("members", "counts", "fault"),
+    [
+        (1, [0, 2**48 - 1], ""),
+        (1, np.ones((2, 1), np.uint64), ""),
+        (2**24 - 1, [0, 1], ""),
+        (2**24, [0, 1], "from 16777216 clients"),
+        (0, [0, 1], "from 0 clients"),
+        (True, [0, 1], "from True clients"),
+        (1, [0, 2**48], "no counts"),
+        (1, [0, 2**64], "no counts"),
+        (1, [0, -1], "no counts"),
+        (1, [0, 1.0], "no counts"),
+        (1, [0, 1, 2], "not 2 rows of 1 numbers"),
+        (1, np.ones((1, 2), np.uint64), r"of shape (1, 2)"),
+        (1, np.ones((2, 1)), "of the type float64"),
+        (1, "01", "str in place of counts"),
+    ],
+)
+def test_what_is_no_message(members: Any, counts: Any, fault: str) -> None:
+    read, found = counts_of(members, counts, (2, 1))
+    assert (read is None) == bool(fault)
+    assert fault in found
+    # A single client does not say for how many it speaks.
+    assert FedclipSharedCounts.from_dict({"counts": [1], "members": 9}).members == 1
+
+
+def test_rounding_makes_no_mean_and_no_variance_negative() -> None:
+    assert Round(2, 0, Fraction(-4), Fraction(1)).moments(1.0) == (0.0, 0.0)
+    assert Round(2, 0, Fraction(2), Fraction(10)).moments(1.0) == (2.0, 4.0)
+    assert Round(0).moments(1.0) == (0.0, 0.0)
+
+
+def test_members_speak_for_no_more_than_there_are() -> None:
+    """Messages of one client and of eight, in one round: neither goes by the other's number."""
+    for place in (0, 1):
+        shared = Federation("adaptive-clip", server={"max_steps": 10}).counterpart.shared_state
+        messages = [(8, [80, 0])]
+        messages.insert(place, (1, [80, 0]))
+        merged = shared.merge(messages)
+        assert [bool(fault) for fault in merged.faults] == [i == place for i in range(2)]
+
+
+def test_each_group_has_its_own_bounds_and_its_own_norms() -> None:
+    """Norms that are usual in one group are none of another, whoever replies with it."""
+    # Long memories: in a short one, the norms of one group would drive out those of the other.
+    for name, long in (("percentile-norm-clip", {"window": 1000}), ("zscore-clip", {})):
+        fed = Federation(name, 4, scope="tensor", max_norm=None, **long)
+        fed.names = ("a", "b")
+        step = {"a": 1.0, "b": 1000.0}
+        for _ in range(3):
+            fed.round({c: [step, {"a": 1.1, "b": 1100.0}] * 9 for c in fed.clients})
+        before = {label: fed.counterpart.get_state()["groups"][label] for label in "ab"}
+        field = "level" if name[0] == "p" else "mean"
+        assert before["b"][field] == pytest.approx(1000 * before["a"][field], rel=0.1)
+        # Of b nobody else says anything.
+        clear = [claim(fed, [1.0] * 2), claim(fed, [1000.0] * 2)]
+
+        def tamper(who: int, which: Any = clear) -> Any:
+            def forge(message: FedclipSharedCounts) -> Any:
+                column = which[who](message).counts
+                return FedclipSharedCounts(1, np.hstack([column, np.zeros_like(column)]))
+
+            return forge
+
+        fed.tamper = {f"client_{i}": tamper(i) for i in range(2)}
+        fed.round({"client_0": [], "client_1": []})
+        assert fed.counterpart.refused == 1, name
+        # A group without norms keeps its state, and what it remembers.
+        assert fed.group("b") == before["b"]
+
+
+def test_no_claim_makes_a_limit_infinite() -> None:
+    fed = Federation("adaptive-clip", start_norm=1e308, rate=9.0)
+    fed.tamper = {"client_0": lambda _: said(fed, {"new": 4, "new_unclipped": 0})}
+    fed.round({"client_0": []})
+    assert fed.counterpart.shared_state.version == 1
+    assert fed.group()["limit"] == 1e308
+
+
+@every_clipper
+def test_a_group_without_norms_stands_still(name: str) -> None:
+    fed = Federation(name, scope="tensor")
+    fed.names = ("a", "b")
+    fed.round({c: [] for c in fed.clients})
+    begun = fed.counterpart.get_state()
+    assert begun["version"] == 0
+    for _ in range(2):
+        fed.round({c: [{"a": x} for x in (1.0, 2.0, 3.0)] for c in fed.clients})
+    state = fed.counterpart.get_state()
+    assert state["groups"]["b"] == begun["groups"]["b"]
+    assert state["history"].get("b") == begun["history"].get("b")
+    assert state["groups"]["a"] != begun["groups"]["a"]
+    assert state["version"] == 2
+    assert fed.clipper("client_0").get_state()["shared"] == {"version": 1}
+    # An older state is taken as it is.
+    fed.counterpart.set_state(begun)
+    assert fed.counterpart.get_state() == begun
+
+
+def test_the_first_norm_of_a_client_is_not_counted_and_spikes_are_as_what_is_learnt() -> None:
+    fed = Federation("zscore-clip", warmup_factor=10.0, warmup_norm=None, max_norm=None)
+    fed.round({"client_0": [1.0], "client_1": [50.0], "client_2": [3.0, 3.0]})
+    # The one norm that followed another.
+    assert (fed.group()["count"], fed.group()["mean"]) == (1, 3.0)
+    # Each remembers its own first norm; a spike counts as 1.1 of the median, which is that.
+    fed.round({"client_0": [2.0], "client_1": [40.0], "client_2": []})
+    assert fed.group()["count"] == 3
+    assert fed.group()["mean"] == pytest.approx((3.0 + 2.0 + 40.0) / 3)
+    fed = Federation("zscore-clip", warmup_factor=10.0, warmup_norm=None, max_norm=None)
+    fed.round({"client_0": [1.0, 500.0], "client_1": [], "client_2": []})
+    assert (fed.group()["count"], fed.group()["mean"]) == (1, pytest.approx(1.1))
+
+
+def test_no_norm_is_sent_twice_nor_with_another_state() -> None:
+    fed = Federation("zscore-clip")
+    client = fed.clients["client_0"]
+
+    def go(norms: list[float], collect: bool = True) -> int:
+        client.process_aux_var(fed.server.collect_aux_var())
+        client.start_round()
+        fed.steps("client_0", norms)
+        if not collect:
+            return 0
+        (aux,) = client.collect_aux_var().values()
+        return int(aux.counts[0, 0])  # type: ignore[attr-defined]
+
+    # The server's state stands still: nothing arrives.
+    assert [go([1.0] * 3), go([1.0] * 2), go([])] == [3, 2, 0]
+    # What was not sent is, as long as the state is the same that it was counted by.
+    go([1.0] * 4, collect=False)
+    assert go([1.0]) == 5
+    go([1.0] * 4, collect=False)
+    fed.round({"client_1": [1.0]})
+    assert go([1.0]) == 1
+
+
 # -- liars ----------------------------------------------------------------------------------
 def said(fed: Federation, fields: Mapping[str, Any]) -> FedclipSharedCounts:
     """Return the message of a client that has counted this."""
-    column = fed.counterpart.shared_state.tally.encode(fields, fed.group().get("mean", 0.0))
+    shared = fed.counterpart.shared_state
+    column = shared.tally.encode(fields, fed.group(shared.labels[0]).get("mean", 0.0))
     return FedclipSharedCounts(1, np.array(column, dtype=np.uint64)[:, None])
 
 
@@ -953,6 +1189,10 @@ def test_max_steps_bounds_what_a_client_counts_and_may_claim() -> None:
     fed.round({"client_0": [], "client_1": [1.0]})
     assert fed.counterpart.refused == 1
     assert fed.group()["count"] == 21
+    # What is not counted is not in the mean, either.
+    fed = Federation("zscore-clip", server={"max_steps": 2}, max_norm=None)
+    fed.round({"client_0": [1.0, 3.0, 50.0]})
+    assert [fed.group()[key] for key in ("count", "mean", "variance")] == [2, 2.0, 1.0]
 
 
 # -- mistakes -------------------------------------------------------------------------------

@@ -20,12 +20,13 @@ from helpers import FRAMEWORKS, require, to_numpy, to_vector
 import fedclip
 from fedclip.errors import NonFiniteError, StateError
 from fedclip.federation.update.averaging import UpdateClipping, averaged
-from fedclip.federation.update.bound import next_bound, share_within
+from fedclip.federation.update.bound import BoundRule, Search, next_bound, share_within
+from fedclip.federation.update.budget import Budget
 from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER, ClientRound
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
 from fedclip.federation.update.secagg import inside
 from fedclip.federation.version import VERSION
-from fedclip.privacy.accounting import split_noise
+from fedclip.privacy.accounting import Release, epsilon, split_noise
 
 CLIPPED = {"name": "clipped-averaging"}
 ADAPTIVE: list[Any] = ["update-clip-client"]
@@ -107,6 +108,23 @@ def test_groups_of_a_bound_from_the_server_stay_within_it_together() -> None:
         assert norm(reply.updates.updates) <= 1.0
 
 
+@pytest.mark.parametrize(
+    ("norms", "within", "need"),
+    [((0.5, 1.0, 0.25, 0.1), 1, 2.0), ((0.5, 3.0, 1.0, 0.1), 0, 6.0), ((9.0,) * 4, 0, 18.0)],
+)
+def test_the_vote_on_groups_is_about_the_longest_of_them(
+    norms: tuple[float, ...], within: int, need: float
+) -> None:
+    """Each of four groups gets half of a bound of 2; the record holds the bound that they need."""
+    clients = Clients(1, ADAPTIVE, {**CLIPPED, "scope": "tensor"})
+    update = NumpyVector({f"{i}": np.array([x, 0.0]) for i, x in enumerate(norms)})
+    reply = clients.round(0, {"update-clip": UpdateClipBound(2.0)}, update)
+    assert reply.aux_var["update-clip"] == UpdateClipVotes(1, 1, within)
+    assert reply.updates.n_clipped == 1 - within
+    (record,) = clients.optimizers[0].modules[0].rounds  # type: ignore[attr-defined]
+    assert (record.norm_max, record.limit, record.clipped) == (need, 2.0, 1 - within)
+
+
 def test_excluded_tensors_are_shared_as_they_are() -> None:
     shared = share({"max_norm": 1.0, "exclude": "layer1.*"}, vector(3.0, 4.0))
     norms = [float(np.linalg.norm(v)) for v in shared.updates.coefs.values()]
@@ -137,6 +155,11 @@ def test_update_that_is_not_finite_is_zeroed_and_counted(value: float, exclude: 
         ({"zeroing_norm": 29.0, "zeroing_ord": 1}, 0),
         ({"zeroing_factor": 19.9}, 1),
         ({"zeroing_factor": 20.1}, 0),
+        # Above it, and not at it; and either of the two is enough.
+        ({"zeroing_norm": 20.0, "zeroing_ord": 2}, 0),
+        ({"zeroing_factor": 20.0}, 0),
+        ({"zeroing_norm": 100.0, "zeroing_factor": 19.9}, 1),
+        ({"zeroing_norm": 10.0, "zeroing_factor": 20.1}, 1),
     ],
 )
 def test_far_out_of_range_is_zeroed(config: dict[str, Any], zeroed: int) -> None:
@@ -144,7 +167,7 @@ def test_far_out_of_range_is_zeroed(config: dict[str, Any], zeroed: int) -> None
     if config.get("zeroing_norm") == 13.0:
         update = NumpyVector({"w": np.array([12.0, -12.9])})
     shared = share({"max_norm": 1.0, **config}, update)
-    assert shared.n_zeroed == zeroed
+    assert (shared.n_clipped, shared.n_zeroed) == (1 - zeroed, zeroed)
     assert norm(shared.updates) == (0.0 if zeroed else pytest.approx(1.0))
 
 
@@ -278,6 +301,69 @@ def test_sign_of_the_rule() -> None:
     assert next_bound(1.0, +7.0, 0.5, 0.2) == next_bound(1.0, 1.0, 0.5, 0.2)
 
 
+@pytest.mark.parametrize(
+    ("votes", "within", "noise", "share"),
+    [
+        # Of four clients: half of the sum of ±1/2, and an abstention is neither.
+        (4, 3, 0.0, 0.75),
+        (2, 2, 0.0, 0.75),
+        (0, 0, 1.0, 0.75),
+        (4, 4, -1.0, 0.75),
+        # The sum is clamped to ±2 before the noise comes, so that no claim outvotes the noise.
+        (1000, 1000, -2.0, 0.5),
+        (1000, 0, 2.0, 0.5),
+        (10, 0, 1.0, 0.25),
+        # It is a share whatever the noise is.
+        (4, 4, 3.0, 1.0),
+        (4, 0, -3.0, 0.0),
+    ],
+)
+def test_shares_with_noise(votes: int, within: int, noise: float, share: float) -> None:
+    assert share_within(votes, within, 4, noise) == share
+
+
+def play_of(rule: BoundRule, bound: float, shares: list[float]) -> list[Any]:
+    """Return the bound after each round of a search, whether it was too high, and if it is over."""
+    search: Search | None = Search()
+    rounds = []
+    for share in shares:
+        bound, search, high = rule.after(bound, share, search)
+        rounds.append((pytest.approx(bound), high, search is None))
+    return rounds
+
+
+def test_a_search_by_hand() -> None:
+    """With all or none within: four times, until it turns; then half of the way, in logarithms."""
+    half = BoundRule(0.5, 0.2, 1e-6, 1e4)
+    shares = [1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+    steps = [-2.0, -2.0, 1.0, -1 / 2, -1 / 4, 1 / 8]
+    bounds = np.exp2(np.cumsum(steps))
+    ends = [(b, s == 1.0, i == 5) for i, (b, s) in enumerate(zip(bounds, shares, strict=True))]
+    assert play_of(half, 1.0, shares) == ends
+    # The other way round, too.
+    ends = [(1 / b, s == 0.0, over) for (b, _, over), s in zip(ends, shares, strict=True)]
+    assert play_of(half, 1.0, [1.0 - s for s in shares]) == ends
+    # A share on the way to 0 or to 1 moves it in proportion, by half a step at most; it is no turn.
+    some = BoundRule(0.8, 0.2, 1e-6, 1e4)
+    assert play_of(some, 1.0, [0.9, 0.85, 0.6, 0.4]) == [
+        (1 / 4, True, False),
+        (1 / 4 * 2 ** (-1 / 2), False, False),
+        (1 / 4 * 2 ** (-1 / 2 + 1 / 4), False, False),
+        (1 / 4 * 2 ** (-1 / 2 + 1 / 4) * 2 ** (1 / 4), False, False),
+    ]
+
+
+def test_a_search_at_the_limits_of_the_bound_by_hand() -> None:
+    rule = BoundRule(0.5, 0.2, 0.5, 2.0)
+    # It has got to the limit, and then it is to go on beyond it: over.
+    assert play_of(rule, 1.0, [0.0, 0.0]) == [(2.0, False, False), (2.0, False, True)]
+    assert play_of(rule, 1.0, [1.0, 1.0]) == [(0.5, True, False), (0.5, True, True)]
+    # A bound that stays because it is right is not at a limit.
+    assert play_of(rule, 1.0, [0.5, 0.0]) == [(1.0, False, False), (2.0, False, False)]
+    # From 100 times too low, or too high: 1/25, 4/25, 16/25, 64/25, and 32/25 after the fifth.
+    assert BoundRule(0.5, 0.2, 1e-6, 1e4).rounds_to_find(0.0) == 5
+
+
 def test_norm_equal_to_the_bound_is_within_it() -> None:
     clients = Clients(1, ADAPTIVE, CLIPPED)
     for value, within in ((0.5, 1), (math.nextafter(0.5, 1.0), 0), (0.499, 1)):
@@ -340,13 +426,24 @@ def test_update_that_is_not_finite_abstains() -> None:
     assert reply.aux_var["update-clip"] == UpdateClipVotes()
 
 
-def test_fixed_bound_from_the_server_asks_for_no_votes() -> None:
-    server = Server([("update-clip-server", {"start_norm": 2.0, "learning_rate": 0})], CLIPPED)
+@pytest.mark.parametrize("noise", [{}, {"noise_multiplier": 1e-9, "expected_clients": 2}])
+def test_fixed_bound_from_the_server_asks_for_no_votes(
+    noise: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"start_norm": 2.0, "learning_rate": 0, **noise}
+    server = Server([("update-clip-server", config)], CLIPPED)
     clients = Clients(2, ADAPTIVE, CLIPPED)
     aux = server.start()
     replies = [clients.round(i, aux, np.array([9.0])) for i in range(2)]
     assert [r.aux_var["update-clip"] for r in replies] == [UpdateClipVotes()] * 2
-    assert norm(server.finish(replies)) == pytest.approx(2.0)
+    # A vote that comes all the same has no noise to hide in, and is not looked at.
+    replies[0].aux_var["update-clip"] = UpdateClipVotes(1, 1, 1)
+    with caplog.at_level(logging.INFO):
+        assert norm(server.finish(replies)) == pytest.approx(2.0)
+    assert "within it" not in caplog.text
+    # Nor is there noise for votes: all that a round is charged is for the updates.
+    config |= {"noise_multiplier": 1.0, "expected_clients": 2}
+    assert fedclip.UpdateClipServer(**config).noise == 1.0  # type: ignore[arg-type]
     assert server.optim.modules[0].bound == 2.0  # type: ignore[attr-defined]
 
 
@@ -470,12 +567,15 @@ def test_noise_is_added_before_the_average_is_rounded() -> None:
 
 
 def test_denominator_is_the_expected_number_whoever_replies() -> None:
-    config = {"start_norm": 1.0, "noise_multiplier": 1e-9, "expected_clients": 10}
+    config: dict[str, Any] = {"start_norm": 1.0, "noise_multiplier": 1e-9, "expected_clients": 10}
+    config["bits_noise"] = 1e-8
     server = Server([("update-clip-server", config)], CLIPPED)
     clients = Clients(3, ADAPTIVE, CLIPPED)
     aux = server.start()
     out = server.finish([clients.round(i, aux, np.array([5.0, 0.0])) for i in range(3)])
     assert norm(out) == pytest.approx(3 / 10)
+    # Three of ten were clipped, and the rest is silent: a share of 1/2 - 3/20.
+    assert server.optim.modules[0].bound == pytest.approx(math.exp(0.2 * 0.15))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("replies", [1, 4, 5, 6, 10, 50])
@@ -506,7 +606,9 @@ def test_votes_of_more_clients_than_expected_are_counted(m: int, replies: int) -
     assert moves == pytest.approx([0.1, 0.1], abs=1e-5)
 
 
-@pytest.mark.parametrize("votes", [(10**6, 10**6), (10**6, 0), (-5, 10**9), (0, -(10**9))])
+@pytest.mark.parametrize(
+    "votes", [(10**6, 10**6), (10**6, 0), (-5, 10**9), (0, -(10**9)), (3, -5), (3, 4)]
+)
 def test_a_secure_sum_of_votes_that_can_not_be_moves_the_bound_by_one_step_at_most(
     votes: tuple[int, int],
 ) -> None:
@@ -515,7 +617,7 @@ def test_a_secure_sum_of_votes_that_can_not_be_moves_the_bound_by_one_step_at_mo
         server.start()
         module: Any = server.optim.modules[0]
         module.process_aux_var(UpdateClipVotes(3, *votes))
-        assert abs(math.log(module.bound)) <= 0.1 + 1e-12
+        assert abs(math.log(module.bound)) <= (0.1 + 1e-12 if noise else 0.0)
 
 
 def test_under_noise_nothing_else_is_counted() -> None:
@@ -554,6 +656,61 @@ def test_insecure_noise_can_be_repeated_and_resumed() -> None:
     assert got == expected
     assert second.optim.modules[0].epsilon == whole.optim.modules[0].epsilon  # type: ignore[attr-defined]
     assert second.optim.get_state() == whole.optim.get_state()
+    # No two rounds have the same noise: it would be gone from their difference.
+    fixed = Server([("update-clip-server", {**config, "learning_rate": 0.0})], CLIPPED)
+    assert len(set(play(fixed, range(6)))) == 6
+
+
+def budget_of(**config: Any) -> Budget:
+    given: dict[str, Any] = {
+        "noise_multiplier": 1.0,
+        "clients": 4,
+        "votes": True,
+        "bits_noise": 0.6,
+        "delta": 1e-5,
+        "relation": "add-remove",
+        "max_epsilon": None,
+        "generator": "insecure",
+        "seed": 3,
+    }
+    return Budget(**{**given, **config})
+
+
+def test_votes_and_average_have_noise_of_their_own() -> None:
+    """If one could be told from the other, both together would cost more than is accounted."""
+    budget, rounds, bound = budget_of(), 4000, 0.5
+    votes = np.array([budget.noise_on_votes(i) for i in range(rounds)]) / 0.6
+    noised = [budget.noised({"w": np.zeros(1)}, bound, i)["w"][0] for i in range(rounds)]
+    # z_delta = (1 - 1 / 1.2^2)^(-1/2)
+    sums = np.array(noised) * 4 / bound / 1.8091
+    assert (votes.std(), sums.std()) == pytest.approx((1.0, 1.0), rel=0.05)
+    for one, other in ((votes, sums), (votes[1:], votes[:-1]), (sums[1:], sums[:-1])):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 0.08
+
+
+@pytest.mark.parametrize("relation", ["add-remove", "replace-one"])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_budget_is_spent_to_its_very_end(rounds: int, relation: str) -> None:
+    """Of z, which covers update and votes together; and what is at the budget is within it."""
+    enough = epsilon([Release(1.0, rounds)], 1e-5, relation)
+    budget = budget_of(max_epsilon=enough, relation=relation)
+    for i in range(rounds):
+        assert budget.rounds_left() == rounds - i
+        assert budget.rounds_left(1) == 1
+        assert budget.cost(rounds - i) == enough
+        assert not budget.refusal()
+        budget.spend()
+    assert budget.accountant.spent == [Release(1.0, rounds)]
+    assert budget.epsilon == enough
+    assert budget.rounds_left() == 0
+    assert f"after {rounds} rounds, and one more would make it" in budget.refusal()
+    with pytest.raises(ValueError, match="take noise_multiplier >= ") as told:
+        budget_of(max_epsilon=enough * 0.5, relation=relation, noise_multiplier=0.5)
+    least = float(str(told.value).rpartition(">= ")[2])
+    half: dict[str, Any] = {"max_epsilon": enough * 0.5, "relation": relation, "bits_noise": None}
+    budget_of(noise_multiplier=least, **half)
+    with pytest.raises(ValueError, match="one round with"):
+        budget_of(noise_multiplier=least - 0.02, **half)
 
 
 def test_the_budget_ends_the_training_before_it_is_passed(
@@ -605,6 +762,7 @@ def test_the_budget_ends_the_training_before_it_is_passed(
         ),
         ({"seed": 3}, "a seed goes with generator='insecure' only"),
         ({"start_norm": 1e-9}, "start_norm must be within"),
+        ({"start_norm": 3.0, "max_norm": 2.0}, "start_norm must be within"),
         ({"quantile": 1.0}, "quantile"),
         ({"learning_rate": -1}, "learning_rate"),
         ({"noise_multiplier": math.nan}, "noise_multiplier"),
@@ -661,6 +819,25 @@ def test_client_without_a_counterpart() -> None:
         clients.round(0, {}, np.array([1.0]))
 
 
+def test_a_client_goes_by_the_bound_of_its_round_only() -> None:
+    """Not by an older one, and not another aggregator of the same thread."""
+    clients = Clients(1, ADAPTIVE, CLIPPED)
+    for message, error in (
+        (UpdateClipBound(2.0, stop="the budget is spent"), RuntimeError),
+        (UpdateClipBound(-1.0), ValueError),
+        (None, None),
+    ):
+        aux = {"update-clip": UpdateClipBound(0.5)}
+        assert norm(clients.round(0, aux, np.ones(1)).updates.updates) == pytest.approx(0.5)
+        if message is not None:
+            clients.optimizers[0].process_aux_var(aux)
+            with pytest.raises(error):
+                clients.optimizers[0].process_aux_var({"update-clip": message})
+        assert norm(share({"max_norm": 2.0}, NumpyVector({"w": np.ones(1)})).updates) == 1.0
+        with pytest.raises(RuntimeError, match="has received no bound"):
+            clients.optimizers[0].start_round()
+
+
 def test_client_with_the_module_twice() -> None:
     clients = Clients(1, ADAPTIVE * 2, CLIPPED)
     with pytest.raises(RuntimeError, match="once only"):
@@ -711,6 +888,41 @@ def test_server_voids_a_round_whose_bound_does_not_hold(
         aux = server.start()
     with pytest.raises(RuntimeError, match=text):
         clients.round(0, aux, np.array([5.0]))
+
+
+def test_what_stops_a_run_is_told_until_another_state_is_loaded() -> None:
+    server = Server([("update-clip-server", {"start_norm": 1.0})], CLIPPED)
+    module: Any = server.optim.modules[0]
+    good, update = module.get_state(), NumpyVector({"w": np.ones(2)})
+    for _ in range(2):
+        server.start()
+        clients = Clients(1, ADAPTIVE, CLIPPED)
+        server.finish([clients.round(0, server.start(), np.ones(2))])
+        # A round without votes, after one with them, is void; and so is one without a bound.
+        server.start()
+        assert norm(module.run(update)) == 0
+        assert norm(module.run(update)) == 0
+        # The first reason is the one that is told.
+        assert server.start()["update-clip"].stop == (
+            "no votes have come: put update-clip-client into client_opt, as last module"
+        )
+        module.set_state(good)
+    assert not server.start()["update-clip"].stop
+    module = fedclip.UpdateClipServer(start_norm=1.0, max_norm=2.0)
+    module.process_aux_var(UpdateClipVotes())
+    assert "no bound was sent" in module.collect_aux_var().stop
+    module.set_state({**good, "bound": 5.0})
+    assert module.bound == 2.0
+
+
+def test_a_round_ends_with_its_update() -> None:
+    """Another aggregator of the same thread does not go by the bound of a round that is over."""
+    server = Server([("update-clip-server", {"start_norm": 0.5})], CLIPPED)
+    clients = Clients(1, ADAPTIVE, CLIPPED)
+    server.finish([clients.round(0, server.start(), np.ones(1))])
+    alone = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
+    shared = alone.prepare_for_sharing(updates=vector(0.9), n_steps=1)
+    assert norm(alone.finalize_updates(shared)) == pytest.approx(0.9)
 
 
 def test_fairness_takes_the_aggregator_away() -> None:
@@ -771,6 +983,33 @@ def test_hostile_update(kind: str, place: int, caplog: pytest.LogCaptureFixture)
     assert "1 refused" in caplog.text
     assert "the update of one of 5 replies counts as zero" in caplog.text
     assert server.start()["update-clip"].stop == ""
+
+
+@pytest.mark.parametrize("scope", ["tensor", ["0"]])
+def test_groups_that_reach_the_bound_each_by_itself_are_refused(scope: Any) -> None:
+    """Together they are longer than the bound, on which noise is sized."""
+    config = {**CLIPPED, "scope": scope}
+    server = Server([("update-clip-server", {"start_norm": 1.0})], config)
+    clients = Clients(2, ADAPTIVE, config)
+    aux = server.start()
+    update = NumpyVector({"0": np.array([5.0]), "1": np.array([5.0])})
+    replies = [clients.round(i, aux, update) for i in range(2)]
+    forged(replies[1], updates=NumpyVector({"0": np.array([0.9]), "1": np.array([0.9])}))
+    average = server.finish([sent(r) for r in replies])
+    assert norm(average) == pytest.approx(0.5)
+
+
+def test_the_order_of_tensors_and_of_messages_does_not_matter() -> None:
+    server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
+    updates = [NumpyVector({k: np.array([0.1 * len(k)]) for k in ks}) for ks in (("a", "bb"),) * 2]
+    updates[1].coefs = dict(reversed(updates[1].coefs.items()))
+    average = server.finalize_updates(sum(ClippedUpdates(x, 1) for x in updates))
+    assert {k: float(v[0]) for k, v in average.coefs.items()} == pytest.approx(
+        {"a": 0.1, "bb": 0.2}
+    )
+    # What is no vote abstains, and its client counts.
+    found = UpdateClipVotes.among(["text", UpdateClipVotes(1, 1, 1), None])
+    assert found == UpdateClipVotes(3, 1, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -876,6 +1115,9 @@ def test_sum_that_honest_clients_could_not_have_made(caplog: pytest.LogCaptureFi
     server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
     honest = ClippedUpdates(NumpyVector({"w": np.array([2.5, 0.0])}), 3, 3, 1, 0)
     assert norm(server.finalize_updates(honest)) == pytest.approx(2.5 / 3)
+    # Rounding to integers may lengthen each of the updates a little.
+    longer = ClippedUpdates(NumpyVector({"w": np.array([3.01, 0.0])}), 3, 3, 1, 0)
+    assert norm(server.finalize_updates(longer)) == pytest.approx(3.01 / 3)
     lie = ClippedUpdates(NumpyVector({"w": np.array([1e5, 0.0])}), 3, 3, 1, 0)
     assert norm(server.finalize_updates(lie)) == 0
     assert "beyond the limit" in caplog.text

@@ -78,9 +78,8 @@ class History:
             for places, counts in rounds:
                 if len(places) != len(counts):
                     raise ValueError
-                for place, count in zip(places, counts, strict=True):
-                    if parameters.integer(0, place=place) >= BUCKETS or count < 1:
-                        raise ValueError
+                if any(parameters.integer(0, place=place) >= BUCKETS for place in places):
+                    raise ValueError
                 buckets = np.zeros(BUCKETS, dtype=np.int64)
                 buckets[places] = [parameters.integer(1, count=count) for count in counts]
                 history.add(buckets)

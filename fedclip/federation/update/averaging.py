@@ -92,8 +92,6 @@ class UpdateClipping:
         # The factor by which the bound would have to grow to leave the update alone.
         pairs = zip(np.atleast_1d(outcome.norms).tolist(), limits, strict=True)
         need = max((n / c for n, c in pairs), default=0.0)
-        # Norms close to the limit were measured exactly; the ratio must agree with that decision.
-        need = max(need, math.nextafter(1.0, 2.0)) if round_.clipped else min(need, 1.0)
         round_.norm = need * round_.bound
         if far := self._far(arrays, round_):
             return Clipped(zeros(arrays), far)
