@@ -3,17 +3,64 @@
 
 A record is a batch of its own: what makes batches of records, such as padding to the longest,
 then lets no record depend on another. Records of one shape are put together afterwards.
+
+What raises for one record shall not be seen by anybody else, nor keep the others from counting::
+
+    Spare(work, records):
+        try work(records)
+        if it raises:   halves of the records, each by itself; a record alone is left out
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, TypeAlias
 
 import numpy as np
 from declearn.dataset import Dataset, InMemoryDataset
 
-__all__ = ["Records"]
+__all__ = ["Batch", "Failed", "Records", "first_records", "spare"]
+
+Failed: TypeAlias = Callable[[int, BaseException], object]
+"""Called with a record that is left out, and what it raised."""
+
+# So many records are tried, before all count as impossible to read.
+_TRIED = 16
+
+
+def spare(work: Callable[[int, int], None], start: int, stop: int, failed: Failed) -> None:
+    """Do work on the records from `start` to `stop`, but for those for which it raises.
+
+    `work` has to leave nothing behind where it raises.
+
+    >>> def work(start: int, stop: int) -> None:
+    ...     if 2 in range(start, stop):
+    ...         raise KeyError("a name")
+    ...     print(*range(start, stop))
+    >>> spare(work, 0, 5, lambda record, exc: print("without", record))
+    0 1
+    without 2
+    3 4
+    """
+    try:
+        work(start, stop)
+        return
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:  # A transform that calls sys.exit is no reason to go, either.
+        if stop - start == 1:
+            failed(start, exc)
+            return
+    middle = (start + stop) // 2
+    spare(work, start, middle, failed)
+    spare(work, middle, stop, failed)
+
+
+class Batch(tuple[Any, ...]):
+    """Inputs, targets and weights (or None), as declearn has them, and whose they are."""
+
+    positions: Sequence[int] = ()
 
 
 class Records:
@@ -26,48 +73,93 @@ class Records:
     ----------
     dataset
         A dataset of declearn.
+    like
+        A batch to whose dtypes the arrays of an `InMemoryDataset` are brought, record by record
+        where that can fail: one text among numbers, or one label that is missing, would
+        otherwise change the arrays of all records.
 
     Raises
     ------
     TypeError, ValueError
         If the dataset has no length, or no record.
+    Exception
+        What the first records raise, if none of them can be read; and whatever a dataset of
+        another kind raises while it is read.
     """
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._size: int
-        self._take: Callable[[Any], list[Any]]
+    def __init__(self, dataset: Dataset, like: Any = None) -> None:
+        self._alone: Any
         if isinstance(dataset, InMemoryDataset):
-            self._data = (dataset.feats, dataset.target, dataset.weights)
-            self._size, self._take = dataset.feats.shape[0], self._from_memory
+            self._alone = _MemoryRecords(dataset, like)
+        elif hasattr(dataset, "collate_to_batch"):
+            self._alone = _TorchRecords(dataset)
         else:
-            self._alone = _alone(dataset)
-            self._size, self._take = len(self._alone), self._together
-        if not self._size:
+            self._alone = [*dataset.generate_batches(batch_size=1, drop_remainder=False)]
+        if not len(self):
             raise ValueError("the training data holds no record")
+        errors: list[BaseException] = []
+        tried = range(min(len(self), _TRIED))
+        if not any(self.take([i], lambda _, exc: errors.append(exc)) for i in tried):
+            raise errors[0]
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._alone)
 
-    def take(self, positions: Any) -> list[Any]:
-        """Return batches of inputs, targets and weights: one for each shape that records have."""
-        return self._take(positions) if len(positions) else []
+    def take(self, positions: Any, failed: Failed | None = None) -> list[Batch]:
+        """Return batches: one for each shape that records have; none of those that raise.
 
-    def _from_memory(self, positions: Any) -> list[Any]:
-        return [tuple(_rows(part, positions) for part in self._data)]
+        Parameters
+        ----------
+        positions
+            Of the records, any number of them.
+        failed
+            Called for each record that raises; None: they raise here.
+        """
+        if getattr(self._alone, "plain", False) and len(positions):
+            return [_batch(self._alone.rows(positions), positions)]
+        alike: dict[Any, list[tuple[int, Any]]] = {}
+        for position in map(int, positions):
 
-    def _together(self, positions: Any) -> list[Any]:
-        alike: dict[Any, list[Any]] = {}
-        for position in positions:
-            record = self._alone[int(position)]
-            alike.setdefault(_shape(record), []).append(record)
-        return [_joined(records) for records in alike.values()]
+            def work(start: int, stop: int) -> None:
+                record = self._alone[start]
+                alike.setdefault(_shape(record), []).append((start, record))
+
+            if failed is None:
+                work(position, position + 1)
+            else:
+                spare(work, position, position + 1, failed)
+        pairs = (zip(*found, strict=True) for found in alike.values())
+        return [_batch(_joined(records), places) for places, records in pairs]
 
 
-def _alone(dataset: Any) -> Any:
-    """Return records by position, each a batch of its own."""
-    if hasattr(dataset, "collate_to_batch"):
-        return _TorchRecords(dataset)
-    return [*dataset.generate_batches(batch_size=1, drop_remainder=False)]
+def first_records(dataset: Any) -> list[Any]:
+    """Return up to three batches of one record each; none of no dataset."""
+    return [] if dataset is None else [*islice(dataset.generate_batches(batch_size=1), 3)]
+
+
+def _batch(parts: Any, positions: Sequence[int]) -> Batch:
+    batch = Batch(parts)
+    batch.positions = positions
+    return batch
+
+
+class _MemoryRecords:
+    """The records of arrays in memory; `plain` where none can raise."""
+
+    def __init__(self, dataset: InMemoryDataset, like: Any) -> None:
+        self._data = (dataset.feats, dataset.target, dataset.weights)
+        self._dtypes = [getattr(one, "dtype", None) for one in like or (None,) * 3]
+        first = [_rows(part, slice(0, 1)) for part in self._data]
+        self.plain = not any(map(_may_raise, first, self._dtypes))
+
+    def __len__(self) -> int:
+        return int(self._data[0].shape[0])
+
+    def __getitem__(self, position: int) -> Any:
+        return self.rows([position])
+
+    def rows(self, positions: Any) -> tuple[Any, ...]:
+        return tuple(_brought(_rows(p, positions), d) for p, d in zip(self._data, self._dtypes))
 
 
 class _TorchRecords:
@@ -124,8 +216,25 @@ def _joined(parts: Sequence[Any]) -> Any:
 def _rows(data: Any, positions: Any) -> Any:
     if data is None:
         return None
-    if isinstance(data, list):
-        return [_rows(one, positions) for one in data]
-    if hasattr(data, "iloc"):
-        return data.iloc[positions].to_numpy()
-    return data[positions]
+    return data.iloc[positions].to_numpy() if hasattr(data, "iloc") else data[positions]
+
+
+def _may_raise(rows: Any, dtype: Any) -> bool:
+    if rows is None:
+        return False
+    whole = isinstance(dtype, np.dtype) and dtype.kind in "iu"
+    return rows.dtype.kind not in "biufc" or (whole and rows.dtype.kind == "f")
+
+
+def _brought(rows: Any, dtype: Any) -> Any:
+    """Return rows in a dtype of NumPy's that holds numbers, if it is one."""
+    if rows is None or not isinstance(dtype, np.dtype) or dtype.kind not in "biufc":
+        return rows
+    with np.errstate(all="ignore"):
+        if not _may_raise(rows, dtype):
+            return rows.astype(dtype, copy=False)
+        wide = rows.astype(np.float64)
+        found = wide.astype(dtype)
+    if dtype.kind in "iu" and (found != wide).any():
+        raise ValueError(f"{rows.tolist()} where valid_data has {dtype}")
+    return found

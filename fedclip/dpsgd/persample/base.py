@@ -11,7 +11,7 @@ import numpy as np
 
 from fedclip import parameters
 
-__all__ = ["Arrays", "Float64", "HostStack", "Stack", "at_once"]
+__all__ = ["Arrays", "Float64", "HostStack", "Stack", "Unfit", "at_once"]
 
 Float64: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Arrays: TypeAlias = Mapping[str, "np.ndarray[Any, Any]"]
@@ -19,6 +19,10 @@ Arrays: TypeAlias = Mapping[str, "np.ndarray[Any, Any]"]
 
 MOST = 1 << 21
 """Numbers that the gradients of records taken together may have: 16 MiB in float64."""
+
+
+class Unfit(ValueError):
+    """The model itself can not be private; the text says nothing of a record."""
 
 
 def at_once(size: int, elements: int) -> int:
@@ -38,7 +42,7 @@ class Stack(Protocol):
         """Return the squared norms of these tensors, of shape (records, names)."""
 
     def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
-        """Add the gradients, times factors, to float64 arrays of the framework.
+        """Add the gradients, times factors, to float64 arrays of the framework, out of place.
 
         Parameters
         ----------
@@ -68,10 +72,10 @@ class HostStack:
     def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
         for name, factor in factors.items():
             array = self._arrays[name]
-            total = totals.setdefault(name, np.zeros(array.shape[1:]))
             rows = _rows(array)
             # Products, and their sum, are those of float64: the norm was measured in it too.
-            total += (factor[sound] @ (rows if sound.all() else rows[sound])).reshape(total.shape)
+            found = factor[sound] @ (rows if sound.all() else rows[sound])
+            totals[name] = totals.get(name, 0.0) + found.reshape(array.shape[1:])
 
     def arrays(self) -> Arrays:
         return self._arrays

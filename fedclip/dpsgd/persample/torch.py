@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,12 +12,27 @@ from declearn.model.torch import TorchModel, TorchVector
 
 from fedclip.dpsgd.persample import torch_check, torch_records, torch_stacks
 
-__all__ = ["check", "shapes", "stacks", "vector"]
+__all__ = ["check", "memory", "settled", "shapes", "stacks", "vector"]
 
 
 def check(model: TorchModel) -> None:
     """Refuse layers that mix records, or remember them outside of the weights."""
     torch_check.check(model._raw_model.module)
+
+
+@contextmanager
+def settled(model: TorchModel) -> Iterator[None]:
+    """Draw the same random numbers each time."""
+    device = model._raw_model.device
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(0)
+        yield
+
+
+def memory(model: TorchModel) -> Any:
+    """Return all that the modules hold, to be compared with what they hold later."""
+    return {*torch_check.held([model._raw_model.module, model._loss_fn.module])}
 
 
 def shapes(model: TorchModel) -> dict[str, tuple[int, ...]]:
