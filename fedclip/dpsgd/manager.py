@@ -35,7 +35,7 @@ from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, to
 from fedclip.dpsgd.ledger import Ledger
 from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.place import place_of
-from fedclip.dpsgd.records import Records, first_records
+from fedclip.dpsgd.records import Records, first_records, made_up
 from fedclip.dpsgd.sampling import PoissonSampler
 from fedclip.privacy.accounting import Release
 from fedclip.privacy.noise import Normals, secure_normals
@@ -68,7 +68,7 @@ class PrivateTrainingManager(DPTrainingManager):
         spent: Sequence[Release] = (),
         records: Records | None = None,
     ) -> None:
-        """Set up DP-SGD; the model is tried on validation records, and on no other.
+        """Set up DP-SGD; the model is tried on validation records, or on made-up ones.
 
         Parameters
         ----------
@@ -88,7 +88,7 @@ class PrivateTrainingManager(DPTrainingManager):
         TypeError, ValueError
             In words, if what is asked for would not be private, or can not be done.
         RuntimeError
-            If the model raises for a validation record.
+            If the model raises for a record that it is tried on.
         """
         if message.accountant == "gdp":
             raise ValueError(
@@ -116,8 +116,9 @@ class PrivateTrainingManager(DPTrainingManager):
         size, steps = message.batches["batch_size"], steps * message.rounds
         self.calibration = calibrate(epsilon, delta, len(self.records), size, steps)
         # What fails for all records fails now, before anything is paid.
-        with self._untold("the trial of the model on validation records"):
-            persample.try_out(self.model, tried, **self._settings(self.calibration.expected))
+        with self._untold("the trial of the model"):
+            shown = tried or made_up(self.records)
+            persample.try_out(self.model, shown, **self._settings(self.calibration.expected))
         self.ledger = Ledger(epsilon, delta, path, spent)
         self.noise = IndependentNoise()
         self._normals: Normals = secure_normals

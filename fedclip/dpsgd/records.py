@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from declearn.dataset import Dataset, InMemoryDataset
 
-__all__ = ["Batch", "Failed", "Records", "first_records", "spare"]
+__all__ = ["Batch", "Failed", "Records", "first_records", "made_up", "spare"]
 
 Failed: TypeAlias = Callable[[int, BaseException], object]
 """Called with a record that is left out, and what it raised."""
@@ -135,6 +135,27 @@ class Records:
 def first_records(dataset: Any) -> list[Any]:
     """Return up to three batches of one record each; none of no dataset."""
     return [] if dataset is None else [*islice(dataset.generate_batches(batch_size=1), 3)]
+
+
+def made_up(records: Records) -> list[Any]:
+    """Return three batches of one record each: shapes and dtypes are from a record that is there.
+
+    Numbers are drawn, and whole numbers, which may be tokens or classes, are 0.
+    """
+    rng = np.random.default_rng(0)
+
+    def other(leaf: Any) -> Any:
+        if isinstance(leaf, (list, tuple)):
+            return [other(one) for one in leaf]
+        if leaf is None:
+            return None
+        whole = np.asarray(leaf).dtype.kind not in "fc"
+        drawn = np.zeros(leaf.shape) if whole else rng.normal(size=leaf.shape)
+        return drawn.astype(np.asarray(leaf).dtype)
+
+    readable = (records.take([i], lambda *_: None) for i in range(len(records)))
+    (batch, *_) = next(filter(None, readable))
+    return [tuple(other(part) for part in batch) for _ in range(3)]
 
 
 def _batch(parts: Any, positions: Sequence[int]) -> Batch:

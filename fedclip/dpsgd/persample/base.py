@@ -11,7 +11,7 @@ import numpy as np
 
 from fedclip import parameters
 
-__all__ = ["Arrays", "Float64", "HostStack", "Stack", "Unfit", "at_once"]
+__all__ = ["Arrays", "Float64", "HostStack", "Stack", "Unfit", "at_once", "try_out"]
 
 Float64: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Arrays: TypeAlias = Mapping[str, "np.ndarray[Any, Any]"]
@@ -33,6 +33,12 @@ def at_once(size: int, elements: int) -> int:
     """
     size = parameters.integer(1, micro_batch=size)
     return max(1, min(size, MOST // max(elements, 1)))
+
+
+def try_out(model: Any, records: Any, gradient: Any) -> None:
+    """Take the gradient of each record, where nothing but variables could outlive it."""
+    for record in records:
+        gradient(model, record)
 
 
 class Stack(Protocol):

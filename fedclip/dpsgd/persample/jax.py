@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from declearn.model.haiku import HaikuModel, JaxNumpyVector
 
+from fedclip.dpsgd.persample.base import try_out
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
 
-__all__ = ["check", "memory", "settled", "shapes", "stacks", "vector"]
+__all__ = ["check", "shapes", "stacks", "try_out", "vector"]
 
 # To compile takes long: once for a model.
 _COMPILED: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -24,21 +24,6 @@ _COMPILED: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 def check(model: HaikuModel) -> None:
     """Refuse nothing: declearn's Haiku models have no state, and records go through alone."""
-
-
-@contextmanager
-def settled(model: HaikuModel) -> Iterator[None]:
-    """Draw the same random numbers each time."""
-    kept, model._rng_gen = model._rng_gen, hk.PRNGSequence(0)
-    try:
-        yield
-    finally:
-        model._rng_gen = kept
-
-
-def memory(model: HaikuModel) -> set[Any]:
-    """Return nothing that could change: Haiku refuses a state, and what is traced has none."""
-    return set()
 
 
 def vector(model: HaikuModel, arrays: Any) -> Any:

@@ -8,16 +8,15 @@ in which scikit-learn works: shrink by the l2 share, step along the loss, trunca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from scipy.sparse import issparse
 
-from fedclip.dpsgd.persample.base import HostStack, at_once
+from fedclip.dpsgd.persample.base import HostStack, at_once, try_out
 
-__all__ = ["check", "memory", "settled", "shapes", "stacks", "vector"]
+__all__ = ["check", "shapes", "stacks", "try_out", "vector"]
 
 Array = np.ndarray[Any, Any]
 
@@ -60,15 +59,6 @@ def check(model: SklearnSGDModel) -> None:
             "class_weight lets the gradient of a record depend on others, or on secret counts: "
             "give sample weights with the data instead"
         )
-
-
-def settled(model: SklearnSGDModel) -> nullcontext[None]:
-    """Return a context without effect: nothing is random here."""
-    return nullcontext()
-
-
-def memory(model: SklearnSGDModel) -> None:
-    """Return None: gradients are worked out here, from nothing but weights and a record."""
 
 
 def vector(model: SklearnSGDModel, arrays: Any) -> NumpyVector:

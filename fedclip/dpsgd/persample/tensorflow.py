@@ -8,7 +8,6 @@ numbers would give all records the same. In models that have such a layer, recor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 from declearn.model.tensorflow import TensorflowModel, TensorflowVector
 
-from fedclip.dpsgd.persample.base import Float64, Unfit, at_once
+from fedclip.dpsgd.persample.base import Float64, Unfit, at_once, try_out
 
-__all__ = ["TensorflowStack", "check", "memory", "settled", "shapes", "stacks", "vector"]
+__all__ = ["TensorflowStack", "check", "shapes", "stacks", "try_out", "vector"]
 
 _ONE_BY_ONE = (
     tf.keras.layers.RNN,
@@ -40,15 +39,6 @@ def check(model: TensorflowModel) -> None:
                 "and remembers them unclipped and without noise: use GroupNormalization or "
                 "LayerNormalization"
             )
-
-
-def settled(model: TensorflowModel) -> nullcontext[None]:
-    """Return a context without effect: no pass is compared with another."""
-    return nullcontext()
-
-
-def memory(model: TensorflowModel) -> None:
-    """Return None: only variables outlive a pass, and none of them may change in any."""
 
 
 def vector(model: TensorflowModel, arrays: Any) -> Any:
