@@ -103,6 +103,8 @@ class PrivateFederatedClient(FederatedClient):
             )
         # Read now, as long as nobody else could see it fail.
         self.records = Records(self.train_data, *first_records(self.valid_data)[:1])
+        specs = dataclasses.asdict(self.valid_data.get_data_specs())
+        self._specs = {**specs, "n_samples": len(self.records)}
         self._private: PrivateTrainingManager | None = None
         self.ledger = None if ledger is None else Path(ledger)
         if self.ledger is None and self.ckptr is not None:
@@ -148,8 +150,7 @@ class PrivateFederatedClient(FederatedClient):
 
     async def _collect_and_send_metadata(self, message: MetadataQuery) -> None:
         """Tell of the validation records what is asked, and of the others how many there are."""
-        known = dataclasses.asdict(self.valid_data.get_data_specs())
-        known["n_samples"] = len(self.records)
+        known = self._specs
         if missing := [name for name in message.fields if known.get(name) is None]:
             why = f"valid_data does not tell {', '.join(missing)}, which the model needs"
             await self._refuse(f"{why}: for classes, build it with expose_classes=True")

@@ -3,58 +3,23 @@
 
 A record is a batch of its own: what makes batches of records, such as padding to the longest,
 then lets no record depend on another. Records of one shape are put together afterwards.
-
-What raises for one record shall not be seen by anybody else, nor keep the others from counting::
-
-    Spare(work, records):
-        try work(records)
-        if it raises:   halves of the records, each by itself; a record alone is left out
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from declearn.dataset import Dataset, InMemoryDataset
 
-__all__ = ["Batch", "Failed", "Records", "first_records", "made_up", "spare"]
+from fedclip.dpsgd.persample.base import Failed, spare
 
-Failed: TypeAlias = Callable[[int, BaseException], object]
-"""Called with a record that is left out, and what it raised."""
+__all__ = ["Batch", "Records", "first_records", "made_up"]
 
 # So many records are tried, before all count as impossible to read.
 _TRIED = 16
-
-
-def spare(work: Callable[[int, int], None], start: int, stop: int, failed: Failed) -> None:
-    """Do work on the records from `start` to `stop`, but for those for which it raises.
-
-    `work` has to leave nothing behind where it raises.
-
-    >>> def work(start: int, stop: int) -> None:
-    ...     if 2 in range(start, stop):
-    ...         raise KeyError("a name")
-    ...     print(*range(start, stop))
-    >>> spare(work, 0, 5, lambda record, exc: print("without", record))
-    0 1
-    without 2
-    3 4
-    """
-    try:
-        work(start, stop)
-        return
-    except KeyboardInterrupt:
-        raise
-    except BaseException as exc:  # A transform that calls sys.exit is no reason to go, either.
-        if stop - start == 1:
-            failed(start, exc)
-            return
-    middle = (start + stop) // 2
-    spare(work, start, middle, failed)
-    spare(work, middle, stop, failed)
 
 
 class Batch(tuple[Any, ...]):
@@ -180,7 +145,8 @@ class _MemoryRecords:
         return self.rows([position])
 
     def rows(self, positions: Any) -> tuple[Any, ...]:
-        return tuple(_brought(_rows(p, positions), d) for p, d in zip(self._data, self._dtypes))
+        parts = (_rows(part, positions) for part in self._data)
+        return tuple(map(_brought, parts, self._dtypes))
 
 
 class _TorchRecords:

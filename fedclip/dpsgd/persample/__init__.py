@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.dpsgd.persample.base import Arrays, Float64, HostStack, Stack, Unfit
-from fedclip.dpsgd.records import Failed, spare
+from fedclip.dpsgd.persample.base import Arrays, Failed, Float64, HostStack, Stack, Unfit, spare
 from fedclip.scopes import Groups
 
 __all__ = ["Arrays", "Unfit", "add_up", "check", "clipped_sum", "try_out", "vector"]

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gradients of some records, taken together, can be asked for."""
+"""What the gradients of some records, taken together, can be asked for; and who is spared."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from fedclip import parameters
 
-__all__ = ["Arrays", "Float64", "HostStack", "Stack", "Unfit", "at_once", "try_out"]
+__all__ = [
+    *("Arrays", "Failed", "Float64", "HostStack", "Stack", "Unfit"),
+    *("at_once", "spare", "try_out"),
+]
 
 Float64: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Arrays: TypeAlias = Mapping[str, "np.ndarray[Any, Any]"]
 """Arrays by the names of the model's trainable weights."""
+Failed: TypeAlias = Callable[[int, BaseException], object]
+"""Called with a record that is left out, and what it raised."""
 
 MOST = 1 << 21
 """Numbers that the gradients of records taken together may have: 16 MiB in float64."""
@@ -33,6 +38,35 @@ def at_once(size: int, elements: int) -> int:
     """
     size = parameters.integer(1, micro_batch=size)
     return max(1, min(size, MOST // max(elements, 1)))
+
+
+def spare(work: Callable[[int, int], None], start: int, stop: int, failed: Failed) -> None:
+    """Do work on the records from `start` to `stop`, but for those for which it raises.
+
+    If it raises, it is done for halves of them, each by itself, until a record is alone. It has
+    to leave nothing behind where it raises.
+
+    >>> def work(start: int, stop: int) -> None:
+    ...     if 2 in range(start, stop):
+    ...         raise KeyError("a name")
+    ...     print(*range(start, stop))
+    >>> spare(work, 0, 5, lambda record, exc: print("without", record))
+    0 1
+    without 2
+    3 4
+    """
+    try:
+        work(start, stop)
+        return
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:  # A transform that calls sys.exit is no reason to go, either.
+        if stop - start == 1:
+            failed(start, exc)
+            return
+    middle = (start + stop) // 2
+    spare(work, start, middle, failed)
+    spare(work, middle, stop, failed)
 
 
 def try_out(model: Any, records: Any, gradient: Any) -> None:

@@ -57,7 +57,7 @@ def held(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[t
 def _digest(array: Any) -> Any:
     try:
         tensor = torch.as_tensor(array).detach().cpu().contiguous().flatten()
-        return sha256(tensor.view(torch.uint8).numpy()).hexdigest()
+        return sha256(tensor.view(torch.uint8).numpy().data).hexdigest()
     except (RuntimeError, TypeError):  # Of a `vmap` that is over, sparse, or of objects.
         return id(array)
 
