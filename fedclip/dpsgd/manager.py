@@ -270,7 +270,9 @@ class PrivateTrainingManager(DPTrainingManager):
                 "without noise"
             )
         with self._untold("the evaluation"):
-            return super()._evaluation_round(message)
+            reply = super()._evaluation_round(message)
+        reply.t_spent = 0.0
+        return reply
 
 
 def _enough(expected: float) -> int:
