@@ -27,7 +27,7 @@ _context: Any = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["fedclip", "declearn.main", "declearn.model.torch"])
 
 
-class Secret(Exception):  # noqa: N818
+class Secret(Exception):
     """An exception class of the user's own, whose name says it all."""
 
 
