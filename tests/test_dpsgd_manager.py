@@ -95,7 +95,7 @@ def manager(
         optim=Optimizer(lrate=lrate, modules=list(modules)),
         aggrg=AveragingAggregator(),
         train_data=records,
-        valid_data=data(seed=1),
+        valid_data=data(d=records.feats.shape[1], seed=1),
         verbose=False,
     )
     if private:
@@ -228,8 +228,8 @@ def test_small_batches_are_not_filled_up_to_large_ones(
     for clip in (SampleClip(), SampleClip(micro_batch=7)):
         made = manager([clip], private=request(batches={"batch_size": size}))
         made.run_train_step(made.records.take(np.arange(size)))
-    # Each time for one record, when it is set up, and then for the batch.
-    assert seen == [most, most, 7, 7]
+    # Each time for three validation records, when it is set up, and then for the batch.
+    assert seen == [*[most] * 4, *[7] * 4]
 
 
 # -- modes -------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ def test_a_crash_between_the_charge_and_the_step_is_paid_for_on_restart(tmp_path
     made._clipped = crash  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         made.training_round(train())
-    assert manager(path=path).ledger.accountant.rounds == 1
+    assert manager(path=path).ledger.accountant.rounds == 4
 
 
 def test_two_clients_on_one_ledger_share_its_budget(tmp_path: Path) -> None:
@@ -416,8 +416,10 @@ def test_a_round_that_breaks_off_is_paid_for(tmp_path: Path) -> None:
     path = tmp_path / "privacy_spent.json"
     made = manager(path=path)
     made.optim.apply_gradients = None  # type: ignore[method-assign, assignment]
-    assert isinstance(made.training_round(train()), Error)
-    assert Ledger(3.0, 1e-5, path).accountant.rounds == 1
+    sent = made.training_round(train())
+    assert isinstance(sent, Error)
+    assert sent.message == "RuntimeError('a private step failed on this client; its log says why')"
+    assert Ledger(3.0, 1e-5, path).accountant.rounds == 4
 
 
 def test_other_batches_than_announced_are_paid_for_as_they_are() -> None:
@@ -427,9 +429,11 @@ def test_other_batches_than_announced_are_paid_for_as_they_are() -> None:
     assert made.get_privacy_spent()[0] == pytest.approx(epsilon([Release(z, 2, 0.5)], 1e-5))
 
 
-def test_a_time_limit_ends_a_round() -> None:
+def test_a_time_limit_is_refused() -> None:
     made = manager()
-    made.train_under_constraints({"batch_size": 15}, n_epoch=1, timeout=0)
+    sent = made.training_round(train(timeout=60))
+    assert isinstance(sent, Error)
+    assert "and no timeout" in sent.message
     assert made.ledger.accountant.rounds == 0
 
 

@@ -319,7 +319,7 @@ def test_what_fails_for_a_record_fails_before_anything_is_paid(tmp_path: Any) ->
 
     records = InMemoryDataset(np.ones((60, 4), "float32"), target=np.zeros(60, int))
     made = PrivateTrainingManager(
-        *(model_of(Counting()), Optimizer(lrate=1.0), AveragingAggregator(), records),
+        *(model_of(Counting()), Optimizer(lrate=1.0), AveragingAggregator(), records, records),
         verbose=False,
     )
     with pytest.raises(ValueError, match="training changes the buffer 'seen'"):

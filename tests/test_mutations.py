@@ -790,6 +790,52 @@ DPSGD = {
         {"np.where(norms > limit, limit /": "np.where(norms > 1e9, limit /"},
         "test_dpsgd_core.py::test_no_record_adds_more_than_the_bound",
     ),
+    "a refund": Mutation(
+        "dpsgd/manager.py",
+        {
+            'with self._untold("a private step"):': (
+                'with __import__("contextlib").ExitStack() as end:\n'
+                "            end.callback(self.ledger.release)"
+            )
+        },
+        "test_dpsgd_manager.py::"
+        "test_a_crash_between_the_charge_and_the_step_is_paid_for_on_restart",
+    ),
+    "the text of what a step raises": Mutation(
+        "dpsgd/manager.py",
+        {'RuntimeError(f"{what} failed on this client; its log says why") from None': "exc"},
+        "test_dpsgd_manager.py::test_a_round_that_breaks_off_is_paid_for",
+    ),
+    "the time of a round": Mutation(
+        "dpsgd/manager.py",
+        {'"t_spent": 0.0}': '"t_spent": __import__("time").monotonic()}'},
+        "test_dpsgd_leaks.py::test_a_reply_tells_no_time",
+    ),
+    "a round that one record ends": Mutation(
+        "dpsgd/manager.py",
+        {"**settings, failed=self._fail": "**settings"},
+        "test_dpsgd_leaks.py::test_a_record_that_raises_counts_as_zero_and_the_others_as_ever",
+    ),
+    "a model tried on record 0": Mutation(
+        "dpsgd/manager.py",
+        {"shown = tried or made_up(self.records)": "shown = self.records.take([0])"},
+        "test_dpsgd_leaks.py::test_a_record_that_raises_counts_as_zero_and_the_others_as_ever",
+    ),
+    "norms of records in the state": Mutation(
+        "dpsgd/place.py",
+        {"copy.deepcopy(self.before)": "self.before"},
+        "test_dpsgd_leaks.py::test_nothing_is_recorded_before_sample_clip",
+    ),
+    "classes of the training records": Mutation(
+        "dpsgd/client.py",
+        {"asdict(self.valid_data.get_data_specs())": "asdict(self.train_data.get_data_specs())"},
+        "test_dpsgd_leaks.py::test_metadata_is_told_of_the_validation_records",
+    ),
+    "a model that remembers": Mutation(
+        "dpsgd/persample/torch.py",
+        {"if changed or any(": "if any("},
+        "test_dpsgd_leaks.py::test_a_model_that_remembers_is_refused",
+    ),
     "a layer called twice, once": Mutation(
         "dpsgd/persample/torch_plan.py",
         {"if len(calls) == 1 and": "if calls and"},

@@ -3,16 +3,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from declearn.main import FederatedClient
-from declearn.messaging import Error, PrivacyRequest, TrainRequest
+from declearn.messaging import (
+    Error,
+    MetadataQuery,
+    MetadataReply,
+    PrivacyRequest,
+    TrainRequest,
+)
 
 from fedclip import parameters
 from fedclip.dpsgd import ledger as ledgers
+from fedclip.dpsgd.records import Records, first_records
 
 if TYPE_CHECKING:
     from fedclip.dpsgd.manager import PrivateTrainingManager
@@ -48,13 +56,17 @@ class PrivateFederatedClient(FederatedClient):
         If a parameter is not as above.
     ModuleNotFoundError
         Without Opacus, which the extra ``fedclip[dp]`` brings.
+    Exception
+        What `train_data` raises, if it can not be read at all.
 
     Notes
     -----
     Guarantee: what this client sends in all of its rounds is (epsilon, delta)-differentially
     private for adding or removing one training record, with the epsilon that `spent` returns.
-    Not protected: the number of records and the other facts that declearn's server queries
-    before it starts, the validation records, and the time that steps take.
+    Not protected: the number of training records, the validation records, of which losses and
+    whatever else declearn's server asks about data are told, and when the client sends.
+    A record that can not be read, or for which the model raises, counts as zero. That is said
+    in this client's log alone, as is what goes wrong otherwise with records.
 
     When the budget is spent, the client goes on with updates of zero, and says so in its log.
     """
@@ -89,6 +101,10 @@ class PrivateFederatedClient(FederatedClient):
                 "give valid_data: without it declearn evaluates on the training records, and "
                 "publishes their losses without noise"
             )
+        # Read now, as long as nobody else could see it fail.
+        self.records = Records(self.train_data, *first_records(self.valid_data)[:1])
+        specs = dataclasses.asdict(self.valid_data.get_data_specs())
+        self._specs = {**specs, "n_samples": len(self.records)}
         self._private: PrivateTrainingManager | None = None
         self.ledger = None if ledger is None else Path(ledger)
         if self.ledger is None and self.ckptr is not None:
@@ -118,7 +134,7 @@ class PrivateFederatedClient(FederatedClient):
             verbose=False,
         )
         before = self._private.ledger.accountant.spent if self._private is not None else ()
-        manager.make_private(message, self.max_budget, self.ledger, before)
+        manager.make_private(message, self.max_budget, self.ledger, before, self.records)
         self.trainmanager = self._private = manager
 
     async def training_round(self, message: TrainRequest) -> None:
@@ -131,6 +147,15 @@ class PrivateFederatedClient(FederatedClient):
             )
             return
         await super().training_round(message)
+
+    async def _collect_and_send_metadata(self, message: MetadataQuery) -> None:
+        """Tell of the validation records what is asked, and of the others how many there are."""
+        known = self._specs
+        if missing := [name for name in message.fields if known.get(name) is None]:
+            why = f"valid_data does not tell {', '.join(missing)}, which the model needs"
+            await self._refuse(f"{why}: for classes, build it with expose_classes=True")
+            raise RuntimeError(why)
+        await self.netwk.send_message(MetadataReply({name: known[name] for name in message.fields}))
 
     async def _initialize_fairness(self) -> None:
         if self.require_privacy:

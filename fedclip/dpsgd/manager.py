@@ -6,22 +6,22 @@
     Round:
         steps = those that the server asks for, as far as they fit into the budget: all are paid
         for each step:
-            batch = Poisson sample of the records                        (sampling)
+            batch = Poisson sample of the records                        (sampling, records)
             sum   = Σ factor_i * gradient_i                              (persample, clipping)
             grads = (sum + z C normal) / expected batch size             (noise)
             apply what stands after sample-clip to grads, and step
-        steps not taken are paid back
         no step left: the update is zero
 
 The server's seed and generator are not asked: noise and samples come from the operating system's
-secure generator. Nothing but the update leaves a round.
+secure generator. Nothing but the update leaves a round: a record that raises counts as zero, a
+text that might tell of records stays in the client's log, and no step is paid back.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, to
 from fedclip.dpsgd.ledger import Ledger
 from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.place import place_of
-from fedclip.dpsgd.records import Records
+from fedclip.dpsgd.records import Records, first_records, made_up
 from fedclip.dpsgd.sampling import PoissonSampler
 from fedclip.privacy.accounting import Release
 from fedclip.privacy.noise import Normals, secure_normals
@@ -66,8 +66,9 @@ class PrivateTrainingManager(DPTrainingManager):
         max_budget: tuple[float, float] | None = None,
         path: Path | None = None,
         spent: Sequence[Release] = (),
+        records: Records | None = None,
     ) -> None:
-        """Set up DP-SGD.
+        """Set up DP-SGD; the model is tried on validation records, or on made-up ones.
 
         Parameters
         ----------
@@ -79,11 +80,15 @@ class PrivateTrainingManager(DPTrainingManager):
             Where the ledger is kept.
         spent
             By runs before, if no ledger is kept.
+        records
+            The training records; None to read them here.
 
         Raises
         ------
         TypeError, ValueError
             In words, if what is asked for would not be private, or can not be done.
+        RuntimeError
+            If the model raises for a record that it is tried on.
         """
         if message.accountant == "gdp":
             raise ValueError(
@@ -95,7 +100,8 @@ class PrivateTrainingManager(DPTrainingManager):
         weights = self.model.get_weights(trainable=True).coefs
         shapes = {name: tuple(map(int, array.shape)) for name, array in weights.items()}
         self._place, self._bound = place_of(self.optim.modules, shapes, asked), asked
-        self.records = Records(self.train_data)
+        tried = first_records(self.valid_data)
+        self.records = records or Records(self.train_data, *tried[:1])
         epsilon, delta = message.budget
         if max_budget is not None:
             epsilon, delta = min(epsilon, max_budget[0]), min(delta, max_budget[1])
@@ -109,13 +115,16 @@ class PrivateTrainingManager(DPTrainingManager):
             )
         size, steps = message.batches["batch_size"], steps * message.rounds
         self.calibration = calibrate(epsilon, delta, len(self.records), size, steps)
-        # What fails for one record fails now, before anything is paid.
-        self._clipped(self.records.take([0]), asked, _enough(self.calibration.expected))
+        # What fails for all records fails now, before anything is paid.
+        with self._untold("the trial of the model"):
+            shown = tried or made_up(self.records)
+            persample.try_out(self.model, shown, **self._settings(self.calibration.expected))
         self.ledger = Ledger(epsilon, delta, path, spent)
         self.noise = IndependentNoise()
         self._normals: Normals = secure_normals
         self._sampler = PoissonSampler(len(self.records), size)
         self._taken = 0
+        self._failed: list[tuple[int, BaseException]] = []
         self.sclip_norm, self._dp_budget = asked, (epsilon, delta)
         self.logger.info(
             "DP-SGD: %d records, Poisson samples at rate %.4g, %d steps, noise multiplier %.4g, "
@@ -146,7 +155,19 @@ class PrivateTrainingManager(DPTrainingManager):
 
         An epoch is as many steps as there are whole batches in the data. All batches are Poisson
         samples, whatever `batch_cfg` says of shuffling.
+
+        Raises
+        ------
+        ValueError
+            If there is no number of steps, or a `timeout`.
+        RuntimeError
+            If a step raises; what it raised is in the log only.
         """
+        if timeout is not None:
+            raise ValueError(
+                "timeout would let the number of steps tell how long single records take: set "
+                "n_epoch or n_steps in [run.training], and no timeout"
+            )
         steps = steps_of_a_round(len(self.records), batch_cfg, n_epoch, n_steps)
         if steps is None:
             raise ValueError("a round needs n_epoch or n_steps: its steps are paid for")
@@ -154,17 +175,13 @@ class PrivateTrainingManager(DPTrainingManager):
         z, rate = self.calibration.noise_multiplier, self._sampler.rate
         left = self.calibration.steps - self._taken
         allowed = self.ledger.reserve(z, rate, steps, left)
-        taken, start = 0, time.monotonic()
-        try:
-            while taken < allowed and (timeout is None or time.monotonic() - start < timeout):
-                self.run_train_step(self.records.take(self._sampler.draw()))
-                taken += 1
-        finally:
-            self.ledger.release()
-        self._taken += taken
+        with self._untold("a private step"):
+            for _ in range(allowed):
+                self.run_train_step(self.records.take(self._sampler.draw(), self._fail))
+        self._taken += allowed
         planned = self.calibration.steps
         self.logger.info(
-            "Took %d private steps; %d of %d that the noise is for.", taken, self._taken, planned
+            "Took %d private steps; %d of %d that the noise is for.", allowed, self._taken, planned
         )
         if self._taken >= planned:
             # Before the last round this would be accounted anew, which takes long.
@@ -177,9 +194,10 @@ class PrivateTrainingManager(DPTrainingManager):
                 *(self.ledger.epsilon, allowed, steps),
                 "" if allowed else ": this client sends an update of zero",
             )
-        epochs = taken * self._sampler.expected // len(self.records)
-        # An average over no step at all is none: zero counts as the update of one step.
-        return {"n_epoch": epochs, "n_steps": max(taken, 1), "t_spent": time.monotonic() - start}
+        epochs = allowed * self._sampler.expected // len(self.records)
+        # An average over no step at all is none: zero counts as the update of one step. The time
+        # would tell how many records were drawn, and how long they are.
+        return {"n_epoch": epochs, "n_steps": max(allowed, 1), "t_spent": 0.0}
 
     def run_train_step(self, batches: Any) -> None:
         """Take one step on a Poisson sample of the records, as `Records.take` returns them.
@@ -193,7 +211,8 @@ class PrivateTrainingManager(DPTrainingManager):
         self.ledger.charge(z, self._sampler.rate)
         settings = self._place.settings
         clipping, bound = settings.clipping, settings.bound or self._bound
-        sums, norms = self._clipped(batches, bound, _enough(expected))
+        sums, norms = self._clipped(batches, bound)
+        self._tell()
         noisy = self.noise.add(sums, clipping.noise_multiplier(z, expected) * bound)
         if clipping.mode == "adaptive":
             draw = float(self._normals(1)[0])
@@ -208,17 +227,41 @@ class PrivateTrainingManager(DPTrainingManager):
         finally:
             self.optim.modules = modules
 
-    def _clipped(self, batches: Any, bound: float, most: int) -> tuple[dict[str, Any], Any]:
-        """Return the sum of clipped gradients, and the norms, with so many records at once."""
+    def _clipped(self, batches: Any, bound: float) -> tuple[dict[str, Any], Any]:
+        """Return the sum of clipped gradients, and the norms; records that raise are noted."""
+        factors = partial(self._place.settings.clipping.factors, bound=bound)
+        settings = self._settings(self._sampler.expected)
+        return persample.clipped_sum(self.model, batches, factors, **settings, failed=self._fail)
+
+    def _settings(self, expected: float) -> dict[str, Any]:
+        """Return how gradients are taken, with as many records at once as batches have."""
         place = self._place
-        return persample.clipped_sum(
-            self.model,
-            batches,
-            partial(place.settings.clipping.factors, bound=bound),
-            groups=place.groups,
-            micro_batch=min(place.settings.micro_batch, most),
-            each=place.each if place.before else None,
-        )
+        most = min(place.settings.micro_batch, _enough(expected))
+        return {"groups": place.groups, "micro_batch": most, "each": place.each()}
+
+    def _fail(self, record: int, exc: BaseException) -> None:
+        self._failed.append((record, exc))
+
+    def _tell(self) -> None:
+        """Log the records of a step that raised."""
+        if self._failed:
+            (record, exc), many = self._failed[0], len(self._failed)
+            self.logger.error(
+                "Records that raise count as zero; %d of this step, the first is record %d: %r.",
+                *(many, record, exc),
+            )
+            self._failed = []
+
+    @contextmanager
+    def _untold(self, what: str) -> Iterator[None]:
+        """Log what is raised, and raise a text that says nothing of it: the server gets texts."""
+        try:
+            yield
+        except persample.Unfit:
+            raise
+        except Exception as exc:
+            self.logger.error("%s failed: %r.", what, exc, exc_info=exc)
+            raise RuntimeError(f"{what} failed on this client; its log says why") from None
 
     def _evaluation_round(self, message: EvaluationRequest) -> EvaluationReply:
         if self.valid_data is None:
@@ -226,7 +269,10 @@ class PrivateTrainingManager(DPTrainingManager):
                 "without valid_data an evaluation would publish losses of the training records, "
                 "without noise"
             )
-        return super()._evaluation_round(message)
+        with self._untold("the evaluation"):
+            reply = super()._evaluation_round(message)
+        reply.t_spent = 0.0
+        return reply
 
 
 def _enough(expected: float) -> int:

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from declearn.model.api import Vector
 from declearn.model.sklearn import NumpyVector
@@ -18,6 +19,7 @@ from fedclip.scopes import Groups
 __all__ = ["Place", "place_of"]
 
 Modules = Sequence[OptiModule[Any]]
+Arrays: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,23 @@ class Place:
     after: list[OptiModule[Any]]
     groups: Groups
 
-    def each(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Apply what stands before `sample-clip` to the gradient of one record."""
-        gradient: Vector[Any] = NumpyVector(dict(arrays))
-        for module in self.before:
-            gradient = module.run(gradient)
-        return gradient.coefs
+    def each(self) -> Callable[[Arrays], Arrays] | None:
+        """Return what stands before `sample-clip`, for single records; None if nothing does.
+
+        What runs is a copy that nobody else has: the optimizer's own modules, whose state is
+        written to checkpoints, never see a record, nor what was recorded of it.
+        """
+        if not self.before:
+            return None
+        modules = copy.deepcopy(self.before)
+
+        def run(arrays: Arrays) -> Arrays:
+            gradient: Vector[Any] = NumpyVector(dict(arrays))
+            for module in modules:
+                gradient = module.run(gradient)
+            return gradient.coefs
+
+        return run
 
 
 def place_of(modules: Modules, shapes: Shapes, max_norm: float) -> Place:

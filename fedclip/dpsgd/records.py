@@ -7,13 +7,25 @@ then lets no record depend on another. Records of one shape are put together aft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from declearn.dataset import Dataset, InMemoryDataset
 
-__all__ = ["Records"]
+from fedclip.dpsgd.persample.base import Failed, spare
+
+__all__ = ["Batch", "Records", "first_records", "made_up"]
+
+# So many records are tried, before all count as impossible to read.
+_TRIED = 16
+
+
+class Batch(tuple[Any, ...]):
+    """Inputs, targets and weights (or None), as declearn has them, and whose they are."""
+
+    positions: Sequence[int] = ()
 
 
 class Records:
@@ -26,48 +38,115 @@ class Records:
     ----------
     dataset
         A dataset of declearn.
+    like
+        A batch to whose dtypes the arrays of an `InMemoryDataset` are brought, record by record
+        where that can fail: one text among numbers, or one label that is missing, would
+        otherwise change the arrays of all records.
 
     Raises
     ------
     TypeError, ValueError
         If the dataset has no length, or no record.
+    Exception
+        What the first records raise, if none of them can be read; and whatever a dataset of
+        another kind raises while it is read.
     """
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._size: int
-        self._take: Callable[[Any], list[Any]]
+    def __init__(self, dataset: Dataset, like: Any = None) -> None:
+        self._alone: Any
         if isinstance(dataset, InMemoryDataset):
-            self._data = (dataset.feats, dataset.target, dataset.weights)
-            self._size, self._take = dataset.feats.shape[0], self._from_memory
+            self._alone = _MemoryRecords(dataset, like)
+        elif hasattr(dataset, "collate_to_batch"):
+            self._alone = _TorchRecords(dataset)
         else:
-            self._alone = _alone(dataset)
-            self._size, self._take = len(self._alone), self._together
-        if not self._size:
+            self._alone = [*dataset.generate_batches(batch_size=1, drop_remainder=False)]
+        if not len(self):
             raise ValueError("the training data holds no record")
+        errors: list[BaseException] = []
+        tried = range(min(len(self), _TRIED))
+        if not any(self.take([i], lambda _, exc: errors.append(exc)) for i in tried):
+            raise errors[0]
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._alone)
 
-    def take(self, positions: Any) -> list[Any]:
-        """Return batches of inputs, targets and weights: one for each shape that records have."""
-        return self._take(positions) if len(positions) else []
+    def take(self, positions: Any, failed: Failed | None = None) -> list[Batch]:
+        """Return batches: one for each shape that records have; none of those that raise.
 
-    def _from_memory(self, positions: Any) -> list[Any]:
-        return [tuple(_rows(part, positions) for part in self._data)]
+        Parameters
+        ----------
+        positions
+            Of the records, any number of them.
+        failed
+            Called for each record that raises; None: they raise here.
+        """
+        if getattr(self._alone, "plain", False) and len(positions):
+            return [_batch(self._alone.rows(positions), positions)]
+        alike: dict[Any, list[tuple[int, Any]]] = {}
+        for position in map(int, positions):
 
-    def _together(self, positions: Any) -> list[Any]:
-        alike: dict[Any, list[Any]] = {}
-        for position in positions:
-            record = self._alone[int(position)]
-            alike.setdefault(_shape(record), []).append(record)
-        return [_joined(records) for records in alike.values()]
+            def work(start: int, stop: int) -> None:
+                record = self._alone[start]
+                alike.setdefault(_shape(record), []).append((start, record))
+
+            if failed is None:
+                work(position, position + 1)
+            else:
+                spare(work, position, position + 1, failed)
+        pairs = (zip(*found, strict=True) for found in alike.values())
+        return [_batch(_joined(records), places) for places, records in pairs]
 
 
-def _alone(dataset: Any) -> Any:
-    """Return records by position, each a batch of its own."""
-    if hasattr(dataset, "collate_to_batch"):
-        return _TorchRecords(dataset)
-    return [*dataset.generate_batches(batch_size=1, drop_remainder=False)]
+def first_records(dataset: Any) -> list[Any]:
+    """Return up to three batches of one record each; none of no dataset."""
+    return [] if dataset is None else [*islice(dataset.generate_batches(batch_size=1), 3)]
+
+
+def made_up(records: Records) -> list[Any]:
+    """Return three batches of one record each: shapes and dtypes are from a record that is there.
+
+    Numbers are drawn, and whole numbers, which may be tokens or classes, are 0.
+    """
+    rng = np.random.default_rng(0)
+
+    def other(leaf: Any) -> Any:
+        if isinstance(leaf, (list, tuple)):
+            return [other(one) for one in leaf]
+        if leaf is None:
+            return None
+        whole = np.asarray(leaf).dtype.kind not in "fc"
+        drawn = np.zeros(leaf.shape) if whole else rng.normal(size=leaf.shape)
+        return drawn.astype(np.asarray(leaf).dtype)
+
+    readable = (records.take([i], lambda *_: None) for i in range(len(records)))
+    (batch, *_) = next(filter(None, readable))
+    return [tuple(other(part) for part in batch) for _ in range(3)]
+
+
+def _batch(parts: Any, positions: Sequence[int]) -> Batch:
+    batch = Batch(parts)
+    batch.positions = positions
+    return batch
+
+
+class _MemoryRecords:
+    """The records of arrays in memory; `plain` where none can raise."""
+
+    def __init__(self, dataset: InMemoryDataset, like: Any) -> None:
+        self._data = (dataset.feats, dataset.target, dataset.weights)
+        self._dtypes = [getattr(one, "dtype", None) for one in like or (None,) * 3]
+        first = [_rows(part, slice(0, 1)) for part in self._data]
+        self.plain = not any(map(_may_raise, first, self._dtypes))
+
+    def __len__(self) -> int:
+        return int(self._data[0].shape[0])
+
+    def __getitem__(self, position: int) -> Any:
+        return self.rows([position])
+
+    def rows(self, positions: Any) -> tuple[Any, ...]:
+        parts = (_rows(part, positions) for part in self._data)
+        return tuple(map(_brought, parts, self._dtypes))
 
 
 class _TorchRecords:
@@ -124,8 +203,25 @@ def _joined(parts: Sequence[Any]) -> Any:
 def _rows(data: Any, positions: Any) -> Any:
     if data is None:
         return None
-    if isinstance(data, list):
-        return [_rows(one, positions) for one in data]
-    if hasattr(data, "iloc"):
-        return data.iloc[positions].to_numpy()
-    return data[positions]
+    return data.iloc[positions].to_numpy() if hasattr(data, "iloc") else data[positions]
+
+
+def _may_raise(rows: Any, dtype: Any) -> bool:
+    if rows is None:
+        return False
+    whole = isinstance(dtype, np.dtype) and dtype.kind in "iu"
+    return rows.dtype.kind not in "biufc" or (whole and rows.dtype.kind == "f")
+
+
+def _brought(rows: Any, dtype: Any) -> Any:
+    """Return rows in a dtype of NumPy's that holds numbers, if it is one."""
+    if rows is None or not isinstance(dtype, np.dtype) or dtype.kind not in "biufc":
+        return rows
+    with np.errstate(all="ignore"):
+        if not _may_raise(rows, dtype):
+            return rows.astype(dtype, copy=False)
+        wide = rows.astype(np.float64)
+        found = wide.astype(dtype)
+    if dtype.kind in "iu" and (found != wide).any():
+        raise ValueError(f"{rows.tolist()} where valid_data has {dtype}")
+    return found

@@ -135,7 +135,9 @@ class Federation:
             train_data=InMemoryDataset(
                 files["train_data"], target=files["train_target"], expose_classes=True, seed=seed
             ),
-            valid_data=InMemoryDataset(files["valid_data"], target=files["valid_target"]),
+            valid_data=InMemoryDataset(
+                files["valid_data"], target=files["valid_target"], expose_classes=True
+            ),
             checkpoint=checkpoint,
             verbose=False,
         )

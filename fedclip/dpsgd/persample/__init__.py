@@ -9,23 +9,24 @@
         g_i, n_i = 0, NaN  where any value is NaN or infinite
         sum   += factors(n_i) * g_i, in float64
 
-Each record goes through the model in a batch of its own, so that none can depend on another.
+Each record goes through the model in a batch of its own, so that none can depend on another; a
+model that carries something from one to the next is refused. A record that raises is left out.
 Gradients and sums stay where the framework has them; norms and factors go through the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from fedclip.dpsgd.persample.base import Arrays, Float64, HostStack, Stack
+from fedclip.dpsgd.persample.base import Arrays, Failed, Float64, HostStack, Stack, Unfit, spare
 from fedclip.scopes import Groups
 
-__all__ = ["Arrays", "add_up", "check", "clipped_sum", "vector"]
+__all__ = ["Arrays", "Unfit", "add_up", "check", "clipped_sum", "try_out", "vector"]
 
 _HOMES = {
     "declearn.model.torch": "fedclip.dpsgd.persample.torch",
@@ -60,6 +61,33 @@ def check(model: Any) -> None:
         raise ValueError("none of the model's weights is trained: there is nothing to clip")
 
 
+def try_out(model: Any, records: Sequence[Any], **settings: Any) -> None:
+    """Take the gradients of records that nobody protects.
+
+    Parameters
+    ----------
+    model
+        A declearn model, initialised.
+    records
+        Batches of one record each.
+    **settings
+        As `clipped_sum` has them.
+
+    Raises
+    ------
+    Unfit
+        If the gradient of a record depends on which came before it.
+    Exception
+        Whatever the model raises for one of the records.
+    """
+
+    def gradient(of: Any, record: Any) -> Float64:
+        sums, _ = clipped_sum(of, [record], np.ones_like, **settings)
+        return np.concatenate([array.ravel() for array in sums.values()])
+
+    _framework(model).try_out(model, records, gradient)
+
+
 def vector(model: Any, arrays: Arrays) -> Any:
     """Return float64 arrays as a declearn Vector of the model's own type, dtype and device."""
     return _framework(model).vector(model, arrays)
@@ -73,6 +101,7 @@ def clipped_sum(
     groups: Groups | None = None,
     micro_batch: int = 128,
     each: Callable[[Arrays], Arrays] | None = None,
+    failed: Failed | None = None,
 ) -> tuple[dict[str, Float64], Float64]:
     """Return the sum of the clipped gradients of records, and the norms before.
 
@@ -91,19 +120,54 @@ def clipped_sum(
         How many records are in memory at once, at most; fewer, if their gradients are large.
     each
         What is done to each record's gradient before it is measured.
+    failed
+        Called for each record that raises, with its position in the data, where a batch knows
+        them, or else in the batch; the record counts as zero. None: it raises here.
 
     Returns
     -------
     sums
         Float64 arrays by name; zeros if there is no record.
     norms
-        Of shape (records, groups); NaN in the row of a record that counted as zero.
+        Of shape (records, groups); NaN in the row of a record that counted as zero, and no row
+        for one that raised.
     """
     framework = _framework(model)
     whole = each is not None
-    found = (framework.stacks(model, batch, micro_batch, whole) for batch in batches)
-    stacks = chain.from_iterable(found)
-    return add_up(stacks, framework.shapes(model), factors, groups, each)
+    total = _Sum(framework.shapes(model), factors, groups, each)
+    for batch in batches:
+        size = _size(batch)
+        places = getattr(batch, "positions", range(size))
+
+        def work(start: int, stop: int, batch: Any = batch, size: int = size) -> None:
+            some = batch if stop - start == size else _part(batch, slice(start, stop))
+            total.add(framework.stacks(model, some, micro_batch, whole))
+
+        if failed is None:
+            work(0, size)
+        else:
+            told = partial(_told, failed, places)
+            spare(work, 0, size, told)
+    return total.result()
+
+
+def _told(failed: Failed, places: Sequence[int], record: int, exc: BaseException) -> None:
+    failed(int(places[record]), exc)
+
+
+def _size(batch: Any) -> int:
+    first = batch[0]
+    while isinstance(first, (list, tuple)):
+        first = first[0]
+    return int(first.shape[0])
+
+
+def _part(data: Any, some: slice) -> Any:
+    if data is None:
+        return None
+    if isinstance(data, (list, tuple)):
+        return [_part(one, some) for one in data]
+    return data.iloc[some] if hasattr(data, "iloc") else data[some]
 
 
 def add_up(
@@ -114,17 +178,41 @@ def add_up(
     each: Callable[[Arrays], Arrays] | None = None,
 ) -> tuple[dict[str, Float64], Float64]:
     """Return what `clipped_sum` does, of gradients that are there."""
-    names = groups.names if groups is not None else tuple(shapes)
-    members = groups.members if groups is not None else (tuple(range(len(names))),)
-    totals: dict[str, Any] = {}
-    norms = [np.zeros((0, len(members)))]
-    for given in stacks:
-        stack = given if each is None else _one_by_one(given.arrays(), each)
-        norms.append(_add(totals, stack, names, members, factors))
-    sums = {
-        name: _host(totals[name]) if name in totals else np.zeros(shapes[name]) for name in names
-    }
-    return sums, np.concatenate(norms)
+    total = _Sum(shapes, factors, groups, each)
+    total.add(stacks)
+    return total.result()
+
+
+class _Sum:
+    """The sum of clipped gradients, and the norms before; of stacks that end well."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        factors: Callable[[Float64], Float64],
+        groups: Groups | None,
+        each: Callable[[Arrays], Arrays] | None,
+    ) -> None:
+        self._shapes, self._factors, self._each = shapes, factors, each
+        self._names = groups.names if groups is not None else tuple(shapes)
+        whole = (tuple(range(len(self._names))),)
+        self._members = groups.members if groups is not None else whole
+        self._totals: dict[str, Any] = {}
+        self._norms = [np.zeros((0, len(self._members)))]
+
+    def add(self, stacks: Iterable[Stack]) -> None:
+        """Add all of these gradients, or none if one raises."""
+        totals, norms = dict(self._totals), []
+        for given in stacks:
+            stack = given if self._each is None else _one_by_one(given.arrays(), self._each)
+            norms.append(_add(totals, stack, self._names, self._members, self._factors))
+        self._totals = totals
+        self._norms += norms
+
+    def result(self) -> tuple[dict[str, Float64], Float64]:
+        found, shapes = self._totals, self._shapes
+        sums = {n: _host(found[n]) if n in found else np.zeros(shapes[n]) for n in self._names}
+        return sums, np.concatenate(self._norms)
 
 
 def _host(total: Any) -> Float64:

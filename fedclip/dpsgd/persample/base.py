@@ -1,24 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gradients of some records, taken together, can be asked for."""
+"""What the gradients of some records, taken together, can be asked for; and who is spared."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from fedclip import parameters
 
-__all__ = ["Arrays", "Float64", "HostStack", "Stack", "at_once"]
+__all__ = [
+    *("Arrays", "Failed", "Float64", "HostStack", "Stack", "Unfit"),
+    *("at_once", "spare", "try_out"),
+]
 
 Float64: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Arrays: TypeAlias = Mapping[str, "np.ndarray[Any, Any]"]
 """Arrays by the names of the model's trainable weights."""
+Failed: TypeAlias = Callable[[int, BaseException], object]
+"""Called with a record that is left out, and what it raised."""
 
 MOST = 1 << 21
 """Numbers that the gradients of records taken together may have: 16 MiB in float64."""
+
+
+class Unfit(ValueError):
+    """The model itself can not be private; the text says nothing of a record."""
 
 
 def at_once(size: int, elements: int) -> int:
@@ -31,6 +40,41 @@ def at_once(size: int, elements: int) -> int:
     return max(1, min(size, MOST // max(elements, 1)))
 
 
+def spare(work: Callable[[int, int], None], start: int, stop: int, failed: Failed) -> None:
+    """Do work on the records from `start` to `stop`, but for those for which it raises.
+
+    If it raises, it is done for halves of them, each by itself, until a record is alone. It has
+    to leave nothing behind where it raises.
+
+    >>> def work(start: int, stop: int) -> None:
+    ...     if 2 in range(start, stop):
+    ...         raise KeyError("a name")
+    ...     print(*range(start, stop))
+    >>> spare(work, 0, 5, lambda record, exc: print("without", record))
+    0 1
+    without 2
+    3 4
+    """
+    try:
+        work(start, stop)
+        return
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:  # A transform that calls sys.exit is no reason to go, either.
+        if stop - start == 1:
+            failed(start, exc)
+            return
+    middle = (start + stop) // 2
+    spare(work, start, middle, failed)
+    spare(work, middle, stop, failed)
+
+
+def try_out(model: Any, records: Any, gradient: Any) -> None:
+    """Take the gradient of each record, where nothing but variables could outlive it."""
+    for record in records:
+        gradient(model, record)
+
+
 class Stack(Protocol):
     """The gradients of a micro-batch, where the framework has them."""
 
@@ -38,7 +82,7 @@ class Stack(Protocol):
         """Return the squared norms of these tensors, of shape (records, names)."""
 
     def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
-        """Add the gradients, times factors, to float64 arrays of the framework.
+        """Add the gradients, times factors, to float64 arrays of the framework, out of place.
 
         Parameters
         ----------
@@ -68,10 +112,10 @@ class HostStack:
     def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
         for name, factor in factors.items():
             array = self._arrays[name]
-            total = totals.setdefault(name, np.zeros(array.shape[1:]))
             rows = _rows(array)
             # Products, and their sum, are those of float64: the norm was measured in it too.
-            total += (factor[sound] @ (rows if sound.all() else rows[sound])).reshape(total.shape)
+            found = factor[sound] @ (rows if sound.all() else rows[sound])
+            totals[name] = totals.get(name, 0.0) + found.reshape(array.shape[1:])
 
     def arrays(self) -> Arrays:
         return self._arrays

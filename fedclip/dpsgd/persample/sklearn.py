@@ -14,9 +14,9 @@ import numpy as np
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from scipy.sparse import issparse
 
-from fedclip.dpsgd.persample.base import HostStack, at_once
+from fedclip.dpsgd.persample.base import HostStack, at_once, try_out
 
-__all__ = ["check", "shapes", "stacks", "vector"]
+__all__ = ["check", "shapes", "stacks", "try_out", "vector"]
 
 Array = np.ndarray[Any, Any]
 

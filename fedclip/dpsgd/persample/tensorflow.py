@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 from declearn.model.tensorflow import TensorflowModel, TensorflowVector
 
-from fedclip.dpsgd.persample.base import Float64, at_once
+from fedclip.dpsgd.persample.base import Float64, Unfit, at_once, try_out
 
-__all__ = ["TensorflowStack", "check", "shapes", "stacks", "vector"]
+__all__ = ["TensorflowStack", "check", "shapes", "stacks", "try_out", "vector"]
 
 _ONE_BY_ONE = (
     tf.keras.layers.RNN,
@@ -60,7 +60,7 @@ def stacks(
     with tf.device(model._device):
         inputs, targets, weights = model._unpack_batch(batch)
     variables = [*model._get_weight_variables(trainable=True)]
-    memory = [np.array(v) for v in model._model.non_trainable_weights]
+    trained = {v.ref() for v in variables}
     if model not in _TRACED:
         _TRACED[model] = tf.function(_together(model), reduce_retracing=True)
     given = {"inputs": inputs, "target": targets, "weight": weights}
@@ -72,10 +72,13 @@ def stacks(
         # Always as many records, so that nothing is traced again; those too many are left out.
         rows = np.minimum(np.arange(start, start + together), start + size - 1)
         with tf.device(model._device):
+            # Those of the layers, and any other that the pass comes across.
+            used = _TRACED[model].get_concrete_function(given, rows).variables
+            before = [(v, v.numpy()) for v in used if not (_random(v) or v.ref() in trained)]
             found, squares = _TRACED[model](given, rows)
+            _unchanged(before)
             named = dict(zip([v.name for v in variables], found, strict=True))
             yield TensorflowStack(named, squares, size)
-        _unchanged(model, memory)
 
 
 class TensorflowStack:
@@ -156,10 +159,17 @@ def _host(array: Any) -> np.ndarray[Any, Any]:
     return np.asarray(tf.cast(array, tf.float32) if array.dtype == tf.bfloat16 else array)
 
 
-def _unchanged(model: TensorflowModel, memory: list[np.ndarray[Any, Any]]) -> None:
-    for before, variable in zip(memory, model._model.non_trainable_weights, strict=True):
-        if not np.array_equal(before, np.array(variable), equal_nan=True):
-            raise ValueError(
-                f"training changes {variable.path!r}, which would keep records unclipped and "
-                "without noise: use a layer without such a memory"
-            )
+def _random(variable: Any) -> bool:
+    # The state of a generator follows no record.
+    return "seed_generator_state" in variable.name
+
+
+def _unchanged(before: list[tuple[Any, np.ndarray[Any, Any]]]) -> None:
+    changed = [(v, a) for v, a in before if not np.array_equal(a, v.numpy(), equal_nan=True)]
+    for variable, array in changed:
+        variable.assign(array)
+    if changed:
+        raise Unfit(
+            f"training changes {changed[0][0].name!r}, which would keep records unclipped and "
+            "without noise: use a layer without such a memory"
+        )

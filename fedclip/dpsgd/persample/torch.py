@@ -3,20 +3,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from declearn.model.torch import TorchModel, TorchVector
 
 from fedclip.dpsgd.persample import torch_check, torch_records, torch_stacks
+from fedclip.dpsgd.persample.base import Float64, Unfit
 
-__all__ = ["check", "shapes", "stacks", "vector"]
+# Of a gradient, how far it may differ from itself in a second pass.
+_NOISE = 1e-5
+
+__all__ = ["check", "shapes", "stacks", "try_out", "vector"]
 
 
 def check(model: TorchModel) -> None:
     """Refuse layers that mix records, or remember them outside of the weights."""
     torch_check.check(model._raw_model.module)
+
+
+def try_out(
+    model: TorchModel, records: Any, gradient: Callable[[TorchModel, Any], Float64]
+) -> None:
+    """Take the gradients of records there and back; refuse a model for which that matters."""
+
+    def passed(of: TorchModel, order: Any) -> list[Float64]:
+        # Which layers are known is found out first, and takes random numbers too.
+        return [(gradient(of, record), _settled(of, gradient, record))[1] for record in order]
+
+    fresh = copy.deepcopy(model)
+    there, kept = passed(model, records), _held(model)
+    passed(model, records[::-1])
+    back = passed(fresh, records[::-1])[::-1]
+    changed = {name for name, _ in kept ^ _held(model)}
+    pairs = zip(there, back, strict=True)
+    if changed or any(np.abs(a - b).max() > _NOISE * np.abs(a).max() for a, b in pairs):
+        what = ", ".join(sorted(changed)) or "a gradient is another one after other records"
+        raise Unfit(
+            f"the model carries something from one record to the next ({what}), so that none can "
+            "be clipped by itself: it must not keep what it sees, count, or have random numbers "
+            "of its own"
+        )
+
+
+def _held(model: TorchModel) -> set[tuple[str, Any]]:
+    return {*torch_check.held([model._raw_model.module, model._loss_fn.module])}
+
+
+def _settled(model: TorchModel, gradient: Any, record: Any) -> Any:
+    """Return a gradient with random numbers that are the same each time."""
+    device, states = model._raw_model.device, (random.getstate(), np.random.get_state())
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices):
+            for seed in (torch.manual_seed, random.seed, np.random.seed):
+                seed(0)
+            return gradient(model, record)
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def shapes(model: TorchModel) -> dict[str, tuple[int, ...]]:

@@ -3,10 +3,63 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["check"]
+from fedclip.dpsgd.persample.torch_plan import full
+
+__all__ = ["check", "held"]
+
+# What functions may keep in globals; there are also modules, functions and loggers.
+_STATES = (bool, int, float, list, dict, set, deque, torch.Tensor, np.ndarray)
+
+
+def held(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield what a module holds in attributes, containers, closures and globals, and where."""
+    seen = set() if seen is None else seen
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        yield name, repr(value)
+    elif isinstance(value, (torch.Tensor, np.ndarray)):
+        yield name, _digest(value)
+    elif id(value) not in seen and not isinstance(value, (type, ModuleType)):
+        seen.add(id(value))
+        attributes = {**getattr(value, "__dict__", {})}
+        parts: list[Any] = []
+        if isinstance(value, nn.Module):
+            attributes |= attributes.pop("_modules")
+            for kind in type(value).__mro__[: type(value).__mro__.index(nn.Module)]:
+                attributes |= {k: v for k, v in vars(kind).items() if k not in attributes}
+            for own, part in attributes.items():
+                yield from held(part, full(name, own), seen)
+        elif isinstance(value, Mapping):
+            parts = [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            parts = [len(value), *value]
+        elif isinstance(value, MethodType):
+            parts = [value.__self__, value.__func__]
+        elif isinstance(value, FunctionType):
+            known = (value.__globals__.get(n) for n in value.__code__.co_names)
+            parts = [cell.cell_contents for cell in value.__closure__ or ()]
+            parts += [one for one in known if isinstance(one, _STATES)]
+        else:
+            parts = [*attributes.values()]
+        for part in parts:
+            yield from held(part, name, seen)
+
+
+def _digest(array: Any) -> Any:
+    try:
+        tensor = torch.as_tensor(array).detach().cpu().contiguous().flatten()
+        return sha256(tensor.view(torch.uint8).numpy().data).hexdigest()
+    except (RuntimeError, TypeError):  # Of a `vmap` that is over, sparse, or of objects.
+        return id(array)
 
 
 def check(module: nn.Module) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedclip.dpsgd.persample.base import Float64, at_once
+from fedclip.dpsgd.persample.base import Float64, Unfit, at_once
 from fedclip.dpsgd.persample.torch_layers import Part, Rows, parts
 from fedclip.dpsgd.persample.torch_plan import Loss, Plan, Tensors, full, plan_of
 
@@ -172,7 +172,7 @@ def _one_by_one(
 def _unchanged(module: nn.Module, buffers: Tensors) -> None:
     for name, buffer in module.named_buffers() if buffers else ():
         if not torch.equal(buffers[name].nan_to_num(), buffer.nan_to_num()):
-            raise ValueError(
+            raise Unfit(
                 f"training changes the buffer {name!r}, which would keep "
                 "records unclipped and without noise: use a layer without such a memory"
             )

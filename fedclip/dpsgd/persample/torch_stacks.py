@@ -44,7 +44,7 @@ class TorchStack:
             if kept is not None:
                 part, scale = part.only(kept.to(like.device)), scale[kept]
             found = part.sum(scale.to(like.device)).view(like.shape)
-            totals[name] = totals[name].add_(found) if name in totals else found
+            totals[name] = totals[name] + found if name in totals else found
 
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         return {name: _host(part) for name, part in self._parts.items()}
