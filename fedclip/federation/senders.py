@@ -19,6 +19,7 @@ from declearn.model.api import Model, Vector
 from declearn.optimizer.modules import AuxVar
 
 from fedclip import parameters
+from fedclip.federation.quorum import MEMBERS
 from fedclip.federation.replies import UPDATES, Expected, Sender, expected, note
 from fedclip.federation.statistics.messages import FedclipSharedCounts
 from fedclip.federation.tolerant import FromServer
@@ -106,8 +107,10 @@ class NamedClients(ClientSampler):
         self.sampler.init_clients(clients)
 
     def sample(self, eligible_clients: set[str]) -> set[str]:
-        """Return the choice of the wrapped sampler."""
-        return set(self.sampler.sample(eligible_clients))
+        """Return the choice of the wrapped sampler, among clients that have not left the run."""
+        members = MEMBERS.get()
+        gone = set() if members is None else members.gone.keys()
+        return set(self.sampler.sample(eligible_clients - gone))
 
     def update(self, client_to_reply: dict[str, TrainReply], global_model: Model[Any]) -> None:
         """Vet the replies, and note their order."""
