@@ -15,6 +15,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import federation_faults
 import federation_liars
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -65,6 +66,7 @@ def server(settings: Settings) -> None:
         client_sampler=settings.get("sampler"),
         secagg=secagg and {"secagg_type": secagg, **settings.get("secagg_settings", {})},
         checkpoint=settings.get("checkpoint"),
+        metrics=settings.get("metrics"),
     )
     if saved is not None:
         node.optim.set_state(saved.optimizer.get_state())
@@ -133,6 +135,8 @@ def client(name: str, settings: Settings) -> None:
     secagg = settings.get("secagg")
     if settings.get("liar") == i:
         lie()
+    if str(i) in settings.get("faults", {}):
+        federation_faults.show(*settings["faults"][str(i)])
     if settings.get("forger") == i:
         forge_replies(settings["seed"])
     rng = np.random.default_rng(i)
@@ -154,7 +158,12 @@ def client(name: str, settings: Settings) -> None:
     if settings["protocol"].endswith("websockets"):
         uri = "ws://" + uri
     specs: dict[str, Any] = {
-        "netwk": {"protocol": settings["protocol"], "server_uri": uri, "name": name},
+        "netwk": {
+            "protocol": settings["protocol"],
+            "server_uri": uri,
+            "name": name,
+            **settings.get("client_network", {}),
+        },
         "train_data": InMemoryDataset(data, target=labels, expose_classes=True),
         "secagg": keys,
         "checkpoint": f"saved_{name}" if settings.get("checkpoint") else None,

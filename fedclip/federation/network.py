@@ -45,7 +45,8 @@ from declearn.utils._register import REGISTRIES
 
 from fedclip import parameters
 from fedclip.federation.evaluation import counted, nothing
-from fedclip.federation.quorum import MEMBERS, WHO, Members, told
+from fedclip.federation.quorum import MEMBERS, WHO, Members, told, unfit
+from fedclip.federation.senders import note_senders
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
@@ -167,7 +168,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self.min_replies = parameters.optional(parameters.integer, 1, min_replies=min_replies)
         super().__init__(*args, **settings)
         self.handler = _Handler(cast(Any, None), self.handler.heartbeat)
-        self._handlers: set[asyncio.Task[None]] = set()
+        self._handlers: dict[asyncio.Task[None], Any] = {}
         self.members = Members()
         self._ending = False
         self._asked: dict[str, Message] = {}
@@ -178,14 +179,14 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     async def _handle_connection(self, socket: Any) -> None:
         """Serve a connection until it ends, also while the client is waiting for a message."""
         serving = asyncio.create_task(super()._handle_connection(socket))
-        self._handlers.add(serving)
+        self._handlers[serving] = socket
         ended = asyncio.create_task(socket.wait_closed())
         try:
             await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (serving, ended):
                 task.cancel()
-            self._handlers.discard(serving)
+            self._handlers.pop(serving, None)
             name = self.handler.registered_clients.get(socket)
             try:
                 with contextlib.suppress(asyncio.CancelledError):
@@ -228,9 +229,12 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         """Stop serving; close connections that the clients do not end in time."""
         self._ending = True
         MEMBERS.set(None)
-        if self._handlers:
-            await asyncio.wait(set(self._handlers), timeout=_GRACE)
-        for serving in self._handlers:
+        names, gone = self.handler.registered_clients, self.members.gone
+        if polite := {t for t, socket in self._handlers.items() if names.get(socket) not in gone}:
+            await asyncio.wait(polite, timeout=_GRACE)
+        for serving, socket in self._handlers.items():
+            # A process that is frozen does not take part in closing its connection.
+            socket.transport.abort()
             serving.cancel()
         await super().stop()
 
@@ -261,15 +265,11 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         """Note what the run is about; refuse a quorum where replies may not be missing."""
         self._secure = request.secagg is not None
         self._metrics = MetricSet(request.metrics)
-        if self.min_replies is None:
-            return
-        for found, why in (
-            (self._secure, "secure aggregation, which decrypts the sum of all or nothing"),
-            (request.fairness, "fairness, which asks for the replies of all"),
-            (request.aggrg.name == "sum", "the aggregator 'sum', whose steps would get shorter"),
-        ):
-            if found:
-                raise RuntimeError(f"min_replies does not go with {why}: remove one of them")
+        reasons = unfit(
+            secagg=self._secure, fairness=request.fairness, aggregator=request.aggrg.name
+        )
+        if self.min_replies is not None and reasons:
+            raise RuntimeError(reasons[0])
 
     async def send_message(
         self, message: Message, client: str, timeout: float | None = None
@@ -324,6 +324,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             chosen = self._evaluations(replies)
         else:
             chosen = self._replies(asked, replies, faults)
+        note_senders({n: m for n, m in chosen.items() if isinstance(m, TrainReply)})
         return {name: _Received(message) for name, message in chosen.items()}
 
     def _is_asked(self, clients: set[str], kind: Any) -> bool:
@@ -343,7 +344,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         if wanted := _REPLIES.get(type(asked)) if asked else None:
             kind = wanted[-1 if self._secure else 0]
             if not isinstance(message, kind):
-                raise TypeError(f"a {type(message).__name__} in the place of a {kind.__name__}")
+                raise TypeError(f"{type(message).__name__} in the place of {kind.__name__}")
         if isinstance(message, MetadataReply) and isinstance(asked, MetadataQuery):
             try:
                 aggregate_clients_data_info({name: message.data_info}, set(asked.fields))
