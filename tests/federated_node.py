@@ -21,7 +21,6 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from declearn.dataset import InMemoryDataset
 from declearn.main import FederatedClient, FederatedServer
-from declearn.main.utils import Checkpointer
 from declearn.messaging import Error, TrainReply, TrainRequest
 from declearn.model.sklearn import SklearnSGDModel
 from declearn.secagg.utils import IdentityKeys
@@ -86,7 +85,7 @@ class RestartedClient(FederatedClient):
 
     def __init__(self, folder: str, **settings: Any) -> None:
         super().__init__(**settings)
-        self.state = Checkpointer(folder).load_optimizer().get_state()
+        self.state = load_round(folder).optimizer.get_state()
 
     async def initialize(self) -> None:
         """Make model and optimizer as the server says, and give the optimizer its state."""
@@ -161,7 +160,7 @@ def client(name: str, settings: Settings) -> None:
         "netwk": {
             "protocol": settings["protocol"],
             "server_uri": uri,
-            "name": name,
+            "name": settings.get("names", {}).get(str(i), name),
             **settings.get("client_network", {}),
         },
         "train_data": InMemoryDataset(data, target=labels, expose_classes=True),

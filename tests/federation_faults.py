@@ -1,7 +1,7 @@
 """Faults of a client at a moment of a run, as a broken or hostile one may show them.
 
 A fault is ``[message, what, first]``: from the `first` message of that type on, the client does
-what is said instead of sending it.
+what is said instead of sending it; a list of what to do is for as many messages.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ def content(what: str, message: Any) -> bytes:
         return Error("the disk of site B is full").serialize()
     if what == "text for a tensor":
         return bytes(header(message) + msgpack.packb(texts(msgpack.unpackb(payload(message)))))
+    if what == "no updates":
+        data = msgpack.unpackb(payload(message))
+        return header(message) + bytes(msgpack.packb({**data, "aux_var": {}, "updates": 3}))
     if what == "nested":
         return header(message) + b"\x91" * 5000 + b"\xc0"
     if what == "more fields":
@@ -87,18 +90,16 @@ def evaluation(what: str, reply: Any) -> None:
     setattr(state, field, values[value])
 
 
-def show(message_name: str, what: str, first: int) -> None:
-    """Show a fault in this process, from now on."""
+def show(message_name: str, faults: str | list[str], first: int) -> None:
+    """Show a fault in this process, from now on; or one after the other."""
     honest = NetworkClient.send_message
-    seen = 0
+    left = [*[""] * (first - 1), *([faults] * 1000 if isinstance(faults, str) else faults)]
 
     async def sending(self: Any, message: Message) -> None:
-        nonlocal seen
-        seen += type(message).__name__ == message_name
-        if type(message).__name__ != message_name or seen < first:
+        what = left.pop(0) if type(message).__name__ == message_name and left else ""
+        if not what:
             await honest(self, message)
             return
-        print("FAULT", what, flush=True)
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "stop":
@@ -123,11 +124,9 @@ def show(message_name: str, what: str, first: int) -> None:
             await honest(self, message)
             await honest(self, message)
             return
-        if what == "frame of text":
-            await self._socket.send("no bytes")
-            await asyncio.sleep(60)
-        if what == "frame of nothing":
-            await self._send_message(b"\xc0")
+        if what == "breaks the handler":
+            # declearn divides this by its heartbeat.
+            await self._send_message(msgpack.packb({"action": "recv", "timeout": "soon"}))
         await self._send_message(Send(content(what, message)).serialize())
 
     NetworkClient.send_message = sending  # type: ignore[method-assign]

@@ -89,8 +89,20 @@ class _Received(SerializedMessage[Any]):
         return self.message
 
 
+def _who(name: str | None) -> str:
+    return f"client {name!r}" if name else "somebody who has not registered"
+
+
 class _Handler(MessagesHandler):
     """declearn's handler, which takes no message that nobody has asked for."""
+
+    async def handle_message(self, bin_msg: bytes, context: Any) -> Any:
+        """Return the answer to what a client, or a stranger, has sent."""
+        reply = await super().handle_message(bin_msg, context)
+        if isinstance(reply, Reject) and reply.flag == flags.INVALID_MESSAGE:
+            who = _who(self.registered_clients.get(context))
+            _LOGGER.warning("%s sent what is no message", who)
+        return reply
 
     async def _handle_join_request(self, message: Join, context: Any) -> Any:
         name: Any = message.name
@@ -178,7 +190,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     # -- connections --------------------------------------------------------------------------
     async def _handle_connection(self, socket: Any) -> None:
         """Serve a connection until it ends, also while the client is waiting for a message."""
-        serving = asyncio.create_task(super()._handle_connection(socket))
+        serving = asyncio.create_task(self._serve(socket))
         self._handlers[serving] = socket
         ended = asyncio.create_task(socket.wait_closed())
         try:
@@ -187,19 +199,24 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             for task in (serving, ended):
                 task.cancel()
             self._handlers.pop(serving, None)
-            name = self.handler.registered_clients.get(socket)
-            try:
-                with contextlib.suppress(asyncio.CancelledError):
-                    await serving
-            except Exception as exc:  # whatever a message makes declearn's handler raise
-                who = f"client {name!r}" if name else f"a stranger, {socket.remote_address}"
-                why = f"{type(exc).__name__}: {exc!s:.300}"
-                _LOGGER.error("the connection of %s ends with an error: %s", who, why)
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
             self.handler.registered_clients.pop(socket, None)
             for lost in self.members.present - self.handler.client_names:
                 # This client is gone, and will not collect its message.
                 self.handler.outgoing_messages.pop(lost, None)
                 self._leave(lost, f"the connection of {WHO} has ended")
+
+    async def _serve(self, socket: Any) -> None:
+        try:
+            await super()._handle_connection(socket)
+        except (asyncio.CancelledError, Exception) as exc:
+            # Cancelled while it closes the connection after an error, it tells of the error.
+            fault = exc.__context__ if isinstance(exc, asyncio.CancelledError) else exc
+            if fault is not None:
+                who = _who(self.handler.registered_clients.get(socket))
+                why = f"{type(fault).__name__}: {fault!s:.300}"
+                _LOGGER.error("the connection of %s ends with an error: %s", who, why)
 
     @property
     def client_names(self) -> set[str]:
@@ -241,7 +258,12 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     async def __aexit__(self, exc_type: Any, exc_value: Any, exc_tb: Any) -> None:
         """Stop; if the run has failed, tell the clients why first."""
         if exc_value is not None:
-            why = str(exc_value)[:500] or type(exc_value).__name__
+            cause = exc_value
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            # Of several errors that follow from one another, the first names the client.
+            texts = dict.fromkeys(str(e)[:500] or type(e).__name__ for e in (exc_value, cause))
+            why = ": ".join(texts)
             _LOGGER.error("the run has ended: %s", why)
             reason = CancelTraining(f"the server has ended: {why}").serialize()
             for client in self.handler.client_names:
@@ -339,7 +361,9 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             why = f"{type(exc).__name__}: {exc!s:.200}"
             raise ValueError(f"what can not be decoded ({why})") from exc
         if isinstance(message, Error):
-            _LOGGER.error("client %r reports an error: %.2000s", name, message.message)
+            # One line, whatever a client writes.
+            message.message = " ".join(str(message.message).split())[:1000]
+            _LOGGER.error("client %r reports an error: %s", name, message.message)
             return message
         if wanted := _REPLIES.get(type(asked)) if asked else None:
             kind = wanted[-1 if self._secure else 0]
@@ -366,7 +390,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         sound = {n: m for n, m in replies.items() if not isinstance(m, Error)}
         for name, message in replies.items():
             if isinstance(message, Error):
-                why = f"client {WHO} reports an error: {message.message!s:.300}"
+                why = f"client {WHO} reports an error: {message.message:.300}"
                 if not self._is_asked({name}, TrainRequest):
                     self._leave(name, why)
                 # A round of training that has failed may succeed the next time.
@@ -456,6 +480,13 @@ class WatchfulWebsocketsClient(WebsocketsClient):
     def __init__(self, *args: Any, patience: float | None = 10800.0, **settings: Any) -> None:
         self.patience = parameters.optional(parameters.positive, patience=patience)
         super().__init__(*args, **settings)
+
+    async def recv_message(self, timeout: float | None = None) -> SerializedMessage[Any]:
+        """Return the next message; log why the server cancels the run, at any moment of it."""
+        received = await super().recv_message(timeout)
+        if issubclass(received.message_cls, CancelTraining):
+            self.logger.error("the run is cancelled: %s", received.deserialize().reason)
+        return received
 
     async def _send_message(self, bin_msg: bytes) -> bytes:
         """Return the server's answer to a message, which may be a message for this client."""

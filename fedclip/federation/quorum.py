@@ -129,8 +129,8 @@ def quorum_problems(
         found.append(("note", text))
     if aggregator != "clipped-averaging":
         text = (
-            f"min_replies leaves fewer clients in a round, and {aggregator!r} limits what each of "
-            "them moves the average by no more than before: clipped-averaging does"
+            "with fewer clients in a round each of them moves the average further, and "
+            f"{aggregator!r} sets no limit to that: clipped-averaging does"
         )
         found.append(("note", text))
     return found

@@ -36,8 +36,8 @@ SECTIONS: dict[str, Any] = {
 }
 """The sections of a quickrun file, and what declearn makes of each."""
 
-# A Python caller may give these, and a file can not.
-_NOT_IN_TOML = ("kwargs", "logger")
+# A Python caller may give it, and a file can not.
+_NOT_IN_TOML = ("logger",)
 
 _KWARGS: Mapping[str, Any] = {
     "patience": parameters.positive,
