@@ -320,7 +320,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self, clients: set[str] | None = None
     ) -> dict[str, SerializedMessage[Any]]:
         """Return a message of each client, or of enough of them; raise if they will not come."""
-        asked = self.client_names if clients is None else set(clients)
+        asked = self.client_names if clients is None else clients
         replies: dict[str, Message] = {}
         faults: dict[str, str] = {}
         incoming, patience = self.handler.incoming_messages, _Patience(self.patience)
@@ -346,6 +346,9 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             chosen = self._evaluations(replies)
         else:
             chosen = self._replies(asked, replies, faults)
+        # In the order of the names asked for: by it declearn's key exchange tells clients apart.
+        names = [*(name for name in asked if name in chosen), *(chosen.keys() - asked)]
+        chosen = {name: chosen[name] for name in names}
         note_senders({n: m for n, m in chosen.items() if isinstance(m, TrainReply)})
         return {name: _Received(message) for name, message in chosen.items()}
 
