@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declearn.communication import NetworkServerConfig
+from declearn.communication import NetworkClientConfig, NetworkServerConfig
 from federation_runs import PATIENCE, N, Run, complete, running
 
 import fedclip  # noqa: F401  (registers the protocol)
@@ -139,4 +139,18 @@ def test_an_interrupt_of_the_server_ends_everybody(tmp_path: Path) -> None:
 def test_patience_that_can_not_be(patience: Any) -> None:
     config = NetworkServerConfig(WATCHFUL, "127.0.0.1", 8765, kwargs={"patience": patience})
     with pytest.raises((TypeError, ValueError), match="patience must be"):
+        config.build_server()
+
+
+@pytest.mark.parametrize("patience", [0, -1.0, "long"])
+def test_a_clients_patience_that_can_not_be(patience: Any) -> None:
+    config = NetworkClientConfig(WATCHFUL, "ws://127.0.0.1:1", "a", kwargs={"patience": patience})
+    with pytest.raises((TypeError, ValueError), match="patience must be"):
+        config.build_client()
+
+
+@pytest.mark.parametrize("least", [0, 2.0, "two", True])
+def test_a_quorum_that_can_not_be(least: Any) -> None:
+    config = NetworkServerConfig(WATCHFUL, "127.0.0.1", 8765, kwargs={"min_replies": least})
+    with pytest.raises((TypeError, ValueError), match="min_replies must be an int >= 1"):
         config.build_server()

@@ -51,16 +51,13 @@ def counted(
 
 def nothing(metrics: MetricSet) -> EvaluationReply:
     """Return the result of a round without an evaluation: an infinite loss, metrics of NaN."""
-    # declearn's own result of no evaluation would be an accuracy, or an error, of 0.
-    states = {}
+    reply = EvaluationReply(math.inf, 1, 0.0, {"loss": MeanState(math.inf, 1.0)})
     for metric in metrics.metrics:
+        # declearn's own result of no evaluation would be an accuracy, or an error, of 0.
         fields = dataclasses.asdict(metric.build_initial_states())
-        blank = {name: value * math.nan for name, value in fields.items()}
-        states[metric.name] = metric.state_cls(**blank)
-    loss = MeanState(math.inf, 1.0)
-    reply = EvaluationReply(math.inf, 1, 0.0, {"loss": loss, **states})
-    if _trouble([reply], metrics):
-        reply.metrics = {"loss": loss}
+        blank = metric.state_cls(**{name: value * math.nan for name, value in fields.items()})
+        if not _trouble([EvaluationReply(math.inf, 1, 0.0, {metric.name: blank})], metrics):
+            reply.metrics[metric.name] = blank
     return reply
 
 
