@@ -413,7 +413,10 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             _LOGGER.warning("left out the evaluation of client %r: %s", name, why)
         if sound:
             return dict(sound)
-        _LOGGER.error("no client has sent an evaluation that counts: the loss counts as infinite")
+        _LOGGER.error(
+            "no client has sent an evaluation that counts: the loss of this round is taken as "
+            "infinite, and its metrics say nothing"
+        )
         return {"nobody": nothing(self._metrics)}
 
     def _check_present(self, heard: Any = ()) -> None:
