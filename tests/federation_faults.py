@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import numpy as np
 from declearn.communication.api import NetworkClient
-from declearn.communication.api.backend.actions import Send
+from declearn.communication.api.backend.actions import Drop, Send
 from declearn.messaging import Error, EvaluationReply, InitReply, Message
 from declearn.metrics import MetricState
 
@@ -120,6 +120,11 @@ def show(message_name: str, faults: str | list[str], first: int) -> None:
             await asyncio.sleep(8.0)
             await honest(self, message)
             return
+        if what == "and then stops":
+            await honest(self, message)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if what == "drops":
+            await self._send_message(Drop("had enough").serialize())
         if what == "twice":
             await honest(self, message)
             await honest(self, message)

@@ -96,13 +96,22 @@ def test_the_newest_round_after_the_clock_was_set_back(
     assert "left out: 25-12-31_23-20-00" in caplog.text
 
 
-def test_a_server_without_modules_counts_its_steps(folder: Path) -> None:
-    saver = Checkpointer(str(folder))
-    for i, name in enumerate(NAMES):
-        optim = Optimizer(lrate=1.0)
-        optim._lrate_scheduler.steps = 10 - i
+@pytest.mark.parametrize("modules", [[], ["momentum"], ["norm-clip"]])
+def test_a_server_without_counters(tmp_path: Path, modules: list[Any]) -> None:
+    """Its rounds are told apart by the steps of a clipper, or by the order of the metrics."""
+    saver = Checkpointer(str(tmp_path))
+    model = SklearnSGDModel.from_parameters(kind="regressor")
+    model.initialize({"features_shape": (1,)})
+    optim = Optimizer(lrate=1.0, modules=modules)
+    # The clock is set back before the last two.
+    for i, name in enumerate([NAMES[2], NAMES[3], NAMES[0], NAMES[1]]):
+        gradient = NumpyVector({"intercept": np.full(1, -1.0), "coef": np.full(1, 0.0)})
+        optim.apply_gradients(model, gradient)
+        saver.save_model(model, timestamp=name)
         saver.save_optimizer(optim, timestamp=name)
-    assert load_round(folder).timestamp == NAMES[0]
+        if "norm-clip" not in modules:
+            saver.save_metrics({"loss": 1.0 / (i + 1)}, timestamp=name)
+    assert load_round(tmp_path).timestamp == NAMES[1]
 
 
 def test_what_was_spent_is_that_of_the_newest_round(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from fedclip.errors import StateError
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
-Reached = tuple[int, int]
-"""The round that a state has reached, by its modules, and the number of steps."""
+Reached = tuple[int, int, int]
+"""How far a state has come: its round and steps, by its modules, and its row in the metrics."""
 
 
 class SavedRound(NamedTuple):
@@ -42,7 +42,8 @@ def load_round(folder: str | Path) -> SavedRound:
     ::
 
         pairs = models and optimizers of the same name, that are of the same round
-        newest = the pair whose optimizer has reached the highest round, by its own counters
+        newest = the pair whose optimizer has reached the highest round, by its own counters;
+                 without any, the one that comes last in metrics.csv, to which rounds are appended
 
     A server that is killed, or whose disk is full, may leave a model without its optimizer, or
     half a file. The newest model and the newest optimizer may then be from different rounds: with
@@ -117,36 +118,46 @@ def _files(folder: Path, kind: str) -> dict[str, Path]:
 
 
 def _reached(files: Mapping[str, Path], faults: dict[str, str]) -> list[tuple[Reached, str]]:
-    """Return the rounds that optimizers have reached, the highest first; note damaged files."""
-    found = []
+    """Return how far optimizers have come, the furthest first; note damaged files."""
+    found, places = [], _places(next(iter(files.values())).parent) if files else {}
     for timestamp, file in files.items():
         try:
             # Values that declearn wraps, such as vectors, stay wrapped.
-            found.append((_round_of(msgpack.unpackb(file.read_bytes())), timestamp))
+            rounds, steps = _round_of(msgpack.unpackb(file.read_bytes()))
         except Exception as exc:  # a file cut short or damaged may hold anything in any place
             faults[timestamp] = _why(exc)
+        else:
+            found.append(((rounds, steps, places.get(timestamp, 0)), timestamp))
     return sorted(found, reverse=True)
 
 
-def _round_of(state: Any) -> Reached:
+def _places(folder: Path) -> dict[str, int]:
+    """Return the row of each timestamp in the metrics, which are written last of a round."""
+    try:
+        lines = (folder / "metrics.csv").read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    return {line.partition(",")[0]: place for place, line in enumerate(lines)}
+
+
+def _round_of(state: Any) -> tuple[int, int]:
     """Return the round that the state of an optimizer has reached, and its steps."""
-    rounds = [
-        number
-        for _, module in state["modules"]
-        if isinstance(module, dict)
-        # A counter of rounds, or of the updates of a shared state.
-        for number in (module.get("round"), module.get("version"))
-        if type(number) is int
-    ]
-    # declearn counts the steps of all optimizers, and the rounds of those of clients.
+    # declearn counts the steps of a changing learning rate, and the rounds of clients.
     rate = state.get("lrate", {})
-    return max([*rounds, rate.get("rounds", 0)]), rate.get("steps", 0)
+    rounds, steps = [rate.get("rounds", 0)], [rate.get("steps", 0)]
+    for _, module in state["modules"]:
+        if isinstance(module, dict):
+            # A counter of rounds, or of the updates of a shared state; and the records.
+            counters = module.get("round"), module.get("version")
+            rounds += [number for number in counters if type(number) is int]
+            steps.append(sum(record["steps"] for record in module.get("rounds", ())))
+    return max(rounds), max(steps)
 
 
 def _warn_of_other_runs(found: Sequence[tuple[Reached, str]], models: Mapping[str, Path]) -> None:
     """Say so if a round is there twice, with different models."""
     for (reached, one), (other, two) in itertools.pairwise(found):
-        if reached == other and not _alike(models.get(one), models.get(two)):
+        if reached[:2] == other[:2] != (0, 0) and not _alike(models.get(one), models.get(two)):
             _LOGGER.warning(
                 "%s and %s are different models of round %d: the folder holds several runs, of "
                 "which that with the highest round counts; give each run a folder of its own",

@@ -162,10 +162,9 @@ class _Node:
         if not path.is_file():  # a pipe would be waited for
             raise OSError(f"{path} is no file")
         # Values that declearn wraps, such as the vectors of other modules, stay wrapped.
-        state = msgpack.unpackb(path.read_bytes())
-        modules = state["modules"]
+        modules = msgpack.unpackb(path.read_bytes())["modules"]
         reached = max((r for _, s in modules for r in _rounds(s)), default=0)
-        mark = reached, (state.get("lrate") or {}).get("steps", 0)
+        mark = reached, max((sum(_rounds(s, "steps")) for _, s in modules), default=0)
         # Rounds and steps only go up within a run, but names, in local time, do not.
         lower = mark < self.mark
         rows = list(_rows(modules, self.label, self.others, 0 if lower else self.last))
@@ -193,9 +192,9 @@ def _key(row: Row) -> tuple[int, str, str, int]:
     return row.position, row.name, row.record.group, row.record.round
 
 
-def _rounds(state: Any) -> list[int]:
-    """Return the rounds in a clipper's state; none in that of another module."""
-    return [row["round"] for row in state.get("rounds", ())] if isinstance(state, dict) else []
+def _rounds(state: Any, field: str = "round") -> list[int]:
+    """Return the rounds, or their steps, in a clipper's state; none in that of another module."""
+    return [row[field] for row in state.get("rounds", ())] if isinstance(state, dict) else []
 
 
 def _rows(modules: Any, node: str, others: set[str], since: int) -> Iterator[Row]:
