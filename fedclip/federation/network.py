@@ -183,6 +183,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self._handlers: dict[asyncio.Task[None], Any] = {}
         self.members = Members()
         self._ending = False
+        self._expelled: set[str] = set()
         self._asked: dict[str, Message] = {}
         self._secure = False
         self._metrics = MetricSet([])
@@ -228,12 +229,15 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         if self.members.leave(name, why) and self.min_replies and not self._ending:
             _LOGGER.warning("%s; the run goes on without it", told({name: why}))
             if name in self.handler.client_names:
+                self._expelled.add(name)
                 reason = f"the server goes on without {name!r}: {told({name: why})}"
                 self.handler.outgoing_messages[name] = CancelTraining(reason).serialize()
 
     async def wait_for_clients(self, *args: Any, **settings: Any) -> None:
         """Wait for clients to register; those who leave afterwards can not come back."""
         await super().wait_for_clients(*args, **settings)
+        self._ending = False
+        self._expelled.clear()
         self.members = Members(self.handler.client_names, self.min_replies)
         MEMBERS.set(self.members)
         if (self.min_replies or 0) > len(self.members.names):
@@ -266,6 +270,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             why = ": ".join(texts)
             _LOGGER.error("the run has ended: %s", why)
             reason = CancelTraining(f"the server has ended: {why}").serialize()
+            self.handler.incoming_messages.clear()
             for client in self.handler.client_names:
                 # A client that has not collected its last message has a reason already.
                 self.handler.outgoing_messages.setdefault(client, reason)
@@ -311,6 +316,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
                 raise
             if farewell:
                 _LOGGER.warning("client %r does not collect that the run has ended", client)
+                self.members.leave(client, self._silence())
                 return
             self._leave(client, self._silence())
             self._check_present()
@@ -326,7 +332,8 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         incoming, patience = self.handler.incoming_messages, _Patience(self.patience)
         while True:
             # Read messages before checking connections: the last message may say why one ended.
-            for name in sorted(asked & incoming.keys()):
+            # One that was sent away may still send an answer, too late.
+            for name in sorted((asked & incoming.keys()) - self._expelled):
                 try:
                     replies[name] = self._read(name, incoming.pop(name))
                 except Exception as exc:  # anything may be in a message
