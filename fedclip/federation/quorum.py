@@ -79,13 +79,10 @@ class Members:
         return news
 
     def refusal(self, replied: int, asked: int, missing: Mapping[str, str]) -> str:
-        """Return why a round can not go on with so many replies; "" if it can."""
-        least = asked if self.min_replies is None else self.min_replies
-        if replied >= least:
+        """Return why a round can not go on with so many replies; "" if it can, or needs all."""
+        if self.min_replies is None or replied >= self.min_replies:
             return ""
-        text = f"{replied} of {asked} clients have replied"
-        if self.min_replies is not None:
-            text += f", and min_replies = {self.min_replies}"
+        text = f"{replied} of {asked} clients have replied, and min_replies = {self.min_replies}"
         return f"{text}: {told(missing)}" if missing else text
 
 
