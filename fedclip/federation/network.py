@@ -113,7 +113,14 @@ class _Handler(MessagesHandler):
             return Reject("a client's name must be printable text that a file can have")
         if self.registration_status == flags.REGISTRATION_CLOSED:
             _LOGGER.warning("refused %r: registration is over, for those that have left too", name)
-        return await super()._handle_join_request(message, context)
+        reply = await super()._handle_join_request(message, context)
+        names = list(self.registered_clients.values())
+        if len(set(names)) < len(names):
+            # declearn numbers clients of one name, and may come to the name of another client.
+            twice = self.registered_clients.pop(context)
+            _LOGGER.warning("refused a client %r, which would be taken for %r", name, twice)
+            return Reject("this name is taken: choose another")
+        return reply
 
     async def _handle_recv_request(self, message: Any, context: Any) -> Any:
         reply = await super()._handle_recv_request(message, context)
