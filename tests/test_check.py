@@ -309,3 +309,5 @@ def test_a_quorum_in_a_file_for_a_script(problems: Messages) -> None:
     found = problems(text + network)
     assert any("does not go with the aggregator 'sum'" in message for message in found)
     assert any("a round has at most" in message for message in found)
+    plain = problems(text + network.replace("fedclip-", ""))
+    assert any("declearn's own websockets takes no min_replies" in message for message in plain)

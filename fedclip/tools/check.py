@@ -215,6 +215,10 @@ def _check_optim(check: Check, optim: dict[str, Any], run: Section, prefix: str)
             _check_updates(check, optim, plugins, aggregator, prefix)
     least = _count(_section(_section(check.config, "network"), "kwargs").get("min_replies"))
     if least is not None:
+        if not prefix and _section(check.config, "network").get("protocol") == "websockets":
+            # In a quickrun file, fedclip's own protocol takes its place.
+            text = "declearn's own websockets takes no min_replies: write 'fedclip-websockets'"
+            check.problem("[network]", f"protocol: {text}")
         _check_quorum(check, optim, least, aggregator)
     for key in optim:
         # A file for FLOptimConfig may have other sections; a name that is nearly right is a typo.
