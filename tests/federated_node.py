@@ -15,12 +15,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import federation_faults
 import federation_liars
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from declearn.dataset import InMemoryDataset
 from declearn.main import FederatedClient, FederatedServer
-from declearn.main.utils import Checkpointer
 from declearn.messaging import Error, TrainReply, TrainRequest
 from declearn.model.sklearn import SklearnSGDModel
 from declearn.secagg.utils import IdentityKeys
@@ -65,6 +65,7 @@ def server(settings: Settings) -> None:
         client_sampler=settings.get("sampler"),
         secagg=secagg and {"secagg_type": secagg, **settings.get("secagg_settings", {})},
         checkpoint=settings.get("checkpoint"),
+        metrics=settings.get("metrics"),
     )
     if saved is not None:
         node.optim.set_state(saved.optimizer.get_state())
@@ -84,7 +85,7 @@ class RestartedClient(FederatedClient):
 
     def __init__(self, folder: str, **settings: Any) -> None:
         super().__init__(**settings)
-        self.state = Checkpointer(folder).load_optimizer().get_state()
+        self.state = load_round(folder).optimizer.get_state()
 
     async def initialize(self) -> None:
         """Make model and optimizer as the server says, and give the optimizer its state."""
@@ -133,6 +134,8 @@ def client(name: str, settings: Settings) -> None:
     secagg = settings.get("secagg")
     if settings.get("liar") == i:
         lie()
+    if str(i) in settings.get("faults", {}):
+        federation_faults.show(*settings["faults"][str(i)])
     if settings.get("forger") == i:
         forge_replies(settings["seed"])
     rng = np.random.default_rng(i)
@@ -154,7 +157,12 @@ def client(name: str, settings: Settings) -> None:
     if settings["protocol"].endswith("websockets"):
         uri = "ws://" + uri
     specs: dict[str, Any] = {
-        "netwk": {"protocol": settings["protocol"], "server_uri": uri, "name": name},
+        "netwk": {
+            "protocol": settings["protocol"],
+            "server_uri": uri,
+            "name": settings.get("names", {}).get(str(i), name),
+            **settings.get("client_network", {}),
+        },
         "train_data": InMemoryDataset(data, target=labels, expose_classes=True),
         "secagg": keys,
         "checkpoint": f"saved_{name}" if settings.get("checkpoint") else None,

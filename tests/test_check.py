@@ -253,3 +253,61 @@ def test_a_byte_order_mark_is_told_as_one(tmp_path: Path) -> None:
     file.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
     (found,) = check_config(file).problems
     assert found.message.endswith("save it without a byte order mark")
+
+
+def with_quorum(text: str, kwargs: str = "min_replies = 2") -> str:
+    return text.replace("[data]", f"[network.kwargs]\n{kwargs}\n[data]")
+
+
+OURS = GOOD.replace('"averaging"', '"clipped-averaging"\nmax_norm = 1.0').replace(
+    "[optim]\naggregator", "[optim]\n[optim.aggregator]\nname"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (with_quorum(OURS), ""),
+        (with_quorum(OURS, "patience = 60.0"), ""),
+        (with_quorum(OURS, "min_replies = 4"), "a round has at most 3 clients: lower it"),
+        (with_quorum(OURS, "min_replies = 0"), "min_replies must be an int >= 1, got 0"),
+        (with_quorum(OURS, "min_replies = 2.0"), "min_replies must be an int >= 1, got 2.0"),
+        (with_quorum(OURS, "patience = 0"), "patience must be a finite number > 0, got 0"),
+        (with_quorum(OURS, "min_reply = 2"), "unknown parameter 'min_reply' in kwargs; did you"),
+        (with_quorum(OURS).replace("websockets", "grpc"), "goes with protocol = 'fedclip-websoc"),
+        (with_quorum(OURS) + "[secagg]\nsecagg_type = 'masking'\n", "does not go with secure agg"),
+        (with_quorum(GOOD.replace("averaging", "sum")), "does not go with the aggregator 'sum'"),
+        (
+            with_quorum(OURS) + "[client_sampler]\nstrategy = 'uniform'\nn_samples = 1\n",
+            "a round has at most 1 clients",
+        ),
+    ],
+)
+def test_a_quorum_is_checked(problems: Messages, text: str, said: str) -> None:
+    found = [message for message in problems(text) if message.startswith("[network")]
+    assert bool(found) == bool(said)
+    assert not said or said in found[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (with_quorum(GOOD), "'averaging' sets no limit to that: clipped-averaging does"),
+        (with_quorum(OURS, "min_replies = 3"), "registration may end with 2 clients, fewer than"),
+    ],
+)
+def test_what_is_worth_knowing_of_a_quorum(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    found = check_config(tmp_path / "config.toml")
+    notes = [f.message for f in found.findings if f.level == "note"]
+    assert any(said in note for note in notes), notes
+
+
+def test_a_quorum_in_a_file_for_a_script(problems: Messages) -> None:
+    network = "[network]\nprotocol = 'fedclip-websockets'\n[network.kwargs]\nmin_replies = 5\n"
+    text = "client_opt = 0.5\naggregator = 'sum'\n[run]\nrounds = 2\nregister = 3\n"
+    found = problems(text + network)
+    assert any("does not go with the aggregator 'sum'" in message for message in found)
+    assert any("a round has at most" in message for message in found)
+    plain = problems(text + network.replace("fedclip-", ""))
+    assert any("declearn's own websockets takes no min_replies" in message for message in plain)

@@ -257,3 +257,77 @@ def test_the_quickrun_example(tmp_path: Path) -> None:
     shown = call("-m", "fedclip", "report", "result")
     for node in ("client_0", "client_1", "client_2", "server"):
         assert node in shown
+
+
+BROKEN = """
+import sys
+from pathlib import Path
+from declearn.main import FederatedClient
+from fedclip.tools.quickrun import run
+
+honest = FederatedClient.training_round
+
+async def training_round(self, message):
+    if self.netwk.name == "client_1" and message.round_i == 2:
+        raise OSError("the disk is full")
+    await honest(self, message)
+
+FederatedClient.training_round = training_round
+print(run(Path("config.toml")))
+"""
+
+
+@pytest.mark.parametrize("kwargs", ["", "kwargs = { min_replies = 2 }"])
+def test_quickrun_without_a_client(tmp_path: Path, kwargs: str) -> None:
+    """In one process too, one client's end is that of the run only where all are needed."""
+    folder = tmp_path / "quickrun"
+    shutil.copytree(EXAMPLES / "quickrun", folder, ignore=shutil.ignore_patterns("data", "result"))
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    config = folder / "config.toml"
+    text = config.read_text().replace("port = 8765", f"port = {port}\n{kwargs}")
+    config.write_text(text.replace("rounds = 5", "rounds = 3"))
+    environment = {**hiding(), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "prepare.py"], cwd=folder, check=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env=environment,
+        check=False,
+    )
+    log = (folder / "result" / "server" / "logs.txt").read_text()
+    assert "client 'client_1' has ended: OSError: the disk is full" in log
+    assert (done.returncode == 0) == bool(kwargs), done.stderr[-2000:]
+    if kwargs:
+        assert "the connection of 'client_1' has ended; the run goes on without it" in log
+        assert "(3, 'result', True)" in done.stdout
+    else:
+        assert "OSError: the disk is full" in done.stderr
+
+
+PATIENT = """
+import sys
+from declearn.communication import NetworkClientConfig
+for protocol in ("websockets", "fedclip-websockets"):
+    config = NetworkClientConfig(protocol, "ws://127.0.0.1:1", "a", kwargs={"patience": 5.0})
+    print(config.build_client().patience)
+print(NetworkClientConfig("websockets", "ws://127.0.0.1:1", "a").build_client().patience)
+"""
+
+
+def test_fedclip_run_gives_clients_patience(tmp_path: Path) -> None:
+    script = tmp_path / "client.py"
+    script.write_text(PATIENT)
+    done = subprocess.run(
+        [*FEDCLIP_RUN, str(script)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE,
+        env=hiding(),
+    )
+    assert done.stdout.split() == ["5.0", "5.0", "10800.0"]

@@ -7,6 +7,8 @@ does with them, in its order.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 import math
 import random
@@ -15,12 +17,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declearn.messaging import SerializedMessage, TrainReply
+from declearn.main import FederatedServer
+from declearn.messaging import EvaluationReply, SerializedMessage, TrainReply
+from declearn.metrics import MetricSet
+from declearn.metrics._mean import MeanState
 from declearn.model.sklearn import NumpyVector
 from federation_helpers import Clients, Server
-from federation_liars import forge
+from federation_liars import anything, forge
 
 import fedclip
+from fedclip.federation.evaluation import counted, nothing
 from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER
 
 N = 4
@@ -175,3 +181,87 @@ def test_a_liar_that_is_alone_in_its_round(table: Table) -> None:
             out = table.round([forge(rng, honest)])
         assert float(np.linalg.norm(out.coefs["w"])) <= 1.0 + 1e-4, seed
         assert table.server.start()["update-clip"].stop == "", seed
+
+
+METRICS: list[Any] = [
+    "binary-classif",
+    ["multi-classif", {"labels": [0, 1, 2]}],
+    ["binary-roc", {"scale": 0.1}],
+    "mse",
+    "r2",
+]
+
+
+def evaluation(rng: np.random.Generator) -> EvaluationReply:
+    """Return what an honest client sends."""
+    client = MetricSet.from_specs([*METRICS])
+    truth, scores = rng.integers(0, 2, 20), rng.random(20)
+    for metric in client.metrics:
+        shown = rng.random((20, 3)) if metric.name == "multi-classif" else scores
+        metric.update(truth, shown)
+    states = {**client.get_states(), "loss": MeanState(10.0, 20.0)}
+    return EvaluationReply(0.5, 2, 0.1, states)
+
+
+def forge_evaluation(rng: random.Random, honest: EvaluationReply) -> EvaluationReply:
+    """Return an evaluation with anything in one place, sometimes in two."""
+    reply = copy.deepcopy(honest)
+    numbers = [0, -1, 0.0, 1e99, -1e99, 5e-324, 2**70, -1.0]
+    for _ in range(rng.choice([1, 1, 2])):
+        value = rng.choice(numbers) if rng.random() < 0.4 else anything(rng)
+        what = rng.randrange(6)
+        if what == 0:
+            setattr(reply, rng.choice(["loss", "n_steps", "metrics"]), value)
+        elif isinstance(reply.metrics, dict) and reply.metrics:
+            name = rng.choice(sorted(reply.metrics, key=str))
+            state: Any = reply.metrics[name]
+            if what == 1:
+                reply.metrics[name] = value
+            elif what == 2:
+                del reply.metrics[name]
+            elif what == 3:
+                reply.metrics[rng.choice(["other", "mae"])] = value
+            elif dataclasses.is_dataclass(state):
+                field = rng.choice(dataclasses.fields(state)).name
+                old = getattr(state, field)
+                if isinstance(old, np.ndarray) and rng.random() < 0.6:
+                    value = rng.choice([old[::-1], -old, old[:1], old * 1e99, old.astype("i2")])
+                setattr(state, field, value)
+    return reply
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_no_evaluation_ends_a_run(block: int) -> None:
+    """The others' evaluations count, with whatever of the liars' can be added to them."""
+    metrics = MetricSet.from_specs([*METRICS])
+    server: Any = FederatedServer.__new__(FederatedServer)
+    server.logger = logging.getLogger("declearn.server")
+    honest = [evaluation(np.random.default_rng(i)) for i in range(3)]
+    for seed in range(100 * block, 100 * (block + 1)):
+        rng = random.Random(seed)
+        replies = {str(i): copy.deepcopy(reply) for i, reply in enumerate(honest)}
+        replies |= {f"liar {i}": forge_evaluation(rng, honest[0]) for i in range(2)}
+        items = list(replies.items())
+        rng.shuffle(items)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sound, faults = counted(dict(items), metrics)
+            assert sound.keys() | faults.keys() == replies.keys(), seed
+            assert not {"0", "1", "2"} & faults.keys(), (seed, faults)
+            server.metrics = MetricSet.from_specs([*METRICS])
+            loss, results = server._aggregate_evaluation_results(sound)
+        assert math.isfinite(loss), seed
+        for value in results.values():
+            assert np.asarray(value, dtype=float).size, seed
+
+
+def test_a_round_without_evaluations_has_no_numbers() -> None:
+    metrics = MetricSet.from_specs(["binary-classif", "mse", "r2", ["binary-roc", {"scale": 0.1}]])
+    server: Any = FederatedServer.__new__(FederatedServer)
+    server.logger, server.metrics = logging.getLogger("declearn.server"), metrics
+    with np.errstate(all="ignore"):
+        loss, results = server._aggregate_evaluation_results({"nobody": nothing(metrics)})
+    assert loss == math.inf
+    assert math.isnan(results["accuracy"])
+    assert math.isnan(results["mse"])
+    assert math.isnan(results["r2"])

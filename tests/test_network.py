@@ -6,6 +6,7 @@ All clients and the server are processes; who dies, falls silent or is interrupt
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -14,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declearn.communication import NetworkServerConfig
+from declearn.communication import NetworkClientConfig, NetworkServerConfig
+from declearn.communication.api.backend.actions import Join
+from declearn.version import VERSION
 from federation_runs import PATIENCE, N, Run, complete, running
 
 import fedclip  # noqa: F401  (registers the protocol)
@@ -140,3 +143,35 @@ def test_patience_that_can_not_be(patience: Any) -> None:
     config = NetworkServerConfig(WATCHFUL, "127.0.0.1", 8765, kwargs={"patience": patience})
     with pytest.raises((TypeError, ValueError), match="patience must be"):
         config.build_server()
+
+
+@pytest.mark.parametrize("patience", [0, -1.0, "long"])
+def test_a_clients_patience_that_can_not_be(patience: Any) -> None:
+    config = NetworkClientConfig(WATCHFUL, "ws://127.0.0.1:1", "a", kwargs={"patience": patience})
+    with pytest.raises((TypeError, ValueError), match="patience must be"):
+        config.build_client()
+
+
+@pytest.mark.parametrize("least", [0, 2.0, "two", True])
+def test_a_quorum_that_can_not_be(least: Any) -> None:
+    config = NetworkServerConfig(WATCHFUL, "127.0.0.1", 8765, kwargs={"min_replies": least})
+    with pytest.raises((TypeError, ValueError), match="min_replies must be an int >= 1"):
+        config.build_server()
+
+
+@pytest.mark.filterwarnings("ignore:Argument 'logger'")
+def test_no_two_clients_have_one_name(caplog: pytest.LogCaptureFixture) -> None:
+    """declearn numbers clients that share a name, without a look at those that are there."""
+    config = NetworkServerConfig(WATCHFUL, "127.0.0.1", 8765)
+    handler = config.build_server().handler
+    handler.open_clients_registration()
+
+    async def join() -> list[str]:
+        names = ["x", "x.2", "x", "y"]
+        joins = [Join(name, VERSION) for name in names]
+        found = [await handler._handle_join_request(j, i) for i, j in enumerate(joins)]
+        return [type(answer).__name__ for answer in found]
+
+    assert asyncio.run(join()) == ["Accept", "Accept", "Reject", "Accept"]
+    assert handler.client_names == {"x", "x.2", "y"}
+    assert "refused a client 'x', which would be taken for 'x.2'" in caplog.text

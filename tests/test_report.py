@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
+from declearn.model.sklearn import NumpyVector
 from report_runs import Node, large_run, record_of, write_states
 from rich.console import Console
 
@@ -67,6 +69,28 @@ def test_a_second_run_in_the_same_folder_replaces_the_first(tmp_path: Path) -> N
     new.round([1.0])
     rows = read_report(tmp_path).rows
     assert [(row.record.round, row.record.norm_max) for row in rows] == [(1, pytest.approx(1.0))]
+
+
+@pytest.mark.parametrize("clock", ["set back", "names alone"])
+def test_a_clock_that_was_set_back_starts_no_other_run(tmp_path: Path, clock: str) -> None:
+    """As at the end of summer time: the names of the last files are those of an hour before."""
+    for name, rounds in (("client", True), ("server", False)):
+        node = Node(tmp_path / name, ["no-op"])
+        for i in range(6):
+            norm = 1.0 + i
+            if rounds:
+                node.round([norm], save=False)
+            else:
+                node.optimizer.modules[0].run(NumpyVector({"a": np.full(1, norm)}))
+            node.checkpointer.save_optimizer(node.optimizer, timestamp=f"{(i + 3) % 6:02}")
+            if clock == "names alone":
+                file = tmp_path / name / f"optimizer_state_{(i + 3) % 6:02}.mpk"
+                os.utime(file, (1e9 + i, 1e9 + i))
+    report = read_report(tmp_path)
+    assert [row.record.round for row in report.select("client")] == [1, 2, 3, 4, 5, 6]
+    if clock == "names alone":
+        (row,) = report.select("server")
+        assert row.record.steps == 6
 
 
 def test_one_node_alone_and_several_experiments(experiment: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
-from datetime import datetime
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from declearn.optimizer import Optimizer
 
 from fedclip.errors import StateError
 from fedclip.federation.restart import load_round
+from fedclip.tools.spent import read_spent
 
 NAMES = [f"26-01-01_00-00-0{i}" for i in range(4)]
 
@@ -31,6 +33,7 @@ def folder(tmp_path: Path) -> Path:
         weights = {"intercept": np.full(1, float(i)), "coef": np.full(1, float(i))}
         model.set_weights(NumpyVector(weights))
         optim = Optimizer(lrate=1.0, modules=[("update-clip-server", {"start_norm": 1.0 + i})])
+        optim.modules[0].round = i  # type: ignore[attr-defined]
         saver.save_model(model, timestamp=name)
         saver.save_optimizer(optim, timestamp=name)
     saver.save_model(model, timestamp="best", config=False)
@@ -63,7 +66,100 @@ def test_a_round_of_which_a_part_is_damaged_is_left_out(
         os.utime(folder / f"optimizer_state_{NAMES[3]}.mpk")
     with caplog.at_level(logging.WARNING):
         assert loaded(folder) == (2.0, 2.0)
-    assert ("not saved as a whole" in caplog.text) == (how != "gone")
+    assert "not saved as a whole" in caplog.text
+
+
+def renamed(folder: Path, names: dict[str, str]) -> None:
+    """Give rounds the names that they get when the clock is set back."""
+    moves = [
+        (folder / f"{kind}_state_{old}.mpk", folder / f"{kind}_state_{new}.mpk")
+        for old, new in names.items()
+        for kind in ("model", "optimizer")
+    ]
+    content = {new: old.read_bytes() for old, new in moves}
+    for old, _ in moves:
+        old.unlink()
+    for new, data in content.items():
+        new.write_bytes(data)
+
+
+def test_the_newest_round_after_the_clock_was_set_back(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As at the end of summer time: the last rounds have the names of an hour before."""
+    renamed(folder, {NAMES[2]: "25-12-31_23-10-00", NAMES[3]: "25-12-31_23-20-00"})
+    assert loaded(folder) == (3.0, 3.0)
+    assert not caplog.records
+    # A damaged file is older than others by its name, and told of.
+    (folder / "optimizer_state_25-12-31_23-20-00.mpk").write_bytes(b"")
+    assert loaded(folder) == (2.0, 2.0)
+    assert "left out: 25-12-31_23-20-00" in caplog.text
+
+
+@pytest.mark.parametrize("modules", [[], ["momentum"], ["norm-clip"]])
+def test_a_server_without_counters(tmp_path: Path, modules: list[Any]) -> None:
+    """Its rounds are told apart by the steps of a clipper, or by the order of the metrics."""
+    saver = Checkpointer(str(tmp_path))
+    model = SklearnSGDModel.from_parameters(kind="regressor")
+    model.initialize({"features_shape": (1,)})
+    optim = Optimizer(lrate=1.0, modules=modules)
+    # The clock is set back before the last two.
+    for i, name in enumerate([NAMES[2], NAMES[3], NAMES[0], NAMES[1]]):
+        gradient = NumpyVector({"intercept": np.full(1, -1.0), "coef": np.full(1, 0.0)})
+        optim.apply_gradients(model, gradient)
+        saver.save_model(model, timestamp=name)
+        saver.save_optimizer(optim, timestamp=name)
+        if "norm-clip" not in modules:
+            saver.save_metrics({"loss": 1.0 / (i + 1)}, timestamp=name)
+    assert load_round(tmp_path).timestamp == NAMES[1]
+
+
+def test_what_was_spent_is_that_of_the_newest_round(tmp_path: Path) -> None:
+    """Not that of the last file name."""
+    noise = {"noise_multiplier": 1.0, "expected_clients": 10, "start_norm": 1.0}
+    optim = Optimizer(lrate=1.0, modules=[("update-clip-server", noise)])
+    saver = Checkpointer(str(tmp_path))
+    server: Any = optim.modules[0]
+    for name in reversed(NAMES):
+        server.round += 1
+        server.budget.spend()
+        saver.save_optimizer(optim, timestamp=name)
+    (spent,) = read_spent(tmp_path)
+    assert spent.accountant.rounds == len(NAMES)
+
+
+def test_rounds_of_two_runs_in_one_folder_are_told_of(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = Checkpointer(str(folder))
+    model = SklearnSGDModel.from_parameters(kind="regressor")
+    model.initialize({"features_shape": (1,)})
+    optim = Optimizer(lrate=1.0, modules=["update-clip-server"])
+    optim.modules[0].round = 1  # type: ignore[attr-defined]
+    model.set_weights(NumpyVector({"intercept": np.full(1, 9.0), "coef": np.full(1, 9.0)}))
+    saver.save_model(model, timestamp="26-02-01_00-00-00")
+    saver.save_optimizer(optim, timestamp="26-02-01_00-00-00")
+    assert loaded(folder) == (3.0, 3.0)
+    assert "the folder holds several runs" in caplog.text
+
+
+@pytest.mark.parametrize("hour", [0, 1])
+def test_a_mixed_round_in_the_hour_that_comes_twice(
+    folder: Path, hour: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server was killed after it had written the model over that of an hour before."""
+    monkeypatch.setenv("TZ", "Europe/Paris")
+    time.tzset()
+    try:
+        name = "26-10-25_02-30-00"
+        renamed(folder, {NAMES[3]: name})
+        second = datetime(2026, 10, 25, 0, 30, tzinfo=UTC).timestamp() + 3600 * hour
+        for kind, later in (("optimizer", 0.1), ("model", 0.9)):
+            os.utime(folder / f"{kind}_state_{name}.mpk", (second + later, second + later))
+        assert loaded(folder) == (2.0, 2.0)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_a_model_that_is_younger_than_its_optimizer_is_of_another_round(folder: Path) -> None:

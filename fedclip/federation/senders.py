@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from declearn.client_sampler import ClientSampler, DefaultClientSampler, instantiate_client_sampler
@@ -19,6 +19,7 @@ from declearn.model.api import Model, Vector
 from declearn.optimizer.modules import AuxVar
 
 from fedclip import parameters
+from fedclip.federation.quorum import MEMBERS
 from fedclip.federation.replies import UPDATES, Expected, Sender, expected, note
 from fedclip.federation.statistics.messages import FedclipSharedCounts
 from fedclip.federation.tolerant import FromServer
@@ -26,6 +27,20 @@ from fedclip.federation.update.averaging import Signature, signature
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes, zeros_like
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
+
+
+def note_senders(
+    replies: Mapping[str, TrainReply], blank: Callable[[], Vector[Any]] | None = None
+) -> None:
+    """Note who sent which reply, in the order in which declearn adds them up; `blank`: `note`."""
+    senders: dict[str, list[Sender]] = {}
+    for client, reply in replies.items():
+        senders.setdefault(UPDATES, []).append(Sender(client, False))
+        variables: Any = reply.aux_var
+        for key, message in variables.items() if isinstance(variables, Mapping) else ():
+            faulty = bool(getattr(message, "n_faults", False))
+            senders.setdefault(key, []).append(Sender(client, faulty))
+    note(next(iter(replies.values()), None), senders, blank)
 
 
 class NamedClients(ClientSampler):
@@ -106,8 +121,10 @@ class NamedClients(ClientSampler):
         self.sampler.init_clients(clients)
 
     def sample(self, eligible_clients: set[str]) -> set[str]:
-        """Return the choice of the wrapped sampler."""
-        return set(self.sampler.sample(eligible_clients))
+        """Return the choice of the wrapped sampler, among clients that have not left the run."""
+        members = MEMBERS.get()
+        gone = set() if members is None else members.gone.keys()
+        return set(self.sampler.sample(eligible_clients - gone))
 
     def update(self, client_to_reply: dict[str, TrainReply], global_model: Model[Any]) -> None:
         """Vet the replies, and note their order."""
@@ -118,15 +135,10 @@ class NamedClients(ClientSampler):
             note(None, {})
             self.sampler.update(client_to_reply, global_model)
             return
-        senders: dict[str, list[Sender]] = {}
         self._vet_variables(client_to_reply, awaited)
         self._vet_updates(client_to_reply, global_model)
-        for client, reply in client_to_reply.items():
-            senders.setdefault(UPDATES, []).append(Sender(client, False))
-            for key, message in reply.aux_var.items():
-                faulty = bool(getattr(message, "n_faults", False))
-                senders.setdefault(key, []).append(Sender(client, faulty))
-        note(replies[0], senders, lambda: zeros_like(global_model.get_weights(trainable=True)))
+        weights = global_model.get_weights
+        note_senders(client_to_reply, lambda: zeros_like(weights(trainable=True)))
         self.sampler.update(client_to_reply, global_model)
 
     def _vet_variables(

@@ -15,6 +15,14 @@ from declearn.main.config import FLOptimConfig
 from fedclip.federation.senders import NamedClients
 
 
+def watchful(network: NetworkServerConfig) -> NetworkServerConfig:
+    """Return a network of fedclip's own protocol in place of the plain ``websockets``."""
+    if network.protocol.strip().lower() == "websockets" and find_spec("websockets"):
+        network = copy(network)
+        network.protocol = "fedclip-websockets"
+    return network
+
+
 def guarded(
     network: NetworkServerConfig,
     optim: FLOptimConfig,
@@ -40,10 +48,7 @@ def guarded(
     >>> settings["netwk"].protocol, settings["client_sampler"].strategy
     ('fedclip-websockets', 'named-clients')
     """
-    if network.protocol.strip().lower() == "websockets" and find_spec("websockets"):
-        network = copy(network)
-        network.protocol = "fedclip-websockets"
     receives = [str(m.aux_name or m.name) for m in optim.server_opt.modules]
     if not isinstance(sampler, NamedClients):
         sampler = NamedClients(sampler, receives=receives)
-    return {"netwk": network, "client_sampler": sampler}
+    return {"netwk": watchful(network), "client_sampler": sampler}

@@ -122,6 +122,8 @@ class _Node:
         self.skipped: list[Path] = []
         self.seen: dict[Path, tuple[int, int]] = {}
         self.last = 0
+        self.mark = (0, 0)
+        self.newest = folder
         self.rounds_at: dict[str, int] = {}
 
     @property
@@ -162,21 +164,37 @@ class _Node:
         # Values that declearn wraps, such as the vectors of other modules, stay wrapped.
         modules = msgpack.unpackb(path.read_bytes())["modules"]
         reached = max((r for _, s in modules for r in _rounds(s)), default=0)
-        # Rounds only go up within a run: a lower round starts another run in this folder.
-        again = reached < self.last
-        rows = list(_rows(modules, self.label, self.others, 0 if again else self.last))
-        if again:
-            self.rows.clear()
-            self.rounds_at.clear()
-        self.last = reached
+        mark = reached, max((sum(_rounds(s, "steps")) for _, s in modules), default=0)
+        # Rounds and steps only go up within a run, but names, in local time, do not.
+        lower = mark < self.mark
+        rows = list(_rows(modules, self.label, self.others, 0 if lower else self.last))
+        if lower and not self._is_of_another_run(rows, path):
+            rows = [row for row in rows if _key(row) not in self.rows]
+        else:
+            if lower:
+                self.rows.clear()
+                self.rounds_at.clear()
+            self.last, self.mark, self.newest = reached, mark, path
         self.rounds_at[path.name[_STAMP]] = reached
         for row in rows:
-            self.rows[row.position, row.name, row.record.group, row.record.round] = row
+            self.rows[_key(row)] = row
+
+    def _is_of_another_run(self, rows: list[Row], path: Path) -> bool:
+        """Whether a file with a lower round begins another run in this folder."""
+        # A server's clippers have no rounds: all steps are in one record.
+        known = [(row, self.rows.get(_key(row))) for row in rows if row.record.round]
+        if known or not rows:
+            return any(row != other for row, other in known if other is not None)
+        return self.seen[path] > self.seen.get(self.newest, (0, 0))
 
 
-def _rounds(state: Any) -> list[int]:
-    """Return the rounds in a clipper's state; none in that of another module."""
-    return [row["round"] for row in state.get("rounds", ())] if isinstance(state, dict) else []
+def _key(row: Row) -> tuple[int, str, str, int]:
+    return row.position, row.name, row.record.group, row.record.round
+
+
+def _rounds(state: Any, field: str = "round") -> list[int]:
+    """Return the rounds, or their steps, in a clipper's state; none in that of another module."""
+    return [row[field] for row in state.get("rounds", ())] if isinstance(state, dict) else []
 
 
 def _rows(modules: Any, node: str, others: set[str], since: int) -> Iterator[Row]:

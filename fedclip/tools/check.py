@@ -30,6 +30,7 @@ from declearn.quickrun import DataSourceConfig, parse_data_folder
 import fedclip
 from fedclip import parameters
 from fedclip.errors import nearest
+from fedclip.federation.quorum import quorum_problems, unfit
 from fedclip.federation.senders import NamedClients
 from fedclip.federation.statistics.check import is_shared
 from fedclip.federation.update.check import update_problems
@@ -212,6 +213,13 @@ def _check_optim(check: Check, optim: dict[str, Any], run: Section, prefix: str)
         check_counterparts(check, plugins, prefix)
         if "aggregator" not in optim or aggregator is not None:
             _check_updates(check, optim, plugins, aggregator, prefix)
+    least = _count(_section(_section(check.config, "network"), "kwargs").get("min_replies"))
+    if least is not None:
+        if not prefix and _section(check.config, "network").get("protocol") == "websockets":
+            # In a quickrun file, fedclip's own protocol takes its place.
+            text = "declearn's own websockets takes no min_replies: write 'fedclip-websockets'"
+            check.problem("[network]", f"protocol: {text}")
+        _check_quorum(check, optim, least, aggregator)
     for key in optim:
         # A file for FLOptimConfig may have other sections; a name that is nearly right is a typo.
         if key not in known and (prefix or difflib.get_close_matches(key, known, cutoff=0.8)):
@@ -238,6 +246,20 @@ def _check_optim(check: Check, optim: dict[str, Any], run: Section, prefix: str)
             "(`make build` writes the wheel to hand to them), and `import fedclip` in the client's "
             "script, or `fedclip run` to start it",
         )
+
+
+def _check_quorum(check: Check, optim: Section, least: int, aggregator: Any) -> None:
+    """Find out whether a round may go on without some of its clients."""
+    where, name = "[network.kwargs]", getattr(aggregator, "name", "averaging")
+    register = _section(check.config, "run").get("register")
+    low = register.get("min_clients", 1) if isinstance(register, dict) else register
+    fair, secagg = "fairness" in optim, _secagg(check) is not None
+    check.problem(where, *unfit(secagg=secagg, fairness=fair, aggregator=name))
+    clients = _clients(check.config)
+    for level, text in quorum_problems(
+        least, clients=clients, registered=_count(low), aggregator=name
+    ):
+        check.add("note" if level == "note" else "problem", where, text)
 
 
 def _check_updates(

@@ -184,9 +184,14 @@ def run(
 ) -> None:
     """Run a Python script, unedited, with fedclip registered."""
     import runpy
+    from importlib.util import find_spec
 
     if not os.path.isfile(script):
         fail(f"there is no script {str(script)!r}", code=2)
+    if find_spec("declearn") and find_spec("websockets"):
+        from fedclip.federation.network import watch_plain_clients
+
+        watch_plain_clients()
     sys.argv = [str(script), *(args or [])]
     # Like `python SCRIPT`, put the script's folder first, in place of that of `fedclip`.
     sys.path[0] = str(script.resolve().parent)

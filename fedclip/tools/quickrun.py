@@ -32,11 +32,15 @@ from declearn.utils import (
 )
 
 import fedclip
-from fedclip.federation.serving import guarded
+from fedclip.federation.quorum import Members
+from fedclip.federation.serving import guarded, watchful
 from fedclip.tools.ports import port_is_free
 from fedclip.tools.progress import latest, progress
 
 __all__ = ["Federation", "QuickrunError", "run"]
+
+
+_LOGGER = logging.getLogger("declearn.server.fedclip")
 
 
 class QuickrunError(RuntimeError):
@@ -75,8 +79,9 @@ class Federation:
         told: Callable[[int], None] = lambda round_: None,
     ) -> None:
         self.verbose, self.told = verbose, told
+        self.members: Callable[[], Members] = Members
         self.toml, self.folder = str(file), file.resolve().parent
-        self.network = NetworkServerConfig.from_toml(self.toml, False, "network")
+        self.network = watchful(NetworkServerConfig.from_toml(self.toml, False, "network"))
         self.data = DataSourceConfig.from_toml(self.toml, False, "data")
         self.experiment = ExperimentConfig.from_toml(self.toml, False, "experiment", True)
         model = ModelConfig.from_toml(self.toml, False, "model", True)
@@ -108,6 +113,7 @@ class Federation:
             **guarded(self.network, optim),
         )
         server.told = self.told
+        self.members = lambda: getattr(server.netwk, "members", Members())
         await server.async_run(FLRunConfig.from_toml(self.toml, False, "run"))
 
     async def take_part(self, name: str, seed: int | None = None) -> None:
@@ -125,12 +131,16 @@ class Federation:
         files = parse_data_folder(own, str(self.folder))[name]
         modules = FLOptimConfig.from_toml(self.toml, False, "optim").client_opt.modules
         private = any(isinstance(module, fedclip.SampleClip) for module in modules)
+        server = self.network.build_server()
+        # As by default, three times as long as the server waits for a client.
+        patience = {"patience": 3 * server.patience} if hasattr(server, "patience") else {}
         kind = fedclip.PrivateFederatedClient if private else FederatedClient
         client = kind(
             netwk=NetworkClientConfig.from_params(
                 protocol=self.network.protocol,
-                server_uri=self.network.build_server().uri,
+                server_uri=server.uri,
                 name=name,
+                kwargs=patience,
             ),
             train_data=InMemoryDataset(
                 files["train_data"], target=files["train_target"], expose_classes=True, seed=seed
@@ -153,7 +163,18 @@ class Federation:
         """Run the server and all clients in this process."""
         names = self.clients()
         seeds = [None if seed is None else seed * 1_000 + i for i in range(len(names))]
-        await asyncio.gather(self.serve(), *map(self.take_part, names, seeds))
+
+        async def client(name: str, seed: int | None) -> None:
+            try:
+                await self.take_part(name, seed)
+            except Exception as exc:
+                _LOGGER.error("client %r has ended: %s: %s", name, type(exc).__name__, exc)
+                members = self.members()
+                # For a client that has not registered, the server might wait for ever.
+                if name not in members.names or members.min_replies is None:
+                    raise
+
+        await asyncio.gather(self.serve(), *map(client, names, seeds))
 
 
 def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[int, str, bool]:

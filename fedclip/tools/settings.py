@@ -8,6 +8,7 @@ which type. So the checks fit the version of declearn that is installed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import types
@@ -19,6 +20,7 @@ from declearn.communication import NetworkServerConfig, list_available_protocols
 from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.quickrun import DataSourceConfig, ExperimentConfig, ModelConfig
 
+from fedclip import parameters
 from fedclip.errors import nearest
 from fedclip.tools.findings import brief
 
@@ -34,8 +36,14 @@ SECTIONS: dict[str, Any] = {
 }
 """The sections of a quickrun file, and what declearn makes of each."""
 
-# A Python caller may give these, and a file can not.
-_NOT_IN_TOML = ("kwargs", "logger")
+# A Python caller may give it, and a file can not.
+_NOT_IN_TOML = ("logger",)
+
+_KWARGS: Mapping[str, Any] = {
+    "patience": parameters.positive,
+    "min_replies": functools.partial(parameters.integer, 1),
+}
+"""What fedclip's own protocol takes, and how it is checked."""
 
 Faults: TypeAlias = Iterator[tuple[str, str]]
 """The section, as in ``run.training``, and what is wrong in it."""
@@ -112,6 +120,18 @@ def _network(values: Mapping[str, Any]) -> Iterator[str]:
     heartbeat = values.get("heartbeat", 1.0)
     if isinstance(heartbeat, (int, float)) and heartbeat <= 0:
         yield f"heartbeat must be > 0 seconds, got {brief(heartbeat)}"
+    kwargs = values.get("kwargs")
+    for key, value in kwargs.items() if isinstance(kwargs, Mapping) else ():
+        if key not in _KWARGS:
+            takes = nearest(key, _KWARGS) or f" (it takes: {', '.join(_KWARGS)})"
+            yield f"unknown parameter {brief(key)} in kwargs{takes}"
+        elif isinstance(protocol, str) and not protocol.strip().lower().endswith("websockets"):
+            yield f"{key} in kwargs goes with protocol = 'fedclip-websockets', not {protocol!r}"
+        else:
+            try:
+                _KWARGS[key](**{key: value})
+            except (TypeError, ValueError) as exc:
+                yield f"{exc}, in kwargs"
 
 
 def _privacy(values: Mapping[str, Any]) -> Iterator[str]:

@@ -119,8 +119,11 @@ def _of_server(folder: Path) -> Accountant | None:
     """Return what update-clip-server has spent, by the newest checkpoint in a folder."""
     from declearn.main.utils import Checkpointer
 
+    from fedclip.federation.restart import newest_optimizer
+
     try:
-        modules = Checkpointer(str(folder)).load_optimizer().modules
+        newest = newest_optimizer(folder)
+        modules = Checkpointer(str(folder)).load_optimizer(timestamp=newest).modules
     except Exception as exc:  # whatever a damaged file makes declearn raise
         raise ValueError(f"the checkpoint in {folder} can not be read: {exc!s:.200}") from exc
     budgets = [getattr(module, "budget", None) for module in modules]

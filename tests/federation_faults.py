@@ -1,0 +1,137 @@
+"""Faults of a client at a moment of a run, as a broken or hostile one may show them.
+
+A fault is ``[message, what, first]``: from the `first` message of that type on, the client does
+what is said instead of sending it; a list of what to do is for as many messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from typing import Any
+
+import msgpack
+import numpy as np
+from declearn.communication.api import NetworkClient
+from declearn.communication.api.backend.actions import Drop, Send
+from declearn.messaging import Error, EvaluationReply, InitReply, Message
+from declearn.metrics import MetricState
+
+
+def content(what: str, message: Any) -> bytes:
+    """Return the bytes that are sent in the place of a message."""
+    if what == "no message":
+        return b"\x0cno such type"
+    if what == "half a message":
+        sent = message.serialize()
+        return bytes(sent[: len(sent) // 2])
+    if what == "another type":
+        other = EvaluationReply(0.0, 1, 0.0, {}) if isinstance(message, InitReply) else InitReply()
+        return bytes(other.serialize())
+    if what == "an error":
+        return Error("the disk of site B is full").serialize()
+    if what == "text for a tensor":
+        return bytes(header(message) + msgpack.packb(texts(msgpack.unpackb(payload(message)))))
+    if what == "no updates":
+        data = msgpack.unpackb(payload(message))
+        return header(message) + bytes(msgpack.packb({**data, "aux_var": {}, "updates": 3}))
+    if what == "nested":
+        return header(message) + b"\x91" * 5000 + b"\xc0"
+    if what == "more fields":
+        data = msgpack.unpackb(payload(message))
+        return header(message) + bytes(msgpack.packb({**data, "surprise": 1}))
+    if isinstance(message, EvaluationReply):
+        evaluation(what, message)
+    return message.serialize()
+
+
+def header(message: Message) -> bytes:
+    key = message.typekey.encode()
+    return bytes([len(key)]) + key
+
+
+def payload(message: Message) -> bytes:
+    return message.serialize()[len(header(message)) :]
+
+
+def texts(value: Any) -> Any:
+    """Return a message with an array of text in the place of each array."""
+    if isinstance(value, dict):
+        if "array" in str(value.get("__type__", "")).lower():
+            return {**value, "dump": [b"abcd", "<U1", [1]]}
+        return {key: texts(item) for key, item in value.items()}
+    return [texts(item) for item in value] if isinstance(value, list) else value
+
+
+EVALUATIONS: dict[str, Any] = {
+    "loss text": ("loss", "x"),
+    "loss NaN": ("loss", float("nan")),
+    "loss array": ("loss", np.zeros(3)),
+    "steps text": ("n_steps", "x"),
+    "no steps": ("n_steps", 0),
+    "steps beyond": ("n_steps", 2**2000),
+    "metrics text": ("metrics", "x"),
+    "metrics list": ("metrics", [1, 2]),
+    "metrics of junk": ("metrics", {"loss": 3, "mse": None}),
+    "another metric": ("metrics", {"loss": 3, "other": None}),
+}
+
+
+def evaluation(what: str, reply: Any) -> None:
+    if what in EVALUATIONS:
+        setattr(reply, *EVALUATIONS[what])
+        return
+    field, _, value = what.partition("=")
+    name, _, field = field.partition(".")
+    state: MetricState = reply.metrics[name]
+    values = {"nan": float("nan"), "text": "x", "0": 0.0, "array": np.zeros(2), "huge": 1e300}
+    setattr(state, field, values[value])
+
+
+def show(message_name: str, faults: str | list[str], first: int) -> None:
+    """Show a fault in this process, from now on; or one after the other."""
+    honest = NetworkClient.send_message
+    left = [*[""] * (first - 1), *([faults] * 1000 if isinstance(faults, str) else faults)]
+
+    async def sending(self: Any, message: Message) -> None:
+        what = left.pop(0) if type(message).__name__ == message_name and left else ""
+        if not what:
+            await honest(self, message)
+            return
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if what == "end":
+            sys.exit(3)
+        if what == "killed while it sends":
+            await self._socket.send(b"STREAM_START")
+            await self._socket.recv()
+            await self._socket.send(b"0" * 1000)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "error, and never reads":
+            await self._send_message(
+                Send(Error("the disk of site B is full").serialize()).serialize()
+            )
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if what == "late":
+            await asyncio.sleep(8.0)
+            await honest(self, message)
+            return
+        if what == "and then stops":
+            await honest(self, message)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if what == "drops":
+            await self._send_message(Drop("had enough").serialize())
+        if what == "twice":
+            await honest(self, message)
+            await honest(self, message)
+            return
+        if what == "breaks the handler":
+            # declearn divides this by its heartbeat.
+            await self._send_message(msgpack.packb({"action": "recv", "timeout": "soon"}))
+        await self._send_message(Send(content(what, message)).serialize())
+
+    NetworkClient.send_message = sending  # type: ignore[method-assign]
