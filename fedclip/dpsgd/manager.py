@@ -10,7 +10,6 @@
             sum   = Σ factor_i * gradient_i                              (persample, clipping)
             grads = (sum + z C normal) / expected batch size             (noise)
             apply what stands after sample-clip to grads, and step
-        steps not taken are paid back
         no step left: the update is zero
 
 The server's seed and generator are not asked: noise and samples come from the operating system's
@@ -32,7 +31,7 @@ from declearn.training.dp import DPTrainingManager
 from fedclip import parameters
 from fedclip.dpsgd import persample
 from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, too_few
-from fedclip.dpsgd.ledger import Ledger
+from fedclip.dpsgd.ledger import Ledger, fingerprint
 from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.place import place_of
 from fedclip.dpsgd.records import Records
@@ -111,11 +110,11 @@ class PrivateTrainingManager(DPTrainingManager):
         self.calibration = calibrate(epsilon, delta, len(self.records), size, steps)
         # What fails for one record fails now, before anything is paid.
         self._clipped(self.records.take([0]), asked, _enough(self.calibration.expected))
-        self.ledger = Ledger(epsilon, delta, path, spent)
+        self.ledger = Ledger(epsilon, delta, path, spent, fingerprint(self.train_data))
         self.noise = IndependentNoise()
         self._normals: Normals = secure_normals
         self._sampler = PoissonSampler(len(self.records), size)
-        self._taken = 0
+        self._charged = 0
         self.sclip_norm, self._dp_budget = asked, (epsilon, delta)
         self.logger.info(
             "DP-SGD: %d records, Poisson samples at rate %.4g, %d steps, noise multiplier %.4g, "
@@ -152,21 +151,19 @@ class PrivateTrainingManager(DPTrainingManager):
             raise ValueError("a round needs n_epoch or n_steps: its steps are paid for")
         self._sampler = PoissonSampler(len(self.records), batch_cfg["batch_size"])
         z, rate = self.calibration.noise_multiplier, self._sampler.rate
-        left = self.calibration.steps - self._taken
+        left = self.calibration.steps - self._charged
         allowed = self.ledger.reserve(z, rate, steps, left)
+        self._charged += allowed
         taken, start = 0, time.monotonic()
-        try:
-            while taken < allowed and (timeout is None or time.monotonic() - start < timeout):
-                self.run_train_step(self.records.take(self._sampler.draw()))
-                taken += 1
-        finally:
-            self.ledger.release()
-        self._taken += taken
+        while taken < allowed and (timeout is None or time.monotonic() - start < timeout):
+            self.run_train_step(self.records.take(self._sampler.draw()))
+            taken += 1
         planned = self.calibration.steps
         self.logger.info(
-            "Took %d private steps; %d of %d that the noise is for.", taken, self._taken, planned
+            "Took %d private steps; charged %d of %d that the noise is for.",
+            *(taken, self._charged, planned),
         )
-        if self._taken >= planned:
+        if self._charged >= planned:
             # Before the last round this would be accounted anew, which takes long.
             self.logger.info(
                 "Privacy spent: epsilon %.4g at delta %.3g.", *self.get_privacy_spent()
