@@ -12,7 +12,16 @@ from typing import Any
 import fedclip
 from fedclip import parameters
 
-__all__ = ["NEEDS_DECLEARN", "build", "catalogue", "documentation", "fits", "is_ours", "version", "versions"]
+__all__ = [
+    "NEEDS_DECLEARN",
+    "build",
+    "catalogue",
+    "documentation",
+    "fits",
+    "is_ours",
+    "version",
+    "versions",
+]
 
 OLDEST_DECLEARN = (2, 9, 1)
 _WANTED = f"declearn>={'.'.join(map(str, OLDEST_DECLEARN))},<3"
