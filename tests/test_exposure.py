@@ -360,7 +360,9 @@ def test_privacy_may_be_in_a_file_of_its_own(
     file.write_text(file.read_text().replace("rounds", 'privacy = "p.toml"\nrounds'))
     found = check_config(file)
     assert "each tensor of each sample to 0.5" in found.places[0]
-    assert "epsilon = 30 for each client's budget is a guarantee in name only" in said(found)
+    assert "epsilon = 30 for each client's budget is a guarantee in name only" in said(
+        found, "problem"
+    )
     Path("p.toml").write_text("budget = 3\n")
     assert "budget must be" in said(check_config(file), "problem")
     Path("p.toml").unlink()

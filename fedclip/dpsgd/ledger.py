@@ -89,9 +89,10 @@ def read_entries(path: Path, *, lost: bool = False) -> dict[str, Entry]:
     try:
         if not path.is_file():
             raise ValueError("it is no file")
-        lines = path.read_bytes().decode().splitlines()
-        # A whole line ends with the brace of its object. A ledger begins with one.
-        if lines[not lost :] and not lines[-1].endswith("}"):
+        text = path.read_bytes().decode()
+        lines = text.splitlines()
+        # The last line may be cut off, but a ledger begins with a whole one.
+        if lines[not lost :] and not text.endswith(("}", "\n")):
             lines.pop()
         found = {line: _entry(line) for line in lines if line and not line.endswith(CUT)}
         if not found and not lost:
