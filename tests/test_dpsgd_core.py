@@ -301,6 +301,22 @@ def test_each_line_that_is_cut_off_is_told_from_damage(
         read_entries(path)
 
 
+def test_what_others_charge_is_seen_before_the_next_step(
+    tmp_path: Path, restart: Callable[[], None]
+) -> None:
+    path, most = tmp_path / "spent.json", Ledger(9.0, 1e-5).reserve(2.0, 1.0, 10_000)
+    one = Ledger(9.0, 1e-5, path)
+    assert one.reserve(2.0, 1.0, 1, planned=most) == 1
+    restart()
+    assert Ledger(9.0, 1e-5, path).reserve(2.0, 1.0, most - 3) == most - 3
+    same = Ledger(9.0, 1e-5, path)
+    assert same.reserve(2.0, 1.0, 1, planned=2) == 1
+    # Another process has left one step of those that were free; or another client of this one.
+    assert one.reserve(2.0, 1.0, 5) == 1
+    assert same.reserve(2.0, 1.0, 1) == 0
+    assert one.accountant.rounds == most
+
+
 def test_other_data_is_counted_and_named(
     tmp_path: Path, restart: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:

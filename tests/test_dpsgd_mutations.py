@@ -94,8 +94,65 @@ MUTATIONS = {
     ),
     "a budget that a restart renews": Mutation(
         "ledger.py",
-        {"if self.path is None or not self.path.exists():": "if True:"},
+        {
+            "if path.exists() else {}": "if False else {}",
+            "_OF_THIS_PROCESS.setdefault(self.path, self._entries)": "self._entries",
+        },
         "test_dpsgd_manager.py::test_a_restart_goes_on_with_what_was_spent",
+    ),
+    "a file that is put back wins": Mutation(
+        "ledger.py",
+        {
+            "        lost = [line for line in self._entries if line not in found]\n": (
+                "        self._entries.clear()\n        lost: list[str] = []\n"
+            )
+        },
+        "test_dpsgd_core.py::test_what_becomes_of_the_file_takes_nothing_from_this_process",
+    ),
+    "a charge that is not written again": Mutation(
+        "ledger.py",
+        {"        elif lost:\n            self._add(lost)\n": ""},
+        "test_dpsgd_core.py::test_what_becomes_of_the_file_takes_nothing_from_this_process",
+    ),
+    "steps that were not taken, given back": Mutation(
+        "ledger.py",
+        {"self._line([paid])": "self._line([paid._replace(steps=paid.steps - unused)])"}
+        | {
+            "        self._paid = paid\n        with": (
+                "        unused, self._paid = min(self._paid.steps, steps - 1), paid\n        with"
+            )
+        },
+        "test_dpsgd_core.py::test_nothing_is_given_back",
+    ),
+    "a step too few": Mutation(
+        "ledger.py",
+        {"steps=self._paid.steps - 1": "steps=self._paid.steps - (self._paid.steps > 1)"},
+        "test_dpsgd_core.py::test_the_ledger_stops_before_the_budget_would_be_passed",
+    ),
+    "one step over the budget": Mutation(
+        "ledger.py",
+        {"steps=min(steps, left))": "steps=min(steps, left + 1))"},
+        "test_dpsgd_core.py::test_the_ledger_stops_before_the_budget_would_be_passed",
+    ),
+    "other data without a word": Mutation(
+        "ledger.py",
+        {'if others := others - {self.data, ""}:': "if False:"},
+        "test_dpsgd_core.py::test_other_data_is_counted_and_named",
+    ),
+    "what others have charged, unseen": Mutation(
+        "ledger.py",
+        {"        if len(self._entries) != self._seen:\n": "        if False:\n"},
+        "test_dpsgd_core.py::test_what_others_charge_is_seen_before_the_next_step",
+    ),
+    "a line added behind half a line": Mutation(
+        "ledger.py",
+        {'.get(end, f"{CUT}\\n")': '.get(end, "")'},
+        "test_dpsgd_core.py::test_each_line_that_is_cut_off_is_told_from_damage",
+    ),
+    "a relation that is not looked at": Mutation(
+        "ledger.py",
+        {'parameters.choice(RELATIONS, relation=content.get("relation"))': "RELATIONS[0]"},
+        "test_dpsgd_core.py::test_a_broken_ledger_is_refused_and_kept",
     ),
     "NaN passed on": Mutation(
         "persample/__init__.py",
