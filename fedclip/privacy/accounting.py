@@ -485,8 +485,14 @@ class Accountant:
         ]
 
     def set_state(self, spent: Any) -> None:
-        """Take over what `get_state` returned."""
-        self.spent = self.check_state(spent)
+        """Take over what `get_state` returned; what was counted here before stays counted.
+
+        Of two histories of which one begins like the other, that one is a part of it. Others are
+        added up.
+        """
+        found = self.check_state(spent)
+        if not _begins(found, self.spent):
+            self.spent = found if _begins(self.spent, found) else [*self.spent, *found]
 
     @staticmethod
     def check_state(spent: Any) -> list[Release]:
@@ -515,3 +521,16 @@ class Accountant:
                     f"'spent' must be a list of [noise, rounds], got {entry!r:.100} in it"
                 ) from exc
         return result
+
+
+def _begins(history: Sequence[Release], other: Sequence[Release]) -> bool:
+    """Whether all releases of one history are the first of another."""
+    last = len(history) - 1
+    if last < 0:
+        return True
+    return (
+        last < len(other)
+        and [*history[:last]] == [*other[:last]]
+        and history[last].steps <= other[last].steps
+        and history[last]._replace(steps=1) == other[last]._replace(steps=1)
+    )

@@ -152,20 +152,19 @@ def read_spent(path: Path) -> Iterator[Spent]:
 
 
 def _of_server(folder: Path) -> Accountant | None:
-    """Return the most that update-clip-server has spent, by all checkpoints in a folder.
+    """Return what update-clip-server has spent, by all of the checkpoints in a folder.
 
-    The file whose name is the latest may be an older one: names hold local time.
+    Their names hold local time, so that the latest need not be the newest.
     """
     from declearn.main.utils import Checkpointer
 
     saved = Checkpointer(str(folder))
-    found: list[Accountant] = []
     try:
-        for file in sorted(folder.glob("optimizer_state_*.mpk")) or [None]:
-            stamp = None if file is None else file.stem.removeprefix("optimizer_state_")
-            for module in saved.load_optimizer(timestamp=stamp).modules:
-                if budget := getattr(module, "budget", None):
-                    found.append(budget.accountant)
+        optimizer = saved.load_optimizer(load_state=False)
+        budgets = [getattr(module, "budget", None) for module in optimizer.modules]
+        found = next((budget.accountant for budget in budgets if budget is not None), None)
+        for file in sorted(folder.glob("optimizer_state_*.mpk")) if found else ():
+            saved.load_optimizer(optimizer, file.stem.removeprefix("optimizer_state_"))
     except Exception as exc:  # whatever a damaged file makes declearn raise
         raise ValueError(f"the checkpoint in {folder} can not be read: {exc!s:.200}") from exc
-    return max(found, key=lambda accountant: accountant.rounds, default=None)
+    return found
