@@ -164,6 +164,8 @@ def test_what_voids_central_noise_is_a_problem(check: Any, more: str, text: str)
         ),
         ("noise_multiplier = 1e-300", "for 10 rounds is a guarantee in name only"),
         ("noise_multiplier = 1e308", ""),
+        ("noise_multiplier = 2.0, max_epsilon = 8.0", ""),
+        ("noise_multiplier = 1.0, max_epsilon = 11.0", "epsilon = 11 for max_epsilon"),
     ],
 )
 def test_an_epsilon_above_ten_is_a_problem(check: Any, settings: str, text: str) -> None:

@@ -90,7 +90,7 @@ def versions() -> dict[str, Any]:
     return {
         "fedclip": fedclip.__version__,
         "declearn": version("declearn"),
-        "python": platform.pythonversion(),
+        "python": platform.python_version(),
         "numpy": version("numpy"),
         **{name: version(name) for name in FRAMEWORKS.split()},
         "platform": f"{platform.system()} {platform.machine()}",

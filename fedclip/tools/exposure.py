@@ -133,8 +133,12 @@ def _central(module: Any, server: Sequence[Any], rounds: Any) -> Iterator[Found]
             "publish one client, drawn at random, would pass; take a hundredth of that or less"
         )
         yield "problem", SERVER, text
-    planned = rounds if type(rounds) is int and rounds > 0 else 1
-    yield from _absurd(module.budget.cost(planned), f"{planned} rounds", SERVER)
+    known = type(rounds) is int and rounds > 0
+    planned, most = rounds if known else 1, module.max_epsilon
+    spent, what = module.budget.cost(planned), f"{planned} round{'s' * (planned > 1)}"
+    if most is not None and (spent > most or not known):
+        spent, what = most, "max_epsilon"
+    yield from _absurd(spent, what, SERVER)
 
 
 def _chooses(sampler: Any) -> bool:
