@@ -165,13 +165,25 @@ def test_what_voids_central_noise_is_a_problem(check: Any, more: str, text: str)
         ("noise_multiplier = 1e-300", "for 10 rounds is a guarantee in name only"),
         ("noise_multiplier = 1e308", ""),
         ("noise_multiplier = 2.0, max_epsilon = 8.0", ""),
-        ("noise_multiplier = 1.0, max_epsilon = 11.0", "epsilon = 11 for max_epsilon"),
     ],
 )
 def test_an_epsilon_above_ten_is_a_problem(check: Any, settings: str, text: str) -> None:
     found = central(check, noise=NOISE.replace("noise_multiplier = 5.0", settings))
     assert text in said(found, "problem")
     assert found.ok == (not text)
+
+
+def test_a_budget_above_ten_is_a_problem_where_no_rounds_are_known(tmp_path: Path) -> None:
+    file = tmp_path / "optim.toml"
+    noise = NOISE.format(", max_epsilon = {}")
+    file.write_text(
+        "aggregator = 'clipped-averaging'\n[client_opt]\nlrate = 0.5\n"
+        "modules = ['update-clip-client']\n[server_opt]\nlrate = 1.0\n"
+        f"modules = [{noise.replace('{}', '50.0')}]\n"
+    )
+    assert "epsilon = 50 for max_epsilon is" in said(check_config(file), "problem")
+    file.write_text(file.read_text().replace("50.0", "8.0"))
+    assert check_config(file).ok
 
 
 # -- what declearn releases -------------------------------------------------------------------

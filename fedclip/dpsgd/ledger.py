@@ -34,11 +34,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from uuid import uuid4
 
-import fedclip
 from fedclip import parameters
 from fedclip.privacy.accounting import RELATIONS, Accountant, Release
 
@@ -48,6 +48,11 @@ _LOGGER = logging.getLogger("declearn.client.fedclip")
 
 FILE = "privacy_spent.json"
 """The name of a ledger in a client's checkpoint folder."""
+
+try:
+    _VERSION = metadata.version("fedclip")
+except metadata.PackageNotFoundError:  # a checkout that is not installed
+    _VERSION = ""
 
 CUT = "<cut off>"
 """The end of a line that a crash has cut off, and that charges nothing."""
@@ -121,7 +126,7 @@ def fingerprint(dataset: Any) -> str:
     >>> import numpy as np
     >>> from declearn.dataset import InMemoryDataset
     >>> fingerprint(InMemoryDataset(np.ones((9, 4)), target=np.ones(9)))
-    '9 records, features (4,) float64'
+    '9 records, features (4,)'
     """
     specs = dataset.get_data_specs()
     shape = None if specs.features_shape is None else tuple(specs.features_shape)
@@ -255,7 +260,7 @@ class Ledger:
                 "sampling": "Poisson",
                 "data": self.data,
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
-                "fedclip": fedclip.__version__,
+                "fedclip": _VERSION,
                 "id": uuid4().hex,
             }
         )
