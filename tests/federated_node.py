@@ -174,7 +174,7 @@ def client(name: str, settings: Settings) -> None:
         held = rng.normal(size=(30, columns))
         right = (held[:, 0] > 0).astype(int)
         specs["valid_data"] = InMemoryDataset(held, target=right, expose_classes=True)
-        node = fedclip.PrivateFederatedClient(**private, **specs)
+        node = fedclip.PrivateFederatedClient(ledger=f"{name}_spent.json", **private, **specs)
     else:
         node = RestartedClient(f"{saved}_{name}", **specs) if saved else FederatedClient(**specs)
     node.run()

@@ -227,7 +227,29 @@ def test_check_of_a_good_file(write: Write) -> None:
     assert f"clients need fedclip>={fedclip.__version__} for zscore-clip, norm-clip" in (
         result.stdout
     )
-    assert result.stdout.endswith("No problem.\n")
+    assert result.stdout.endswith("No problem, 1 note.\n")
+
+
+def test_check_counts_notes_and_is_strict_if_asked(write: Write) -> None:
+    file = write("client_opt = 0.1\n")
+    assert call("check", file).stdout.endswith("No problem.\n")
+    assert call("check", file, "--strict").exit_code == 0
+    file = write(config('["norm-clip"]'))
+    assert call("check", file).exit_code == 0
+    strict = call("check", file, "--strict")
+    assert strict.exit_code == 1
+    assert strict.stdout.endswith("No problem, 1 note.\n")
+
+
+def test_check_of_promises_that_are_none(write: Write) -> None:
+    """One client in two may be published, at odds of exp(50), with noise that is known."""
+    noise = "{noise_multiplier = 0.1, expected_clients = 3, delta = 0.5, generator = 'insecure'}"
+    text = "aggregator = 'clipped-averaging'\n"
+    text += "[client_opt]\nlrate = 0.1\nmodules = ['update-clip-client']\n"
+    text += f"[server_opt]\nlrate = 1.0\nmodules = [['update-clip-server', {noise}]]\n"
+    result = call("check", write(text))
+    assert result.exit_code == 1
+    assert "3 problems, " in result.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -320,7 +342,7 @@ def test_check_as_json(write: Write) -> None:
 
 def test_check_notes_what_costs_time_or_means_something_else(write: Write) -> None:
     text = config('["no-op"]').replace("max_clients = 1", "timeout = 30")
-    text += "[run.privacy]\nbudget = [1.0, 1e-5]\nsclip_norm = 1.0\n"
+    text += "[run.privacy]\nbudget = [1.0, 1e-5]\nsclip_norm = 1.0\nuse_csprng = true\n"
     result = call("check", write(text))
     assert "without max_clients" in result.stdout
     assert "declearn clips each tensor of a sample by itself" in result.stdout

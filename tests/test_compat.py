@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from declearn.optimizer.modules import OptiModule
 
-from fedclip import compat
+from fedclip import UpdateClipServer, compat
 from fedclip.toml import toml_line
 from fedclip.tools.catalogue import build
 
@@ -421,3 +421,20 @@ def test_what_a_peer_does_not_take_is_a_sentence(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         compat.translate(peer, cls, config)
+
+
+def test_noise_is_as_large_as_in_flower() -> None:
+    """Of theirs: z C on the sum; with votes (z^-2 - (2 stddev)^-2)^-1/2 in the place of z."""
+    given: dict[str, Any] = {"noise_multiplier": 1.1, "num_sampled_clients": 20}
+    fixed = "DifferentialPrivacyServerSideFixedClipping"
+    _, _, found = compat.translate("flower", fixed, {**given, "clipping_norm": 4.0})
+    assert UpdateClipServer(**found).noise == 1.1
+    said = " ".join(compat.notes("flower", fixed, {**given, "clipping_norm": 4.0}))
+    assert "the noise on the sum of the updates is Flower's" in said
+    adaptive = "DifferentialPrivacyServerSideAdaptiveClipping"
+    _, _, found = compat.translate("flower", adaptive, {**given, "clipped_count_stddev": 0.9})
+    assert UpdateClipServer(**found).noise == pytest.approx((1.1**-2 - 1.8**-2) ** -0.5)
+    assert "larger than Flower" not in said + " ".join(compat.notes("flower", adaptive, given))
+    # Without a deviation of theirs, which would be 1.
+    _, _, found = compat.translate("flower", adaptive, given)
+    assert UpdateClipServer(**found).noise == pytest.approx(1.1 * (4 / 3) ** 0.5)

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedclip.dpsgd import ledger as ledgers
 from fedclip.dpsgd.calibrate import calibrate, steps_of_a_round, too_few
 from fedclip.dpsgd.clipping import MODES, SampleClipping
-from fedclip.dpsgd.ledger import Ledger, read_ledger
+from fedclip.dpsgd.ledger import Ledger, fingerprint, read_entries, total
 from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.sampling import PoissonSampler
 from fedclip.privacy import accounting
@@ -206,21 +207,28 @@ def test_the_ledger_stops_before_the_budget_would_be_passed() -> None:
     assert ledger.spent <= 1.0 < epsilon([Release(2.0, taken + 1, 0.1)], 1e-5)
 
 
+def held(path: Path) -> list[Release]:
+    """Return what a file says was spent."""
+    return total(read_entries(path).values()).spent
+
+
+@pytest.fixture
+def restart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Forget what this process knows, as the next one would."""
+    return lambda: monkeypatch.setattr(ledgers, "_OF_THIS_PROCESS", {})
+
+
 def test_a_ledger_is_spent_to_its_very_end() -> None:
-    """Each step is paid once, for its own noise; what was given back can be had again."""
+    """Each step is paid once, for its own noise, and nothing is given back."""
     ledger = Ledger(epsilon([Release(2.0, 5)], 1e-5), 1e-5)
-    assert ledger.reserve(2.0, 1.0, 3, planned=9) == 3
-    assert ledger.reserve(2.0, 1.0, 9, planned=9) == 5
+    assert ledger.reserve(2.0, 1.0, 2, planned=9) == 2
     for _ in range(2):
         ledger.charge(2.0, 1.0)
-    ledger.release()
-    assert ledger.accountant.spent == [Release(2.0, 2)]
     # Four steps at half of the noise cost as much as sixteen: there is room for three quarters.
-    assert ledger.reserve(2.0, 1.0, 1) == 1
     with pytest.raises(StopIteration):
         ledger.charge(1.0, 1.0)
     assert ledger.accountant.spent == [Release(2.0, 2)]
-    assert [ledger.reserve(2.0, 1.0, n, planned=9) for n in (1, 3, 4)] == [1, 3, 3]
+    assert ledger.reserve(2.0, 1.0, 9, planned=9) == 3
     for _ in range(3):
         ledger.charge(2.0, 1.0)
     assert ledger.accountant.spent == [Release(2.0, 5)]
@@ -228,31 +236,158 @@ def test_a_ledger_is_spent_to_its_very_end() -> None:
         ledger.charge(2.0, 1.0)
 
 
-def test_the_ledger_counts_on_after_a_restart(tmp_path: Path) -> None:
+def test_the_ledger_counts_on_after_a_restart(tmp_path: Path, restart: Callable[[], None]) -> None:
     path = tmp_path / "folder" / "privacy_spent.json"
     first = Ledger(1.0, 1e-5, path)
     for _ in range(5):
         first.charge(2.0, 0.1)
+    restart()
     second = Ledger(1.0, 1e-5, path)
     assert second.spent == first.spent > 0
     assert second.reserve(2.0, 0.1, 10_000) == Ledger(1.0, 1e-5).reserve(2.0, 0.1, 10_000) - 5
     assert first.reserve(2.0, 0.1, 1) == 0
-    assert read_ledger(path).spent == first.accountant.spent
+    assert held(path) == first.accountant.spent == second.accountant.spent
 
 
-def test_steps_that_are_not_taken_are_given_back(tmp_path: Path) -> None:
+def test_nothing_is_given_back(tmp_path: Path) -> None:
     ledger = Ledger(1.0, 1e-5, tmp_path / "spent.json")
-    all_ = ledger.reserve(2.0, 0.1, 10_000)
+    ledger.reserve(2.0, 0.1, 7)
     for _ in range(3):
         ledger.charge(2.0, 0.1)
-    ledger.release()
-    assert read_ledger(tmp_path / "spent.json").spent == [Release(2.0, 3, 0.1)]
-    ledger.charge(3.0, 0.1)
-    assert ledger.accountant.rounds == 4
-    assert 0 < ledger.reserve(2.0, 0.1, 10_000) <= all_ - 3
-    ledger.release()
-    ledger.release()
-    assert ledger.accountant.rounds == 4
+    ledger.reserve(2.0, 0.1, 2)
+    for _ in range(3):
+        ledger.charge(2.0, 0.1)
+    assert held(tmp_path / "spent.json") == [Release(2.0, 10, 0.1)] == ledger.accountant.spent
+    with pytest.raises(ValueError, match="steps must be an int >= 0"):
+        ledger.reserve(2.0, 0.1, -5)
+    assert ledger.accountant.rounds == 10
+
+
+def test_lines_are_added_and_none_is_changed(tmp_path: Path, restart: Callable[[], None]) -> None:
+    path, before = tmp_path / "spent.json", b""
+    for i in range(6):
+        if i % 2:
+            restart()
+        Ledger(9.0, 1e-5, path).reserve(2.0, 0.1 + i / 100, 3)
+        assert path.read_bytes().startswith(before)
+        before = path.read_bytes()
+
+
+@pytest.mark.parametrize("fate", ["put back", "deleted", "emptied", "another", "cut off"])
+def test_what_becomes_of_the_file_takes_nothing_from_this_process(
+    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, other = tmp_path / "spent.json", tmp_path / "other.json"
+    Ledger(90.0, 1e-5, other, data="9 records").reserve(2.0, 1.0, 4)
+    ledger = Ledger(90.0, 1e-5, path, data="7 records")
+    old = path.read_bytes()
+    for i in range(3):
+        assert ledger.reserve(2.0, 1.0, 5) == 5
+        fates = {
+            "put back": old,
+            "emptied": b"",
+            "another": other.read_bytes(),
+            "cut off": path.read_bytes()[: -20 * i or None],
+        }
+        if fate == "deleted":
+            path.unlink()
+        else:
+            path.write_bytes(fates[fate])
+    for again in (ledger, Ledger(90.0, 1e-5, path, data="7 records")):
+        again.reserve(2.0, 1.0, 1)
+    taken = 17 + 4 * (fate == "another")
+    assert held(path) == [Release(2.0, taken, 1.0)] == ledger.accountant.spent
+    assert "of the charges of this process: it was put back" in caplog.text
+    assert ("is of other data (9 records) than these (7 records)" in caplog.text) == (
+        fate == "another"
+    )
+
+
+def test_each_line_that_is_cut_off_is_told_from_damage(
+    tmp_path: Path, restart: Callable[[], None]
+) -> None:
+    path = tmp_path / "spent.json"
+    for _ in range(2):
+        Ledger(90.0, 1e-5, path).reserve(2.0, 1.0, 5)
+    whole = path.read_bytes()
+    first = whole.index(b"\n")
+    for end in range(len(whole) + 1):
+        restart()
+        path.write_bytes(whole[:end])
+        if end < first:
+            with pytest.raises(ValueError, match="is not a ledger"):
+                Ledger(90.0, 1e-5, path)
+            continue
+        whole_lines = (whole[:end] + b"\n").count(b"}\n") - 1
+        ledger = Ledger(90.0, 1e-5, path)
+        assert ledger.accountant.rounds == 5 * whole_lines
+        ledger.reserve(2.0, 1.0, 1)
+        restart()
+        assert Ledger(90.0, 1e-5, path).accountant.rounds == 5 * whole_lines + 1
+        assert path.read_bytes().startswith(whole[:end])
+    path.write_bytes(whole.replace(b"}", b"", 1))
+    with pytest.raises(ValueError, match="or is damaged"):
+        read_entries(path)
+
+
+def test_what_others_charge_is_seen_before_the_next_step(
+    tmp_path: Path, restart: Callable[[], None]
+) -> None:
+    path, most = tmp_path / "spent.json", Ledger(9.0, 1e-5).reserve(2.0, 1.0, 10_000)
+    one = Ledger(9.0, 1e-5, path)
+    assert one.reserve(2.0, 1.0, 1, planned=most) == 1
+    restart()
+    assert Ledger(9.0, 1e-5, path).reserve(2.0, 1.0, most - 3) == most - 3
+    same = Ledger(9.0, 1e-5, path)
+    assert same.reserve(2.0, 1.0, 1, planned=2) == 1
+    # Another process has left one step of those that were free; or another client of this one.
+    assert one.reserve(2.0, 1.0, 5) == 1
+    assert same.reserve(2.0, 1.0, 1) == 0
+    assert one.accountant.rounds == most
+
+
+def test_other_data_is_counted_and_named(
+    tmp_path: Path, restart: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "spent.json"
+    Ledger(9.0, 1e-5, path, data="400 records").reserve(2.0, 1.0, 3)
+    restart()
+    assert Ledger(9.0, 1e-5, path, data="400 records").accountant.rounds == 3
+    assert not caplog.text
+    restart()
+    grown = Ledger(9.0, 1e-5, path, data="420 records")
+    assert "is of other data (400 records) than these (420 records)" in caplog.text
+    assert grown.accountant.rounds == 3
+
+
+def test_a_ledger_of_an_older_form_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "spent.json"
+    old = '{"spent": [[2.0, 5, 0.1]], "delta": 1e-05, "relation": "add-remove", '
+    path.write_text(old + '"sampling": "Poisson"}')
+    Ledger(9.0, 1e-5, path).reserve(2.0, 0.1, 3)
+    assert held(path) == [Release(2.0, 8, 0.1)]
+
+
+def test_a_fingerprint_has_names_and_sizes_and_no_value() -> None:
+    pandas = pytest.importorskip("pandas")
+    from declearn.dataset import InMemoryDataset
+
+    def of(names: str, scale: float = 1.0, records: int = 6) -> str:
+        values = np.arange(2.0 * records).reshape(records, 2) * scale
+        frame, labels = pandas.DataFrame(values, columns=[*names]), np.arange(records) % 3
+        return fingerprint(InMemoryDataset(frame, target=labels, expose_classes=True))
+
+    assert of("ab").startswith("6 records, features (2,), 3 classes, names ")
+    assert of("ab") == of("ab", 7.0)
+    assert len({of("ab"), of("ac"), of("ba"), of("ab", records=9)}) == 4
+
+
+def test_a_link_is_no_other_ledger(tmp_path: Path) -> None:
+    path, link = tmp_path / "spent.json", tmp_path / "link.json"
+    Ledger(9.0, 1e-5, path).reserve(2.0, 1.0, 3)
+    link.symlink_to(path)
+    assert Ledger(9.0, 1e-5, link).accountant.rounds == 3
+    assert not (tmp_path / "link.json.lock").exists()
 
 
 @pytest.mark.slow
@@ -270,7 +405,7 @@ os._exit(1)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert done.returncode == 1
-    assert read_ledger(path).rounds == 7
+    assert held(path) == [Release(2.0, 7, 0.1)]
 
 
 @pytest.mark.slow
@@ -284,10 +419,9 @@ taken = 0
 try:
     for _ in range(60):
         ledger.reserve(2.0, 1.0, 5)
-        for _ in range(3):
+        for _ in range(5):
             ledger.charge(2.0, 1.0)
             taken += 1
-        ledger.release()
 except StopIteration:
     pass
 print(taken)
@@ -295,20 +429,46 @@ print(taken)
     command = [sys.executable, "-c", program]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     taken = [int(process.communicate()[0]) for process in started]
-    assert read_ledger(path).rounds == sum(taken)
     most = Ledger(50.0, 1e-5).reserve(2.0, 1.0, 10_000)
-    # Each may have had to leave room for two steps that another one had reserved.
-    assert most - 6 <= sum(taken) <= most
-    assert min(taken) < 180
+    assert held(path) == [Release(2.0, sum(taken), 1.0)] == [Release(2.0, most, 1.0)]
+    assert min(taken) < 300
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"spent": [[1.0, -1]]}'])
+LINE = '{"spent": [[1.0, 1]], "delta": 0.1, "relation": "add-remove", "sampling": "Poisson"}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", "1", "\0", LINE[:-1], f"{LINE}\n[]\n", f"hello\n{LINE}\n"),
+        *(LINE.replace("1.0, 1", new) for new in ("1.0, -1", "NaN, 1", "1.0, true", "true, 1")),
+        *(LINE.replace("1.0, 1", new) for new in ("1.0, 1, 0", "1.0, 1, true")),
+        *(
+            LINE.replace("1.0, 1", new)
+            for new in ("1.0, 0", "1.0, 1.5", "-1, 1", "1e999, 1", '"ab"')
+        ),
+        LINE.replace("1.0, 1", f"1.0, {'9' * 30}"),
+        LINE.replace("1.0, 1", f"1.0, {'9' * 5000}"),
+        LINE.replace("add-remove", "add-remov"),
+        LINE.replace('"add-remove"', "[]"),
+        LINE.replace('"relation": "add-remove", ', ""),
+        LINE.replace("Poisson", "shuffled"),
+        LINE.replace("0.1", "1"),
+        LINE.replace("[[1.0, 1]]", "[" * 5000 + "]" * 5000),
+        LINE.replace("[[1.0, 1]]", "[" * 50_000 + "]" * 50_000),
+    ],
+    ids=range(28),
+)
 def test_a_broken_ledger_is_refused_and_kept(tmp_path: Path, text: str) -> None:
     path = tmp_path / "spent.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="is not a ledger of privacy spent"):
+    with pytest.raises(ValueError, match="is not a ledger of privacy spent") as caught:
         Ledger(1.0, 1e-5, path)
     assert path.read_text() == text
+    assert len(str(caught.value)) < 600
+    path.write_bytes(b"\xff" + LINE.encode())
+    with pytest.raises(ValueError, match="is not a ledger of privacy spent"):
+        Ledger(1.0, 1e-5, path)
 
 
 def test_a_ledger_that_can_not_be_kept_is_refused_at_once(tmp_path: Path) -> None:
@@ -335,10 +495,10 @@ def test_steps_that_could_not_be_written_are_neither_taken_nor_given_back(
         patch.setattr("os.fsync", full)
         with pytest.raises(OSError, match="No space left"):
             ledger.reserve(2.0, 0.1, 5)
-    ledger.release()
-    assert read_ledger(path).rounds == 5
+    # They were written, though perhaps not to the disk.
+    assert held(path) == [Release(2.0, 10, 0.1)]
     ledger.charge(2.0, 0.1)
-    assert read_ledger(path).rounds == 6 == ledger.accountant.rounds
+    assert held(path) == [Release(2.0, 11, 0.1)] == ledger.accountant.spent
 
 
 def test_a_large_delta_is_named() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import tempfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -207,6 +208,7 @@ def test_batches_are_poisson_samples_whatever_the_server_says() -> None:
         sizes.append(sum(len(batch[0]) for batch in batches))
 
     made.run_train_step = note  # type: ignore[method-assign]
+    made.ledger.epsilon = math.inf
     for _ in range(60):
         made.train_under_constraints({"batch_size": 15, "poisson": False}, n_epoch=1)
     assert len(sizes) == 240
@@ -386,6 +388,7 @@ def test_a_crash_between_the_charge_and_the_step_is_paid_for_on_restart(tmp_path
     made._clipped = crash  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         made.training_round(train())
+    # All steps of the round were charged before the first.
     assert manager(path=path).ledger.accountant.rounds == 4
 
 
@@ -512,6 +515,8 @@ NETWORK = {"protocol": "websockets", "server_uri": "ws://localhost:8765", "name"
 def client(**settings: Any) -> Any:
     pytest.importorskip("websockets")
     known: dict[str, Any] = {"train_data": data(), "valid_data": data(seed=1), "verbose": False}
+    if "checkpoint" not in settings:
+        known["ledger"] = Path(tempfile.mkdtemp()) / "spent.json"
     made: Any = fedclip.PrivateFederatedClient(NETWORK, **{**known, **settings})
     made.netwk = Wire()
     return made
@@ -548,7 +553,7 @@ def test_a_client_becomes_private_and_enforces_its_own_budget(tmp_path: Path) ->
 
 
 def test_a_second_run_of_a_client_without_a_ledger_goes_on_with_what_was_spent() -> None:
-    made = client()
+    made = client(require_privacy=False, ledger=None)
     made.trainmanager = manager(private=False)
     made.make_private(request())
     asyncio.run(made.training_round(train()))
@@ -581,8 +586,40 @@ def test_a_server_can_not_ask_for_other_privacy_between_rounds() -> None:
         ({"max_budget": (1.0, 1.0)}, "delta of max_budget must be"),
         ({"require_privacy": 1}, "require_privacy must be"),
         ({"valid_data": None}, "give valid_data"),
+        ({"ledger": None}, "neither ledger nor checkpoint is given.* or a checkpoint folder"),
     ],
 )
 def test_a_client_refuses_settings(settings: Any, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         client(**settings)
+
+
+def test_a_client_that_forgets_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with caplog.at_level(logging.WARNING):
+        client(require_privacy=False)
+        client(checkpoint=str(tmp_path))
+        assert not caplog.text
+        client(require_privacy=False, ledger=None)
+    assert "its records would have the whole budget again" in caplog.text
+
+
+def test_a_ledger_that_is_put_back_between_rounds_gives_no_step_twice(tmp_path: Path) -> None:
+    path = tmp_path / "spent.json"
+    made = client(ledger=path)
+    made.trainmanager = manager(private=False)
+    made.make_private(request())
+    for i in range(8):
+        before = path.read_bytes()
+        asyncio.run(made.training_round(train(round_i=i)))
+        path.write_bytes(before)
+    taken = [
+        reply.n_steps for reply in made.netwk.sent if reply.updates.updates.coefs["coef"].any()
+    ]
+    assert sum(taken) == 16 == made._private.ledger.accountant.rounds
+    # Nor does another client of this process, after the next round of the first.
+    other = client(ledger=path)
+    other.trainmanager = manager(private=False)
+    other.make_private(request())
+    assert other.spent == made.spent
+    assert "30 records" not in path.read_text()
+    assert f'"data": "{len(made.train_data.feats)} records, ' in path.read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import tomllib
@@ -119,6 +121,105 @@ def test_a_servers_checkpoint_is_read(tmp_path: Path) -> None:
     assert (found["protects"], found["delta"]) == ("client", 1e-3)
     assert found["epsilons"]["closed form"] == epsilon([Release(2.0, 7)], 1e-3)
     assert "prv" not in found["epsilons"]
+
+
+def test_the_name_of_a_checkpoint_need_not_be_the_newest(tmp_path: Path) -> None:
+    """Local time goes back by an hour in autumn."""
+    settings = {"noise_multiplier": 2.0, "expected_clients": 20, "delta": 1e-3}
+    settings["relation"] = "replace-one"
+    optimizer = Optimizer(lrate=1.0, modules=[("update-clip-server", settings)])
+    budget: Any = optimizer.modules[0].budget  # type: ignore[attr-defined]
+    saved = Checkpointer(str(tmp_path / "server"))
+    for stamp in ("26-10-25_02-59-00", "26-10-25_02-01-00"):
+        budget.accountant.add(2.0, 3)
+        saved.save_optimizer(optimizer, timestamp=stamp)
+    (found,) = json.loads(call("spent", tmp_path, "--json").stdout)
+    assert found["epsilons"]["closed form"] == epsilon([Release(2.0, 6)], 1e-3, "replace-one")
+    rows = [*csv.DictReader(io.StringIO(call("spent", tmp_path, "--csv").stdout))]
+    assert [(row["what"], row["steps"], row["relation"]) for row in rows[:2]] == [
+        ("release", "6", "replace-one"),
+        ("total", "", "replace-one"),
+    ]
+    (tmp_path / "server" / "optimizer_state_26-10-26_00-00-00.mpk").write_bytes(b"\xc1")
+    assert "can not be read" in call("spent", tmp_path).stderr
+    (tmp_path / "server" / "optimizer_config.json").write_text("[" * 90_000)
+    done = call("spent", tmp_path)
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+
+
+def test_a_ledger_is_exported_for_those_who_have_to_answer_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "privacy_spent.json"
+    ledger = Ledger(9.0, 1e-5, path, data="400 records, features (3,) float64")
+    for z in (2.0, 2.0, 3.0):
+        ledger.reserve(z, 1.0, 4)
+    (found,) = json.loads(call("spent", path, "--json").stdout)
+    rows = [*csv.DictReader(io.StringIO(call("spent", path, "--csv").stdout))]
+    assert [release["steps"] for release in found["releases"]] == [8, 4]
+    assert [(e["noise_multiplier"], e["steps"]) for e in found["entries"]] == [
+        (2.0, 4),
+        (2.0, 4),
+        (3.0, 4),
+    ]
+    releases = [row for row in rows if row["what"] == "release"]
+    assert {row["data"] for row in releases} == {"400 records, features (3,) float64"}
+    assert {row["versions"] for row in releases} == {f"fedclip {fedclip.__version__}"}
+    assert [float(row["noise_multiplier"]) for row in releases] == [2.0, 2.0, 3.0]
+    totals = {row["accountant"]: float(row["epsilon"]) for row in rows if row["what"] == "total"}
+    assert totals == found["epsilons"]
+    assert totals["closed form"] == ledger.spent
+    assert found["versions"]["fedclip"] == fedclip.__version__
+    assert f"dp-accounting {found['versions']['dp-accounting']}" in rows[-1]["versions"]
+    assert "of 400 records, features (3,) float64" in call("spent", path).stdout
+    assert call("spent", path, "--csv", "--json").exit_code == 2
+
+
+ENDS = ["1e-320", "1e-12", "0.5", "1", "1e10", "1e308", "inf", "nan", "-1", "0"]
+
+
+@pytest.mark.parametrize("value", ENDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "spent --noise-multiplier {} --steps 60 --rate 0.16",
+        "spent --noise-multiplier {} --steps 9223372036854775807 --rate 0.16",
+        "spent --noise-multiplier 2 --steps 60 --rate {}",
+        "spent --noise-multiplier 2 --rate 0.999999999999 --steps 60 --delta {}",
+        "plan --epsilon {} --rounds 10 --clients 10 --values 100",
+        "plan --epsilon {} --rounds 9223372036854775807 --clients 10 --relation replace-one",
+        "plan --epsilon 1 --rounds 10 --clients 10 --delta {}",
+        "calibrate --epsilon {} --rounds 3 --records 40 --batch-size 50 --values 100",
+        "calibrate --epsilon 1 --rounds 3 --records 40 --batch-size 50 --delta {}",
+    ],
+)
+def test_the_ends_of_numbers_are_a_number_or_a_sentence(command: str, value: str) -> None:
+    done = call(*command.format(value).split())
+    assert isinstance(done.exception, SystemExit | None)
+    if done.exit_code:
+        assert done.exit_code == 2
+        assert done.stderr.startswith("fedclip: ")
+        assert done.stderr.count("\n") == 1
+    else:
+        assert "nan" not in done.stdout
+        assert "inf" not in done.stdout.replace("infinite", "")
+
+
+def test_a_ledger_of_huge_noise_has_spent_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "privacy_spent.json"
+    Ledger(3.0, 1e-5, path).reserve(1e308, 0.16, 9)
+    (found,) = json.loads(call("spent", path, "--json").stdout)
+    assert found["epsilons"]["closed form"] == 0.0
+
+
+def test_a_plan_of_a_tiny_budget_says_that_delta_covers_it() -> None:
+    text = call("plan", "--epsilon", 1e-12, "--rounds", 10, "--clients", 10).stdout
+    assert "cost no epsilon: all that they give away is within delta" in text
+
+
+def test_a_batch_of_all_records_is_no_sample() -> None:
+    text = call(*BUDGET[:-1], 500).stdout
+    assert "each batch is all 400 records: nothing is sampled" in text
+    assert "Poisson" not in text
+    assert json.loads(call(*BUDGET[:-1], 400, "--json").stdout)["sampling"] == "none"
 
 
 def test_a_plan_needs_no_file() -> None:

@@ -149,20 +149,45 @@ def test_what_unnoised_may_be() -> None:
     ("more", "text"),
     [
         (', generator = "insecure"', "from a generator that can be predicted"),
+        (', generator = "insecure", seed = 3', "from a generator that can be predicted"),
         (", delta = 0.1", "delta = 0.1 is not below 1 / expected_clients = 0.1"),
     ],
 )
-def test_notes_on_central_noise(check: Any, more: str, text: str) -> None:
+def test_what_voids_central_noise_is_a_problem(check: Any, more: str, text: str) -> None:
     found = central(check, more)
-    assert found.ok
-    assert f"[optim.server_opt] {text}" in said(found) or text in said(found)
-    assert text not in said(central(check))
+    assert text in said(found, "problem")
+    assert central(check).ok
 
 
-def test_an_absurd_epsilon_is_called_that(check: Any) -> None:
-    found = central(check, noise=NOISE.replace("5.0", "0.5"))
-    assert "for 10 rounds is a guarantee in name only" in said(found)
-    assert "in name only" not in said(central(check))
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            "noise_multiplier = 0.5",
+            "for 10 rounds is a guarantee in name only, as each above 10 is",
+        ),
+        ("noise_multiplier = 1e-300", "for 10 rounds is a guarantee in name only"),
+        ("noise_multiplier = 1e308", ""),
+        ("noise_multiplier = 2.0, max_epsilon = 8.0", ""),
+    ],
+)
+def test_an_epsilon_above_ten_is_a_problem(check: Any, settings: str, text: str) -> None:
+    found = central(check, noise=NOISE.replace("noise_multiplier = 5.0", settings))
+    assert text in said(found, "problem")
+    assert found.ok == (not text)
+
+
+def test_a_budget_above_ten_is_a_problem_where_no_rounds_are_known(tmp_path: Path) -> None:
+    file = tmp_path / "optim.toml"
+    noise = NOISE.format(", max_epsilon = {}")
+    file.write_text(
+        "aggregator = 'clipped-averaging'\n[client_opt]\nlrate = 0.5\n"
+        "modules = ['update-clip-client']\n[server_opt]\nlrate = 1.0\n"
+        f"modules = [{noise.replace('{}', '50.0')}]\n"
+    )
+    assert "epsilon = 50 for max_epsilon is" in said(check_config(file), "problem")
+    file.write_text(file.read_text().replace("50.0", "8.0"))
+    assert check_config(file).ok
 
 
 # -- what declearn releases -------------------------------------------------------------------
@@ -215,13 +240,33 @@ def test_agc_before_declearns_noise_promises_no_bound(check: Any) -> None:
         ("use_csprng = true", "", "predicted: set use_csprng = true"),
         ("use_csprng = true", "seed = 3", "the server, which sends the seed, can subtract it"),
         ("[3.0, 1e-5]", "[180.0, 1e-5]", "epsilon = 180 for each client's budget is a guarantee"),
-        ("[3.0, 1e-5]", "[3.0, 0.01]", "delta = 0.01 has to be far below 1 / number of records"),
+        ("[3.0, 1e-5]", "[3.0, 0.5]", "delta = 0.5 is not below 1 / 8 of a batch"),
         ("use_csprng", 'accountant = "gdp"\nuse_csprng', "'gdp' is no upper bound on epsilon"),
     ],
 )
-def test_notes_on_run_privacy(check: Any, old: str, new: str, text: str) -> None:
-    assert text in said(check(run=PRIVATE.replace(old, new)))
-    assert text not in said(check(run=PRIVATE))
+def test_what_voids_the_promise_of_run_privacy_is_a_problem(
+    check: Any, old: str, new: str, text: str
+) -> None:
+    assert text in said(check(run=PRIVATE.replace(old, new)), "problem")
+    assert check(run=PRIVATE).ok
+
+
+def test_delta_is_compared_with_the_records_that_are_there(check: Any, tmp_path: Path) -> None:
+    private = PRIVATE.replace("1e-5", "0.01")
+    text = "delta = 0.01 has to be far below 1 / number of records"
+    assert check(run=private).ok
+    assert text in said(check(run=private))
+    for name, records in (("a", 300), ("b", 90)):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for part in ("train_data", "train_target", "valid_data", "valid_target"):
+            np.save(tmp_path / "data" / name / f"{part}.npy", np.zeros(records))
+    assert check(run=private).ok
+    np.save(tmp_path / "data" / "b" / "train_target.npy", np.zeros(100))
+    found = check(run=private)
+    assert "not below 1 / 100 records of the smallest client" in said(found, "problem")
+    np.savetxt(tmp_path / "data" / "b" / "train_target.csv", np.zeros(99), header="y")
+    (tmp_path / "data" / "b" / "train_target.npy").unlink()
+    assert text in said(check(run=private))
 
 
 @pytest.mark.parametrize("delta", ["0.0", "1.0", "2"])
@@ -233,7 +278,7 @@ def test_a_delta_that_is_no_probability(check: Any, delta: str) -> None:
 
 def test_shuffled_batches_are_no_poisson_samples(check: Any) -> None:
     found = check(run="poisson = false\n" + PRIVATE)
-    assert "poisson = false: epsilon is that of Poisson samples" in said(found)
+    assert "poisson = false: epsilon is that of Poisson samples" in said(found, "problem")
 
 
 # -- fedclip's DP-SGD -------------------------------------------------------------------------
@@ -333,7 +378,9 @@ def test_privacy_may_be_in_a_file_of_its_own(
     file.write_text(file.read_text().replace("rounds", 'privacy = "p.toml"\nrounds'))
     found = check_config(file)
     assert "each tensor of each sample to 0.5" in found.places[0]
-    assert "epsilon = 30 for each client's budget is a guarantee in name only" in said(found)
+    assert "epsilon = 30 for each client's budget is a guarantee in name only" in said(
+        found, "problem"
+    )
     Path("p.toml").write_text("budget = 3\n")
     assert "budget must be" in said(check_config(file), "problem")
     Path("p.toml").unlink()

@@ -244,7 +244,7 @@ UPDATE = {
     ),
     "a budget that a restart renews": Mutation(
         "federation/update/server.py",
-        {"self.budget.accountant.spent = spent": "pass"},
+        {"self.budget.accountant.set_state(spent)": "pass"},
         "test_update_clip.py::test_insecure_noise_can_be_repeated_and_resumed",
     ),
     "the bound of an older message": Mutation(
@@ -543,7 +543,7 @@ PRIVACY = {
     ),
     "most of delta to rounding": Mutation(
         "privacy/accounting.py",
-        {"delta / 2.0": "delta"},
+        {"rounding > min(delta, _SLOWEST) / 2.0": "rounding > min(delta, _SLOWEST)"},
         "test_noise.py::test_delta_is_left_to_what_transforms_may_round",
     ),
     "the rounding of one step for all": Mutation(
@@ -771,7 +771,10 @@ DPSGD = {
     ),
     "a budget that a restart renews": Mutation(
         "dpsgd/ledger.py",
-        {"if self.path is None or not self.path.exists():": "if True:"},
+        {
+            "if path.exists() else {}": "if False else {}",
+            "_OF_THIS_PROCESS.setdefault(self.path, self._entries)": "self._entries",
+        },
         "test_dpsgd_manager.py::test_a_restart_goes_on_with_what_was_spent",
     ),
     "NaN passed on": Mutation(
@@ -789,17 +792,6 @@ DPSGD = {
         "dpsgd/clipping.py",
         {"np.where(norms > limit, limit /": "np.where(norms > 1e9, limit /"},
         "test_dpsgd_core.py::test_no_record_adds_more_than_the_bound",
-    ),
-    "a refund": Mutation(
-        "dpsgd/manager.py",
-        {
-            'with self._untold("a private step"):': (
-                'with __import__("contextlib").ExitStack() as end:\n'
-                "            end.callback(self.ledger.release)"
-            )
-        },
-        "test_dpsgd_manager.py::"
-        "test_a_crash_between_the_charge_and_the_step_is_paid_for_on_restart",
     ),
     "the text of what a step raises": Mutation(
         "dpsgd/manager.py",
@@ -835,6 +827,60 @@ DPSGD = {
         "dpsgd/persample/torch.py",
         {"if changed or any(": "if any("},
         "test_dpsgd_leaks.py::test_a_model_that_remembers_is_refused",
+    ),
+    "a file that is put back wins": Mutation(
+        "dpsgd/ledger.py",
+        {
+            "        lost = [line for line in self._entries if line not in found]\n": (
+                "        self._entries.clear()\n        lost: list[str] = []\n"
+            )
+        },
+        "test_dpsgd_core.py::test_what_becomes_of_the_file_takes_nothing_from_this_process",
+    ),
+    "a charge that is not written again": Mutation(
+        "dpsgd/ledger.py",
+        {"        elif lost:\n            self._add(lost)\n": ""},
+        "test_dpsgd_core.py::test_what_becomes_of_the_file_takes_nothing_from_this_process",
+    ),
+    "steps that were not taken, given back": Mutation(
+        "dpsgd/ledger.py",
+        {"self._line([paid])": "self._line([paid._replace(steps=paid.steps - unused)])"}
+        | {
+            "        self._paid = paid\n        with": (
+                "        unused, self._paid = min(self._paid.steps, steps - 1), paid\n        with"
+            )
+        },
+        "test_dpsgd_core.py::test_nothing_is_given_back",
+    ),
+    "a step too few": Mutation(
+        "dpsgd/ledger.py",
+        {"steps=self._paid.steps - 1": "steps=self._paid.steps - (self._paid.steps > 1)"},
+        "test_dpsgd_core.py::test_the_ledger_stops_before_the_budget_would_be_passed",
+    ),
+    "one step over the budget": Mutation(
+        "dpsgd/ledger.py",
+        {"steps=min(steps, left))": "steps=min(steps, left + 1))"},
+        "test_dpsgd_core.py::test_the_ledger_stops_before_the_budget_would_be_passed",
+    ),
+    "other data without a word": Mutation(
+        "dpsgd/ledger.py",
+        {'if others := others - {self.data, ""}:': "if False:"},
+        "test_dpsgd_core.py::test_other_data_is_counted_and_named",
+    ),
+    "what others have charged, unseen": Mutation(
+        "dpsgd/ledger.py",
+        {"        if len(self._entries) != self._seen:\n": "        if False:\n"},
+        "test_dpsgd_core.py::test_what_others_charge_is_seen_before_the_next_step",
+    ),
+    "a line added behind half a line": Mutation(
+        "dpsgd/ledger.py",
+        {'.get(end, f"{CUT}\\n")': '.get(end, "")'},
+        "test_dpsgd_core.py::test_each_line_that_is_cut_off_is_told_from_damage",
+    ),
+    "a relation that is not looked at": Mutation(
+        "dpsgd/ledger.py",
+        {'parameters.choice(RELATIONS, relation=content.get("relation"))': "RELATIONS[0]"},
+        "test_dpsgd_core.py::test_a_broken_ledger_is_refused_and_kept",
     ),
     "a layer called twice, once": Mutation(
         "dpsgd/persample/torch_plan.py",

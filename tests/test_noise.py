@@ -403,6 +403,28 @@ def test_budget_adds_up_and_is_restored() -> None:
         second.set_state([[2.0, 0]])
 
 
+@pytest.mark.parametrize(
+    ("here", "loaded", "rounds"),
+    [
+        ([[2.0, 5]], [[2.0, 3]], 5),
+        ([[2.0, 3]], [[2.0, 5]], 5),
+        ([[2.0, 3], [3.0, 1]], [[2.0, 3], [3.0, 4]], 7),
+        ([[2.0, 3], [3.0, 4]], [[2.0, 3]], 7),
+        ([[2.0, 3]], [], 3),
+        ([[2.0, 3]], [[3.0, 3]], 6),
+        ([[2.0, 3], [3.0, 1]], [[2.0, 4]], 8),
+        ([[2.0, 3]], [[2.0, 3, 0.1]], 6),
+    ],
+)
+def test_a_state_that_is_loaded_takes_nothing_from_what_was_spent(
+    here: list[list[float]], loaded: list[list[float]], rounds: int
+) -> None:
+    accountant = Accountant(1e-5)
+    accountant.set_state(here)
+    accountant.set_state(loaded)
+    assert accountant.rounds == rounds
+
+
 def test_affordable_rounds_are_exactly_so_many() -> None:
     accountant = Accountant(1e-5)
     rounds = accountant.affordable(2.0, 10.0, 10**6)

@@ -739,6 +739,9 @@ def test_the_budget_ends_the_training_before_it_is_passed(
     with pytest.raises(RuntimeError, match=f"budget is spent; epsilon is {spent:.4g}"):
         clients.round(0, aux, np.array([1.0]))
     assert module.epsilon == spent
+    # An older state of this server gives nothing back.
+    module.set_state({"bound": 1.0, "round": 1, "spent": [[2.0, 1]]})
+    assert module.epsilon == spent
     # A server that is restarted with more to spend goes on from there.
     richer = Server([("update-clip-server", {**config, "max_epsilon": 9.0})], CLIPPED)
     richer.optim.set_state(server.optim.get_state())

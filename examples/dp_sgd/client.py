@@ -1,6 +1,6 @@
 """A client: python client.py CONFIG NAME [--ledger FILE] [--declearn].
 
-In earnest, name a ledger: what the records have been used for is kept in it over restarts.
+The ledger keeps over restarts what the records have been used for. It lies beside them.
 --declearn starts declearn's own client, for comparison.
 """
 
@@ -23,6 +23,7 @@ parser.add_argument("name")
 parser.add_argument("--ledger")
 parser.add_argument("--declearn", action="store_true")
 args = parser.parse_args()
+ledger = args.ledger or f"data/{args.name}/privacy_spent.json"
 
 
 def records(part: str) -> InMemoryDataset:
@@ -47,7 +48,7 @@ if args.declearn:
     FederatedClient(**settings).run()
     sys.exit()
 # Whatever the server asks for, this client's records give away no more than this.
-client = PrivateFederatedClient(max_budget=(8.0, 1e-5), ledger=args.ledger, **settings)
+client = PrivateFederatedClient(max_budget=(8.0, 1e-5), ledger=ledger, **settings)
 client.run()
 if client.spent is not None:
     print("spent: epsilon {:.3f} at delta {:g}".format(*client.spent))

@@ -38,8 +38,14 @@ def train(epsilon: float | None, declearn: bool = False) -> float:
         # A client that comes too early would try again in a minute.
         while server.poll() is None and not listens(address):
             time.sleep(0.2)
-        kind = [] if private else ["--declearn"]
-        clients = [start("client.py", config, f"client_{i}", *kind) for i in range(3)]
+        # Each training stands for a client with other records, so that it has its own ledgers.
+        clients = [
+            start(
+                *("client.py", config, f"client_{i}"),
+                *(["--ledger", Path(folder, f"{i}.json")] if private else ["--declearn"]),
+            )
+            for i in range(3)
+        ]
         said = server.communicate()[0]
         for client in clients:
             client.communicate()

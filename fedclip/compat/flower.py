@@ -14,9 +14,14 @@ _UPDATES = (
     "update-clip-client into client_opt; the line is for server_opt"
 )
 _WEIGHTS = "all clients weigh the same; Flower's FedAvg weighs by numbers of examples"
+_SAME = (
+    "the noise on the sum of the updates is Flower's, noise_multiplier times the bound: there are "
+    "no votes to pay for"
+)
 _SPLIT = (
-    "noise_multiplier is what a round is accounted with, votes included, so that the noise on "
-    "updates is a little larger than Flower's"
+    "noise_multiplier is what a round is accounted with, votes included, as in Flower: the same "
+    "clipped_count_stddev gives the same noise on updates. Without one, the votes get the larger "
+    "of noise_multiplier and num_sampled_clients / 20 here, and the latter in Flower"
 )
 _SETTLES = (
     "the bound settles where the share target_clipped_quantile of the updates is clipped; Flower "
@@ -33,7 +38,7 @@ def _flower_fixed(
         "update-clip-server",
         _UPDATES,
         _WEIGHTS,
-        _SPLIT,
+        _SAME,
         start_norm=clipping_norm,
         learning_rate=0.0,
         min_norm=clipping_norm,

@@ -24,7 +24,7 @@ from typing import Any
 
 from fedclip import parameters
 from fedclip.privacy.accounting import Cost, Release, account, noise_multiplier
-from fedclip.privacy.planning import ASK_VALUES, verdict
+from fedclip.privacy.planning import ASK_VALUES, in_words, verdict
 
 __all__ = ["Calibration", "calibrate", "steps_of_a_round", "too_few"]
 
@@ -64,6 +64,23 @@ class Calibration:
         return self._cost.epsilon
 
     @property
+    def sampling(self) -> str:
+        """What decides which records a step is on: "Poisson", or "none" if it is on all."""
+        return "Poisson" if self.rate < 1 else "none"
+
+    @property
+    def _batches(self) -> str:
+        if self.rate < 1:
+            return (
+                f"each record is in a batch with probability {self.rate:.4g} (Poisson sampling): "
+                f"{self.expected:g} records on average"
+            )
+        return (
+            f"each batch is all {self.records:,} records: nothing is sampled, so that sampling "
+            "saves no noise; smaller batches would"
+        )
+
+    @property
     def _cost(self) -> Cost:
         return account([Release(self.noise_multiplier, self.steps, self.rate)], self.delta)
 
@@ -81,10 +98,9 @@ class Calibration:
         lines = [
             f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.records:,} records, "
             f"{self.steps:,} steps:",
-            f"  each record is in a batch with probability {self.rate:.4g} (Poisson sampling): "
-            f"{self.expected:g} records on average",
-            f"  noise multiplier {self.noise_multiplier:.4g}; all steps cost epsilon "
-            f"{self.spent:.4g} by {self.accountant}, for adding or removing one record",
+            f"  {self._batches}",
+            f"  noise multiplier {self.noise_multiplier:.4g}; all steps cost {in_words(self.spent)}"
+            f" by {self.accountant}, for adding or removing one record",
             f"  the standard deviation of the noise, where C is the bound on a record: "
             f"{self.noise:.3g} C on each value",
             "    of the mean gradient, which as a whole is at most C long",

@@ -47,13 +47,14 @@ class PrivateFederatedClient(FederatedClient):
         training records without noise.
     ledger : path or None, default=None
         File in which what was spent is kept over restarts: one for a set of records, whatever
-        they are used for. None: ``privacy_spent.json`` in the folder of `checkpoint`, if there is
-        one; else what was spent is forgotten when the process ends.
+        they are used for (`fedclip.dpsgd.ledger`). None: ``privacy_spent.json`` in the folder of
+        `checkpoint`, which `require_privacy` demands then; without either, what was spent is
+        forgotten when the process ends, and a warning says so.
 
     Raises
     ------
     TypeError, ValueError
-        If a parameter is not as above.
+        If a parameter is not as above, or `require_privacy` has neither ledger nor checkpoint.
     ModuleNotFoundError
         Without Opacus, which the extra ``fedclip[dp]`` brings.
     Exception
@@ -67,6 +68,11 @@ class PrivateFederatedClient(FederatedClient):
     whatever else declearn's server asks about data are told, and when the client sends.
     A record that can not be read, or for which the model raises, counts as zero. That is said
     in this client's log alone, as is what goes wrong otherwise with records.
+
+    Assumed: the server does not choose the rate of later steps (the size of batches) by what it
+    has seen of earlier ones. Noise is fixed before the first step; a rate that differs from the
+    announced one is counted as it is. For rates fixed in advance the epsilon is right whatever
+    else the server does; for rates chosen by outputs, the accountant has no such proof.
 
     When the budget is spent, the client goes on with updates of zero, and says so in its log.
     """
@@ -109,6 +115,15 @@ class PrivateFederatedClient(FederatedClient):
         self.ledger = None if ledger is None else Path(ledger)
         if self.ledger is None and self.ckptr is not None:
             self.ledger = Path(self.ckptr.folder) / ledgers.FILE
+        if self.ledger is None:
+            why = (
+                "neither ledger nor checkpoint is given: each time that this client is started, "
+                "its records would have the whole budget again. Give ledger = a file that belongs "
+                "to these records"
+            )
+            if self.require_privacy:
+                raise ValueError(f"{why}, or a checkpoint folder")
+            self.logger.warning("%s.", why)
 
     @property
     def spent(self) -> tuple[float, float] | None:

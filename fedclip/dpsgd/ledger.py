@@ -1,56 +1,143 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The ledger of what was spent of a budget, in a file that survives crashes and can be shared.
+r"""The ledger of what was spent of a budget: lines that are added to a file, and never changed.
 
 ::
 
+    Join():                                      whenever the ledger is used
+        lock the file; read its lines
+        add to it the lines that this process knows and the file lacks
+        know those of the file, too
     Reserve(steps):                              before the first step of a round
-        lock the file; read it
+        join
         allowed = how many of the steps still fit into the budget
-        add them to what was spent; write the file; unlock it
+        add a line that charges them; unlock the file
     Charge():                                    before each step: one of those reserved
-    Release():                                   after the last: give back those not taken
 
-A process that is killed has thus paid for all steps of its round. Processes that share a file
-see what the others have reserved.
+Each line stands alone: releases, delta, relation, a fingerprint of the data, time, version of
+fedclip, and an id, by which no two are the same. So lines of a file that was put back, deleted or
+replaced and those of this process are joined, and none is lost or counted twice.
+
+Nothing is given back. A round that breaks off has paid for all of its steps: whether one of them
+was taken may depend on a record that raised, or took long, and is then nothing to account by.
+
+A crash may cut a line off while it is written; what it was for has not begun then. The next
+writer marks it (`CUT`), so that any other line that can not be read is damage, and refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NamedTuple
+from uuid import uuid4
 
 from fedclip import parameters
-from fedclip.privacy.accounting import Accountant, Release
+from fedclip.privacy.accounting import RELATIONS, Accountant, Release
 
-__all__ = ["FILE", "Ledger", "read_ledger"]
+__all__ = ["FILE", "Entry", "Ledger", "fingerprint", "read_entries", "total"]
+
+_LOGGER = logging.getLogger("declearn.client.fedclip")
 
 FILE = "privacy_spent.json"
 """The name of a ledger in a client's checkpoint folder."""
 
+try:
+    _VERSION = metadata.version("fedclip")
+except metadata.PackageNotFoundError:  # a checkout that is not installed
+    _VERSION = ""
 
-def read_ledger(path: Path) -> Accountant:
-    """Return what a file says was spent, at its delta.
+CUT = "<cut off>"
+"""The end of a line that a crash has cut off, and that charges nothing."""
+
+
+class Entry(NamedTuple):
+    """One line of a ledger.
+
+    Attributes
+    ----------
+    spent
+        The releases that it charges; none in the line with which a ledger begins.
+    delta, relation
+        Those of the budget in force.
+    data, time, fedclip
+        Fingerprint of the data, time, and version of fedclip; "" where a line says nothing.
+    """
+
+    spent: tuple[Release, ...]
+    delta: float
+    relation: str
+    data: str = ""
+    time: str = ""
+    fedclip: str = ""
+
+
+# What was spent under each path: a file that is put back takes nothing from it.
+_OF_THIS_PROCESS: dict[Path, dict[str, Entry]] = {}
+
+
+def read_entries(path: Path, *, lost: bool = False) -> dict[str, Entry]:
+    """Return what each line of a ledger says; none is left if the file may have `lost` them.
 
     Raises
     ------
     ValueError
-        If the file is not a ledger.
+        If the file is not a ledger, or a line of it is damaged.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        accountant = Accountant(parameters.unit_interval(delta=content["delta"]))
-        accountant.set_state(content["spent"])
-    except (KeyError, OSError, TypeError, ValueError) as exc:
+        if not path.is_file():
+            raise ValueError("it is no file")
+        text = path.read_bytes().decode()
+        lines = text.splitlines()
+        # The last line may be cut off, but a ledger begins with a whole one.
+        if lines[not lost :] and not text.endswith(("}", "\n")):
+            lines.pop()
+        found = {line: _entry(line) for line in lines if line and not line.endswith(CUT)}
+        if not found and not lost:
+            raise ValueError("it is empty")
+    except (OSError, RecursionError, TypeError, ValueError) as exc:
         raise ValueError(
-            f"{path} is not a ledger of privacy spent ({exc}): give the file that belongs "
-            "to these records, or another name if they were never used"
+            f"{path} is not a ledger of privacy spent, or is damaged ({exc!s:.200}): give the file "
+            "that belongs to these records, or another name if they were never used"
         ) from exc
+    return found
+
+
+def total(entries: Iterable[Entry]) -> Accountant:
+    """Return what entries have spent together, at delta and relation of the last of them."""
+    entries = [*entries]
+    accountant = Accountant(entries[-1].delta, entries[-1].relation)
+    for entry in entries:
+        for release in entry.spent:
+            accountant.add(*release)
     return accountant
+
+
+def fingerprint(dataset: Any) -> str:
+    """Return names and sizes of a declearn `Dataset`, and none of its values.
+
+    >>> import numpy as np
+    >>> from declearn.dataset import InMemoryDataset
+    >>> fingerprint(InMemoryDataset(np.ones((9, 4)), target=np.ones(9)))
+    '9 records, features (4,)'
+    """
+    specs = dataset.get_data_specs()
+    shape = None if specs.features_shape is None else tuple(specs.features_shape)
+    parts = [f"{specs.n_samples} records", f"features {shape} {specs.data_type or ''}".rstrip()]
+    if specs.classes:
+        parts.append(f"{len(specs.classes)} classes")
+    columns = getattr(getattr(dataset, "feats", None), "columns", None)
+    if columns is not None:
+        names = hashlib.sha256(repr([*columns]).encode()).hexdigest()
+        parts.append(f"names {names[:16]}")
+    return ", ".join(parts)
 
 
 class Ledger:
@@ -61,16 +148,27 @@ class Ledger:
     epsilon, delta
         The budget.
     path
-        A file of JSON, made if it is not there; None: the ledger ends with the process.
+        A file of lines of JSON, made if it is not there; None: the ledger ends with the process.
     spent
-        What was spent before, if there is no file that says so.
+        What was spent before, if no file says so.
+    data
+        The `fingerprint` of the records.
 
     Raises
     ------
     OSError
         If the file can not be written.
     ValueError
-        If the file is not a ledger. (It is not overwritten: what it says was spent, was.)
+        If the file is not a ledger. (It is not touched: what it says was spent, was.)
+
+    Notes
+    -----
+    Guarantee: `spent` is never less than what this process has charged under this path, and what
+    the file has held whenever it was used, whatever becomes of the file in between. What becomes
+    of it while no process uses it can not be seen.
+
+    Lines that are of other data are counted like all others, and a warning names them: the same
+    people may be in both, after records were added, or with other features.
     """
 
     def __init__(
@@ -79,15 +177,28 @@ class Ledger:
         delta: float,
         path: Path | None = None,
         spent: Sequence[Release] = (),
+        data: str = "",
     ) -> None:
         self.epsilon = parameters.positive(epsilon=epsilon)
-        self.accountant = Accountant(parameters.unit_interval(delta=delta))
-        self.accountant.spent = [*spent]
-        self.path = path
+        self.delta = parameters.unit_interval(delta=delta)
+        # The same file by another name has the same lock.
+        self.path = None if path is None else Path(os.path.realpath(path))
+        self.data = data
+        self._entries: dict[str, Entry] = {}
+        if self.path is not None:
+            self._entries = _OF_THIS_PROCESS.setdefault(self.path, self._entries)
+        elif spent:
+            self._know([self._line(spent)])
+        self._seen = 0
         self._free = self._paid = Release(0.0, 0, 0.0)
         # A file that can not be had is found out now, and not in a round.
-        with self._locked():
+        with self._joined():
             pass
+
+    @property
+    def accountant(self) -> Accountant:
+        """All that was spent, at the budget's delta; a copy."""
+        return total([*self._entries.values(), Entry((), self.delta, RELATIONS[0])])
 
     @property
     def spent(self) -> float:
@@ -98,19 +209,19 @@ class Ledger:
         """Pay for so many steps, as far as they fit; return for how many.
 
         To account takes long: what is found out for the `planned` steps of the whole run holds
-        until noise or rate change, or somebody else writes the file.
+        until noise or rate change, or somebody else charges something.
         """
-        self.release()
-        with self._locked():
+        steps = parameters.integer(0, steps=steps)
+        paid = Release(noise_multiplier, 0, rate)
+        # Steps of before that were not taken are lost, and so are those that can not be written.
+        self._paid = paid
+        with self._joined():
             left = self._left(noise_multiplier, rate, steps, planned)
-            allowed = min(steps, left)
-            paid = Release(noise_multiplier, allowed, rate)
-            if allowed:
-                self.accountant.add(*paid)
-                self._write()
-            # What could not be written is not paid, and never given back.
-            self._free, self._paid = paid._replace(steps=left - allowed), paid
-        return allowed
+            paid = paid._replace(steps=min(steps, left))
+            if paid.steps:
+                self._add([self._line([paid])])
+            self._free, self._paid = paid._replace(steps=left - paid.steps), paid
+        return paid.steps
 
     def charge(self, noise_multiplier: float, rate: float) -> None:
         """Count one step, before it is taken: one that was reserved, or else a new one.
@@ -124,40 +235,43 @@ class Ledger:
         if not paid and not self.reserve(noise_multiplier, rate, 1):
             raise StopIteration(
                 f"the privacy budget is spent: epsilon {self.spent:.4g} of {self.epsilon:.4g} "
-                f"at delta {self.accountant.delta:.3g}; another step would pass it"
+                f"at delta {self.delta:.3g}; another step would pass it"
             )
         self._paid = self._paid._replace(steps=self._paid.steps - 1)
-
-    def release(self) -> None:
-        """Give back the steps that were reserved and not taken."""
-        unused, self._paid = self._paid, self._paid._replace(steps=0)
-        if not unused.steps:
-            return
-        with self._locked():
-            spent = self.accountant.spent
-            for i, entry in enumerate(spent):
-                left = entry.steps - unused.steps
-                if _alike(entry, unused) and left >= 0:
-                    spent[i : i + 1] = [entry._replace(steps=left)] if left else []
-                    self._free = self._free._replace(steps=self._free.steps + unused.steps)
-                    self._write()
-                    break
 
     def _left(self, noise_multiplier: float, rate: float, steps: int, planned: int) -> int:
         wanted = Release(noise_multiplier, max(steps, planned), rate)
         if _alike(self._free, wanted) and self._free.steps >= steps:
             return self._free.steps
-        if self.accountant.epsilon(*wanted) <= self.epsilon:
+        accountant = self.accountant
+        if accountant.epsilon(*wanted) <= self.epsilon:
             return wanted.steps
-        return self.accountant.affordable(noise_multiplier, self.epsilon, wanted.steps, rate)
+        return accountant.affordable(noise_multiplier, self.epsilon, wanted.steps, rate)
+
+    def _line(self, spent: Sequence[Release] = ()) -> str:
+        """Return a line that no other is like."""
+        charged = Accountant(self.delta)
+        charged.spent = [*spent]
+        return json.dumps(
+            {
+                "spent": charged.get_state(),
+                "delta": charged.delta,
+                "relation": charged.relation,
+                "sampling": "Poisson",
+                "data": self.data,
+                "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                "fedclip": _VERSION,
+                "id": uuid4().hex,
+            }
+        )
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keep other processes from the file, and read what they have written."""
+    def _joined(self) -> Iterator[None]:
+        """Keep other processes from the file, and know the same as it does."""
         if self.path is None:
             yield
             return
-        # The ledger itself is replaced by each writer, so the lock is on a file beside it.
+        # The file may be replaced by others, so the lock is on one beside it.
         with ExitStack() as files:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,35 +283,82 @@ class Ledger:
                     "this process may write to, on a file system with locks"
                 ) from exc
             # The lock ends when its file is closed.
-            self._read()
+            self._join(self.path)
             yield
 
-    def _read(self) -> None:
-        if self.path is None or not self.path.exists():
-            return
-        spent = read_ledger(self.path).spent
-        if spent != self.accountant.spent:
+    def _join(self, path: Path) -> None:
+        found = read_entries(path, lost=bool(self._entries)) if path.exists() else {}
+        others = {entry.data for line, entry in found.items() if line not in self._entries}
+        if others := others - {self.data, ""}:
+            _LOGGER.warning(
+                "the ledger %s is of other data (%s) than these (%s), and all is counted together: "
+                "right if the same people are in both; if not, stop, and name a ledger of its own "
+                "for each set of records",
+                *(path, "; ".join(sorted(others)), self.data),
+            )
+        lost = [line for line in self._entries if line not in found]
+        if lost:
+            _LOGGER.warning(
+                "the ledger %s lacked %d of the charges of this process: it was put back, or is "
+                "another file; they are in it again",
+                *(path, len(lost)),
+            )
+        self._entries |= found
+        if len(self._entries) != self._seen:
             self._free = self._free._replace(steps=0)
-            self.accountant.spent = spent
+        self._seen = len(self._entries)
+        if not path.exists():
+            self._begin(path, lost or [self._line()])
+        elif lost:
+            self._add(lost)
 
-    def _write(self) -> None:
-        """Write the file, if there is one, so that a crash leaves the old one or the new one."""
-        if self.path is None:
-            return
-        text = json.dumps(
-            {
-                "spent": self.accountant.get_state(),
-                "delta": self.accountant.delta,
-                "relation": self.accountant.relation,
-                "sampling": "Poisson",
-            }
-        )
-        fresh = self.path.with_name(f"{self.path.name}.new")
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(text)
+    def _begin(self, path: Path, lines: Sequence[str]) -> None:
+        """Make the file, so that a crash leaves none or one with all lines."""
+        fresh = path.with_name(f"{path.name}.new")
+        fresh.unlink(missing_ok=True)
+        self._write(fresh, lines)
+        fresh.replace(path)
+        # Its name is kept in the folder, which not all systems let one write out.
+        with suppress(OSError):
+            folder = os.open(path.parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+        self._know(lines)
+
+    def _add(self, lines: Sequence[str]) -> None:
+        """Write lines at the end of the file, if there is one; then they are known."""
+        if self.path is not None:
+            # The last line may lack its end, or be cut off.
+            end = self.path.read_bytes()[-1:]
+            start = {b"": "", b"\n": "", b"}": "\n"}.get(end, f"{CUT}\n")
+            self._write(self.path, lines, start)
+        self._know(lines)
+
+    @staticmethod
+    def _write(path: Path, lines: Sequence[str], start: str = "") -> None:
+        with path.open("ab") as file:
+            file.write((start + "".join(f"{line}\n" for line in lines)).encode())
             file.flush()
             os.fsync(file.fileno())
-        fresh.replace(self.path)
+
+    def _know(self, lines: Iterable[str]) -> None:
+        self._entries |= {line: _entry(line) for line in lines}
+        self._seen = len(self._entries)
+
+
+def _entry(line: str) -> Entry:
+    """Return what a line says, if it is well formed."""
+    content = json.loads(line)
+    if not isinstance(content, dict):
+        raise TypeError(f"a line must be an object of JSON, got {line[:50]!r}")
+    parameters.choice(("Poisson",), sampling=content.get("sampling"))
+    texts = (content.get(name) for name in ("data", "time", "fedclip"))
+    return Entry(
+        tuple(Accountant.check_state(content.get("spent"))),
+        parameters.unit_interval(delta=content.get("delta")),
+        parameters.choice(RELATIONS, relation=content.get("relation")),
+        *(text[:500] if isinstance(text, str) else "" for text in texts),
+    )
 
 
 def _lock(file: IO[str]) -> None:

@@ -32,7 +32,7 @@ from declearn.training.dp import DPTrainingManager
 from fedclip import parameters
 from fedclip.dpsgd import persample
 from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, too_few
-from fedclip.dpsgd.ledger import Ledger
+from fedclip.dpsgd.ledger import Ledger, fingerprint
 from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.place import place_of
 from fedclip.dpsgd.records import Records, first_records, made_up
@@ -119,11 +119,12 @@ class PrivateTrainingManager(DPTrainingManager):
         with self._untold("the trial of the model"):
             shown = tried or made_up(self.records)
             persample.try_out(self.model, shown, **self._settings(self.calibration.expected))
-        self.ledger = Ledger(epsilon, delta, path, spent)
+            data = fingerprint(self.train_data)
+        self.ledger = Ledger(epsilon, delta, path, spent, data)
         self.noise = IndependentNoise()
         self._normals: Normals = secure_normals
         self._sampler = PoissonSampler(len(self.records), size)
-        self._taken = 0
+        self._charged = 0
         self._failed: list[tuple[int, BaseException]] = []
         self.sclip_norm, self._dp_budget = asked, (epsilon, delta)
         self.logger.info(
@@ -173,17 +174,18 @@ class PrivateTrainingManager(DPTrainingManager):
             raise ValueError("a round needs n_epoch or n_steps: its steps are paid for")
         self._sampler = PoissonSampler(len(self.records), batch_cfg["batch_size"])
         z, rate = self.calibration.noise_multiplier, self._sampler.rate
-        left = self.calibration.steps - self._taken
+        left = self.calibration.steps - self._charged
         allowed = self.ledger.reserve(z, rate, steps, left)
+        self._charged += allowed
         with self._untold("a private step"):
             for _ in range(allowed):
                 self.run_train_step(self.records.take(self._sampler.draw(), self._fail))
-        self._taken += allowed
         planned = self.calibration.steps
         self.logger.info(
-            "Took %d private steps; %d of %d that the noise is for.", allowed, self._taken, planned
+            "Took %d private steps; charged %d of %d that the noise is for.",
+            *(allowed, self._charged, planned),
         )
-        if self._taken >= planned:
+        if self._charged >= planned:
             # Before the last round this would be accounted anew, which takes long.
             self.logger.info(
                 "Privacy spent: epsilon %.4g at delta %.3g.", *self.get_privacy_spent()

@@ -102,15 +102,6 @@ def load_round(folder: str | Path) -> SavedRound:
     raise StateError(f"{str(folder)!r} holds no round whose model and optimizer both load: {why}")
 
 
-def newest_optimizer(folder: str | Path) -> str | None:
-    """Return the timestamp of the optimizer that has reached the highest round; None without one.
-
-    For what was spent: also if the model of that round is missing.
-    """
-    found = _reached(_files(Path(folder), "optimizer"), {})
-    return found[0][1] if found else None
-
-
 def _files(folder: Path, kind: str) -> dict[str, Path]:
     """Return the files of states by their timestamps."""
     files = folder.glob(f"{kind}_state_*.mpk")

@@ -71,19 +71,22 @@ _ORDERS = (
     + [2**k for k in range(6, 13)]
 )
 # Privacy losses are rounded up to a grid within these ends, which follows from `_spread`. A finer
-# grid is tighter and slower.
-_FINEST, _COARSEST = 1e-5, 1e-3
+# grid is tighter and slower: there are about so many points at most.
+_FINEST, _COARSEST, _POINTS = 1e-5, 1e-3, 1e6
 # With losses beyond this nothing is private, and they would not fit into memory on any grid that
 # the steps call for: sampling is left out of account, which is an upper bound.
-_LARGEST = 1e4
+_LARGEST = 1e3
 # Transforms round the chances of each step: in all, by at most a sixth of this for each step. So
 # much of delta is left to it; if that is most of delta, Rényi's accountant counts, without them.
 _ROUNDING = 2.0**-49
+# So many steps, some 10^8, would not fit into memory, either.
+_SLOWEST = 1e-6
 _INSTALL = "pip install dp-accounting"
 
 
-# With less noise, its square is no number that Rényi's accountant can divide by.
-_LEAST_NOISE = 1e-150
+# With noise or rates beyond these, other packages meet squares or differences that are no numbers:
+# there, too, sampling is left out of account.
+_LEAST_NOISE, _MOST_NOISE, _HIGHEST_RATE = 1e-150, 1e6, 1.0 - 1e-6
 
 
 class Cost(NamedTuple):
@@ -183,26 +186,38 @@ def _checked(release: Release) -> Release:
 
 def _probability(sampling: Any) -> float:
     """Return the sampling probability if it is in (0, 1]."""
-    return 1.0 if sampling == 1 else parameters.unit_interval(sampling=sampling)
+    whole = sampling == 1 and not isinstance(sampling, bool)
+    return 1.0 if whole else parameters.unit_interval(sampling=sampling)
 
 
 @lru_cache(maxsize=4096)
 def _epsilon(spent: tuple[Release, ...], delta: float, relation: str, accountant: str) -> Cost:
-    if accountant != "closed form" and spent[0].noise_multiplier < _LEAST_NOISE:
-        return _unsampled(spent, delta, relation)
-    if accountant in ("pld", "prv"):
-        if _loss(spent) > _LARGEST:
+    if accountant != "closed form":
+        # Whoever is in no batch, with this probability at least, gives nothing away.
+        if (1.0 + 1e-9) * sum(n * q for _, n, q in spent) <= delta:
+            return Cost(0.0, "closed form")
+        if _loss(spent) > _LARGEST or not all(map(_countable, spent)):
             return _unsampled(spent, delta, relation)
+    if accountant in ("pld", "prv"):
         rounding = _ROUNDING * sum(release.steps for release in spent)
-        if rounding > delta / 2.0:
+        if rounding > min(delta, _SLOWEST) / 2.0:
             return _WITHOUT_TRANSFORMS[accountant](spent, delta, relation)
         delta -= rounding
     return _BY_NAME[accountant](spent, delta, relation)
 
 
+def _countable(release: Release) -> bool:
+    z, _, q = release
+    return _LEAST_NOISE <= z <= _MOST_NOISE and (q <= _HIGHEST_RATE or q == 1.0)
+
+
 def _loss(spent: tuple[Release, ...]) -> float:
-    """Return the largest loss of privacy that has to be kept in memory where noise is small."""
-    return max((max(1.0, n * q) * 0.5 / z / z for z, n, q in spent if z < 1 / 3), default=0.0)
+    """Return about the largest loss of privacy that has to be kept in memory."""
+    result = 0.0
+    for z, n, q in spent:
+        one = 0.5 / z / z
+        result = max(result, one, n * min(q * one, 0.5 * q * q * math.expm1(min(2.0 * one, 99.0))))
+    return result
 
 
 @lru_cache(maxsize=256)
@@ -307,7 +322,8 @@ def _pld(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
         "add-remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
         "replace-one": NeighboringRelation.REPLACE_ONE,
     }
-    grid = min(max(min(_spread(z, q) for z, _, q in spent) / 16.0, _FINEST), _COARSEST)
+    finest = max(_FINEST, _loss(spent) / _POINTS)
+    grid = min(max(min(_spread(z, q) for z, _, q in spent) / 16.0, finest), _COARSEST)
     accountant = PLDAccountant(neighbours[relation], value_discretization_interval=grid)
     return Cost(_composed(accountant, spent, delta), "pld")
 
@@ -469,8 +485,14 @@ class Accountant:
         ]
 
     def set_state(self, spent: Any) -> None:
-        """Take over what `get_state` returned."""
-        self.spent = self.check_state(spent)
+        """Take over what `get_state` returned; what was counted here before stays counted.
+
+        Of two histories of which one begins like the other, that one is a part of it. Others are
+        added up.
+        """
+        found = self.check_state(spent)
+        if not _begins(found, self.spent):
+            self.spent = found if _begins(self.spent, found) else [*self.spent, *found]
 
     @staticmethod
     def check_state(spent: Any) -> list[Release]:
@@ -499,3 +521,16 @@ class Accountant:
                     f"'spent' must be a list of [noise, rounds], got {entry!r:.100} in it"
                 ) from exc
         return result
+
+
+def _begins(history: Sequence[Release], other: Sequence[Release]) -> bool:
+    """Whether all releases of one history are the first of another."""
+    last = len(history) - 1
+    if last < 0:
+        return True
+    return (
+        last < len(other)
+        and [*history[:last]] == [*other[:last]]
+        and history[last].steps <= other[last].steps
+        and history[last]._replace(steps=1) == other[last]._replace(steps=1)
+    )

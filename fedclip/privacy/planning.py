@@ -102,8 +102,8 @@ class Plan:
         lines = [
             f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.rounds} rounds of "
             f"{self.clients} clients, {self.relation}:",
-            f"  noise_multiplier {self.noise_multiplier:g}; all rounds together cost epsilon "
-            f"{self.spent:.4g}",
+            f"  noise_multiplier {self.noise_multiplier:g}; all rounds together cost "
+            f"{in_words(self.spent)}",
             "  the standard deviation of the noise, where C is the bound on an update:",
             f"    {self.update_noise:.4g} C on the sum of the updates, {self.bits_noise:.4g} on "
             "the sum of the votes,",
@@ -163,6 +163,17 @@ def plan(
     spent = epsilon([Release(z, rounds)], delta, relation)
     update = split_noise(z, bits)
     return Plan(budget, delta, rounds, clients, relation, values, z, spent, bits, update)
+
+
+def in_words(spent: float) -> str:
+    """Return what was spent; of a very small budget, that can be nothing beside delta.
+
+    >>> in_words(7.999), in_words(0.0)
+    ('epsilon 7.999', 'no epsilon: all that they give away is within delta')
+    """
+    if spent:
+        return f"epsilon {spent:.4g}"
+    return "no epsilon: all that they give away is within delta"
 
 
 def verdict(drift: float, takers: int, kind: str) -> str:

@@ -12,7 +12,16 @@ from typing import Any
 import fedclip
 from fedclip import parameters
 
-__all__ = ["NEEDS_DECLEARN", "build", "catalogue", "documentation", "fits", "is_ours", "versions"]
+__all__ = [
+    "NEEDS_DECLEARN",
+    "build",
+    "catalogue",
+    "documentation",
+    "fits",
+    "is_ours",
+    "version",
+    "versions",
+]
 
 OLDEST_DECLEARN = (2, 9, 1)
 _WANTED = f"declearn>={'.'.join(map(str, OLDEST_DECLEARN))},<3"
@@ -80,10 +89,10 @@ def versions() -> dict[str, Any]:
         registered = []
     return {
         "fedclip": fedclip.__version__,
-        "declearn": _version("declearn"),
+        "declearn": version("declearn"),
         "python": platform.python_version(),
-        "numpy": _version("numpy"),
-        **{name: _version(name) for name in FRAMEWORKS.split()},
+        "numpy": version("numpy"),
+        **{name: version(name) for name in FRAMEWORKS.split()},
         "platform": f"{platform.system()} {platform.machine()}",
         "registered": registered,
     }
@@ -97,7 +106,8 @@ def fits(declearn: str | None) -> bool:
     return OLDEST_DECLEARN <= numbers < (3,)
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from declearn.dataset.utils import load_data_array
 from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.optimizer import Optimizer
 from declearn.quickrun import DataSourceConfig, parse_data_folder
@@ -176,15 +177,15 @@ def _check_folder(check: Check, folder: str) -> None:
 
 def _check_data(check: Check, data: Section, run: Section) -> None:
     """Look for the clients' files, if they exist already, and check their number."""
-    folder = check.path.resolve().parent
-    if data.get("data_folder") is None and not any(folder.glob("data*")):
-        return  # The data may be on another machine, or come later.
     try:
         # Parse again, to count the clients only: errors here are reported elsewhere.
-        count = len(parse_data_folder(DataSourceConfig.from_params(**data), str(folder)))
+        files = _files(check, data)
     except (OSError, ValueError, RuntimeError) as exc:
         check.problem("[data]", text_of(exc))
         return
+    if files is None:
+        return
+    count = len(files)
     register = run.get("register")
     low = high = register
     if isinstance(register, dict):
@@ -193,6 +194,23 @@ def _check_data(check: Check, data: Section, run: Section) -> None:
         check.problem("[data]", f"{low} clients are waited for, and the data folder holds {count}")
     elif isinstance(high, int) and count > high:
         check.problem("[data]", f"{high} clients are admitted, and the data folder holds {count}")
+
+
+def _files(check: Check, data: Section) -> dict[str, dict[str, str]] | None:
+    """Return the files of each client; None if the data is on another machine, or comes later."""
+    folder = check.path.resolve().parent
+    if data.get("data_folder") is None and not any(folder.glob("data*")):
+        return None
+    return parse_data_folder(DataSourceConfig.from_params(**data), str(folder))
+
+
+def _records(check: Check) -> int | None:
+    """Return how many training records the smallest client has; None if it is not known."""
+    try:
+        files = _files(check, _section(check.config, "data")) or {}
+        return min(len(load_data_array(each["train_target"])) for each in files.values())
+    except Exception:  # whatever a file makes declearn raise, which is reported elsewhere
+        return None
 
 
 def _check_optim(check: Check, optim: dict[str, Any], run: Section, prefix: str) -> None:
@@ -324,8 +342,15 @@ def _check_bounds(
     secagg = _secagg(check)
     fair = "fairness" in optim
     sampler = _section(check.config, "client_sampler")
+    records = _records(check) if prefix and "privacy" in run else None
     found = exposures(
-        plugins, run, aggregator=aggregator, secagg=secagg, sampler=sampler, fairness=fair
+        plugins,
+        run,
+        aggregator=aggregator,
+        secagg=secagg,
+        sampler=sampler,
+        fairness=fair,
+        records=records,
     )
     for level, section, message in found:
         own = section.partition(".")[0] in ("run", "secagg", "client_sampler")

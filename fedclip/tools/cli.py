@@ -106,7 +106,11 @@ def list_(
 
 
 @app.command()
-def check(config: ConfigPath, as_json: JsonFlag = False) -> None:
+def check(
+    config: ConfigPath,
+    as_json: JsonFlag = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail for notes, too.")] = False,
+) -> None:
     """Check a federation's configuration before it runs."""
     result = _checked(config)
     if as_json:
@@ -115,7 +119,7 @@ def check(config: ConfigPath, as_json: JsonFlag = False) -> None:
         print(json.dumps({**facts, "places": result.places}))
     else:
         _print_check(result)
-    raise typer.Exit(0 if result.ok else 1)
+    raise typer.Exit(0 if result.ok and not (strict and result.notes) else 1)
 
 
 def _checked(config: Path, **options: bool) -> Check:
@@ -137,8 +141,11 @@ def _print_check(result: Check) -> None:
         typer.echo("What is clipped where:")
     for place in result.places:
         say(f"  {place}")
-    count = len(result.problems)
-    typer.echo(f"{count or 'No'} problem{'s' if count > 1 else ''}.")
+    problems, notes = (
+        f"{len(found) or 'No'} {kind}{'s' * (len(found) > 1)}"
+        for kind, found in (("problem", result.problems), ("note", result.notes))
+    )
+    typer.echo(f"{problems}, {notes}." if result.notes else f"{problems}.")
 
 
 @app.command()

@@ -30,7 +30,8 @@ CLIENT, SERVER = "client_opt", "server_opt"
 Found = tuple[Literal["problem", "note"], str, str]
 """Level, section (of [optim], or "run.…", "secagg", "client_sampler"), message."""
 
-# Above this epsilon, a privacy guarantee means nothing.
+# Above this epsilon, a guarantee is one in name only. Ponomareva et al. (2023, "How to DP-fy ML")
+# draw the line there, too: whoever gave even odds may then be 99.995 % sure.
 _ABSURD = 10.0
 
 _WEIGHTS = (
@@ -58,11 +59,13 @@ def exposures(
     secagg: Section | None = None,
     sampler: Section | None = None,
     fairness: bool = False,
+    records: int | None = None,
 ) -> list[Found]:
     """Return what voids a guarantee that the configuration seems to give.
 
     `run`, `secagg` and `sampler` are sections of the file. `aggregator` is given if it is
-    fedclip's, and `fairness` says if there are such rounds.
+    fedclip's, `fairness` says if there are such rounds, and `records` how many the smallest client
+    has, if that is known.
     """
     server = plugins.get(SERVER, ())
     central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)
@@ -78,7 +81,7 @@ def exposures(
     elif per_record:
         found += _declearns(privacy, run)
     if per_record:
-        found += _budget(privacy)
+        found += _budget(privacy, run, records)
     bounded = {
         CLIENT: per_record,
         SERVER: getattr(aggregator, "name", None) == "clipped-averaging",
@@ -122,16 +125,20 @@ def _central(module: Any, server: Sequence[Any], rounds: Any) -> Iterator[Found]
             "update-clip-server draws its noise from a generator that can be predicted, for "
             "experiments: there is no guarantee without generator = 'secure'"
         )
-        yield "note", SERVER, text
+        yield "problem", SERVER, text
     clients = module.expected_clients
     if module.delta * clients >= 1:
         text = (
             f"delta = {module.delta:g} is not below 1 / expected_clients = {1 / clients:.3g}: to "
             "publish one client, drawn at random, would pass; take a hundredth of that or less"
         )
-        yield "note", SERVER, text
-    planned = rounds if type(rounds) is int and rounds > 0 else 1
-    yield from _absurd(module.budget.cost(planned), f"{planned} rounds", SERVER)
+        yield "problem", SERVER, text
+    known = type(rounds) is int and rounds > 0
+    planned, most = rounds if known else 1, module.max_epsilon
+    spent, what = module.budget.cost(planned), f"{planned} round{'s' * (planned > 1)}"
+    if most is not None and (spent > most or not known):
+        spent, what = most, "max_epsilon"
+    yield from _absurd(spent, what, SERVER)
 
 
 def _chooses(sampler: Any) -> bool:
@@ -151,15 +158,21 @@ def _tells(plugin: Any) -> bool:
     return bool(getattr(plugin, "aux_name", None)) and plugin.name != "update-clip-server"
 
 
+def _sure(epsilon: float) -> float:
+    """Return how sure somebody may become who gave even odds."""
+    return 1.0 / (1.0 + math.exp(-epsilon))
+
+
 def _absurd(spent: float, what: str, section: str) -> Iterator[Found]:
     if spent > _ABSURD:
         how = "fedclip privacy " + ("calibrate" if section == "run.privacy" else "plan")
         text = (
-            f"epsilon = {spent:.4g} for {what} is a guarantee in name only: the odds that somebody "
-            f"took part may rise by a factor of exp({spent:.4g}); `{how}` says which "
-            "noise would do"
+            f"epsilon = {spent:.4g} for {what} is a guarantee in name only, as each above "
+            f"{_ABSURD:g} is: who gave even odds that somebody took part may be "
+            f"{_sure(_ABSURD):.3%} sure at {_ABSURD:g}, and the odds rise by a factor of "
+            f"exp({spent:.4g}) here; `{how}` says which noise would do"
         )
-        yield "note", section, text
+        yield "problem", section, text
 
 
 # -- noise on the gradient of a batch ---------------------------------------------------------
@@ -200,9 +213,6 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
             f"{marker.max_norm!r}: write the same, or leave max_norm out"
         )
         yield "problem", "run.privacy", text
-    if privacy.get("accountant") == "gdp":
-        text = "accountant = 'gdp' is no upper bound on epsilon: take 'prv' or 'rdp'"
-        yield "problem", "run.privacy", text
     training = run.get("training")
     if isinstance(training, Mapping) and (
         training.get("n_epoch", 1) is None and training.get("n_steps") is None
@@ -237,25 +247,34 @@ def _declearns(privacy: Section, run: Section) -> Iterator[Found]:
         text = "noise is drawn from a generator that can be predicted"
         if privacy.get("seed") is not None:
             text += ", and the server, which sends the seed, can subtract it"
-        yield "note", where, f"{text}: set use_csprng = true"
-    if privacy.get("accountant") == "gdp":
-        text = "accountant = 'gdp' is no upper bound on epsilon: take 'prv' or 'rdp'"
-        yield "note", where, text
+        yield "problem", where, f"{text}: set use_csprng = true"
     if isinstance(run.get("training"), Mapping) and run["training"].get("poisson") is False:
         text = (
             "poisson = false: epsilon is that of Poisson samples, and batches that are shuffled "
             "have a larger one; leave it out"
         )
-        yield "note", "run.training", text
+        yield "problem", "run.training", text
 
 
-def _budget(privacy: Section) -> Iterator[Found]:
+def _budget(privacy: Section, run: Section, records: int | None) -> Iterator[Found]:
     where = "run.privacy"
+    if privacy.get("accountant") == "gdp":
+        text = "accountant = 'gdp' is no upper bound on epsilon: take 'prv' or 'rdp'"
+        yield "problem", where, text
+    training = run.get("training")
+    size = training.get("batch_size") if isinstance(training, Mapping) else None
+    least, of = (records, "records of the smallest client") if records else (size, "of a batch")
     match privacy.get("budget"):
         case [int() | float() as spent, int() | float() as delta]:
             yield from _absurd(spent, "each client's budget", where)
             if not 0.0 < delta < 1.0:
                 text = f"budget is [epsilon, delta], and delta must be in (0, 1), got {delta:g}"
+                yield "problem", where, text
+            elif type(least) is int and delta * least >= 1.0:
+                text = (
+                    f"delta = {delta:g} is not below 1 / {least:,} {of}: to publish one record, "
+                    "drawn at random, would pass; take a hundredth of that or less"
+                )
                 yield "problem", where, text
             elif delta >= 1e-3:
                 text = (

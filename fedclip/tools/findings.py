@@ -61,6 +61,11 @@ class Check:
         """The findings that would stop a run, or make it differ from what is written."""
         return [finding for finding in self.findings if finding.level == "problem"]
 
+    @property
+    def notes(self) -> list[Finding]:
+        """The findings to read before a run."""
+        return [finding for finding in self.findings if finding.level == "note"]
+
     def add(self, level: Level, where: str, message: str) -> None:
         """Add a finding, its message on one line."""
         self.findings.append(Finding(level, where, " ".join(message.split())))

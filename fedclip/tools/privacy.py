@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,6 +115,7 @@ def calibrate(
         text = found.in_words(values)
     lines = [
         "[optim.client_opt]",
+        '# "automatic" needs no bound; "flat" learns a little more with an sclip_norm that fits',
         toml_line("module", "sample-clip", {"mode": "automatic"}),
         "[run]",
         f"rounds = {rounds}",
@@ -124,10 +126,9 @@ def calibrate(
         *([] if steps is None else [f"n_steps = {steps}"]),
     ]
     extra: dict[str, Any] = {
-        **{name: getattr(found, name) for name in ("noise", "spent", "accountant")},
+        **{name: getattr(found, name) for name in ("noise", "spent", "accountant", "sampling")},
         **({} if values is None else {"drift": found.drift(values)}),
         "relation": "add-remove",
-        "sampling": "Poisson",
     }
     _print(found, text, lines, extra, as_json)
 
@@ -159,11 +160,16 @@ def spent(
         str | None, typer.Option(help="add-remove, or replace-one; the file's, if not given.")
     ] = None,
     as_json: JsonFlag = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print CSV instead of text: all releases, and totals.")
+    ] = False,
 ) -> None:
     """Show the epsilon that was spent, or that a plan would cost, by each accountant."""
     from fedclip.report import printable
-    from fedclip.tools.spent import in_words, of_plan, read_spent
+    from fedclip.tools.spent import in_words, of_plan, read_spent, write_csv
 
+    if as_json and as_csv:
+        fail("give either --json or --csv", 2)
     if (path is None) == (noise_multiplier is None):
         fail("give either a ledger or a folder, or --noise-multiplier with --steps and --rate", 2)
     if path is not None and not path.exists():
@@ -176,5 +182,7 @@ def spent(
         costs = [one.cost(delta, relation) for one in found]
     if as_json:
         print(json.dumps(costs))
+    elif as_csv:
+        write_csv(costs, sys.stdout)
     else:
         print(*(printable(line) for cost in costs for line in in_words(cost)), sep="\n")

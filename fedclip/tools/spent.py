@@ -3,24 +3,32 @@
 
 from __future__ import annotations
 
+import csv
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from fedclip import parameters
-from fedclip.dpsgd.ledger import FILE, read_ledger
+from fedclip.dpsgd.ledger import FILE, Entry, read_entries, total
 from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account
+from fedclip.tools.catalogue import version
 
-__all__ = ["Spent", "in_words", "of_plan", "read_spent"]
+__all__ = ["Spent", "in_words", "of_plan", "read_spent", "write_csv"]
+
+_COUNTED_BY = ("fedclip", "dp-accounting", "opacus")
 
 
 class Spent(NamedTuple):
-    """What one file says was spent, and whether that protects a record or a client."""
+    """What one file says was spent, and whether that protects a record or a client.
+
+    A ledger has `entries`, from which its accountant is.
+    """
 
     where: str
     protects: str
     accountant: Accountant
+    entries: Iterable[Entry] = ()
 
     def cost(self, delta: float | None = None, relation: str | None = None) -> dict[str, Any]:
         """Return what it costs by each accountant, or why one can not say.
@@ -57,7 +65,13 @@ class Spent(NamedTuple):
             "delta": delta,
             "relation": relation,
             "releases": [r._asdict() for r in spent],
+            "entries": [
+                {"time": e.time, **r._asdict(), "data": e.data, "fedclip": e.fedclip}
+                for e in self.entries
+                for r in e.spent
+            ],
             "epsilons": found,
+            "versions": {name: version(name) for name in _COUNTED_BY},
         }
 
 
@@ -70,6 +84,9 @@ def in_words(cost: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {steps:,} steps at noise multiplier {z:.4g}, {how}"
     if not cost["releases"]:
         yield "  nothing was spent"
+    for data in dict.fromkeys(entry["data"] for entry in cost["entries"]):
+        if data:
+            yield f"  of {data}"
     for name, value in cost["epsilons"].items():
         sure = not isinstance(value, str)
         yield f"  {name:12} " + (
@@ -79,6 +96,25 @@ def in_words(cost: Mapping[str, Any]) -> Iterator[str]:
     if len(known) > 1:
         least = min(known, key=lambda n: known[n])
         yield f"  each of them is an upper bound; quote the smallest, {known[least]:.4g} ({least})"
+
+
+def write_csv(costs: Iterable[Mapping[str, Any]], file: IO[str]) -> None:
+    """Write what `Spent.cost` has found: a row for each release, and for each accountant's total.
+
+    A total is for all releases of its file; its versions are of the packages that have counted.
+    """
+    names = "where protects relation delta what time noise_multiplier steps sampling"
+    names += " accountant epsilon data versions"
+    rows = csv.DictWriter(file, names.split(), extrasaction="ignore", lineterminator="\n")
+    rows.writeheader()
+    for cost in costs:
+        for release in cost["entries"] or cost["releases"]:
+            made = f"fedclip {release['fedclip']}" if release.get("fedclip") else ""
+            rows.writerow({**cost, "what": "release", **release, "versions": made})
+        counted = "; ".join(f"{name} {number}" for name, number in cost["versions"].items())
+        for name, value in cost["epsilons"].items() or {"": 0.0}.items():
+            found = {"accountant": name, "epsilon": value, "versions": counted}
+            rows.writerow({**cost, "what": "total", **found})
 
 
 def of_plan(noise_multiplier: float, steps: int, rate: float, delta: float) -> Spent:
@@ -96,13 +132,13 @@ def read_spent(path: Path) -> Iterator[Spent]:
     ValueError
         If there is none, or a file is damaged.
     """
-    if not path.is_dir():
-        yield Spent(path.name, "record", read_ledger(path))
-        return
+    folder = path.is_dir()
     none = True
-    for file in sorted(path.rglob(FILE)):
+    for file in sorted(path.rglob(FILE)) if folder else [path]:
         none = False
-        yield Spent(str(file.relative_to(path)), "record", read_ledger(file))
+        entries = [*read_entries(file).values()]
+        where = str(file.relative_to(path)) if folder else path.name
+        yield Spent(where, "record", total(entries), entries)
     for config in sorted(path.rglob("optimizer_config.json")):
         accountant = _of_server(config.parent)
         if accountant is not None:
@@ -116,15 +152,19 @@ def read_spent(path: Path) -> Iterator[Spent]:
 
 
 def _of_server(folder: Path) -> Accountant | None:
-    """Return what update-clip-server has spent, by the newest checkpoint in a folder."""
+    """Return what update-clip-server has spent, by all of the checkpoints in a folder.
+
+    Their names hold local time, so that the latest need not be the newest.
+    """
     from declearn.main.utils import Checkpointer
 
-    from fedclip.federation.restart import newest_optimizer
-
+    saved = Checkpointer(str(folder))
     try:
-        newest = newest_optimizer(folder)
-        modules = Checkpointer(str(folder)).load_optimizer(timestamp=newest).modules
+        optimizer = saved.load_optimizer(load_state=False)
+        budgets = [getattr(module, "budget", None) for module in optimizer.modules]
+        found = next((budget.accountant for budget in budgets if budget is not None), None)
+        for file in sorted(folder.glob("optimizer_state_*.mpk")) if found else ():
+            saved.load_optimizer(optimizer, file.stem.removeprefix("optimizer_state_"))
     except Exception as exc:  # whatever a damaged file makes declearn raise
         raise ValueError(f"the checkpoint in {folder} can not be read: {exc!s:.200}") from exc
-    budgets = [getattr(module, "budget", None) for module in modules]
-    return next((budget.accountant for budget in budgets if budget is not None), None)
+    return found

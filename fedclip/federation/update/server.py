@@ -412,7 +412,7 @@ class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-
         return {"bound": self.bound, "round": self.round, "spent": spent, "search": search}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take over a state that `get_state` returned.
+        """Take over a state that `get_state` returned; what this module has spent stays spent.
 
         Raises
         ------
@@ -431,7 +431,7 @@ class UpdateClipServer(parameters.Configured, OptiModule):  # type: ignore[type-
         self.search = search
         self.bound, self.round = self.rule.within(bound), round_
         if self.budget is not None:
-            self.budget.accountant.spent = spent
+            self.budget.accountant.set_state(spent)
         self._stop = ""
 
 
