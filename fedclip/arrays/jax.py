@@ -88,6 +88,12 @@ def _sum_of_squares(wide: Array) -> Array:
     return jnp.sum(sums.astype(float))
 
 
+def _sqrt(x: Array) -> Array:
+    """Return the square root; that of 0 has the derivative 0, as nothing follows from it."""
+    nothing = x == 0
+    return jnp.where(nothing, 0.0, jnp.sqrt(jnp.where(nothing, 1.0, x)))
+
+
 def _is_split(array: Array) -> bool:
     """Return whether an array is split over explicit axes of a mesh, so that it keeps its shape."""
     sharding = getattr(jax.typeof(array), "sharding", None)
@@ -224,7 +230,7 @@ class JaxBackend(Backend):
 
     where = staticmethod(jnp.where)
     isfinite = staticmethod(jnp.isfinite)
-    sqrt = staticmethod(jnp.sqrt)
+    sqrt = staticmethod(_sqrt)
     exp = staticmethod(jnp.exp)
     minimum = staticmethod(jnp.minimum)
     maximum = staticmethod(jnp.maximum)
@@ -233,6 +239,10 @@ class JaxBackend(Backend):
 
     def finite(self, x: Array) -> Array:
         return jnp.minimum(x, jnp.finfo(x.dtype).max)  # type: ignore[no-untyped-call]
+
+    def unit(self, peak: Array) -> Array:
+        # Nothing depends on the unit, and the square of its reciprocal may overflow.
+        return super().unit(jax.lax.stop_gradient(peak))
 
     def sort(self, table: Array) -> Array:
         return jnp.sort(table, axis=0)
@@ -259,7 +269,7 @@ class JaxBackend(Backend):
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
         sound = jnp.all((sums >= UNDERFLOW) & (sums < jnp.inf))
         return jax.lax.cond(
-            sound, lambda: jnp.sqrt(sums), lambda: self._scaled_norms(arrays, members)
+            sound, lambda: _sqrt(sums), lambda: self._scaled_norms(arrays, members)
         )
 
     def _group_sums(
@@ -297,7 +307,7 @@ class JaxBackend(Backend):
             units = jnp.stack([unit for _, unit in pairs]).astype(float)
             sums = jnp.stack([s for s, _ in pairs]).astype(float)
             top = jnp.max(units)
-            norms.append(top * jnp.sqrt(jnp.sum(sums * jnp.square(units / top))))
+            norms.append(top * _sqrt(jnp.sum(sums * jnp.square(units / top))))
         return jnp.stack(norms)
 
     def _scaled_norms_of_shards(
@@ -308,7 +318,7 @@ class JaxBackend(Backend):
         tops = [self.unit(jnp.max(jnp.stack([peaks[i] for i in group]))) for group in members]
         of = {i: top for group, top in zip(members, tops, strict=True) for i in group}
         squares = [_sum_of_squares(a / of[i]) for i, a in enumerate(wide)]
-        return jnp.stack(tops).astype(float) * jnp.sqrt(self._group_sums(squares, arrays, members))
+        return jnp.stack(tops).astype(float) * _sqrt(self._group_sums(squares, arrays, members))
 
     def _peak(self, array: Array) -> Array:
         peak = jnp.max(jnp.abs(array), initial=0.0)
@@ -362,7 +372,7 @@ class JaxBackend(Backend):
         with float64(True):
             wide = array.astype(float)
             unit = self.unit(jnp.max(jnp.abs(wide), axis=axes, keepdims=True))
-            norms = unit * jnp.sqrt(jnp.sum(jnp.square(wide / unit), axis=axes, keepdims=True))
+            norms = unit * _sqrt(jnp.sum(jnp.square(wide / unit), axis=axes, keepdims=True))
             return norms.astype(widest)
 
     def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
