@@ -268,9 +268,7 @@ class JaxBackend(Backend):
             sums = self._group_sums(squares, arrays, members)
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
         sound = jnp.all((sums >= UNDERFLOW) & (sums < jnp.inf))
-        return jax.lax.cond(
-            sound, lambda: _sqrt(sums), lambda: self._scaled_norms(arrays, members)
-        )
+        return jax.lax.cond(sound, lambda: _sqrt(sums), lambda: self._scaled_norms(arrays, members))
 
     def _group_sums(
         self, numbers: Sequence[Array], arrays: Sequence[Array], members: Sequence[Sequence[int]]

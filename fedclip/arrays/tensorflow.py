@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 # Private names: neither what is traced for XLA nor what is recorded has a public sign.
-from tensorflow.python.eager.record import could_possibly_record
+from tensorflow.python.eager.record import could_possibly_record, should_record_backprop
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from fedclip.arrays.base import NOWHERE, UNDERFLOW, Array, Backend, Host, HostView, Views
@@ -77,7 +77,8 @@ class TensorflowBackend(Backend):
 
     def host(self, arrays: Sequence[Array]) -> Views:
         # The usual case first, without a method call for each of hundreds of tensors.
-        if _only_cpu() and {type(t) for t in arrays} == _EAGER:
+        kinds = {type(t) for t in arrays}
+        if _only_cpu() and kinds == _EAGER and not should_record_backprop([*arrays]):
             try:
                 views = Views([np.asarray(t) for t in arrays], dense=True)
             except ValueError:
@@ -88,7 +89,8 @@ class TensorflowBackend(Backend):
         return Views([self._view(t) for t in arrays])
 
     def traced(self, array: Array) -> bool:
-        return not hasattr(self._values(array), "numpy")
+        values = self._values(array)
+        return not hasattr(values, "numpy") or should_record_backprop([values])
 
     def reads(self, cls: type) -> bool:
         return not issubclass(cls, (tf.RaggedTensor, tf.SparseTensor))

@@ -68,6 +68,11 @@ _LIBRARY.impl("keep_if", _keep_if, "CompositeExplicitAutograd")
 _LIBRARY.impl("keep_if_", _keep_if_, "CompositeExplicitAutograd")
 
 
+def _is_batched(tensor: torch.Tensor) -> bool:
+    # A private name: torch has no public one.
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def recorded(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether torch records derivatives with respect to one of these tensors."""
     # Private names: torch has no public ones.
@@ -92,14 +97,13 @@ class TorchBackend(Backend):
             return Views([self._view(t) for t in arrays])
 
     def traced(self, array: Array) -> bool:
-        # A private name: torch has no public one.
-        batched: bool = torch._C._functorch.is_functorch_wrapped_tensor(array)
-        return batched or (array.requires_grad and torch.is_grad_enabled())
+        return _is_batched(array) or (array.requires_grad and torch.is_grad_enabled())
 
     def _view(self, tensor: torch.Tensor) -> HostView | None:
-        if not tensor.is_cpu or torch.compiler.is_compiling() or self.traced(tensor):
+        tensor = self._values(tensor)
+        if not tensor.is_cpu or torch.compiler.is_compiling() or _is_batched(tensor):
             return None
-        tensor = self._values(tensor).detach()
+        tensor = tensor.detach()
         if tensor.dtype == torch.bfloat16:
             tensor = tensor.view(torch.uint16)
         # NumPy lacks other dtypes, which a clipper refuses by name.
@@ -650,8 +654,9 @@ class TorchBackend(Backend):
     @staticmethod
     def _foreach(arrays: Sequence[torch.Tensor]) -> bool:
         """Return whether one operation may work on all these tensors."""
-        # Compilers fuse single operations by themselves.
-        if torch.compiler.is_compiling() or not arrays:
+        # `vmap` has no rules for such operations, and compilers fuse single ones by themselves.
+        batched = torch._C._functorch.peek_interpreter_stack() is not None
+        if torch.compiler.is_compiling() or batched or not arrays:
             return False
         return TorchBackend._alike(arrays)
 

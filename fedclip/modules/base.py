@@ -275,11 +275,13 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
             memory = self._memory if self.keep_memory else None
             gradient = Gradient.of(self.name, arrays, groups, backend, self._arrays, memory)
             views = gradient.views
-            if views.remote and gradient.backend.traced(gradient.arrays[views.remote[0]]):
+            if not views.usual and any(map(gradient.backend.traced, gradient.arrays)):
                 raise TypeError(
                     f"{self.name}: what a clipper learns and records can not leave code that is "
-                    "compiled or batched (jit, vmap, tf.function): use as_optax of fedclip.adapters"
-                    ".jax, clip of .tensorflow or PureClipping of .torch there"
+                    "compiled, batched or differentiated (jit, vmap, tf.function, a watching tape, "
+                    "create_graph=True). There, use as_optax of fedclip.adapters.jax, clip of "
+                    "fedclip.adapters.tensorflow within a tf.function, or PureClipping of "
+                    "fedclip.adapters.torch; who needs no derivatives can detach the arrays first"
                 )
             transform = self.transform(groups)
             if not (views.remote or views.form.bytes):
