@@ -3,3 +3,12 @@
 
 Each file imports its framework; no other part of fedclip imports these files.
 """
+
+from typing import TYPE_CHECKING, Any
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        from fedclip import _part
+
+        return _part(__name__, name)

@@ -48,7 +48,7 @@ def _norms(table: Array) -> Array:
     return tf.math.reduce_euclidean_norm(table, -1)
 
 
-@tf.custom_gradient
+@tf.custom_gradient  # type: ignore[untyped-decorator]
 def _sqrt(x: Array) -> Array:
     """Return the square root; that of 0 has the derivative 0, as nothing follows from it."""
     root = tf.sqrt(x)
