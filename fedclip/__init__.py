@@ -15,7 +15,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from fedclip.registration import elsewhere, hint_at_imports, register_when_possible
+from fedclip.errors import hint_at_imports, part_of
+from fedclip.registration import register_when_possible
 
 if TYPE_CHECKING:
     from fedclip.dpsgd.client import PrivateFederatedClient as PrivateFederatedClient
@@ -100,19 +101,7 @@ if not TYPE_CHECKING:
                 ) from exc
             globals()[name] = value
             return value
-        return _part(__name__, name)
-
-
-def _part(package: str, name: str) -> Any:
-    """Return a module of a package, or say where what it has not can be found."""
-    if not name.startswith("_"):
-        try:
-            if find_spec(f"{package}.{name}"):
-                return import_module(f"{package}.{name}")
-        except ImportError as exc:
-            if exc.name != f"{package}.{name}":
-                raise
-    raise AttributeError(f"module {package!r} has no attribute {name!r}{elsewhere(name, __all__)}")
+        return part_of(__name__, name, __all__)
 
 
 def __dir__() -> list[str]:

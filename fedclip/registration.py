@@ -10,55 +10,13 @@ that module; registration then follows when that import ends.
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["elsewhere", "hint_at_imports", "register_when_possible"]
-
-ADAPTERS = {
-    "torch": "PureClipping attach attach_update clip_ clip_grad_norm_",
-    "jax": "as_optax",
-    "tensorflow": "CompiledClipper clip",
-    "keras": "ClipHistory ClippedOptimizer",
-    "lightning": "LightningClipping",
-    "transformers": "ClipCallback",
-    "loggers": "log",
-}
-"""What people look for in the package itself, and where it is in `fedclip.adapters`."""
-
-
-def elsewhere(name: str, known: Sequence[str] = ()) -> str:
-    """Return where an adapter, or something in one, is; or the known name closest to a name."""
-    ways = {adapter: f"import fedclip.adapters.{adapter}" for adapter in ADAPTERS}
-    for adapter, names in ADAPTERS.items():
-        ways |= {n: f"from fedclip.adapters.{adapter} import {n}" for n in names.split()}
-    if name in ways:
-        return f": {ways[name]}"
-    match = difflib.get_close_matches(name, [*known, *ways], n=1)
-    return f"; did you mean {ways.get(match[0], match[0])!r}?" if match else ""
-
-
-class _Hints:
-    """A finder that comes last, and says where to find what is not where it was looked for."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        """Raise an error if there is something to say about a name in fedclip."""
-        home, _, last = name.rpartition(".")
-        if home in ("fedclip", "fedclip.adapters") and not last.startswith("_"):
-            hint = elsewhere(last, sys.modules["fedclip"].__all__)
-            if hint:
-                raise ImportError(f"{home} has no {last!r}{hint}", name=name)
-
-
-def hint_at_imports() -> None:
-    """Let imports of what is elsewhere say where it is."""
-    if _Hints not in sys.meta_path:
-        sys.meta_path.append(_Hints)
+__all__ = ["register_when_possible"]
 
 
 def register_when_possible(register: Callable[[], None]) -> None:

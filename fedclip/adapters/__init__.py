@@ -6,9 +6,9 @@ Each file imports its framework; no other part of fedclip imports these files.
 
 from typing import TYPE_CHECKING, Any
 
+from fedclip.errors import part_of
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        from fedclip import _part
-
-        return _part(__name__, name)
+        return part_of(__name__, name)
