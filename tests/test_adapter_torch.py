@@ -19,6 +19,7 @@ from fedclip import (  # noqa: E402
     AutoClip,
     EmaClip,
     EmaNormClip,
+    EmaValueClip,
     FedclipWarning,
     GrowthClip,
     GrowthValueClip,

@@ -18,8 +18,8 @@ from helpers import SPECIMENS, Specimen, run, specimens
 
 from fedclip import AGC, Clipper, NormClip, ZScoreClip
 from fedclip.rules.constant import Constant
-from fedclip.transforms import NormClipping
 from fedclip.testing import gradient_stream
+from fedclip.transforms import NormClipping
 
 
 @pytest.mark.parametrize("cls", [NormClip, ZScoreClip])
