@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from declearn.model.sklearn import NumpyVector
 from helpers import SPECIMENS, Specimen, run, specimens
 
 from fedclip import AGC, Clipper, NormClip, ZScoreClip
+from fedclip.modules.common import Remembering
 from fedclip.rules.constant import Constant
 from fedclip.testing import gradient_stream
 from fedclip.transforms import NormClipping
@@ -130,8 +131,7 @@ def test_a_copy_waits_for_the_step() -> None:
 @pytest.mark.parametrize("given", [{"shared": True}, {"shared_name": "mine"}])
 def test_who_shares_nothing_says_so(given: dict[str, Any]) -> None:
     class Mine(NormClip, register=False):
-        def __init__(self, **common: Any) -> None:
-            self.max_norm = 1.0
+        def __init__(self, **common: Unpack[Remembering]) -> None:
             Clipper.__init__(self, NormClipping(Constant((1.0,))), **common)
 
     with pytest.raises(TypeError, match="shares nothing"):

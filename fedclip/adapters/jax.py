@@ -120,7 +120,8 @@ def as_optax(
             first = carried(clipper.transform(groups), leaves, groups, backend, first, kept)
         elif kind_of(clipper, groups).arrays:
             # optax asks with a placeholder for the parameters, which these arrays are no copy of.
-            first = Carried(first, np.zeros(()))
+            one_leaf: Any = np.zeros(())
+            first = Carried(first, one_leaf)
         # Two fields of one buffer could not be donated.
         copied = functools.partial(jnp.array, copy=True)
         norm, limit = (copied(np.zeros(len(groups)), float) for _ in range(2))

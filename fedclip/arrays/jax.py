@@ -48,6 +48,11 @@ def _multiply_one(array: Array, factor: Array) -> Array:
     return _multiply(array, factor)
 
 
+def _at_least_single(array: Array) -> Any:
+    """Return the dtype of an array, or float32; a session may forbid JAX to promote dtypes."""
+    return array.dtype if array.dtype.itemsize > 4 else jnp.float32
+
+
 def _multiply(array: Array, factor: Array) -> Array:
     if array.dtype.itemsize == 2:
         return (array.astype(jnp.float32) * factor).astype(array.dtype)
@@ -78,7 +83,7 @@ def _wide(array: Array) -> Array:
     """Return an array in a dtype in which XLA adds it up with few roundings."""
     shape = array.shape
     narrow = math.prod(shape) >= _TREE and math.prod(shape[1:] or shape) <= _LONG
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32) if narrow else float)
+    return array.astype(_at_least_single(array) if narrow else float)
 
 
 def _sum_of_squares(wide: Array) -> Array:
@@ -187,7 +192,7 @@ class JaxBackend(Backend):
         )
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
-        return _multiply(array, jnp.asarray(factors, jnp.promote_types(array.dtype, jnp.float32)))
+        return _multiply(array, jnp.asarray(factors, _at_least_single(array)))
 
     def clip(
         self, arrays: Sequence[Array], low: float, high: float, host: Host = NOWHERE
@@ -205,7 +210,7 @@ class JaxBackend(Backend):
 
     def _scaled_square_sum(self, array: Array) -> tuple[Array, Array]:
         """Return the sum of the squares of ``array / unit``, and the unit."""
-        wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+        wide = array.astype(_at_least_single(array))
         unit = self.unit(jnp.max(jnp.abs(wide), initial=0.0))
         return self._sum(jnp.square(wide / unit)), unit
 
@@ -360,7 +365,7 @@ class JaxBackend(Backend):
         return self._sum(array, axes)
 
     def wide(self, array: Array) -> Array:
-        return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+        return array.astype(_at_least_single(array))
 
     def joined(self, arrays: Sequence[Array]) -> Array:
         return jnp.concatenate([*map(_flat, arrays)])

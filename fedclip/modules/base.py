@@ -44,7 +44,7 @@ _MOST_ABSENT = 1000
 
 
 # The attributes that steps change in place.
-_CHANGING = ("_absent", "_arrays", "_recorder")
+_CHANGING = ("_absent", "_arrays", "_recorder", "_transform")
 
 
 class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignore[type-arg]
