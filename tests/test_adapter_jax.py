@@ -8,9 +8,7 @@ from helpers import require
 
 jax = require("jax")
 optax = require("optax")
-import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
 
 from fedclip import (  # noqa: E402
     AGC,
