@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from fedclip.errors import nearest
+from fedclip.errors import hint_at_imports, part_of
 from fedclip.registration import register_when_possible
 
 if TYPE_CHECKING:
@@ -101,9 +101,7 @@ if not TYPE_CHECKING:
                 ) from exc
             globals()[name] = value
             return value
-        if not name.startswith("_") and find_spec(f"fedclip.{name}"):
-            return import_module(f"fedclip.{name}")
-        raise AttributeError(f"module 'fedclip' has no attribute {name!r}{nearest(name, __all__)}")
+        return part_of(__name__, name, __all__)
 
 
 def __dir__() -> list[str]:
@@ -123,4 +121,5 @@ def _register() -> None:
         import fedclip.federation.network  # noqa: F401
 
 
+hint_at_imports()
 register_when_possible(_register)

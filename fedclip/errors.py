@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 __all__ = ["FedclipWarning", "NonFiniteError", "StateError", "nearest"]
@@ -46,3 +49,58 @@ def shown(value: Any) -> str:
     except ValueError:
         return "a number of thousands of digits"
     return text if len(text) <= 200 else text[:200] + "..."
+
+
+ADAPTERS = {
+    "torch": "PureClipping attach attach_update clip_ clip_grad_norm_",
+    "jax": "as_optax",
+    "tensorflow": "CompiledClipper clip",
+    "keras": "ClipHistory ClippedOptimizer",
+    "lightning": "LightningClipping",
+    "transformers": "ClipCallback",
+    "loggers": "log",
+}
+"""What people look for in the package itself, and where it is in the adapters."""
+
+
+def elsewhere(name: str, known: Sequence[str] = ()) -> str:
+    """Return where an adapter, or something in one, is; or the known name closest to a name."""
+    ways = {adapter: f"import fedclip.adapters.{adapter}" for adapter in ADAPTERS}
+    for adapter, names in ADAPTERS.items():
+        ways |= {n: f"from fedclip.adapters.{adapter} import {n}" for n in names.split()}
+    if name in ways:
+        return f": {ways[name]}"
+    match = difflib.get_close_matches(name, [*known, *ways], n=1)
+    return f"; did you mean {ways.get(match[0], match[0])!r}?" if match else ""
+
+
+class _Hints:
+    """A finder that comes last, and says where to find what is not where it was looked for."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Raise an error if there is something to say about a name in fedclip."""
+        home, _, last = name.rpartition(".")
+        root, *rest = home.split(".")
+        if root == "fedclip" and rest in ([], ["adapters"]) and not last.startswith("_"):
+            hint = elsewhere(last, sys.modules["fedclip"].__all__)
+            if hint:
+                raise ImportError(f"{home} has no {last!r}{hint}", name=name)
+
+
+def hint_at_imports() -> None:
+    """Let imports of what is elsewhere say where it is."""
+    if _Hints not in sys.meta_path:
+        sys.meta_path.append(_Hints)
+
+
+def part_of(package: str, name: str, known: Sequence[str] = ()) -> Any:
+    """Return a module of a package, or say where what it has not can be found."""
+    if not name.startswith("_"):
+        try:
+            if find_spec(f"{package}.{name}"):
+                return import_module(f"{package}.{name}")
+        except ImportError as error:
+            if error.name != f"{package}.{name}":
+                raise
+    raise AttributeError(f"module {package!r} has no attribute {name!r}{elsewhere(name, known)}")

@@ -6,7 +6,8 @@ scope                   groups
 ======================  ===================================================================
 ``"global"``            one: all arrays together
 ``"tensor"``            each array by itself
-``"layer"``             arrays whose names agree up to the last ``.`` or ``/``
+``"layer"``             arrays whose names agree up to the last ``.`` or ``/`` (parametrized
+                        ones of torch by the name of what they stand for)
 ``["enc.*", "head"]``   one for each pattern (`fnmatch`, first match wins), one for the rest
 ``{"enc.*" = 0.5}``     the same, each with its own limit; the rest keeps the common limit
 ======================  ===================================================================
@@ -38,6 +39,8 @@ _WHOLE = "all"
 # The parts of a pattern that are not literal: a set of characters, or a wildcard.
 _WILD = re.compile(r"\[.*|[*?]")
 _LAYER = re.compile(r"^(.+)[./][^./]+$")
+# What torch makes of the parameter "weight", in `torch.nn.utils.parametrizations`.
+_PARAMETRIZED = re.compile(r"parametrizations[./]([^./]+)[./]original\d*$")
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,7 @@ def resolve(scope: Scope, exclude: Sequence[str] | None, names: Sequence[str]) -
 
 
 def _layer(name: str) -> str:
+    name = _PARAMETRIZED.sub(r"\1", name)
     match = _LAYER.match(name)
     return match.group(1) if match else name
 

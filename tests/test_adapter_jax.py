@@ -10,7 +10,17 @@ jax = require("jax")
 optax = require("optax")
 import jax.numpy as jnp  # noqa: E402
 
-from fedclip import AGC, FedclipWarning, NormClip, OwnLimit, ValueClip, ZScoreClip  # noqa: E402
+from fedclip import (  # noqa: E402
+    AGC,
+    AutoClip,
+    EmaNormClip,
+    FedclipWarning,
+    NormClip,
+    OwnLimit,
+    Standardize,
+    ValueClip,
+    ZScoreClip,
+)
 from fedclip.adapters.jax import as_optax, load_state  # noqa: E402
 
 CLIPPERS = {
@@ -226,3 +236,20 @@ def test_leaves_of_the_same_path_are_clipped_each_by_itself(make):
     np.testing.assert_allclose(output["a.b"], expected["y"], rtol=1e-6)
     if not args:
         np.testing.assert_allclose(state.norm, [5.0, 0.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "clipper", [AutoClip(), NormClip(0.1, dims=[0]), EmaNormClip(), Standardize()], ids=str
+)
+def test_sessions_that_forbid_promotion(clipper, dtype):
+    params = {"w": jnp.full((3, 2), 2.0, dtype), "b": jnp.ones(2, dtype)}
+    transformation = as_optax(clipper)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        state = transformation.init(params)
+        updates, state = transformation.update(params, state, params)
+        clipper.clip(params)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(updates)} == {dtype}
+    # What a clipper keeps is no copy of the parameters to optax.
+    mapped = optax.tree.map_params(transformation, lambda leaf: None, state)
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)

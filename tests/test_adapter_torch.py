@@ -19,6 +19,7 @@ from fedclip import (  # noqa: E402
     AutoClip,
     EmaClip,
     EmaNormClip,
+    EmaValueClip,
     FedclipWarning,
     GrowthClip,
     GrowthValueClip,
@@ -449,3 +450,63 @@ def test_pure_clipping_refuses_what_it_can_not_do():
         PureClipping(NormClip(1.0, on_nonfinite="raise"))
     with pytest.raises(NotImplementedError, match=r"own-limit asks a function .*`clip_`"):
         PureClipping(OwnLimit(lambda norm, past: 1.0))
+
+
+def _filled(model, without=()):
+    for i, parameter in enumerate(model.parameters()):
+        parameter.grad = None if i in without else torch.randn_like(parameter)
+    return [p for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("clipper", [ZScoreClip(scope="tensor"), EmaValueClip()], ids=str)
+def test_a_list_whose_members_change_is_refused(clipper):
+    model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(3)])
+    clip_(_filled(model), clipper)
+    with pytest.raises(ValueError, match=r"named_parameters\(\), at each step"):
+        clip_(_filled(model, without=(2, 3)), clipper)
+    clipper.reset()
+    clip_(_filled(model, without=(2, 3)), clipper)
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_one_clipper_for_two_models_is_refused(scope):
+    one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    clipper, fixed = ZScoreClip(scope=scope), NormClip(1.0, scope=scope)
+    for model in (one, other):
+        _filled(model)
+        clip_(model, clipper)
+        clip_(model, fixed)
+    clip_(one, fixed)
+    with pytest.raises(ValueError, match="each model a clipper of its own"):
+        clip_(one, clipper)
+
+
+def test_parameters_may_be_left_out_of_a_norm_and_made_anew():
+    model, clipper = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(3)]), ZScoreClip()
+    for without in ((), (0, 1), (4,)):
+        clip_(_filled(model, without), clipper)
+    clipper, weight = ZScoreClip(scope="tensor"), torch.ones(3)
+    for _ in range(4):
+        weight = (weight * 2.0).detach().requires_grad_()
+        weight.grad = torch.ones(3)
+        clip_([weight], clipper)
+
+
+def test_a_number_is_a_fixed_limit():
+    model = torch.nn.Linear(3, 3)
+    _filled(model)
+    assert float(clip_(model, 1e-3)) > 1e-3
+    assert torch.cat([p.grad.reshape(-1) for p in model.parameters()]).norm() <= 1e-3
+    with attach(torch.optim.SGD(model.parameters(), lr=0.1), 2.0, model) as handle:
+        assert handle.clipper.get_config()["max_norm"] == 2.0
+    with pytest.raises(TypeError, match="made once, before the first step"):
+        clip_(model, "zscore-clip")
+
+
+def test_a_layer_is_one_whatever_stands_for_its_weight():
+    for made in (torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.spectral_norm):
+        model = torch.nn.Sequential(made(torch.nn.Linear(3, 3)), torch.nn.Linear(3, 3))
+        groups = NormClip(1.0, scope="layer").groups(
+            {n: p.shape for n, p in model.named_parameters()}
+        )
+        assert groups.labels == ("0", "1")

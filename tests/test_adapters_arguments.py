@@ -71,7 +71,7 @@ def make(request):
     return request.param
 
 
-@pytest.mark.parametrize("given", [NormClip, None, 1.0, ("a", 1)])
+@pytest.mark.parametrize("given", [NormClip, None, ("a", 1)])
 def test_what_is_not_a_clipper_is_refused_at_once(make, given):
     with pytest.raises(TypeError, match=r"is not a clipper of fedclip: give one, such as"):
         make(given)

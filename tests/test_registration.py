@@ -307,3 +307,22 @@ def test_an_unknown_name_is_an_attribute_error_with_the_nearest() -> None:
     assert not hasattr(fedclip, "_nothing")
     assert not hasattr(fedclip, "nothing")
     assert set(fedclip.__all__) <= set(dir(fedclip))
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "hint"),
+    [
+        ("import fedclip.torch", ImportError, "import fedclip.adapters.torch"),
+        ("from fedclip import jax", ImportError, "import fedclip.adapters.jax"),
+        ("fedclip.keras", AttributeError, "import fedclip.adapters.keras"),
+        ("from fedclip import clip_grad_norm", ImportError, "torch import clip_grad_norm_'"),
+        ("fedclip.clip_", AttributeError, "from fedclip.adapters.torch import clip_"),
+        ("fedclip.adapters.clip_", AttributeError, "from fedclip.adapters.torch import clip_"),
+        ("from fedclip.adapters import torhc", ImportError, "did you mean 'import fedclip.ad"),
+        ("from fedclip import NormClp", ImportError, "did you mean 'NormClip'"),
+    ],
+)
+def test_what_is_elsewhere_is_found(line: str, kind: type[Exception], hint: str) -> None:
+    with pytest.raises(kind, match=hint):
+        exec(line, {"fedclip": fedclip})
+    assert not hasattr(fedclip, "torch")

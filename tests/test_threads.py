@@ -9,15 +9,18 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
 from helpers import SPECIMENS, Specimen, run, specimens
 
-from fedclip import AGC, NormClip, ZScoreClip
+from fedclip import AGC, Clipper, NormClip, ZScoreClip
+from fedclip.modules.common import Remembering
+from fedclip.rules.constant import Constant
 from fedclip.testing import gradient_stream
+from fedclip.transforms import NormClipping
 
 
 @pytest.mark.parametrize("cls", [NormClip, ZScoreClip])
@@ -95,3 +98,41 @@ def test_a_copy_goes_on_by_itself(specimen: Specimen) -> None:
     run(clipper, gradient_stream(2))
     for other in (copy.deepcopy(clipper), pickle.loads(pickle.dumps(clipper))):
         assert other.get_config() == clipper.get_config()
+
+
+def test_a_copy_waits_for_the_step() -> None:
+    clip, done = ZScoreClip(scope="tensor"), threading.Event()
+    faults: list[Exception] = []
+
+    def watch() -> None:
+        while not done.is_set():
+            try:
+                copy.deepcopy(clip)
+                pickle.loads(pickle.dumps(clip))
+            except Exception as exc:
+                faults.append(exc)
+                return
+
+    interval = sys.getswitchinterval()
+    watching = threading.Thread(target=watch)
+    try:
+        sys.setswitchinterval(1e-6)
+        watching.start()
+        for i in range(600):
+            clip.on_round_start()
+            clip.clip({f"w{(7 * i + j) % 60}": np.ones(3) for j in range(4)})
+    finally:
+        done.set()
+        watching.join()
+        sys.setswitchinterval(interval)
+    assert faults == []
+
+
+@pytest.mark.parametrize("given", [{"shared": True}, {"shared_name": "mine"}])
+def test_who_shares_nothing_says_so(given: dict[str, Any]) -> None:
+    class Mine(NormClip, register=False):
+        def __init__(self, **common: Unpack[Remembering]) -> None:
+            Clipper.__init__(self, NormClipping(Constant((1.0,))), **common)
+
+    with pytest.raises(TypeError, match="shares nothing"):
+        Mine(**given)

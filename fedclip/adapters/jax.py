@@ -36,8 +36,15 @@ from fedclip.arrays.jax import JaxBackend
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
 from fedclip.dpsgd.step import private_mean
 from fedclip.modules import AGC, Clipper
-from fedclip.scopes import Groups
-from fedclip.transforms import NormClipping, SliceClipping, Transform, carried, clip_on_device
+from fedclip.scopes import Groups, resolve
+from fedclip.transforms import (
+    Carried,
+    NormClipping,
+    SliceClipping,
+    Transform,
+    carried,
+    clip_on_device,
+)
 
 __all__ = ["ClipState", "as_optax", "load_state", "private_gradients", "stats"]
 
@@ -103,13 +110,18 @@ def as_optax(
     clipper = clipper_of(clipper)
     check_compilable(clipper)
 
+    @_promoting
     def init(params: optax.Params) -> ClipState:
         leaves = _parameters(clipper, params)
-        groups = groups_of(clipper, leaves)
+        groups = groups_of(clipper, leaves) if leaves else resolve("global", None, [])
         first = start(clipper, groups)
         if isinstance(clipper, Clipper) and groups.names:
             kept = clipper.get_state()["arrays"]
             first = carried(clipper.transform(groups), leaves, groups, backend, first, kept)
+        elif kind_of(clipper, groups).arrays:
+            # optax asks with a placeholder for the parameters, which these arrays are no copy of.
+            one_leaf: Any = np.zeros(())
+            first = Carried(first, one_leaf)
         # Two fields of one buffer could not be donated.
         copied = functools.partial(jnp.array, copy=True)
         norm, limit = (copied(np.zeros(len(groups)), float) for _ in range(2))
@@ -117,6 +129,7 @@ def as_optax(
         over = copied(np.zeros(len(groups), bool))
         return ClipState(jax.tree.map(copied, first), norm, limit, over, steps, clipped, nonfinite)
 
+    @_promoting
     def update(
         updates: optax.Updates,
         state: ClipState | None,
@@ -167,6 +180,17 @@ def as_optax(
         return jax.tree.map(lambda u: u if _is_float0(u) else next(news), updates), after
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _promoting(function: Callable[..., Any]) -> Any:
+    """Return the function, which mixes ranks and dtypes though a session may forbid it."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _limited(transform: Transform, clipper: Clipper | AGC, max_norm: Array) -> Transform:
@@ -285,7 +309,7 @@ def _names(tree: Any) -> list[str]:
 def _parameters(clipper: Clipper | AGC, params: Any) -> dict[str, Any]:
     """Return the parameters by name; integers, which have gradients of float0, if excluded."""
     leaves = _by_name(params)
-    excluded = groups_of(clipper, leaves).excluded
+    excluded = groups_of(clipper, leaves).excluded if leaves else frozenset()
     chosen = {n for n, a in leaves.items() if jnp.issubdtype(a.dtype, jnp.inexact)}
     return {name: leaf for name, leaf in leaves.items() if name in excluded or name in chosen}
 

@@ -16,7 +16,7 @@ from declearn.optimizer import list_optim_modules
 from fedclip import states
 from fedclip.arrays import NUMPY, Array, Backend, HostView
 from fedclip.errors import nearest
-from fedclip.modules import AGC, Clipper, OwnLimit
+from fedclip.modules import AGC, Clipper, NormClip, OwnLimit
 from fedclip.modules.agc import weights_of
 from fedclip.records import RoundRecord, StepRecord
 from fedclip.scopes import Groups, resolve
@@ -89,12 +89,14 @@ def unique(names: Iterable[str]) -> list[str]:
     return list(found)
 
 
-Spec: TypeAlias = Clipper | AGC | str | tuple[str, Mapping[str, Any]]
-"""A clipper, or a name or (name, config) as in a declearn configuration."""
+Spec: TypeAlias = Clipper | AGC | float | str | tuple[str, Mapping[str, Any]]
+"""A clipper, a fixed limit of the norm, or a name or (name, config) as in a configuration."""
 
 
 def clipper_of(spec: Spec) -> Clipper | AGC:
-    """Return a clipper, made of its name and configuration if it is not one yet."""
+    """Return a clipper, made of its limit, or name and configuration, if it is not one yet."""
+    if isinstance(spec, int | float):
+        return NormClip(spec)
     match (spec, {}) if isinstance(spec, str) else spec:
         case (str(name), Mapping() as config):
             modules = list_optim_modules()
@@ -111,7 +113,10 @@ def check_clipper(given: Any) -> Clipper | AGC:
     """Return a clipper; raise a TypeError for what is none."""
     if isinstance(given, (Clipper, AGC)):
         return given
-    raise TypeError(f"{given!r:.80} is not a clipper of fedclip: give one, such as NormClip(1.0)")
+    raise TypeError(
+        f"{given!r:.80} is not a clipper of fedclip: give one, such as NormClip(1.0), made once, "
+        "before the first step"
+    )
 
 
 def clipped(

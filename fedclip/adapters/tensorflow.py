@@ -56,7 +56,7 @@ def clip(
     """
     check_clipper(clipper)
     pairs = list(grads_and_vars)
-    if tf.inside_function():
+    if not tf.executing_eagerly():
         return CompiledClipper.of(clipper)(pairs)
     names = _names([v for _, v in pairs])
     present = {n: g for n, (g, _) in zip(names, pairs, strict=True) if g is not None}
@@ -114,6 +114,11 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         if not self._variables:
             # Leave the function that is being traced: variables are made once.
             with tf.init_scope():
+                if not tf.executing_eagerly():
+                    raise RuntimeError(
+                        f"{self.clipper.name} can not clip in the graph of a TensorFlow 1 session: "
+                        "write the step as a tf.function, in a program that runs eagerly"
+                    )
                 self._held.build(weights)
             self._variables = self._held.variables
         outputs = self._held.clip(gradients, weights)

@@ -333,6 +333,8 @@ class Backend(Arithmetic, ABC):
     def traced(self, array: Array) -> bool:
         """Return whether an array stands for others, in code that is compiled or batched.
 
+        So does one whose derivatives are recorded.
+
         `torch.compile` is none of these: it follows what a clipper remembers.
         """
         return False

@@ -48,6 +48,11 @@ def _multiply_one(array: Array, factor: Array) -> Array:
     return _multiply(array, factor)
 
 
+def _at_least_single(array: Array) -> Any:
+    """Return the dtype of an array, or float32; a session may forbid JAX to promote dtypes."""
+    return array.dtype if array.dtype.itemsize > 4 else jnp.float32
+
+
 def _multiply(array: Array, factor: Array) -> Array:
     if array.dtype.itemsize == 2:
         return (array.astype(jnp.float32) * factor).astype(array.dtype)
@@ -78,7 +83,7 @@ def _wide(array: Array) -> Array:
     """Return an array in a dtype in which XLA adds it up with few roundings."""
     shape = array.shape
     narrow = math.prod(shape) >= _TREE and math.prod(shape[1:] or shape) <= _LONG
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32) if narrow else float)
+    return array.astype(_at_least_single(array) if narrow else float)
 
 
 def _sum_of_squares(wide: Array) -> Array:
@@ -86,6 +91,12 @@ def _sum_of_squares(wide: Array) -> Array:
     long = math.prod(wide.shape) > _LONG
     sums = jnp.sum(jnp.square(wide), axis=tuple(range(1, wide.ndim)) if long else None)
     return jnp.sum(sums.astype(float))
+
+
+def _sqrt(x: Array) -> Array:
+    """Return the square root; that of 0 has the derivative 0, as nothing follows from it."""
+    nothing = x == 0
+    return jnp.where(nothing, 0.0, jnp.sqrt(jnp.where(nothing, 1.0, x)))
 
 
 def _is_split(array: Array) -> bool:
@@ -181,7 +192,7 @@ class JaxBackend(Backend):
         )
 
     def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
-        return _multiply(array, jnp.asarray(factors, jnp.promote_types(array.dtype, jnp.float32)))
+        return _multiply(array, jnp.asarray(factors, _at_least_single(array)))
 
     def clip(
         self, arrays: Sequence[Array], low: float, high: float, host: Host = NOWHERE
@@ -199,7 +210,7 @@ class JaxBackend(Backend):
 
     def _scaled_square_sum(self, array: Array) -> tuple[Array, Array]:
         """Return the sum of the squares of ``array / unit``, and the unit."""
-        wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+        wide = array.astype(_at_least_single(array))
         unit = self.unit(jnp.max(jnp.abs(wide), initial=0.0))
         return self._sum(jnp.square(wide / unit)), unit
 
@@ -224,7 +235,7 @@ class JaxBackend(Backend):
 
     where = staticmethod(jnp.where)
     isfinite = staticmethod(jnp.isfinite)
-    sqrt = staticmethod(jnp.sqrt)
+    sqrt = staticmethod(_sqrt)
     exp = staticmethod(jnp.exp)
     minimum = staticmethod(jnp.minimum)
     maximum = staticmethod(jnp.maximum)
@@ -233,6 +244,10 @@ class JaxBackend(Backend):
 
     def finite(self, x: Array) -> Array:
         return jnp.minimum(x, jnp.finfo(x.dtype).max)  # type: ignore[no-untyped-call]
+
+    def unit(self, peak: Array) -> Array:
+        # Nothing depends on the unit, and the square of its reciprocal may overflow.
+        return super().unit(jax.lax.stop_gradient(peak))
 
     def sort(self, table: Array) -> Array:
         return jnp.sort(table, axis=0)
@@ -258,9 +273,7 @@ class JaxBackend(Backend):
             sums = self._group_sums(squares, arrays, members)
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
         sound = jnp.all((sums >= UNDERFLOW) & (sums < jnp.inf))
-        return jax.lax.cond(
-            sound, lambda: jnp.sqrt(sums), lambda: self._scaled_norms(arrays, members)
-        )
+        return jax.lax.cond(sound, lambda: _sqrt(sums), lambda: self._scaled_norms(arrays, members))
 
     def _group_sums(
         self, numbers: Sequence[Array], arrays: Sequence[Array], members: Sequence[Sequence[int]]
@@ -297,7 +310,7 @@ class JaxBackend(Backend):
             units = jnp.stack([unit for _, unit in pairs]).astype(float)
             sums = jnp.stack([s for s, _ in pairs]).astype(float)
             top = jnp.max(units)
-            norms.append(top * jnp.sqrt(jnp.sum(sums * jnp.square(units / top))))
+            norms.append(top * _sqrt(jnp.sum(sums * jnp.square(units / top))))
         return jnp.stack(norms)
 
     def _scaled_norms_of_shards(
@@ -308,7 +321,7 @@ class JaxBackend(Backend):
         tops = [self.unit(jnp.max(jnp.stack([peaks[i] for i in group]))) for group in members]
         of = {i: top for group, top in zip(members, tops, strict=True) for i in group}
         squares = [_sum_of_squares(a / of[i]) for i, a in enumerate(wide)]
-        return jnp.stack(tops).astype(float) * jnp.sqrt(self._group_sums(squares, arrays, members))
+        return jnp.stack(tops).astype(float) * _sqrt(self._group_sums(squares, arrays, members))
 
     def _peak(self, array: Array) -> Array:
         peak = jnp.max(jnp.abs(array), initial=0.0)
@@ -352,7 +365,7 @@ class JaxBackend(Backend):
         return self._sum(array, axes)
 
     def wide(self, array: Array) -> Array:
-        return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+        return array.astype(_at_least_single(array))
 
     def joined(self, arrays: Sequence[Array]) -> Array:
         return jnp.concatenate([*map(_flat, arrays)])
@@ -362,7 +375,7 @@ class JaxBackend(Backend):
         with float64(True):
             wide = array.astype(float)
             unit = self.unit(jnp.max(jnp.abs(wide), axis=axes, keepdims=True))
-            norms = unit * jnp.sqrt(jnp.sum(jnp.square(wide / unit), axis=axes, keepdims=True))
+            norms = unit * _sqrt(jnp.sum(jnp.square(wide / unit), axis=axes, keepdims=True))
             return norms.astype(widest)
 
     def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:

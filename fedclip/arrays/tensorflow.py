@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 # Private names: neither what is traced for XLA nor what is recorded has a public sign.
-from tensorflow.python.eager.record import could_possibly_record
+from tensorflow.python.eager.record import could_possibly_record, should_record_backprop
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from fedclip.arrays.base import NOWHERE, UNDERFLOW, Array, Backend, Host, HostView, Views
@@ -44,8 +44,15 @@ def _norms(table: Array) -> Array:
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         # XLA lacks the operation, and makes one of these, without a copy in float64.
         squares = tf.square(tf.cast(table, tf.float64))
-        return tf.sqrt(tf.reduce_sum(squares, -1))
+        return _sqrt(tf.reduce_sum(squares, -1))
     return tf.math.reduce_euclidean_norm(table, -1)
+
+
+@tf.custom_gradient  # type: ignore[untyped-decorator]
+def _sqrt(x: Array) -> Array:
+    """Return the square root; that of 0 has the derivative 0, as nothing follows from it."""
+    root = tf.sqrt(x)
+    return root, lambda change: tf.math.divide_no_nan(0.5 * change, _sqrt(x))
 
 
 @cache
@@ -70,7 +77,8 @@ class TensorflowBackend(Backend):
 
     def host(self, arrays: Sequence[Array]) -> Views:
         # The usual case first, without a method call for each of hundreds of tensors.
-        if _only_cpu() and {type(t) for t in arrays} == _EAGER:
+        kinds = {type(t) for t in arrays}
+        if _only_cpu() and kinds == _EAGER and not should_record_backprop([*arrays]):
             try:
                 views = Views([np.asarray(t) for t in arrays], dense=True)
             except ValueError:
@@ -81,7 +89,8 @@ class TensorflowBackend(Backend):
         return Views([self._view(t) for t in arrays])
 
     def traced(self, array: Array) -> bool:
-        return not hasattr(self._values(array), "numpy")
+        values = self._values(array)
+        return not hasattr(values, "numpy") or should_record_backprop([values])
 
     def reads(self, cls: type) -> bool:
         return not issubclass(cls, (tf.RaggedTensor, tf.SparseTensor))
@@ -224,7 +233,11 @@ class TensorflowBackend(Backend):
         return tf.math.is_finite(x)
 
     def sqrt(self, x: Array) -> Array:
-        return tf.sqrt(x)
+        return _sqrt(x)
+
+    def unit(self, peak: Array) -> Array:
+        # Nothing depends on the unit, and the square of its reciprocal may overflow.
+        return super().unit(tf.stop_gradient(peak))
 
     def exp(self, x: Array) -> Array:
         return tf.exp(x)
@@ -261,7 +274,7 @@ class TensorflowBackend(Backend):
             joined = [self.joined([values[i] for i in m]) for m in members]
             halves = [tf.raw_ops.L2Loss(t=tf.cast(j, tf.float64)) for j in joined]
             # Of a single group, numbers are of shape (): this saves an operation here and there.
-            return tf.sqrt(2.0 * (tf.stack(halves) if len(halves) > 1 else halves[0]))
+            return _sqrt(2.0 * (tf.stack(halves) if len(halves) > 1 else halves[0]))
         tables, places = self._tables(values, members)
         sums = self._square_sums(tables, places)
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
@@ -269,7 +282,7 @@ class TensorflowBackend(Backend):
 
         # TensorFlow derives node names from argument names, and warns if one starts with "_".
         def fast(sums: Array, *tables: Array) -> Array:
-            return tf.sqrt(sums)
+            return _sqrt(sums)
 
         def again(sums: Array, *tables: Array) -> Array:
             found = [self._scaled_norm([tables[i] for i in some]) for some in places]
@@ -371,7 +384,7 @@ class TensorflowBackend(Backend):
         flat = [tf.reshape(tf.cast(v, tf.float64), [-1]) for v in values]
         joined = tf.concat([zero, *flat], axis=0)
         unit = self.unit(tf.reduce_max(tf.abs(joined)))
-        return unit * tf.sqrt(tf.reduce_sum(tf.square(joined / unit)))
+        return unit * _sqrt(tf.reduce_sum(tf.square(joined / unit)))
 
     def of_group(self, numbers: Array, group: int) -> Array:
         # To see one number as another shape takes less than to cut it out.
@@ -437,7 +450,7 @@ class TensorflowBackend(Backend):
     def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
         wide = tf.cast(array, tf.float64)
         unit = self.unit(tf.reduce_max(tf.abs(wide), axis=axes, keepdims=True))
-        return unit * tf.sqrt(tf.reduce_sum(tf.square(wide / unit), axis=axes, keepdims=True))
+        return unit * _sqrt(tf.reduce_sum(tf.square(wide / unit), axis=axes, keepdims=True))
 
     def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
         return tf.reshape(array, shape)

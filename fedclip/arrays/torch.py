@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -16,7 +16,7 @@ from fedclip.arrays.base import NOWHERE, Array, Backend, Host, HostView, Views, 
 from fedclip.arrays.many import Many
 from fedclip.arrays.numpy import written
 
-__all__ = ["TorchBackend", "TorchInPlace"]
+__all__ = ["TorchBackend", "TorchInPlace", "TorchRecorded", "recorded"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _traits, _requires_grad = attrgetter("layout", "requires_grad"), attrgetter("requires_grad")
@@ -68,6 +68,21 @@ _LIBRARY.impl("keep_if", _keep_if, "CompositeExplicitAutograd")
 _LIBRARY.impl("keep_if_", _keep_if_, "CompositeExplicitAutograd")
 
 
+def _is_batched(tensor: torch.Tensor) -> bool:
+    # A private name: torch has no public one.
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def recorded(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether torch records derivatives with respect to one of these tensors."""
+    # Private names: torch has no public ones.
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or (torch.is_grad_enabled() and any(map(_requires_grad, tensors)))
+    )
+
+
 class TorchBackend(Backend):
     """Tensors of PyTorch."""
 
@@ -82,13 +97,13 @@ class TorchBackend(Backend):
             return Views([self._view(t) for t in arrays])
 
     def traced(self, array: Array) -> bool:
-        # A private name: torch has no public one.
-        return bool(torch._C._functorch.is_functorch_wrapped_tensor(array))
+        return _is_batched(array) or (array.requires_grad and torch.is_grad_enabled())
 
     def _view(self, tensor: torch.Tensor) -> HostView | None:
         tensor = self._values(tensor)
-        if not tensor.is_cpu or torch.compiler.is_compiling() or self.traced(tensor):
+        if not tensor.is_cpu or torch.compiler.is_compiling() or _is_batched(tensor):
             return None
+        tensor = tensor.detach()
         if tensor.dtype == torch.bfloat16:
             tensor = tensor.view(torch.uint16)
         # NumPy lacks other dtypes, which a clipper refuses by name.
@@ -97,8 +112,6 @@ class TorchBackend(Backend):
 
     @staticmethod
     def _values(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            tensor = tensor.detach()
         if tensor.layout == torch.strided and not tensor.is_nested:
             return tensor
         if tensor.layout == torch.sparse_coo:
@@ -130,9 +143,6 @@ class TorchBackend(Backend):
                 results = written(np.multiply, host.views, np.asarray(factor, kind), host.outs)
                 return [*map(torch.from_numpy, results)]
         k = self._number(factor, arrays[0])
-        if any(map(_requires_grad, arrays)):
-            # torch._foreach_mul would make the gradient of one output depend on all inputs.
-            return [torch.mul(t, k) for t in arrays]
         if arrays[0].dtype.itemsize == 2:
             return [self._multiply_one(t, factor) for t in arrays]
         products: Sequence[torch.Tensor] = torch._foreach_mul(list(arrays), k)
@@ -227,14 +237,14 @@ class TorchBackend(Backend):
         return norm.square()
 
     def to_host(self, array: Array) -> HostView:
-        tensor = self._values(array).cpu().resolve_neg()
+        tensor = self._values(array).detach().cpu().resolve_neg()
         if tensor.dtype == torch.bfloat16:
             tensor = tensor.float()
         view: HostView = tensor.numpy()
         return view
 
     def dense(self, array: Array) -> Array:
-        return array if array.layout == torch.strided else array.detach().to_dense()
+        return array if array.layout == torch.strided else array.to_dense()
 
     def from_host(self, values: HostView, like: Array) -> Array:
         tensor = torch.from_numpy(values)
@@ -602,7 +612,7 @@ class TorchBackend(Backend):
         return array.sum(dim=axes, keepdim=True, dtype=wide)
 
     def wide(self, array: Array) -> Array:
-        return (array.detach() if array.requires_grad else array).to(self._widest(array))
+        return array.to(self._widest(array))
 
     @staticmethod
     def _widest(like: torch.Tensor) -> torch.dtype:
@@ -645,12 +655,8 @@ class TorchBackend(Backend):
     def _foreach(arrays: Sequence[torch.Tensor]) -> bool:
         """Return whether one operation may work on all these tensors."""
         # `vmap` has no rules for such operations, and compilers fuse single ones by themselves.
-        if (
-            torch.compiler.is_compiling()
-            or torch._C._functorch.peek_interpreter_stack() is not None
-        ):
-            return False
-        if not arrays or any(t.requires_grad for t in arrays):
+        batched = torch._C._functorch.peek_interpreter_stack() is not None
+        if torch.compiler.is_compiling() or batched or not arrays:
             return False
         return TorchBackend._alike(arrays)
 
@@ -664,6 +670,55 @@ class TorchBackend(Backend):
     def group_max(self, values: Array, index: Array, groups: int) -> Array:
         lowest = values.new_full((groups,), -math.inf)
         return lowest.scatter_reduce(0, index, values, "amax")
+
+
+class TorchRecorded(TorchBackend):
+    """Tensors whose derivatives torch records, by autograd or `torch.func`, or that it batches.
+
+    All operations have first and second derivatives, also where a norm or deviation is 0 and
+    nothing follows from it.
+    """
+
+    def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        if any(t.layout is not torch.strided for t in arrays):
+            raise NotImplementedError(
+                "torch has no second derivatives of sparse tensors: make them dense, detach them, "
+                "or clip under torch.no_grad()"
+            )
+        return arrays
+
+    @staticmethod
+    def _foreach(arrays: Sequence[torch.Tensor]) -> bool:
+        # `vmap` has no rules for operations on many tensors, and autograd none for those in place.
+        return False
+
+    def where(self, condition: Array, x: Any, y: Any) -> Array:
+        dtype = next((v.dtype for v in (x, y) if isinstance(v, torch.Tensor)), torch.float64)
+        x, y = (v if isinstance(v, torch.Tensor) else torch.tensor(v, dtype=dtype) for v in (x, y))
+        return torch.where(condition, x, y)
+
+    def sqrt(self, x: Array) -> Array:
+        nothing = x == 0
+        return torch.sqrt(x.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
+
+    def ratio(self, x: Array, y: Array, counts: Array) -> Array:
+        return x / y.masked_fill(~counts, 1.0)
+
+    def unit(self, peak: Array) -> Array:
+        # Nothing depends on the unit.
+        return super().unit(peak.detach())
+
+    def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+        # All tensors of a group together: the norm of one that is zero has no derivative.
+        zero = arrays[0].new_zeros(1)
+        joined = [self.joined([zero, *(arrays[i] for i in some)]) for some in members]
+        norms = torch.cat([self._slice_norms(values, (0,)) for values in joined])
+        return norms[0] if len(members) == 1 else norms
+
+    def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
+        wide = self.wide(array)
+        unit = self.unit(wide.abs().amax(dim=axes, keepdim=True))
+        return unit * self.sqrt((wide / unit).square().sum(dim=axes, keepdim=True))
 
 
 class TorchInPlace(TorchBackend):

@@ -166,7 +166,7 @@ class AGC(parameters.Configured, Regularizer):
         backend: Backend | None = None,
     ) -> Mapping[str, Array]:
         """Return the clipped arrays, by name; see `fedclip.modules.Clipper.clip`."""
-        with self._clipper.lock:
+        with self.lock:
             self._clipper.weights = weights
             try:
                 return self._clipper.clip(arrays, backend=backend)
@@ -269,6 +269,11 @@ class AGC(parameters.Configured, Regularizer):
         if sum(n > 1 for n in shape) <= 1:
             return tuple(range(ndim))
         return (0,) if ndim in (2, 3) else tuple(range(ndim - 1))
+
+    @property
+    def lock(self) -> Any:
+        """Held while it clips; see `fedclip.modules.Clipper`."""
+        return self._clipper.lock
 
     def on_round_start(self) -> None:
         """Begin the records of a new round."""

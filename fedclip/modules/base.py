@@ -43,6 +43,10 @@ _Clipped: TypeAlias = tuple[Sequence[Array] | None, Mapping[str, Array]]
 _MOST_ABSENT = 1000
 
 
+# The attributes that steps change in place.
+_CHANGING = ("_absent", "_arrays", "_recorder", "_transform")
+
+
 class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignore[type-arg]
     """Base of fedclip's clippers.
 
@@ -65,6 +69,8 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
     """Common parameters with another default, check or meaning in this class."""
     presets: ClassVar[Mapping[str, Preset]] = {}
     """Names that `preset` knows, and where `fedclip.compat` has their defaults."""
+    shares: ClassVar[bool] = False
+    """Whether it can share its statistics with all clients."""
 
     on_record: Callable[[StepRecord], object] | None = None
     """Called after each step with its record, if set; not in compiled code."""
@@ -103,6 +109,13 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
             parameter = own.get(name, COMMON[name])
             value = common.get(name, parameter.default)
             setattr(self, name, parameter.check(**{name: value}))
+        asked = [name for name in ("shared", "shared_name") if getattr(self, name, None)]
+        if asked and not self.shares:
+            raise TypeError(
+                f"{self.name} shares nothing, got {asked[0]}={getattr(self, asked[0])!r}: leave it "
+                "out, or derive the class from SharedClipper of fedclip.modules.sharing, and give "
+                "the server its counterpart"
+            )
         self._transform = self.build() if transform is None else transform
         self._recorder = Recorder()
         # Names, groups, and the statistics of each group; known from the first gradient on.
@@ -125,9 +138,13 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes but the lock, for a copy or a pickle."""
+        """Return all attributes but the lock, for a copy or a pickle.
+
+        What steps change in place is copied here, while none is under way.
+        """
         with self.lock:
-            return {key: value for key, value in vars(self).items() if key != "lock"}
+            changing = {key: copy.deepcopy(vars(self)[key]) for key in _CHANGING}
+            return {k: v for k, v in vars(self).items() if k != "lock"} | changing
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over the result of `__getstate__`, and make a new lock."""
@@ -276,11 +293,13 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
             memory = self._memory if self.keep_memory else None
             gradient = Gradient.of(self.name, arrays, groups, backend, self._arrays, memory)
             views = gradient.views
-            if views.remote and gradient.backend.traced(gradient.arrays[views.remote[0]]):
+            if not views.usual and any(map(gradient.backend.traced, gradient.arrays)):
                 raise TypeError(
                     f"{self.name}: what a clipper learns and records can not leave code that is "
-                    "compiled or batched (jit, vmap, tf.function): use as_optax of fedclip.adapters"
-                    ".jax, clip of .tensorflow or PureClipping of .torch there"
+                    "compiled, batched or differentiated (jit, vmap, tf.function, a watching tape, "
+                    "create_graph=True). There, use as_optax of fedclip.adapters.jax, clip of "
+                    "fedclip.adapters.tensorflow within a tf.function, or PureClipping of "
+                    "fedclip.adapters.torch; who needs no derivatives can detach the arrays first"
                 )
             transform = self.transform(groups)
             if not (views.remote or views.form.bytes):

@@ -19,6 +19,7 @@ from fedclip.transforms import Transform
 class SharedClipper(Clipper, register=False):
     """Base of the clippers that have a counterpart on the server."""
 
+    shares: ClassVar[bool] = True
     agreed: ClassVar[tuple[str, ...]] = ("warmup", "scope", "exclude", "ord")
     """The common parameters that the counterpart must have as well, where there are any."""
     apart: ClassVar[tuple[str, ...]] = ()

@@ -288,8 +288,9 @@ class Standardizing(Transform):
             wide = [x - xp.cast(mean, xp.dtype(x)) for x in wide]
             squares = reduce(operator.add, map(xp.square_total, wide))
             deviation = xp.sqrt(squares / (size - 1.0))
-            # Where it is 0, its quotient by a subnormal number is NaN in torch.
+            # A quotient by a subnormal number is NaN in torch, and one by 0 has no derivative.
             divisor = deviation + (self.eps / unit if self.eps else 0.0) + TINY
+            divisor = xp.where(deviation == 0, math.inf, divisor)
             for row, x in zip(rows, wide, strict=True):
                 results = x / xp.cast(divisor, xp.dtype(x))
                 put(outputs, row, xp.store(results, [arrays[i] for i in row]))

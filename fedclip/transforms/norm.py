@@ -307,7 +307,7 @@ class NormClipping(Transform):
                     if self.action.raises:
                         k = xp.minimum(k, self._most(gradient, names, dtype))
                     if on_nonfinite == "propagate":
-                        k = xp.where(fine, k, norms * float("nan"))
+                        k = xp.where(fine, k, math.nan)
                     of_dtype[dtype] = k
                 chosen = [i for i in members if names[i] == dtype]
                 k = xp.of_group(of_dtype[dtype], group)

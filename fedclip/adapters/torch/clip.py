@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_ as _torchs_own
 
 from fedclip.adapters.shared import check_clipper, check_free, clipped
 from fedclip.adapters.torch.apart import are_apart, part
-from fedclip.adapters.torch.names import Parameters, check_sharding, named
+from fedclip.adapters.torch.names import Parameters, check_remembered, check_sharding, named
 from fedclip.arrays.torch import TorchInPlace
 from fedclip.modules import AGC, Clipper, NormClip
 from fedclip.records import StepRecord
@@ -22,7 +22,7 @@ __all__ = ["clip_", "clip_grad_norm_", "clip_named"]
 _IN_PLACE = TorchInPlace()
 
 
-def clip_(parameters: Parameters, clipper: Clipper | AGC) -> StepRecord | None:
+def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord | None:
     """Clip the gradients of parameters, in place on ``.grad``.
 
     Parameters
@@ -33,8 +33,8 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC) -> StepRecord | None:
         ``model.parameters()`` will do for a clipper with the scope "global" or "tensor" and no
         `exclude`: the parameters are then called "0", "1", ... in their order.
     clipper
-        Any clipper of fedclip; it keeps its statistics from call to call. `AGC` also measures
-        the parameters.
+        Any clipper of fedclip, made once; it keeps its statistics from call to call. `AGC` also
+        measures the parameters. A number is a fixed limit of the norm, as ``NormClip(number)``.
 
     Returns
     -------
@@ -49,7 +49,9 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC) -> StepRecord | None:
         If the clipper needs names and there are none, if a gradient is not of a floating type, or
         if the parameters are pieces of FSDP1.
     ValueError
-        If the clipper is attached to an optimizer, or in a Trainer, which clips already.
+        If the clipper is attached to an optimizer, or in a Trainer, which clips already; or if it
+        keeps statistics that are of other parameters: a list without names whose members change,
+        or one clipper for two models in turn.
 
     Examples
     --------
@@ -62,29 +64,35 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC) -> StepRecord | None:
     >>> layer.weight.grad.norm() <= 1.0
     tensor(True)
     """
-    found = named(parameters, check_clipper(clipper))
+    fixed = isinstance(clipper, int | float)
+    clipper = _fixed(clipper, 2.0, False) if fixed else check_clipper(clipper)
+    found = named(parameters, clipper)
     check_free(clipper)
     check_sharding(found.values())
-    return clip_named(found, clipper)
+    return clip_named(found, clipper, given=True)
 
 
-def clip_named(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -> StepRecord | None:
+def clip_named(
+    parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC, *, given: bool = False
+) -> StepRecord | None:
     """Clip the gradients of parameters that have been checked, each under one name.
 
-    It stays outside of what ``torch.compile`` compiles: the clipper measures through NumPy, and
-    counts in Python.
+    They may be others at each call if they are `given` by the user. It stays outside of what
+    ``torch.compile`` compiles: the clipper measures through NumPy, and counts in Python.
     """
     if torch.compiler.is_compiling():
         # The decorator would import the compiler with this module.
         disable: Any = torch.compiler.disable
-        found: StepRecord | None = disable(_clip_named)(parameters, clipper)
+        found: StepRecord | None = disable(_clip_named)(parameters, clipper, given)
         return found
-    return _clip_named(parameters, clipper)
+    return _clip_named(parameters, clipper, given)
 
 
 def _clip_named(
-    parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC
+    parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC, given: bool
 ) -> StepRecord | None:
+    if given:
+        check_remembered(parameters, clipper)
     gradients = {name: g for name, p in parameters.items() if (g := p.grad) is not None}
     if not gradients:
         return None
@@ -99,16 +107,18 @@ def _clip_named(
     if _are_sharded(gradients.values()):
         backend = _sharded(parameters, gradients)
     # A gradient of ``backward(create_graph=True)`` is changed without a trace in the graph.
-    with torch.no_grad():
+    with torch.no_grad(), clipper.lock:
         outputs = clipped(
             clipper, gradients, lambda: {n: parameters[n].detach() for n in gradients}, backend
         )
+        # Of this step: another thread may have the same clipper.
+        record = clipper.last
     if outputs is not gradients:
         for (name, gradient), output in zip(gradients.items(), outputs.values(), strict=True):
             # A sparse gradient that becomes dense is a new tensor.
             if output is not gradient:
                 parameters[name].grad = output
-    return clipper.last
+    return record
 
 
 def _are_sharded(gradients: Iterable[torch.Tensor]) -> bool:
@@ -183,24 +193,21 @@ def clip_grad_norm_(
     found = named(parameters, clipper)
     check_free(clipper)
     check_sharding(found.values())
-    record = clip_named(found, clipper)
+    record = clip_named(found, clipper, given=True)
     if record is None:
         return torch.zeros(())
-    gradients = [p.grad for p in found.values() if p.grad is not None]
-    norm = _norm(record).to(torch.promote_types(gradients[0].dtype, torch.float32))
-    if not _are_sharded(gradients):
+    # Not all gradients: to ask each parameter for its own takes as long as measuring it.
+    first = next(g for p in found.values() if (g := p.grad) is not None)
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    norms = record.norms
+    if not isinstance(norms, torch.Tensor):
+        return torch.scalar_tensor(float(record), dtype=dtype)
+    norm: torch.Tensor = torch.linalg.vector_norm(norms).to(dtype)
+    if not _are_sharded(found.values()):
         return norm
     from fedclip.arrays.sharded import replicated
 
-    return replicated(norm, gradients)
-
-
-def _norm(record: StepRecord) -> torch.Tensor:
-    norms = record.norms
-    if not isinstance(norms, torch.Tensor):
-        return torch.tensor(float(record), dtype=torch.float64)
-    norm: torch.Tensor = torch.linalg.vector_norm(norms)
-    return norm
+    return replicated(norm, [g for p in found.values() if (g := p.grad) is not None])
 
 
 # Typed, as True is equal to 1.

@@ -16,16 +16,20 @@ Prefixes of wrappers are taken off: ``module.`` (DistributedDataParallel) and ``
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fedclip.adapters.shared import unique
 from fedclip.modules import AGC, Clipper
+from fedclip.scopes import resolve
 
-__all__ = ["Parameters", "check_sharding", "named"]
+__all__ = ["Parameters", "check_remembered", "check_sharding", "named"]
 
 Parameters: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | "
@@ -113,6 +117,64 @@ def _plain(given: tuple[str, ...]) -> tuple[str, ...]:
         names = [name.replace(wrapper, "") for name in names]
     # Keep names that are different only with their prefixes.
     return tuple(names) if len(set(names)) == len(given) else tuple(unique(given))
+
+
+class _Remembered:
+    """Which parameters stood for the groups whose statistics a clipper keeps."""
+
+    def __init__(self) -> None:
+        self.last: list[int] = []
+        self.shapes: dict[str, torch.Size] = {}
+        self.turns: Counter[str] = Counter()
+        """How often all parameters of a group were replaced by others."""
+        self.homes: Any = WeakIdKeyDictionary()
+        """The group, and its turn, of each parameter."""
+
+
+_remembered: WeakKeyDictionary[Clipper, _Remembered] = WeakKeyDictionary()
+
+
+def check_remembered(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -> None:
+    """Raise a ValueError if a group's statistics are of other parameters.
+
+    New parameters may take the place of others, as in loops that make them at each step; those
+    that were replaced must not come back. Some of a group may be left out.
+    """
+    if isinstance(clipper, AGC):
+        return
+    known = _remembered.setdefault(clipper, _Remembered())
+    now = [*map(id, parameters.values())]
+    if now == known.last:
+        return
+    if clipper.last is None:
+        # Nothing has been learnt yet, or it was forgotten.
+        known = _remembered[clipper] = _Remembered()
+    groups = clipper.groups({name: tensor.shape for name, tensor in parameters.items()})
+    transform = clipper.transform(groups)
+    if transform.array_fields:
+        groups = resolve("tensor", None, groups.names)
+    elif not transform.init(groups)._fields:
+        known.last = now
+        return
+    for label, members in zip(groups.labels, groups.members, strict=True):
+        tensors = [parameters[groups.names[i]] for i in members]
+        homes = [home for tensor in tensors if (home := known.homes.get(tensor)) is not None]
+        if not homes:
+            known.turns[label] += 1
+        home = label, known.turns[label]
+        shape = tensors[0].shape
+        if any(one != home for one in homes) or (
+            label in parameters and known.shapes.setdefault(label, shape) != shape
+        ):
+            raise ValueError(
+                f"{clipper.name} keeps statistics of {label!r}, which stood for other parameters "
+                "at a step before: give it the model, or model.named_parameters(), at each step "
+                "(parameters without a gradient are left out), and each model a clipper of its "
+                "own, such as copy.deepcopy(clipper); call clipper.reset() to begin anew"
+            )
+        for tensor in tensors:
+            known.homes[tensor] = home
+    known.last = now
 
 
 def check_sharding(parameters: Iterable[torch.Tensor]) -> None:

@@ -21,12 +21,12 @@ from fedclip.adapters.shared import (
     start,
     transform_of,
 )
-from fedclip.arrays.torch import TorchBackend
+from fedclip.arrays.torch import TorchBackend, TorchRecorded, recorded
 from fedclip.modules import AGC
 from fedclip.scopes import Groups
-from fedclip.transforms import carried, clip_on_device
+from fedclip.transforms import Carried, carried, clip_on_device
 
-_PLAIN = TorchBackend()
+_PLAIN, _RECORDED = TorchBackend(), TorchRecorded()
 
 
 class PureClipping:
@@ -80,16 +80,14 @@ class PureClipping:
             known = self._know(gradients)
         # torch.compile can not follow how a first state, and with it its kind, is made.
         groups, kind = known or (self._groups(gradients), None)
-        backend, clipper = _backend(gradients), self.clipper
-        if weights is not None:
-            weights = {name: weight.detach() for name, weight in weights.items()}
+        check_state(state, kind, self.clipper.name)
+        backend, clipper = _backend(gradients, state, weights or {}), self.clipper
         transform = transform_of(clipper, groups, weights, backend)
         if backend.partial and not transform.runs_on_parts:
             raise NotImplementedError(
                 f"{clipper.name} needs whole arrays, and a DTensor is in parts: use clip_, which "
                 "gathers them, or a clipper by norms or by values"
             )
-        check_state(state, kind, clipper.name)
         clipped, step = clip_on_device(
             transform, gradients, groups, backend, state.statistics, clipper.on_nonfinite
         )
@@ -129,9 +127,20 @@ class PureClipping:
         return self.clipper.groups({name: gradients[name].shape for name in sorted(gradients)})
 
 
-def _backend(gradients: Mapping[str, torch.Tensor]) -> TorchBackend:
+def _backend(
+    gradients: Mapping[str, torch.Tensor], state: ClipState, weights: Mapping[str, torch.Tensor]
+) -> TorchBackend:
+    carries = isinstance(state.statistics, Carried)
+    numbers, kept = state.statistics if carries else (state.statistics, {})
+    past = [value for fields in kept.values() for value in fields.values()]
+    records = recorded([*gradients.values(), *weights.values(), *numbers, *past])
     if all(type(gradient).__name__ != "DTensor" for gradient in gradients.values()):
-        return _PLAIN
+        return _RECORDED if records else _PLAIN
+    if records:
+        raise NotImplementedError(
+            "derivatives of clipping are of whole tensors only: clip DTensors under "
+            "torch.no_grad(), or detach the gradients, the state and the weights"
+        )
     from fedclip.arrays.sharded import ShardedBackend
 
     return ShardedBackend(gradients.values())
