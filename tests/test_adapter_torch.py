@@ -458,7 +458,9 @@ def _filled(model, without=()):
     return [p for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("clipper", [ZScoreClip(scope="tensor"), EmaValueClip()], ids=str)
+@pytest.mark.parametrize(
+    "clipper", [ZScoreClip(scope="tensor"), EmaValueClip()], ids=lambda c: c.name
+)
 def test_a_list_whose_members_change_is_refused(clipper):
     model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(3)])
     clip_(_filled(model), clipper)

@@ -146,7 +146,9 @@ def test_torch_batched_and_compiled() -> None:
     torch.testing.assert_close(slopes[0], torch.tensor([0.128, -0.096]), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("clipper", [NormClip(1.0), ZScoreClip(), ValueClip(0.1)], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "clipper", [NormClip(1.0), ZScoreClip(), ValueClip(0.1)], ids=lambda c: c.name
+)
 def test_what_learns_in_python_refuses_recorded_gradients(clipper: Any) -> None:
     torch = require("torch")
     w = torch.tensor([3.0, 4.0], requires_grad=True)
