@@ -242,7 +242,7 @@ def test_leaves_of_the_same_path_are_clipped_each_by_itself(make):
 @pytest.mark.parametrize(
     "clipper",
     [AutoClip(), NormClip(0.1, dims=[0]), EmaNormClip(), Standardize()],
-    ids=lambda c: c.name if hasattr(c, "name") else str(c),
+    ids=lambda c: c.name,
 )
 def test_sessions_that_forbid_promotion(clipper, dtype):
     params = {"w": jnp.full((3, 2), 2.0, dtype), "b": jnp.ones(2, dtype)}
