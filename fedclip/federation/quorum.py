@@ -15,10 +15,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 
-__all__ = ["MEMBERS", "WHO", "Members", "quorum_problems", "told", "unfit"]
+__all__ = ["MEMBERS", "WHO", "Members", "plain", "quorum_problems", "told", "unfit"]
 
 WHO = "{client}"
 """Where the names go in a sentence about clients."""
+
+
+def plain(text: object, most: int) -> str:
+    r"""Return the start of what a client has written, as one line that moves no cursor.
+
+    Examples
+    --------
+    >>> plain("full\n\x1b[2Jdisk", 60)
+    'full [2Jdisk'
+    """
+    printable = "".join(c if c.isprintable() else " " for c in str(text))
+    return " ".join(printable.split())[:most]
 
 
 def told(reasons: Mapping[str, str]) -> str:

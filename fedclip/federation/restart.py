@@ -11,7 +11,7 @@ import filecmp
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,7 +179,6 @@ def _mixed(model: Path, optimizer: Path, timestamp: str) -> bool:
     except ValueError:
         return False
     written = optimizer.stat()
-    # At the end of summer time, an hour of names comes twice.
-    seconds = [named.replace(fold=fold).timestamp() for fold in (0, 1)]
-    original = any(-1.0 < written.st_mtime - second < 2.0 for second in seconds)
-    return original and model.stat().st_mtime_ns > written.st_mtime_ns
+    # Whichever time zone the name is in: they differ by quarters of an hour.
+    late = (written.st_mtime - named.replace(tzinfo=UTC).timestamp() + 1.0) % 900.0
+    return late < 3.0 and model.stat().st_mtime_ns > written.st_mtime_ns
