@@ -86,7 +86,14 @@ def evaluation(what: str, reply: Any) -> None:
     field, _, value = what.partition("=")
     name, _, field = field.partition(".")
     state: MetricState = reply.metrics[name]
-    values = {"nan": float("nan"), "text": "x", "0": 0.0, "array": np.zeros(2), "huge": 1e300}
+    values = {
+        "nan": float("nan"),
+        "text": "x",
+        "0": 0.0,
+        "-1": -1.0,
+        "array": np.zeros(2),
+        "huge": 1e300,
+    }
     setattr(state, field, values[value])
 
 

@@ -273,6 +273,8 @@ OURS = GOOD.replace('"averaging"', '"clipped-averaging"\nmax_norm = 1.0').replac
         (with_quorum(OURS, "min_replies = 0"), "min_replies must be an int >= 1, got 0"),
         (with_quorum(OURS, "min_replies = 2.0"), "min_replies must be an int >= 1, got 2.0"),
         (with_quorum(OURS, "patience = 0"), "patience must be a finite number > 0, got 0"),
+        (OURS.replace("[data]", "patience = 9\n[data]"), "write it in [network.kwargs]"),
+        (OURS.replace("[data]", "min_replies = 2\n[data]"), "write it in [network.kwargs]"),
         (with_quorum(OURS, "min_reply = 2"), "unknown parameter 'min_reply' in kwargs; did you"),
         (with_quorum(OURS).replace("websockets", "grpc"), "goes with protocol = 'fedclip-websoc"),
         (with_quorum(OURS) + "[secagg]\nsecagg_type = 'masking'\n", "does not go with secure agg"),

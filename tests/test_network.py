@@ -7,20 +7,26 @@ All clients and the server are processes; who dies, falls silent or is interrupt
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from declearn.communication import NetworkClientConfig, NetworkServerConfig
-from declearn.communication.api.backend.actions import Join
+from declearn.communication.api.backend.actions import Drop, Join
+from declearn.messaging import Error, EvaluationReply, InitReply
+from declearn.metrics._mean import MeanState
 from declearn.version import VERSION
 from federation_runs import PATIENCE, N, Run, complete, running
 
 import fedclip  # noqa: F401  (registers the protocol)
+from fedclip.federation import network
+from fedclip.federation.quorum import Members
 
 WATCHFUL = "fedclip-websockets"
 
@@ -175,3 +181,57 @@ def test_no_two_clients_have_one_name(caplog: pytest.LogCaptureFixture) -> None:
     assert asyncio.run(join()) == ["Accept", "Accept", "Reject", "Accept"]
     assert handler.client_names == {"x", "x.2", "y"}
     assert "refused a client 'x', which would be taken for 'x.2'" in caplog.text
+
+
+WRITTEN = "full\n2026-01-01 ERROR client 'b'\r\x1b[2J\u202e\x08"
+
+
+@pytest.mark.filterwarnings("ignore:Argument 'logger'")
+def test_what_a_client_writes_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor does it move the cursor of who reads it."""
+    server: Any = NetworkServerConfig(WATCHFUL, "127.0.0.1", 8765).build_server()
+    handler = server.handler
+    handler.open_clients_registration()
+    odd = EvaluationReply(0.5, 1, 0.0, {"loss": MeanState(1.0, np.full((9, 9), 0.5))})
+    reply = InitReply().serialize()
+    head = reply[: 1 + reply[0]]
+
+    async def speak() -> None:
+        await handler._handle_join_request(Join("a", VERSION + WRITTEN), 0)
+        await handler._handle_join_request(Join("b" + WRITTEN, VERSION), 1)
+        await handler._handle_join_request(Join("a", VERSION), 2)
+        await handler._handle_join_request(Join("z", "0.1" + WRITTEN), 3)
+        await handler._handle_drop_request(Drop(WRITTEN), 2)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(speak())
+        server._read("a", Error(WRITTEN).serialize())
+        server._evaluations({"a": odd})
+        for content in (head + msgpack.packb({WRITTEN: 1}), WRITTEN.encode()):
+            with pytest.raises(ValueError, match="can not be decoded") as caught:
+                server._read("a", content)
+            assert str(caught.value).isprintable()
+    assert "reports an error: full 2026-01-01 ERROR client 'b' [2J" in caplog.text
+    assert "dropped with reason: 'full 2026-01-01" in caplog.text
+    assert all(record.getMessage().isprintable() for record in caplog.records)
+
+
+@pytest.mark.filterwarnings("ignore:Argument 'logger'")
+def test_patience_of_a_server_whose_heart_beats_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = NetworkServerConfig(
+        WATCHFUL, "127.0.0.1", 8765, heartbeat=30.0, kwargs={"patience": 60.0}
+    )
+    server: Any = config.build_server()
+    server.members = Members({"a"})
+    server.handler.registered_clients[0] = "a"
+    now = [0.0]
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(network.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(network.asyncio, "sleep", sleep)
+    coroutine = server.wait_for_messages({"a"})
+    with pytest.raises(RuntimeError, match="no answer from 'a' in 60 s"):
+        coroutine.send(None)
+    assert 60.0 <= now[0] <= 90.0

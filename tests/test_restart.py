@@ -143,12 +143,16 @@ def test_rounds_of_two_runs_in_one_folder_are_told_of(
     assert "the folder holds several runs" in caplog.text
 
 
+@pytest.mark.parametrize("zone", ["Europe/Paris", "Asia/Kathmandu", "UTC"])
 @pytest.mark.parametrize("hour", [0, 1])
 def test_a_mixed_round_in_the_hour_that_comes_twice(
-    folder: Path, hour: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, hour: int, zone: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server was killed after it had written the model over that of an hour before."""
-    monkeypatch.setenv("TZ", "Europe/Paris")
+    """The server was killed after it had written the model over that of an hour before.
+
+    It starts again where it was, or in another time zone.
+    """
+    monkeypatch.setenv("TZ", zone)
     time.tzset()
     try:
         name = "26-10-25_02-30-00"

@@ -27,6 +27,7 @@ from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, 
 from fedclip.federation.update.secagg import inside
 from fedclip.federation.version import VERSION
 from fedclip.privacy.accounting import Release, epsilon, split_noise
+from fedclip.privacy.noise import insecure_normals
 
 CLIPPED = {"name": "clipped-averaging"}
 ADAPTIVE: list[Any] = ["update-clip-client"]
@@ -576,6 +577,38 @@ def test_denominator_is_the_expected_number_whoever_replies() -> None:
     assert norm(out) == pytest.approx(3 / 10)
     # Three of ten were clipped, and the rest is silent: a share of 1/2 - 3/20.
     assert server.optim.modules[0].bound == pytest.approx(math.exp(0.2 * 0.15))  # type: ignore[attr-defined]
+
+
+def test_a_noised_average_of_whoever_replies_is_the_sum_by_hand() -> None:
+    """Round by round: sum, noise, bound and cost are those of the clients that were expected."""
+    m, size = 4, 500
+    config: dict[str, Any] = {"start_norm": 0.5, "noise_multiplier": 0.8, "expected_clients": m}
+    config |= {"generator": "insecure", "seed": 3, "bits_noise": 0.6}
+    server, clients = (
+        Server([("update-clip-server", config)], CLIPPED),
+        Clients(m, ADAPTIVE, CLIPPED),
+    )
+    module: Any = server.optim.modules[0]
+    rng, bound, ratios = np.random.default_rng(0), 0.5, []
+    for round_, replying in enumerate(([0, 1, 2, 3], [0, 2], [3], [1, 2, 3], [2]), start=1):
+        aux = server.start()
+        sent = [rng.normal(size=size) * 10.0 ** rng.uniform(-3, 1) for _ in replying]
+        out = server.finish(
+            [clients.round(i, aux, x) for i, x in zip(replying, sent, strict=True)]
+        ).coefs["w"]
+        norms = [float(np.linalg.norm(x)) for x in sent]
+        total = sum(x * min(1.0, bound / n) for x, n in zip(sent, norms, strict=True))
+        owed = module.noise * bound
+        draws = insecure_normals(3, round_, 1)(size)
+        np.testing.assert_allclose(out, (total + owed * draws) / m, rtol=1e-6, atol=1e-9)
+        ratios.append(float(np.std(out * m - total)) / owed)
+        # A client that is silent has half a vote for either side.
+        votes = sum((n <= bound) - 0.5 for n in norms) + 0.6 * insecure_normals(3, round_, 0)(1)[0]
+        bound *= math.exp(-0.2 * (min(max(votes / m + 0.5, 0.0), 1.0) - 0.5))
+        assert module.bound == pytest.approx(bound)
+    # Each of five is within four of its standard deviations.
+    assert ratios == pytest.approx([1.0] * 5, abs=4 / math.sqrt(2 * size))
+    assert module.budget.accountant.spent == [Release(0.8, steps=5)]
 
 
 @pytest.mark.parametrize("replies", [1, 4, 5, 6, 10, 50])

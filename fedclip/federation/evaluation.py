@@ -18,10 +18,14 @@ from declearn.messaging import EvaluationReply
 from declearn.metrics import MetricSet, MetricState
 from declearn.metrics._mean import MeanState
 
+from fedclip.federation.quorum import plain
+
 __all__ = ["counted", "nothing"]
 
 # Sums, and squares of sums, of values beyond this would overflow.
 _LARGEST = 1e100
+# What declearn's metrics count, in fields of these names.
+_COUNTS = {"divisor", "tpos", "tneg", "fpos", "fneg", "confmat", "sum_of_weights"}
 # Metrics whose arrays may be of any length take time with the square of it.
 _LONGEST = 1 << 16
 
@@ -103,6 +107,8 @@ def _state_fault(state: Any, like: MetricState) -> str:
                 return f"has a {field.name} with NaN, or numbers beyond reason"
         elif fault := _number(value):
             return f"has a {field.name} that {fault}"
+        if field.name in _COUNTS and np.any(value < 0):
+            return f"has a {field.name} below 0"
     return "" if fixed or len(shapes) < 2 else "has arrays of different lengths"
 
 
@@ -113,7 +119,7 @@ def _number(value: Any) -> str:
 
 
 def _brief(value: object) -> str:
-    text = repr(value)
+    text = plain(repr(value), 61)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -130,5 +136,5 @@ def _trouble(replies: Iterable[EvaluationReply], metrics: MetricSet) -> str:
             for value in trial.get_result().values():
                 np.asarray(value, dtype=np.float64)
     except Exception as exc:  # each metric raises errors of its own
-        return f"its metrics can not be added up ({type(exc).__name__}: {exc!s:.100})"
+        return f"its metrics can not be added up ({type(exc).__name__}: {plain(exc, 100)})"
     return ""

@@ -45,7 +45,7 @@ from declearn.utils._register import REGISTRIES
 
 from fedclip import parameters
 from fedclip.federation.evaluation import counted, nothing
-from fedclip.federation.quorum import MEMBERS, WHO, Members, told, unfit
+from fedclip.federation.quorum import MEMBERS, WHO, Members, plain, told, unfit
 from fedclip.federation.senders import note_senders
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
@@ -107,6 +107,7 @@ class _Handler(MessagesHandler):
     async def _handle_join_request(self, message: Join, context: Any) -> Any:
         name: Any = message.name
         sound = isinstance(name, str) and name.isprintable() and not {"/", "\\"} & set(name)
+        message.version = plain(message.version, 60)
         if not sound or not 0 < len(name.encode()) <= 200:
             # The server's checkpoint has files of this name.
             _LOGGER.warning("refused a client whose name no file can have: %.60r", name)
@@ -121,6 +122,10 @@ class _Handler(MessagesHandler):
             _LOGGER.warning("refused a client %r, which would be taken for %r", name, twice)
             return Reject("this name is taken: choose another")
         return reply
+
+    async def _handle_drop_request(self, message: Any, context: Any) -> Any:
+        message.reason = plain(message.reason or "", 300)
+        return await super()._handle_drop_request(message, context)
 
     async def _handle_recv_request(self, message: Any, context: Any) -> Any:
         reply = await super()._handle_recv_request(message, context)
@@ -223,7 +228,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             fault = exc.__context__ if isinstance(exc, asyncio.CancelledError) else exc
             if fault is not None:
                 who = _who(self.handler.registered_clients.get(socket))
-                why = f"{type(fault).__name__}: {fault!s:.300}"
+                why = f"{type(fault).__name__}: {plain(fault, 300)}"
                 _LOGGER.error("the connection of %s ends with an error: %s", who, why)
 
     @property
@@ -273,7 +278,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             while cause.__cause__ is not None:
                 cause = cause.__cause__
             # Of several errors that follow from one another, the first names the client.
-            texts = dict.fromkeys(str(e)[:500] or type(e).__name__ for e in (exc_value, cause))
+            texts = dict.fromkeys(plain(e, 500) or type(e).__name__ for e in (exc_value, cause))
             why = ": ".join(texts)
             _LOGGER.error("the run has ended: %s", why)
             reason = CancelTraining(f"the server has ended: {why}").serialize()
@@ -354,7 +359,8 @@ class WatchfulWebsocketsServer(WebsocketsServer):
                 for name in missing:
                     self._leave(name, self._silence())
             else:
-                await asyncio.sleep(self.handler.heartbeat)
+                # `_Patience` counts a second at most.
+                await asyncio.sleep(min(self.handler.heartbeat, 1.0))
         self._check_present(heard)
         if not self._secure and self._is_asked(asked, EvaluationRequest):
             chosen = self._evaluations(replies)
@@ -375,11 +381,10 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         try:
             message: Message = SerializedMessage.from_bin_message(data).deserialize()
         except Exception as exc:
-            why = f"{type(exc).__name__}: {exc!s:.200}"
+            why = f"{type(exc).__name__}: {plain(exc, 200)}"
             raise ValueError(f"what can not be decoded ({why})") from exc
         if isinstance(message, Error):
-            # One line, whatever a client writes.
-            message.message = " ".join(str(message.message).split())[:1000]
+            message.message = plain(message.message, 1000)
             _LOGGER.error("client %r reports an error: %s", name, message.message)
             return message
         if wanted := _REPLIES.get(type(asked)) if asked else None:
@@ -390,7 +395,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             try:
                 aggregate_clients_data_info({name: message.data_info}, set(asked.fields))
             except Exception as exc:
-                raise ValueError(f"metadata that can not be used: {exc!s:.300}") from exc
+                raise ValueError(f"metadata that can not be used: {plain(exc, 300)}") from exc
         return message
 
     def _replies(
@@ -515,6 +520,9 @@ class WatchfulWebsocketsClient(WebsocketsClient):
         try:
             while not answer.done():
                 if patience.spent():
+                    # Who is frozen does not take part in closing a connection.
+                    cast(Any, self._socket).transport.abort()
+                    self._socket = None
                     raise RuntimeError(
                         f"no message from the server in {self.patience:g} s: it is frozen, or the "
                         "connection is dead; if rounds take longer, raise this client's patience"

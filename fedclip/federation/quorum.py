@@ -15,10 +15,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 
-__all__ = ["MEMBERS", "WHO", "Members", "quorum_problems", "told", "unfit"]
+__all__ = ["MEMBERS", "WHO", "Members", "plain", "told", "unfit"]
 
 WHO = "{client}"
 """Where the names go in a sentence about clients."""
+
+
+def plain(text: object, most: int) -> str:
+    r"""Return the start of what a client has written, as one line that moves no cursor.
+
+    Examples
+    --------
+    >>> plain("full\n\x1b[2Jdisk", 60)
+    'full [2Jdisk'
+    """
+    printable = "".join(c if c.isprintable() else " " for c in str(text))
+    return " ".join(printable.split())[:most]
 
 
 def told(reasons: Mapping[str, str]) -> str:
@@ -98,39 +110,6 @@ def unfit(*, secagg: bool, fairness: bool, aggregator: str) -> list[str]:
         for what, found in reasons.items()
         if found
     ]
-
-
-def quorum_problems(
-    min_replies: int, *, clients: int | None, registered: int | None, aggregator: str
-) -> list[tuple[str, str]]:
-    """Return what is wrong with a quorum, or worth knowing: "problem" or "note", and a sentence.
-
-    Parameters
-    ----------
-    min_replies
-        The least number of replies.
-    clients, registered
-        The largest number of clients in a round, and the least number that registers, if known.
-    aggregator
-        Its name.
-    """
-    found = []
-    if clients is not None and min_replies > clients:
-        text = f"min_replies = {min_replies}, and a round has at most {clients} clients: lower it"
-        found.append(("problem", text))
-    elif registered is not None and min_replies > registered:
-        text = (
-            f"registration may end with {registered} clients, fewer than min_replies = "
-            f"{min_replies}, and then the run ends: raise min_clients"
-        )
-        found.append(("note", text))
-    if aggregator != "clipped-averaging":
-        text = (
-            "with fewer clients in a round each of them moves the average further, and "
-            f"{aggregator!r} sets no limit to that: clipped-averaging does"
-        )
-        found.append(("note", text))
-    return found
 
 
 MEMBERS: ContextVar[Members | None] = ContextVar("fedclip_members", default=None)

@@ -7,11 +7,12 @@ time. Which round is the newest, the files themselves say.
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ def load_round(folder: str | Path) -> SavedRound:
     The best model, which declearn saves at the end of a run, belongs to no round. declearn names
     files by the second, and writes the model first: if the model of a pair is the younger file, the
     pair mixes two rounds of the same second, and is left out. In a copy of the folder, the order of
-    writing is that of copying, and says nothing.
+    writing is that of copying, and says nothing. The time zone does not matter.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -148,23 +149,18 @@ def _round_of(state: Any) -> tuple[int, int]:
 def _warn_of_other_runs(found: Sequence[tuple[Reached, str]], models: Mapping[str, Path]) -> None:
     """Say so if a round is there twice, with different models."""
     for (reached, one), (other, two) in itertools.pairwise(found):
-        if reached[:2] == other[:2] != (0, 0) and not _alike(models.get(one), models.get(two)):
-            _LOGGER.warning(
-                "%s and %s are different models of round %d: the folder holds several runs, of "
-                "which that with the highest round counts; give each run a folder of its own",
-                two,
-                one,
-                reached[0] or reached[1],
-            )
-            return
-
-
-def _alike(one: Path | None, two: Path | None) -> bool:
-    """Whether two files are not known to differ."""
-    try:
-        return not one or not two or filecmp.cmp(one, two, shallow=False)
-    except OSError:  # gone, or damaged
-        return True
+        if reached[:2] != other[:2] or reached[:2] == (0, 0) or not {one, two} <= models.keys():
+            continue
+        with contextlib.suppress(OSError):  # gone, or damaged
+            if not filecmp.cmp(models[one], models[two], shallow=False):
+                _LOGGER.warning(
+                    "%s and %s are different models of round %d: the folder holds several runs; "
+                    "that with the highest round counts: give each run a folder of its own",
+                    two,
+                    one,
+                    reached[0] or reached[1],
+                )
+                return
 
 
 def _why(exc: Exception) -> str:
@@ -179,7 +175,6 @@ def _mixed(model: Path, optimizer: Path, timestamp: str) -> bool:
     except ValueError:
         return False
     written = optimizer.stat()
-    # At the end of summer time, an hour of names comes twice.
-    seconds = [named.replace(fold=fold).timestamp() for fold in (0, 1)]
-    original = any(-1.0 < written.st_mtime - second < 2.0 for second in seconds)
-    return original and model.stat().st_mtime_ns > written.st_mtime_ns
+    # Whichever time zone the name is in: they differ by quarters of an hour.
+    late = (written.st_mtime - named.replace(tzinfo=UTC).timestamp() + 1.0) % 900.0
+    return late < 3.0 and model.stat().st_mtime_ns > written.st_mtime_ns

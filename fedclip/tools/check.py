@@ -31,7 +31,7 @@ from declearn.quickrun import DataSourceConfig, parse_data_folder
 import fedclip
 from fedclip import parameters
 from fedclip.errors import nearest
-from fedclip.federation.quorum import quorum_problems, unfit
+from fedclip.federation.quorum import unfit
 from fedclip.federation.senders import NamedClients
 from fedclip.federation.statistics.check import is_shared
 from fedclip.federation.update.check import update_problems
@@ -273,11 +273,22 @@ def _check_quorum(check: Check, optim: Section, least: int, aggregator: Any) -> 
     low = register.get("min_clients", 1) if isinstance(register, dict) else register
     fair, secagg = "fairness" in optim, _secagg(check) is not None
     check.problem(where, *unfit(secagg=secagg, fairness=fair, aggregator=name))
-    clients = _clients(check.config)
-    for level, text in quorum_problems(
-        least, clients=clients, registered=_count(low), aggregator=name
-    ):
-        check.add("note" if level == "note" else "problem", where, text)
+    clients, registered = _clients(check.config), _count(low)
+    if clients is not None and least > clients:
+        text = f"min_replies = {least}, and a round has at most {clients} clients: lower it"
+        check.problem(where, text)
+    elif registered is not None and least > registered:
+        check.note(
+            where,
+            f"registration may end with {registered} clients, fewer than min_replies = {least}, "
+            "and then the run ends: raise min_clients",
+        )
+    if name != "clipped-averaging":
+        check.note(
+            where,
+            "with fewer clients in a round each of them moves the average further, and "
+            f"{name!r} sets no limit to that: clipped-averaging does",
+        )
 
 
 def _check_updates(

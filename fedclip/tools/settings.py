@@ -146,7 +146,7 @@ def _privacy(values: Mapping[str, Any]) -> Iterator[str]:
 
 def elsewhere(key: str, section: str) -> str | None:
     """Return the one other section in which declearn knows a setting of this name, if it is one."""
-    homes = set()
+    homes = {"network.kwargs"} if key in _KWARGS else set()
     for name, cls in SECTIONS.items():
         for field in dataclasses.fields(cls):
             homes |= {name} if field.name == key else set()
@@ -154,6 +154,7 @@ def elsewhere(key: str, section: str) -> str | None:
                 if key in (f.name for f in dataclasses.fields(inner)):
                     homes.add(f"{name}.{field.name}")
     homes.discard(section)
+    homes = {home for home in homes if home.startswith(f"{section}.")} or homes
     return homes.pop() if len(homes) == 1 else None
 
 
