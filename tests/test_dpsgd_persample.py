@@ -466,6 +466,24 @@ def test_each_record_has_its_own_dropout_in_keras_and_haiku() -> None:
         assert len({row.tobytes() for row in seen}) == 40
 
 
+def test_the_seed_of_a_haiku_model_which_the_server_knows_foretells_no_dropout() -> None:
+    require("jax")
+    import haiku as hk
+    from declearn.model.haiku import HaikuModel
+
+    def dropped(x: Any) -> Any:
+        return hk.Linear(1, with_bias=False)(hk.dropout(hk.next_rng_key(), 0.5, x))
+
+    sums = []
+    for _ in range(2):
+        model = HaikuModel(dropped, lambda found, y: ((found - y) ** 2).sum(-1), seed=0)
+        model.initialize({"features_shape": (64,), "data_type": "float32"})
+        batch = (np.ones((4, 64), "float32"), np.full((4, 1), 9.0, "float32"), None)
+        sums.append(clipped_sum(model, [batch], flat)[0])
+    (one,), (other,) = (found.values() for found in sums)
+    assert not np.array_equal(one, other)
+
+
 # -- refusals ----------------------------------------------------------------------------------
 def test_layers_that_mix_records_are_refused_by_name() -> None:
     require("torch")
