@@ -6,7 +6,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dpsgd_wire as wire
@@ -526,6 +528,42 @@ def in_globals(net: Any, x: Any) -> Any:
     return x * (1 + len(SEEN))
 
 
+HOLDER = SimpleNamespace(kept=0)
+
+
+def in_an_object(net: Any, x: Any) -> Any:
+    HOLDER.kept += 1
+    return x if HOLDER.kept < 100 else 2 * x
+
+
+def in_defaults(net: Any, x: Any, *, kept: Any = []) -> Any:  # noqa: B006
+    kept.append(float(len(kept)))
+    return x if len(kept) < 100 else x * kept[-1]
+
+
+def boxed(box: Any, net: Any, x: Any) -> Any:
+    box["kept"] = box.get("kept", 0) + 1
+    return x if box["kept"] < 100 else 2 * x
+
+
+def on_itself(net: Any, x: Any) -> Any:
+    on_itself.kept = getattr(on_itself, "kept", 0) + 1  # type: ignore[attr-defined]
+    return x if on_itself.kept < 100 else 2 * x  # type: ignore[attr-defined]
+
+
+class Slotted:
+    """Counts in a slot."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self) -> None:
+        self.kept = 0
+
+    def __call__(self, net: Any, x: Any) -> Any:
+        self.kept += 1
+        return x if self.kept < 100 else 2 * x
+
+
 def enclosed(net: Any = None, seen: Any = None) -> Any:
     kept: list[Any] = []
 
@@ -572,6 +610,11 @@ REMEMBERING: dict[str, Any] = {
     "a class": lambda: Remembers(by_class),
     "globals": lambda: Remembers(in_globals),
     "a closure": lambda: Remembers(enclosed()),
+    "an object in globals": lambda: Remembers(in_an_object),
+    "a default": lambda: Remembers(in_defaults),
+    "a part of a call": lambda: Remembers(partial(boxed, {})),
+    "a function": lambda: Remembers(on_itself),
+    "a slot": lambda: Remembers(Slotted()),
     "a hook": hooked,
     "a hidden state": Recurrent,
 }
