@@ -60,6 +60,7 @@ def prepared(there: np.ndarray[Any, Any]) -> PrivateTrainingManager:
         optim=Optimizer(lrate=LRATE, modules=[SampleClip(micro_batch=256)]),
         aggrg=AveragingAggregator(),
         train_data=dataset,
+        valid_data=dataset,
         logger=_LOGGER,
         verbose=False,
     )

@@ -158,7 +158,7 @@ def without_noise(name: str, mode: str, positions: Any) -> tuple[Any, float]:
     model, x, y = model_of(name)
     data = InMemoryDataset(np.asarray(x), target=y)
     optim = Optimizer(lrate=1.0, modules=[SampleClip(mode=mode, micro_batch=4)])
-    made = PrivateTrainingManager(model, optim, AveragingAggregator(), data, verbose=False)
+    made = PrivateTrainingManager(model, optim, AveragingAggregator(), data, data, verbose=False)
     made.make_private(request(batches={"batch_size": 6}, sclip_norm=C))
     made.noise, made._normals = IndependentNoise(insecure_normals(3)), np.zeros
     given: list[Any] = []

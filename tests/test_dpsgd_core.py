@@ -375,9 +375,9 @@ def test_a_fingerprint_has_names_and_sizes_and_no_value() -> None:
     def of(names: str, scale: float = 1.0, records: int = 6) -> str:
         values = np.arange(2.0 * records).reshape(records, 2) * scale
         frame, labels = pandas.DataFrame(values, columns=[*names]), np.arange(records) % 3
-        return fingerprint(InMemoryDataset(frame, target=labels, expose_classes=True))
+        return fingerprint(InMemoryDataset(frame, target=labels, expose_classes=True), records)
 
-    assert of("ab").startswith("6 records, features (2,), 3 classes, names ")
+    assert of("ab").startswith("6 records, features (2,), names ")
     assert of("ab") == of("ab", 7.0)
     assert len({of("ab"), of("ac"), of("ba"), of("ab", records=9)}) == 4
 

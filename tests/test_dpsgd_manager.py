@@ -153,7 +153,7 @@ def test_noise_on_models_of_many_tensors(size: int, actual: int, layers: int) ->
     blank = np.zeros((128, wide), dtype="float32")
     dataset = InMemoryDataset(blank, target=blank, s_wght=blank[:, 0])
     made = PrivateTrainingManager(
-        *(model, Optimizer(lrate=0.7), AveragingAggregator(), dataset), verbose=False
+        *(model, Optimizer(lrate=0.7), AveragingAggregator(), dataset, dataset), verbose=False
     )
     made.make_private(request(batches={"batch_size": size}, sclip_norm=0.3))
     before = model.get_weights()

@@ -466,6 +466,35 @@ def test_each_record_has_its_own_dropout_in_keras_and_haiku() -> None:
         assert len({row.tobytes() for row in seen}) == 40
 
 
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_a_seed_which_the_server_knows_foretells_no_dropout(backend: str) -> None:
+    def one() -> Any:
+        if backend == "tensorflow":
+            keras = require("keras")
+            from declearn.model.tensorflow import TensorflowModel
+
+            drop = keras.layers.Dropout(0.5, seed=1)
+            net = keras.Sequential([drop, keras.layers.Dense(1, use_bias=False)])
+            return TensorflowModel(net, keras.losses.MeanSquaredError())
+        require("jax")
+        import haiku as hk
+        from declearn.model.haiku import HaikuModel
+
+        def dropped(x: Any) -> Any:
+            return hk.Linear(1, with_bias=False)(hk.dropout(hk.next_rng_key(), 0.5, x))
+
+        return HaikuModel(dropped, lambda found, y: ((found - y) ** 2).sum(-1), seed=0)
+
+    # Of a single record, what is dropped has a gradient of zero.
+    batch = (np.ones((1, 64), "float32"), np.full((1, 1), 9.0, "float32"), None)
+    left = []
+    for model in (one(), one()):
+        model.initialize({"features_shape": (64,), "data_type": "float32"})
+        (sums,) = clipped_sum(model, [batch], flat)[0].values()
+        left.append(sums.ravel() != 0)
+    assert not np.array_equal(*left)
+
+
 # -- refusals ----------------------------------------------------------------------------------
 def test_layers_that_mix_records_are_refused_by_name() -> None:
     require("torch")

@@ -151,9 +151,9 @@ def test_datasets_whose_records_can_not_be_drawn_are_refused() -> None:
 
 
 def manager(source: Any, collate: Any = padded, **changes: Any) -> PrivateTrainingManager:
+    data = dataset(source, collate)
     made = PrivateTrainingManager(
-        *(model(), Optimizer(lrate=0.1), AveragingAggregator(), dataset(source, collate)),
-        verbose=False,
+        *(model(), Optimizer(lrate=0.1), AveragingAggregator(), data, data), verbose=False
     )
     pytest.importorskip("opacus")
     made.make_private(request(**changes))

@@ -173,6 +173,15 @@ def test_a_ledger_is_exported_for_those_who_have_to_answer_for_it(tmp_path: Path
     assert call("spent", path, "--csv", "--json").exit_code == 2
 
 
+def test_no_text_of_an_export_is_a_formula_to_a_spreadsheet(tmp_path: Path) -> None:
+    path = tmp_path / "=1.json"
+    Ledger(9.0, 1e-5, path, data='=HYPERLINK("x"),\n').reserve(2.0, 1.0, 4)
+    text = call("spent", path, "--csv").stdout
+    for row in csv.DictReader(io.StringIO(text)):
+        assert row["where"] == "'=1.json"
+        assert row["data"] in ("", '\'=HYPERLINK("x"),\n')
+
+
 ENDS = ["1e-320", "1e-12", "0.5", "1", "1e10", "1e308", "inf", "nan", "-1", "0"]
 
 

@@ -496,12 +496,14 @@ def test_noise_for_a_budget_needs_a_number_of_steps(check: Any) -> None:
     file = check(modules, run=PRIVATE).path
     assert check_config(file).ok
     size = "batch_size = 8\n"
-    for steps, ok in (("", False), ("n_steps = 4", True)):
+    for steps, ok in (("timeout = 9", False), ("n_steps = 4", True)):
         text = check(modules, run=PRIVATE).path.read_text()
-        file.write_text(text.replace(size, f"{size}n_epoch = nan\ntimeout = 9\n{steps}\n"))
+        file.write_text(text.replace(size, f"{size}n_epoch = nan\n{steps}\n"))
         found = check_config(file)
         assert found.ok == ok
         assert ("needs a number of steps: set n_epoch or n_steps" in said(found, "problem")) != ok
+    file.write_text(text.replace(size, f"{size}timeout = 9\n"))
+    assert "refuse such rounds; leave timeout out" in said(check_config(file), "problem")
 
 
 @pytest.mark.parametrize(

@@ -120,22 +120,22 @@ def total(entries: Iterable[Entry]) -> Accountant:
     return accountant
 
 
-def fingerprint(dataset: Any) -> str:
-    """Return names and sizes of a declearn `Dataset`, and none of its values.
+def fingerprint(dataset: Any, records: int) -> str:
+    """Return names and sizes of a declearn `Dataset`, and nothing that follows a record.
+
+    That leaves out its own specifications: a single record can change types and classes.
 
     >>> import numpy as np
     >>> from declearn.dataset import InMemoryDataset
-    >>> fingerprint(InMemoryDataset(np.ones((9, 4)), target=np.ones(9)))
+    >>> fingerprint(InMemoryDataset(np.ones((9, 4)), target=np.ones(9)), 9)
     '9 records, features (4,)'
     """
-    specs = dataset.get_data_specs()
-    shape = None if specs.features_shape is None else tuple(specs.features_shape)
-    parts = [f"{specs.n_samples} records", f"features {shape} {specs.data_type or ''}".rstrip()]
-    if specs.classes:
-        parts.append(f"{len(specs.classes)} classes")
-    columns = getattr(getattr(dataset, "feats", None), "columns", None)
-    if columns is not None:
-        names = hashlib.sha256(repr([*columns]).encode()).hexdigest()
+    parts = [f"{records} records"]
+    features: Any = getattr(dataset, "feats", None)
+    if features is not None:
+        parts.append(f"features {tuple(map(int, features.shape[1:]))}")
+    if hasattr(features, "columns"):
+        names = hashlib.sha256(repr([*features.columns]).encode()).hexdigest()
         parts.append(f"names {names[:16]}")
     return ", ".join(parts)
 

@@ -35,7 +35,7 @@ from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, to
 from fedclip.dpsgd.ledger import Ledger, fingerprint
 from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.place import place_of
-from fedclip.dpsgd.records import Records, first_records, made_up
+from fedclip.dpsgd.records import Records, first_records
 from fedclip.dpsgd.sampling import PoissonSampler
 from fedclip.privacy.accounting import Release
 from fedclip.privacy.noise import Normals, secure_normals
@@ -68,7 +68,7 @@ class PrivateTrainingManager(DPTrainingManager):
         spent: Sequence[Release] = (),
         records: Records | None = None,
     ) -> None:
-        """Set up DP-SGD; the model is tried on validation records, or on made-up ones.
+        """Set up DP-SGD; the model is tried on validation records.
 
         Parameters
         ----------
@@ -101,7 +101,7 @@ class PrivateTrainingManager(DPTrainingManager):
         shapes = {name: tuple(map(int, array.shape)) for name, array in weights.items()}
         self._place, self._bound = place_of(self.optim.modules, shapes, asked), asked
         tried = first_records(self.valid_data)
-        self.records = records or Records(self.train_data, *tried[:1])
+        self.records = records or Records(self.train_data, tried[0])
         epsilon, delta = message.budget
         if max_budget is not None:
             epsilon, delta = min(epsilon, max_budget[0]), min(delta, max_budget[1])
@@ -117,9 +117,8 @@ class PrivateTrainingManager(DPTrainingManager):
         self.calibration = calibrate(epsilon, delta, len(self.records), size, steps)
         # What fails for all records fails now, before anything is paid.
         with self._untold("the trial of the model"):
-            shown = tried or made_up(self.records)
-            persample.try_out(self.model, shown, **self._settings(self.calibration.expected))
-            data = fingerprint(self.train_data)
+            persample.try_out(self.model, tried, **self._settings(self.calibration.expected))
+        data = fingerprint(self.train_data, len(self.records))
         self.ledger = Ledger(epsilon, delta, path, spent, data)
         self.noise = IndependentNoise()
         self._normals: Normals = secure_normals

@@ -16,7 +16,7 @@ from declearn.dataset import Dataset, InMemoryDataset
 
 from fedclip.dpsgd.persample.base import Failed, spare
 
-__all__ = ["Batch", "Records", "first_records", "made_up"]
+__all__ = ["Batch", "Records", "first_records"]
 
 # So many records are tried, before all count as impossible to read.
 _TRIED = 16
@@ -71,7 +71,10 @@ class Records:
         return len(self._alone)
 
     def take(self, positions: Any, failed: Failed | None = None) -> list[Batch]:
-        """Return batches: one for each shape that records have; none of those that raise.
+        """Return batches: one for each kind of record; none of those that raise.
+
+        Of one kind are those of the same shapes, dtypes and structure. Those that can not be put
+        together, such as sparse ones, are batches of their own.
 
         Parameters
         ----------
@@ -87,40 +90,35 @@ class Records:
 
             def work(start: int, stop: int) -> None:
                 record = self._alone[start]
-                alike.setdefault(_shape(record), []).append((start, record))
+                alike.setdefault(_kind(record), []).append((start, record))
 
             if failed is None:
                 work(position, position + 1)
             else:
                 spare(work, position, position + 1, failed)
-        pairs = (zip(*found, strict=True) for found in alike.values())
-        return [_batch(_joined(records), places) for places, records in pairs]
+        batches = []
+        for found in alike.values():
+            places, records = zip(*found, strict=True)
+            try:
+                batches.append(_batch(_joined(records), places))
+            except Exception:
+                batches += [_batch(record, [place]) for place, record in found]
+        return batches
 
 
 def first_records(dataset: Any) -> list[Any]:
-    """Return up to three batches of one record each; none of no dataset."""
-    return [] if dataset is None else [*islice(dataset.generate_batches(batch_size=1), 3)]
+    """Return up to three batches of one record each.
 
-
-def made_up(records: Records) -> list[Any]:
-    """Return three batches of one record each: shapes and dtypes are from a record that is there.
-
-    Numbers are drawn, and whole numbers, which may be tokens or classes, are 0.
+    Raises
+    ------
+    ValueError
+        If there is no data set.
     """
-    rng = np.random.default_rng(0)
-
-    def other(leaf: Any) -> Any:
-        if isinstance(leaf, (list, tuple)):
-            return [other(one) for one in leaf]
-        if leaf is None:
-            return None
-        whole = np.asarray(leaf).dtype.kind not in "fc"
-        drawn = np.zeros(leaf.shape) if whole else rng.normal(size=leaf.shape)
-        return drawn.astype(np.asarray(leaf).dtype)
-
-    readable = (records.take([i], lambda *_: None) for i in range(len(records)))
-    (batch, *_) = next(filter(None, readable))
-    return [tuple(other(part) for part in batch) for _ in range(3)]
+    if dataset is None:
+        raise ValueError(
+            "give valid_data: the model is tried on its records, which nobody protects"
+        )
+    return [*islice(dataset.generate_batches(batch_size=1), 3)]
 
 
 def _batch(parts: Any, positions: Sequence[int]) -> Batch:
@@ -135,8 +133,9 @@ class _MemoryRecords:
     def __init__(self, dataset: InMemoryDataset, like: Any) -> None:
         self._data = (dataset.feats, dataset.target, dataset.weights)
         self._dtypes = [getattr(one, "dtype", None) for one in like or (None,) * 3]
-        first = [_rows(part, slice(0, 1)) for part in self._data]
-        self.plain = not any(map(_may_raise, first, self._dtypes))
+        # Weights need not be in both, and are numbers.
+        self._dtypes[2] = self._dtypes[2] or np.dtype(np.float64)
+        self.plain = all(map(_plain, self._data, self._dtypes))
 
     def __len__(self) -> int:
         return int(self._data[0].shape[0])
@@ -180,8 +179,13 @@ def _leaves(data: Any) -> list[Any]:
     return [] if data is None else [data]
 
 
-def _shape(record: Any) -> tuple[Any, ...]:
-    return tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in _leaves(record))
+def _kind(data: Any) -> Any:
+    if isinstance(data, (list, tuple)):
+        return (type(data), *map(_kind, data))
+    if data is None:
+        return None
+    known = (str(getattr(data, name, "")) for name in ("dtype", "device", "layout"))
+    return (type(data), tuple(data.shape), *known)
 
 
 def _joined(parts: Sequence[Any]) -> Any:
@@ -206,11 +210,16 @@ def _rows(data: Any, positions: Any) -> Any:
     return data.iloc[positions].to_numpy() if hasattr(data, "iloc") else data[positions]
 
 
-def _may_raise(rows: Any, dtype: Any) -> bool:
-    if rows is None:
-        return False
+def _plain(data: Any, dtype: Any) -> bool:
+    """Whether no row can fail to be brought to a dtype, whatever it holds."""
+    if data is None:
+        return True
     whole = isinstance(dtype, np.dtype) and dtype.kind in "iu"
-    return rows.dtype.kind not in "biufc" or (whole and rows.dtype.kind == "f")
+    # Those of pandas' own are of another dtype once a value is missing.
+    return all(
+        isinstance(one, np.dtype) and one.kind in "biufc" and not (whole and one.kind == "f")
+        for one in np.ravel(data.dtypes if hasattr(data, "iloc") else data.dtype)
+    )
 
 
 def _brought(rows: Any, dtype: Any) -> Any:
@@ -218,10 +227,8 @@ def _brought(rows: Any, dtype: Any) -> Any:
     if rows is None or not isinstance(dtype, np.dtype) or dtype.kind not in "biufc":
         return rows
     with np.errstate(all="ignore"):
-        if not _may_raise(rows, dtype):
-            return rows.astype(dtype, copy=False)
-        wide = rows.astype(np.float64)
-        found = wide.astype(dtype)
-    if dtype.kind in "iu" and (found != wide).any():
+        wide = rows if rows.dtype.kind in "biufc" else rows.astype(np.float64)
+        found = wide.astype(dtype, copy=False)
+    if dtype.kind in "iu" and wide.dtype.kind == "f" and (found != wide).any():
         raise ValueError(f"{rows.tolist()} where valid_data has {dtype}")
     return found

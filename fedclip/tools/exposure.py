@@ -214,12 +214,17 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
         )
         yield "problem", "run.privacy", text
     training = run.get("training")
-    if isinstance(training, Mapping) and (
-        training.get("n_epoch", 1) is None and training.get("n_steps") is None
-    ):
+    training = training if isinstance(training, Mapping) else {}
+    if training.get("n_epoch", 1) is None and training.get("n_steps") is None:
         text = (
             "noise for a budget needs a number of steps: set n_epoch or n_steps, and not a time "
             "alone"
+        )
+        yield "problem", "run.training", text
+    elif training.get("timeout") is not None:
+        text = (
+            "timeout would let the number of steps tell how long single records take: private "
+            "clients refuse such rounds; leave timeout out"
         )
         yield "problem", "run.training", text
     text = (

@@ -17,6 +17,7 @@ from fedclip.tools.catalogue import version
 __all__ = ["Spent", "in_words", "of_plan", "read_spent", "write_csv"]
 
 _COUNTED_BY = ("fedclip", "dp-accounting", "opacus")
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 class Spent(NamedTuple):
@@ -110,11 +111,19 @@ def write_csv(costs: Iterable[Mapping[str, Any]], file: IO[str]) -> None:
     for cost in costs:
         for release in cost["entries"] or cost["releases"]:
             made = f"fedclip {release['fedclip']}" if release.get("fedclip") else ""
-            rows.writerow({**cost, "what": "release", **release, "versions": made})
+            rows.writerow(_inert({**cost, "what": "release", **release, "versions": made}))
         counted = "; ".join(f"{name} {number}" for name, number in cost["versions"].items())
         for name, value in cost["epsilons"].items() or {"": 0.0}.items():
             found = {"accountant": name, "epsilon": value, "versions": counted}
-            rows.writerow({**cost, "what": "total", **found})
+            rows.writerow(_inert({**cost, "what": "total", **found}))
+
+
+def _inert(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of which a spreadsheet takes no text for a formula, whoever wrote it."""
+    return {
+        name: f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
+        for name, cell in row.items()
+    }
 
 
 def of_plan(noise_multiplier: float, steps: int, rate: float, delta: float) -> Spent:

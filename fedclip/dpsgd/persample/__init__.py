@@ -136,8 +136,10 @@ def clipped_sum(
     whole = each is not None
     total = _Sum(framework.shapes(model), factors, groups, each)
     for batch in batches:
-        size = _size(batch)
-        places = getattr(batch, "positions", range(size))
+        # A record of no inputs has no size.
+        places = getattr(batch, "positions", None)
+        places = range(_size(batch)) if places is None else places
+        size = len(places)
 
         def work(start: int, stop: int, batch: Any = batch, size: int = size) -> None:
             some = batch if stop - start == size else _part(batch, slice(start, stop))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -50,7 +51,9 @@ def stacks(model: HaikuModel, batch: Any, micro_batch: int, whole: bool) -> Iter
     elements = sum(leaf.size for leaf in jax.tree_util.tree_leaves(trained))
     for some, size in micro_batches((inputs, targets, weights), micro_batch, elements):
         records = jax.tree_util.tree_map(lambda a: jnp.expand_dims(a, 1), some)
-        keys = jax.random.split(next(model._rng_gen), len(records[0][0]))
+        # The model's own follow a seed, which the server may know, and the order of records.
+        words = np.frombuffer(os.urandom(8 * len(records[0][0])), np.uint32)
+        keys = jnp.asarray(words.reshape(-1, 2))
         found = _COMPILED[model](trained, fixed, keys, records)
         arrays = {
             f"{layer}:{name}": array

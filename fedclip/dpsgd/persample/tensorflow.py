@@ -7,6 +7,7 @@ numbers would give all records the same. In models that have such a layer, recor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -74,6 +75,9 @@ def stacks(
         with tf.device(model._device):
             # Those of the layers, and any other that the pass comes across.
             used = _TRACED[model].get_concrete_function(given, rows).variables
+            for state in filter(_random, used):
+                # A seed may be the server's, and what follows from it depends on earlier records.
+                state.assign(np.frombuffer(os.urandom(8), np.uint32).astype(state.dtype.name))
             before = [(v, v.numpy()) for v in used if not (_random(v) or v.ref() in trained)]
             found, squares = _TRACED[model](given, rows)
             _unchanged(before)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from hashlib import sha256
+from logging import Logger
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -16,9 +18,6 @@ from torch import nn
 from fedclip.dpsgd.persample.torch_plan import full
 
 __all__ = ["check", "held"]
-
-# What functions may keep in globals; there are also modules, functions and loggers.
-_STATES = (bool, int, float, list, dict, set, deque, torch.Tensor, np.ndarray)
 
 
 def held(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
@@ -47,9 +46,13 @@ def held(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[t
         elif isinstance(value, FunctionType):
             known = (value.__globals__.get(n) for n in value.__code__.co_names)
             parts = [cell.cell_contents for cell in value.__closure__ or ()]
-            parts += [one for one in known if isinstance(one, _STATES)]
+            parts += [one for one in known if not (callable(one) or isinstance(one, Logger))]
+            parts += [value.__defaults__, value.__kwdefaults__, attributes]
+        elif isinstance(value, partial):
+            parts = [value.func, value.args, value.keywords, attributes]
         else:
-            parts = [*attributes.values()]
+            slots = (n for kind in type(value).__mro__ for n in getattr(kind, "__slots__", ()))
+            parts = [*attributes.values(), *(getattr(value, n, None) for n in slots)]
         for part in parts:
             yield from held(part, name, seen)
 
