@@ -21,7 +21,19 @@ NAMES = [*SHAPES]
 STEPS = 7
 ZERO = "enc.weight"
 
+SAMPLE = ("norm-clip-l1", "ema-value-clip", "agc")
+
 Trees = list[Any]
+
+
+# Each compiles for seconds.
+sampled = pytest.mark.parametrize(
+    "specimen",
+    [
+        pytest.param(s, id=str(s), marks=[] if str(s) in SAMPLE else pytest.mark.soak)
+        for s in SPECIMENS
+    ],
+)
 
 
 def point(seed: int, zero: bool, steps: int = STEPS) -> list[np.ndarray]:
@@ -170,3 +182,98 @@ def test_torch_refuses_what_has_no_second_derivative() -> None:
     pure.update({"w": sparse}, state)
     with pytest.raises(NotImplementedError, match="sparse"):
         pure.update({"w": sparse.requires_grad_()}, state)
+
+
+def jax_slopes(specimen: Specimen) -> tuple[Any, Any]:
+    """Return the transformation, and the compiled derivatives of `weighed` over its steps."""
+    jax = require("jax")
+    import jax.numpy as jnp
+
+    from fedclip.adapters.jax import as_optax
+
+    transformation = as_optax(specimen.make())
+
+    def function(values: Trees, floats: Trees, state: Any) -> Any:
+        rows = [
+            dict(zip(NAMES, values[i:], strict=False)) for i in range(0, len(values), len(NAMES))
+        ]
+        _, tree = jax.tree.flatten(state.statistics)
+        state = state._replace(statistics=jax.tree.unflatten(tree, floats))
+
+        def step(state: Any, row: Any) -> Any:
+            clipped, state = transformation.update(row, state, rows[-1])
+            return state, (clipped, state.norm, state.limit)
+
+        many = jax.tree.map(lambda *a: jnp.stack(a), *rows[:-1])
+        last, parts = jax.lax.scan(step, state, many)
+        rng, total = np.random.default_rng(0), 0.0
+        for part in jax.tree.leaves(parts):
+            weights = rng.standard_normal(part.shape)
+            total += (jnp.where(abs(part) < 1e300, part, 0.0) * weights).sum()
+        return total, last
+
+    def dot(a: Any, b: Any) -> Any:
+        return sum(map(jnp.vdot, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+    @jax.jit
+    def slopes(x: Any, v: Any, state: Any) -> Any:
+        first = jax.grad(lambda x: function(*x, state)[0])
+        value, along, last = jax.jvp(lambda x: function(*x, state), (x,), (v,), has_aux=True)
+        gradients = first(x), jax.grad(lambda x: dot(first(x), v))(x)
+        _, pushed = jax.jvp(first, (x,), (v,))
+        return (
+            value,
+            (along, dot(gradients[0], v)),
+            [dot(g, v) for g in (gradients[1], pushed)],
+            last,
+        )
+
+    return transformation, slopes
+
+
+@sampled
+def test_jax(specimen: Specimen) -> None:
+    jax = require("jax")
+    with jax.enable_x64(True):
+        transformation, slopes = jax_slopes(specimen)
+        state = transformation.init(dict(zip(NAMES, point(3, zero=False), strict=False)))
+        # From the first step on, and from a state that has learnt, with respect to it too.
+        for zero in (False, True):
+            values, rng = point(3, zero), np.random.default_rng(1)
+            floats = [np.asarray(a, np.float64) for a in jax.tree.leaves(state.statistics)]
+            x = (values, floats)
+            # Counts are whole numbers, which do not move.
+            v = (
+                [rng.standard_normal(a.shape) * 0.1 * bool(a.any()) for a in values],
+                [rng.standard_normal(a.shape) * 0.1 * a * (a != np.rint(a)) for a in floats],
+            )
+
+            def by(h: float, x: Any = x, v: Any = v, state: Any = state) -> Any:
+                return slopes([moved(a, d, h) for a, d in zip(x, v, strict=True)], [*v], state)
+
+            _, first, second, after = by(0.0)
+            (up, *_), (down, *_) = by(1e-6), by(-1e-6)
+            assert first == pytest.approx([float(up - down) / 2e-6] * 2, rel=1e-6, abs=1e-6)
+            (_, (up, _), *_), (_, (down, _), *_) = by(1e-5), by(-1e-5)
+            assert second == pytest.approx([float(up - down) / 2e-5] * 2, rel=1e-4, abs=1e-4)
+            state = after
+
+
+def test_jax_in_half_precision() -> None:
+    jax = require("jax")
+    import jax.numpy as jnp
+
+    from fedclip.adapters.jax import as_optax
+
+    transformation = as_optax(NormClip(1.0, scope="tensor"))
+
+    def first(tree: Any) -> Any:
+        clipped, _ = transformation.update(tree, transformation.init(tree))
+        return clipped["w"][0]
+
+    tree = {"w": jnp.array([3.0, 4.0], jnp.bfloat16), "zero": jnp.zeros(3, jnp.float16)}
+    found = jax.grad(first)(tree)
+    assert np.asarray(found["w"], np.float32) == pytest.approx([0.128, -0.096], rel=2e-2)
+    assert not found["zero"].any()
+    tree["w"] *= np.nan
+    assert np.isnan(np.asarray(jax.grad(first)(tree)["w"], np.float32)).all()

@@ -176,7 +176,8 @@ def measure_on_device(
         found = unit * xp.sqrt(add(x * x for x in scaled))
         return found / math.sqrt(size) if ord == "rms" else found
     power = float(ord)
-    total = add(abs(x) ** power for x in scaled)
+    # The power 1 would have no second derivative at 0.
+    total = add(abs(x) if power == 1 else abs(x) ** power for x in scaled)
     # A root of 0 has no derivative, though nothing may follow from the norm.
     return unit * xp.where(total == 0, 0.0, xp.where(total == 0, 1.0, total) ** (1 / power))
 
