@@ -91,6 +91,8 @@ def manager(setting: Setting, model: TorchModel, data: Data, epsilon: float) -> 
         optim=Optimizer(lrate=setting.lrate, modules=clip),
         aggrg=AveragingAggregator(),
         train_data=InMemoryDataset(data[0], target=data[1], expose_classes=True),
+        # What the model is tried on; nothing is evaluated here.
+        valid_data=InMemoryDataset(data[0][:1], target=data[1][:1], expose_classes=True),
         logger=_LOGGER,
         verbose=False,
     )

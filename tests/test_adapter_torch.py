@@ -499,7 +499,9 @@ def test_a_number_is_a_fixed_limit():
     _filled(model)
     assert float(clip_(model, 1e-3)) > 1e-3
     assert torch.cat([p.grad.reshape(-1) for p in model.parameters()]).norm() <= 1e-3
-    with attach(torch.optim.SGD(model.parameters(), lr=0.1), 2.0, model) as handle:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(optimizer, 2.0, model) as handle:
+        optimizer.step()
         assert handle.clipper.get_config()["max_norm"] == 2.0
     with pytest.raises(TypeError, match="made once, before the first step"):
         clip_(model, "zscore-clip")

@@ -144,6 +144,6 @@ print(found)
         return done.stdout
 
     call("prepare.py")
-    assert "No problem." in call("-m", "fedclip", "check", "config.toml")
+    assert "No problem, 4 notes." in call("-m", "fedclip", "check", "config.toml")
     assert float(call("-c", program)) > 0.5
     assert (folder / "accuracy.png").stat().st_size > 5000

@@ -246,7 +246,7 @@ def test_the_quickrun_example(tmp_path: Path) -> None:
         return done.stdout
 
     call("prepare.py")
-    assert "No problem." in call("-m", "fedclip", "check", "config.toml")
+    assert "No problem, 1 note." in call("-m", "fedclip", "check", "config.toml")
     said = call("-m", "fedclip", "quickrun", "config.toml")
     assert said == "fedclip: 3 clients; see  fedclip report result\n"
     # declearn's log goes to files; what remains is one line a round.

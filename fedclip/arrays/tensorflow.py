@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 # Private names: neither what is traced for XLA nor what is recorded has a public sign.
+from tensorflow.python.eager.forwardprop_util import pack_tangents
 from tensorflow.python.eager.record import could_possibly_record, should_record_backprop
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
@@ -61,6 +62,11 @@ def _only_cpu() -> bool:
     return all(device.device_type == "CPU" for device in tf.config.list_logical_devices())
 
 
+def _recorded(tensors: list[Array]) -> bool:
+    """Return whether a tape or an accumulator watches one of these tensors."""
+    return should_record_backprop(tensors) or bool(pack_tangents(tensors).tangents)
+
+
 def _of(dtype: Any, value: Any) -> Any:
     """Return an array or a number in this dtype."""
     # `tf.cast` would take a Python number to float32 first.
@@ -78,7 +84,7 @@ class TensorflowBackend(Backend):
     def host(self, arrays: Sequence[Array]) -> Views:
         # The usual case first, without a method call for each of hundreds of tensors.
         kinds = {type(t) for t in arrays}
-        if _only_cpu() and kinds == _EAGER and not should_record_backprop([*arrays]):
+        if _only_cpu() and kinds == _EAGER and not _recorded([*arrays]):
             try:
                 views = Views([np.asarray(t) for t in arrays], dense=True)
             except ValueError:
@@ -90,7 +96,7 @@ class TensorflowBackend(Backend):
 
     def traced(self, array: Array) -> bool:
         values = self._values(array)
-        return not hasattr(values, "numpy") or should_record_backprop([values])
+        return not hasattr(values, "numpy") or _recorded([tf.convert_to_tensor(values)])
 
     def reads(self, cls: type) -> bool:
         return not issubclass(cls, (tf.RaggedTensor, tf.SparseTensor))
