@@ -202,7 +202,7 @@ def dispatched(call: Callable[[], Any]) -> int:
         (EmaNormalize, 75, 0),
         # The extremes of each tensor.
         (partial(ValueClip, 1.0), 55, 1),
-        (Standardize, 59, 0),
+        (Standardize, 60, 0),
         (EmaValueClip, 62, 0),
         # Why these grow is in `GROWS`.
         (Centralize, 65, 2),
