@@ -385,7 +385,8 @@ def test_pure_clipping_tells_what_happened(scope, compiled):
     assert pure.stats(state, gradients)["round/steps"] == 0
     assert "norm" not in pure.stats(state, gradients)
     for factor in (1.0, 1.1, 0.9, 50.0, math.nan, 60.0):
-        given = {name: factor * gradient for name, gradient in gradients.items()}
+        # No two groups are as far from their limits: which is told of would hang on a rounding.
+        given = {"a": factor * gradients["a"], "b": factor**0.9 * gradients["b"]}
         _, state = update(given, state)
         finite = math.isfinite(factor)
         with contextlib.nullcontext() if finite else pytest.warns(FedclipWarning, match="NaN"):
