@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -92,6 +92,27 @@ def hint_at_imports() -> None:
     """Let imports of what is elsewhere say where it is."""
     if _Hints not in sys.meta_path:
         sys.meta_path.append(_Hints)
+
+
+def imported_when_used(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package that imports each name from its file when first used.
+
+    Parameters
+    ----------
+    package : str
+        The package's own name.
+    homes : mapping
+        The file of each name.
+    """
+
+    def look_up(name: str) -> Any:
+        if name not in homes:
+            return part_of(package, name, list(homes))
+        value = getattr(import_module(f"{package}.{homes[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return look_up
 
 
 def part_of(package: str, name: str, known: Sequence[str] = ()) -> Any:

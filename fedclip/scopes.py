@@ -12,6 +12,10 @@ scope                   groups
 ``{"enc.*" = 0.5}``     the same, each with its own limit; the rest keeps the common limit
 ======================  ===================================================================
 
+A pattern that matches no name is tried without what wrappers add to names (``module.``,
+``base_model.model.``, ``.default``); one without wildcards then also finds a layer: ``head`` finds
+``module.head.weight``.
+
 Arrays whose name matches `exclude` are neither measured nor clipped. NaN or infinity in one of
 them still makes the gradient non-finite, and `on_nonfinite` says what happens to the step.
 """
@@ -22,6 +26,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,6 +44,12 @@ _WHOLE = "all"
 # The parts of a pattern that are not literal: a set of characters, or a wildcard.
 _WILD = re.compile(r"\[.*|[*?]")
 _LAYER = re.compile(r"^(.+)[./][^./]+$")
+# What declearn, DistributedDataParallel, torch.compile and peft add to the names of tensors.
+_WRAPPING = re.compile(
+    r"^(?:(?:module|_orig_mod|base_model\.model)\.)+|"
+    r"(?<=\.)_(?:orig_mod|checkpoint_wrapped_module)\.|"
+    r"\.modules_to_save(?=\.default\.)|\.default(?=\.|$)"
+)
 # What torch makes of the parameter "weight", in `torch.nn.utils.parametrizations`.
 _PARAMETRIZED = re.compile(r"parametrizations[./]([^./]+)[./]original\d*$")
 
@@ -99,24 +110,25 @@ def check_scope(scope: Any, *, limits: bool = False) -> Scope:
         return scope
     if isinstance(scope, Mapping) and limits:
         _check_patterns("scope", list(scope), allowed)
-        return {key: parameters.positive(**{f"scope[{key!r}]": v}) for key, v in scope.items()}
+        return {key: parameters.limit(**{f"scope[{key!r}]": v}) for key, v in scope.items()}
     if isinstance(scope, (list, tuple)):
         _check_patterns("scope", scope, allowed)
         return list(scope)
     raise TypeError(f"scope must be {allowed}, got {scope!r} ({type(scope).__name__})")
 
 
-def check_exclude(exclude: Any) -> list[str] | None:
-    """Return `exclude` as a list of patterns, or None."""
+def check_exclude(exclude: Any, parameter: str = "exclude") -> list[str] | None:
+    """Return `exclude`, or another parameter, as a list of patterns, or None."""
     if exclude is None:
         return None
     allowed = "a name pattern or a list of name patterns"
     patterns = [exclude] if isinstance(exclude, str) else exclude
     if not isinstance(patterns, (list, tuple)):
-        raise TypeError(f"exclude must be {allowed}, got {exclude!r} ({type(exclude).__name__})")
+        given = f"{exclude!r} ({type(exclude).__name__})"
+        raise TypeError(f"{parameter} must be {allowed}, got {given}")
     if not patterns:
         return None
-    _check_patterns("exclude", patterns, allowed)
+    _check_patterns(parameter, patterns, allowed)
     return list(patterns)
 
 
@@ -149,12 +161,12 @@ def resolve(scope: Scope, exclude: Sequence[str] | None, names: Sequence[str]) -
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"names of tensors must be strings, got {name!r}")
-    excluded = frozenset(_matched("exclude", exclude or (), names))
+    excluded = frozenset(matched("exclude", exclude or (), names))
     measured = tuple(n for n in names if n not in excluded)
     labels: Iterable[str]
     by_label: dict[str, list[int]] = {}
     if not isinstance(scope, str):
-        found = _matched("scope", list(scope), measured)
+        found = matched("scope", list(scope), measured)
         labels = [found.get(name, _REST) for name in measured]
         # Groups have the order of the patterns; the rest comes last.
         by_label = {pattern: [] for pattern in scope}
@@ -179,7 +191,17 @@ def _layer(name: str) -> str:
     return match.group(1) if match else name
 
 
-def _matched(parameter: str, patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+@lru_cache(1 << 16)
+def unwrapped(name: str) -> str:
+    """Return a name without what wrappers have added to it.
+
+    >>> unwrapped("module.base_model.model.head.modules_to_save.default.weight")
+    'head.weight'
+    """
+    return _WRAPPING.sub("", name)
+
+
+def matched(parameter: str, patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     """Return the first pattern that matches each name; raise if a pattern matches none at all."""
     found: dict[str, str] = {}
     left = dict.fromkeys(names)
@@ -191,14 +213,26 @@ def _matched(parameter: str, patterns: Sequence[str], names: Sequence[str]) -> d
         if literal != pattern:
             matches = re.compile(translate(pattern)).match
             hits = [name for name in left if literal in name and matches(name)]
-            if not hits and not any(literal in name and matches(name) for name in found):
+            known = any(literal in name and matches(name) for name in found)
+        else:
+            known = pattern in found
+        if not hits and not known:
+            inside = _inside(pattern, names)
+            if not inside:
                 raise _no_match(parameter, pattern, names)
-        elif not hits and pattern not in found:
-            raise _no_match(parameter, pattern, names)
+            hits = [name for name in inside if name in left]
         for name in hits:
             found[name] = pattern
             del left[name]
     return found
+
+
+def _inside(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the names that match without their wrappers, or are of a layer of this name."""
+    matches = re.compile(translate(pattern)).match
+    if not _WILD.search(pattern):
+        matches = re.compile(rf"{re.escape(pattern)}(?:[./]|$)").match
+    return [name for name in names if matches(unwrapped(name)) or matches(name)]
 
 
 def _no_match(parameter: str, pattern: str, names: Sequence[str]) -> ValueError:

@@ -39,8 +39,7 @@ def load(fresh: Any, statistics: Statistics, labels: Sequence[str]) -> Any:
     for group, label in enumerate(labels):
         for field, value in statistics.get(label, {}).items():
             columns[field][..., group] = value
-    # A single group uses plain floats where a field is one number, because they are faster.
-    return type(fresh)(**{f: float(c[0]) if c.shape == (1,) else c for f, c in columns.items()})
+    return type(fresh)(**columns)
 
 
 def fetched(arrays: Statistics) -> Statistics:

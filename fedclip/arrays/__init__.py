@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only folder that knows frameworks: one small file each, chosen by the type of an array.
+"""The only folder that knows frameworks: one file each, chosen by the type of an array.
 
 A framework is imported when fedclip meets the first array of it. To add a framework, write its
 file and add a row to `_FILES`.
@@ -12,41 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays.base import (
-    LARGEST,
-    NOWHERE,
-    UNDERFLOW,
-    Arithmetic,
-    Array,
-    Backend,
-    Form,
-    Host,
-    HostView,
-    Views,
-)
+from fedclip.arrays.base import LARGEST, Arithmetic, Array, Backend, HostView
+from fedclip.arrays.blocks import Float64, encode
 from fedclip.arrays.memory import Memory
-from fedclip.arrays.number import NumberArithmetic
 from fedclip.arrays.numpy import NumpyBackend
 
 __all__ = [
     "LARGEST",
-    "NOWHERE",
-    "NUMBER",
     "NUMPY",
-    "UNDERFLOW",
     "Arithmetic",
     "Array",
     "Backend",
-    "Form",
-    "Host",
+    "Float64",
     "HostView",
     "Memory",
-    "Views",
+    "NumpyBackend",
     "backend_named",
     "backend_of",
+    "narrowed",
+    "on_host",
 ]
 
-NUMBER = NumberArithmetic()
 NUMPY = NumpyBackend()
 
 # Top-level package of a value's class -> file and class of the backend.
@@ -91,6 +77,22 @@ def on_host(numbers: Any) -> HostView:
     if isinstance(numbers, (bool, int, float, np.ndarray)):
         return np.atleast_1d(numbers)
     return np.atleast_1d(backend_of(numbers).to_host(numbers))
+
+
+def narrowed(values: Float64, like: Array) -> Array:
+    """Return values as an array of the kind, dtype and device of `like`, which is dense.
+
+    What is too large for the dtype becomes its largest number. For an array that is not of floats
+    the result is of the framework's widest ones.
+    """
+    backend = backend_of(like)
+    dtype = backend.dtype(like)
+    if not dtype.startswith(("float", "bfloat")):
+        return backend.asarray(values, like)
+    # NumPy has no bfloat16: `encode` writes its bits as uint16.
+    kind = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
+    values = np.asarray(np.clip(values, -LARGEST[dtype], LARGEST[dtype]))
+    return backend.from_host([encode(values, kind)], [like])[0]
 
 
 def _find(cls: type) -> Backend:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX: arrays on any device, and traced values under jit."""
+"""JAX: arrays on devices, and traced values under jit; on the CPU it only makes NumPy's views.
+
+It knows neither groups of tensors nor limits.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -15,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedclip.arrays.base import NOWHERE, UNDERFLOW, Array, Backend, Host, HostView, Views
-from fedclip.arrays.numpy import bits, dtype_name, shared
+from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView
+from fedclip.arrays.numpy import bits, dtype_name
 
 __all__ = ["JaxBackend"]
 
@@ -28,35 +30,8 @@ float64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["en
 # 20 in larger ones up to a million (tests/test_digits.py).
 _TREE = 1 << 12
 _LONG = 1 << 20
-_JOINED = 1 << 24
-# Above this mean number of elements, XLA writes arrays faster one by one than all together.
-_LARGE = 1 << 18
-# XLA runs fewer than a thousand floating point operations in the calling thread; waking another
-# thread takes longer. With few elements in all, it is worth splitting them into such small calls.
-_CHEAP = 999
+# Of fewer elements in all, those of a group are joined: one operation, not one for each array.
 _FEW = 1 << 14
-
-
-@jax.jit
-def _multiply_all(arrays: list[Array], factor: Array) -> list[Array]:
-    # Compiled once for the shapes of a model: one dispatch instead of one for each array.
-    return [_multiply(a, factor) for a in arrays]
-
-
-@jax.jit
-def _multiply_one(array: Array, factor: Array) -> Array:
-    return _multiply(array, factor)
-
-
-def _at_least_single(array: Array) -> Any:
-    """Return the dtype of an array, or float32; a session may forbid JAX to promote dtypes."""
-    return array.dtype if array.dtype.itemsize > 4 else jnp.float32
-
-
-def _multiply(array: Array, factor: Array) -> Array:
-    if array.dtype.itemsize == 2:
-        return (array.astype(jnp.float32) * factor).astype(array.dtype)
-    return array * jnp.asarray(factor, array.dtype)
 
 
 @cache
@@ -65,25 +40,55 @@ def _only_cpu() -> bool:
     return set(jax.extend.backend.backends()) == {"cpu"}
 
 
-def _bins(arrays: Sequence[Array], most: int) -> list[list[Array]]:
-    """Return the arrays in lists of at most `most` elements, or of one larger array."""
-    bins: list[list[Array]] = [[]]
-    held = 0
-    for array in arrays:
-        size = math.prod(array.shape)
-        if bins[-1] and held + size > most:
-            bins.append([])
-            held = 0
-        bins[-1].append(array)
-        held += size
-    return bins
+def _widest() -> Any:
+    return jax.dtypes.canonicalize_dtype(float)
+
+
+def _at_least_single(array: Array) -> Array:
+    return array if array.dtype.itemsize > 2 else array.astype(jnp.float32)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _towards_zero(x: Array, dtype: Any) -> Array:
+    """Return an array in a dtype, rounded towards zero; derivatives are those of the array."""
+    narrow = x.astype(dtype)
+    if narrow.dtype.itemsize >= x.dtype.itemsize:
+        return narrow
+    # Floats of one sign are ordered like their bits: subtract 1 to step towards zero.
+    pattern = jax.lax.bitcast_convert_type(narrow, f"uint{8 * narrow.dtype.itemsize}")
+    over = jnp.abs(narrow.astype(x.dtype)) > jnp.abs(x)
+    return jax.lax.bitcast_convert_type(pattern - over.astype(pattern.dtype), narrow.dtype)
+
+
+@_towards_zero.defjvp
+def _(dtype: Any, given: Any, changes: Any) -> tuple[Array, Array]:
+    return _towards_zero(given[0], dtype), changes[0].astype(dtype)
+
+
+@jax.custom_jvp
+def _on_grid(product: Array) -> Array:
+    """Return products without what is below the smallest float16; derivatives are theirs."""
+    return jnp.trunc(product * 2.0**24) * 2.0**-24
+
+
+@_on_grid.defjvp
+def _(given: Any, changes: Any) -> tuple[Array, Array]:
+    return _on_grid(given[0]), changes[0]
+
+
+def _multiply(array: Array, factor: Array) -> Array:
+    wide = _at_least_single(array)
+    product = wide * factor.astype(wide.dtype)
+    if array.dtype == jnp.float16:
+        product = _on_grid(product)
+    return product.astype(array.dtype)
 
 
 def _wide(array: Array) -> Array:
     """Return an array in a dtype in which XLA adds it up with few roundings."""
     shape = array.shape
     narrow = math.prod(shape) >= _TREE and math.prod(shape[1:] or shape) <= _LONG
-    return array.astype(_at_least_single(array) if narrow else float)
+    return _at_least_single(array) if narrow else array.astype(float)
 
 
 def _sum_of_squares(wide: Array) -> Array:
@@ -97,6 +102,12 @@ def _sqrt(x: Array) -> Array:
     """Return the square root; that of 0 has the derivative 0, as nothing follows from it."""
     nothing = x == 0
     return jnp.where(nothing, 0.0, jnp.sqrt(jnp.where(nothing, 1.0, x)))
+
+
+def _unit(peak: Array) -> Array:
+    """Return what to divide float64 by so that no square overflows or underflows."""
+    # Nothing depends on the unit, and the square of its reciprocal may overflow.
+    return jax.lax.stop_gradient(jnp.clip(peak, 2.0**-1000, 2.0**1000))
 
 
 def _is_split(array: Array) -> bool:
@@ -137,99 +148,43 @@ class JaxBackend(Backend):
     """
 
     name = "jax"
-    writes = True
+    aligned = True
 
     def __init__(self, axes: tuple[str, ...] = ()) -> None:
         self._axes = axes
 
-    def traced(self, array: Array) -> bool:
-        return isinstance(array, jax.core.Tracer)
-
+    # -- arrays -------------------------------------------------------------------------------
     def reads(self, cls: type) -> bool:
         # Sparse arrays and descriptions of shapes are none.
         return hasattr(cls, "at")
 
-    def host(self, arrays: Sequence[Array]) -> Views:
-        if _only_cpu():
-            # A traced value has no data.
-            with suppress(jax.errors.TracerArrayConversionError):
-                found = [np.asarray(a) for a in arrays]
-                views = Views(found, dense=True)
-                return views if views.usual else Views(map(bits, found))
-        return Views([self._view(a) for a in arrays])
-
-    def _view(self, array: Array) -> HostView | None:
-        if isinstance(array, jax.core.Tracer):
-            return None
-        on_cpu = all(device.platform == "cpu" for device in array.sharding.device_set)
-        return bits(np.asarray(array)) if on_cpu else None
+    def traced(self, array: Array) -> bool:
+        return isinstance(array, jax.core.Tracer)
 
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)
 
-    def scale(self, arrays: Sequence[Array], factor: float, host: Host = NOWHERE) -> list[Array]:
-        first = arrays[0].sharding
-        together = all(a.sharding is first or a.sharding == first for a in arrays)
-        size = sum([math.prod(a.shape) for a in arrays])
-        large = size >= _LARGE * len(arrays)
-        if host.outs and large and together and self._may_write(arrays):
-            # XLA takes new memory at each step, which costs more than the product.
-            products = shared(np.multiply, np.float32(factor), host)
-            return list(jax.device_put(products, first if arrays[0].committed else None))
-        if not together or large:
-            # A compiled call can not span several devices.
-            return [_multiply_one(a, factor) for a in arrays]
-        parts = _bins(arrays, _CHEAP) if size < _FEW else [list(arrays)]
-        return [product for part in parts for product in _multiply_all(part, factor)]
+    def views(self, arrays: Sequence[Array]) -> Sequence[HostView | None]:
+        return [self._view(a) for a in arrays]
 
-    @staticmethod
-    def _may_write(arrays: Sequence[Array]) -> bool:
-        """Return whether JAX can share the memory of NumPy's products, and change nothing."""
-        first = arrays[0]
-        return len(first.sharding.device_set) == 1 and all(
-            a.dtype == np.float32 and not a.weak_type and a.committed is first.committed
-            for a in arrays
-        )
-
-    def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
-        return _multiply(array, jnp.asarray(factors, _at_least_single(array)))
-
-    def clip(
-        self, arrays: Sequence[Array], low: float, high: float, host: Host = NOWHERE
-    ) -> list[Array]:
-        return [jnp.clip(a, low, high) for a in arrays]
-
-    def zeros_like(self, array: Array) -> Array:
-        return jnp.zeros_like(array)
-
-    def square_sums(self, arrays: Sequence[Array]) -> list[float]:
-        # Without x64 there is no float64: divide by the maximum on the device, and multiply by
-        # its square on the host, in float64.
-        pairs = [self._scaled_square_sum(a) for a in arrays]
-        return [float(s) * float(p) ** 2 for s, p in jax.device_get(pairs)]
-
-    def _scaled_square_sum(self, array: Array) -> tuple[Array, Array]:
-        """Return the sum of the squares of ``array / unit``, and the unit."""
-        wide = array.astype(_at_least_single(array))
-        unit = self.unit(jnp.max(jnp.abs(wide), initial=0.0))
-        return self._sum(jnp.square(wide / unit)), unit
-
-    @staticmethod
-    def _sum(array: Array, axes: tuple[int, ...] | None = None) -> Array:
-        # A float32 sum over millions of elements loses digits.
-        widest = jax.dtypes.canonicalize_dtype(float)
-        with float64(True):
-            return jnp.sum(array, axes, float, keepdims=axes is not None).astype(widest)
+    def _view(self, array: Array) -> HostView | None:
+        if self.traced(array):
+            return None
+        local = _only_cpu() or all(d.platform == "cpu" for d in array.sharding.device_set)
+        return bits(np.asarray(array)) if local else None
 
     def to_host(self, array: Array) -> HostView:
         return np.asarray(array)
 
-    def dense(self, array: Array) -> Array:
-        return array
+    def from_host(self, values: Sequence[HostView], likes: Sequence[Array]) -> Sequence[Array]:
+        typed = [v.view(x.dtype) for v, x in zip(values, likes, strict=True)]
+        places = [x.sharding if x.committed else None for x in likes]
+        # One call for all takes a tenth as long as one for each.
+        if all(place is places[0] or place == places[0] for place in places):
+            return list(jax.device_put(typed, places[0]))
+        return [jax.device_put(v, place) for v, place in zip(typed, places, strict=True)]
 
-    def from_host(self, values: HostView, like: Array) -> Array:
-        return jax.device_put(values.view(like.dtype), like.sharding)
-
+    # -- arithmetic ---------------------------------------------------------------------------
     def asarray(self, values: Any, like: Array | None = None) -> Array:
         return jnp.asarray(values, dtype=float)
 
@@ -239,15 +194,19 @@ class JaxBackend(Backend):
     exp = staticmethod(jnp.exp)
     minimum = staticmethod(jnp.minimum)
     maximum = staticmethod(jnp.maximum)
-    sum = staticmethod(jnp.sum)
-    max = staticmethod(jnp.max)
 
-    def finite(self, x: Array) -> Array:
-        return jnp.minimum(x, jnp.finfo(x.dtype).max)  # type: ignore[no-untyped-call]
+    def sum(self, x: Array, axes: tuple[int, ...] | None = None) -> Array:
+        # A float32 sum over millions of elements loses digits.
+        widest = _widest()
+        with float64(True):
+            return jnp.sum(x, axes, float, keepdims=axes is not None).astype(widest)
 
-    def unit(self, peak: Array) -> Array:
-        # Nothing depends on the unit, and the square of its reciprocal may overflow.
-        return super().unit(jax.lax.stop_gradient(peak))
+    def max(self, x: Array, axes: tuple[int, ...] | None = None) -> Array:
+        if not math.prod(x.shape):
+            return jnp.zeros((), x.dtype)
+        return jnp.max(x, axes, keepdims=axes is not None)
+
+    stack = staticmethod(jnp.stack)
 
     def sort(self, table: Array) -> Array:
         return jnp.sort(table, axis=0)
@@ -256,24 +215,65 @@ class JaxBackend(Backend):
         # Round: fused arithmetic may give 1.9999999999999998 for a whole number.
         return table[jnp.rint(row).astype(int), jnp.arange(table.shape[1])]
 
+    # -- numbers ------------------------------------------------------------------------------
+    def cast(self, x: Array, dtype: str) -> Array:
+        # Without x64 there is no float64: the widest float is the one to ask for.
+        return x.astype(jax.dtypes.canonicalize_dtype(dtype))
+
+    def constant(self, x: Array) -> Array:
+        return jax.lax.stop_gradient(x)
+
+    def group_max(
+        self, values: Array, owners: Sequence[int], groups: int, times: Sequence[int] | None = None
+    ) -> Array:
+        return jax.ops.segment_max(values, _index(owners, times), groups)
+
+    def group_sum(
+        self, values: Array, owners: Sequence[int], groups: int, times: Sequence[int] | None = None
+    ) -> Array:
+        return jax.ops.segment_sum(values, _index(owners, times), groups)
+
+    def take(
+        self, values: Array, owners: Sequence[int], times: Sequence[int] | None = None
+    ) -> Array:
+        return values[_index(owners, times)]
+
+    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Sequence[Array]:
+        stops = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
+        parts = zip([0, *stops[:-1]], stops, shapes, strict=True)
+        return [flat[start:stop].reshape(shape) for start, stop, shape in parts]
+
+    def joined(self, arrays: Sequence[Array]) -> Array:
+        widest = max((a.dtype for a in arrays), key=lambda dtype: dtype.itemsize)
+        if len({a.dtype for a in arrays}) > 1:
+            # Neither kind of half precision holds the other.
+            widest = max(widest, np.dtype(np.float32), key=lambda dtype: dtype.itemsize)
+        return jnp.concatenate([_flat(a).astype(widest) for a in arrays])
+
+    # -- measures of gradients ----------------------------------------------------------------
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
-        widest = jax.dtypes.canonicalize_dtype(float)
+        widest = _widest()
         with float64(True):
             return self._group_norms(arrays, members).astype(widest)
 
     def _group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
-        small = sum(math.prod(a.shape) for a in arrays) < _FEW
-        if small and not self._axes and not any(map(_is_split, arrays)):
-            # One operation for each group, not for each array.
+        few = sum(math.prod(a.shape) for a in arrays) < _FEW
+        if few and not self._axes and not any(map(_is_split, arrays)):
             wide = [a.ravel().astype(float) for a in arrays]
-            joined = [jnp.concatenate([wide[i] for i in group]) for group in members]
-            sums = jnp.stack([jnp.sum(jnp.square(j)) for j in joined])
-        else:
-            squares = [_sum_of_squares(_wide(a)) for a in arrays]
-            sums = self._group_sums(squares, arrays, members)
+            arrays = [jnp.concatenate([wide[i] for i in group]) for group in members]
+            members = [(i,) for i in range(len(members))]
+        squares = [_sum_of_squares(_wide(a)) for a in arrays]
+        sums = self._group_sums(squares, arrays, members)
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
         sound = jnp.all((sums >= UNDERFLOW) & (sums < jnp.inf))
         return jax.lax.cond(sound, lambda: _sqrt(sums), lambda: self._scaled_norms(arrays, members))
+
+    def _scaled_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+        peaks = [*map(self._peak, arrays)]
+        units = [_unit(jnp.max(jnp.stack([peaks[i] for i in some]))) for some in members]
+        of = {i: unit for some, unit in zip(members, units, strict=True) for i in some}
+        squares = [_sum_of_squares(a.astype(float) / of[i]) for i, a in enumerate(arrays)]
+        return jnp.stack(units) * _sqrt(self._group_sums(squares, arrays, members))
 
     def _group_sums(
         self, numbers: Sequence[Array], arrays: Sequence[Array], members: Sequence[Sequence[int]]
@@ -298,97 +298,67 @@ class JaxBackend(Backend):
         varying = _varying(array)
         return tuple(axis for axis in self._axes if axis in varying)
 
-    def _scaled_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
-        if self._axes or any(map(_is_split, arrays)):
-            return self._scaled_norms_of_shards(arrays, members)
-        norms = []
-        for group in members:
-            # Under jit each operation of a branch costs time even if the branch is not taken, so
-            # join arrays. Join few at a time: the memory is reserved for both branches.
-            bins = _bins([arrays[i].ravel() for i in group], _JOINED)
-            pairs = [self._scaled_square_sum(jnp.concatenate(some)) for some in bins]
-            units = jnp.stack([unit for _, unit in pairs]).astype(float)
-            sums = jnp.stack([s for s, _ in pairs]).astype(float)
-            top = jnp.max(units)
-            norms.append(top * _sqrt(jnp.sum(sums * jnp.square(units / top))))
-        return jnp.stack(norms)
-
-    def _scaled_norms_of_shards(
-        self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
-    ) -> Array:
-        wide = [*map(_wide, arrays)]
-        peaks = [self._peak(a) for a in wide]
-        tops = [self.unit(jnp.max(jnp.stack([peaks[i] for i in group]))) for group in members]
-        of = {i: top for group, top in zip(members, tops, strict=True) for i in group}
-        squares = [_sum_of_squares(a / of[i]) for i, a in enumerate(wide)]
-        return jnp.stack(tops).astype(float) * _sqrt(self._group_sums(squares, arrays, members))
-
     def _peak(self, array: Array) -> Array:
-        peak = jnp.max(jnp.abs(array), initial=0.0)
+        peak = jnp.max(jnp.abs(array), initial=0.0).astype(float)
         return _over(jax.lax.pmax, peak, self._axes_of(array))
 
-    def all(self, x: Array) -> Array:
-        return jnp.all(x)
+    def peaks(self, arrays: Sequence[Array]) -> Array:
+        return jnp.stack([*map(self._peak, arrays)])
 
-    def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
-        # Without the barrier, the compiler computes the factor again for each array.
-        factor = jax.lax.optimization_barrier(factor)  # type: ignore[no-untyped-call]
-        return [_multiply(a, factor) for a in arrays]
+    def summed(self, call: Callable[..., Array], columns: Sequence[Sequence[Array]]) -> Array:
+        rows = zip(*columns, strict=True)
+        return jnp.stack([self.sum(call(*(x.astype(float) for x in row))) for row in rows])
 
-    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
-        condition = jax.lax.optimization_barrier(condition)  # type: ignore[no-untyped-call]
+    def slice_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> Array:
+        widest = _widest()
+        with float64(True):
+            return jnp.concatenate(
+                [_slice_norms(a, some) for a, some in zip(arrays, axes, strict=True)]
+            ).astype(widest)
+
+    # -- new gradients ------------------------------------------------------------------------
+    def scale(self, arrays: Sequence[Array], factors: Sequence[Array]) -> Sequence[Array]:
+        # Mostly there is one factor for all. Without the barrier, the compiler computes it again
+        # for each array.
+        different = {id(k): k for k in factors}
+        made = jax.lax.optimization_barrier(different)  # type: ignore[no-untyped-call]
+        return [_multiply(a, made[id(k)]) for a, k in zip(arrays, factors, strict=True)]
+
+    def mapped(
+        self,
+        call: Callable[..., Any],
+        columns: Sequence[Sequence[Array]],
+        moved: Array | None = None,
+        wide: bool = False,
+    ) -> Sequence[Any]:
+        found = []
+        for row in zip(*columns, strict=True):
+            # What has no dimensions gets one, by which it differs from a number that is returned.
+            first = _at_least_single(row[0] if row[0].shape else row[0][None])
+            first = first.astype(_widest()) if wide else first
+            given = [_at_least_single(x) if x.shape else x.astype(first.dtype) for x in row[1:]]
+            output, *others = call(first, *given)
+            shaped = [x.reshape(row[0].shape) if x.shape else x for x in others]
+            output = _towards_zero(output.astype(first.dtype), row[0].dtype)
+            found.append((output.reshape(row[0].shape), shaped, [not x.shape for x in others]))
+        outputs, others, numbers = zip(*found, strict=True)
+        rest = [
+            jnp.stack(column).astype(float) if number else column
+            for column, number in zip(zip(*others, strict=True), numbers[0], strict=True)
+        ]
+        return [outputs, *rest]
+
+    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> Sequence[Array]:
+        if condition is not False:
+            condition = jax.lax.optimization_barrier(condition)  # type: ignore[no-untyped-call]
         return [jnp.where(condition, a, jnp.zeros_like(a)) for a in arrays]
 
-    def group_extremes(
-        self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
-    ) -> tuple[Array, Array]:
-        lows = [jnp.min(a, initial=0.0).astype(float) for a in arrays]
-        highs = [jnp.max(a, initial=0.0).astype(float) for a in arrays]
-        return (
-            jnp.stack([jnp.min(jnp.stack([lows[i] for i in m])) for m in members]),
-            jnp.stack([jnp.max(jnp.stack([highs[i] for i in m])) for m in members]),
-        )
 
-    def stack(self, arrays: Sequence[Array]) -> Array:
-        return jnp.stack(arrays)
+def _index(owners: Sequence[int], times: Sequence[int] | None) -> Array:
+    return np.asarray(owners if times is None else np.repeat(owners, times), np.int32)
 
-    def cast(self, x: Array, dtype: str) -> Array:
-        # Without x64 there is no float64: the widest float is the one to ask for.
-        return x.astype(jax.dtypes.canonicalize_dtype(dtype))
 
-    def largest(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
-        if axes is None:
-            return self._peak(array)
-        return jnp.max(jnp.abs(array), axis=axes, keepdims=True)
-
-    def total(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
-        return self._sum(array, axes)
-
-    def wide(self, array: Array) -> Array:
-        return array.astype(_at_least_single(array))
-
-    def joined(self, arrays: Sequence[Array]) -> Array:
-        return jnp.concatenate([*map(_flat, arrays)])
-
-    def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
-        widest = jax.dtypes.canonicalize_dtype(float)
-        with float64(True):
-            wide = array.astype(float)
-            unit = self.unit(jnp.max(jnp.abs(wide), axis=axes, keepdims=True))
-            norms = unit * _sqrt(jnp.sum(jnp.square(wide / unit), axis=axes, keepdims=True))
-            return norms.astype(widest)
-
-    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
-        return array.reshape(shape)
-
-    def multiply_slices(self, arrays: Sequence[Array], factors: Sequence[Array]) -> list[Array]:
-        return [_multiply(a, k) for a, k in zip(arrays, factors, strict=True)]
-
-    def repeated(self, numbers: Sequence[int], times: Sequence[int], like: Array) -> Array:
-        return jnp.asarray(np.repeat(numbers, times))
-
-    def take(self, values: Array, index: Array) -> Array:
-        return values[index]
-
-    def group_max(self, values: Array, index: Array, groups: int) -> Array:
-        return jax.ops.segment_max(values, index, groups)
+def _slice_norms(array: Array, axes: tuple[int, ...]) -> Array:
+    wide = array.astype(float)
+    unit = _unit(jnp.max(jnp.abs(wide), axis=axes, keepdims=True))
+    return _flat(unit * _sqrt(jnp.sum(jnp.square(wide / unit), axis=axes, keepdims=True)))

@@ -112,6 +112,9 @@ class Many:
     def __rtruediv__(self, other: Any) -> Many:
         return _apply(operator.truediv, other, self)
 
+    def __pow__(self, other: Any) -> Many:
+        return _apply(torch.pow, self, other)
+
     def __rpow__(self, other: Any) -> Many:
         return _apply(operator.pow, other, self)
 
@@ -142,6 +145,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.sub: torch._foreach_sub,
     torch.mul: torch._foreach_mul,
     torch.div: torch._foreach_div,
+    torch.pow: torch._foreach_pow,
     torch.clamp: _clamp,
 }
 """Operations that torch has for many tensors at once."""

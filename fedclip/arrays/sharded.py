@@ -3,23 +3,16 @@ r"""PyTorch's DTensors: each process holds a part of each tensor, and all clip b
 
 ::
 
-    s      = for each group, sum over its tensors of  w * (square sum of this process's part)
+    s      = for each tensor, w * (what this process's part adds up to)
     s      = sum over all processes                                            one all-reduce
-    norm   = sqrt(s)                                    the same number on each process
     output = this process's part, clipped
 
 ``w`` is 1 over the number of processes that hold the same part, so that each part counts once,
 and NaN on one of several processes is NaN on all. A plain tensor among DTensors counts as one
-that every process holds. Partial sums are added up first.
-
-Guarantees
-----------
-- Groups, limits and statistics are the same on each process, and those of the unsharded run to
-  2^-46; parts may be uneven or empty.
-- Numbers of float64 neither overflow nor underflow in the sum (Blue, 1978, with three sums).
-- Norms of other orders and means are as those of the unsharded run: of order 1 and "inf" by one
-  all-reduce, of others by one gather of a few numbers for each group and process.
-- What measures whole arrays on the host gets them whole, all of a gradient by one all-reduce.
+that every process holds. Partial sums are added up first. Largest elements are the maximum over
+all processes. So groups, limits and statistics are the same on each process, and those of the
+unsharded run to 2^-46; parts may be uneven or empty. What needs whole arrays gets them on the
+host, all of a gradient by one all-reduce.
 """
 
 from __future__ import annotations
@@ -29,7 +22,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -37,13 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fedclip.arrays.base import NOWHERE, Array, Host, HostView, Views
-from fedclip.arrays.torch import TorchBackend, TorchInPlace
+from fedclip.arrays.base import Array, HostView
+from fedclip.arrays.torch import TorchBackend, TorchInPlace, values_of
 
 __all__ = ["ShardedBackend", "ShardedInPlace", "replicated", "summed"]
-
-# Beyond these, squares of float64 are not normal numbers: they are added up scaled.
-_BIG, _SMALL, _SCALE = 2.0**500, 2.0**-500, 2.0**600
 
 
 class _Layout(NamedTuple):
@@ -62,17 +51,6 @@ class _Layout(NamedTuple):
             found = functional.all_reduce(there, op, group)
             there = functional.wait_tensor(found)  # type: ignore[no-untyped-call]
         return there.to(values.device)
-
-    def joined(
-        self, numbers: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """Return ``call(rows)`` of the numbers of all processes, a row each, the same on each."""
-        there = numbers if numbers.device.type == self.device else numbers.to(self.device)
-        for group in self.groups:
-            rows = [torch.empty_like(there) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(rows, there, group=group)
-            there = call(torch.stack(rows))
-        return there.to(numbers.device)
 
 
 def _meshes(arrays: Iterable[Array]) -> list[DeviceMesh]:
@@ -121,19 +99,15 @@ def _like(local: Any, array: Array) -> Array:
     """Return new local values as an array that is sharded like `array`; or that array itself."""
     if not isinstance(array, DTensor) or local is array.to_local():
         return local if not isinstance(array, DTensor) else array
+    mesh, placements = array.device_mesh, array.placements
     return DTensor.from_local(
-        local,
-        array.device_mesh,
-        array.placements,
-        run_check=False,
-        shape=array.shape,
-        stride=array.stride(),
+        local, mesh, placements, run_check=False, shape=array.shape, stride=array.stride()
     )
 
 
 def _own(values: Any, array: Array) -> Any:
     """Return this process's part of whole values that broadcast against an array."""
-    if isinstance(array, DTensor):
+    if isinstance(array, DTensor) and values.dim():
         shape, offset = compute_local_shape_and_global_offset(
             array.shape, array.device_mesh, array.placements
         )
@@ -162,8 +136,8 @@ class _OnShards(TorchBackend):
             raise TypeError("none of these arrays is a DTensor, and others of the gradient are")
         return layout
 
-    def host(self, arrays: Sequence[Array]) -> Views:
-        return Views([None] * len(arrays))
+    def views(self, arrays: Sequence[Array]) -> Sequence[HostView | None]:
+        return [None] * len(arrays)
 
     def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
         return [summed(t) for t in arrays]
@@ -175,45 +149,25 @@ class _OnShards(TorchBackend):
         locals_ = call([_local(t) for t in arrays])
         return [_like(part, t) for part, t in zip(locals_, arrays, strict=True)]
 
-    def scale(self, arrays: Sequence[Array], factor: float, host: Host = NOWHERE) -> list[Array]:
+    def scale(self, arrays: Sequence[Array], factors: Sequence[Array]) -> Sequence[Array]:
         scale = super().scale
-        return self._each(lambda parts: scale(parts, factor), arrays)
+        own = [_own(k, t) for k, t in zip(factors, arrays, strict=True)]
+        return self._each(lambda parts: scale(parts, own), arrays)
 
-    def clip(
-        self, arrays: Sequence[Array], low: float, high: float, host: Host = NOWHERE
-    ) -> list[Array]:
-        clip = super().clip
-        return self._each(lambda parts: clip(parts, low, high), arrays)
-
-    def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
-        multiply = super().multiply
-        return self._each(lambda parts: multiply(parts, factor), arrays)
-
-    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
+    def keep_if(self, condition: Any, arrays: Sequence[Array]) -> Sequence[Array]:
         keep_if = super().keep_if
         return self._each(lambda parts: keep_if(condition, parts), arrays)
 
-    def rescale(self, arrays: Sequence[Array], factor: Array, keep: Array | None) -> list[Array]:
-        rescale = super().rescale
-        return self._each(lambda parts: rescale(parts, factor, keep), arrays)
-
-    def zeros_like(self, array: Array) -> Array:
-        return _like(super().zeros_like(_local(array)), array)
-
-    def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
-        return _like(super().scale_slices(_local(array), _own(factors, array)), array)
-
-    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Sequence[Array]:
+        if not any(shapes):
+            return torch.unbind(flat)
         parts = flat.split([math.prod(shape) for shape in shapes])
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def multiply_slices(self, arrays: Sequence[Array], factors: Sequence[Array]) -> list[Array]:
-        multiply = super().multiply_slices
-        own = [_own(k, t) for k, t in zip(factors, arrays, strict=True)]
-        return self._each(lambda parts: multiply(parts, own), arrays)
-
     # -- whole arrays on the host -------------------------------------------------------------
     def to_host(self, array: Array) -> HostView:
+        if not isinstance(array, DTensor) and not any(array is one for one in self._gradient):
+            return super().to_host(array)
         place = next((i for i, one in enumerate(self._gradient) if one is array), None)
         if place is None:
             return self._gathered([array])[0]
@@ -222,7 +176,7 @@ class _OnShards(TorchBackend):
 
     def _gathered(self, arrays: Sequence[Array]) -> list[HostView]:
         """Return whole arrays by one all-reduce, in which each process gives what it holds."""
-        parts = [self._values(_local(t)) for t in arrays]
+        parts = [values_of(_local(t)) for t in arrays]
         wide = torch.float64 if any(t.dtype == torch.float64 for t in arrays) else torch.float32
         sizes = [math.prod(t.shape) for t in arrays]
         joined = torch.full((sum(sizes),), -math.inf, dtype=wide, device=parts[0].device)
@@ -237,56 +191,40 @@ class _OnShards(TorchBackend):
         pairs = zip(wholes, arrays, strict=True)
         return [super(_OnShards, self).to_host(whole.to(t.dtype)) for whole, t in pairs]
 
-    def from_host(self, values: HostView, like: Array) -> Array:
-        return _like(super().from_host(_own(values, like), _local(like)), like)
+    def from_host(self, values: Sequence[HostView], likes: Sequence[Array]) -> Sequence[Array]:
+        made = [torch.from_numpy(v).view(x.dtype) for v, x in zip(values, likes, strict=True)]
+        parts = [_own(v, x).to(x.device) for v, x in zip(made, likes, strict=True)]
+        if self.in_place:
+            return [x.copy_(_like(v, x)) for v, x in zip(parts, likes, strict=True)]
+        return [_like(v, x) for v, x in zip(parts, likes, strict=True)]
 
     # -- all processes together ---------------------------------------------------------------
-    def square_sums(self, arrays: Sequence[Array]) -> list[float]:
-        norms = self.group_norms(arrays, [(i,) for i in range(len(arrays))])
-        squares: list[float] = norms.square().tolist()
-        return squares
-
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
-        parts = [self._values(_local(t)) for t in arrays]
-        norms = torch.zeros(len(parts), dtype=torch.float64, device=parts[0].device)
-        held = [i for i, part in enumerate(parts) if part.numel()]
-        if held:
-            found = self._norms([parts[i] for i in held], torch.float64)
-            norms[held] = torch.stack([n.to(norms.device) for n in found])
-        groups = torch.zeros(len(arrays), dtype=torch.long)
-        for group, some in enumerate(members):
-            groups[list(some)] = group
-        return self._together(arrays, norms, [1] * len(arrays), groups, len(members))
+        norms = self._norms([values_of(_local(t)) for t in arrays])
+        owners = {i: group for group, some in enumerate(members) for i in some}
+        squares = self._weighted(norms * norms, arrays)
+        sums = self.group_sum(squares, [owners[i] for i in range(len(arrays))], len(members))
+        return self._layout(arrays).reduce(sums).sqrt()
 
-    def parts(self, arrays: Sequence[Array]) -> list[Array]:
-        return [self._values(_local(t)) for t in arrays]
+    def _weighted(self, values: torch.Tensor, arrays: Sequence[Array]) -> torch.Tensor:
+        size = self._layout(arrays).size
+        weights: torch.Tensor = self.asarray([_weight(t, size) for t in arrays], like=values)
+        return values * weights
 
-    def joined_norms(
-        self, arrays: Sequence[Array], norms: Array, members: Sequence[Sequence[int]], power: float
-    ) -> Array:
-        layout = self._layout(arrays)
-        # A part that several processes hold counts once.
-        weights = norms.new_tensor([_weight(t, layout.size) for t in arrays])
-        pairs = ((norms[list(some)], weights[list(some)]) for some in members)
-        own = torch.stack([_power_norm(n, power, w) for n, w in pairs])
-        if power in (1, math.inf):
-            # Nothing can overflow, so no process needs the others' numbers. The maximum of some
-            # communication libraries loses NaN.
-            own = own if power == 1 else torch.where(torch.isnan(own), math.inf, own)
-            return layout.reduce(own, "sum" if power == 1 else "max")
-        return layout.joined(own, lambda rows: _power_norm(rows, power))
+    def summed(self, call: Callable[..., Array], columns: Sequence[Sequence[Array]]) -> Array:
+        arrays = columns[0]
+        found = super().summed(call, [[_local(t) for t in arrays], *columns[1:]])
+        return self._layout(arrays).reduce(self._weighted(found, arrays))
 
-    def joined_squares(
-        self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
-    ) -> tuple[Array, Array]:
-        layout = self._layout(arrays)
-        rows = [_moments(self._values(_local(t)), _weight(t, layout.size)) for t in arrays]
-        own = torch.stack([_pooled(torch.stack([rows[i] for i in some])) for some in members])
-        _, unit, _, squares = layout.joined(own, _pooled).unbind(-1)
-        return unit, squares
+    def peaks(self, arrays: Sequence[Array]) -> Array:
+        peaks = super().peaks([_local(t) for t in arrays])
+        # The maximum of some communication libraries loses NaN.
+        peaks = torch.where(torch.isnan(peaks), math.inf, peaks)
+        return self._layout(arrays).reduce(peaks, "max")
 
     def slice_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> Array:
-        norms = []
+        squares = []
+        size = self._layout(arrays).size
         for array, spanned in zip(arrays, axes, strict=True):
             part = _local(array)
             shape = [1 if d in spanned else n for d, n in enumerate(array.shape)]
@@ -294,39 +232,31 @@ class _OnShards(TorchBackend):
             if part.numel():
                 own = _own(whole, array)
                 own.copy_(self._slice_norms(part, spanned).reshape(own.shape))
-            norms.append(whole.reshape(-1))
-        counts = [n.numel() for n in norms]
-        joined = torch.cat([n.to(norms[0].device) for n in norms])
-        return self._together(arrays, joined, counts, None, len(joined))
+            squares.append((whole * whole).reshape(-1) * _weight(array, size))
+        return self._layout(arrays).reduce(self.joined(squares)).sqrt()
 
-    def _together(
+    def mapped(
         self,
-        arrays: Sequence[Array],
-        norms: Array,
-        counts: Sequence[int],
-        groups: torch.Tensor | None,
-        size: int,
-    ) -> Array:
-        """Return norms of groups over all processes; each array has so many of the norms."""
+        call: Callable[..., Any],
+        columns: Sequence[Sequence[Array]],
+        moved: Array | None = None,
+        wide: bool = False,
+    ) -> Sequence[Any]:
+        arrays = columns[0]
+        outputs, *numbers = super().mapped(
+            call, [[_local(t) for t in arrays], *columns[1:]], moved, wide
+        )
         layout = self._layout(arrays)
-        weights = [_weight(t, layout.size) for t in arrays]
-        squares = _squares(norms, any(t.dtype == torch.float64 for t in arrays))
-        each = torch.tensor(weights, dtype=torch.float64).to(norms.device)
-        squares = squares * each.repeat_interleave(torch.tensor(counts).to(norms.device))
-        if groups is not None:
-            sums = squares.new_zeros(len(squares), size)
-            squares = sums.index_add_(1, groups.to(norms.device), squares)
-        return _roots(layout.reduce(squares))
+        shared = [layout.reduce(torch.where(torch.isnan(x), math.inf, x), "max") for x in numbers]
+        return [[_like(x, t) for x, t in zip(outputs, arrays, strict=True)], *shared]
 
-    def group_extremes(
-        self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
-    ) -> tuple[Array, Array]:
-        lows, highs = super().group_extremes([_local(t) for t in arrays], members)
-        ends = torch.stack((-lows, highs))
-        # The maximum of some communication libraries loses NaN.
-        ends = torch.where(torch.isnan(ends), math.inf, ends)
-        ends = self._layout(arrays).reduce(ends, "max")
-        return -ends[0], ends[1]
+
+class ShardedBackend(_OnShards):
+    """DTensors of PyTorch."""
+
+
+class ShardedInPlace(_OnShards, TorchInPlace):
+    """DTensors that fedclip changes in place: the gradients of a training loop."""
 
 
 def replicated(number: torch.Tensor, arrays: Iterable[Array]) -> torch.Tensor:
@@ -345,86 +275,3 @@ def summed(array: Array) -> Array:
         return array
     placements = [Replicate() if p.is_partial() else p for p in array.placements]
     return array.redistribute(placements=placements)
-
-
-def _power_norm(
-    norms: torch.Tensor, power: float, weights: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the p-norm of each column of norms, each weighted in the sum of powers."""
-    peak = norms.amax(dim=0)
-    if math.isinf(power):
-        return peak
-    # Divide by the maximum: nothing can overflow.
-    unit = torch.where(peak > 0, peak, 1.0)
-    powers = (norms / unit) ** power
-    total = (powers if weights is None else powers * weights).sum(dim=0)
-    return unit * total ** (1 / power)
-
-
-def _moments(part: torch.Tensor, weight: float) -> torch.Tensor:
-    """Return number, unit, mean and squared deviations of elements, each counted by a weight.
-
-    The unit is the largest absolute element; mean and squares are in that unit.
-    """
-    if not part.numel():
-        return torch.zeros(4, dtype=torch.float64, device=part.device)
-    values = part.reshape(-1).double()
-    unit = values.abs().amax()
-    values = values / torch.where(unit > 0, unit, 1.0)
-    # Relative to one of them, equal numbers are 0, and their deviation is.
-    origin = values[0]
-    values = values - origin
-    mean = values.mean()
-    squares = weight * (values - mean).square().sum()
-    number = torch.full_like(unit, weight * part.numel())
-    return torch.stack((number, unit, origin + mean, squares))
-
-
-def _pooled(rows: torch.Tensor) -> torch.Tensor:
-    """Return the moments of all elements together, from `_moments` of some in each row.
-
-    Chan, Golub & LeVeque, 1983, "Algorithms for computing the sample variance".
-    """
-    numbers, units, means, squares = rows.unbind(-1)
-    unit = units.amax(dim=0)
-    scale = units / torch.where(unit > 0, unit, 1.0)
-    means, number = means * scale, numbers.sum(dim=0)
-    # Relative to one of them, as above.
-    origin = means.gather(0, numbers.argmax(dim=0, keepdim=True))
-    away = torch.where(numbers > 0, means - origin, 0.0)
-    mean = (numbers * away).sum(dim=0) / torch.where(number > 0, number, 1.0)
-    total = squares * scale.square() + numbers * (away - mean).square()
-    return torch.stack((number, unit, origin[0] + mean, total.sum(dim=0)), dim=-1)
-
-
-def _squares(norms: torch.Tensor, wide: bool) -> torch.Tensor:
-    """Return a row of squares; or three, of large, usual and small norms, scaled apart."""
-    if not wide:
-        return norms.square()[None]
-    big, small = norms > _BIG, norms < _SMALL
-    nothing = torch.zeros_like(norms)
-    rows = (
-        torch.where(big, norms / _SCALE, nothing),
-        torch.where(big | small, nothing, norms),
-        torch.where(small, norms * _SCALE, nothing),
-    )
-    return torch.stack(rows).square()
-
-
-def _roots(sums: torch.Tensor) -> torch.Tensor:
-    """Return the roots of sums of what `_squares` returned."""
-    if len(sums) == 1:
-        return sums[0].sqrt()
-    big, usual, small = sums
-    large = (big + usual / _SCALE / _SCALE).sqrt() * _SCALE
-    middle = (usual + small / _SCALE / _SCALE).sqrt()
-    rest = torch.where(usual > 0, middle, small.sqrt() / _SCALE)
-    return torch.where(big > 0, large, torch.where(torch.isnan(usual), usual, rest))
-
-
-class ShardedBackend(_OnShards):
-    """DTensors of PyTorch."""
-
-
-class ShardedInPlace(_OnShards, TorchInPlace):
-    """DTensors that fedclip changes in place: the gradients of a training loop."""

@@ -1,37 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch: dense and sparse COO tensors, on any device."""
+"""PyTorch: dense and sparse COO tensors, on any device.
+
+One operation works on many tensors where torch has one (`fedclip.arrays.many`): on a device each
+is a launch. This file knows tensors, but neither groups of them nor limits.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import torch
 
-from fedclip.arrays.base import NOWHERE, Array, Backend, Host, HostView, Views, units
+from fedclip.arrays.base import LARGEST, Array, Backend, HostView
 from fedclip.arrays.many import Many
-from fedclip.arrays.numpy import written
 
 __all__ = ["TorchBackend", "TorchInPlace", "TorchRecorded", "recorded"]
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
-_traits, _requires_grad = attrgetter("layout", "requires_grad"), attrgetter("requires_grad")
-_USUAL = {(torch.strided, False)}
-_size = attrgetter("size")
 # A table, not `functools.cache`: torch.compile can look into a table.
 _DTYPES = {n: getattr(torch, n) for n in ("float16", "bfloat16", "float32", "float64")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-# Dtypes that NumPy multiplies as torch does.
-_COMPUTED = {torch.float32: np.float32, torch.float64: np.float64}
 # Dtypes of host views: bfloat16 as bits.
 _VIEWED = {torch.uint16, *_NAMES}
-# Torch wakes threads for the product of a tensor of more elements.
-_GRAIN = 1 << 15
 # How many elements are worked on together, on the CPU and elsewhere: so that what is in between
 # stays in the cache, or takes little memory.
 _MOST = {True: 1 << 17, False: 1 << 24}
@@ -75,11 +67,41 @@ def _is_batched(tensor: torch.Tensor) -> bool:
 
 def recorded(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether torch records derivatives with respect to one of these tensors."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return True
+    # While torch compiles, the stack always has an interpreter: the one that compiles.
+    if torch.compiler.is_compiling():
+        return False
     # Private names: torch has no public ones.
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
-        or (torch.is_grad_enabled() and any(map(_requires_grad, tensors)))
+    )
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a dense tensor, or those that a sparse one stores."""
+    if tensor.layout == torch.strided and not tensor.is_nested:
+        return tensor
+    if tensor.layout == torch.sparse_coo:
+        return tensor.coalesce().values()
+    raise TypeError(
+        "fedclip reads dense and sparse COO tensors, got "
+        f"{'a nested one' if tensor.is_nested else f'one of layout {tensor.layout}'}; "
+        "convert it with .to_dense() or .to_sparse_coo() first"
+    )
+
+
+def _sparse(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return values as they are for a dense `like`, or a sparse tensor at its indices."""
+    if like.layout is torch.strided:
+        return values
+    return torch.sparse_coo_tensor(
+        like._indices(),
+        values,
+        like.shape,
+        is_coalesced=like.is_coalesced(),
+        check_invariants=False,
     )
 
 
@@ -87,21 +109,35 @@ class TorchBackend(Backend):
     """Tensors of PyTorch."""
 
     name = "torch"
-    writes = True
 
-    def host(self, arrays: Sequence[Array]) -> Views:
-        try:
-            # The usual case: dense CPU tensors of a dtype that NumPy has.
-            return Views([t.numpy() for t in arrays], dense=True)
-        except (TypeError, RuntimeError):
-            return Views([self._view(t) for t in arrays])
-
+    # -- arrays -------------------------------------------------------------------------------
     def traced(self, array: Array) -> bool:
         return _is_batched(array) or (array.requires_grad and torch.is_grad_enabled())
 
+    def dtype(self, array: Array) -> str:
+        return _NAMES.get(array.dtype) or str(array.dtype).removeprefix("torch.")
+
+    def size(self, array: Array) -> Any:
+        return values_of(array).numel()
+
+    def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        if all(t.layout is torch.strided for t in arrays):
+            return arrays
+        return [t.coalesce() if t.layout is torch.sparse_coo else t for t in arrays]
+
+    def dense(self, array: Array) -> Array:
+        return array if array.layout == torch.strided else array.to_dense()
+
+    def views(self, arrays: Sequence[Array]) -> Sequence[HostView | None]:
+        try:
+            # The usual case: dense CPU tensors of a dtype that NumPy has.
+            return [t.numpy() for t in arrays]
+        except (TypeError, RuntimeError):
+            return [self._view(t) for t in arrays]
+
     def _view(self, tensor: torch.Tensor) -> HostView | None:
-        tensor = self._values(tensor)
-        if not tensor.is_cpu or torch.compiler.is_compiling() or _is_batched(tensor):
+        tensor = values_of(tensor)
+        if not tensor.is_cpu or torch.compiler.is_compiling() or self.traced(tensor):
             return None
         tensor = tensor.detach()
         if tensor.dtype == torch.bfloat16:
@@ -110,195 +146,43 @@ class TorchBackend(Backend):
         view: HostView | None = tensor.resolve_neg().numpy() if tensor.dtype in _VIEWED else None
         return view
 
-    @staticmethod
-    def _values(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout == torch.strided and not tensor.is_nested:
-            return tensor
-        if tensor.layout == torch.sparse_coo:
-            return tensor.coalesce().values()
-        raise TypeError(
-            "fedclip reads dense and sparse COO tensors, got "
-            f"{'a nested one' if tensor.is_nested else f'one of layout {tensor.layout}'}; "
-            "convert it with .to_dense() or .to_sparse_coo() first"
-        )
-
-    def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
-        return [t.coalesce() if t.layout is torch.sparse_coo else t for t in arrays]
-
-    def size(self, array: Array) -> Any:
-        return self._values(array).numel()
-
-    def dtype(self, array: Array) -> str:
-        return _NAMES.get(array.dtype) or str(array.dtype).removeprefix("torch.")
-
-    def scale(self, arrays: Sequence[Array], factor: float, host: Host = NOWHERE) -> list[Array]:
-        if host.views and self._may_write(arrays):
-            kind = _COMPUTED.get(arrays[0].dtype)
-            if kind is None and host.outs:
-                pairs = zip(arrays, host.outs, strict=True)
-                return [torch.mul(t, factor, out=self._on(out, t)) for t, out in pairs]
-            if kind is not None and (host.outs or max(map(_size, host.views)) > _GRAIN):
-                # The same products as torch's own. Few elements are not worth waking a thread, and
-                # many go over all cores.
-                results = written(np.multiply, host.views, np.asarray(factor, kind), host.outs)
-                return [*map(torch.from_numpy, results)]
-        k = self._number(factor, arrays[0])
-        if arrays[0].dtype.itemsize == 2:
-            return [self._multiply_one(t, factor) for t in arrays]
-        products: Sequence[torch.Tensor] = torch._foreach_mul(list(arrays), k)
-        return list(products)
-
-    @staticmethod
-    def _may_write(arrays: Sequence[torch.Tensor]) -> bool:
-        """Return whether results of the host may be NumPy's: dense, and without autograd."""
-        return {*map(type, arrays)} <= _PLAIN and {*map(_traits, arrays)} == _USUAL
-
-    @staticmethod
-    def _on(memory: HostView | None, like: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor over memory of NumPy, of the dtype of `like`."""
-        return None if memory is None else torch.from_numpy(memory).view(like.dtype)
-
-    @staticmethod
-    def _multiply_one(tensor: torch.Tensor, factor: Any) -> torch.Tensor:
-        if tensor.layout is torch.strided:
-            return torch.mul(tensor, factor)
-        # Multiply the values: for a sparse tensor, torch would round the factor to half precision.
-        return TorchBackend._sparse(torch.mul(tensor._values(), factor), tensor)
-
-    @staticmethod
-    def _sparse(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return a sparse tensor with new values at the indices of `like`."""
-        return torch.sparse_coo_tensor(
-            like._indices(),
-            values,
-            like.shape,
-            is_coalesced=like.is_coalesced(),
-            check_invariants=False,
-        )
-
-    @staticmethod
-    def _number(factor: float, like: torch.Tensor) -> Any:
-        # On the CPU, torch multiplies faster by a 0-d tensor than by a Python float. Half
-        # precision needs the Python float: only then does torch multiply in float32 and round
-        # once. So do other devices, to which a tensor would have to be copied first.
-        wide = like.dtype in (torch.float32, torch.float64) and like.layout == torch.strided
-        return torch.scalar_tensor(factor, dtype=like.dtype) if wide and like.is_cpu else factor
-
-    def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
-        k = torch.from_numpy(np.asarray(factors, order="C")).to(array.device)
-        if array.dtype == torch.float64:
-            return torch.mul(array, k)
-        return torch.mul(array.float(), k.float()).to(array.dtype)
-
-    def clip(
-        self, arrays: Sequence[Array], low: float, high: float, host: Host = NOWHERE
-    ) -> list[Array]:
-        if not arrays[0].is_cpu and self._foreach(arrays):
-            clamped = torch._foreach_clamp_min(list(arrays), low)
-            torch._foreach_clamp_max_(clamped, high)
-            return list(clamped)
-        if not host.outs or not self._may_write(arrays):
-            return [self._clip(t, low, high) for t in arrays]
-        pairs = zip(arrays, host.outs, strict=True)
-        return [self._clip(t, low, high, self._on(out, t)) for t, out in pairs]
-
-    @staticmethod
-    def _clip(
-        array: torch.Tensor, low: float, high: float, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if array.layout == torch.sparse_coo:
-            return TorchBackend._sparse(torch.clamp(array._values(), low, high), array)
-        return torch.clamp(array, low, high, out=out)
-
-    def zeros_like(self, array: Array) -> Array:
-        return torch.zeros_like(array)
-
-    def square_sums(self, arrays: Sequence[Array]) -> list[float]:
-        sums = [self._square_sum(self._values(t)) for t in arrays]
-        # One transfer from each device.
-        result = [0.0] * len(sums)
-        for device in {s.device for s in sums}:
-            rows = [i for i, s in enumerate(sums) if s.device == device]
-            values = torch.stack([sums[i] for i in rows]).cpu().tolist()
-            for i, value in zip(rows, values, strict=True):
-                result[i] = value
-        return result
-
-    @staticmethod
-    def _square_sum(tensor: torch.Tensor) -> torch.Tensor:
-        # MPS has no float64: divide by the maximum, so that no square overflows.
-        if tensor.device.type == "mps":
-            peak = tensor.abs().amax().float() if tensor.numel() else tensor.new_zeros(())
-            scale = torch.where(peak > 0, peak, torch.ones_like(peak))
-            return (
-                tensor.float() / scale
-            ).square().sum().cpu().double() * scale.cpu().double() ** 2
-        norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
-        return norm.square()
-
     def to_host(self, array: Array) -> HostView:
-        tensor = self._values(array).detach().cpu().resolve_neg()
-        if tensor.dtype == torch.bfloat16:
-            tensor = tensor.float()
-        view: HostView = tensor.numpy()
+        tensor = values_of(array).detach().cpu().resolve_neg()
+        view: HostView = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
         return view
 
-    def dense(self, array: Array) -> Array:
-        return array if array.layout == torch.strided else array.to_dense()
+    def from_host(self, values: Sequence[HostView], likes: Sequence[Array]) -> Sequence[Array]:
+        pairs = zip(map(torch.from_numpy, values), likes, strict=True)
+        return [_sparse(v.view(x.dtype).to(x.device), x) for v, x in pairs]
 
-    def from_host(self, values: HostView, like: Array) -> Array:
-        tensor = torch.from_numpy(values)
-        if like.dtype == torch.bfloat16:
-            tensor = tensor.view(torch.bfloat16)
-        return tensor.to(like.device)
-
+    # -- arithmetic ---------------------------------------------------------------------------
     def asarray(self, values: Any, like: Array | None = None) -> Array:
         device = like.device if like is not None else torch.device("cpu")
-        dtype = torch.float32 if device.type == "mps" else torch.float64
         if isinstance(values, torch.Tensor) and values.device == device:
-            return values.to(dtype)
-        host = torch.as_tensor(values, dtype=dtype)
-        # The host does not wait for a copy from pinned memory to CUDA.
-        return (
-            host.pin_memory().to(device, non_blocking=True)
-            if device.type == "cuda"
-            else (host.to(device))
-        )
+            return values.to(_widest(device))
+        host = torch.as_tensor(values, dtype=_widest(device))
+        if device.type == "cuda":
+            # The host does not wait for a copy from pinned memory.
+            return host.pin_memory().to(device, non_blocking=True)
+        return host.to(device)
 
     def where(self, condition: Array, x: Any, y: Any) -> Array:
         if isinstance(x, float) and isinstance(y, float):
             # torch makes float32 of two Python numbers.
             y = self.asarray(y, like=condition)
         # Number and array in one operation, not two.
-        if isinstance(x, float) and y.shape == condition.shape:
+        if isinstance(x, float) and (y.shape == condition.shape or not condition.dim()):
             return y.masked_fill(condition, x)
-        if isinstance(y, float) and y == 1.0 and x.dtype == torch.float64:
-            # To the power of 1 or 0.
-            return torch.pow(x, condition)
         return torch.where(condition, x, y)
-
-    def finite(self, x: Array) -> Array:
-        return torch.nan_to_num(x)
-
-    def either(self, condition: Array, x: Array) -> Array:
-        return torch.logical_or(condition, x)
-
-    def sound(self, x: Array, fine: Array) -> Array:
-        return torch.nan_to_num(x, 0.0, 0.0, 0.0)
 
     def isfinite(self, x: Array) -> Array:
         # Half as many operations as `torch.isfinite` makes; NaN is not below anything.
         return torch.abs(torch.view_as_real(x) if x.is_complex() else x) < math.inf
 
+    exp = staticmethod(torch.exp)
+
     def sqrt(self, x: Array) -> Array:
         return torch.sqrt(x)
-
-    def exp(self, x: Array) -> Array:
-        return torch.exp(x)
-
-    def unit(self, peak: Array) -> Array:
-        # One operation less.
-        return torch.clamp(peak, *units(self.dtype(peak)))
 
     def minimum(self, x: Array, y: Any) -> Array:
         return torch.clamp(x, max=y)
@@ -306,85 +190,52 @@ class TorchBackend(Backend):
     def maximum(self, x: Array, y: Any) -> Array:
         return torch.clamp(x, min=y)
 
-    def sum(self, x: Array) -> Array:
-        return torch.sum(x)
+    def sum(self, x: Array, axes: tuple[int, ...] | None = None) -> Array:
+        wide = _widest(x.device)
+        if axes is None and x.numel() == 1:
+            return x.reshape(()).to(wide)
+        return x.sum(dtype=wide) if axes is None else x.sum(dim=axes, keepdim=True, dtype=wide)
 
-    def max(self, x: Array) -> Array:
-        return torch.amax(x)
+    def max(self, x: Array, axes: tuple[int, ...] | None = None) -> Array:
+        if isinstance(x, Many):
+            return x.highest()
+        if axes is not None:
+            return x.amax(dim=axes, keepdim=True)
+        return x.amax() if x.numel() else x.new_zeros(())
+
+    def stack(self, arrays: Sequence[Array]) -> Array:
+        return torch.stack(list(arrays))
+
+    def sort(self, table: Array) -> Array:
+        return torch.sort(table, dim=0).values
+
+    def pick(self, table: Array, row: Array) -> Array:
+        return torch.gather(table, 0, row.round().long().reshape(1, -1))[0]
 
     def choose(
-        self,
-        conditions: Sequence[Array],
-        yes: Sequence[Array],
-        no: Sequence[Array],
-        also: Array | None = None,
+        self, conditions: Sequence[Array], yes: Sequence[Array], no: Sequence[Array]
     ) -> Sequence[Array]:
-        if not self._foreach(no):
-            return super().choose(conditions, yes, no, also)
-        # As many operations for all pairs as for one: on a device, each is a launch. Between
-        # finite numbers, the weights 0 and 1 give one of the two to the bit.
-        each = {id(c): c for c in conditions}
-        one = no[0].new_ones(()) if also is None else also.to(no[0].dtype)
-        weights = dict(zip(each, torch._foreach_mul([*each.values()], one), strict=True))
-        chosen: Sequence[torch.Tensor] = torch._foreach_lerp(
-            list(no), list(yes), [weights[id(c)] for c in conditions]
-        )
+        chosen: list[Any] = [None] * len(no)
+        alike: dict[torch.dtype, list[int]] = {}
+        for i, tensor in enumerate(no):
+            alike.setdefault(tensor.dtype, []).append(i)
+        together = self._foreach([*yes, *no])
+        for dtype, places in alike.items():
+            triples = [(conditions[i], yes[i].to(dtype), no[i]) for i in places]
+            if not together:
+                _put(chosen, places, [torch.where(c.to(n.device), y, n) for c, y, n in triples])
+                continue
+            # As many operations for all pairs as for one. Between finite numbers, the weights 0
+            # and 1 give one of the two to the bit.
+            different = {id(c): c for c, _, _ in triples}
+            weights = {key: c.to(dtype) for key, c in different.items()}
+            _, new, old = zip(*triples, strict=True)
+            _put(
+                chosen,
+                places,
+                torch._foreach_lerp(old, new, [weights[id(c)] for c, _, _ in triples]),
+            )
         return chosen
-
-    def chosen(
-        self, condition: Array, yes: Sequence[Array], no: Sequence[Array]
-    ) -> Sequence[Array]:
-        if not self._foreach([*yes, *no]):
-            return super().chosen(condition, yes, no)
-        # What is not chosen is 0, whatever it held.
-        condition = condition.to(yes[0].device)
-        kept: list[torch.Tensor] = torch.ops.fedclip.keep_if(list(yes), condition)
-        torch._foreach_add_(kept, torch.ops.fedclip.keep_if(list(no), ~condition))
-        return kept
-
-    def each(self, function: Callable[[Array], Array], numbers: Sequence[Array]) -> Sequence[Array]:
-        if not self._foreach(numbers):
-            return super().each(function, numbers)
-        results: Sequence[torch.Tensor] = torch.unbind(function(torch.stack(list(numbers))))
-        return results
-
-    def blends(
-        self, old: Sequence[Array], new: Sequence[Array], weights: Sequence[Any]
-    ) -> Sequence[Array]:
-        if not self._foreach([*old, *new]):
-            return super().blends(old, new, weights)
-        halves = torch._foreach_mul(list(weights), 0.5)
-        moves = torch._foreach_mul(list(new), halves)
-        torch._foreach_sub_(moves, torch._foreach_mul(list(old), halves))
-        moved = torch._foreach_add(list(old), moves)
-        torch._foreach_add_(moved, moves)
-        # The product of two 0-d tensors is as wide as the weight.
-        return [m.to(o.dtype) for m, o in zip(moved, old, strict=True)]
-
-    def median(self, values: Sequence[Array]) -> Array:
-        if values[0].device.type == "mps":
-            return super().median(values)
-        # Four operations in the place of many: the median of what is not NaN, the lower one of two.
-        held = torch.threshold(torch.stack(list(values)), 0.0, math.nan)
-        return held.nanmedian(dim=0).values.nan_to_num(math.inf)
-
-    def products(self, pairs: Sequence[tuple[Array, float]]) -> Sequence[Array]:
-        arrays, numbers = zip(*pairs, strict=True)
-        if not self._foreach(arrays):
-            return super().products(pairs)
-        products: Sequence[torch.Tensor] = torch._foreach_mul(arrays, list(numbers))
-        return products
-
-    def add(self, x: Array, y: Array, times: float) -> Array:
-        return torch.add(x, y, alpha=times)
-
-    def without(self, x: Array, share: Any) -> Array:
-        if isinstance(share, torch.Tensor):
-            return torch.addcmul(x, x, share, value=-1.0)
-        return super().without(x, share)
-
-    def inverse(self, x: Array) -> Array:
-        return torch.reciprocal(x)
 
     def lerp(self, old: Sequence[Array], new: Sequence[Array], weight: Any) -> Sequence[Array]:
         if not self._foreach(old) or not isinstance(weight, torch.Tensor):
@@ -394,282 +245,336 @@ class TorchBackend(Backend):
         )
         return moved
 
-    def ratio(self, x: Array, y: Array, counts: Array) -> Array:
-        return x / y
+    # -- numbers ------------------------------------------------------------------------------
+    def cast(self, x: Array, dtype: str) -> Array:
+        kind = _DTYPES[dtype]
+        return x.to(_widest(x.device) if kind == torch.float64 else kind)
 
-    def full_like(self, x: Array, number: float) -> Array:
-        return torch.full_like(x, number)
+    def constant(self, x: Array) -> Array:
+        return x.detach() if x.requires_grad else x
 
-    def zero_below(self, x: Array, least: float) -> Array:
-        return torch.threshold(x, least, 0.0)
+    def group_max(
+        self, values: Array, owners: Sequence[int], groups: int, times: Sequence[int] | None = None
+    ) -> Array:
+        if groups == 1:
+            return values.amax(0, keepdim=True)
+        if times is None and [*owners] == [*range(groups)]:
+            return values
+        lowest = values.new_full((groups,), -math.inf)
+        return lowest.scatter_reduce(0, self._index(owners, times, values), values, "amax")
 
-    def sort(self, table: Array) -> Array:
-        return torch.sort(table, dim=0).values
+    def group_sum(
+        self, values: Array, owners: Sequence[int], groups: int, times: Sequence[int] | None = None
+    ) -> Array:
+        if groups == 1:
+            return values.sum(0, keepdim=True)
+        if times is None and [*owners] == [*range(groups)]:
+            return values
+        return values.new_zeros(groups).index_add(0, self._index(owners, times, values), values)
 
-    def pick(self, table: Array, row: Array) -> Array:
-        return torch.gather(table, 0, row.round().long().reshape(1, -1))[0]
+    def take(
+        self, values: Array, owners: Sequence[int], times: Sequence[int] | None = None
+    ) -> Array:
+        if len(values) == 1:
+            return values.expand(len(owners) if times is None else sum(times))
+        if times is None and [*owners] == [*range(len(values))]:
+            return values
+        return values[self._index(owners, times, values)]
 
+    def _index(self, owners: Sequence[int], times: Sequence[int] | None, like: Array) -> Array:
+        if times is None:
+            return self.asarray([*owners], like=like).long()
+        table = self.asarray([[*owners], [*times]], like=like).long()
+        return table[0].repeat_interleave(table[1], output_size=sum(times))
+
+    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Sequence[Array]:
+        if not any(shapes):
+            return torch.unbind(flat)
+        parts = flat.split([math.prod(shape) for shape in shapes])
+        # What has one dimension longer than 1, the last, broadcasts as it is.
+        return [
+            part if shape and len(part) == shape[-1] else part.reshape(shape)
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+
+    def joined(self, arrays: Sequence[Array]) -> Array:
+        if not any(t.dim() for t in arrays):
+            return torch.stack(list(arrays))
+        values = map(values_of, arrays)
+        flat = [t if t.dim() == 1 else t.reshape(-1) for t in values]
+        return torch.cat([t.to(flat[0].device) for t in flat]) if len(flat) > 1 else flat[0]
+
+    # -- measures of gradients ----------------------------------------------------------------
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
-        values = [self._values(t) for t in arrays]
-        wide = torch.float32 if values[0].device.type == "mps" else torch.float64
-        first = values[0].device
-        per = torch.stack([n.to(first) for n in self._norms(values, wide)])
-        # Squares of what narrower numbers can add up to stay within the floats.
-        far = any(v.dtype == wide for v in values)
-        whole = partial(self._norm, wide=wide) if far else torch.linalg.vector_norm
-        if len(members) == 1:
-            norm: torch.Tensor = whole(per)
-            return norm
+        values = [values_of(t) for t in arrays]
+        per = self._norms(values)
         if all(tuple(m) == (i,) for i, m in enumerate(members)):
             return per
-        return torch.stack([whole(per[list(m)]) for m in members])
-
-    def _norms(self, values: Sequence[torch.Tensor], wide: torch.dtype) -> Sequence[torch.Tensor]:
-        if not self._foreach(values) or any(v.dtype == wide or not v.numel() for v in values):
-            return [self._norm(v, wide) for v in values]
-        norms: Sequence[torch.Tensor] = torch._foreach_norm(list(values), 2, dtype=wide)
-        return norms
-
-    def _norm(self, values: torch.Tensor, wide: torch.dtype) -> Any:
-        if values.dtype != wide or not values.numel():
-            norm = torch.linalg.vector_norm(values, dtype=wide)
-        else:
-            # There is no wider dtype.
-            unit = self.unit(values.abs().amax())
-            norm = unit * torch.linalg.vector_norm(values / unit)
-        return norm
-
-    # Of a single group, norm and state are numbers of shape (), as they are on the host: this
-    # saves an operation here and there.
-    def column(self, numbers: Any, like: Array) -> Array:
-        return self.asarray(numbers, like=like)
-
-    def of_group(self, numbers: Array, group: int) -> Array:
-        return numbers[group] if numbers.dim() else numbers
-
-    def all(self, x: Array) -> Array:
-        return torch.all(x) if x.dim() else x
-
-    def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
-        products: list[torch.Tensor] = []
-        if not self._foreach(arrays):
-            products += [self._multiply_one(t, self._factor(factor, t)) for t in arrays]
-        elif arrays:
-            # One kernel launch for many tensors.
-            products += torch._foreach_mul(list(arrays), self._factor(factor, arrays[0]))
-        # Cast back: the product of two 0-d tensors is as wide as the factor.
-        return [p.to(t.dtype) for p, t in zip(products, arrays, strict=True)]
-
-    def rescale(self, arrays: Sequence[Array], factor: Array, keep: Array | None) -> list[Array]:
-        products = self.multiply(arrays, factor)
-        if keep is None or not self._foreach(products):
-            return products if keep is None else self.keep_if(keep, products)
-        torch.ops.fedclip.keep_if_(products, keep.to(products[0].device))
-        return products
-
-    @staticmethod
-    def _alike(arrays: Sequence[torch.Tensor]) -> bool:
-        """Return whether all tensors are dense and on one device."""
-        return (
-            all(t.layout is torch.strided for t in arrays) and len({t.device for t in arrays}) == 1
+        # Squares of what narrower numbers can add up to stay within the floats.
+        far = any(v.dtype == per.dtype for v in values)
+        whole = (
+            partial(_norm, axes=(0,)) if far else partial(torch.linalg.vector_norm, keepdim=True)
         )
+        if len(members) == 1:
+            return whole(per)
+        return torch.cat([whole(per[list(m)]) for m in members])
 
-    @staticmethod
-    def _factor(factor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        # A 0-d tensor does not widen the product.
-        return factor.to(like.device, TorchBackend._product_dtype(like))
+    def _norms(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of each tensor, in the widest float."""
+        wide = _widest(values[0].device)
+        if not self._foreach(values) or any(v.dtype == wide or not v.numel() for v in values):
+            found: Any = [_norm(v.reshape(1, -1), (1,))[0] for v in values]
+        else:
+            found = torch._foreach_norm(list(values), 2, dtype=wide)
+        return torch.stack([n.to(values[0].device) for n in found])
 
-    @staticmethod
-    def _product_dtype(tensor: torch.Tensor) -> torch.dtype:
-        # Half precision is multiplied in float32.
-        return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    def peaks(self, arrays: Sequence[Array]) -> Array:
+        values = [values_of(t) for t in arrays]
+        found: list[Any] = [None] * len(values)
+        for places in self._bundles(values):
+            x = self._bundle([values[i] for i in places])
+            if isinstance(x, Many) and x.device.type != "cpu":
+                peaks = x.norm(math.inf)
+            else:
+                # On the CPU, vectors are faster.
+                peaks = self.max(abs(x))
+            _put(found, places, peaks.tensors if isinstance(peaks, Many) else [peaks])
+        return self.asarray(torch.stack([x.to(found[0]) for x in found]), like=found[0])
 
-    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
+    def summed(self, call: Callable[..., Array], columns: Sequence[Sequence[Array]]) -> Array:
+        values = [values_of(t) for t in columns[0]]
+        found: list[Any] = [None] * len(values)
+        for places in self._bundles(values):
+            first = self.cast(self._bundle([values[i] for i in places]), "float64")
+            x = call(first, *(self._column(c, places) for c in columns[1:]))
+            if isinstance(x, Many):
+                # Torch has no sum of many, but norms: of what is above 0, and of what is below.
+                sums = self.maximum(x, 0.0).norm(1) - self.minimum(x, 0.0).norm(1)
+                _put(found, places, sums.tensors)
+            else:
+                _put(found, places, [self.sum(x)])
+        return torch.stack([x.to(found[0].device) for x in found])
+
+    def slice_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> Array:
+        pairs = zip(arrays, axes, strict=True)
+        return self.joined([self._slice_norms(array, some) for array, some in pairs])
+
+    def _slice_norms(self, array: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+        return _norm(array, axes)
+
+    # -- new gradients ------------------------------------------------------------------------
+    def scale(self, arrays: Sequence[Array], factors: Sequence[Array]) -> Sequence[Array]:
+        outputs: list[Any] = list(arrays)
+        alike: dict[Any, list[int]] = {}
+        for i, (array, k) in enumerate(zip(arrays, factors, strict=True)):
+            # Those with a factor of their own, that broadcasts, are multiplied together too.
+            alike.setdefault((id(k) if not k.dim() else 0, array.dtype, array.device), []).append(i)
+        for places in alike.values():
+            some = [arrays[i] for i in places]
+            k = factors[places[0]]
+            wide = torch.float64 if some[0].dtype == torch.float64 else torch.float32
+            given = (
+                [factors[i].to(some[0].device, wide) for i in places]
+                if k.dim()
+                else [k.to(some[0].device, wide)]
+            )
+            _put(outputs, places, self._multiplied(some, given))
+        return outputs
+
+    def _multiplied(
+        self, tensors: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Return products of tensors of one dtype and device, with one factor or one for each."""
+        half = tensors[0].dtype == torch.float16
+        if not self._foreach(tensors):
+            each = [*factors] * len(tensors) if len(factors) == 1 else factors
+            pairs = zip(tensors, each, strict=True)
+            return [self._product(t, k, half) for t, k in pairs]
+        many: Any = factors if len(factors) > 1 or factors[0].dim() else factors[0]
+        if not half:
+            products = torch._foreach_mul(list(tensors), many)
+            return self._stored(products, tensors)
+        wide = torch._foreach_mul(Many(tensors).to(torch.float32).tensors, many)
+        torch._foreach_mul_(wide, 2.0**24)
+        torch._foreach_trunc_(wide)
+        torch._foreach_mul_(wide, 2.0**-24)
+        # What has no dimensions was given one by the cast.
+        shaped = [w if t.dim() else w.reshape(()) for w, t in zip(wide, tensors, strict=True)]
+        return self._stored(shaped, tensors)
+
+    def _product(self, tensor: torch.Tensor, factor: torch.Tensor, half: bool) -> torch.Tensor:
+        values = tensor if tensor.layout is torch.strided else tensor._values()
+        product = torch.mul(values.float() if half else values, factor)
+        if half:
+            # Below its smallest number, half precision has no digits that a margin could cover.
+            kept = torch.trunc(product.detach() * 2.0**24) * 2.0**-24
+            product = product + (kept - product.detach())
+        return _sparse(product.to(tensor.dtype), tensor)
+
+    def _stored(
+        self, values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Return values rounded to the dtype of the tensors that they are the outputs for."""
+        if values[0].dtype == likes[0].dtype:
+            # The product of two 0-d tensors is as wide as the factor.
+            return [v.to(x.dtype) for v, x in zip(values, likes, strict=True)]
+        if not self._foreach(likes):
+            return [v.to(x.dtype) for v, x in zip(values, likes, strict=True)]
+        # A copy is the cast that torch has for many.
+        outputs = torch._foreach_clone(list(likes))
+        torch._foreach_copy_(outputs, list(values))
+        return list(outputs)
+
+    def mapped(
+        self,
+        call: Callable[..., Any],
+        columns: Sequence[Sequence[Array]],
+        moved: Array | None = None,
+        wide: bool = False,
+    ) -> Sequence[Any]:
+        given = [*columns[0]]
+        values = [values_of(t) for t in given]
+        results: list[list[Any]] = []
+        numbers: set[int] = set()
+        for places in self._bundles(values):
+            some = [values[i] for i in places]
+            # What has no dimensions gets one, by which it differs from a number that is returned.
+            first = self._bundle([t if t.dim() else t[None] for t in some])
+            first = first.to(torch.float32) if some[0].dtype.itemsize == 2 else first
+            first = self.cast(first, "float64") if wide else first
+            found = call(first, *(self._column(c, places) for c in columns[1:]))
+            results = results or [[None] * len(given) for _ in found]
+            for j, x in enumerate(found):
+                if j == 0 and x is first:
+                    _put(results[0], places, some)
+                    continue
+                parts = x.tensors if isinstance(x, Many) else [x]
+                if not parts[0].dim():
+                    numbers.add(j)
+                else:
+                    parts = [
+                        p if v.dim() else p.reshape(()) for p, v in zip(parts, some, strict=True)
+                    ]
+                _put(results[j], places, self._narrowed(parts, some) if j == 0 else parts)
+        results[0] = [
+            t if x is v else _sparse(x, t)
+            for x, v, t in zip(results[0], values, given, strict=True)
+        ]
+        like = values[0]
+        return [
+            self.asarray(torch.stack([x.to(like.device) for x in r]), like=like)
+            if j in numbers
+            else r
+            for j, r in enumerate(results)
+        ]
+
+    def _narrowed(
+        self, values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Return values in the dtype of these tensors: half precision rounded towards zero."""
+        dtype = likes[0].dtype
+        if values[0].dtype == dtype:
+            return self._stored(values, likes)
+        top = LARGEST[_NAMES[dtype]]
+        if dtype.itemsize == 2:
+            return self._stored([_towards_zero(v.clamp(-top, top), dtype) for v in values], likes)
+        if self._foreach(values):
+            bounded: Any = self.minimum(self.maximum(Many(values), -top), top)
+            return self._stored(bounded.tensors, likes)
+        return self._stored([v.clamp(-top, top) for v in values], likes)
+
+    def keep_if(self, condition: Any, arrays: Sequence[Array]) -> Sequence[Array]:
+        if condition is False:
+            return [torch.zeros_like(t) for t in arrays]
         if self._foreach(arrays):
             kept: list[torch.Tensor] = torch.ops.fedclip.keep_if(
                 list(arrays), condition.to(arrays[0].device)
             )
             return kept
-        nothing = torch.zeros((), device=condition.device)
-        # A 0-d tensor does not widen the result, but it may be wider than one of half precision.
-        return [
-            torch.where(condition.to(t.device), t, nothing.to(t.device, t.dtype))
-            if t.layout is torch.strided
-            else self._sparse(self.keep_if(condition, [t._values()])[0], t)
-            for t in arrays
-        ]
-
-    def group_extremes(
-        self, arrays: Sequence[Array], members: Sequence[Sequence[int]]
-    ) -> tuple[Array, Array]:
-        zero = self.asarray(0.0, like=arrays[0])
-        pairs = [torch.aminmax(v) if v.numel() else (zero, zero) for v in map(self._values, arrays)]
-        lows, highs = (
-            self.asarray(torch.stack([x.to(zero.device) for x in ends]), like=zero)
-            for ends in zip(*pairs, strict=True)
-        )
-        lows, highs = torch.clamp(lows, max=0.0), torch.clamp(highs, min=0.0)
-        return self._ends(torch.amin, lows, members), self._ends(torch.amax, highs, members)
-
-    def group_peaks(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
-        if not self._foreach(arrays):
-            return super().group_peaks(arrays, members)
-        return self._ends(torch.amax, self.asarray(self._peaks(arrays), like=arrays[0]), members)
+        return [self._kept(condition.to(t.device), t) for t in arrays]
 
     @staticmethod
-    def _ends(
-        end: Callable[..., torch.Tensor], each: torch.Tensor, members: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        """Return the least or the largest number of each group, of one for each array."""
-        if len(members) == 1:
-            return end(each, 0, True)
-        if all(tuple(m) == (i,) for i, m in enumerate(members)):
-            return each
-        return torch.stack([end(each[list(m)], 0) for m in members])
+    def _kept(condition: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        values = tensor if tensor.layout is torch.strided else tensor._values()
+        # A 0-d tensor does not widen the result, but it may be wider than one of half precision.
+        nothing = torch.zeros((), device=tensor.device, dtype=tensor.dtype)
+        return _sparse(torch.where(condition, values, nothing), tensor)
 
-    def _peaks(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the largest absolute element of each of some arrays; 0 of one without any."""
-        peaks: list[Any] = [None] * len(arrays)
-        for places in self.bundles(arrays):
-            bundle = self.bundle([arrays[i] for i in places])
-            if isinstance(bundle, Many):
-                found = self.unbundled(self.largest(bundle))
-            else:
-                # One pass over what is large.
-                found = [super().group_peaks([bundle], [(0,)])[0]]
-            for i, peak in zip(places, found, strict=True):
-                peaks[i] = peak
-        return torch.stack(peaks)
+    # -- many tensors together ----------------------------------------------------------------
+    @staticmethod
+    def _foreach(arrays: Sequence[torch.Tensor]) -> bool:
+        """Return whether one operation may work on all these tensors."""
+        # `vmap` has no rules for such operations, and compilers fuse single ones by themselves.
+        if torch.compiler.is_compiling() or not arrays:
+            return False
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
+        dense = all(t.layout is torch.strided for t in arrays)
+        return dense and len({t.device for t in arrays}) == 1
 
-    def stack(self, arrays: Sequence[Array]) -> Array:
-        return torch.stack(list(arrays))
-
-    def cast(self, x: Array, dtype: str) -> Array:
-        return x.to(_DTYPES[dtype])
-
-    def bundles(self, arrays: Sequence[Array]) -> list[list[int]]:
+    def _bundles(self, arrays: Sequence[torch.Tensor]) -> list[list[int]]:
+        """Return the places of the tensors that one operation can work on, together."""
         if not self._foreach(arrays):
-            return super().bundles(arrays)
+            return [[i] for i in range(len(arrays))]
         result: list[list[int]] = []
         # Of each kind, the last bundle and its number of elements.
         last: dict[Any, tuple[list[int], int]] = {}
         for i, tensor in enumerate(arrays):
             size = tensor.numel()
-            kind = tensor.dtype, tensor.dim() > 0, size > 0
-            bundle, held = last.get(kind, ([], 0))
+            bundle, held = last.get(tensor.dtype, ([], 0))
             if not bundle or not size or held + size > _MOST[tensor.is_cpu]:
                 bundle, held = [], 0
                 result.append(bundle)
             bundle.append(i)
-            last[kind] = bundle, held + size
+            # What is empty is by itself.
+            if size:
+                last[tensor.dtype] = bundle, held + size
         return result
 
-    def bundle(self, arrays: Sequence[Array]) -> Array:
-        return arrays[0] if len(arrays) == 1 else Many(arrays)
-
-    def numbers(self, values: Sequence[float], like: Array) -> Any:
-        return values[0] if len(values) == 1 else Many(None, self.asarray(values, like=like))
-
-    def unbundled(self, array: Array) -> Sequence[Array]:
-        return array.tensors if isinstance(array, Many) else (array,)
-
-    def store(self, values: Array, likes: Sequence[Array]) -> Sequence[Array]:
-        if len(likes) == 1 or values.dtype == likes[0].dtype or not self._foreach(likes):
-            return super().store(values, likes)
-        # A copy is the cast that torch has for many.
-        outputs = torch._foreach_clone(list(likes))
-        torch._foreach_copy_(outputs, list(self.unbundled(values)))
-        return list(outputs)
-
-    def anchor(self, array: Array) -> Array:
-        return array.highest() if isinstance(array, Many) else super().anchor(array)
-
-    def total_from_anchor(self, array: Array) -> Array:
-        # No difference is above 0: their sum is a norm, which torch has for many.
-        return -array.norm(1) if isinstance(array, Many) else self.total(array)
-
-    def square_total(self, array: Array) -> Array:
-        if not isinstance(array, Many):
-            return super().square_total(array)
-        norms = array.norm(2)
-        return norms * norms
-
-    def largest(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
-        if isinstance(array, Many) and axes is None:
-            # On the CPU, vectors are faster.
-            return abs(array).highest() if array.device.type == "cpu" else array.norm(math.inf)
-        return array.abs().amax() if axes is None else array.abs().amax(dim=axes, keepdim=True)
-
-    def peak(self, arrays: Sequence[Array]) -> Array:
-        if len(arrays) == 1 or not self._foreach(arrays):
-            return super().peak(arrays)
-        return self.wide(self._peaks(arrays).amax())
-
-    def total(self, array: Array, axes: tuple[int, ...] | None = None) -> Array:
-        wide = self._widest(array)
-        if axes is None:
-            return array.sum(dtype=wide)
-        return array.sum(dim=axes, keepdim=True, dtype=wide)
-
-    def wide(self, array: Array) -> Array:
-        return array.to(self._widest(array))
+    @staticmethod
+    def _bundle(tensors: Sequence[torch.Tensor]) -> Any:
+        return tensors[0] if len(tensors) == 1 else Many(tensors)
 
     @staticmethod
-    def _widest(like: torch.Tensor) -> torch.dtype:
-        return torch.float32 if like.device.type == "mps" else torch.float64
+    def _column(column: Any, places: Sequence[int]) -> Any:
+        """Return the part of a column for some tensors."""
+        if isinstance(column, torch.Tensor):
+            if len(places) == 1:
+                return column[places[0]]
+            return Many(None, column if len(places) == len(column) else column[[*places]])
+        some = [column[i] if column[i].dim() else column[i][None] for i in places]
+        return some[0] if len(some) == 1 else Many(some)
 
-    def joined(self, arrays: Sequence[Array]) -> Array:
-        first = arrays[0].device
-        values = [self._values(t).to(first) for t in arrays]
-        flat = [v if v.dim() == 1 else v.reshape(-1) for v in values]
-        return torch.cat(flat) if len(flat) > 1 else flat[0]
 
-    def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
-        if array.dtype != torch.float64 and array.device.type != "mps":
-            # No square of a narrower dtype overflows or underflows in float64.
-            array = self._values(array)
-            return torch.linalg.vector_norm(array, dim=axes, dtype=torch.float64)
-        wide = self.wide(array)
-        unit = self.unit(wide.abs().amax(dim=axes, keepdim=True))
-        return unit * torch.sqrt((wide / unit).square().sum(dim=axes, keepdim=True))
+def _put(column: list[Any], places: Sequence[int], values: Sequence[Any]) -> None:
+    for i, value in zip(places, values, strict=True):
+        column[i] = value
 
-    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-        parts = flat.split([math.prod(shape) for shape in shapes])
-        # What has one dimension longer than 1, the last, broadcasts as it is.
-        return [
-            part if len(part) == shape[-1] else part.reshape(shape)
-            for part, shape in zip(parts, shapes, strict=True)
-        ]
 
-    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
-        return array.reshape(shape)
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
 
-    def multiply_slices(self, arrays: Sequence[Array], factors: Sequence[Array]) -> list[Array]:
-        if self._foreach(arrays) and len({t.dtype for t in arrays}) == 1:
-            products: Sequence[torch.Tensor] = torch._foreach_mul(list(arrays), list(factors))
-        else:
-            products = [torch.mul(t, k.to(t.device)) for t, k in zip(arrays, factors, strict=True)]
-        return [p.to(t.dtype) for p, t in zip(products, arrays, strict=True)]
 
-    @staticmethod
-    def _foreach(arrays: Sequence[torch.Tensor]) -> bool:
-        """Return whether one operation may work on all these tensors."""
-        # `vmap` has no rules for such operations, and compilers fuse single ones by themselves.
-        batched = torch._C._functorch.peek_interpreter_stack() is not None
-        if torch.compiler.is_compiling() or batched or not arrays:
-            return False
-        return TorchBackend._alike(arrays)
+def _norm(tensor: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    """Return the L2 norms along the axes, flat, in the widest float."""
+    wide = _widest(tensor.device)
+    if tensor.dtype != wide or not tensor.numel():
+        # No square of a narrower dtype overflows or underflows.
+        found: torch.Tensor = torch.linalg.vector_norm(tensor, dim=axes, dtype=wide)
+        return found if found.dim() == 1 else found.reshape(-1)
+    unit = tensor.abs().amax(dim=axes, keepdim=True).clamp(2.0**-1000, 2.0**1000)
+    found = unit * torch.linalg.vector_norm(tensor / unit, dim=axes, keepdim=True)
+    return found.reshape(-1)
 
-    def repeated(self, numbers: Sequence[int], times: Sequence[int], like: Array) -> Array:
-        table = self.asarray([list(numbers), list(times)], like=like).long()
-        return table[0].repeat_interleave(table[1], output_size=sum(times))
 
-    def take(self, values: Array, index: Array) -> Array:
-        return values[index]
-
-    def group_max(self, values: Array, index: Array, groups: int) -> Array:
-        lowest = values.new_full((groups,), -math.inf)
-        return lowest.scatter_reduce(0, index, values, "amax")
+def _towards_zero(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return float32 values in half precision, rounded towards zero."""
+    near = values.to(dtype)
+    wide, bits = near.detach().to(values.dtype), near.detach().view(torch.int16)
+    # Floats of one sign are ordered like their bits.
+    less = (bits - (wide.abs() > values.detach().abs()).to(torch.int16)).view(dtype)
+    result: torch.Tensor = near + (less - near.detach())
+    return result
 
 
 class TorchRecorded(TorchBackend):
@@ -701,30 +606,26 @@ class TorchRecorded(TorchBackend):
         nothing = x == 0
         return torch.sqrt(x.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
 
-    def ratio(self, x: Array, y: Array, counts: Array) -> Array:
-        return x / y.masked_fill(~counts, 1.0)
-
-    def unit(self, peak: Array) -> Array:
-        # Nothing depends on the unit.
-        return super().unit(peak.detach())
+    def constant(self, x: Array) -> Array:
+        return x.detach()
 
     def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
         # All tensors of a group together: the norm of one that is zero has no derivative.
         zero = arrays[0].new_zeros(1)
         joined = [self.joined([zero, *(arrays[i] for i in some)]) for some in members]
-        norms = torch.cat([self._slice_norms(values, (0,)) for values in joined])
-        return norms[0] if len(members) == 1 else norms
+        return torch.cat([self._slice_norms(values, (0,)) for values in joined])
 
     def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
-        wide = self.wide(array)
-        unit = self.unit(wide.abs().amax(dim=axes, keepdim=True))
-        return unit * self.sqrt((wide / unit).square().sum(dim=axes, keepdim=True))
+        wide = array.to(_widest(array.device))
+        unit = wide.detach().abs().amax(dim=axes, keepdim=True).clamp(2.0**-1000, 2.0**1000)
+        norms = unit * self.sqrt((wide / unit).square().sum(dim=axes, keepdim=True))
+        return norms.reshape(-1)
 
 
 class TorchInPlace(TorchBackend):
     """Tensors that fedclip changes in place: the gradients of a training loop."""
 
-    writes = False
+    in_place = True
 
     def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
         for tensor in arrays:
@@ -732,74 +633,35 @@ class TorchInPlace(TorchBackend):
                 tensor.copy_(tensor.coalesce())
         return arrays
 
-    def scale(self, arrays: Sequence[Array], factor: float, host: Host = NOWHERE) -> list[Array]:
-        like = arrays[0]
-        k: Any = factor
-        if like.is_cpu:
-            # In place, torch would round a Python float to half precision before multiplying.
-            k = torch.scalar_tensor(factor, dtype=self._product_dtype(like))
-        values = [t if t.layout is torch.strided else t._values() for t in arrays]
-        torch._foreach_mul_(values, k)
-        return list(arrays)
+    def from_host(self, values: Sequence[HostView], likes: Sequence[Array]) -> Sequence[Array]:
+        made = super().from_host(values, likes)
+        return [like.copy_(value) for value, like in zip(made, likes, strict=True)]
 
-    def scale_slices(self, array: Array, factors: np.ndarray[Any, Any]) -> Array:
-        return array.copy_(super().scale_slices(array, factors))
+    def _multiplied(
+        self, tensors: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        if self._foreach(tensors) and tensors[0].dtype != torch.float16:
+            many: Any = factors if len(factors) > 1 or factors[0].dim() else factors[0]
+            torch._foreach_mul_(list(tensors), many)
+            return tensors
+        products = super()._multiplied(tensors, factors)
+        return [t.copy_(p) if p is not t else t for t, p in zip(tensors, products, strict=True)]
 
-    def clip(
-        self, arrays: Sequence[Array], low: float, high: float, host: Host = NOWHERE
-    ) -> list[Array]:
-        if not arrays[0].is_cpu and self._foreach(arrays):
-            torch._foreach_clamp_min_(list(arrays), low)
-            torch._foreach_clamp_max_(list(arrays), high)
-            return list(arrays)
-        for tensor in arrays:
-            if tensor.layout == torch.sparse_coo:
-                tensor.copy_(self._clip(tensor, low, high))
-            else:
-                tensor.clamp_(low, high)
-        return list(arrays)
+    def _stored(
+        self, values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        if self._foreach(likes):
+            torch._foreach_copy_(list(likes), list(values))
+            return likes
+        return [like.copy_(value) for value, like in zip(values, likes, strict=True)]
 
-    def zeros_like(self, array: Array) -> Array:
-        return array.zero_()
-
-    def from_host(self, values: HostView, like: Array) -> Array:
-        return like.copy_(super().from_host(values, like))
-
-    def stored(self, values: Array, like: Array) -> Array:
-        # A sparse tensor becomes a dense one, which is new.
-        return like.copy_(values) if like.layout is torch.strided else super().stored(values, like)
-
-    def store(self, values: Array, likes: Sequence[Array]) -> Sequence[Array]:
-        if not self._foreach(likes):
-            return super().store(values, likes)
-        torch._foreach_copy_(list(likes), list(self.unbundled(values)))
-        return likes
-
-    def multiply(self, arrays: Sequence[Array], factor: Array) -> list[Array]:
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for tensor in arrays:
-            if tensor.layout == torch.strided:
-                by_device.setdefault(tensor.device, []).append(tensor)
-            else:
-                tensor._values().mul_(self._factor(factor, tensor))
-        for tensors in by_device.values():
-            # One kernel launch for many tensors.
-            torch._foreach_mul_(tensors, self._factor(factor, tensors[0]))
-        return list(arrays)
-
-    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> list[Array]:
+    def keep_if(self, condition: Any, arrays: Sequence[Array]) -> Sequence[Array]:
+        if condition is False:
+            return [t.zero_() for t in arrays]
         if self._foreach(arrays):
             torch.ops.fedclip.keep_if_(list(arrays), condition.to(arrays[0].device))
-            return list(arrays)
-        lost = ~condition
+            return arrays
         for tensor in arrays:
             values = tensor if tensor.layout == torch.strided else tensor._values()
-            values.masked_fill_(lost.to(tensor.device), 0.0)
-        return list(arrays)
-
-    def multiply_slices(self, arrays: Sequence[Array], factors: Sequence[Array]) -> list[Array]:
-        if self._foreach(arrays):
-            torch._foreach_mul_(list(arrays), list(factors))
-            return list(arrays)
-        products = super().multiply_slices(arrays, factors)
-        return [t.copy_(product) for t, product in zip(arrays, products, strict=True)]
+            values.masked_fill_(~condition.to(tensor.device), 0.0)
+        return arrays

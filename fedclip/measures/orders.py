@@ -22,32 +22,15 @@ The standard deviation of fewer than two elements counts as 0, so such arrays ar
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterable, Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
-from fedclip.arrays import LARGEST, Arithmetic, Array, Backend, HostView
+from fedclip.arrays import LARGEST, Array, Backend
 from fedclip.errors import nearest, shown
-from fedclip.measures.l2 import (
-    CHUNK,
-    Float64,
-    blocks,
-    decode,
-    exact_norm,
-    extremes,
-    scaled_up,
-    square_sums,
-)
+from fedclip.scopes import Groups
 
 Order = float | str
 """What users write for `ord`."""
-
-# Above this, a float64 sum of squares has lost nothing of importance to underflow.
-_TINY = 1e-280
-_SMALLEST_NORMAL = float(np.finfo(np.float64).tiny)
 
 MEANS = ("rms", "mad", "std", "var")
 """Orders that are means over all elements, zeros included."""
@@ -73,175 +56,86 @@ def degree(ord: Order) -> int:
     return 2 if ord == "var" else 1
 
 
-def lowered(ord: Order, target: Any, size: Any, error: float, xp: Arithmetic) -> Any:
-    """Return the targets, lowered so that an error in each of `size` elements exceeds none.
+def measure(arrays: Sequence[Array], groups: Groups, ord: Order, xp: Backend) -> Array:
+    """Return the measure of each group of arrays, which are dense for `MEANS`.
 
-    It follows from the triangle inequality of the measure (below order 1, of its power). The
-    result is never below 0.
+    NaN and infinity give a measure that is not finite.
     """
-    if ord == "var":
-        low = lowered("std", xp.sqrt(target), size, error, xp)
-        return low * low
-    if ord in ("inf", "rms", "mad"):
-        spread = error
-    elif ord == "std":
-        spread = error * xp.sqrt(size / xp.maximum(size - 1, 1))
-    elif float(ord) < 1:
-        p = float(ord)
-        return xp.maximum(target**p - size * error**p, 0.0) ** (1 / p)
-    else:
-        spread = error * size ** (1 / float(ord))
-    return xp.maximum(target - spread, 0.0)
-
-
-def measure(views: Sequence[HostView], ord: Order) -> float:
-    """Return the measure of all elements of the views together, in float64.
-
-    Non-finite elements, or a measure beyond float64, give NaN or infinity.
-    """
-    views = [view for view in views if view.size]
-    size = sum(view.size for view in views)
-    if not size:
-        return 0.0
     if ord == 2:
-        return exact_norm(views)
+        return xp.group_norms(arrays, groups.members)
+    sizes = [sum([xp.size(arrays[i]) for i in some]) for some in groups.members]
     if ord == "rms":
-        norm = exact_norm(views)
-        mean = norm / math.sqrt(size)
-        return math.nextafter(mean, norm) if mean < _SMALLEST_NORMAL else mean
-    pairs = [extremes(view) for view in views]
-    peak = float(np.max([max(-low, high) for low, high in pairs]))
-    low, high = (float(f([p[i] for p in pairs])) for i, f in enumerate((np.min, np.max)))
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return math.nan if math.isnan(low + high) else math.inf
-    if ord == "inf" or peak == 0.0:
-        return peak
-    # From here on, scale by a power of two near the maximum: nothing can overflow.
-    exponent = math.frexp(peak)[1]
+        norms = xp.group_norms(arrays, groups.members)
+        return norms / xp.sqrt(xp.maximum(xp.asarray(sizes, like=norms), 1.0))
+    owners, number = groups.owners, len(groups)
+    peaks = xp.group_max(xp.peaks(arrays), owners, number)
+    if ord == "inf":
+        return peaks
+    unit = unit_of(peaks, xp)
+    units = xp.take(unit, owners)
+    sizes = xp.asarray(sizes, like=peaks)
+
+    def total(call: Callable[..., Array], *more: Array) -> Array:
+        return xp.group_sum(xp.summed(call, [arrays, units, *more]), owners, number)
+
     if ord in ("std", "var"):
-        if size < 2:
-            return 0.0
-        mean = math.fsum(float(b.sum()) for b in _scaled(views, exponent)) / size
-        squares = math.fsum(square_sums([b - mean])[0] for b in _scaled(views, exponent))
-        result = squares / (size - 1)
-        if ord == "var":
-            return scaled_up(result, 2 * exponent)
-        return scaled_up(math.sqrt(result), exponent)
-    if ord == "mad":
-        return scaled_up(
-            math.fsum(float(np.abs(b).sum()) for b in _scaled(views, exponent)) / size, exponent
-        )
-    # Divide by the maximum itself: high powers of smaller numbers may all underflow.
-    power, top = float(ord), math.ldexp(peak, -exponent)
-    total = math.fsum(float(((np.abs(b) / top) ** power).sum()) for b in _scaled(views, exponent))
-    with np.errstate(over="ignore"):
-        return scaled_up(float(np.float64(total) ** (1 / power) * top), exponent)
+        means = xp.take(total(lambda x, u: x / u) / xp.maximum(sizes, 1.0), owners)
+        squares = total(lambda x, u, m: (x / u - m) * (x / u - m), means)
+        return _found(ord, unit, squares, xp.maximum(sizes - 1.0, 1.0), xp)
+    return _found(ord, unit, total(lambda x, u: _power(x / u, ord)), xp.maximum(sizes, 1.0), xp)
 
 
-def measure_on_device(
-    parts: Sequence[Array], ord: Order, xp: Backend, axes: tuple[int, ...] | None = None
+def slice_measures(
+    arrays: Sequence[Array], axes: Sequence[tuple[int, ...]], ord: Order, xp: Backend
 ) -> Array:
-    """Return the measure of all elements of dense arrays together, as an array of shape ().
+    """Return the measures of the slices of dense arrays as one flat array, array by array.
 
-    With `axes`, return that of each slice of a single array, with those axes kept as 1. The
-    widest float is that of the framework; NaN and infinity give a measure that is not finite.
+    A slice spans the axes of its array, which has elements.
     """
-    sized = [part for part in parts if math.prod(part.shape)]
-    if not sized:
-        return xp.asarray([0.0], like=parts[0])[0]
-    if ord == "inf" and axes is None:
-        return xp.peak(sized)
-    wide = [*map(xp.wide, sized)]
-    axes_of_one = wide[0].shape if axes is None else [wide[0].shape[a] for a in axes]
-    size = math.prod(axes_of_one) + sum(math.prod(part.shape) for part in wide[1:])
-
-    def add(values: Iterable[Array]) -> Array:
-        return reduce(operator.add, [xp.total(v, axes) for v in values])
-
-    peak = reduce(xp.maximum, [xp.largest(x, axes) for x in wide])
-    if ord == "inf":
-        return xp.wide(peak)
-    # In this unit nothing can overflow.
-    unit = xp.unit(peak)
-    scaled = [x / unit for x in wide]
-    if ord in ("std", "var"):
-        if size < 2:
-            return 0.0 * peak
-        mean = xp.cast(add(scaled) / size, xp.dtype(unit))
-        found = unit * xp.sqrt(add((x - mean) * (x - mean) for x in scaled) / (size - 1))
-        return found * found if ord == "var" else found
-    if ord == "mad":
-        return unit * (add(map(abs, scaled)) / size)
-    if ord in (2, "rms"):
-        found = unit * xp.sqrt(add(x * x for x in scaled))
-        return found / math.sqrt(size) if ord == "rms" else found
-    power = float(ord)
-    # The power 1 would have no second derivative at 0.
-    total = add(abs(x) if power == 1 else abs(x) ** power for x in scaled)
-    # A root of 0 has no derivative, though nothing may follow from the norm.
-    return unit * xp.where(total == 0, 0.0, xp.where(total == 0, 1.0, total) ** (1 / power))
-
-
-def _scaled(views: Sequence[HostView], exponent: int) -> Any:
-    return (np.ldexp(b, -exponent) for view in views for b in blocks(view))
-
-
-def _rows(view: HostView, axes: tuple[int, ...]) -> Float64:
-    """Return a float64 copy whose last dimension has the elements of a slice.
-
-    NumPy adds up contiguous numbers in pairs, and others one after the other, which would lose
-    as many digits as there are.
-    """
-    kept = [a for a in range(view.ndim) if a not in axes]
-    rows = decode(view).transpose(*kept, *axes).astype(np.float64, order="C")
-    return rows.reshape(*(view.shape[a] for a in kept), -1)
-
-
-def _slice_square_sums(view: HostView, axes: tuple[int, ...]) -> Float64:
-    # Take a few rows of the first dimension at a time, so that no float64 copy of all is made.
-    many = max(1, CHUNK * len(view) // view.size)
-    parts = []
-    for start in range(0, len(view), many):
-        rows = _rows(view[start : start + many], axes)
-        parts.append(np.square(rows, out=rows).sum(axis=-1))
-    return np.asarray(np.stack(parts, -1).sum(axis=-1) if 0 in axes else np.concatenate(parts))
-
-
-def slice_measures(view: HostView, axes: tuple[int, ...], ord: Order) -> Float64:
-    """Return the measure of each slice that spans `axes`, with those axes kept as 1."""
-    measures = _measures_of_rows(view, axes, ord)
-    return measures.reshape([1 if a in axes else n for a, n in enumerate(view.shape)])
-
-
-def _measures_of_rows(view: HostView, axes: tuple[int, ...], ord: Order) -> Float64:
     if ord == 2:
-        squares = _slice_square_sums(view, axes)
-        # Squares of narrower floats neither overflow nor underflow in float64.
-        if view.dtype != np.float64 or ((squares > _TINY) & (squares < math.inf)).all():
-            return np.asarray(np.sqrt(squares))
-    wide = _rows(view, axes)
-    size = wide.shape[-1]
-    peak = np.abs(wide).max(axis=-1)
+        return xp.slice_norms(arrays, axes)
+    return xp.joined([_slices(x, some, ord, xp) for x, some in zip(arrays, axes, strict=True)])
+
+
+def _slices(array: Array, axes: tuple[int, ...], ord: Order, xp: Backend) -> Array:
+    wide = xp.cast(array, "float64")
+    size = math.prod([array.shape[a] for a in axes])
+    peaks = xp.max(abs(wide), axes)
     if ord == "inf":
-        return np.asarray(peak)
-    with np.errstate(invalid="ignore", over="ignore"):
-        exponent = np.frexp(np.where(np.isfinite(peak) & (peak > 0), peak, 1.0))[1]
-        scaled = np.ldexp(wide, -exponent[..., None])
-        if ord in ("std", "var"):
-            spread = scaled.var(axis=-1, ddof=1) if size > 1 else 0.0 * peak
-            if ord == "var":
-                return np.asarray(np.ldexp(spread, 2 * exponent))
-            return np.asarray(np.ldexp(np.sqrt(spread), exponent))
-        if ord == "mad":
-            result = np.abs(scaled).mean(axis=-1)
-        elif ord in (2, "rms"):
-            result = np.sqrt(np.square(scaled).sum(axis=-1))
-            if ord == "rms":
-                result = result / math.sqrt(size)
-        else:
-            power = float(ord)
-            top = np.ldexp(peak, -exponent)
-            top = np.where(top > 0, top, 1.0)
-            total = ((np.abs(scaled) / top[..., None]) ** power).sum(axis=-1)
-            result = total ** (1 / power) * top
-        return np.asarray(np.ldexp(result, exponent))
+        return peaks
+    unit = unit_of(peaks, xp)
+    scaled = wide / unit
+    if ord in ("std", "var"):
+        scaled = scaled - xp.sum(scaled, axes) / size
+        return _found(ord, unit, xp.sum(scaled * scaled, axes), max(size - 1.0, 1.0), xp)
+    return _found(ord, unit, xp.sum(_power(scaled, ord), axes), size, xp)
+
+
+def unit_of(peaks: Array, xp: Backend) -> Array:
+    """Return what to divide by so that no square overflows or underflows: mostly the peak.
+
+    Its reciprocal is a normal number, as compilers multiply by that.
+    """
+    far = 2.0**1000 if xp.dtype(peaks) == "float64" else 2.0**120
+    return xp.constant(xp.minimum(xp.maximum(peaks, 1 / far), far))
+
+
+def _power(scaled: Array, ord: Order) -> Array:
+    """Return what is added up, of elements in a unit."""
+    if ord == "rms":
+        return scaled * scaled
+    # The power 1 would have no second derivative at 0.
+    return abs(scaled) if ord in ("mad", 1) else abs(scaled) ** float(ord)
+
+
+def _found(ord: Order, unit: Array, total: Array, size: Any, xp: Backend) -> Array:
+    """Return the measure, from a sum of powers, or of squared deviations."""
+    if ord == "var":
+        return unit * unit * (total / size)
+    if ord in ("rms", "std"):
+        return unit * xp.sqrt(total / size)
+    if ord in ("mad", 1):
+        return unit * (total / size if ord == "mad" else total)
+    # A root of 0 has no derivative, though nothing may follow from the norm.
+    root = xp.where(total == 0, 1.0, total) ** (1 / float(ord))
+    return unit * xp.where(total == 0, 0.0, root)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fedclip.measures.l2 import Float64
+from fedclip.arrays import Float64
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Edge = TypeVar("Edge", float, Float64)

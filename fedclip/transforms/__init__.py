@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a clipper does to a gradient: by norm, by value, by slice, by moment, by average.
-
-Each class has a step for the host, and one for devices and compiled code.
-"""
+"""What a clipper does to a gradient: by norm, by value, by slice, by moment, by average."""
 
 from fedclip.transforms.action import DTYPES as DTYPES
 from fedclip.transforms.action import Action as Action
 from fedclip.transforms.base import Carried as Carried
 from fedclip.transforms.base import Gradient as Gradient
+from fedclip.transforms.base import NotFiniteError as NotFiniteError
 from fedclip.transforms.base import Outcome as Outcome
 from fedclip.transforms.base import Transform as Transform
 from fedclip.transforms.base import carried as carried

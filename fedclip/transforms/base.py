@@ -3,44 +3,68 @@
 
 ::
 
-    gradient = Gradient.of(arrays)         one framework and dtypes that can be clipped; repeated
-                                           rows merged, the machine's byte order, host views
-    measured = gradient.measured(...)      on the host: None if anything is not finite
-    outcome  = gradient.outcome(...)       with transform.step(...); or, on a device, all in one:
-                                           transform.device_step(...)
-    arrays   = gradient.result(...)        in the byte order in which they came
+    gradient = Gradient.of(arrays)             one framework and dtypes that can be clipped;
+                                               repeated rows merged; NumPy views on the host
+    outcome  = gradient.clipped(transform)     with transform.step(gradient, state)
+    arrays   = gradient.result(outcome)        of the framework, by name
+
+`Gradient.of` decides once where the arrays live. A step is one text for the host, for devices and
+for compiled code: it works on `gradient.arrays` by the operations of `gradient.xp`. What a
+framework can do, `fedclip.arrays` knows; what a limit is, each transform.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextvars import Context
-from functools import cached_property, reduce
-from operator import is_not
+from functools import cached_property
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import NOWHERE, NUMPY, Array, Backend, Host, HostView, Memory, Views, backend_of
-from fedclip.arrays.numpy import bits
-from fedclip.measures import Numbers, all_finite
+from fedclip.arrays import (
+    NUMPY,
+    Array,
+    Backend,
+    HostView,
+    Memory,
+    NumpyBackend,
+    backend_of,
+    on_host,
+)
+from fedclip.arrays.blocks import decode, encode
+from fedclip.arrays.numpy import FLOATS, bits
 from fedclip.rules import LEARNT, Basis, NoState, State
 from fedclip.scopes import Groups
 from fedclip.states import Statistics
 from fedclip.transforms.action import DTYPES
-
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 # A context variable tells NumPy how to handle floating-point errors. Call functions in a copy of
 # this context, which ignores them: with `np.errstate`, a quiet step of `norm-clip` takes 15 %
 # longer ("20 tensors, 2.7k" of `make bench`).
 _QUIET = Context()
 _QUIET.run(np.seterr, all="ignore")
-# Made once: what compiled code looks up while it is traced has to stay as it is.
-_NO_VIEWS = Views([])
+_dtype = attrgetter("dtype")
+
+
+class NotFiniteError(Exception):
+    """A step that is not taken, as the host has seen NaN or infinity."""
+
+
+class Outcome(NamedTuple):
+    """What one step did: new arrays, state, and one number for each group."""
+
+    outputs: Sequence[Array]
+    """The new arrays; on the host the very same array where nothing changes."""
+    state: State
+    norms: Array
+    limits: Array
+    clipped: Array
+    finite: Any = True
+    """Whether the gradient is finite; always True for a step on the host."""
 
 
 class Gradient:
@@ -49,31 +73,36 @@ class Gradient:
     Attributes
     ----------
     arrays : sequence of arrays
-        The arrays of all groups, of one framework, prepared; never changed in place.
-    views : Views
-        Host views of the arrays; None for an array on a device. Empty in compiled code.
+        The arrays of all groups: NumPy views on the host, else of the framework; dense if the
+        transform wants them so. A step never changes them.
     groups : Groups
         Which arrays share a norm.
+    xp : Backend
+        The operations on the arrays, and on numbers of groups.
     backend : Backend
         The framework.
+    on_host : bool
+        Whether the arrays are NumPy views.
     kept : dict
-        Arrays that the transform keeps for each tensor, by name and field; a step may change it.
+        Arrays that the transform keeps for each tensor, by name and field; see `remember`.
     rest : dict
         Excluded tensors of floats or complex numbers, by name: they are not clipped, but NaN in
         one of them is NaN in the gradient.
-    memory : Memory or None
-        Memory for outputs; None for new memory.
     """
 
     __slots__ = (
+        "_finite",
         "_given",
+        "_native",
+        "_norms",
         "arrays",
         "backend",
         "groups",
         "kept",
-        "memory",
+        "on_host",
         "rest",
-        "views",
+        "waits",
+        "xp",
     )
 
     def __init__(
@@ -81,17 +110,22 @@ class Gradient:
         arrays: Sequence[Array],
         groups: Groups,
         backend: Backend,
-        views: Views | None = None,
-        kept: Statistics | None = None,
         rest: Mapping[str, Array] | None = None,
+        views: Sequence[HostView] | None = None,
         memory: Memory | None = None,
     ) -> None:
-        self.arrays, self.groups, self.backend = arrays, groups, backend
-        self.views = _NO_VIEWS if views is None else views
-        self.kept = {} if kept is None else kept
+        self.arrays, self.groups = arrays, groups
+        self.backend = self.xp = backend
+        # What came in, and the same with repeated rows merged.
+        self._given = self._native = arrays
+        # Whether a step that is not finite is not taken: the host looks, and may wait for a device.
+        self.on_host = self.waits = views is not None
+        if views is not None:
+            self.arrays, self.xp = views, NumpyBackend(backend, views, memory)
+        self.kept: Statistics = {}
         self.rest = {} if rest is None else rest
-        self.memory = memory
-        self._given: Sequence[Array] = arrays
+        self._norms: Any = None
+        self._finite: Any = True
 
     @classmethod
     def of(
@@ -99,8 +133,8 @@ class Gradient:
         clipper: str,
         arrays: Mapping[str, Array],
         groups: Groups,
+        transform: Transform,
         backend: Backend | None = None,
-        kept: Statistics | None = None,
         memory: Memory | None = None,
     ) -> Gradient:
         """Return the gradient of arrays by name, prepared for a transform.
@@ -110,95 +144,167 @@ class Gradient:
         TypeError
             With the name of the clipper, if an array can not be clipped, or not with the others.
         """
-        # Without exclusions, the mapping has the names of the groups, in the same order.
-        given, rest = [*arrays.values()], {}
-        if groups.excluded:
-            given = [arrays[name] for name in groups.names]
-            rest = {n: a for n, a in arrays.items() if n in groups.excluded and _can_be_nan(a)}
+        given, rest = _split(arrays, groups)
         if backend is None:
             backend = _backend(groups.names, given or [*rest.values()])
-        views, prepared = backend.host(given) if given else _NO_VIEWS, given
-        # To ask each array of a usual gradient would take a quarter of a step of `norm-clip`
-        # ("20 tensors, 2.7k" of `make bench`).
-        if not views.usual:
+        native = _prepared(given, transform, backend)
+        views: Any = backend.views(native)
+        copied = False
+        try:
+            # To ask each array of a usual gradient would take a quarter of a step of `norm-clip`
+            # ("20 tensors, 2.7k" of `make bench`).
+            usual = {*map(_dtype, views)} <= FLOATS
+        except AttributeError:
+            # Some are not in host memory.
+            usual = False
+            runs = transform.runs_on_parts if backend.partial else transform.runs_on_device
+            copied = not runs
+            views = [_fetched(a, backend) for a in native] if copied else None
+        if not usual:
             _check_dtypes(clipper, groups.names, given)
-            prepared = [*backend.prepared(given)]
-            if any(map(is_not, prepared, given)):
-                views = backend.host(prepared)
-        gradient = cls(prepared, groups, backend, views, kept, rest, memory)
+        gradient = cls(native, groups, backend, rest, views, memory)
         gradient._given = given
+        if copied:
+            gradient.xp.in_place = False
         return gradient
 
-    def measured(self, transform: Transform) -> Numbers | None:
-        """Return what the transform measures on the host; None if anything is not finite."""
-        return _QUIET.copy().run(self._measured, transform)
+    # -- what a transform asks for ------------------------------------------------------------
+    def sound(self, norms: Array) -> Array:
+        """Return the norms of the groups; zeros if anything in the gradient is not finite.
 
-    def _measured(self, transform: Transform) -> Numbers | None:
-        found = transform.measure(self)
-        finite = math.isfinite(found) if type(found) is float else np.isfinite(found).all()
-        return found if finite and (not self.rest or self.rest_is_finite()) else None
+        A norm has to be finite if, and only if, all elements of its group are. If one is not, a
+        step on the host ends here.
+        """
+        xp = self.xp
+        total = xp.sum(norms)
+        if self.rest and not self.on_host:
+            total = total + xp.sum(_rest_norms(self.rest, xp))
+        # NaN is not below anything.
+        self._norms, self._finite = norms, total < math.inf
+        if not self.waits:
+            return xp.where(self._finite, norms, 0.0)
+        if not on_host(self._finite).all() or (self.on_host and not self.rest_is_finite()):
+            raise NotFiniteError
+        return norms
 
-    def outcome(self, transform: Transform, state: State) -> Outcome | None:
-        """Return the outcome of a step on the host; None if anything is not finite."""
-        return _QUIET.copy().run(self._outcome, transform, state)
+    def remember(self, after: Statistics) -> None:
+        """Keep arrays of this step, by name and field, unless it is not finite; after `sound`."""
+        if not self.waits:
+            flat = [(name, field) for name, fields in after.items() for field in fields]
+            # What is not finite would be left of it.
+            new = self.xp.keep_if(self._finite, [after[name][field] for name, field in flat])
+            old = [self.kept[name][field] for name, field in flat]
+            values = self.xp.choose([self._finite] * len(flat), new, old)
+            after = {name: {} for name in after}
+            for (name, field), value in zip(flat, values, strict=True):
+                after[name][field] = value
+        self.kept.update(after)
 
-    def _outcome(self, transform: Transform, state: State) -> Outcome | None:
-        measured = self._measured(transform)
-        return None if measured is None else transform.step(self, measured, state)
+    # -- what a clipper asks for --------------------------------------------------------------
+    def clipped(self, transform: Transform, state: State, on_nonfinite: str = "skip") -> Outcome:
+        """Return the outcome of a step, with outputs of the framework.
+
+        Raises
+        ------
+        NotFiniteError
+            On the host, and on devices if `on_nonfinite` is "raise", where the host has to wait
+            for them, if anything in the gradient is not finite. Nothing has changed then.
+        """
+        if self.on_host:
+            outcome = _QUIET.copy().run(transform.step, self, state)
+            return outcome._replace(outputs=self._returned(outcome.outputs))
+        self.waits = on_nonfinite == "raise"
+        outcome = transform.step(self, state)
+        if self.waits:
+            return outcome
+        xp, finite = self.xp, self._finite
+        after = outcome.state
+        if after:
+            after = type(after)(*xp.choose([finite] * len(state), after, state))
+        # Records know by the norm that a step was not finite. No norm of 0 is over a limit.
+        norms, clipped, moved = self._norms, outcome.clipped, not transform.by_norms
+        if moved:
+            norms, clipped = xp.where(finite, outcome.norms, math.nan), clipped & finite
+        outputs = outcome.outputs
+        if outputs is not self.arrays:
+            outputs = self._settled(outputs, on_nonfinite, moved)
+        return Outcome(outputs, after, norms, outcome.limits, clipped, finite)
+
+    def unchanged(self) -> tuple[Sequence[Array], Mapping[str, Array]]:
+        """Return outputs and excluded tensors of a step that changes nothing."""
+        return self._given, self.rest
+
+    def replaced(self, on_nonfinite: str) -> tuple[Sequence[Array], Mapping[str, Array]]:
+        """Return outputs and excluded tensors in the place of a step that was not taken."""
+        outputs, xp, backend = list(self.arrays), self.xp, self.backend
+        if on_nonfinite == "skip":
+            rest = backend.keep_if(False, [*self.rest.values()])
+            zeros = self._returned(xp.keep_if(False, outputs))
+            return zeros, dict(zip(self.rest, rest, strict=True))
+        # If no norm is known to be at fault, all are.
+        norms = np.zeros(len(self.groups)) if self._norms is None else on_host(self._norms)
+        fine = np.isfinite(norms)
+        fine = fine if not fine.all() or self.rest else ~fine
+        factors = xp.pieces(np.where(fine, 1.0, math.nan), [()] * len(fine))
+        nothing = xp.scale(outputs, [factors[group] for group in self.groups.owners])
+        return self._returned(nothing), self.rest
+
+    def _returned(self, outputs: Sequence[HostView]) -> Sequence[Array]:
+        """Return outputs of the host as arrays of the framework; the very same where unchanged."""
+        # What was made dense to change it in place is new.
+        given = self._native if self.xp.in_place else self._given
+        if outputs is self.arrays:
+            return given
+        new = [i for i, (o, a) in enumerate(zip(outputs, self.arrays, strict=True)) if o is not a]
+        if not new:
+            return given
+        result = list(given)
+        likes = [self._native[i] for i in new]
+        made = self.backend.from_host([outputs[i] for i in new], likes)
+        for i, array in zip(new, made, strict=True):
+            result[i] = array
+        return result
+
+    def _settled(self, outputs: Sequence[Array], on_nonfinite: str, moved: bool) -> Sequence[Array]:
+        """Return the outputs of a step on a device, as `on_nonfinite` wants them.
+
+        `moved` says whether a step that is not finite may have changed other groups.
+
+        In a step that is passed on, the groups that are finite stay as they are, as on the host;
+        rows of sparse arrays, and what was clipped in place, stay clipped.
+        """
+        xp, result = self.xp, list(outputs)
+        if on_nonfinite == "skip":
+            return xp.keep_if(self._finite, result)
+        dense = [i for i, array in enumerate(result) if xp.dense(array) is array]
+        if moved and not xp.in_place:
+            new, old = [result[i] for i in dense], [self.arrays[i] for i in dense]
+            chosen = xp.choose([self._finite] * len(dense), new, old)
+            for i, array in zip(dense, chosen, strict=True):
+                result[i] = array
+        # NaN and infinity make NaN.
+        factors = xp.pieces(1.0 + 0.0 * self._norms, [()] * len(self.groups))
+        return xp.scale(result, [factors[group] for group in self.groups.owners])
 
     def result(
         self, arrays: Mapping[str, Array], outputs: Sequence[Array], rest: Mapping[str, Array]
-    ) -> dict[str, Array]:
-        """Return the arrays by name, with the outputs in the byte order in which they came."""
-        if self._given is not self.arrays:
-            trios = zip(outputs, self.arrays, self._given, strict=True)
-            outputs = [g if o is a else self.backend.restored(o, g) for o, a, g in trios]
-        if not self.groups.excluded:
-            return dict(zip(arrays, outputs, strict=True))
-        clipped = dict(arrays)
-        clipped.update(zip(self.groups.names, outputs, strict=True))
-        clipped.update(rest)
-        return clipped
-
-    def host(self, places: Sequence[int]) -> Host:
-        """Return where some of the arrays lie, and, of large gradients, their outputs may go."""
-        memory, views = self.memory, self.views
-        if views.remote or not self.backend.writes:
-            return NOWHERE
-        some: Any = [views[i] for i in places]
-        if memory is None:
-            return Host(some, [None] * len(places))
-        return Host(some, memory.like(places, views) if memory.serves(views.form.sizes) else ())
-
-    def empty(self, i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostView:
-        """Return an uninitialised array in C order for the output of array i."""
-        (out,) = self.host((i,)).outs or (None,)
-        if out is None or not out.flags.c_contiguous or out.dtype != dtype:
-            return np.empty(shape, dtype)
-        return out.reshape(shape)
-
-    def rest_is_finite(self) -> bool:
-        """Whether the excluded tensors hold neither NaN nor infinity."""
-        if not self.rest:
-            return True
-        backend = self.backend
-        rest = [*backend.prepared(self._real_rest())]
-        return _QUIET.copy().run(all_finite, _local(rest, backend.host(rest), backend))
-
-    def _real_rest(self) -> list[Array]:
-        """Return the excluded tensors; for one of another dtype, NaN where it is not finite."""
-        xp = self.backend
-        return [
-            a if xp.dtype(a) in DTYPES else xp.where(xp.isfinite(a), 0.0, math.nan)
-            for a in self.rest.values()
-        ]
+    ) -> Mapping[str, Array]:
+        """Return the outputs and the excluded tensors by name; `arrays` if nothing has changed."""
+        if outputs is self._given and rest is self.rest:
+            return arrays
+        return {**arrays, **dict(zip(self.groups.names, outputs, strict=True)), **rest}
 
     def rest_after(self, outcome: Outcome, on_nonfinite: str) -> Mapping[str, Array]:
         """Return the excluded tensors unchanged, or zeros if a device skips the step."""
-        if not self.rest or on_nonfinite != "skip":
+        if not self.rest or on_nonfinite != "skip" or self.waits:
             return self.rest
         kept = self.backend.keep_if(outcome.finite, [*self.rest.values()])
         return dict(zip(self.rest, kept, strict=True))
+
+    # -- where it is not finite ---------------------------------------------------------------
+    def rest_is_finite(self) -> bool:
+        """Whether the excluded tensors hold neither NaN nor infinity; the host waits for them."""
+        return all(_is_finite(a, self.backend) for a in self.rest.values())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -207,162 +313,90 @@ class Gradient:
 
     def nonfinite(self) -> tuple[int, ...]:
         """Return the positions, in `names`, of tensors that hold NaN or infinity."""
-        found = map(self.backend.to_host, [*self.arrays, *self._real_rest()])
-        return tuple(
-            i for i, a in enumerate(found) if not np.isfinite(np.asarray(a, np.float64)).all()
-        )
-
-    def finite(self, *measured: Array) -> Array:
-        """Whether all measures and the excluded tensors are finite; an array on the device."""
-        return self.all_fine(*map(self.backend.isfinite, measured))
-
-    def all_fine(self, *fine: Array) -> Array:
-        """Whether all these hold, and the excluded tensors are finite; an array on the device."""
-        xp = self.backend
-        if self.rest:
-            rest = [*xp.prepared(self._real_rest())]
-            fine += (xp.isfinite(xp.group_norms(rest, [range(len(rest))])),)
-        return reduce(operator.and_, map(xp.all, fine))
-
-    def largest(self, numbers: Sequence[Array]) -> Array:
-        """Return the largest number of each group, of arrays of shape () for each array."""
-        xp = self.backend
-        found = [[numbers[i] for i in members] for members in self.groups.members]
-        return xp.stack([n[0] if len(n) == 1 else xp.max(xp.stack(n)) for n in found])
-
-    def settled(
-        self, outputs: Sequence[Array], fine: Array, finite: Array, on_nonfinite: str
-    ) -> list[Array]:
-        """Return the outputs of a step on a device, as `on_nonfinite` wants them.
-
-        `fine` says which groups are finite, and `finite` whether all the gradient is. In a step
-        that is passed on, the groups that are finite stay as they are, as on the host; rows of
-        sparse arrays, and what was clipped in place, stay clipped.
-        """
-        xp, result = self.backend, list(outputs)
-        if on_nonfinite == "skip":
-            return xp.keep_if(finite, result)
-        factors = xp.where(fine, 1.0, math.nan)
-        for group, members in enumerate(self.groups.members):
-            for i in members:
-                if xp.dense(result[i]) is result[i]:
-                    kept = xp.where(finite, result[i], xp.dense(self.arrays[i]))
-                    result[i] = xp.stored(kept, self.arrays[i])
-                (result[i],) = xp.multiply([result[i]], xp.of_group(factors, group))
-        return result
-
-    def local(self) -> list[HostView]:
-        """Return the arrays in host memory; of a sparse array, its merged rows."""
-        return _local(self.arrays, self.views, self.backend)
-
-    def dense(self) -> list[HostView]:
-        """Return the arrays in host memory, dense and C-contiguous."""
-        result = []
-        for array, view in zip(self.arrays, self.views, strict=True):
-            dense = self.backend.dense(array)
-            if dense is not array:
-                (view,) = self.backend.host([dense])
-            local = bits(self.backend.to_host(dense)) if view is None else view
-            result.append(np.asarray(local, order="C"))
-        return result
-
-    def from_host(self, i: int, values: HostView) -> Array:
-        """Return host values as a dense array on the device of array i."""
-        return self.backend.from_host(values, self.backend.dense(self.arrays[i]))
-
-    def host_dtype(self, i: int) -> np.dtype[Any]:
-        """Return the dtype of the host view of array i: uint16 for bfloat16."""
-        name = self.backend.dtype(self.arrays[i])
-        return np.dtype(np.uint16 if name == "bfloat16" else name)
+        arrays = [*self._native, *self.rest.values()]
+        return tuple(i for i, a in enumerate(arrays) if not _is_finite(a, self.backend))
 
 
-def put(column: list[Array], places: Sequence[int], values: Sequence[Array]) -> None:
-    """Put values into a list, at these places."""
-    for i, value in zip(places, values, strict=True):
-        column[i] = value
+def _prepared(given: Sequence[Array], transform: Transform, backend: Backend) -> Sequence[Array]:
+    arrays = backend.prepared(given)
+    return [*map(backend.dense, arrays)] if transform.dense else arrays
 
 
-def _local(arrays: Sequence[Array], views: Views, backend: Backend) -> list[HostView]:
-    pairs = zip(arrays, views, strict=True)
-    return [bits(backend.to_host(a)) if view is None else view for a, view in pairs]
+def _fetched(array: Array, backend: Backend) -> HostView:
+    """Return a copy, in host memory, of what a view would show."""
+    found = bits(backend.to_host(array))
+    return encode(found, np.dtype(np.uint16)) if backend.dtype(array) == "bfloat16" else found
 
 
-class Outcome(NamedTuple):
-    """What one step did: new arrays, state, and one number for each group."""
+def _is_finite(array: Array, backend: Backend) -> bool:
+    values = decode(bits(backend.to_host(array)))
+    # A sum of finite numbers may overflow: if it does, look at the elements.
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
 
-    outputs: Any
-    """The new arrays; None if a step on the host changed nothing."""
-    state: State
-    norms: Any
-    limits: Any
-    clipped: Any
-    finite: Any = True
-    """Whether the gradient is finite; always True for a step on the host."""
+
+def _rest_norms(rest: Mapping[str, Array], xp: Backend) -> Array:
+    """Return one norm that is finite if excluded tensors are; of any dtype that can be NaN."""
+    # Of another dtype, only whether it is finite.
+    real = [
+        a if xp.dtype(a) in DTYPES else xp.where(xp.isfinite(a), 0.0, math.nan)
+        for a in rest.values()
+    ]
+    return xp.group_norms(xp.prepared(real), [range(len(real))])
+
+
+def _split(
+    arrays: Mapping[str, Array], groups: Groups
+) -> tuple[Sequence[Array], Mapping[str, Array]]:
+    """Return the arrays of the groups, and the excluded ones that can hold NaN or infinity."""
+    if not groups.excluded:
+        return [arrays[name] for name in groups.names], {}
+    rest = {n: a for n, a in arrays.items() if n in groups.excluded and _can_be_nan(a)}
+    return [arrays[name] for name in groups.names], rest
 
 
 class Transform(ABC):
-    """What a clipper does to a gradient.
-
-    On the host, `measure` comes first, so that NaN and infinity never reach `step`. On a device
-    and in compiled code, Python must not branch on a value, and `device_step` does everything;
-    `runs_on_device` says whether the transform has one.
-    """
+    """What a clipper does to a gradient."""
 
     array_fields: ClassVar[tuple[str, ...]] = ()
     """Names of the arrays that the transform keeps for each tensor, if any."""
+    dense: Any = False
+    """Whether it needs sparse arrays as dense ones."""
+    by_norms = False
+    """Whether norms alone decide, of which `Gradient.sound` gives zeros for a step not finite."""
+    runs_on_device = True
+    """Whether its step runs on devices and in compiled code; if not, the host fetches arrays."""
+    runs_on_parts: Any = False
+    """Whether its step needs of elements only what `Backend` finds of them, each by itself.
 
-    def kept_on_device(self, gradient: Gradient) -> Statistics:
-        """Return the arrays kept for the tensors of a gradient, on its device, by name and field.
-
-        Those in `gradient.kept` may be of the host; a tensor without any gets new ones.
-        """
-        return {}
+    This is found together by processes that hold a part of each array. For other steps, each
+    process gets the arrays whole.
+    """
 
     def init(self, groups: Groups) -> State:
         """Return the state before the first step: a NamedTuple of arrays over groups."""
         return NoState()
 
     @abstractmethod
-    def measure(self, gradient: Gradient) -> Numbers:
-        """Return all measures of the arrays; they are finite if, and only if, the arrays are."""
+    def step(self, gradient: Gradient, state: State) -> Outcome:
+        """Clip one gradient.
 
-    @abstractmethod
-    def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
-        """Clip one gradient whose measures are finite."""
+        ``gradient.sound`` of the norms comes first, so that nothing is learnt from NaN. On a
+        device and in compiled code, Python must not branch on a value.
+        """
+
+    def recalled(self, gradient: Gradient) -> Statistics:
+        """Return the arrays kept for the tensors of a gradient, where it is, by name and field.
+
+        Those in `gradient.kept` may be of the host; a tensor without any gets new ones.
+        """
+        return {}
 
     @cached_property
     def basis(self) -> Basis:
         """Where the limits come from: those of a rule that does not say are learnt."""
         basis: Basis = getattr(getattr(self, "rule", None), "basis", LEARNT)
         return basis
-
-    @property
-    def runs_on_device(self) -> bool:
-        """Whether there is a step for devices and compiled code."""
-        return type(self).device_step is not Transform.device_step
-
-    @property
-    def runs_on_parts(self) -> bool:
-        """Whether that step needs of the elements only norms and extremes.
-
-        These are found together by processes that hold a part of each array. For other steps,
-        each process gets the arrays whole.
-        """
-        return False
-
-    def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
-        """Clip one gradient in the framework's own operations.
-
-        `state` and `gradient.kept` hold arrays of the framework; the step puts new arrays into
-        `kept`. `on_nonfinite` is "skip" or "propagate", not "raise": the host would have to wait
-        for the device.
-
-        Raises
-        ------
-        NotImplementedError
-            If the transform works on the host only.
-        """
-        raise NotImplementedError(f"{self} works on the host only")
 
 
 class Carried(NamedTuple):
@@ -393,8 +427,9 @@ def carried(
         state = type(state)(*columns)
     if not transform.array_fields:
         return state
-    gradient = Gradient(given, groups, backend, kept=dict(kept))
-    return Carried(state, transform.kept_on_device(gradient))
+    gradient = Gradient(given, groups, backend)
+    gradient.kept.update(kept)
+    return Carried(state, transform.recalled(gradient))
 
 
 def clip_on_device(
@@ -410,8 +445,6 @@ def clip_on_device(
     If the gradient is not finite and the policy is "skip", excluded tensors become zero too. A
     state of another number of groups raises a ValueError: frameworks would repeat it.
     """
-    given = [arrays[name] for name in groups.names]
-    rest = {n: a for n, a in arrays.items() if n in groups.excluded and _can_be_nan(a)}
     kept: Statistics = {}
     if transform.array_fields:
         if not isinstance(state, Carried):
@@ -422,8 +455,10 @@ def clip_on_device(
             f"the state is of {state[0].shape[-1]} groups of tensors, and this gradient has "
             f"{len(groups)}: give each step the tensors that the state was made for"
         )
-    gradient = Gradient(backend.prepared(given), groups, backend, kept=dict(kept), rest=rest)
-    outcome = transform.device_step(gradient, state, on_nonfinite)
+    given, rest = _split(arrays, groups)
+    gradient = Gradient(_prepared(given, transform, backend), groups, backend, rest)
+    gradient.kept.update(kept)
+    outcome = gradient.clipped(transform, state, on_nonfinite)
     clipped = {**arrays, **dict(zip(groups.names, outcome.outputs, strict=True))}
     clipped.update(gradient.rest_after(outcome, on_nonfinite))
     if transform.array_fields:

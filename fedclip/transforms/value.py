@@ -3,40 +3,31 @@
 
 ::
 
-    output = the array itself if every element lies in [low, high]
-             else min(high, max(low, x)) for each element
+    output = min(high, max(low, x)) for each element
+             and on the host the array itself if every element lies in [low, high]
 
-Limits are fixed, or a percentile of the same gradient. Round them inwards to a number of the
-array's dtype, so that they hold exactly.
+Limits are fixed, or a percentile of the same gradient. Rounded inwards to a number of the array's
+dtype, they hold exactly.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any, ClassVar
 
-import numpy as np
-
-from fedclip.arrays import LARGEST, Array, Backend, HostView
-from fedclip.measures import Float64, Numbers
-from fedclip.measures.l2 import decode, extremes
+from fedclip.arrays import LARGEST, Array, Backend
 from fedclip.rules import FIXED, Basis, State
-from fedclip.transforms.action import GRID, replaced
-from fedclip.transforms.base import Gradient, Outcome, Transform, put
+from fedclip.transforms.base import Gradient, Outcome, Transform
+
+GRID = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "float64": (53, -1074)}
+"""Number of binary digits of each dtype, and the exponent of its smallest number."""
 
 
-def value_ranges(gradient: Gradient) -> Float64:
-    """Return the smallest and the largest element of each array; zeros for an empty one."""
-    return np.array([extremes(v) if v.size else (0.0, 0.0) for v in gradient.local()])
-
-
-def _inwards(limit: float, dtype: str, up: bool) -> float:
+def inwards(limit: float, dtype: str, up: bool) -> float:
     """Return the nearest number of the dtype that is not below (up) or above the limit."""
-    # In plain Python, which torch.compile can follow.
     if math.isinf(limit) or not limit:
         return limit
     digits, least = GRID[dtype]
@@ -45,89 +36,49 @@ def _inwards(limit: float, dtype: str, up: bool) -> float:
     return max(-LARGEST[dtype], min(steps * unit, LARGEST[dtype]))
 
 
-# Without it, a step of `value-clip` takes a sixth longer (20 tensors of 50 elements).
-_remembered = lru_cache(maxsize=1024)(_inwards)
+def _boxed(
+    gradient: Gradient, ends: Sequence[Any], peaks: Array, limits: Array, state: State
+) -> Outcome:
+    """Return what comes out of a box for each tensor, with columns of lower and upper ends."""
+    groups, xp = gradient.groups, gradient.xp
 
+    def clip(x: Array, low: Any, high: Any) -> tuple[Array, Array]:
+        output = xp.minimum(xp.maximum(x, low), high)
+        return output, xp.max(abs(output - x))
 
-def towards_zero(values: Array, dtype: str, xp: Backend) -> Array:
-    """Return wide values of a device in a dtype, rounded towards zero."""
-    near = xp.cast(values, dtype)
-    digits, least = GRID[dtype]
-    if GRID[xp.dtype(values)][0] <= digits:
-        return near
-    # Between a half and the whole of the distance from one number of the dtype to the next.
-    less = xp.maximum(abs(values) * 2.0**-digits, 0.75 * 2.0**least)
-    low = xp.maximum(abs(values) - less, 0.0)
-    beyond = abs(xp.cast(near, xp.dtype(values))) > abs(values)
-    return xp.where(beyond, xp.cast(xp.where(values < 0, -low, low), dtype), near)
+    # All that is nearer to 0 than both ends stays as it is.
+    moved = peaks > xp.minimum(-ends[0], ends[1])
+    outputs, moves = xp.mapped(clip, [gradient.arrays, *ends], moved)
+    clipped = xp.group_max(moves, groups.owners, len(groups)) > 0
+    norms = xp.group_max(peaks, groups.owners, len(groups))
+    return Outcome(outputs, state, norms, limits, clipped)
 
 
 @dataclass(frozen=True)
 class ValueClipping(Transform):
-    """A box for each group: ``[low, high]``, in the order of the groups; one side may be open."""
+    """A box for each group: ``[low, high]``, in the order of the groups; one side may be open.
+
+    The record has the largest absolute element as norm, and as limit the larger absolute value of
+    the finite ends.
+    """
 
     basis: ClassVar[Basis] = FIXED
+    runs_on_parts = True
 
     lows: tuple[float, ...]
     highs: tuple[float, ...]
-    limits: Float64 = field(init=False, repr=False, compare=False)
-    """For the record: the larger absolute value of the finite ends of each box."""
 
-    def __post_init__(self) -> None:
-        # In plain Python, which torch.compile can follow.
-        pairs = zip(self.lows, self.highs, strict=True)
-        limits = [max([abs(x) for x in pair if math.isfinite(x)], default=0.0) for pair in pairs]
-        object.__setattr__(self, "limits", np.array(limits))
-
-    # -- on the host --------------------------------------------------------------------------
-    def measure(self, gradient: Gradient) -> Float64:
-        """Return the smallest and the largest element of each array."""
-        return value_ranges(gradient)
-
-    def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
-        """Clip one gradient; the record has the largest absolute element as norm."""
-        arrays, groups, backend = gradient.arrays, gradient.groups, gradient.backend
-        ranges = np.asarray(measured)
-        largest = np.zeros(len(groups))
-        clipped = np.zeros(len(groups), dtype=bool)
-        boxes: dict[int, tuple[str, float, float]] = {}
-        for i, group in enumerate(groups.index):
-            low, high = self.lows[group], self.highs[group]
-            largest[group] = max(largest[group], -ranges[i, 0], ranges[i, 1])
-            if ranges[i, 0] < low or ranges[i, 1] > high:
-                dtype = backend.dtype(arrays[i])
-                boxes[i] = dtype, _remembered(low, dtype, True), _remembered(high, dtype, False)
-                clipped[group] = True
-        outputs = replaced(
-            arrays,
-            boxes,
-            lambda some, places, box: backend.clip(some, *box[1:], gradient.host(places)),
-        )
-        return Outcome(outputs if clipped.any() else None, state, largest, self.limits, clipped)
-
-    # -- on a device, or in compiled code -----------------------------------------------------
-    @property
-    def runs_on_parts(self) -> bool:
-        return True
-
-    def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
-        """Clip one gradient element by element, in the framework's own operations."""
-        arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
-        lows, highs = xp.group_extremes(arrays, groups.members)
-        least = xp.asarray(self.lows, like=arrays[0])
-        most = xp.asarray(self.highs, like=arrays[0])
-        finite = gradient.finite(lows, highs)
-        clipped = ((lows < least) | (highs > most)) & finite
-        boxes = {}
-        for i, (array, group) in enumerate(zip(arrays, groups.owners, strict=True)):
-            dtype = xp.dtype(array)
-            low, high = self.lows[group], self.highs[group]
-            boxes[i] = dtype, _inwards(low, dtype, True), _inwards(high, dtype, False)
-        outputs = replaced(arrays, boxes, lambda some, _, box: xp.clip(some, *box[1:]))
-        norms = xp.maximum(-lows, highs)
-        outputs = gradient.settled(outputs, xp.isfinite(norms), finite, on_nonfinite)
-        limits = xp.asarray(self.limits, like=arrays[0])
-        return Outcome(outputs, state, norms, limits, clipped, finite)
+    def step(self, gradient: Gradient, state: State) -> Outcome:
+        """Clip one gradient element by element."""
+        owners, xp = gradient.groups.owners, gradient.xp
+        peaks = _sound_peaks(gradient)
+        names = [*map(xp.dtype, gradient.arrays)]
+        lows = [inwards(self.lows[g], n, True) for g, n in zip(owners, names, strict=True)]
+        highs = [inwards(self.highs[g], n, False) for g, n in zip(owners, names, strict=True)]
+        ends = zip(self.lows, self.highs, strict=True)
+        limits = [max([abs(x) for x in end if math.isfinite(x)], default=0.0) for end in ends]
+        low, high, limit = (xp.asarray(column, like=peaks) for column in (lows, highs, limits))
+        return _boxed(gradient, [low, high], peaks, limit, state)
 
 
 @dataclass(frozen=True)
@@ -137,65 +88,48 @@ class PercentileClipping(Transform):
     percentile: Fraction
     linear: bool
 
-    def measure(self, gradient: Gradient) -> Float64:
-        """Return the smallest and the largest element of each array."""
-        return value_ranges(gradient)
-
-    def step(self, gradient: Gradient, measured: Numbers, state: State) -> Outcome:
+    def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient; the record has the largest absolute element as norm."""
-        local = gradient.local()
-        limits = tuple(self._limit([local[i] for i in m]) for m in gradient.groups.members)
-        box = ValueClipping(tuple(-limit for limit in limits), limits)
-        return box.step(gradient, measured, state)
+        arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
+        peaks = _sound_peaks(gradient)
+        found = [self._limit([arrays[i] for i in some], xp) for some in groups.members]
+        limits = xp.joined(found)
+        ends = xp.take(limits, groups.owners)
+        wide = xp.asarray([float(xp.dtype(a) == "float64") for a in arrays], like=peaks)
+        ends = xp.where(wide > 0, ends, _single(ends, xp))
+        return _boxed(gradient, [-ends, ends], peaks, limits, state)
 
-    def _limit(self, views: Sequence[HostView]) -> float:
-        values = np.concatenate([np.abs(decode(view).ravel()) for view in views])
-        if not values.size:
-            return 0.0
-        # Use integers or fractions: floats miss the position for some sizes.
-        position = self.percentile * (values.size - 1) / 100
-        low = int(position)
-        between = float(position - low) if self.linear else 0.0
-        if not between:
-            return float(np.partition(values, low)[low])
-        pair = np.partition(values, (low, low + 1))[low : low + 2].astype(np.float64)
-        return float(pair[0] + between * (pair[1] - pair[0]))
-
-    def device_step(self, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
-        """Clip one gradient, in the framework's own operations."""
-        arrays, groups, xp = gradient.arrays, gradient.groups, gradient.backend
-        norms = xp.group_peaks(arrays, groups.members)
-        finite = gradient.finite(norms)
-        limits = [self._limit_on_device([arrays[i] for i in m], xp) for m in groups.members]
-        outputs, dense, owners = list(arrays), [*map(xp.dense, arrays)], groups.owners
-        for places in xp.bundles(dense):
-            values = xp.bundle([dense[i] for i in places])
-            end = towards_zero(xp.bundle([limits[owners[i]] for i in places]), xp.dtype(values), xp)
-            boxed = xp.minimum(xp.maximum(values, -end), end)
-            put(outputs, places, xp.store(boxed, [arrays[i] for i in places]))
-        outputs = gradient.settled(outputs, xp.isfinite(norms), finite, on_nonfinite)
-        bounds = xp.stack([*map(xp.wide, limits)])
-        return Outcome(outputs, state, norms, bounds, (norms > bounds) & finite, finite)
-
-    def _limit_on_device(self, arrays: Sequence[Array], xp: Backend) -> Array:
-        values = xp.sort(abs(xp.joined(arrays)))
+    def _limit(self, arrays: Sequence[Array], xp: Backend) -> Array:
+        """Return the percentile, in an array of shape (1,)."""
         # A number of elements that is known only as the step runs is a float, exact as an int is.
-        size = sum(xp.size(array) for array in arrays)
+        size = sum([xp.size(array) for array in arrays])
         if isinstance(size, int) and not size:
-            return xp.asarray([0.0], like=arrays[0])[0]
+            return xp.asarray([0.0], like=arrays[0])
+        # Use integers: floats miss the position for some sizes.
         steps, whole = self.percentile.numerator * (size - 1), 100 * self.percentile.denominator
         low = steps // whole
-        first = _at(values, low, xp)
+        table, held, rank = abs(xp.joined(arrays))[:, None], size, low
+        if not isinstance(size, int):
+            held, rank = (xp.asarray([x], like=table) for x in (size, low))
+        first, second = xp.ranked(table, held, rank)
+        first = xp.asarray(first, like=table)
         if not self.linear:
             return first
-        least = min if isinstance(low, int) else xp.minimum
-        second = xp.wide(_at(values, least(low + 1, size - 1), xp))
         between = (steps - low * whole) / whole
-        return xp.wide(first) + between * (second - xp.wide(first))
+        return first + between * (xp.asarray(second, like=table) - first)
 
 
-def _at(values: Array, place: Any, xp: Backend) -> Array:
-    """Return the element of a flat array at a place: an int, or an array of shape ()."""
-    return (
-        values[place] if isinstance(place, int) else xp.pick(values[:, None], xp.stack([place]))[0]
+def _single(limits: Array, xp: Backend) -> Array:
+    """Return limits >= 0 rounded down to float32 numbers, in the widest float."""
+    near, less = (
+        xp.asarray(xp.cast(x, "float32"), like=limits) for x in (limits, limits * (1 - 2.0**-24))
     )
+    return xp.where(near > limits, less, near)
+
+
+def _sound_peaks(gradient: Gradient) -> Array:
+    """Return the largest absolute element of each tensor, after a look whether all are finite."""
+    groups, xp = gradient.groups, gradient.xp
+    peaks = xp.peaks(gradient.arrays)
+    gradient.sound(xp.group_max(peaks, groups.owners, len(groups)))
+    return peaks

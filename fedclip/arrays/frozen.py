@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a network of torch does beside its gradients: running statistics, tensors without use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["hold_statistics", "unused"]
+
+
+def hold_statistics(network: Any) -> list[str]:
+    """Let frozen BatchNorm normalise by its statistics, and keep them, in training too.
+
+    A layer is frozen if it has weights and none of them is trained. The network may be pickled.
+
+    Returns
+    -------
+    names
+        The layers for which this is so from now on.
+    """
+    found = []
+    for name, layer in network.named_modules():
+        own = [*layer.parameters(recurse=False)]
+        keeps = getattr(layer, "running_mean", None) is not None
+        if keeps and own and not any(weight.requires_grad for weight in own):
+            found.append(name)
+            if _evaluate not in layer._forward_pre_hooks.values():
+                layer.register_forward_pre_hook(_evaluate)
+    return found
+
+
+def _evaluate(layer: Any, inputs: Any) -> None:
+    # declearn sets all layers to training before each step.
+    layer.training = False
+
+
+def unused(network: Any) -> list[str]:
+    """Return the names of trained weights that the last step gave no gradient, if others have one.
+
+    Networks of other frameworks have none.
+    """
+    weights: Any = getattr(network, "named_parameters", tuple)()
+    grads = {name: weight.grad for name, weight in weights if weight.requires_grad}
+    lacking = [name for name, grad in grads.items() if grad is None]
+    return lacking if len(lacking) < len(grads) else []
