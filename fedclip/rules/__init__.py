@@ -10,12 +10,17 @@ the operations of `fedclip.arrays.Arithmetic` (``where, sqrt, minimum, ...``). S
 runs on host arrays, on a device without a synchronisation, under ``jax.jit`` and in a
 ``tf.function``. A rule is a frozen dataclass, whose fields are its hyper-parameters.
 
-A rule never sees NaN or infinity: the caller keeps such steps away from the statistics.
+A rule never sees NaN or infinity: the caller keeps such steps away from the statistics. Norms are
+between 1e-30 and 1e30, or 0; of others, statistics stay finite.
 """
 
 from __future__ import annotations
 
+import copyreg
 import math
+from collections import namedtuple
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 from fedclip.arrays import Arithmetic, Array
@@ -23,46 +28,37 @@ from fedclip.arrays import Arithmetic, Array
 CLEAR = 1.0 + 4e-6
 """A norm is surely below this many times itself, whatever its uncertainty."""
 
-
-class NoState(NamedTuple):
-    """State of a rule that has none."""
+TINY = 1.2e-38
+"""The smallest normal float32: a divisor in place of 0, on every device."""
 
 
 State = Any
 """A NamedTuple of arrays over groups, the last axis being that of the groups."""
 
 
+class NoState(NamedTuple):
+    """State of a rule that has none."""
+
+
 class Basis(NamedTuple):
-    """Where limits come from, so that records can tell a fixed limit from a learnt one."""
+    """Where limits come from, so that records can tell a fixed limit from a learnt one.
+
+    Attributes
+    ----------
+    fixed
+        A limit of at least this was fixed before the run; 0 if all are.
+    field
+        Field of the state that says how far the warm-up is, if there is one.
+    least
+        The warm-up is over where that field is at least this.
+    """
 
     fixed: float = math.inf
-    """A limit of at least this was fixed before the run; 0 if all are."""
     field: str = ""
-    """Field of the state that says how far the warm-up is, if there is one."""
     least: float = 0.0
-    """The warm-up is over where that field is at least this."""
 
 
 FIXED, LEARNT = Basis(0.0), Basis()
-
-
-class Judgement(NamedTuple):
-    """A rule's answer to the norms of one step."""
-
-    limits: Array
-    """The limit of each group."""
-    seen: Array
-    """The norm that the statistics learn from each group."""
-    ready: Array
-    """The groups that have statistics to judge by."""
-    learns: Array | None = None
-    """The groups whose statistics learn; None for all."""
-    unclipped: Array | None = None
-    """1 for a norm of at most the limit, else 0; only from rules that count "bits"."""
-    usual: Array | None = None
-    """The norm that the protection of the first norms learns; only from rules that have one."""
-    over: Array | None = None
-    """The groups above their limit, if that is known already."""
 
 
 class Rule(Protocol):
@@ -73,3 +69,49 @@ class Rule(Protocol):
 
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         """Return the limit of each group for this step, and the state after it."""
+
+
+def zeros(groups: int, xp: Arithmetic, *fields: str) -> State:
+    """Return a state of these fields, all 0."""
+    return state_of(dict.fromkeys(fields, xp.asarray([0.0] * groups)))
+
+
+def state_of(*parts: State | Mapping[str, Array], name: str = "State") -> State:
+    """Return one state with the fields of all parts; the name tells a rule's from another's."""
+    fields: dict[str, Array] = {}
+    for part in parts:
+        fields.update(part if isinstance(part, Mapping) else part._asdict())
+    return _type(name, tuple(fields))(*fields.values())
+
+
+@cache
+def _type(name: str, fields: tuple[str, ...]) -> Any:
+    make: Any = namedtuple
+    made = make(name, fields)
+    # Pickle does not find a class that was made here by its name.
+    copyreg.pickle(made, _reduced)
+    return made
+
+
+def _reduced(state: State) -> tuple[Any, ...]:
+    return _restored, (type(state).__name__, state._asdict())
+
+
+def _restored(name: str, fields: Mapping[str, Array]) -> State:
+    return state_of(fields, name=name)
+
+
+def updated(
+    state: State, changes: Sequence[tuple[Array, Mapping[str, Array]]], xp: Arithmetic
+) -> State:
+    """Return the state with new values of some fields, in the groups of each change's condition."""
+    conditions, fields = [], {}
+    for condition, new in changes:
+        moved = {name: value for name, value in new.items() if value is not getattr(state, name)}
+        conditions += [condition] * len(moved)
+        fields.update(moved)
+    if not fields:
+        return state
+    old = [getattr(state, name) for name in fields]
+    chosen = xp.choose(conditions, [*fields.values()], old)
+    return state._replace(**dict(zip(fields, chosen, strict=True)))

@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-import numpy as np
-
-from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import State
+from fedclip.arrays import NUMPY, Arithmetic, Array
+from fedclip.rules import State, state_of, zeros
 from fedclip.rules.history import History
-from fedclip.rules.quantiles import Given, Markers, Window
-from fedclip.rules.sharing import Counted, Sketched, pooled
-from fedclip.rules.start import state_of
+from fedclip.rules.moments import merged, one
+from fedclip.rules.quantiles import Quantile
+from fedclip.rules.sharing import Counted, Sketched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +28,9 @@ class Auto(History):
     and the median is that of their sketch.
     """
 
-    counters: ClassVar[tuple[str, ...]] = ("moments", "sketch")
+    counters = ("moments", "sketch")
 
-    median: Markers | Window | Given
+    median: Quantile
     std_factor: float
     decay: float | None
     min_std: float
@@ -44,9 +41,7 @@ class Auto(History):
         return 5
 
     def begin(self, groups: int, xp: Arithmetic) -> State:
-        zeros = xp.asarray([0.0] * groups)
-        moments = {"mean": zeros, "variance": zeros}
-        return state_of("Auto", self.median.init(groups, xp), moments)
+        return state_of(self.median.init(groups, xp), zeros(groups, xp, "mean", "variance"))
 
     def threshold(self, state: State, xp: Arithmetic) -> Array:
         median = self.median.estimate(state, xp)
@@ -54,33 +49,26 @@ class Auto(History):
         std = xp.sqrt(state.variance * (state.count / few))
         return median + self.std_factor * xp.maximum(std, self.min_std * median)
 
+    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+        return self._update(self.median.observe(seen, state, xp), one(seen), xp)
+
+    def _update(self, state: State, counted: Counted, xp: Arithmetic) -> State:
+        # Welford's update, until the past has its final weight.
+        count = state.count + counted.n
+        keep = state.count / count
+        if self.decay is not None:
+            keep = xp.minimum(keep, self.decay**counted.n)
+        return merged(state, counted, keep, keep, xp)._replace(count=count)
+
+    def shared(self) -> Auto:
+        return replace(self, median=self.median.given())
+
     @property
     def remembered(self) -> int | None:
-        return self.median.size if isinstance(self.median, (Window, Given)) else None
+        return self.median.size
 
     def levels(self, sketch: Sketched) -> tuple[float, ...]:
         return (sketch.quantile(0.5),)
 
-    def shared(self) -> Auto:
-        return replace(self, median=Given(0.5, self.remembered, least=self.median.least))
-
     def merge(self, state: State, counted: Counted) -> State:
-        keep = 0.0 if self.decay is None else 1.0 - np.power(self.decay, counted.n)
-        count, mean, variance = pooled(state.count, state.mean, state.variance, counted, keep)
-        return state._replace(level=counted.levels[0], mean=mean, variance=variance, count=count)
-
-    def observe(
-        self, seen: Array, state: State, xp: Arithmetic, ready: Array | None = None
-    ) -> State:
-        count = state.count + 1.0
-        delta = seen - state.mean
-        # Welford's update, until the past has its final weight.
-        weight = xp.inverse(count)
-        if self.decay is not None:
-            weight = xp.maximum(weight, 1 - self.decay)
-        # The square of a norm may be beyond the floats.
-        spread = xp.finite((1.0 - weight) * delta * delta)
-        old, new = [state.mean, state.variance], [seen, spread]
-        mean, variance = xp.lerp(old, new, weight)
-        after = self.median.observe(seen, state, xp)
-        return after._replace(mean=mean, variance=variance, count=count)
+        return self._update(state._replace(level=counted.levels[0]), counted, NUMPY)

@@ -27,10 +27,10 @@ class Constant:
         return NoState()
 
     def __call__(self, norms: Array, state: NoState, xp: Arithmetic) -> tuple[Array, NoState]:
-        if len(self.limits) == 1:
-            # One number needs no copy to a device.
-            return xp.full_like(norms, self.limits[0]), state
-        return xp.asarray(self.limits, like=norms) + 0.0 * norms, state
+        # One number needs no copy to a device.
+        one = len(self.limits) == 1
+        limits = self.limits[0] if one else xp.asarray(self.limits, like=norms)
+        return limits + 0.0 * norms, state
 
 
 @dataclass(frozen=True)

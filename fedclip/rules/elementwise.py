@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Limits of single elements that follow from past gradients.
 
-A rule is a pure function of a piece of a gradient, the same piece of the tensor's past, and the
-number of gradients that the tensor had before::
+A rule is a pure function of a piece of a gradient, the same piece of the tensor's past, and
+numbers that follow from how many gradients the tensor had before::
 
-    output, limits, past = rule(values, past, count, xp)
+    numbers              = rule.numbers(counts, xp)         for all tensors together
+    output, limits, past = rule(values, past, numbers, xp)
 
-Elements do not depend on each other, so a gradient may be cut into any pieces. Values are finite,
-or the caller drops the result. Outputs lie exactly within the limits, and the past stays finite
-too. On the host the count is a float, and on a device an array of shape ().
+Elements do not depend on each other, so a gradient may be cut into any pieces. The past is zero at
+first. Outputs lie exactly within the limits, and the past stays finite too.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,19 +24,23 @@ from fedclip.arrays import LARGEST, Array, Backend
 class ElementRule(Protocol):
     """The protocol of these rules, as `fedclip.transforms.past.PastClipping` uses it."""
 
+    def numbers(self, counts: Array, xp: Backend) -> Sequence[Array]:
+        """Return numbers for each tensor, given the numbers of its gradients before this one."""
+
     def __call__(
-        self, values: Array, past: Array, count: Any, xp: Backend
+        self, values: Array, past: Array, numbers: Sequence[Any], xp: Backend
     ) -> tuple[Array, Array, Array]:
-        """Return outputs, limits and the new past; `past` is zero if `count` is 0."""
+        """Return outputs, limits and the new past."""
 
 
-def step_size(decay: float, debias: bool, count: Any) -> Any:
-    """Return the weight of a new value in a moving average of `count` values.
+def step_size(decay: float, debias: bool, counts: Array) -> Array:
+    """Return the weight of a new value in a moving average of `counts` values.
 
     ``debias`` divides an average that starts at zero by ``1 - decay^t``. This equals starting with
     a plain mean: the weight falls from 1 to ``1 - decay``.
     """
-    return (1 - decay) / (1 - decay ** (count + 1)) if debias else 1 - decay
+    weight = 1 - decay + 0.0 * counts
+    return weight / (1 - decay ** (counts + 1)) if debias else weight
 
 
 def blend(mean: Array, values: Array, weight: Any) -> Array:
@@ -44,16 +49,8 @@ def blend(mean: Array, values: Array, weight: Any) -> Array:
     return mean + half + half
 
 
-def at_first(count: Any, yes: float, no: float, values: Array, xp: Backend) -> Any:
-    """Return `yes` if the count is 0, else `no`; on a device in the dtype of the values."""
-    if isinstance(count, float):
-        return no if count else yes
-    return like_values(xp.where(count == 0, yes, no), values, xp)
-
-
-def like_values(number: Any, values: Array, xp: Backend) -> Any:
-    """Return a number, or one on a device in the dtype of the values."""
-    return number if isinstance(number, float) else xp.cast(number, xp.dtype(values))
+def _within(values: Array, limits: Array, xp: Backend) -> Array:
+    return xp.minimum(xp.maximum(values, -limits), limits)
 
 
 @dataclass(frozen=True)
@@ -70,24 +67,18 @@ class EmaValue:
     init: float
     debias: bool
 
-    def __call__(
-        self, values: Array, past: Array, count: Any, xp: Backend
-    ) -> tuple[Array, Array, Array]:
-        size = abs(values)
-        if not isinstance(count, float):
-            # The past is zero before the first.
-            past = past + at_first(count, 1.0, 0.0, values, xp) * self._begun(size, xp)
-        elif not count:
-            past = self._begun(size, xp)
-        weight = like_values(step_size(self.decay, self.debias, count), values, xp)
-        # On the host, in the memory of `size`: new memory takes half as long again.
-        size -= past
-        size *= weight
-        size += past
-        return xp.within(values, size), size, size
+    def numbers(self, counts: Array, xp: Backend) -> Sequence[Array]:
+        first = xp.where(counts == 0, 1.0, 0.0 * counts)
+        return first, step_size(self.decay, self.debias, counts)
 
-    def _begun(self, size: Array, xp: Backend) -> Array:
-        return xp.minimum(size * self.init, LARGEST[xp.dtype(size)])
+    def __call__(
+        self, values: Array, past: Array, numbers: Sequence[Any], xp: Backend
+    ) -> tuple[Array, Array, Array]:
+        first, weight = numbers
+        size = abs(values)
+        begun = xp.minimum(size * self.init, LARGEST[xp.dtype(size)])
+        size = blend(past + first * begun, size, weight)
+        return _within(values, size, xp), size, size
 
 
 @dataclass(frozen=True)
@@ -105,30 +96,30 @@ class GrowthValue:
     min_value: float | None
     max_decay: float | None
 
+    def numbers(self, counts: Array, xp: Backend) -> Sequence[Array]:
+        # Without a past there is no limit, and nothing has fallen.
+        free = xp.where(counts == 0, math.inf, 0.0 * counts)
+        return free, free + (self.max_decay or math.inf)
+
     def __call__(
-        self, values: Array, past: Array, count: Any, xp: Backend
+        self, values: Array, past: Array, numbers: Sequence[Any], xp: Backend
     ) -> tuple[Array, Array, Array]:
-        if isinstance(count, float) and not count:
-            return values, past + math.inf, values
+        free, decay = numbers
         base, rising = abs(past), abs(values)
         floor = xp.maximum(base, self.min_value) if self.min_value else base
-        limits = None
+        limits = base + free
         if self.add is not None:
-            limits = base + self.add
+            limits = limits + self.add
             rising = xp.minimum(rising, limits)
         if self.mul is not None:
-            grown = floor * self.mul
+            grown = floor * self.mul + free
             if not self.min_value:
                 # Without a floor a zero could never grow: treat it as not yet seen.
-                grown = xp.fill(grown, floor == 0, math.inf)
-            limits = grown if limits is None else xp.minimum(limits, grown)
-        if limits is None:
+                grown = xp.where(floor == 0, math.inf, grown)
+            limits = grown if self.add is None else xp.minimum(limits, grown)
+        if self.mul is None and self.add is None:
             limits = base + math.inf
-        if not isinstance(count, float):
-            limits = limits + at_first(count, math.inf, 0.0, values, xp)
-        output = xp.within(values, limits)
+        output = _within(values, limits, xp)
         if self.max_decay is None:
             return output, limits, output
-        # Without a past, floor is 0 or `min_value`, and nothing has fallen.
-        fallen = rising < floor / at_first(count, math.inf, self.max_decay, values, xp)
-        return output, limits, xp.where(fallen, past / self.max_decay, output)
+        return output, limits, xp.where(rising < floor / decay, past / self.max_decay, output)

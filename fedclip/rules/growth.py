@@ -5,17 +5,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import Basis
-from fedclip.rules.history import TINY, apart
-
-
-class GrowthState(NamedTuple):
-    """The norm of the step before, after clipping; 0 if there was none."""
-
-    previous: Array
+from fedclip.rules import TINY, Basis, State, zeros
 
 
 @dataclass(frozen=True)
@@ -25,11 +17,13 @@ class Growth:
     ::
 
         threshold = min(previous * mul, previous + add)         those that are given
-        limit     = threshold, or x if that is larger           where x <= threshold
-                    threshold                                   elsewhere
+        limit     = threshold                                   where x > threshold
+                    threshold, at least x + eps                 elsewhere
                     warmup_norm                                 at the first step
         limit     = min(limit, max_norm)
         previous  <- max(min(x, limit), previous / max_decay, min_norm)
+
+    Before the first step `previous` is 0.
     """
 
     mul: float | None
@@ -45,23 +39,20 @@ class Growth:
         """Where the limits come from: the first norm has none before it."""
         return Basis(math.inf if self.max_norm is None else self.max_norm, "previous", TINY)
 
-    def init(self, groups: int, xp: Arithmetic) -> GrowthState:
-        return GrowthState(xp.asarray([0.0] * groups))
+    def init(self, groups: int, xp: Arithmetic) -> State:
+        return zeros(groups, xp, "previous")
 
-    def __call__(
-        self, norms: Array, state: GrowthState, xp: Arithmetic
-    ) -> tuple[Array, GrowthState]:
+    def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         previous = state.previous
         threshold = math.inf + previous
         if self.mul is not None:
             threshold = previous * self.mul
         if self.add is not None:
             threshold = xp.minimum(threshold, previous + self.add)
+        limits = xp.where(norms > threshold, threshold, xp.maximum(threshold, norms + self.eps))
         # No norm can grow from 0: the step after a norm of 0 is a first step again.
-        ready = previous > 0
-        base = norms + self.eps if self.eps else norms
-        before = math.inf if self.warmup_norm is None else self.warmup_norm
-        limits = xp.where(ready, apart(base, norms > threshold, threshold, xp), before)
+        first = math.inf if self.warmup_norm is None else self.warmup_norm
+        limits = xp.where(previous > 0, limits, first)
         if self.max_norm is not None:
             limits = xp.minimum(limits, self.max_norm)
         after = xp.minimum(norms, limits)
@@ -69,4 +60,4 @@ class Growth:
             after = xp.maximum(after, previous / self.max_decay)
         if self.min_norm is not None:
             after = xp.maximum(after, self.min_norm)
-        return limits, GrowthState(after)
+        return limits, state._replace(previous=after)

@@ -8,12 +8,11 @@ separation networks", arXiv:2007.14469.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State
 from fedclip.rules.history import History
-from fedclip.rules.quantiles import Given, GivenState, Quantile, Window
+from fedclip.rules.quantiles import Quantile
 from fedclip.rules.sharing import Counted, Sketched
 
 
@@ -32,36 +31,35 @@ class Percentile(History):
     In a federation (`merge`) the quantile is that of the sketch of all clients' norms.
     """
 
-    counters: ClassVar[tuple[str, ...]] = ("sketch",)
-    reach: ClassVar[float] = 2.0
+    counters = ("sketch",)
 
     history: Quantile
-
-    def begin(self, groups: int, xp: Arithmetic) -> State:
-        return self.history.init(groups, xp)
 
     @property
     def least(self) -> int:
         return self.history.least
 
+    def begin(self, groups: int, xp: Arithmetic) -> State:
+        return self.history.init(groups, xp)
+
     def threshold(self, state: State, xp: Arithmetic) -> Array:
         return self.history.estimate(state, xp)
 
+    def learnt(self, norms: Array, target: Array, xp: Arithmetic) -> Array:
+        return xp.minimum(norms, 2.0 * target)
+
+    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+        return self.history.observe(seen, state, xp)._replace(count=state.count + 1.0)
+
+    def shared(self) -> Percentile:
+        return replace(self, history=self.history.given())
+
     @property
     def remembered(self) -> int | None:
-        return self.history.size if isinstance(self.history, (Window, Given)) else None
+        return self.history.size
 
     def levels(self, sketch: Sketched) -> tuple[float, ...]:
         return (sketch.quantile(self.history.quantile),)
 
-    def shared(self) -> Percentile:
-        history = Given(self.history.quantile, self.remembered, least=self.history.least)
-        return replace(self, history=history)
-
-    def merge(self, state: GivenState, counted: Counted) -> GivenState:
-        return GivenState(counted.levels[0], state.count + counted.n)
-
-    def observe(
-        self, seen: Array, state: State, xp: Arithmetic, ready: Array | None = None
-    ) -> State:
-        return self.history.observe(seen, state, xp)._replace(count=state.count + 1.0)
+    def merge(self, state: State, counted: Counted) -> State:
+        return state._replace(level=counted.levels[0], count=state.count + counted.n)

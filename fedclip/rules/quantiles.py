@@ -17,68 +17,63 @@ updates `count`, the number of norms seen.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
-from fedclip import parameters
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import State
-
-LARGEST = 65_536
-"""Largest size of a window: a state can still hold it, and a step sorts it in a millisecond."""
+from fedclip.rules import State, state_of, zeros
 
 
-def check_window(low: int, window: int) -> int:
-    """Return the size of a window if it is in range."""
-    result = parameters.integer(low, window=window)
-    if result > LARGEST:
-        raise ValueError(f"window must be at most {LARGEST:,}, got {result:,}")
-    return result
+@dataclass(frozen=True)
+class Quantile(ABC):
+    """A running quantile.
 
+    Attributes
+    ----------
+    quantile
+        Which quantile, in (0, 1].
+    size
+        Least number of norms in a sketch that takes its place; None for all.
+    least
+        Number of norms before which there is no estimate.
+    """
 
-class Quantile(Protocol):
-    """A running quantile."""
+    quantile: float
+    size: int | None = None
+    least: int = 1
 
-    @property
-    def quantile(self) -> float:
-        """Which quantile, in (0, 1]."""
+    def given(self) -> Quantile:
+        """Return the quantile for clients of a federation, where the server has the norms."""
+        return Given(self.quantile, self.size, self.least)
 
-    @property
-    def least(self) -> int:
-        """Number of norms before which there is no estimate."""
-
+    @abstractmethod
     def init(self, groups: int, xp: Arithmetic) -> State:
         """Return the estimator's own fields, and `count`, before the first norm."""
 
+    @abstractmethod
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         """Return the state after a norm, `count` left as it is."""
 
     def estimate(self, state: State, xp: Arithmetic) -> Array:
         """Return the quantile; any finite number while there is no estimate."""
-
-
-class WindowState(NamedTuple):
-    """The last norms, in a ring, and how many have been seen."""
-
-    window: Array
-    count: Array
+        level: Array = state.level
+        return level
 
 
 @dataclass(frozen=True)
-class Window:
+class Window(Quantile):
     """Quantile of the last `size` norms, interpolated linearly between neighbours."""
 
-    quantile: float
-    size: int
-    least: int = 1
+    size: int = 1
 
-    def init(self, groups: int, xp: Arithmetic) -> WindowState:
+    def init(self, groups: int, xp: Arithmetic) -> State:
         # Keep the norms of a group side by side in memory, because sorting compares them: a step of
         # `percentile-norm-clip` over 300 groups takes 9 % less.
         window = np.zeros((groups, self.size)).T
-        return WindowState(xp.asarray(window), xp.asarray([0.0] * groups))
+        return state_of({"window": xp.asarray(window)}, zeros(groups, xp, "count"))
 
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         return state._replace(window=xp.put(state.window, state.count % self.size, seen))
@@ -91,22 +86,11 @@ class Window:
         return low + (place - below) * (high - low)
 
 
-class MarkersState(NamedTuple):
-    """Heights of the five markers, positions of the inner three, and the number of norms."""
-
-    h0: Array
-    h1: Array
-    h2: Array
-    h3: Array
-    h4: Array
-    n1: Array
-    n2: Array
-    n3: Array
-    count: Array
+_HEIGHTS, _POSITIONS = ("h0", "h1", "h2", "h3", "h4"), ("n1", "n2", "n3")
 
 
 @dataclass(frozen=True)
-class Markers:
+class Markers(Quantile):
     """The P2 algorithm (Jain & Chlamtac, 1985, doi:10.1145/4372.4378).
 
     Five markers stand at the minimum, the quantiles p/2, p and (1+p)/2, and the maximum. Each
@@ -119,37 +103,29 @@ class Markers:
     If that height is not between theirs, it follows the line to the neighbour on that side.
     """
 
-    quantile: float
     least: int = 5
 
-    def init(self, groups: int, xp: Arithmetic) -> MarkersState:
-        o = xp.asarray([0.0] * groups)
-        return MarkersState(o, o, o, o, o, n1=o + 2.0, n2=o + 3.0, n3=o + 4.0, count=o)
+    def init(self, groups: int, xp: Arithmetic) -> State:
+        state = zeros(groups, xp, *_HEIGHTS, *_POSITIONS, "count")
+        return state._replace(n1=state.n1 + 2.0, n2=state.n2 + 3.0, n3=state.n3 + 4.0)
 
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
-        heights = [state.h0, state.h1, state.h2, state.h3, state.h4]
-        first = self._insert(seen, heights, state.count, xp)
-        few = state.count < 5
+        count, few = state.count, state.count < 5
+        h = [getattr(state, name) for name in _HEIGHTS]
+        n = [1.0, state.n1, state.n2, state.n3, xp.maximum(count + 1.0, 6.0)]
+        # The first five norms in order, with 0 for those still missing.
+        held = [xp.where(count <= k, math.inf, height) for k, height in enumerate(h)]
+        ordered = xp.sort(xp.stack([*held, seen]))
+        first = [xp.where(count < k, 0.0, ordered[k]) for k in range(5)]
         # Before five norms, any ordered heights will do: the result is not used.
-        ordered = [xp.where(few, float(k), h) for k, h in enumerate(heights)]
-        n = [1.0, state.n1, state.n2, state.n3, xp.maximum(state.count + 1.0, 6.0)]
-        moved = self._move(seen, ordered, n, xp)
-        h = [xp.where(few, f, m) for f, m in zip(first, moved, strict=True)]
-        n1, n2, n3 = (xp.where(few, o, p) for o, p in zip(state[5:8], n[1:4], strict=True))
-        return state._replace(h0=h[0], h1=h[1], h2=h[2], h3=h[3], h4=h[4], n1=n1, n2=n2, n3=n3)
+        h = self._move(seen, [xp.where(few, float(k), x) for k, x in enumerate(h)], n, xp)
+        h = [xp.where(few, early, late) for early, late in zip(first, h, strict=True)]
+        n = [xp.where(few, i + 1.0, n[i]) for i in (1, 2, 3)]
+        return state._replace(**dict(zip(_HEIGHTS + _POSITIONS, h + n, strict=True)))
 
     def estimate(self, state: State, xp: Arithmetic) -> Array:
-        return state.h2
-
-    @staticmethod
-    def _insert(seen: Array, heights: list[Array], count: Array, xp: Arithmetic) -> list[Array]:
-        """Return the first five norms in order, with 0 for those still missing."""
-        result = []
-        for k, height in enumerate(heights):
-            held = xp.where(count > k, height, math.inf)
-            result.append(xp.where(count >= k, xp.minimum(held, seen), 0.0 * height))
-            seen = xp.maximum(held, seen)
-        return result
+        level: Array = state.h2
+        return level
 
     def _move(self, seen: Array, h: list[Array], n: list[Any], xp: Arithmetic) -> list[Array]:
         """Return the heights after a norm, and move the inner positions `n` in place."""
@@ -172,16 +148,8 @@ class Markers:
         return h
 
 
-class StreamState(NamedTuple):
-    """The estimate, the mean distance of norms from it, and how many have been seen."""
-
-    level: Array
-    spread: Array
-    count: Array
-
-
 @dataclass(frozen=True)
-class Stream:
+class Stream(Quantile):
     """A quantile that each norm moves a little, down or up.
 
     ::
@@ -195,14 +163,11 @@ class Stream:
     above the level counts as ten times the level, so that one spike does not make the steps huge.
     """
 
-    quantile: float
-    rate: float
-    decay: float
-    least: int = 1
+    rate: float = 0.02
+    decay: float = 0.99
 
-    def init(self, groups: int, xp: Arithmetic) -> StreamState:
-        zeros = xp.asarray([0.0] * groups)
-        return StreamState(zeros, zeros, zeros)
+    def init(self, groups: int, xp: Arithmetic) -> State:
+        return zeros(groups, xp, "level", "spread", "count")
 
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         level = state.level
@@ -216,31 +181,12 @@ class Stream:
         # A level of 0 gives steps of 0: start again from the norm.
         return state._replace(level=xp.where(level == 0, seen, moved), spread=spread)
 
-    def estimate(self, state: State, xp: Arithmetic) -> Array:
-        return state.level
 
+class Given(Quantile):
+    """A quantile that a federation's server has computed from sketches, in place of another."""
 
-class GivenState(NamedTuple):
-    """The quantile, and the number of its norms."""
-
-    level: Array
-    count: Array
-
-
-@dataclass(frozen=True)
-class Given:
-    """A quantile that a federation's server has computed from sketches."""
-
-    quantile: float
-    size: int | None
-    least: int = 1
-
-    def init(self, groups: int, xp: Arithmetic) -> GivenState:
-        zeros = xp.asarray([0.0] * groups)
-        return GivenState(zeros, zeros)
+    def init(self, groups: int, xp: Arithmetic) -> State:
+        return zeros(groups, xp, "level", "count")
 
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         return state
-
-    def estimate(self, state: State, xp: Arithmetic) -> Array:
-        return state.level

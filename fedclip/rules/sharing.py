@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of rules that share one state in a whole federation.
+"""Rules that learn, alone or as one state for a whole federation.
 
-During a round every client judges by the state of the round's start, and only counts its norms.
-Between two rounds the server updates the state with the counts of all clients::
+Alone, each step judges the norms and learns them::
 
-    limits, seen = rule.judge(norms, state)        each step of each client
-    state        = rule.merge(state, counted)      once a round, on the server
+    judged = rule.judge(norms, state)
+    state  = rule.learn(judged, state)             in the groups that learn
+
+In a federation, every client judges during a round by the state of the round's start, and only
+counts its norms. Between two rounds the server updates the state with the counts of all clients::
+
+    judged = rule.judge(norms, state)              each step of each client
+    state  = rule.merge(state, counted)            once a round, on the server
 
 The result does not depend on the order of the norms in a round, which the server does not know. A
 round with a single norm changes the state as that norm would on a single machine.
@@ -13,13 +18,15 @@ round with a single norm changes the state as that norm would on a single machin
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import Basis, Judgement, State
-from fedclip.rules.start import Start
+from fedclip.rules import Basis, State, state_of, updated
+from fedclip.rules.protection import Protection
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -34,71 +41,112 @@ class Sketched(Protocol):
         """Return a quantile of the distances of the norms from a centre."""
 
 
+class Judgement(NamedTuple):
+    """A rule's answer to the norms of one step; a number for each group.
+
+    Attributes
+    ----------
+    limits
+        The limits.
+    seen
+        The norms that the statistics learn.
+    learns
+        The groups whose statistics learn.
+    ready
+        The groups that have statistics to judge by.
+    usual
+        The norms that the protection learns.
+    unclipped
+        1 for a norm of at most the limit, else 0; only from rules that count "bits".
+    """
+
+    limits: Array
+    seen: Array
+    learns: Array
+    ready: Array = None
+    usual: Array = None
+    unclipped: Array = None
+
+
 class Counted(NamedTuple):
-    """The counts of all clients in one round; one number for each group."""
+    """The counts of all clients in one round, or a single norm; a number for each group.
 
-    n: Floats
-    """Number of norms that were learnt."""
-    mean: Floats
-    variance: Floats
-    """Mean and population variance of the round, for rules that count "moments"."""
-    levels: Floats
-    """The rule's `levels` of the history, this round included: one row for each number."""
-    unclipped: Floats
-    """Number of norms of at most the limit, for rules that count "bits"."""
+    Attributes
+    ----------
+    n
+        Number of norms that were learnt.
+    mean, variance
+        Mean and population variance of the round, for rules that count "moments".
+    levels
+        The rule's `levels` of the history, this round included: one row for each number.
+    unclipped
+        Number of norms of at most the limit, for rules that count "bits".
+    """
+
+    n: Any
+    mean: Any
+    variance: Any
+    levels: Any = None
+    unclipped: Any = None
 
 
-class Shareable(Protocol):
-    """A rule that can update its state from counts."""
+class Learning(ABC):
+    """A rule that can update its state from norms, and from counts of norms."""
 
     @property
+    @abstractmethod
     def counters(self) -> tuple[str, ...]:
-        """What the clients count: some of "moments", "sketch" and "bits"."""
+        """What clients count: some of "moments", "sketch" and "bits"."""
 
     @property
+    @abstractmethod
     def basis(self) -> Basis:
         """Where the limits come from."""
 
-    def shared(self) -> Shareable:
+    @property
+    @abstractmethod
+    def protection(self) -> Protection:
+        """The protection of groups that are not ready, on each client separately."""
+
+    @abstractmethod
+    def begin(self, groups: int, xp: Arithmetic) -> State:
+        """Return the statistics before the first norm."""
+
+    @abstractmethod
+    def judge(self, norms: Array, state: State, xp: Arithmetic, guard: Protection) -> Judgement:
+        """Return the limits, and what the statistics should learn."""
+
+    @abstractmethod
+    def learn(self, judged: Judgement, state: State, xp: Arithmetic) -> Mapping[str, Array]:
+        """Return the fields after a step, for groups that learn."""
+
+    @abstractmethod
+    def merge(self, state: State, counted: Counted) -> State:
+        """Return the state after a round; only groups with ``n > 0`` are used."""
+
+    @abstractmethod
+    def ceiling(self, state: State) -> Floats:
+        """Return the largest norm that a client can have learnt; infinity if there is no bound."""
+
+    def shared(self) -> Self:
         """Return the rule for clients, which judges by the server's state."""
+        return self
 
     @property
     def remembered(self) -> int | None:
         """Least number of norms in the sketch; None for all."""
+        return None
 
     def levels(self, sketch: Sketched) -> tuple[float, ...]:
         """Return the numbers that `merge` needs from the history, for rules with a "sketch"."""
+        return ()
 
-    @property
-    def start(self) -> Start | None:
-        """The protection of groups that are not ready, on each client separately."""
+    def init(self, groups: int, xp: Arithmetic) -> State:
+        parts = self.begin(groups, xp), self.protection.init(groups, xp)
+        return state_of(*parts, name=type(self).__name__)
 
-    def begin(self, groups: int, xp: Arithmetic) -> State:
-        """Return the state before the first round."""
-
-    def judge(
-        self, norms: Array, state: State, xp: Arithmetic, start: Start | None = None
-    ) -> Judgement:
-        """Return the limits, and what the statistics should learn; `start` protects the rest."""
-
-    def merge(self, state: State, counted: Counted) -> State:
-        """Return the state after a round; only groups with ``n > 0`` are used."""
-
-    def ceiling(self, state: State) -> Floats:
-        """Return the largest norm that a client can have learnt; infinity if there is no bound."""
-
-
-def pooled(
-    count: Floats, mean: Floats, variance: Floats, counted: Counted, least: Floats | float = 0.0
-) -> tuple[Floats, Floats, Floats]:
-    """Return count, mean and population variance of two sets of norms together.
-
-    The weight of the second set is its share of all norms, but at least `least`.
-
-    Chan, Golub & LeVeque, 1983, "Algorithms for computing the sample variance".
-    """
-    total = np.maximum(count + counted.n, 1.0)
-    share = np.maximum(counted.n / total, least)
-    delta = counted.mean - mean
-    within = variance + share * (counted.variance - variance)
-    return total, mean + share * delta, within + share * (1.0 - share) * delta * delta
+    def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
+        judged = self.judge(norms, state, xp, self.protection)
+        learnt = (judged.learns, self.learn(judged, state, xp))
+        guarded = self.protection.learn(judged.usual, state)
+        return judged.limits, updated(state, [learnt, guarded], xp)
