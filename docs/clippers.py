@@ -18,7 +18,6 @@ import pictures
 from website import table
 
 import fedclip  # noqa: F401  (registers the clippers)
-from fedclip.modules.common import common_of
 from fedclip.parameters import signature_of
 from fedclip.toml import toml_value
 from fedclip.tools.catalogue import catalogue
@@ -65,7 +64,7 @@ def render(kind: str, name: str) -> str:
     lines += [markdown(body), "", "## Parameters", ""]
     lines += parameters(cls, parts.get("Parameters", ""))
     if kind != "regularizer":
-        lines += ["", "`fedclip list` shows the same names and defaults; `nan` in TOML is None."]
+        lines += ["", f"`fedclip list {name}` shows the same; `nan` in TOML is None."]
     if parts.get("Notes"):
         lines += ["", "## State, guarantees, edge cases", "", markdown(parts["Notes"])]
     if parts.get("Examples"):
@@ -91,7 +90,7 @@ def parameters(cls: type, text: str) -> list[str]:
     own: list[str] = []
     shared: list[str] = []
     known: Any = cls
-    common = common_of(cls) if hasattr(cls, "differs") else {}
+    common = [n for n, declared in getattr(cls, "parameters", {}).items() if declared.common]
     # A counterpart has its clipper's parameters, and says so in one entry for all of them.
     shown = inspect.signature(known.__init__).parameters if "settings" in meanings else None
     for name, parameter in (shown or signature_of(cls)).items():

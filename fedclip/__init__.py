@@ -16,7 +16,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from fedclip.errors import hint_at_imports, part_of
-from fedclip.registration import register_when_possible
+from fedclip.modules import HOMES as CLIPPERS
+from fedclip.modules import by_name
+from fedclip.registration import enter, register_when_possible
 
 if TYPE_CHECKING:
     from fedclip.dpsgd.client import PrivateFederatedClient as PrivateFederatedClient
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from fedclip.errors import FedclipWarning as FedclipWarning
     from fedclip.errors import NonFiniteError as NonFiniteError
     from fedclip.errors import StateError as StateError
+    from fedclip.federation.personal import PersonalModel as PersonalModel
+    from fedclip.federation.personal_client import (
+        PersonalFederatedClient as PersonalFederatedClient,
+    )
     from fedclip.federation.senders import NamedClients as NamedClients
     from fedclip.federation.update.aggregator import ClippedAveraging as ClippedAveraging
     from fedclip.federation.update.client import UpdateClipClient as UpdateClipClient
@@ -62,15 +68,13 @@ _HOMES = {
         "dpsgd.client": "PrivateFederatedClient",
         "dpsgd.sample_clip": "SampleClip",
         "errors": "FedclipWarning NonFiniteError StateError",
+        "federation.personal": "PersonalModel",
+        "federation.personal_client": "PersonalFederatedClient",
         "federation.senders": "NamedClients",
         "federation.update.aggregator": "ClippedAveraging",
         "federation.update.client": "UpdateClipClient",
         "federation.update.server": "UpdateClipServer",
-        "modules": (
-            "AGC AdaptiveClip AutoClip Centralize Clipper EmaClip EmaNormClip EmaNormalize "
-            "EmaValueClip GrowthClip GrowthValueClip MadClip NoOp NormClip Normalize OwnLimit "
-            "PercentileClip PercentileNormClip Standardize ValueClip ZScoreClip"
-        ),
+        "modules": " ".join(CLIPPERS),
         "records": "RoundRecord StepRecord",
         "toml": "to_toml",
     }.items()
@@ -86,9 +90,9 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
             try:
-                if _HOMES[name] not in ("errors", "records"):
-                    # All other names need declearn. Import it here: two threads that import it from
-                    # within different modules of fedclip would wait for each other.
+                if _HOMES[name].startswith(("dpsgd", "federation")):
+                    # They need declearn. Import it here: two threads that import it from within
+                    # different modules of fedclip would wait for each other.
                     import_module("declearn")
                 value = getattr(import_module(f"fedclip.{_HOMES[name]}"), name)
             except ImportError as exc:
@@ -111,14 +115,17 @@ def __dir__() -> list[str]:
 def _register() -> None:
     """Register every plug-in by importing its module; a second call changes nothing."""
     import fedclip.dpsgd.sample_clip
+    import fedclip.federation.personal
     import fedclip.federation.senders
     import fedclip.federation.update.aggregator
     import fedclip.federation.update.client
     import fedclip.federation.update.server
-    import fedclip.modules
+    import fedclip.modules.servers
 
     if find_spec("websockets"):
         import fedclip.federation.network  # noqa: F401
+    by_name()
+    enter()
 
 
 hint_at_imports()

@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of constructor parameters.
+"""Constructor parameters: how a plug-in declares them, and their checks.
 
-Every check takes the value by keyword, so that its message names the parameter:
+A parameter is a field of its class: annotation, check, default, and a docstring with its meaning::
+
+    class Mine(Configured):
+        name = "mine"
+
+        factor: float = parameter(positive, default=2.0)
+        "Multiplies the norm, > 0."
+
+Constructor, signature, configuration and documentation follow. Every check takes the value by
+keyword, so that its message names the parameter:
 ``positive(max_norm=-1)`` says ``max_norm must be a finite number > 0, got -1``.
 The checks ask whether a value is "not inside" the range, so that NaN always fails.
 """
@@ -12,15 +21,22 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeVar
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 from fedclip.errors import nearest, shown
 
 T = TypeVar("T")
 
 
+LEAST, MOST = 1e-30, 1e30
+"""The smallest and the largest limit that can be set."""
+
 # The largest whole number of TOML, and of other languages.
 _LARGEST = 2**63 - 1
+_NOTHING = inspect.Parameter.empty
+_BY_PLACE = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def _typed(value: Any) -> str:
@@ -69,6 +85,21 @@ def positive(**values: Any) -> float:
     return number("a finite number > 0", 0.0, open_low=True, **values)
 
 
+def limit(**values: Any) -> float:
+    """Return the one keyword value as a limit: a float from 1e-30 to 1e30.
+
+    Beyond, products of gradients and limits would leave the numbers of float32.
+    """
+    result = positive(**values)
+    if not LEAST <= result <= MOST:
+        name, value = _one(values)
+        raise ValueError(
+            f"{name} must be a number from {LEAST:g} to {MOST:g}, got {shown(value)}: "
+            "beyond that, products leave the numbers of float32"
+        )
+    return result
+
+
 def non_negative(**values: Any) -> float:
     """Return the one keyword value as a finite float >= 0."""
     return number("a finite number >= 0", 0.0, **values)
@@ -77,6 +108,11 @@ def non_negative(**values: Any) -> float:
 def at_least_one(**values: Any) -> float:
     """Return the one keyword value as a finite float >= 1."""
     return number("a finite number >= 1", 1.0, **values)
+
+
+def up_to(high: float, **values: Any) -> float:
+    """Return the one keyword value as a float > 0 and <= high."""
+    return number(f"a number > 0 and <= {high:g}", 0.0, high, open_low=True, **values)
 
 
 def unit_interval(**values: Any) -> float:
@@ -140,7 +176,7 @@ def raw_if_current(include_current: bool, feedback: str, seen_by: str = "statist
 
 def signature_of(cls: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters that a plug-in's constructor takes, by name."""
-    # Look at `__init__`, not at `__new__`: a clipper's `__new__` takes anything, to refuse typos.
+    # Look at `__init__`, not at `__new__`: a plug-in's `__new__` takes anything, to refuse typos.
     signature = getattr(cls, "__signature__", None) or inspect.signature(cls.__init__)
     return {name: p for name, p in signature.parameters.items() if name != "self"}
 
@@ -156,10 +192,113 @@ def refuse_unknown(cls: Any, config: Mapping[str, Any]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class Parameter:
+    """What a class says of one of its parameters."""
+
+    check: Callable[..., Any] | None
+    """Takes the value by the parameter's name, after `allowed`, and returns it as it is kept."""
+    allowed: tuple[Any, ...]
+    default: Any
+    kw_only: bool
+    kind: str
+    """Its type, in words; "" for what annotation and check say."""
+    annotation: str = ""
+    common: bool = False
+    """Whether it comes from a base class without a name, which many plug-ins have."""
+
+    def over(self, before: Parameter | None, annotation: Any, common: bool) -> Parameter:
+        """Return the parameter as a class has it; what is not said is as in the class before."""
+        if annotation is not None and not isinstance(annotation, str):
+            annotation = inspect.formatannotation(annotation)
+        if before is None:
+            return replace(self, annotation=annotation or "", common=common)
+        return replace(
+            before,
+            check=self.check or before.check,
+            allowed=self.allowed if self.check else before.allowed,
+            default=before.default if self.default is _NOTHING else self.default,
+            kind=self.kind or before.kind,
+            annotation=annotation or before.annotation,
+        )
+
+    def checked(self, name: str, value: Any) -> Any:
+        """Return the value as it is kept."""
+        optional = "None" in self.annotation or "Optional" in self.annotation
+        if self.check is None or (value is None and optional):
+            return value
+        return self.check(*self.allowed, **{name: value})
+
+    def formal(self, name: str) -> inspect.Parameter:
+        """Return the parameter as it stands in a signature."""
+        kind = inspect.Parameter.KEYWORD_ONLY if self.kw_only else _BY_PLACE
+        return inspect.Parameter(name, kind, default=self.default, annotation=self.annotation)
+
+
+def parameter(
+    check: Callable[..., Any] | None = None,
+    *allowed: Any,
+    default: Any = _NOTHING,
+    kw_only: bool = True,
+    kind: str = "",
+) -> Any:
+    """Declare a parameter of a `Configured` class: the value of an annotated field.
+
+    Where a base class has it already, what is left out is as there.
+
+    Parameters
+    ----------
+    check : callable or None, default=None
+        One of the checks of this file, or another that takes the value by the parameter's name.
+        None, where the annotation allows it, is not asked about.
+    *allowed
+        What the check takes before the value.
+    default
+        What the parameter is if it is not given; without it, it must be given.
+    kw_only : bool, default=True
+        Whether it is given by its name only, and not by its position.
+    kind : str, default=""
+        Its type in the documentation, if annotation and check do not say it.
+    """
+    return Parameter(check, allowed, default, kw_only, kind)
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(parameter,))
 class Configured:
-    """Base of plug-ins that refuse unknown parameters, and keep the others under their names."""
+    """Base of plug-ins that declare their parameters, refuse unknown ones, and keep the others.
+
+    Each value is kept under its parameter's name. Then `__post_init__` is called, which checks
+    what must go together. A class that writes an `__init__` writes its parameters there.
+    """
 
     name: ClassVar[str]
+    parameters: ClassVar[Mapping[str, Parameter]] = MappingProxyType({})
+    """The declared parameters, by name: a class's own first."""
+    common_order: ClassVar[Sequence[str]] = ()
+    """The order of the common ones, which follow."""
+    _signature: ClassVar[inspect.Signature]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Collect the parameters, of the bases too."""
+        super().__init_subclass__(**kwargs)
+        found: dict[str, Parameter] = {}
+        for base in reversed(cls.__bases__):
+            found |= getattr(base, "parameters", {})
+        own = vars(cls).get("__annotations__", {})
+        for name, value in list(vars(cls).items()):
+            if isinstance(value, Parameter):
+                common = not hasattr(cls, "name")
+                found[name] = value.over(found.get(name), own.get(name), common)
+                setattr(cls, name, found[name].default)
+        known = [*cls.common_order, *found]
+        place = {name: known.index(name) if p.common else -1 for name, p in found.items()}
+        cls.parameters = {name: found[name] for name in sorted(found, key=place.__getitem__)}
+        cls._signature = inspect.Signature([p.formal(name) for name, p in cls.parameters.items()])
+        shown = cls._signature
+        if cls.__init__ is not Configured.__init__:
+            written = inspect.signature(cls.__init__).parameters
+            shown = inspect.Signature([*written.values()][1:])
+        cls.__signature__ = shown  # type: ignore[attr-defined]
 
     def __new__(cls, *args: Any, **config: Any) -> Self:
         """Refuse unknown parameters, with the nearest name."""
@@ -167,6 +306,16 @@ class Configured:
         # declearn's specs and in TOML.
         refuse_unknown(cls, config)
         return super().__new__(cls)
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        bound = self._signature.bind(*args, **values)
+        bound.apply_defaults()
+        for name, value in bound.arguments.items():
+            setattr(self, name, self.parameters[name].checked(name, value))
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Go on from the parameters, which are all set."""
 
     def get_config(self) -> dict[str, Any]:
         """Return the parameters, as they would be written in a TOML file."""
@@ -176,3 +325,15 @@ class Configured:
 def config_of(plugin: Any) -> dict[str, Any]:
     """Return the parameters of a plug-in, which keeps them under their own names."""
     return {name: getattr(plugin, name) for name in signature_of(type(plugin))}
+
+
+LARGEST_WINDOW = 65_536
+"""Largest size of a window: a state can still hold it, and a step sorts it in a millisecond."""
+
+
+def window_size(low: int, window: int) -> int:
+    """Return the size of a window if it is in range."""
+    result = integer(low, window=window)
+    if result > LARGEST_WINDOW:
+        raise ValueError(f"window must be at most {LARGEST_WINDOW:,}, got {result:,}")
+    return result

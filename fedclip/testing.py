@@ -172,10 +172,7 @@ def apply(clipper: Plugin, gradients: Vector[Any], weights: Vector[Any] | None =
 
 
 def _run(
-    clipper: Plugin,
-    steps: Sequence[Arrays],
-    framework: str = "numpy",
-    dtype: str | None = None,
+    clipper: Plugin, steps: Sequence[Arrays], framework: str = "numpy", dtype: str | None = None
 ) -> list[dict[str, np.ndarray[Any, Any]]]:
     weights = _weights(framework, dtype)
     return [to_numpy(apply(clipper, to_vector(s, framework, dtype), weights)) for s in steps]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from declearn.optimizer.modules import OptiModule
     from declearn.optimizer.regularizers import Regularizer
 
-__all__ = ["to_toml", "toml_line", "toml_value"]
+__all__ = ["to_toml", "toml_item", "toml_line", "toml_value", "value_of"]
 
 
 def toml_value(value: Any) -> str:
@@ -25,21 +26,22 @@ def toml_value(value: Any) -> str:
     >>> toml_value({"enc.*": 0.5, "on": True})
     '{"enc.*" = 0.5, on = true}'
     """
-    return str(_item(value).as_string())
+    return str(toml_item(value).as_string())
 
 
-def _item(value: Any) -> Any:
+def toml_item(value: Any) -> Any:
+    """Return a value as tomlkit has it; see `toml_value`."""
     if value is None:
         return tomlkit.item(float("nan"))
     if isinstance(value, Mapping):
         table = tomlkit.inline_table()
         for key, entry in value.items():
-            table.append(tomlkit.key(key), _item(entry))
+            table.append(tomlkit.key(key), toml_item(entry))
         return table
     if isinstance(value, (list, tuple)):
         array = tomlkit.array()
         for entry in value:
-            array.append(_item(entry))
+            array.append(toml_item(entry))
         return array
     return tomlkit.item(value)
 
@@ -56,6 +58,23 @@ def toml_line(kind: str, name: str, config: Mapping[str, Any]) -> str:
         return f"aggregator = {toml_value({'name': name, **config} if config else name)}"
     field = {"module": "modules", "regularizer": "regularizers"}[kind]
     return f"{field} = {toml_value([[name, config] if config else name])}"
+
+
+def value_of(text: str) -> Any:
+    """Return a value written as in Python or TOML: None, a number, a list; or else the words.
+
+    Examples
+    --------
+    >>> value_of("None"), value_of("[1, 2.5]"), value_of("true"), value_of("max")
+    (None, [1, 2.5], True, 'max')
+    """
+    words = {"None": None, "True": True, "False": False}
+    if text in words:
+        return words[text]
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):  # no TOML, too many digits, or nested too deeply
+        return text
 
 
 def to_toml(clipper: OptiModule[Any] | Regularizer) -> str:

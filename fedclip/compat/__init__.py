@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedclip.compat import drytorch, flower, frameworks, papers, smartclip, torchzero
-from fedclip.compat.base import Entry, Peers, Translation, checked, unknown
+from fedclip.compat.base import Entry, Peers, Translation, checked
+from fedclip.compat.words import unknown
 from fedclip.errors import shown
 
 __all__ = ["known", "notes", "translate"]
@@ -116,6 +117,6 @@ def _translation(package: str, cls: str, config: Mapping[str, Any]) -> Translati
         raise TypeError(f"parameters must be given by name, as {{'x': 1}}, got {shown(config)}")
     values = checked(package, cls, entry.parameters, config)
     try:
-        return entry.build(**values)
+        return entry.build(values)
     except (TypeError, OverflowError) as exc:
         raise ValueError(f"{cls} of {package} takes no such value: {exc}") from exc

@@ -1,30 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a translation is, and the words that peers share."""
+"""What a translation is, and how the tables of peers are written."""
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from fedclip.errors import nearest, shown
+from fedclip.compat.words import is_number, parsed, unknown
+from fedclip.errors import shown
 
 __all__ = [
-    "REQUIRED",
-    "Entry",
-    "Peers",
-    "Translation",
-    "at_least",
-    "checked",
-    "dims",
-    "entry",
-    "made",
-    "order",
-    "to",
-    "unknown",
-    "word",
+    *("REQUIRED", "Entry", "Given", "Peers", "Translation"),
+    *("checked", "entry", "renamed", "signature", "to"),
 ]
+
+Given: TypeAlias = dict[str, Any]
+"""Parameters by name."""
 
 
 class Translation(NamedTuple):
@@ -39,8 +31,8 @@ class Translation(NamedTuple):
 class Entry(NamedTuple):
     """A class of a peer: its parameters with defaults, and what they become."""
 
-    parameters: dict[str, Any]
-    build: Callable[..., Translation]
+    parameters: Given
+    build: Callable[[Given], Translation]
 
 
 Peers: TypeAlias = dict[str, dict[str, Entry | str]]
@@ -50,15 +42,42 @@ Peers: TypeAlias = dict[str, dict[str, Entry | str]]
 REQUIRED: Any = object()
 
 
-def entry(build: Callable[..., Translation], **shared: Any) -> Entry:
-    """Return the entry of a class: its parameters are those of `build`, and the `shared` ones."""
+def entry(build: Callable[..., Translation], parameters: str | None = None) -> Entry:
+    """Return the entry of a class: its parameters as in a `signature`, or else those of `build`.
+
+    With a signature, `build` takes the parameters as one mapping.
+    """
+    if parameters is not None:
+        return Entry(signature(parameters), build)
     own = inspect.signature(build).parameters.values()
-    defaults = {
-        p.name: REQUIRED if p.default is p.empty else p.default
-        for p in own
-        if p.kind is not p.VAR_KEYWORD
-    }
-    return Entry({**defaults, **shared}, build)
+    known = {p.name: REQUIRED if p.default is p.empty else p.default for p in own}
+    return Entry(known, lambda c: build(**c))
+
+
+def signature(text: str) -> Given:
+    """Return parameters with their defaults, as they are written in a call.
+
+    Examples
+    --------
+    >>> signature("beta=0.99, init=None")
+    {'beta': 0.99, 'init': None}
+    >>> signature("max_norm")["max_norm"] is REQUIRED
+    True
+    """
+    _, pairs = parsed("a signature", f"f({text})")
+    required = {value: REQUIRED for key, value in pairs if isinstance(key, int)}
+    return {**required, **{key: value for key, value in pairs if not isinstance(key, int)}}
+
+
+def renamed(c: Given, names: str) -> Given:
+    """Return our parameters, each with the value of the peer's: "ours=theirs, ...".
+
+    Examples
+    --------
+    >>> renamed({"beta": 0.9}, "decay=beta")
+    {'decay': 0.9}
+    """
+    return {ours: c[theirs] for ours, theirs in signature(names).items()}
 
 
 _KINDS = {"agc": "regularizer", "clipped-averaging": "aggregator"}
@@ -68,98 +87,6 @@ def to(name: str, *notes: str | None, **config: Any) -> Translation:
     """Return the translation to a registered name and its parameters."""
     kind = _KINDS.get(name, "module")
     return Translation(kind, name, config, [note for note in notes if note])
-
-
-def unknown(what: str, given: object, allowed: Mapping[str, Any]) -> str:
-    """Return a sentence about what is not allowed, with the nearest that is."""
-    hint = nearest(str(given), allowed) or f"; it must be one of {', '.join(allowed) or 'none'}"
-    return f"{what} {given!r}{hint}"
-
-
-def word(parameter: str, given: Any, words: Mapping[str, Any] | str) -> Any:
-    """Return our value for a word of the peer, or the word itself if we have the same `words`."""
-    if isinstance(words, str):
-        words = {word: word for word in words.split()}
-    if not isinstance(given, str) or given not in words:
-        raise ValueError(unknown(f"{parameter} can not be", given, words))
-    return words[given]
-
-
-def order(value: float | str) -> float | str:
-    """Return our `ord` for 2, 2.0, "2", "2.0", "l2", "inf", "linf", "mad", ..."""
-    if not isinstance(value, str):
-        if not _is_number(value):
-            raise ValueError(f"ord must be a number or a word, got {shown(value)}")
-        return "inf" if value == float("inf") else value
-    try:
-        number = float(value.removeprefix("l"))
-    except ValueError:
-        return str(word("ord", value, "mad std var sum l0 l1 l2 l3 l4 linf inf"))
-    if number == float("inf"):
-        return "inf"
-    return int(number) if number.is_integer() else number
-
-
-def dims(parameter: str, value: Any) -> list[int] | None:
-    """Return dimensions, given as an int or as ints, as a list; None for None."""
-    values = [value] if isinstance(value, int) else value
-    if value is None:
-        return None
-    if not isinstance(values, (list, tuple)) or not all(type(d) is int for d in values):
-        raise ValueError(f"{parameter} must be an int, a list of ints or None, got {shown(value)}")
-    return list(values)
-
-
-def at_least(low: int, **values: Any) -> None:
-    """Raise an error for a value that is no whole number from `low` on."""
-    for name, value in values.items():
-        if type(value) is not int or value < low:
-            raise ValueError(f"{name} must be a whole number >= {low}, got {shown(value)}")
-
-
-def made(
-    parameter: str, value: Any, classes: Mapping[str, Mapping[str, Any]], hint: str
-) -> tuple[str, dict[str, Any]]:
-    """Return the class, and what it was given, of an object that is the value of a parameter.
-
-    It may be the object, its class, or how either is written: ``"GradNormClipper(5)"``. The `hint`
-    follows the error if there is no such class.
-    """
-    if isinstance(value, str):
-        name, pairs = _parsed(parameter, value)
-    else:
-        name = (value if isinstance(value, type) else type(value)).__name__
-        pairs = [(k, getattr(value, k)) for k in classes.get(name, ()) if hasattr(value, k)]
-    if name not in classes:
-        raise ValueError(unknown(f"{parameter} can not be", name, classes) + hint)
-    names = dict(enumerate(classes[name]))
-    given = {str(names.get(key, key)): value for key, value in pairs}
-    if len(given) < len(pairs):
-        raise ValueError(f"{parameter} gives a parameter twice: {shown(value)}")
-    return name, given
-
-
-def _parsed(parameter: str, text: str) -> tuple[str, list[tuple[Any, Any]]]:
-    """Return the name of a call, or a name alone, and arguments by number or by name."""
-    try:
-        found = ast.parse(text.strip(), mode="eval").body
-        call = found if isinstance(found, ast.Call) else ast.Call(found, [], [])
-        name = ast.unparse(call.func).rpartition(".")[2]
-        pairs = [*enumerate(call.args), *((k.arg, k.value) for k in call.keywords)]
-        return name, [(key, _plain(node)) for key, node in pairs]
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise ValueError(
-            f"{parameter} must be a name, or a call such as Name(0.9, x=2), got {shown(text)}"
-        ) from None
-
-
-def _plain(node: ast.expr) -> Any:
-    """Return the value of an expression, or its text if it is not plain; of a name the last."""
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        text = ast.unparse(node)
-        return text.rpartition(".")[2] if isinstance(node, ast.Attribute) else text
 
 
 def checked(
@@ -179,7 +106,7 @@ def checked(
         if isinstance(default, bool):
             if not isinstance(value, bool):
                 raise ValueError(f"{key} of {cls} must be True or False, got {shown(value)}")
-        elif key not in _FREE and not isinstance(default, str) and not _is_number(value):
+        elif key not in _FREE and not isinstance(default, str) and not is_number(value):
             if value is None and (default is None or key in _MAY_BE_NONE):
                 continue
             raise ValueError(f"{key} of {cls} must be a number, got {shown(value)}")
@@ -196,7 +123,3 @@ _FREE = {"ord", "norm_type", "dim", "axis", "axes", "init", "ema_init", "clippin
 _FREE |= {"parameterwise", "gradient_clip_algorithm", "inner", "exp_avg_tfm", "ema_tfm"}
 _MAY_BE_NONE = {"max_norm", "max_grad_norm", "max_ema_growth", "mul", "min_value", "max_decay"}
 _MAY_BE_NONE |= {"max_clipbound"}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

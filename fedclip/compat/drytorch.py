@@ -3,31 +3,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from fedclip.compat.base import Entry, Peers, Translation, checked, entry, made, to, unknown
+from fedclip.compat.base import Entry, Given, Peers, Translation, checked, entry, signature, to
+from fedclip.compat.words import made, unknown
 
 __all__ = ["PEERS"]
 
-_CRITERIA: dict[str, dict[str, Any]] = {
-    "ZStatCriterion": {
-        "alpha": 0.97,
-        "z_thresh": 2.5,
-        "clipping_function": "reciprocal_clipping",
-    },
-    "EMACriterion": {"alpha": 0.98, "r_thresh": 1.05, "clipping_function": "max_clipping"},
+_CRITERIA = {
+    "ZStatCriterion": signature(
+        "alpha=0.97, z_thresh=2.5, clipping_function='reciprocal_clipping'"
+    ),
+    "EMACriterion": signature("alpha=0.98, r_thresh=1.05, clipping_function='max_clipping'"),
 }
 _CRITERIA |= {"zstat": _CRITERIA["ZStatCriterion"], "ema": _CRITERIA["EMACriterion"]}
-_WARMUPS: dict[str, dict[str, Any]] = {"GradNormClipper": {"threshold": 1.0}, "NoOp": {}}
+_WARMUPS: dict[str, Given] = {"GradNormClipper": {"threshold": 1.0}, "NoOp": {}}
 _WARMUPS |= {"norm1": _WARMUPS["GradNormClipper"], "noop": {}}
 # The parameters of a criterion, which may be given beside it: `thresh` is the threshold of either.
-_BESIDE = dict.fromkeys(("alpha", "thresh", "z_thresh", "r_thresh", "clipping_function"))
-_HISTORY = {
-    "criterion": "ZStatCriterion",
-    "warmup_clip_strategy": "GradNormClipper",
-    "n_warmup_steps": 20,
-    **_BESIDE,
-}
+_BESIDE = "alpha=None, thresh=None, z_thresh=None, r_thresh=None, clipping_function=None"
+_HISTORY = (
+    "criterion='ZStatCriterion', warmup_clip_strategy='GradNormClipper', n_warmup_steps=20, "
+    + _BESIDE
+)
 _FUNCTIONS = {name: name for name in ("max", "mean", "reciprocal")}
 _FUNCTIONS |= {f"{name}_clipping": name for name in _FUNCTIONS}
 
@@ -36,11 +31,11 @@ _OTHER = " (docs/coming-from.md shows how to warm up with any other operation)"
 _CLIPPING = "it is a value of clipping_function, which is `action` here"
 
 
-def _history(c: dict[str, Any], scope: str) -> Translation:
+def _history(c: Given, scope: str) -> Translation:
     criterion, given = made("criterion", c["criterion"], _CRITERIA, _OWN)
     parameters = _CRITERIA[criterion]
     limit = "z_thresh" if "z_thresh" in parameters else "r_thresh"
-    for key in _BESIDE:
+    for key in signature(_BESIDE):
         name = limit if key == "thresh" else key
         if c[key] is not None:
             if name in given:
@@ -57,15 +52,12 @@ def _history(c: dict[str, Any], scope: str) -> Translation:
     common = {
         "decay": alpha,
         "action": action,
-        "feedback": "raw",
         "warmup": c["n_warmup_steps"],
+        "scope": scope,
+        **signature("feedback='raw', warmup_factor=None, max_norm=None, eps=1e-6"),
         # Without a warm-up, drytorch lets the first norm pass.
         "warmup_norm": operation.get("threshold") if c["n_warmup_steps"] else None,
-        "warmup_factor": None,
-        "max_norm": None,
         "estimator": "drytorch",
-        "eps": 1e-6,
-        "scope": scope,
     }
     if limit == "z_thresh":
         return to("zscore-clip", z_max=thresh, std_eps=1e-8, min_std=0.0, **common)
@@ -75,10 +67,8 @@ def _history(c: dict[str, Any], scope: str) -> Translation:
 
 def _criterion(name: str) -> Entry:
     """Return the entry of a criterion by itself: what it says of norms, without a warm-up."""
-    alone = {**_HISTORY, "n_warmup_steps": 0}
-    return entry(
-        lambda **c: _history({**alone, "criterion": name, **c}, "global"), **_CRITERIA[name]
-    )
+    alone = {**signature(_HISTORY), "n_warmup_steps": 0, "criterion": name}
+    return Entry(_CRITERIA[name], lambda c: _history({**alone, **c}, "global"))
 
 
 PEERS: Peers = {
@@ -97,8 +87,8 @@ PEERS: Peers = {
                 scope="tensor",
             )
         ),
-        "HistClipper": entry(lambda **c: _history(c, "global"), **_HISTORY),
-        "ParamHistClipper": entry(lambda **c: _history(c, "tensor"), **_HISTORY),
+        "HistClipper": entry(lambda c: _history(c, "global"), _HISTORY),
+        "ParamHistClipper": entry(lambda c: _history(c, "tensor"), _HISTORY),
         "ZStatCriterion": _criterion("ZStatCriterion"),
         "EMACriterion": _criterion("EMACriterion"),
         "ClippingCriterion": f"it stands for one of your own{_OWN}",
@@ -107,5 +97,5 @@ PEERS: Peers = {
         "max_clipping": _CLIPPING,
         "mean_clipping": _CLIPPING,
         "reciprocal_clipping": _CLIPPING,
-    },
+    }
 }

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from fedclip.compat.base import Peers, Translation, entry, to
+from fedclip.compat.base import Given, Peers, Translation, entry, renamed, to
 
 __all__ = ["PEERS"]
 
@@ -29,59 +27,46 @@ _SETTLES = (
 )
 
 
-def _flower_fixed(
-    noise_multiplier: Any, num_sampled_clients: Any, clipping_norm: Any
-) -> Translation:
-    if not noise_multiplier:
-        return to("clipped-averaging", _WEIGHTS, max_norm=clipping_norm)
+def _flower_fixed(c: Given) -> Translation:
+    if not c["noise_multiplier"]:
+        return to("clipped-averaging", _WEIGHTS, max_norm=c["clipping_norm"])
+    limits = "start_norm=clipping_norm, min_norm=clipping_norm, max_norm=clipping_norm"
     return to(
         "update-clip-server",
-        _UPDATES,
-        _WEIGHTS,
-        _SAME,
-        start_norm=clipping_norm,
+        *(_UPDATES, _WEIGHTS, _SAME),
+        **renamed(c, f"{limits}, {_NOISE}"),
         learning_rate=0.0,
-        min_norm=clipping_norm,
-        max_norm=clipping_norm,
-        noise_multiplier=noise_multiplier,
-        expected_clients=num_sampled_clients,
     )
 
 
-def _flower_adaptive(
-    noise_multiplier: Any,
-    num_sampled_clients: Any,
-    initial_clipping_norm: Any = 0.1,
-    target_clipped_quantile: Any = 0.5,
-    clip_norm_lr: Any = 0.2,
-    clipped_count_stddev: Any = None,
-) -> Translation:
-    noise = {
-        "noise_multiplier": noise_multiplier,
-        "expected_clients": num_sampled_clients,
-        "bits_noise": clipped_count_stddev,
-    }
+def _flower_adaptive(c: Given) -> Translation:
+    noisy = bool(c["noise_multiplier"])
+    noise = renamed(c, f"{_NOISE}, bits_noise=clipped_count_stddev") if noisy else {}
     return to(
         "update-clip-server",
-        _UPDATES,
-        _WEIGHTS,
-        _SPLIT if noise_multiplier else None,
-        _SETTLES,
-        start_norm=initial_clipping_norm,
-        quantile=1.0 - target_clipped_quantile,
-        learning_rate=clip_norm_lr,
-        **(noise if noise_multiplier else {}),
+        *(_UPDATES, _WEIGHTS, _SPLIT if noisy else None, _SETTLES),
+        **renamed(c, "start_norm=initial_clipping_norm, learning_rate=clip_norm_lr"),
+        **noise,
+        quantile=1.0 - c["target_clipped_quantile"],
     )
 
+
+_NOISE = "noise_multiplier=noise_multiplier, expected_clients=num_sampled_clients"
+_FIXED = entry(_flower_fixed, "noise_multiplier, num_sampled_clients, clipping_norm")
+_ADAPTIVE = entry(
+    _flower_adaptive,
+    "noise_multiplier, num_sampled_clients, initial_clipping_norm=0.1, "
+    "target_clipped_quantile=0.5, clip_norm_lr=0.2, clipped_count_stddev=None",
+)
 
 PEERS: Peers = {
     "flower": {
-        "DifferentialPrivacyServerSideFixedClipping": entry(_flower_fixed),
-        "DifferentialPrivacyClientSideFixedClipping": entry(_flower_fixed),
-        "DifferentialPrivacyServerSideAdaptiveClipping": entry(_flower_adaptive),
-        "DifferentialPrivacyClientSideAdaptiveClipping": entry(_flower_adaptive),
+        "DifferentialPrivacyServerSideFixedClipping": _FIXED,
+        "DifferentialPrivacyClientSideFixedClipping": _FIXED,
+        "DifferentialPrivacyServerSideAdaptiveClipping": _ADAPTIVE,
+        "DifferentialPrivacyClientSideAdaptiveClipping": _ADAPTIVE,
         "fixedclipping_mod": entry(
             lambda clipping_norm: to("clipped-averaging", _WEIGHTS, max_norm=clipping_norm)
         ),
-    },
+    }
 }

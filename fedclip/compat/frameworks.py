@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedclip.compat.base import Peers, Translation, dims, entry, order, to, word
+from fedclip.compat.base import Given, Peers, Translation, entry, to
+from fedclip.compat.words import dims, order, word
 
 __all__ = ["PEERS"]
 
@@ -36,7 +37,7 @@ def _tf_by_norm(clip_norm: Any, axes: Any = None) -> Translation:
     return to("norm-clip", note, max_norm=clip_norm, scope="tensor", dims=along)
 
 
-def _keras(**c: Any) -> Translation:
+def _keras(c: Given) -> Translation:
     given = {key: value for key, value in c.items() if value is not None}
     if len(given) > 1:
         raise ValueError(f"Keras takes one of {', '.join(c)}, got {', '.join(given)}")
@@ -61,10 +62,7 @@ def _lightning(gradient_clip_val: Any = None, gradient_clip_algorithm: Any = Non
 
 
 def _fabric(
-    clip_val: Any = None,
-    max_norm: Any = None,
-    norm_type: Any = 2.0,
-    error_if_nonfinite: Any = True,
+    clip_val: Any = None, max_norm: Any = None, norm_type: Any = 2.0, error_if_nonfinite: Any = True
 ) -> Translation:
     if (clip_val is None) == (max_norm is None):
         raise ValueError("clip_gradients of Fabric takes one of clip_val and max_norm")
@@ -85,7 +83,7 @@ PEERS: Peers = {
         "L2Clipping": entry(
             lambda max_norm=1.0: to("norm-clip", max_norm=max_norm, scope="tensor")
         ),
-        "L2GlobalClipping": entry(_norm_clip, max_norm=1.0),
+        "L2GlobalClipping": entry(lambda max_norm=1.0: _norm_clip(max_norm)),
     },
     "optax": {
         "clip_by_global_norm": entry(_norm_clip),
@@ -110,8 +108,6 @@ PEERS: Peers = {
             )
         ),
     },
-    "keras": {
-        "Optimizer": entry(_keras, clipnorm=None, global_clipnorm=None, clipvalue=None),
-    },
+    "keras": {"Optimizer": entry(_keras, "clipnorm=None, global_clipnorm=None, clipvalue=None")},
     "lightning": {"Trainer": entry(_lightning), "Fabric.clip_gradients": entry(_fabric)},
 }

@@ -5,45 +5,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedclip.compat.base import Peers, Translation, dims, entry, order, to, word
+from fedclip.compat.base import Given, Peers, Translation, entry, renamed, signature, to
+from fedclip.compat.words import dims, order, word
 
 __all__ = ["PEERS"]
 
 # Parameters of earlier versions, renamed or removed since, are `parameterwise`, `ema_init`,
 # `ema_tfm`, `eps` and `target`.
-_TARGET = {"target": "update"}
-_GROUPED = {"ord": 2, "tensorwise": True, "parameterwise": None, **_TARGET}
-_ALONG = {"dim": None, "inverse_dims": False, **_TARGET}
-_DIMS = {"ord": 2, "min_size": 1, **_ALONG}
-_GROWTH = {"add": None, "mul": 1.5, "min_value": 1e-4, "max_decay": 2}
-_BY_EMA = {
-    "beta": 0.99,
-    "max_ema_growth": 1.5,
-    "init": 0.0,
-    "ema_init": None,
-    "min_norm": 1e-6,
-    "eps": None,
-    "inner": None,
-    **_GROUPED,
-}
-_VALUE_BY_EMA = {
-    "beta": 0.99,
-    "init": 0,
-    "ema_init": None,
-    "inner": None,
-    "exp_avg_tfm": None,
-    "ema_tfm": None,
-    **_TARGET,
-}
+_TARGET = "target='update'"
+_GROUPED = f"ord=2, tensorwise=True, parameterwise=None, {_TARGET}"
+_ALONG = f"dim=None, inverse_dims=False, {_TARGET}"
+_DIMS = f"ord=2, min_size=1, {_ALONG}"
+_GROWTH = "add=None, mul=1.5, min_value=1e-4, max_decay=2"
+_BY_EMA = (
+    "beta=0.99, max_ema_growth=1.5, init=0.0, ema_init=None, min_norm=1e-6, eps=None, inner=None, "
+    + _GROUPED
+)
+_VALUE_BY_EMA = (
+    f"beta=0.99, init=0, ema_init=None, inner=None, exp_avg_tfm=None, ema_tfm=None, {_TARGET}"
+)
 
 
-def _target_note(c: dict[str, Any]) -> str | None:
+def _target_note(c: Given) -> str | None:
     first = "target='grad' clips the gradient itself: put this first among the modules"
     note: str | None = word("target", c["target"], {"update": None, "grad": first})
     return note
 
 
-def _grouped(c: dict[str, Any]) -> dict[str, Any]:
+def _grouped(c: Given) -> Given:
     old = c["parameterwise"]
     tensorwise = c["tensorwise"] if old is None else old
     if not isinstance(tensorwise, bool):
@@ -51,7 +40,7 @@ def _grouped(c: dict[str, Any]) -> dict[str, Any]:
     return {"ord": order(c["ord"]), "scope": "tensor" if tensorwise else "global"}
 
 
-def _spanned(c: dict[str, Any]) -> dict[str, Any] | None:
+def _spanned(c: Given) -> Given | None:
     """Return our parameters for torchzero's dims; None if they leave every tensor untouched."""
     dim = c["dim"]
     if isinstance(dim, str):
@@ -64,7 +53,7 @@ def _spanned(c: dict[str, Any]) -> dict[str, Any] | None:
     return {"scope": "tensor", "dims": along, "inverse_dims": inverse, "min_size": min_size}
 
 
-def _dims_note(c: dict[str, Any]) -> str | None:
+def _dims_note(c: Given) -> str | None:
     dim = c["dim"]
     if dim is None:
         return "dim=None: all dims of each tensor; torchzero takes those of the first"
@@ -81,7 +70,7 @@ _MEASURES = {
 }
 
 
-def _measured(name: str, c: dict[str, Any], **limits: Any) -> Translation:
+def _measured(name: str, c: Given, **limits: Any) -> Translation:
     """Translate a class that measures along dims."""
     ord, spanned = order(c["ord"]), _spanned(c)
     notes = [_dims_note(c), _MEASURES.get(ord), _target_note(c)]
@@ -91,14 +80,15 @@ def _measured(name: str, c: dict[str, Any], **limits: Any) -> Translation:
     return to(name, *notes, **limits, ord=1 if ord == "sum" else ord, **spanned)
 
 
-def _clip_grad_norm(max_norm: Any, min_norm: Any = None, **c: Any) -> Translation:
-    if max_norm is None and not min_norm:
-        return to("no-op", "without max_norm and min_norm, nothing is clipped")
+def _clip_grad_norm(c: Given) -> Translation:
     # A smallest norm of 0 is none.
-    return _measured("norm-clip", c, max_norm=max_norm, min_norm=min_norm or None)
+    limits = {"max_norm": c["max_norm"], "min_norm": c["min_norm"] or None}
+    if {*limits.values()} == {None}:
+        return to("no-op", "without max_norm and min_norm, nothing is clipped")
+    return _measured("norm-clip", c, **limits)
 
 
-def _centralize(c: dict[str, Any]) -> Translation:
+def _centralize(c: Given) -> Translation:
     spanned = _spanned(c)
     if spanned is None:
         return to("no-op", "no dims are left to average along: nothing is changed")
@@ -115,18 +105,15 @@ def _alone(**modules: Any) -> None:
             )
 
 
-def _by_ema(name: str, c: dict[str, Any]) -> Translation:
+def _by_ema(name: str, c: Given) -> Translation:
     _alone(inner=c["inner"])
     eps = "eps has no counterpart: it only shows where the average is shorter than eps"
     return to(
         name,
-        _target_note(c),
-        None if c["eps"] is None else eps,
-        decay=c["beta"],
+        *(_target_note(c), None if c["eps"] is None else eps),
+        **renamed(c, "decay=beta, max_growth=max_ema_growth, min_norm=min_norm"),
         **_grouped(c),
-        max_growth=c["max_ema_growth"],
         init=_start(c["init"], c["ema_init"], "first"),
-        min_norm=c["min_norm"],
     )
 
 
@@ -139,7 +126,7 @@ def _start(init: Any, ema_init: Any, first: float | str) -> Any:
     return word("init", init, words) if isinstance(init, str) else init
 
 
-def _value_by_ema(c: dict[str, Any]) -> Translation:
+def _value_by_ema(c: Given) -> Translation:
     _alone(**{name: c[name] for name in ("inner", "exp_avg_tfm", "ema_tfm")})
     start = _start(c["init"], c["ema_init"], 1.0)
     return to("ema-value-clip", _target_note(c), decay=c["beta"], init=start)
@@ -154,49 +141,47 @@ def _floor_note(min_value: Any, norms: bool) -> str | None:
     return floors + (", and divides every update by it" if min_value > 1 else "")
 
 
-def _norm_growth(c: dict[str, Any]) -> Translation:
+def _norm_growth(c: Given) -> Translation:
     return to(
         "growth-clip",
-        _floor_note(c["min_value"], norms=True),
-        _target_note(c),
-        mul=c["mul"],
-        add=c["add"],
-        min_norm=c["min_value"],
-        max_decay=c["max_decay"],
+        *(_floor_note(c["min_value"], norms=True), _target_note(c)),
+        **renamed(c, "mul=mul, add=add, min_norm=min_value, max_decay=max_decay"),
         warmup_norm=None,
         **_grouped(c),
     )
 
 
-def _value_growth(c: dict[str, Any]) -> Translation:
+def _value_growth(c: Given) -> Translation:
     notes = _floor_note(c["min_value"], norms=False), _target_note(c)
-    return to("growth-value-clip", *notes, **{name: c[name] for name in _GROWTH})
+    return to("growth-value-clip", *notes, **{name: c[name] for name in signature(_GROWTH)})
 
+
+_NORMALIZE = entry(
+    lambda c: _measured("normalize", c, norm=c["norm_value"]), f"norm_value=1.0, {_DIMS}"
+)
+_CLIP_VALUE = entry(
+    lambda c: to("value-clip", _target_note(c), max_value=c["value"]), f"value, {_TARGET}"
+)
+_CLIP_NORM = entry(
+    lambda c: _measured("norm-clip", c, max_norm=c["max_norm"]), f"max_norm, {_DIMS}"
+)
 
 PEERS: Peers = {
     "torchzero": {
-        "ClipNorm": entry(
-            lambda max_norm, **c: _measured("norm-clip", c, max_norm=max_norm), **_DIMS
+        "ClipNorm": _CLIP_NORM,
+        "clip_grad_norm_": entry(
+            _clip_grad_norm, f"max_norm, min_norm=None, ord=2, min_size=2, {_ALONG}"
         ),
-        "clip_grad_norm_": entry(_clip_grad_norm, **{**_DIMS, "min_size": 2}),
-        "Normalize": (
-            _normalize := entry(
-                lambda norm_value=1.0, **c: _measured("normalize", c, norm=norm_value), **_DIMS
-            )
-        ),
-        "normalize_grads_": _normalize,
-        "ClipValue": (
-            _clip_value := entry(
-                lambda value, **c: to("value-clip", _target_note(c), max_value=value), **_TARGET
-            )
-        ),
-        "clip_grad_value_": _clip_value,
-        "Centralize": entry(lambda **c: _centralize(c), min_size=2, **_ALONG),
-        "ClipNormByEMA": entry(lambda **c: _by_ema("ema-norm-clip", c), **_BY_EMA),
-        "NormalizeByEMA": entry(lambda **c: _by_ema("ema-normalize", c), **_BY_EMA),
-        "ClipValueByEMA": entry(lambda **c: _value_by_ema(c), **_VALUE_BY_EMA),
-        "ClipNormGrowth": entry(lambda **c: _norm_growth(c), **_GROWTH, **_GROUPED),
-        "ClipValueGrowth": entry(lambda **c: _value_growth(c), **_GROWTH, **_TARGET),
+        "Normalize": _NORMALIZE,
+        "normalize_grads_": _NORMALIZE,
+        "ClipValue": _CLIP_VALUE,
+        "clip_grad_value_": _CLIP_VALUE,
+        "Centralize": entry(_centralize, f"min_size=2, {_ALONG}"),
+        "ClipNormByEMA": entry(lambda c: _by_ema("ema-norm-clip", c), _BY_EMA),
+        "NormalizeByEMA": entry(lambda c: _by_ema("ema-normalize", c), _BY_EMA),
+        "ClipValueByEMA": entry(_value_by_ema, _VALUE_BY_EMA),
+        "ClipNormGrowth": entry(_norm_growth, f"{_GROWTH}, {_GROUPED}"),
+        "ClipValueGrowth": entry(_value_growth, f"{_GROWTH}, {_TARGET}"),
         "WarmupNormClip": "a limit that follows a schedule is a function for fedclip's OwnLimit",
-    },
+    }
 }

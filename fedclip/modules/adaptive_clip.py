@@ -5,11 +5,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
-from fedclip import parameters
-from fedclip.modules.common import Preset, Shared
+from fedclip.modules.base import Preset
 from fedclip.modules.sharing import SharedClipper
+from fedclip.parameters import (
+    at_least_one,
+    integer,
+    limit,
+    parameter,
+    positive,
+    unit_interval,
+    up_to,
+)
 from fedclip.privacy import kinds
 from fedclip.rules.adaptive import Adaptive
 from fedclip.transforms import Transform
@@ -33,23 +41,6 @@ class AdaptiveClip(SharedClipper):
 
     This clipper applies the rule to gradients on one machine, without noise. For the updates of a
     federation and for privacy, see `update-clip-client` and `update-clip-server`.
-
-    Parameters
-    ----------
-    quantile : float, default=0.5
-        Target for the fraction of the norms that are at most the limit, in (0, 1).
-    rate : float, default=0.2
-        Size of the steps, in (0, 10]: the limit moves by a factor of at most ``exp(rate)``.
-    start_norm : float or None, default=None
-        Limit at first, > 0. None: the median of the first five norms; before the fifth norm,
-        `warmup_factor` times the median so far.
-    every : int, default=1
-        Number of steps between two updates of the limit, >= 1.
-    min_norm : float or None, default=None
-        The limit never falls below this, > 0; None for no such floor.
-    warmup_factor : float, default=2.25
-        Limit before the first five norms, as a multiple of their median, >= 1; without
-        `start_norm`.
 
     Notes
     -----
@@ -96,24 +87,20 @@ class AdaptiveClip(SharedClipper):
     apart: ClassVar[tuple[str, ...]] = ("warmup_factor",)
     agreed: ClassVar[tuple[str, ...]] = ("max_norm", *SharedClipper.agreed)
 
-    def __init__(
-        self,
-        quantile: float = 0.5,
-        *,
-        rate: float = 0.2,
-        start_norm: float | None = None,
-        every: int = 1,
-        min_norm: float | None = None,
-        warmup_factor: float = 2.25,
-        **common: Unpack[Shared],
-    ) -> None:
-        self.quantile = parameters.unit_interval(quantile=quantile)
-        self.rate = parameters.number("a number > 0 and <= 10", 0.0, 10.0, open_low=True, rate=rate)
-        self.start_norm = parameters.optional(parameters.positive, start_norm=start_norm)
-        self.every = parameters.integer(1, every=every)
-        self.min_norm = parameters.optional(parameters.positive, min_norm=min_norm)
-        self.warmup_factor = parameters.at_least_one(warmup_factor=warmup_factor)
-        super().__init__(**common)
+    quantile: float = parameter(unit_interval, default=0.5, kw_only=False)
+    """Target for the fraction of the norms that are at most the limit, in (0, 1)."""
+    rate: float = parameter(up_to, 10, default=0.2)
+    """Size of the steps, in (0, 10]: the limit moves by a factor of at most ``exp(rate)``."""
+    start_norm: float | None = parameter(limit, default=None)
+    """Limit at first, > 0. None: the median of the first five norms; before the fifth norm,
+    `warmup_factor` times the median so far."""
+    every: int = parameter(integer, 1, default=1)
+    """Number of steps between two updates of the limit, >= 1."""
+    min_norm: float | None = parameter(positive, default=None)
+    """The limit never falls below this, > 0; None for no such floor."""
+    warmup_factor: float = parameter(at_least_one, default=2.25)
+    """Limit before the first five norms, as a multiple of their median, >= 1; without
+    `start_norm`."""
 
     def build(self) -> Transform:
         low = 0.0 if self.min_norm is None else self.min_norm
@@ -125,4 +112,4 @@ class AdaptiveClip(SharedClipper):
                 f"start_norm={self.start_norm!r} with min_norm={self.min_norm!r} and "
                 f"max_norm={self.max_norm!r}"
             )
-        return self._clipping(Adaptive)
+        return self.with_rule(Adaptive)

@@ -6,29 +6,39 @@ from __future__ import annotations
 import glob
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from declearn.model.api import Vector
-from declearn.optimizer.regularizers import Regularizer
 
-from fedclip import parameters
-from fedclip.arrays import NUMBER, NUMPY, Arithmetic, Array, Backend, backend_of
+from fedclip.arrays import NUMPY, Arithmetic, Array, Backend, NumpyBackend, backend_of
 from fedclip.errors import FedclipWarning
-from fedclip.measures import l2_norms, slice_measures
 from fedclip.modules.base import Clipper
+from fedclip.modules.common import as_tuple
+from fedclip.modules.docstring import Documented
+from fedclip.parameters import boolean, choice, non_negative, parameter, positive
 from fedclip.privacy import kinds
 from fedclip.records import RoundRecord, StepRecord
+from fedclip.registration import Regularizer
 from fedclip.rules.constant import Constant, Given
-from fedclip.scopes import Groups, resolve
+from fedclip.scopes import Groups, check_exclude, resolve
 from fedclip.transforms import Action, Gradient, NormClipping, SliceClipping, Transform
 from fedclip.transforms.slice import check_dims, spanned
 
-_UNITS = ("output", "tensor", "global")
+if TYPE_CHECKING:
+    from declearn.model.api import Vector
 
 
-class AGC(parameters.Configured, Regularizer):
+def _check_axis(axis: Any) -> int:
+    """Return `axis` if it is an int."""
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise TypeError(
+            f"axis must be an int or None, got {axis!r} ({type(axis).__name__}); to sum over "
+            "several dimensions, give dims"
+        )
+    return axis
+
+
+class AGC(Documented, Regularizer):
     """Adaptive gradient clipping: a limit relative to the norm of the weights.
 
     ::
@@ -44,34 +54,6 @@ class AGC(parameters.Configured, Regularizer):
 
     It is a *regularizer* of declearn's, ``Optimizer(regularizers=["agc"])``, because modules do
     not see the weights; regularizers act on the raw gradient, before all modules.
-
-    Parameters
-    ----------
-    ratio : float, default=0.01
-        Largest norm of a gradient relative to that of its weights, > 0. The paper uses 0.01 for
-        batches of 4096, and larger values for smaller batches.
-    unit : {"output", "tensor", "global"}, default="output"
-        A unit has its own norm: all weights that lead to one output of a layer; one tensor; or
-        all tensors together.
-    axis : int or None, default=None
-        With "output": the axis of the outputs, 0 for the layers of torch, -1 for those of
-        TensorFlow and JAX; tensors of one dimension or less are one unit. None follows the
-        NFNets code: sums over axis 0 of two or three dimensions, over all but the last of four
-        or more; tensors that have only one dimension longer than 1 are one unit.
-    dims : int, list of int or None, default=None
-        With "output": sum over these dimensions, for layouts that `axis` can not describe. A
-        0-d tensor counts as one of shape (1,); tensors without these dimensions are left alone.
-    min_norm : float, default=1e-3
-        Smaller norms of weights count as this, > 0, so that weights that start at zero can move.
-    eps : float, default=0.0
-        Added to both norms, >= 0; 1e-8 gives the results of smartclip, 0 is exact.
-    skip_vectors : bool, default=False
-        Leave alone tensors of one dimension or less: biases, scales of normalisation layers.
-    exclude : pattern, list of patterns or None, default=None
-        Tensors left alone; the paper leaves out the last layer.
-    on_nonfinite : {"skip", "raise", "propagate"}, default="skip"
-        What becomes of a gradient with NaN or infinity: it is set to zero and counted, it raises
-        an error, or it passes (see `fedclip.modules.Clipper`).
 
     Raises
     ------
@@ -120,37 +102,48 @@ class AGC(parameters.Configured, Regularizer):
     name: ClassVar[str] = "agc"
     guarantee = kinds.weight_limit
 
-    def __init__(
-        self,
-        ratio: float = 0.01,
-        *,
-        unit: str = "output",
-        axis: int | None = None,
-        dims: int | Sequence[int] | None = None,
-        min_norm: float = 1e-3,
-        eps: float = 0.0,
-        skip_vectors: bool = False,
-        exclude: str | Sequence[str] | None = None,
-        on_nonfinite: str = "skip",
-    ) -> None:
-        self.ratio = parameters.positive(ratio=ratio)
-        self.unit = parameters.choice(_UNITS, unit=unit)
-        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
-            raise TypeError(
-                f"axis must be an int or None, got {axis!r} ({type(axis).__name__}); to sum over "
-                "several dimensions, give dims"
-            )
-        self.axis = axis
-        self.dims = check_dims(dims=dims)
+    ratio: float = parameter(positive, default=0.01, kw_only=False)
+    """Largest norm of a gradient relative to that of its weights, > 0. The paper uses 0.01 for
+    batches of 4096, and larger values for smaller batches."""
+    unit: str = parameter(choice, ("output", "tensor", "global"), default="output")
+    """A unit has its own norm: all weights that lead to one output of a layer; one tensor; or
+    all tensors together."""
+    axis: int | None = parameter(_check_axis, default=None)
+    """With "output": the axis of the outputs, 0 for the layers of torch, -1 for those of
+    TensorFlow and JAX; tensors of one dimension or less are one unit. None follows the NFNets
+    code: sums over axis 0 of two or three dimensions, over all but the last of four or more;
+    tensors that have only one dimension longer than 1 are one unit."""
+    dims: int | Sequence[int] | None = parameter(
+        check_dims, default=None, kind="int, list of int or None"
+    )
+    """With "output": sum over these dimensions, for layouts that `axis` can not describe. A 0-d
+    tensor counts as one of shape (1,); tensors without these dimensions are left alone."""
+    min_norm: float = parameter(positive, default=0.001)
+    """Smaller norms of weights count as this, > 0, so that weights that start at zero can move."""
+    eps: float = parameter(non_negative, default=0.0)
+    """Added to both norms, >= 0; 1e-8 gives the results of smartclip, 0 is exact."""
+    skip_vectors: bool = parameter(boolean, default=False)
+    """Leave alone tensors of one dimension or less: biases, scales of normalisation layers."""
+    exclude: str | Sequence[str] | None = parameter(
+        check_exclude, default=None, kind="pattern, list of patterns or None"
+    )
+    """Tensors left alone; the paper leaves out the last layer."""
+    on_nonfinite: str = parameter(choice, ("skip", "raise", "propagate"), default="skip")
+    """What becomes of a gradient with NaN or infinity: it is set to zero and counted, it raises
+    an error, or it passes (see `fedclip.modules.Clipper`)."""
+
+    def __post_init__(self) -> None:
+        """Check what goes together, and make the clipper inside."""
         if self.unit != "output" and not (self.axis is None and self.dims is None):
-            raise ValueError(f"axis and dims go with unit='output', got unit={unit!r}")
+            raise ValueError(f"axis and dims go with unit='output', got unit={self.unit!r}")
         if self.axis is not None and self.dims is not None:
-            raise ValueError(f"give axis or dims, not both; got axis={axis!r}, dims={dims!r}")
-        self.min_norm = parameters.positive(min_norm=min_norm)
-        self.eps = parameters.non_negative(eps=eps)
-        self.skip_vectors = parameters.boolean(skip_vectors=skip_vectors)
-        self._clipper = _WeightClipper(self, exclude, on_nonfinite)
-        self.exclude, self.on_nonfinite = self._clipper.exclude, self._clipper.on_nonfinite
+            raise ValueError(
+                f"give axis or dims, not both; got axis={self.axis!r}, dims={self.dims!r}"
+            )
+        scope = "global" if self.unit == "global" else "tensor"
+        self._clipper = _WeightClipper(
+            self, scope=scope, exclude=self.exclude, on_nonfinite=self.on_nonfinite
+        )
 
     def run(self, gradients: Vector[Any], weights: Vector[Any]) -> Vector[Any]:
         """Return the clipped gradients; the very same object if nothing is clipped."""
@@ -182,56 +175,40 @@ class AGC(parameters.Configured, Regularizer):
     def excluded(self, shapes: Mapping[str, Sequence[int]]) -> list[str] | None:
         """Return the patterns of excluded tensors, with the names of vectors if they are too."""
         if not self.skip_vectors:
-            return self.exclude
+            return check_exclude(self.exclude)
         vectors = [name for name, shape in shapes.items() if len(shape) < 2]
         return [*(self.exclude or ()), *map(glob.escape, vectors)] or None
 
     def transform(
-        self, weights: Sequence[Array], groups: Groups, backend: Backend
+        self, weights: Sequence[Array], groups: Groups, backend: Backend, *, traced: bool = False
     ) -> NormClipping | SliceClipping:
-        """Return the transform with the limits for these weights.
+        """Return the transform with the limits for these weights, where they are.
 
-        The limits for weights on a device are not copied to the host.
+        In code that is `traced` they are not looked at on the host.
 
         Raises
         ------
         TypeError
             If weights are complex.
         """
-        weights = backend.prepared(weights)
-        views = backend.host(weights)
-        if len(views.remote) < len(views):
-            with np.errstate(all="ignore"):
-                return self._of_host(Gradient(weights, groups, backend, views))
-        return self.device_transform(weights, groups, backend)
-
-    def device_transform(
-        self, weights: Sequence[Array], groups: Groups, backend: Backend
-    ) -> NormClipping | SliceClipping:
-        """Return the transform with the limits for weights on a device, or for traced weights."""
         _check_real(weights, groups, backend)
-        if self.unit != "output":
-            limits = self._limits(backend.group_norms(weights, groups.members), backend)
-            return NormClipping(Given(limits), action=Action(self.eps))
-        if all(self.axes(tuple(weight.shape)) is None for weight in weights):
-            return self._slices(())
-        norms = self._slices(()).measure_on_device(weights, backend)
-        return replace(self._slices(()), limit=self._limits(norms, backend))
+        native = [*map(backend.dense, backend.prepared(weights))]
+        if not traced:
+            native = [*map(backend.constant, native)]
+        views: Any = [None] if traced else backend.views(native)
+        if any(view is None for view in views):
+            return self._of(Gradient(native, groups, backend))
+        with np.errstate(all="ignore"):
+            return self._of(Gradient(native, groups, backend, None, views))
 
-    def _of_host(self, weights: Gradient) -> NormClipping | SliceClipping:
-        if not weights.views.usual:
-            _check_real(weights.arrays, weights.groups, weights.backend)
+    def _of(self, weights: Gradient) -> NormClipping | SliceClipping:
+        arrays, groups, xp = weights.arrays, weights.groups, weights.xp
         if self.unit != "output":
-            groups = weights.groups
-            norms = l2_norms(weights.arrays, weights.views, groups, weights.backend)
-            limits = self._limits(np.atleast_1d(norms), NUMPY)
-            return NormClipping(Constant(tuple(limits.tolist())), action=Action(self.eps))
-        found = []
-        for view in weights.dense():
-            axes = self.axes(view.shape)
-            norms = slice_measures(np.atleast_1d(view), axes, 2) if axes else np.zeros(())
-            found.append(self._limits(norms, NUMPY))
-        return self._slices(tuple(found))
+            limits = self._limits(xp.group_norms(arrays, groups.members), xp)
+            return NormClipping(Given(limits), action=Action(self.eps))
+        if all(self.axes(tuple(weight.shape)) is None for weight in arrays):
+            return self._slices(())
+        return self._slices(self._limits(self._slices(()).measure(arrays, xp), xp))
 
     def limit(self, weight_norm: float) -> float:
         """Return the limit of a unit whose weights have this norm.
@@ -239,31 +216,31 @@ class AGC(parameters.Configured, Regularizer):
         >>> AGC(0.1).limit(2.0)
         0.2
         """
-        return float(self._limits(float(weight_norm), NUMBER))
+        return float(self._limits(np.array([weight_norm]), NUMPY)[0])
 
     def _limits(self, norms: Any, xp: Arithmetic) -> Any:
-        if xp is NUMPY and not np.isfinite(norms).all():
+        if isinstance(xp, NumpyBackend) and not np.isfinite(norms).all():
             warnings.warn(
                 "agc: weights hold NaN or infinity, and count as 0: the limit of their gradients "
                 f"is {self.ratio * (self.min_norm + self.eps)!r}",
                 FedclipWarning,
                 stacklevel=8,
             )
-        size = xp.maximum(xp.sound(norms, xp.isfinite(norms)), self.min_norm)
+        size = xp.maximum(xp.where(xp.isfinite(norms), norms, 0.0), self.min_norm)
         return self.ratio * (size + self.eps if self.eps else size)
 
     def axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the dims over which a unit of a tensor of this shape spans; None: left alone."""
         return self._slices(()).axes(shape)
 
-    def _slices(self, limits: tuple[Any, ...]) -> SliceClipping:
+    def _slices(self, limits: Any) -> SliceClipping:
         return SliceClipping(limits, None, action=Action(self.eps), span=self._span)
 
     def _span(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the dims over which a unit of a tensor of this shape spans."""
         ndim = len(shape)
         if self.dims is not None:
-            return spanned(ndim, tuple(self.dims), False)
+            return spanned(ndim, as_tuple(self.dims), False)
         if self.axis is not None:
             return spanned(ndim, (self.axis,), True) or (0,)
         if sum(n > 1 for n in shape) <= 1:
@@ -332,18 +309,17 @@ class _WeightClipper(Clipper, register=False):
 
     name: ClassVar[str] = AGC.name
 
-    def __init__(
-        self, agc: AGC, exclude: str | Sequence[str] | None = None, on_nonfinite: str = "skip"
-    ) -> None:
-        self._agc = agc
+    agc: AGC = parameter(kw_only=False)
+    """Whose limits they are."""
+
+    def __post_init__(self) -> None:
+        """Begin without weights."""
+        super().__post_init__()
         self.weights: Mapping[str, Array] = {}
         self._backend: Backend | None = None
-        super().__init__(
-            NormClipping(Constant((0.0,))),
-            scope="global" if agc.unit == "global" else "tensor",
-            exclude=exclude,
-            on_nonfinite=on_nonfinite,
-        )
+
+    def build(self) -> Transform:
+        return NormClipping(Constant((0.0,)))
 
     def clip(
         self, arrays: Mapping[str, Array], *, backend: Backend | None = None
@@ -357,7 +333,7 @@ class _WeightClipper(Clipper, register=False):
                     f"{tuple(shape)}"
                 )
         self._backend = backend
-        self.exclude = self._agc.excluded({name: a.shape for name, a in arrays.items()})
+        self.exclude = self.agc.excluded({name: a.shape for name, a in arrays.items()})
         return super().clip(arrays, backend=backend)
 
     def transform(self, groups: Groups) -> Transform:
@@ -365,4 +341,4 @@ class _WeightClipper(Clipper, register=False):
         weights = weights_of(self.weights, groups)
         if not weights:
             return self._transform
-        return self._agc.transform(weights, groups, self._backend or backend_of(weights[0]))
+        return self.agc.transform(weights, groups, self._backend or backend_of(weights[0]))

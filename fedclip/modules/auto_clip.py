@@ -4,18 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
-from fedclip import parameters
-from fedclip.modules.common import COMMON, Parameter, Preset, Remembering
-from fedclip.modules.sharing import SharedClipper
+from fedclip.modules.base import Preset
+from fedclip.modules.sharing import HistoryClipper
+from fedclip.parameters import (
+    choice,
+    non_negative,
+    parameter,
+    positive,
+    raw_if_current,
+    unit_interval,
+    window_size,
+)
 from fedclip.privacy import kinds
 from fedclip.rules.auto import Auto
-from fedclip.rules.quantiles import Markers, Window, check_window
+from fedclip.rules.quantiles import Markers, Window
 from fedclip.transforms import Transform
 
 
-class AutoClip(SharedClipper):
+class AutoClip(HistoryClipper):
     """Limit at three standard deviations above the running median of past norms.
 
     It needs no tuning: the limit comes from the norms alone, protects from the second step on, and
@@ -33,26 +41,6 @@ class AutoClip(SharedClipper):
                 u = min(n, limit)
                 update median, mean and variance with u
                 group *= min(1, limit / n)
-
-    Parameters
-    ----------
-    std_factor : float, default=3.0
-        Number of standard deviations above the median, > 0.
-    median : {"window", "p2"}, default="window"
-        How to estimate the median. "window" takes the last `window` norms, exactly. "p2" estimates
-        the median of all norms from five numbers, and does not follow norms that rise.
-    window : int or None, default=None
-        Number of norms in the median, from 5 to 65,536; None for 64. Only with
-        ``median="window"``.
-    decay : float or None, default=0.97
-        Weight of the past in mean and variance, in (0, 1); 0.97 remembers some 33 steps. None
-        gives all norms the same weight.
-    min_std : float, default=0.1
-        Least standard deviation, as a multiple of the median, >= 0: norms that hardly vary can
-        still grow.
-    feedback : {"clipped", "raw", "none"}, default="clipped"
-        What the statistics learn from a spike: its limit, its norm, or nothing. With "raw" a
-        single spike pulls the limit up for long.
 
     Notes
     -----
@@ -80,39 +68,35 @@ class AutoClip(SharedClipper):
 
     name: ClassVar[str] = "auto-clip"
     presets: ClassVar[Mapping[str, Preset]] = {"smartclip": Preset("smartclip", "AutoClip")}
-    differs: ClassVar[Mapping[str, Parameter]] = {
-        "warmup": COMMON["warmup"]._replace(
-            meaning="Number of norms that only fill the statistics, >= 0; less than 5 counts as 5."
-        )
-    }
     guarantee = kinds.learnt_limit
 
-    def __init__(
-        self,
-        std_factor: float = 3.0,
-        *,
-        median: str = "window",
-        window: int | None = None,
-        decay: float | None = 0.97,
-        min_std: float = 0.1,
-        feedback: str = "clipped",
-        **common: Unpack[Remembering],
-    ) -> None:
-        self.std_factor = parameters.positive(std_factor=std_factor)
-        self.median = parameters.choice(("p2", "window"), median=median)
-        self.window = None if window is None else check_window(5, window)
-        self.decay = parameters.optional(parameters.unit_interval, decay=decay)
-        self.min_std = parameters.non_negative(min_std=min_std)
-        self.feedback = parameters.choice(("clipped", "raw", "none"), feedback=feedback)
-        if self.window is not None and self.median != "window":
-            raise ValueError(
-                f"window goes with median='window' only, got window={window!r} "
-                f"with median={median!r}"
-            )
-        super().__init__(**common)
+    std_factor: float = parameter(positive, default=3.0, kw_only=False)
+    """Number of standard deviations above the median, > 0."""
+    median: str = parameter(choice, ("p2", "window"), default="window")
+    """How to estimate the median. "window" takes the last `window` norms, exactly. "p2"
+    estimates the median of all norms from five numbers, and does not follow norms that rise."""
+    window: int | None = parameter(window_size, 5, default=None)
+    """Number of norms in the median, from 5 to 65,536; None for 64. Only with
+    ``median="window"``."""
+    decay: float | None = parameter(unit_interval, default=0.97)
+    """Weight of the past in mean and variance, in (0, 1); 0.97 remembers some 33 steps. None
+    gives all norms the same weight."""
+    min_std: float = parameter(non_negative, default=0.1)
+    """Least standard deviation, as a multiple of the median, >= 0: norms that hardly vary can
+    still grow."""
+    feedback: str = parameter(choice, ("clipped", "raw", "none"), default="clipped")
+    """What the statistics learn from a spike: its limit, its norm, or nothing. With "raw" a
+    single spike pulls the limit up for long."""
+    warmup = parameter()
+    """Number of norms that only fill the statistics, >= 0; less than 5 counts as 5."""
 
     def build(self) -> Transform:
-        parameters.raw_if_current(self.include_current, self.feedback)
+        if self.window is not None and self.median != "window":
+            raise ValueError(
+                f"window goes with median='window' only, got window={self.window!r} "
+                f"with median={self.median!r}"
+            )
+        raw_if_current(self.include_current, self.feedback)
         exact = self.median == "window"
         median = Window(0.5, self.window or 64) if exact else Markers(0.5)
-        return self._clipping(Auto, median=median)
+        return self.with_rule(Auto, median=median)

@@ -11,33 +11,42 @@ import copy
 import math
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, ClassVar, Self, TypeAlias
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import numpy as np
-from declearn.model.api import Vector
-from declearn.optimizer.modules import AuxVar, OptiModule
 
-from fedclip import parameters, states
-from fedclip.arrays import NUMBER, Array, Backend, Memory
-from fedclip.compat import translate
+from fedclip import privacy, states
+from fedclip.arrays import NUMPY, Array, Backend, Memory
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest, shown
-from fedclip.measures import MEANS, Order
-from fedclip.modules.common import COMMON, Parameter, Preset, common_of, docstring_of, signature_of
-from fedclip.privacy import Context as Known
-from fedclip.privacy import Map, analyse, kinds
+from fedclip.measures import MEANS
+from fedclip.modules.docstring import Documented
+from fedclip.parameters import boolean, choice, parameter
+from fedclip.privacy import kinds
 from fedclip.records import ALL, Recorder, RoundRecord, StepRecord, read_rounds
+from fedclip.registration import OptiModule
 from fedclip.rules import Rule
-from fedclip.rules.constant import Constant
 from fedclip.rules.history import History
-from fedclip.scopes import Groups, Scope, resolve
+from fedclip.scopes import Groups, Scope, check_exclude, check_scope, resolve
 from fedclip.states import Statistics
-from fedclip.transforms import Action, Gradient, NormClipping, Outcome, SliceClipping, Transform
-from fedclip.transforms.slice import check_slices
+from fedclip.transforms import (
+    Gradient,
+    NormClipping,
+    NotFiniteError,
+    Outcome,
+    SliceClipping,
+    Transform,
+)
 
-_Clipped: TypeAlias = tuple[Sequence[Array] | None, Mapping[str, Array]]
-"""New arrays of the groups (None: unchanged), and of the excluded tensors."""
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from declearn.model.api import Vector
+    from declearn.optimizer.modules import AuxVar
+
+_Clipped: TypeAlias = tuple[Sequence[Array], Mapping[str, Array]]
+"""New arrays of the groups, and the excluded tensors; the very same where nothing changes."""
 
 # Number of absent names whose statistics are kept, in case the names come back.
 _MOST_ABSENT = 1000
@@ -47,76 +56,67 @@ _MOST_ABSENT = 1000
 _CHANGING = ("_absent", "_arrays", "_recorder", "_transform")
 
 
-class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignore[type-arg]
-    """Base of fedclip's clippers.
+class Preset(NamedTuple):
+    """Published defaults, as arguments of `fedclip.compat.translate`."""
 
-    Parameters
-    ----------
-    transform
-        The transform of the clipper; None for the result of `build`.
-    scope, exclude
-        Which arrays share a norm, and which are left alone (see `fedclip.scopes`).
-    on_nonfinite
-        What to do with a gradient that holds NaN or infinity. "skip": the output is zero, the
-        step is counted, one warning a round. "raise": a `NonFiniteError` that names the tensors.
-        "propagate": each group that holds one becomes NaN. No statistic ever sees such a step.
-    keep_memory
-        Whether large outputs are written to memory that is kept between the steps of a round: at
-        most one gradient's size, and only what nobody holds any more.
+    peer: str
+    cls: str
+    config: Mapping[str, Any] = MappingProxyType({})
+    """Values for parameters without a published default."""
+
+
+class Clipper(Documented, OptiModule, register=False):
+    """Base of fedclip's clippers: a subclass says in `build` which transform it is made of.
+
+    It declares its parameters as fields, and has those of its bases, besides.
+
+    A gradient with NaN or infinity is treated as `on_nonfinite` says. "skip": the output is zero,
+    the step is counted, one warning a round. "raise": a `NonFiniteError` that names the tensors.
+    "propagate": each group that holds one becomes NaN. No statistic ever sees such a step.
+
+    With `keep_memory`, large outputs are written to memory that is kept between the steps of a
+    round: at most one gradient's size, and only what nobody holds any more.
     """
 
-    differs: ClassVar[Mapping[str, Parameter]] = {}
-    """Common parameters with another default, check or meaning in this class."""
     presets: ClassVar[Mapping[str, Preset]] = {}
     """Names that `preset` knows, and where `fedclip.compat` has their defaults."""
-    shares: ClassVar[bool] = False
-    """Whether it can share its statistics with all clients."""
+    common_order: ClassVar[Sequence[str]] = (
+        *("dims", "inverse_dims", "min_size"),
+        *("include_current", "warmup", "warmup_norm", "warmup_factor", "max_norm", "on_spike"),
+        *("scope", "ord", "eps", "exclude", "on_nonfinite", "keep_memory", "shared", "shared_name"),
+    )
 
-    on_record: Callable[[StepRecord], object] | None = None
-    """Called after each step with its record, if set; not in compiled code."""
-
-    # The common parameters; a clipper has some of them.
-    scope: Scope
-    exclude: list[str] | None
-    on_nonfinite: str
-    keep_memory: bool
-    dims: list[int] | None
-    inverse_dims: bool
-    min_size: int
-    ord: Order
-    eps: float
-    max_norm: float | None
-    on_spike: str
-    include_current: bool
-    warmup: int
-    warmup_norm: float | None
-    warmup_factor: float | None
-    shared: bool
-    shared_name: str | None
+    scope: Scope = parameter(
+        check_scope,
+        default="global",
+        kind='{"global", "tensor", "layer"} or list of patterns',
+    )
+    """Which tensors share a norm, and statistics: all of them, each by itself, those of a layer, or
+    those whose names match a pattern."""
+    exclude: str | Sequence[str] | None = parameter(
+        check_exclude, default=None, kind="pattern, list of patterns or None"
+    )
+    """Names, or patterns of names, of the tensors that are left alone."""
+    on_nonfinite: str = parameter(choice, ("skip", "raise", "propagate"), default="skip")
+    """What becomes of a gradient with NaN or infinity: it is set to zero and counted, it raises an
+    error, or it passes (see `fedclip.modules.Clipper`)."""
+    keep_memory: bool = parameter(boolean, default=True)
+    """Whether to keep the memory of an output for the next one (see `fedclip.modules.Clipper`)."""
 
     def __init_subclass__(cls, register: bool = True, **kwargs: Any) -> None:
-        """Write the common parameters into signature and docstring of the class."""
-        super().__init_subclass__(register=register, **kwargs)
-        cls.__signature__ = signature_of(cls)  # type: ignore[attr-defined]
-        if register and cls.__dict__.get("__doc__"):
-            cls.__doc__ = docstring_of(cls)
+        """Register the class with declearn: now, or as soon as declearn is imported."""
+        if register and cls.__module__.split(".")[0] != __name__.split(".")[0]:
+            # So that a name of fedclip's own is refused here, and not when that is imported.
+            from fedclip.modules import by_name
 
-    def __init__(self, transform: Transform | None = None, **common: Any) -> None:
-        own = common_of(type(self))
-        for name in (*own, *(name for name in common if name not in own)):
-            if name not in COMMON:
-                raise TypeError(f"{self.name} has no parameter {name!r}{nearest(name, COMMON)}")
-            parameter = own.get(name, COMMON[name])
-            value = common.get(name, parameter.default)
-            setattr(self, name, parameter.check(**{name: value}))
-        asked = [name for name in ("shared", "shared_name") if getattr(self, name, None)]
-        if asked and not self.shares:
-            raise TypeError(
-                f"{self.name} shares nothing, got {asked[0]}={getattr(self, asked[0])!r}: leave it "
-                "out, or derive the class from SharedClipper of fedclip.modules.sharing, and give "
-                "the server its counterpart"
-            )
-        self._transform = self.build() if transform is None else transform
+            by_name()
+        super().__init_subclass__(register=register, **kwargs)
+
+    def __post_init__(self) -> None:
+        """Build the transform, and begin without statistics."""
+        self._transform = self.build()
+        # Called after each step with its record, if set; not in compiled code.
+        self.on_record: Callable[[StepRecord], object] | None = None
         self._recorder = Recorder()
         # Names, groups, and the statistics of each group; known from the first gradient on.
         self._names: tuple[str, ...] = ()
@@ -148,7 +148,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over the result of `__getstate__`, and make a new lock."""
-        vars(self).update(state, lock=threading.RLock())
+        vars(self).update({"on_record": None, **state}, lock=threading.RLock())
 
     @classmethod
     def preset(cls, name: str, **config: Any) -> Self:
@@ -163,39 +163,17 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         **config
             Parameters that replace the published ones.
         """
-        parameters.choice(tuple(cls.presets), preset=name)
+        # Imported here: hardly any program needs other packages' defaults.
+        from fedclip.compat import translate
+
+        choice(tuple(cls.presets), preset=name)
         return cls(**{**translate(*cls.presets[name])[2], **config})
 
     def build(self) -> Transform:
         """Return the transform of the clipper, whose parameters are all set."""
         raise NotImplementedError(
-            f"{type(self).__name__} must have a method build, or give a transform to Clipper"
+            f"{type(self).__name__} must have a method build, which returns its transform"
         )
-
-    def _clipping(self, rule: Callable[..., Rule], **own: Any) -> NormClipping:
-        """Return the transform that brings norms to the limits of a rule.
-
-        The rule gets the clipper's parameters of the same names, except for those given.
-        """
-        names = [f.name for f in fields(rule) if f.name not in own]  # type: ignore[arg-type]
-        made = rule(**{name: getattr(self, name) for name in names}, **own)
-        return NormClipping(made, self.ord, Action(self.eps, skip=self.on_spike == "skip"))
-
-    def _fixed(self, limit: float, action: Action) -> Transform:
-        """Return the transform that brings the norms of groups, or of slices, to a fixed limit."""
-        check_slices(self.dims, self.scope, self.inverse_dims, self.min_size)
-        if self.dims is None and self.min_size == 1:
-            return NormClipping(Constant((limit,)), self.ord, action)
-        dims = None if self.dims is None else tuple(self.dims)
-        return SliceClipping(limit, dims, self.inverse_dims, self.min_size, self.ord, action)
-
-    def _by_table(self, groups: Groups, rest: float) -> Transform:
-        """Return the transform with the limits of a table in `scope`, if it is one."""
-        # A dict, as `check_scope` returns: to ask for a Mapping takes five times as long.
-        if not isinstance(self.scope, dict):
-            return self._transform
-        limits = tuple(self.scope.get(label, rest) for label in groups.labels)
-        return replace(self._transform, rule=Constant(limits))  # type: ignore[type-var]
 
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: Vector[Any]) -> Vector[Any]:
@@ -253,7 +231,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
             self._warned = -1
 
     # -- what it guarantees -------------------------------------------------------------------
-    def guarantee(self, context: Known) -> Map:
+    def guarantee(self, context: privacy.Context) -> privacy.Map:
         """Return what this clipper guarantees (see `fedclip.privacy.kinds`)."""
         return kinds.unknown(self, context)
 
@@ -262,14 +240,14 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
 
         `fedclip.privacy.analyse` also says why there is none, and analyses whole optimizers.
         """
-        return analyse(self, shapes).l2_bound
+        return privacy.analyse(self, shapes).l2_bound
 
     def sensitivity(self, relation: str, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
         """Return the L2 sensitivity of a sum of outputs, one for each record; None: there is none.
 
         `relation` is "add-remove" or "replace-one".
         """
-        return analyse(self, shapes).sensitivity(relation)
+        return privacy.analyse(self, shapes).sensitivity(relation)
 
     # -- the way of a gradient ----------------------------------------------------------------
     def clip(
@@ -291,9 +269,9 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
                 self._last = (groups.labels,)
                 return arrays
             memory = self._memory if self.keep_memory else None
-            gradient = Gradient.of(self.name, arrays, groups, backend, self._arrays, memory)
-            views = gradient.views
-            if not views.usual and any(map(gradient.backend.traced, gradient.arrays)):
+            transform = self.transform(groups)
+            gradient = Gradient.of(self.name, arrays, groups, transform, backend, memory)
+            if not gradient.on_host and any(map(gradient.backend.traced, gradient.arrays)):
                 raise TypeError(
                     f"{self.name}: what a clipper learns and records can not leave code that is "
                     "compiled, batched or differentiated (jit, vmap, tf.function, a watching tape, "
@@ -301,53 +279,39 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
                     "fedclip.adapters.tensorflow within a tf.function, or PureClipping of "
                     "fedclip.adapters.torch; who needs no derivatives can detach the arrays first"
                 )
-            transform = self.transform(groups)
-            if not (views.remote or views.form.bytes):
-                outputs, rest = self._pass_by(gradient)
-            elif views.remote and self._stays_on_device(transform, gradient):
-                outputs, rest = self._clip_on_device(transform, gradient)
-            else:
-                outputs, rest = self._clip_on_host(transform, gradient)
-            return arrays if outputs is None else gradient.result(arrays, outputs, rest)
+            try:
+                outputs, rest = self._clip(transform, gradient)
+            except NotFiniteError:
+                self._report_nonfinite(gradient)
+                outputs, rest = self._replaced(gradient)
+            return gradient.result(arrays, outputs, rest)
 
-    def _pass_by(self, gradient: Gradient) -> _Clipped:
-        """Leave alone a gradient that has nothing to measure, and nothing to learn from."""
-        self._last = (gradient.groups.labels,)
-        if gradient.rest_is_finite():
-            return None, {}
-        return self._replace_nonfinite(gradient, self._report_nonfinite(gradient))
-
-    def _clip_on_host(self, transform: Transform, gradient: Gradient) -> _Clipped:
+    def _clip(self, transform: Transform, gradient: Gradient) -> _Clipped:
         groups = gradient.groups
-        if self._on_device:
-            fresh, labels = transform.init(groups), groups.labels
-            self._state = states.load(fresh, states.dump(self._state, labels), labels)
-            self._arrays.update(states.fetched(self._arrays))
-            self._on_device = False
-        outcome = gradient.outcome(transform, self._state)
-        if outcome is None:
-            return self._replace_nonfinite(gradient, self._report_nonfinite(gradient))
-        self._note(transform, outcome, groups)
-        return outcome.outputs, gradient.rest
-
-    def _stays_on_device(self, transform: Transform, gradient: Gradient) -> bool:
-        # The host has to wait for the device if it may raise, or if there is no device step.
-        runs = transform.runs_on_parts if gradient.backend.partial else transform.runs_on_device
-        return (
-            len(gradient.views.remote) == len(gradient.views)
-            and self.on_nonfinite != "raise"
-            and runs
-        )
-
-    def _clip_on_device(self, transform: Transform, gradient: Gradient) -> _Clipped:
-        if not self._on_device:
-            like, column = gradient.arrays[0], gradient.backend.column
-            columns = (column(numbers, like) for numbers in self._state)
-            self._state = type(self._state)(*columns)
-            self._on_device = True
-        outcome = transform.device_step(gradient, self._state, self.on_nonfinite)
-        self._note(transform, outcome, gradient.groups, lazy=True)
+        if gradient.on_host and not any(view.size for view in gradient.arrays):
+            # There is nothing to measure, and nothing to learn from.
+            self._last = (groups.labels,)
+            if not gradient.rest_is_finite():
+                raise NotFiniteError
+            return gradient.unchanged()
+        self._state = self._moved(transform, gradient)
+        gradient.kept = self._arrays
+        outcome = gradient.clipped(transform, self._state, self.on_nonfinite)
+        self._note(transform, outcome, groups, lazy=not gradient.on_host)
         return outcome.outputs, gradient.rest_after(outcome, self.on_nonfinite)
+
+    def _moved(self, transform: Transform, gradient: Gradient) -> Any:
+        """Return the state where the gradient is: on the host, or on its device."""
+        if self._on_device == (not gradient.on_host):
+            return self._state
+        self._on_device, labels = not gradient.on_host, gradient.groups.labels
+        if not self._on_device:
+            self._arrays.update(states.fetched(self._arrays))
+            return states.load(
+                transform.init(gradient.groups), states.dump(self._state, labels), labels
+            )
+        like, xp = gradient.arrays[0], gradient.xp
+        return type(self._state)(*(xp.asarray(column, like=like) for column in self._state))
 
     def _note(
         self, transform: Transform, outcome: Outcome, groups: Groups, lazy: bool = False
@@ -430,9 +394,9 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         if found and isinstance(rule, History):
             one = self._transform.init(Groups((group,), (group,), ((0,),)))
             state = states.load(one, {group: found}, (group,))
-            threshold = rule.threshold(state, NUMBER)
+            threshold = rule.threshold(state, NUMPY)
             ready = rule.ready(state, threshold)
-            found |= {"threshold": float(threshold), "ready": bool(ready)}
+            found |= {"threshold": float(threshold[0]), "ready": bool(ready[0])}
         return found
 
     def set_statistics(self, group: str = ALL, **statistics: float) -> None:
@@ -471,7 +435,7 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
 
     @property
     def runs_on_device(self) -> bool:
-        """Whether it has a step for devices and compiled code, as all clippers of fedclip have."""
+        """Whether its step runs on devices and in compiled code, as those of all clippers here."""
         return self._transform.runs_on_device
 
     def transform(self, groups: Groups) -> Transform:
@@ -521,9 +485,10 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         # Single numbers, and what is empty, are often left alone.
         shapes = [shape for shape in shapes if math.prod(shape) > 1]
         if shapes:
+            dims = None if transform.dims is None else list(transform.dims)
             warnings.warn(
                 f"{self.name} leaves all tensors alone: none has slices along dims = "
-                f"{self.dims} of at least min_size = {self.min_size} elements; their shapes are "
+                f"{dims} of at least min_size = {transform.min_size} elements; their shapes are "
                 f"{', '.join(map(str, shapes[:5]))}{', …' if shapes[5:] else ''}",
                 FedclipWarning,
                 stacklevel=5,
@@ -570,15 +535,15 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
         arrays = states.check_arrays(state["arrays"], transform.array_fields)
         return groups, arrays, round_, read_rounds(state)
 
-    def _report_nonfinite(self, gradient: Gradient) -> tuple[int, ...]:
-        """Count the step, warn or raise; return the positions of the arrays to blame."""
+    def _report_nonfinite(self, gradient: Gradient) -> None:
+        """Count the step, and warn or raise."""
         bad = gradient.nonfinite()
         blamed = tuple(gradient.names[i] for i in bad) or ("a norm beyond float64",)
         self._last = (gradient.groups.labels, (), (), (), blamed)
         told = ", ".join(map(repr, blamed))
         told = f"NaN or infinity in {told}" if bad else blamed[0]
         if self.on_nonfinite == "raise":
-            raise NonFiniteError(f"{self.name}: {told}")
+            raise NonFiniteError(f"{self.name}: {told}") from None
         self._recorder.add_nonfinite()
         self._tell()
         if self._warned != self._recorder.round:
@@ -589,22 +554,12 @@ class Clipper(parameters.Configured, OptiModule, register=False):  # type: ignor
                 f"(round {self._recorder.round}; more of them are counted without a warning)",
                 FedclipWarning,
                 # Point to the caller of `run`.
-                stacklevel=5,
+                stacklevel=4,
             )
-        return bad
 
-    def _replace_nonfinite(self, gradient: Gradient, bad: tuple[int, ...]) -> _Clipped:
-        values, rest, backend = gradient.arrays, gradient.rest, gradient.backend
-        if self.on_nonfinite == "skip":
-            zeros = {name: backend.zeros_like(array) for name, array in rest.items()}
-            return [*map(backend.zeros_like, values)], zeros
-        # If no array holds one, the norm is beyond float64: blame all arrays of the group.
-        members = gradient.groups.members
-        hit = {i for m in members if not bad or set(m) & set(bad) for i in m}
-        outputs = list(values)
-        for i in hit:
-            (outputs[i],) = backend.scale([values[i]], math.nan)
-        return outputs, rest
+    def _replaced(self, gradient: Gradient) -> _Clipped:
+        """Return what comes out of a step that is not finite."""
+        return gradient.replaced(self.on_nonfinite)
 
 
 def _norm(name: str, norm: Any) -> float:

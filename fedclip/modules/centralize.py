@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
-from fedclip.modules.base import Clipper
-from fedclip.modules.common import COMMON, Parameter, Sliced
+from fedclip.modules.common import SlicedClipper, as_tuple
+from fedclip.parameters import parameter
 from fedclip.privacy import kinds
 from fedclip.transforms import Transform
 from fedclip.transforms.moment import Centralizing
 from fedclip.transforms.slice import check_slices
 
 
-class Centralize(Clipper):
+class Centralize(SlicedClipper):
     """Subtract the mean: of each slice, each tensor, or all tensors together.
 
     ::
@@ -57,27 +56,20 @@ class Centralize(Clipper):
 
     name: ClassVar[str] = "centralize"
     guarantee = kinds.centred
-    differs: ClassVar[Mapping[str, Parameter]] = {
-        "inverse_dims": COMMON["inverse_dims"]._replace(
-            meaning="Let the slices span all dimensions but `dims`: ``dims=0, inverse_dims=True`` "
-            "is the gradient centralisation of the paper, for torch's layout of weights."
-        ),
-        "min_size": COMMON["min_size"]._replace(
-            default=2,
-            meaning="Leave alone what has fewer elements: by slice, by tensor, or by group.",
-        ),
-        "scope": COMMON["scope"]._replace(default="tensor", meaning="Which tensors share a mean."),
-        "exclude": COMMON["exclude"]._replace(
-            meaning="Tensors left alone; the paper leaves out those of one dimension."
-        ),
-    }
 
-    def __init__(self, **common: Unpack[Sliced]) -> None:
-        super().__init__(**common)
+    inverse_dims = parameter()
+    """Let the slices span all dimensions but `dims`: ``dims=0, inverse_dims=True`` is the
+    gradient centralisation of the paper, for torch's layout of weights."""
+    min_size = parameter(default=2)
+    """Leave alone what has fewer elements: by slice, by tensor, or by group."""
+    scope = parameter(default="tensor")
+    """Which tensors share a mean."""
+    exclude = parameter()
+    """Tensors left alone; the paper leaves out those of one dimension."""
 
     def build(self) -> Transform:
         # Groups have a size here too, so that `min_size` goes with every scope.
         check_slices(self.dims, self.scope, self.inverse_dims)
-        dims = None if self.dims is None else tuple(self.dims)
+        dims = as_tuple(self.dims)
         pooled = dims is None and self.scope != "tensor"
         return Centralizing(dims, self.inverse_dims, self.min_size, pooled)

@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
-from fedclip import parameters
-from fedclip.modules.common import Preset, Remembering
-from fedclip.modules.sharing import SharedClipper
+from fedclip.modules.base import Preset
+from fedclip.modules.sharing import HistoryClipper
+from fedclip.parameters import choice, parameter, positive, raw_if_current, unit_interval
 from fedclip.privacy import kinds
-from fedclip.rules.ema import Ema
+from fedclip.rules.adagc import JointEma, Smallest
+from fedclip.rules.ema import Average, Ema
 from fedclip.transforms import Transform
 
 
-class EmaClip(SharedClipper):
+class EmaClip(HistoryClipper):
     """Limit at a multiple of the moving average of past norms (AdaGC).
 
     The defaults need no scale, protect from the second step on and follow norms that rise;
@@ -33,26 +34,6 @@ class EmaClip(SharedClipper):
                 u = min(n, limit)
                 mean = decay * mean + (1 - decay) * u
                 group *= min(1, limit / n)
-
-    Parameters
-    ----------
-    ratio : float, default=2.0
-        A norm above this multiple of the mean is a spike, > 0; less than 1 needs
-        ``feedback="raw"``.
-    decay : float, default=0.98
-        Weight of the past in the moving average, in (0, 1); 0.98 remembers some 50 steps.
-    action : {"max", "mean", "reciprocal"}, default="max"
-        What a spike is clipped to: ``ratio * mean``, ``mean``, or ``(ratio * mean)^2 / n`` (the
-        larger the spike, the lower).
-    feedback : {"clipped", "raw", "none"}, default="clipped"
-        What the mean learns from a spike: the norm after clipping, that before it, or nothing.
-        With "raw" a burst of spikes pulls the limit up within a few steps.
-    warmup_scope : {"group", "global"}, default="group"
-        What `warmup_norm` bounds: the norm of each group, or that of all groups together (so
-        AdaGC, with the scope "tensor"); "global" needs ``ord=2``.
-    estimator : {"drytorch", "adagc"}, default="drytorch"
-        What the mean starts from: the mean of the norms of the warm-up, or the smallest of them.
-        "drytorch" without warm-up starts from 0, and is far too low for a while.
 
     Notes
     -----
@@ -89,35 +70,36 @@ class EmaClip(SharedClipper):
     guarantee = kinds.learnt_limit
     apart: ClassVar[tuple[str, ...]] = ("action", "warmup_scope")
 
-    def __init__(
-        self,
-        ratio: float = 2.0,
-        *,
-        decay: float = 0.98,
-        action: str = "max",
-        feedback: str = "clipped",
-        warmup_scope: str = "group",
-        estimator: str = "drytorch",
-        **common: Unpack[Remembering],
-    ) -> None:
-        self.ratio = parameters.positive(ratio=ratio)
-        self.decay = parameters.unit_interval(decay=decay)
-        self.action = parameters.choice(("max", "mean", "reciprocal"), action=action)
-        self.feedback = parameters.choice(("clipped", "raw", "none"), feedback=feedback)
-        self.warmup_scope = parameters.choice(("group", "global"), warmup_scope=warmup_scope)
-        self.estimator = parameters.choice(("adagc", "drytorch"), estimator=estimator)
+    ratio: float = parameter(positive, default=2.0, kw_only=False)
+    """A norm above this multiple of the mean is a spike, > 0; less than 1 needs
+    ``feedback="raw"``."""
+    decay: float = parameter(unit_interval, default=0.98)
+    """Weight of the past in the moving average, in (0, 1); 0.98 remembers some 50 steps."""
+    action: str = parameter(choice, ("max", "mean", "reciprocal"), default="max")
+    """What a spike is clipped to: ``ratio * mean``, ``mean``, or ``(ratio * mean)^2 / n`` (the
+    larger the spike, the lower)."""
+    feedback: str = parameter(choice, ("clipped", "raw", "none"), default="clipped")
+    """What the mean learns from a spike: the norm after clipping, that before it, or nothing.
+    With "raw" a burst of spikes pulls the limit up within a few steps."""
+    warmup_scope: str = parameter(choice, ("group", "global"), default="group")
+    """What `warmup_norm` bounds: the norm of each group, or that of all groups together (so
+    AdaGC, with the scope "tensor"); "global" needs ``ord=2``."""
+    estimator: str = parameter(choice, ("adagc", "drytorch"), default="drytorch")
+    """What the mean starts from: the mean of the norms of the warm-up, or the smallest of them.
+    "drytorch" without warm-up starts from 0, and is far too low for a while."""
+
+    def build(self) -> Transform:
         if self.ratio < 1 and self.feedback != "raw":
             raise ValueError(
                 "ratio < 1 needs feedback='raw': a mean that learns clipped norms only would fall "
-                f"to 0; got ratio={ratio!r} with feedback={feedback!r}"
+                f"to 0; got ratio={self.ratio!r} with feedback={self.feedback!r}"
             )
-        super().__init__(**common)
-
-    def build(self) -> Transform:
-        parameters.raw_if_current(self.include_current, self.feedback)
+        raw_if_current(self.include_current, self.feedback)
         if self.warmup_scope == "global" and self.ord != 2:
             raise ValueError(
                 "warmup_scope='global' needs ord=2: only L2 norms of groups add up to the norm of "
                 f"all; got ord={self.ord!r}"
             )
-        return self._clipping(Ema, joint_warmup=self.warmup_scope == "global")
+        rule = JointEma if self.warmup_scope == "global" else Ema
+        average = Smallest if self.estimator == "adagc" else Average
+        return self.with_rule(rule, average=average(self.decay, self.warmup))

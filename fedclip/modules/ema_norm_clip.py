@@ -4,28 +4,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
-from fedclip import parameters
-from fedclip.modules.base import Clipper
-from fedclip.modules.common import ORD_VAR, SCOPE_NORM, Measured, Parameter, Preset
+from fedclip.modules.base import Preset
+from fedclip.modules.common import ORD_VAR, MeasuredClipper
+from fedclip.parameters import (
+    at_least_one,
+    boolean,
+    choice,
+    number,
+    parameter,
+    positive,
+    unit_interval,
+)
 from fedclip.privacy import kinds
 from fedclip.transforms import Transform
 from fedclip.transforms.average import AverageClipping
 
 
-def _check_start(init: Any, debias: bool) -> float | None:
-    """Return the first value of the averages; None for the first gradient."""
+def _check_init(init: Any) -> float | str:
+    """Return the first value of the averages, or "first"."""
     if isinstance(init, str):
-        parameters.choice(("first",), init=init)
-    else:
-        init = parameters.number("a finite number or 'first'", init=init)
-    if debias and init != 0:
-        raise ValueError(f"debias=True is for averages that start at 0; got init={init!r}")
-    return None if init == "first" else init
+        return choice(("first",), init=init)
+    return number("a finite number or 'first'", init=init)
 
 
-class EmaNormClip(Clipper):
+class EmaNormClip(MeasuredClipper):
     """Limit on a norm: the norm of the moving average of the gradient itself.
 
     ::
@@ -43,24 +47,6 @@ class EmaNormClip(Clipper):
 
     Gradients that keep pointing the same way pass. Noise averages to a much shorter vector, and is
     clipped to the length of that average.
-
-    Parameters
-    ----------
-    decay : float, default=0.99
-        Weight of the past in the average, in (0, 1); 0.99 remembers some 100 steps.
-    max_growth : float or None, default=1.5
-        Largest factor by which the norm of the average may grow in a step, >= 1; None for no
-        such limit.
-    init : float or "first", default=0.0
-        Where the average starts: with every element at this value, or at the first gradient.
-        With 0.0 the first output is ``1 - decay`` times the gradient, and outputs grow from
-        there; with "first" the first gradient passes.
-    min_norm : float or None, default=None
-        The average may always grow to this norm, > 0; None for no such floor. From 0 it may
-        grow to any norm.
-    debias : bool, default=False
-        Divide the average by ``1 - decay^t``, so that it is not too short for having started
-        at 0; the first gradient then passes. Needs ``init=0.0``.
 
     Notes
     -----
@@ -87,28 +73,32 @@ class EmaNormClip(Clipper):
     name: ClassVar[str] = "ema-norm-clip"
     presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "ClipNormByEMA")}
     guarantee = kinds.present_values
-    differs: ClassVar[Mapping[str, Parameter]] = {"scope": SCOPE_NORM, "ord": ORD_VAR}
     _rescale: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        decay: float = 0.99,
-        *,
-        max_growth: float | None = 1.5,
-        init: float | str = 0.0,
-        min_norm: float | None = None,
-        debias: bool = False,
-        **common: Unpack[Measured],
-    ) -> None:
-        self.decay = parameters.unit_interval(decay=decay)
-        self.max_growth = parameters.optional(parameters.at_least_one, max_growth=max_growth)
-        self.min_norm = parameters.optional(parameters.positive, min_norm=min_norm)
-        self.debias = parameters.boolean(debias=debias)
-        self._start = _check_start(init, self.debias)
-        self.init = "first" if self._start is None else self._start
-        super().__init__(**common)
+    decay: float = parameter(unit_interval, default=0.99, kw_only=False)
+    """Weight of the past in the average, in (0, 1); 0.99 remembers some 100 steps."""
+    max_growth: float | None = parameter(at_least_one, default=1.5)
+    """Largest factor by which the norm of the average may grow in a step, >= 1; None for no
+    such limit."""
+    init: float | str = parameter(_check_init, default=0.0, kind='float or "first"')
+    """Where the average starts: with every element at this value, or at the first gradient.
+    With 0.0 the first output is ``1 - decay`` times the gradient, and outputs grow from there;
+    with "first" the first gradient passes."""
+    min_norm: float | None = parameter(positive, default=None)
+    """The average may always grow to this norm, > 0; None for no such floor. From 0 it may grow
+    to any norm."""
+    debias: bool = parameter(boolean, default=False)
+    """Divide the average by ``1 - decay^t``, so that it is not too short for having started at
+    0; the first gradient then passes. Needs ``init=0.0``."""
+    scope = parameter()
+    """Which tensors share a norm: all of them, each by itself, those of a layer, or those whose
+    names match a pattern."""
+    ord = ORD_VAR
 
     def build(self) -> Transform:
+        if self.debias and self.init != 0:
+            raise ValueError(f"debias=True is for averages that start at 0; got init={self.init!r}")
+        start = None if isinstance(self.init, str) else self.init
         names = ("decay", "ord", "max_growth", "min_norm", "debias")
         own = {name: getattr(self, name) for name in names}
-        return AverageClipping(**own, start=self._start, rescale=self._rescale)
+        return AverageClipping(**own, start=start, rescale=self._rescale)

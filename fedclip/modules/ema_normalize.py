@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from fedclip.modules.common import Preset
+from fedclip.modules.base import Preset
 from fedclip.modules.ema_norm_clip import EmaNormClip
 from fedclip.privacy import kinds
 

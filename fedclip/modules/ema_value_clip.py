@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
-from fedclip import parameters
-from fedclip.modules.base import Clipper
-from fedclip.modules.common import SCOPE_ELEMENTS, Common, Parameter, Preset
+from fedclip.modules.base import Clipper, Preset
+from fedclip.parameters import boolean, non_negative, parameter, unit_interval
 from fedclip.privacy import kinds
 from fedclip.rules.elementwise import EmaValue
 from fedclip.transforms import Transform
@@ -27,18 +26,6 @@ class EmaValueClip(Clipper):
             for each element x:
                 e = decay * e + (1 - decay) * abs(x)
                 x = min(e, max(-e, x))
-
-    Parameters
-    ----------
-    decay : float, default=0.99
-        Weight of the past, in (0, 1); 0.99 remembers some 100 steps.
-    init : float, default=0.0
-        Where the average starts, as a multiple of the first gradient, >= 0. With 0 the first
-        output is ``1 - decay`` times the gradient, and grows to its full size over some
-        ``1 / (1 - decay)`` steps; with 1 the first output is the gradient.
-    debias : bool, default=False
-        Divide the average by ``1 - decay^t``, so that it is never too small for having
-        started at 0; the first output is then the gradient. Needs ``init=0``.
 
     Notes
     -----
@@ -71,22 +58,20 @@ class EmaValueClip(Clipper):
     name: ClassVar[str] = "ema-value-clip"
     presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "ClipValueByEMA")}
     guarantee = kinds.present_values
-    differs: ClassVar[Mapping[str, Parameter]] = {"scope": SCOPE_ELEMENTS}
 
-    def __init__(
-        self,
-        decay: float = 0.99,
-        *,
-        init: float = 0.0,
-        debias: bool = False,
-        **common: Unpack[Common],
-    ) -> None:
-        self.decay = parameters.unit_interval(decay=decay)
-        self.init = parameters.non_negative(init=init)
-        self.debias = parameters.boolean(debias=debias)
-        if self.debias and self.init:
-            raise ValueError(f"debias=True is for averages that start at 0; got init={init!r}")
-        super().__init__(**common)
+    decay: float = parameter(unit_interval, default=0.99, kw_only=False)
+    """Weight of the past, in (0, 1); 0.99 remembers some 100 steps."""
+    init: float = parameter(non_negative, default=0.0)
+    """Where the average starts, as a multiple of the first gradient, >= 0. With 0 the first
+    output is ``1 - decay`` times the gradient, and grows to its full size over some ``1 / (1 -
+    decay)`` steps; with 1 the first output is the gradient."""
+    debias: bool = parameter(boolean, default=False)
+    """Divide the average by ``1 - decay^t``, so that it is never too small for having started
+    at 0; the first output is then the gradient. Needs ``init=0``."""
+    scope = parameter()
+    """Which tensors are reported on together; every element has its own limit."""
 
     def build(self) -> Transform:
+        if self.debias and self.init:
+            raise ValueError(f"debias=True is for averages that start at 0; got init={self.init!r}")
         return PastClipping(EmaValue(self.decay, self.init, self.debias))

@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
-from fedclip import parameters
-from fedclip.modules.base import Clipper
-from fedclip.modules.common import Limited, Preset
+from fedclip.modules.base import Preset
+from fedclip.modules.common import LimitedClipper
+from fedclip.parameters import at_least_one, limit, parameter, positive
 from fedclip.privacy import kinds
 from fedclip.rules.growth import Growth
 from fedclip.transforms import Transform
 
 
-class GrowthClip(Clipper):
+class GrowthClip(LimitedClipper):
     """Limit at the norm of the step before, times a factor, plus a step.
 
     ::
@@ -29,22 +29,6 @@ class GrowthClip(Clipper):
                 u = min(n, limit)
                 previous = max(u, previous / max_decay, min_norm)
                 group *= min(1, limit / n)
-
-    Parameters
-    ----------
-    mul : float or None, default=1.5
-        Factor by which a norm may grow from one step to the next, >= 1; None for no such limit.
-    add : float or None, default=None
-        Amount by which a norm may grow, > 0, in the units of the gradient; None for no such
-        limit. With both, the lower limit holds; with neither, only `warmup_norm` and `max_norm`.
-    min_norm : float or None, default=None
-        Past norms count as at least this, so that a gradient can grow again from 0; None for no
-        such floor.
-    max_decay : float or None, default=2.0
-        Factor by which the past norm may fall from one step to the next, >= 1, so that the steps
-        after one small gradient are not all spikes; None lets it fall at once.
-    warmup_norm : float or None, default=None
-        Fixed limit at the first step, which has no step before it; None for none.
 
     Notes
     -----
@@ -76,22 +60,19 @@ class GrowthClip(Clipper):
     presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "ClipNormGrowth")}
     guarantee = kinds.learnt_limit
 
-    def __init__(
-        self,
-        mul: float | None = 1.5,
-        *,
-        add: float | None = None,
-        min_norm: float | None = None,
-        max_decay: float | None = 2.0,
-        warmup_norm: float | None = None,
-        **common: Unpack[Limited],
-    ) -> None:
-        self.mul = parameters.optional(parameters.at_least_one, mul=mul)
-        self.add = parameters.optional(parameters.positive, add=add)
-        self.min_norm = parameters.optional(parameters.positive, min_norm=min_norm)
-        self.max_decay = parameters.optional(parameters.at_least_one, max_decay=max_decay)
-        self.warmup_norm = parameters.optional(parameters.positive, warmup_norm=warmup_norm)
-        super().__init__(**common)
+    mul: float | None = parameter(at_least_one, default=1.5, kw_only=False)
+    """Factor by which a norm may grow from one step to the next, >= 1; None for no such limit."""
+    add: float | None = parameter(positive, default=None)
+    """Amount by which a norm may grow, > 0, in the units of the gradient; None for no such
+    limit. With both, the lower limit holds; with neither, only `warmup_norm` and `max_norm`."""
+    min_norm: float | None = parameter(positive, default=None)
+    """Past norms count as at least this, so that a gradient can grow again from 0; None for no
+    such floor."""
+    max_decay: float | None = parameter(at_least_one, default=2.0)
+    """Factor by which the past norm may fall from one step to the next, >= 1, so that the steps
+    after one small gradient are not all spikes; None lets it fall at once."""
+    warmup_norm: float | None = parameter(limit, default=None)
+    """Fixed limit at the first step, which has no step before it; None for none."""
 
     def build(self) -> Transform:
-        return self._clipping(Growth)
+        return self.with_rule(Growth)

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
-from fedclip import parameters
-from fedclip.modules.base import Clipper
-from fedclip.modules.common import SCOPE_ELEMENTS, Common, Parameter, Preset
+from fedclip.modules.base import Clipper, Preset
+from fedclip.parameters import at_least_one, non_negative, parameter, positive
 from fedclip.privacy import kinds
 from fedclip.rules.elementwise import GrowthValue
 from fedclip.transforms import Transform
@@ -28,21 +27,6 @@ class GrowthValueClip(Clipper):
                 y = min(limit, max(-limit, x))
                 p = y, or p / max_decay if x has fallen by more than that
                 x = y
-
-    Parameters
-    ----------
-    mul : float or None, default=1.5
-        Largest factor from one output to the next, > 0; None for no such limit.
-    add : float or None, default=None
-        Largest difference from one output to the next, >= 0, in the units of the gradient;
-        None for no such limit. With both, the tighter one counts; with none, nothing is
-        clipped.
-    min_value : float or None, default=None
-        Past outputs below count as this, > 0, so that an element that was once small can grow
-        again at once. With None an element whose last output was exactly 0 is not limited by `mul`.
-    max_decay : float or None, default=2
-        Largest factor by which the past output may fall in a step, >= 1, so that a single
-        small gradient does not hold back those after it; None for no such limit.
 
     Notes
     -----
@@ -72,22 +56,21 @@ class GrowthValueClip(Clipper):
     name: ClassVar[str] = "growth-value-clip"
     presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "ClipValueGrowth")}
     guarantee = kinds.past_values
-    differs: ClassVar[Mapping[str, Parameter]] = {"scope": SCOPE_ELEMENTS}
 
-    def __init__(
-        self,
-        mul: float | None = 1.5,
-        *,
-        add: float | None = None,
-        min_value: float | None = None,
-        max_decay: float | None = 2.0,
-        **common: Unpack[Common],
-    ) -> None:
-        self.mul = parameters.optional(parameters.positive, mul=mul)
-        self.add = parameters.optional(parameters.non_negative, add=add)
-        self.min_value = parameters.optional(parameters.positive, min_value=min_value)
-        self.max_decay = parameters.optional(parameters.at_least_one, max_decay=max_decay)
-        super().__init__(**common)
+    mul: float | None = parameter(positive, default=1.5, kw_only=False)
+    """Largest factor from one output to the next, > 0; None for no such limit."""
+    add: float | None = parameter(non_negative, default=None)
+    """Largest difference from one output to the next, >= 0, in the units of the gradient; None
+    for no such limit. With both, the tighter one counts; with none, nothing is clipped."""
+    min_value: float | None = parameter(positive, default=None)
+    """Past outputs below count as this, > 0, so that an element that was once small can grow
+    again at once. With None an element whose last output was exactly 0 is not limited by
+    `mul`."""
+    max_decay: float | None = parameter(at_least_one, default=2.0)
+    """Largest factor by which the past output may fall in a step, >= 1, so that a single small
+    gradient does not hold back those after it; None for no such limit."""
+    scope = parameter()
+    """Which tensors are reported on together; every element has its own limit."""
 
     def build(self) -> Transform:
         return PastClipping(GrowthValue(self.mul, self.add, self.min_value, self.max_decay))

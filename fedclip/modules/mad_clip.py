@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
-from fedclip import parameters
-from fedclip.modules.common import Remembering
-from fedclip.modules.sharing import SharedClipper
+from fedclip.modules.sharing import HistoryClipper
+from fedclip.parameters import (
+    choice,
+    non_negative,
+    parameter,
+    positive,
+    raw_if_current,
+    window_size,
+)
 from fedclip.privacy import kinds
 from fedclip.rules.mad import Mad
-from fedclip.rules.quantiles import check_window
+from fedclip.rules.quantiles import Window
 from fedclip.transforms import Transform
 
 
-class MadClip(SharedClipper):
+class MadClip(HistoryClipper):
     """Limit at three median absolute deviations above the median of past norms.
 
     A burst of spikes that fills less than half of the window does not move the limit. If the norms
@@ -33,18 +39,6 @@ class MadClip(SharedClipper):
                         median + mad_factor * max(spread, min_mad * median), afterwards
                 append min(n, 2 * limit) to history, the last `window` norms
                 group *= min(1, limit / n)
-
-    Parameters
-    ----------
-    mad_factor : float, default=3.0
-        Number of deviations above the median, > 0; the deviation is scaled by 1.4826, so that it
-        is the standard deviation of normal norms.
-    window : int, default=64
-        Number of norms that are remembered, from 3 to 65,536.
-    min_mad : float, default=0.1
-        Least deviation, as a multiple of the median, >= 0: norms that hardly vary can still grow.
-    feedback : {"clipped", "raw", "none"}, default="clipped"
-        What the history learns from a spike: twice its limit, its norm, or nothing.
 
     Notes
     -----
@@ -72,21 +66,16 @@ class MadClip(SharedClipper):
     name: ClassVar[str] = "mad-clip"
     guarantee = kinds.learnt_limit
 
-    def __init__(
-        self,
-        mad_factor: float = 3.0,
-        *,
-        window: int = 64,
-        min_mad: float = 0.1,
-        feedback: str = "clipped",
-        **common: Unpack[Remembering],
-    ) -> None:
-        self.mad_factor = parameters.positive(mad_factor=mad_factor)
-        self.window = check_window(3, window)
-        self.min_mad = parameters.non_negative(min_mad=min_mad)
-        self.feedback = parameters.choice(("clipped", "raw", "none"), feedback=feedback)
-        super().__init__(**common)
+    mad_factor: float = parameter(positive, default=3.0, kw_only=False)
+    """Number of deviations above the median, > 0; the deviation is scaled by 1.4826, so that it
+    is the standard deviation of normal norms."""
+    window: int = parameter(window_size, 3, default=64)
+    """Number of norms that are remembered, from 3 to 65,536."""
+    min_mad: float = parameter(non_negative, default=0.1)
+    """Least deviation, as a multiple of the median, >= 0: norms that hardly vary can still grow."""
+    feedback: str = parameter(choice, ("clipped", "raw", "none"), default="clipped")
+    """What the history learns from a spike: twice its limit, its norm, or nothing."""
 
     def build(self) -> Transform:
-        parameters.raw_if_current(self.include_current, self.feedback)
-        return self._clipping(Mad, given=False)
+        raw_if_current(self.include_current, self.feedback)
+        return self.with_rule(Mad, history=Window(0.5, self.window))

@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from functools import partial
-from typing import Any, ClassVar, Unpack
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
-from fedclip import parameters
-from fedclip.modules.base import Clipper
-from fedclip.modules.common import COMMON, ORD_VAR, SCOPE_NORM, Measured, Parameter
+from fedclip.arrays import Array
+from fedclip.modules.common import ORD_VAR, MeasuredClipper
+from fedclip.parameters import choice, limit, parameter
 from fedclip.privacy import kinds
 from fedclip.rules.constant import Constant
 from fedclip.transforms import Gradient, NormClipping, Transform
 
 
-class NoOp(Clipper):
+class NoOp(MeasuredClipper):
     """Changes nothing, measures everything, and counts what a limit would have clipped.
 
     ::
@@ -24,11 +23,6 @@ class NoOp(Clipper):
         Step(grads):
             note the norm of each group, and whether it is above max_norm
             return grads
-
-    Parameters
-    ----------
-    max_norm : float or None, default=None
-        A limit to try out, > 0: steps above it are counted as clipped in the records.
 
     Notes
     -----
@@ -46,26 +40,22 @@ class NoOp(Clipper):
 
     name: ClassVar[str] = "no-op"
     guarantee = kinds.unchanged
-    differs: ClassVar[Mapping[str, Parameter]] = {
-        "scope": SCOPE_NORM,
-        "ord": ORD_VAR,
-        "exclude": COMMON["exclude"]._replace(meaning="Tensors that are not measured."),
-        "on_nonfinite": Parameter(
-            "propagate",
-            partial(parameters.choice, ("propagate", "raise")),
-            '{"propagate", "raise"}',
-            "Let NaN and infinity through, counted and warned of once a round, or raise. "
-            '"skip" would change the gradient.',
-        ),
-    }
 
-    def __init__(self, max_norm: float | None = None, **common: Unpack[Measured]) -> None:
-        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
-        super().__init__(**common)
+    max_norm: float | None = parameter(limit, default=None, kw_only=False)
+    """A limit to try out, > 0: steps above it are counted as clipped in the records."""
+    scope = parameter()
+    """Which tensors share a norm: all of them, each by itself, those of a layer, or those whose
+    names match a pattern."""
+    ord = ORD_VAR
+    exclude = parameter()
+    """Tensors that are not measured."""
+    on_nonfinite = parameter(choice, ("propagate", "raise"), default="propagate")
+    """Let NaN and infinity through, counted and warned of once a round, or raise. "skip" would
+    change the gradient."""
 
     def build(self) -> Transform:
         limit = math.inf if self.max_norm is None else self.max_norm
         return NormClipping(Constant((limit,)), self.ord, dry=True)
 
-    def _replace_nonfinite(self, gradient: Gradient, bad: tuple[int, ...]) -> tuple[None, Any]:
-        return None, {}
+    def _replaced(self, gradient: Gradient) -> tuple[Sequence[Array], Mapping[str, Array]]:
+        return gradient.unchanged()

@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
-from fedclip import parameters
-from fedclip.modules.base import Clipper
-from fedclip.modules.common import COMMON, ORD_VAR, SCOPE_TABLE, Fixed, Parameter
+from fedclip.modules.common import FixedClipper
+from fedclip.parameters import limit, parameter
 from fedclip.privacy import kinds
 from fedclip.scopes import Groups
 from fedclip.transforms import Action, Transform
 
 
-class NormClip(Clipper):
+class NormClip(FixedClipper):
     """Fixed limit on a norm: global, per tensor, layer, name pattern, or slice.
 
     ::
@@ -27,14 +25,6 @@ class NormClip(Clipper):
                 n = norm(group)
                 if n > max_norm:
                     group *= max_norm / n
-
-    Parameters
-    ----------
-    max_norm : float, default=1.0
-        Largest norm of a group, > 0, in the units of the gradient. None (no upper limit) needs
-        `min_norm`.
-    min_norm : float or None, default=None
-        Groups below this norm, unless they are zero, are scaled up to it.
 
     Notes
     -----
@@ -71,37 +61,28 @@ class NormClip(Clipper):
 
     name: ClassVar[str] = "norm-clip"
     guarantee = kinds.fixed_limit
-    differs: ClassVar[Mapping[str, Parameter]] = {
-        "scope": SCOPE_TABLE._replace(
-            meaning='Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups their '
-            "own limit; tensors that no pattern names form one more group, limited by `max_norm`."
-        ),
-        "ord": ORD_VAR,
-        "eps": COMMON["eps"]._replace(
-            meaning="Added to the norm in the factor ``max_norm / (n + eps)``; 1e-6 gives what "
-            "`torch.nn.utils.clip_grad_norm_` gives, 0 is exact."
-        ),
-    }
 
-    def __init__(
-        self,
-        max_norm: float | None = 1.0,
-        *,
-        min_norm: float | None = None,
-        **common: Unpack[Fixed],
-    ) -> None:
-        self.min_norm = parameters.optional(parameters.positive, min_norm=min_norm)
-        self.max_norm = None
-        if max_norm is not None or min_norm is None:
-            self.max_norm = parameters.positive(max_norm=max_norm)
-        limit = math.inf if self.max_norm is None else self.max_norm
-        if self.min_norm is not None and self.min_norm > limit:
-            raise ValueError(f"min_norm must be <= max_norm, got {min_norm!r} > {max_norm!r}")
-        super().__init__(**common)
+    max_norm: float | None = parameter(limit, default=1.0, kw_only=False)
+    """Largest norm of a group, > 0, in the units of the gradient. None (no upper limit) needs
+    `min_norm`."""
+    min_norm: float | None = parameter(limit, default=None)
+    """Groups below this norm, unless they are zero, are scaled up to it."""
+    scope = parameter()
+    """Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups their own limit;
+    tensors that no pattern names form one more group, limited by `max_norm`."""
+    eps = parameter()
+    """Added to the norm in the factor ``max_norm / (n + eps)``; 1e-6 gives what
+    `torch.nn.utils.clip_grad_norm_` gives, 0 is exact."""
 
     def build(self) -> Transform:
-        limit = math.inf if self.max_norm is None else self.max_norm
-        return self._fixed(limit, Action(self.eps, self.min_norm))
+        if self.min_norm is None:
+            limit(max_norm=self.max_norm)
+        most = math.inf if self.max_norm is None else self.max_norm
+        if self.min_norm is not None and self.min_norm > most:
+            raise ValueError(
+                f"min_norm must be <= max_norm, got {self.min_norm!r} > {self.max_norm!r}"
+            )
+        return self._fixed(most, Action(self.eps, self.min_norm))
 
     def transform(self, groups: Groups) -> Transform:
         return self._by_table(groups, self.max_norm or math.inf)

@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
-from fedclip import parameters
-from fedclip.modules.base import Clipper
-from fedclip.modules.common import COMMON, ORD_VAR, SCOPE_TABLE, Fixed, Parameter
+from fedclip.modules.common import FixedClipper
+from fedclip.parameters import limit, parameter
 from fedclip.privacy import kinds
 from fedclip.scopes import Groups
 from fedclip.transforms import Action, Transform
 
 
-class Normalize(Clipper):
+class Normalize(FixedClipper):
     """Rescale to a fixed norm: global, per tensor, layer, name pattern, or slice.
 
     ::
@@ -26,11 +24,6 @@ class Normalize(Clipper):
                 n = norm(group)
                 if n > 0:
                     group *= norm / (n + eps)
-
-    Parameters
-    ----------
-    norm : float, default=1.0
-        Norm that each group is brought to, > 0, in the units of the output.
 
     Notes
     -----
@@ -64,24 +57,18 @@ class Normalize(Clipper):
 
     name: ClassVar[str] = "normalize"
     guarantee = kinds.brought_to_norm
-    differs: ClassVar[Mapping[str, Parameter]] = {
-        "scope": SCOPE_TABLE._replace(
-            meaning='Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups their '
-            "own norm; tensors that no pattern names form one more group, brought to `norm`."
-        ),
-        "ord": ORD_VAR._replace(
-            meaning="What is measured (see `fedclip.measures`). The standard deviation or "
-            "variance of fewer than two elements is not defined; they are left alone."
-        ),
-        "eps": COMMON["eps"]._replace(
-            meaning="Added to the measure in the factor, >= 0: groups whose norm is not much "
-            "larger than `eps` stay smaller than `norm`, instead of being blown up."
-        ),
-    }
 
-    def __init__(self, norm: float = 1.0, **common: Unpack[Fixed]) -> None:
-        self.norm = parameters.positive(norm=norm)
-        super().__init__(**common)
+    norm: float = parameter(limit, default=1.0, kw_only=False)
+    """Norm that each group is brought to, > 0, in the units of the output."""
+    scope = parameter()
+    """Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups their own norm;
+    tensors that no pattern names form one more group, brought to `norm`."""
+    ord = parameter()
+    """What is measured (see `fedclip.measures`). The standard deviation or variance of fewer
+    than two elements is not defined; they are left alone."""
+    eps = parameter()
+    """Added to the measure in the factor, >= 0: groups whose norm is not much larger than `eps`
+    stay smaller than `norm`, instead of being blown up."""
 
     def build(self) -> Transform:
         return self._fixed(self.norm, Action(self.eps, rescale=True))

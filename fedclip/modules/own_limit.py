@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 from fedclip.modules.base import Clipper
-from fedclip.modules.common import Exact
+from fedclip.modules.common import ExactClipper
+from fedclip.parameters import parameter
 from fedclip.rules.own import Limit, Own
 from fedclip.transforms import Action, NormClipping, Transform
 
 
-class OwnLimit(Clipper, register=False):
+class OwnLimit(ExactClipper, register=False):
     """Limit by a function of your own, with the statistics of any clipper on past norms.
 
     ::
@@ -24,19 +25,6 @@ class OwnLimit(Clipper, register=False):
                 group *= min(1, limit / n)
 
     It is made in Python only: declearn's messages and TOML do not carry functions.
-
-    Parameters
-    ----------
-    limit : callable
-        From the norm of a group and a dict of what is known before it to the limit, > 0; infinity
-        for none. It runs on the host, and may branch on its numbers; compiled code can not.
-    past : Clipper or None, default=None
-        A clipper whose statistics are kept as it keeps them, and handed to `limit`: for
-        `ZScoreClip` its ``mean``, ``variance`` and ``count``; for all that learn from norms also
-        ``threshold`` and ``ready`` (see `Clipper.statistics`). What spikes teach them is decided
-        by its `feedback`. None: the dict is empty.
-    scope, exclude, on_nonfinite, ord, eps, keep_memory
-        As of `NormClip`.
 
     Raises
     ------
@@ -64,17 +52,25 @@ class OwnLimit(Clipper, register=False):
 
     name: ClassVar[str] = "own-limit"
 
-    def __init__(self, limit: Limit, past: Clipper | None = None, **common: Unpack[Exact]) -> None:
-        if not callable(limit):
-            raise TypeError(f"limit must be a function of a norm and statistics, got {limit!r}")
-        try:
-            inspect.signature(limit).bind(1.0, {})
-        except TypeError as error:
-            raise TypeError(f"limit must take a norm and a dict of statistics: {error}") from None
-        self.limit, self.past = limit, past
-        super().__init__(**common)
+    limit: Limit = parameter(kw_only=False)
+    """From the norm of a group and a dict of what is known before it to the limit, > 0;
+    infinity for none. It runs on the host, and may branch on its numbers; compiled code can
+    not."""
+    past: Clipper | None = parameter(default=None, kw_only=False)
+    """A clipper whose statistics are kept as it keeps them, and handed to `limit`: for
+    `ZScoreClip` its ``mean``, ``variance`` and ``count``; for all that learn from norms also
+    ``threshold`` and ``ready`` (see `Clipper.statistics`). What spikes teach them is decided by
+    its `feedback`. None: the dict is empty."""
 
     def build(self) -> Transform:
+        if not callable(self.limit):
+            raise TypeError(
+                f"limit must be a function of a norm and statistics, got {self.limit!r}"
+            )
+        try:
+            inspect.signature(self.limit).bind(1.0, {})
+        except TypeError as error:
+            raise TypeError(f"limit must take a norm and a dict of statistics: {error}") from None
         if self.past is None:
             return NormClipping(Own(self.limit), self.ord, Action(self.eps))
         past = self.past._transform

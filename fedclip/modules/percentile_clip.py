@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fractions import Fraction
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
-from fedclip import parameters
 from fedclip.modules.base import Clipper
-from fedclip.modules.common import COMMON, Common, Parameter
+from fedclip.parameters import choice, number, parameter
 from fedclip.privacy import kinds
 from fedclip.transforms import Transform
 from fedclip.transforms.value import PercentileClipping
@@ -28,14 +26,6 @@ class PercentileClip(Clipper):
                 limit = a[floor(percentile * (n - 1) / 100)]
                 for each element x:
                     x = min(limit, max(-limit, x))
-
-    Parameters
-    ----------
-    percentile : float, default=95
-        Percentage of the elements that stay unchanged, in [0, 100]. 100 changes nothing, 0
-        brings every element to the size of the smallest.
-    method : {"lower", "linear"}, default="lower"
-        If the position is between two elements, take the smaller one, or interpolate.
 
     Notes
     -----
@@ -72,16 +62,14 @@ class PercentileClip(Clipper):
 
     name: ClassVar[str] = "percentile-clip"
     guarantee = kinds.own_percentile
-    differs: ClassVar[Mapping[str, Parameter]] = {
-        "scope": COMMON["scope"]._replace(default="tensor", meaning="Which tensors share a limit.")
-    }
 
-    def __init__(
-        self, percentile: float = 95, *, method: str = "lower", **common: Unpack[Common]
-    ) -> None:
-        self.percentile = parameters.number("a number in [0, 100]", 0, 100, percentile=percentile)
-        self.method = parameters.choice(("lower", "linear"), method=method)
-        super().__init__(**common)
+    percentile: float = parameter(number, "a number in [0, 100]", 0, 100, default=95, kw_only=False)
+    """Percentage of the elements that stay unchanged, in [0, 100]. 100 changes nothing, 0
+    brings every element to the size of the smallest."""
+    method: str = parameter(choice, ("lower", "linear"), default="lower")
+    """If the position is between two elements, take the smaller one, or interpolate."""
+    scope = parameter(default="tensor")
+    """Which tensors share a limit."""
 
     def build(self) -> Transform:
         # Use the decimal number as written, not the nearest binary one.

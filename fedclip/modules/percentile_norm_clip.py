@@ -4,18 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
-from fedclip import parameters
-from fedclip.modules.common import COMMON, Parameter, Preset, Remembering
-from fedclip.modules.sharing import SharedClipper
+from fedclip.modules.base import Preset
+from fedclip.modules.sharing import HistoryClipper
+from fedclip.parameters import (
+    LARGEST_WINDOW,
+    choice,
+    parameter,
+    raw_if_current,
+    unit_interval,
+    up_to,
+    window_size,
+)
 from fedclip.privacy import kinds
 from fedclip.rules.percentile import Percentile
-from fedclip.rules.quantiles import LARGEST, Markers, Quantile, Stream, Window, check_window
+from fedclip.rules.quantiles import Markers, Quantile, Stream, Window
 from fedclip.transforms import Transform
 
 
-class PercentileNormClip(SharedClipper):
+class PercentileNormClip(HistoryClipper):
     """Limit at a percentile of past norms (AutoClip).
 
     The defaults need no scale, protect from the second step on and follow norms that rise;
@@ -32,27 +40,6 @@ class PercentileNormClip(SharedClipper):
                         percentile of the last `window` norms in history, afterwards
                 append min(n, 2 * limit) to history
                 group *= min(1, limit / n)
-
-    Parameters
-    ----------
-    percentile : float, default=95.0
-        Percentage of the past norms that are at most the limit, in (0, 100]. The lower, the
-        more is clipped; the paper suggests 10.
-    history : {"window", "stream", "p2"}, default="window"
-        How to estimate the percentile. "window" takes the last `window` norms, exactly, and
-        interpolates linearly. "stream" is an estimate that each norm moves a little, and that
-        follows norms that rise or fall. "p2" estimates it of all norms, from five numbers.
-    window : int or None, default=256
-        Number of norms to remember, from 1 to 65,536; None for the largest. Only with
-        ``history="window"``.
-    rate : float, default=0.02
-        Size of the steps of the estimate, in (0, 1]. Only with ``history="stream"``.
-    decay : float, default=0.99
-        Weight of the past in the mean distance that scales these steps, in (0, 1). Only with
-        ``history="stream"``.
-    feedback : {"clipped", "raw"}, default="clipped"
-        What the history learns from a spike: twice its limit, or its norm. With "raw" a burst
-        of ``(1 - percentile / 100) * window`` spikes is the new limit.
 
     Notes
     -----
@@ -89,38 +76,36 @@ class PercentileNormClip(SharedClipper):
     presets: ClassVar[Mapping[str, Preset]] = {
         "autoclip": Preset("autoclip", "autoclip_gradient", {"clip_percentile": 10.0})
     }
-    differs: ClassVar[Mapping[str, Parameter]] = {
-        "warmup": COMMON["warmup"]._replace(
-            meaning="Number of norms that only fill the history, >= 0. The first one always does, "
-            'with "p2" the first five.'
-        )
-    }
     guarantee = kinds.learnt_limit
     apart: ClassVar[tuple[str, ...]] = ("rate", "decay")
 
-    def __init__(
-        self,
-        percentile: float = 95.0,
-        *,
-        history: str = "window",
-        window: int | None = 256,
-        rate: float = 0.02,
-        decay: float = 0.99,
-        feedback: str = "clipped",
-        **common: Unpack[Remembering],
-    ) -> None:
-        self.percentile = parameters.number(
-            "a number > 0 and <= 100", 0.0, 100.0, open_low=True, percentile=percentile
-        )
-        self.history = parameters.choice(("window", "stream", "p2"), history=history)
-        self.window = None if window is None else check_window(1, window)
-        self.rate = parameters.number("a number > 0 and <= 1", 0.0, 1.0, open_low=True, rate=rate)
-        self.decay = parameters.unit_interval(decay=decay)
-        self.feedback = parameters.choice(("clipped", "raw"), feedback=feedback)
+    percentile: float = parameter(up_to, 100, default=95.0, kw_only=False)
+    """Percentage of the past norms that are at most the limit, in (0, 100]. The lower, the more
+    is clipped; the paper suggests 10."""
+    history: str = parameter(choice, ("window", "stream", "p2"), default="window")
+    """How to estimate the percentile. "window" takes the last `window` norms, exactly, and
+    interpolates linearly. "stream" is an estimate that each norm moves a little, and that
+    follows norms that rise or fall. "p2" estimates it of all norms, from five numbers."""
+    window: int | None = parameter(window_size, 1, default=256)
+    """Number of norms to remember, from 1 to 65,536; None for the largest. Only with
+    ``history="window"``."""
+    rate: float = parameter(up_to, 1, default=0.02)
+    """Size of the steps of the estimate, in (0, 1]. Only with ``history="stream"``."""
+    decay: float = parameter(unit_interval, default=0.99)
+    """Weight of the past in the mean distance that scales these steps, in (0, 1). Only with
+    ``history="stream"``."""
+    feedback: str = parameter(choice, ("clipped", "raw"), default="clipped")
+    """What the history learns from a spike: twice its limit, or its norm. With "raw" a burst of
+    ``(1 - percentile / 100) * window`` spikes is the new limit."""
+    warmup = parameter()
+    """Number of norms that only fill the history, >= 0. The first one always does, with "p2"
+    the first five."""
+
+    def build(self) -> Transform:
         if self.percentile == 100.0 and self.history != "window":
             raise ValueError(
                 "percentile=100, the largest norm, needs history='window': an estimate that only "
-                f"ever rises is no limit; got history={history!r}"
+                f"ever rises is no limit; got history={self.history!r}"
             )
         for key, default, needed in (
             ("window", 256, "window"),
@@ -130,23 +115,20 @@ class PercentileNormClip(SharedClipper):
             if getattr(self, key) != default and self.history != needed:
                 raise ValueError(
                     f"{key} goes with history={needed!r} only, got {key}={getattr(self, key)!r} "
-                    f"with history={history!r}"
+                    f"with history={self.history!r}"
                 )
-        super().__init__(**common)
-
-    def build(self) -> Transform:
-        parameters.raw_if_current(self.include_current, self.feedback, "history has")
+        raw_if_current(self.include_current, self.feedback, "history has")
         if self.shared and self.history == "stream":
             raise ValueError(
                 "shared=True does not go with history='stream', which depends on the order of the "
                 "norms: take 'window' or 'p2'"
             )
-        return self._clipping(Percentile, history=self._quantile())
+        return self.with_rule(Percentile, history=self._quantile())
 
     def _quantile(self) -> Quantile:
         quantile = self.percentile / 100.0
         if self.history == "window":
-            return Window(quantile, self.window or LARGEST)
+            return Window(quantile, self.window or LARGEST_WINDOW)
         if self.history == "stream":
-            return Stream(quantile, self.rate, self.decay)
+            return Stream(quantile, rate=self.rate, decay=self.decay)
         return Markers(quantile)

@@ -1,39 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of clippers that can share one state with all clients of a federation."""
+"""The bases of clippers that can share one state with all clients of a federation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from declearn.optimizer.modules import AuxVar
-
+from fedclip import parameters
 from fedclip.federation.statistics.client import SharedStatistics
-from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
-from fedclip.modules.base import Clipper
-from fedclip.modules.common import Remembering, common_of
-from fedclip.parameters import signature_of
+from fedclip.modules.common import LimitedClipper
+from fedclip.parameters import boolean, integer, parameter
 from fedclip.transforms import Transform
 
+if TYPE_CHECKING:
+    from declearn.optimizer.modules import AuxVar
 
-class SharedClipper(Clipper, register=False):
+
+class SharedClipper(LimitedClipper, register=False):
     """Base of the clippers that have a counterpart on the server."""
 
-    shares: ClassVar[bool] = True
     agreed: ClassVar[tuple[str, ...]] = ("warmup", "scope", "exclude", "ord")
     """The common parameters that the counterpart must have as well, where there are any."""
     apart: ClassVar[tuple[str, ...]] = ()
     """The parameters of its own that the counterpart need not have."""
 
+    shared: bool = parameter(boolean, default=False)
+    """Let all clients of a federation share one state, and so one limit. The server's optimizer
+    must then have `{name}-server`. The state does not change during a round."""
+    shared_name: str | None = parameter(parameters.name, default=None)
+    """Name of this pair of clipper and counterpart, needed if there are several pairs of a
+    kind."""
+
     @classmethod
     def shared_settings(cls) -> list[str]:
         """Return the parameters that the counterpart must have as well."""
-        common = common_of(cls)
-        own = [name for name in signature_of(cls) if name not in (*common, *cls.apart)]
+        common = [name for name, declared in cls.parameters.items() if declared.common]
+        own = [name for name in cls.parameters if name not in (*common, *cls.apart)]
         return own + [name for name in cls.agreed if name in common]
 
-    def __init__(self, transform: Transform | None = None, **common: Unpack[Remembering]) -> None:
-        super().__init__(transform, **common)
+    def __post_init__(self) -> None:
+        """Build the transform, and what is shared of it."""
+        super().__post_init__()
         self.sharing: SharedStatistics | None = None
         if not self.shared:
             if self.shared_name is not None:
@@ -61,6 +68,9 @@ class SharedClipper(Clipper, register=False):
             with self.lock:
                 counts, statistics = self.sharing.collect(self._statistics())
                 self._install(statistics)
+            # Imported here: messages are declearn's.
+            from fedclip.federation.statistics.messages import FedclipSharedCounts
+
             return FedclipSharedCounts(1, counts)
         return None
 
@@ -72,6 +82,8 @@ class SharedClipper(Clipper, register=False):
         ValueError
             If clipper and counterpart do not match, or the message is not valid.
         """
+        from fedclip.federation.statistics.messages import FedclipSharedState
+
         if self.sharing is not None and isinstance(aux_var, FedclipSharedState):
             with self.lock:
                 statistics = self.sharing.receive(aux_var, self._statistics())
@@ -95,3 +107,21 @@ class SharedClipper(Clipper, register=False):
             self.sharing.version = version
             # The server decides which groups there are, and may know more of them.
             self._loaded = self._loaded and version is None
+
+
+class HistoryClipper(SharedClipper, register=False):
+    """Base of clippers with statistics of the norms themselves."""
+
+    include_current: bool = parameter(boolean, default=False)
+    """Let the statistics learn a norm before they judge it, not after; needs
+    ``feedback="raw"``."""
+    warmup: int = parameter(integer, 0, default=20)
+    """Number of norms, >= 0, that only fill the statistics, before these set the limit. The first
+    norm always does."""
+    warmup_norm: float | None = parameter(parameters.limit, default=None)
+    """Fixed limit during the warm-up, in the units of the gradient; None for none."""
+    warmup_factor: float | None = parameter(parameters.at_least_one, default=2.25)
+    """Limit during the warm-up, as a multiple of the median of the last five norms, >= 1. A norm
+    above it is a spike: the statistics learn it as 1.1 medians, and they do not learn the first
+    five norms (see `fedclip.rules.protection`). None for no limit: they learn all norms as
+    they are."""

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
-from fedclip import parameters
-from fedclip.modules.base import Clipper
-from fedclip.modules.common import COMMON, Common, Parameter, Preset
+from fedclip.modules.base import Clipper, Preset
+from fedclip.parameters import non_negative, parameter
 from fedclip.privacy import kinds
 from fedclip.transforms import Transform
 from fedclip.transforms.moment import Standardizing
@@ -24,13 +23,6 @@ class Standardize(Clipper):
         Step(grads):
             for each group of tensors with two elements or more:
                 group = (group - mean(group)) / (std(group) + eps)
-
-    Parameters
-    ----------
-    eps : float, default=0.0
-        Added to the standard deviation, >= 0, in the units of the gradient: gradients that
-        vary by less are not blown up to a deviation of 1. 0 for an output that does not depend
-        on the scale of the gradient.
 
     Notes
     -----
@@ -68,15 +60,13 @@ class Standardize(Clipper):
         "drytorch": Preset("drytorch", "GradZScoreNormalizer")
     }
     guarantee = kinds.standardised
-    differs: ClassVar[Mapping[str, Parameter]] = {
-        "scope": COMMON["scope"]._replace(
-            default="tensor", meaning="Which tensors share mean and standard deviation."
-        )
-    }
 
-    def __init__(self, eps: float = 0.0, **common: Unpack[Common]) -> None:
-        self.eps = parameters.non_negative(eps=eps)
-        super().__init__(**common)
+    eps: float = parameter(non_negative, default=0.0, kw_only=False)
+    """Added to the standard deviation, >= 0, in the units of the gradient: gradients that vary
+    by less are not blown up to a deviation of 1. 0 for an output that does not depend on the
+    scale of the gradient."""
+    scope = parameter(default="tensor")
+    """Which tensors share mean and standard deviation."""
 
     def build(self) -> Transform:
         return Standardizing(self.eps)

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
-from fedclip import parameters
 from fedclip.modules.base import Clipper
-from fedclip.modules.common import SCOPE_TABLE, Common, Parameter
+from fedclip.modules.common import SCOPE_TABLE
+from fedclip.parameters import number, parameter, positive
 from fedclip.privacy import kinds
 from fedclip.scopes import Groups
 from fedclip.transforms import Transform, ValueClipping
@@ -25,14 +25,6 @@ class ValueClip(Clipper):
         Step(grads):
             for each element x:
                 x = min(max_value, max(min_value, x))
-
-    Parameters
-    ----------
-    max_value : float, default=1.0
-        Largest element, in the units of the gradient; > 0 unless `min_value` is given, with which
-        it may be infinity: no limit above.
-    min_value : float or None, default=None
-        Smallest element, <= `max_value`; None means ``-max_value``, minus infinity no limit below.
 
     Notes
     -----
@@ -53,22 +45,23 @@ class ValueClip(Clipper):
 
     name: ClassVar[str] = "value-clip"
     guarantee = kinds.box
-    differs: ClassVar[Mapping[str, Parameter]] = {
-        "scope": SCOPE_TABLE._replace(
-            meaning='Which tensors are reported on together. A table ``{"head.*" = 0.1}`` gives '
-            "groups their own symmetric limit; the rest keeps `max_value` and `min_value`."
-        )
-    }
 
-    def __init__(
-        self, max_value: float = 1.0, *, min_value: float | None = None, **common: Unpack[Common]
-    ) -> None:
-        if min_value is None:
-            self.min_value = None
-            self.max_value = parameters.positive(max_value=max_value)
+    max_value: float = parameter(default=1.0, kw_only=False)
+    """Largest element, in the units of the gradient; > 0 unless `min_value` is given, with
+    which it may be infinity: no limit above."""
+    min_value: float | None = parameter(default=None)
+    """Smallest element, <= `max_value`; None means ``-max_value``, minus infinity no limit
+    below."""
+    scope = SCOPE_TABLE
+    """Which tensors are reported on together. A table ``{"head.*" = 0.1}`` gives groups their
+    own symmetric limit; the rest keeps `max_value` and `min_value`."""
+
+    def build(self) -> Transform:
+        if self.min_value is None:
+            self.max_value = positive(max_value=self.max_value)
         else:
-            self.min_value = _end(-math.inf, min_value=min_value)
-            self.max_value = _end(math.inf, max_value=max_value)
+            self.min_value = _end(-math.inf, min_value=self.min_value)
+            self.max_value = _end(math.inf, max_value=self.max_value)
             if math.isinf(self.min_value) and math.isinf(self.max_value):
                 raise ValueError(
                     "min_value=-inf with max_value=inf limits nothing: give one of them a finite "
@@ -76,11 +69,8 @@ class ValueClip(Clipper):
                 )
             if self.min_value > self.max_value:
                 raise ValueError(
-                    f"min_value must be <= max_value, got {min_value!r} > {max_value!r}"
+                    f"min_value must be <= max_value, got {self.min_value!r} > {self.max_value!r}"
                 )
-        super().__init__(**common)
-
-    def build(self) -> Transform:
         return self._box(1, {})
 
     def _box(self, groups: int, own: Mapping[int, float]) -> ValueClipping:
@@ -101,4 +91,4 @@ def _end(open_end: float, **values: Any) -> float:
     (value,) = values.values()
     if isinstance(value, float) and value == open_end:
         return open_end
-    return parameters.number(f"a finite number, or {open_end}", **values)
+    return number(f"a finite number, or {open_end}", **values)

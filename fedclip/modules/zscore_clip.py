@@ -4,17 +4,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar
 
-from fedclip import parameters
-from fedclip.modules.common import Preset, Remembering
-from fedclip.modules.sharing import SharedClipper
+from fedclip.modules.base import Preset
+from fedclip.modules.sharing import HistoryClipper
+from fedclip.parameters import (
+    choice,
+    non_negative,
+    parameter,
+    positive,
+    raw_if_current,
+    unit_interval,
+)
 from fedclip.privacy import kinds
+from fedclip.rules.drytorch import Drytorch
+from fedclip.rules.reciprocal import Reciprocal
+from fedclip.rules.smartclip import Smartclip
+from fedclip.rules.zclip import ZClip
 from fedclip.rules.zscore import ZScore
 from fedclip.transforms import Transform
 
 
-class ZScoreClip(SharedClipper):
+class ZScoreClip(HistoryClipper):
     """Limit at a number of standard deviations above the running mean of past norms (ZClip).
 
     The defaults need no scale, protect from the second step on and follow norms that rise;
@@ -34,30 +45,6 @@ class ZScoreClip(SharedClipper):
                 mean = decay * mean + (1 - decay) * u
                 variance = decay * variance + (1 - decay) * (u - mean)^2
                 group *= min(1, limit / n)
-
-    Parameters
-    ----------
-    z_max : float, default=2.5
-        Number of standard deviations above which a norm is a spike, > 0.
-    decay : float, default=0.97
-        Weight of the past in the moving averages, in (0, 1); 0.97 remembers some 33 steps.
-    action : {"max", "reciprocal", "mean"}, default="max"
-        What a spike is clipped to: ``mean + z_max * std``, ``mean + z_max^2 / z * std`` (the
-        larger the spike, the lower), or ``mean``. With the last two and clipped feedback, norms
-        that have risen for good hardly lift the limit.
-    feedback : {"clipped", "raw", "none"}, default="clipped"
-        What the statistics learn from a spike: its limit, its norm, or nothing. With "raw" a
-        burst of spikes pulls the limit up within a few steps.
-    factor : float, default=1.0
-        Multiplies the limit of the action "reciprocal", > 0.
-    estimator : {"zclip", "drytorch", "smartclip"}, default="zclip"
-        How to update mean and variance: as in the paper's code, or as in the package drytorch or
-        smartclip (see `fedclip.rules.zscore`).
-    std_eps : float, default=0.0
-        Added to the standard deviation in the z-score, >= 0, in the units of the gradient.
-    min_std : float, default=0.1
-        Least standard deviation, as a multiple of the mean, >= 0: norms that hardly vary can still
-        grow.
 
     Notes
     -----
@@ -95,34 +82,36 @@ class ZScoreClip(SharedClipper):
     }
     apart: ClassVar[tuple[str, ...]] = ("action",)
 
-    def __init__(
-        self,
-        z_max: float = 2.5,
-        *,
-        decay: float = 0.97,
-        action: str = "max",
-        feedback: str = "clipped",
-        factor: float = 1.0,
-        estimator: str = "zclip",
-        std_eps: float = 0.0,
-        min_std: float = 0.1,
-        **common: Unpack[Remembering],
-    ) -> None:
-        self.z_max = parameters.positive(z_max=z_max)
-        self.decay = parameters.unit_interval(decay=decay)
-        self.action = parameters.choice(("reciprocal", "max", "mean"), action=action)
-        self.feedback = parameters.choice(("clipped", "raw", "none"), feedback=feedback)
-        self.factor = parameters.positive(factor=factor)
-        self.estimator = parameters.choice(("zclip", "drytorch", "smartclip"), estimator=estimator)
-        self.std_eps = parameters.non_negative(std_eps=std_eps)
-        self.min_std = parameters.non_negative(min_std=min_std)
-        if self.factor != 1.0 and self.action != "reciprocal":
-            raise ValueError(
-                f"factor goes with action='reciprocal' only, got factor={factor!r} "
-                f"with action={action!r}"
-            )
-        super().__init__(**common)
+    z_max: float = parameter(positive, default=2.5, kw_only=False)
+    """Number of standard deviations above which a norm is a spike, > 0."""
+    decay: float = parameter(unit_interval, default=0.97)
+    """Weight of the past in the moving averages, in (0, 1); 0.97 remembers some 33 steps."""
+    action: str = parameter(choice, ("reciprocal", "max", "mean"), default="max")
+    """What a spike is clipped to: ``mean + z_max * std``, ``mean + z_max^2 / z * std`` (the
+    larger the spike, the lower), or ``mean``. With the last two and clipped feedback, norms
+    that have risen for good hardly lift the limit."""
+    feedback: str = parameter(choice, ("clipped", "raw", "none"), default="clipped")
+    """What the statistics learn from a spike: its limit, its norm, or nothing. With "raw" a
+    burst of spikes pulls the limit up within a few steps."""
+    factor: float = parameter(positive, default=1.0)
+    """Multiplies the limit of the action "reciprocal", > 0."""
+    estimator: str = parameter(choice, ("zclip", "drytorch", "smartclip"), default="zclip")
+    """How to update mean and variance: as in the paper's code, or as in the package drytorch or
+    smartclip (see `fedclip.rules.moments`)."""
+    std_eps: float = parameter(non_negative, default=0.0)
+    """Added to the standard deviation in the z-score, >= 0, in the units of the gradient."""
+    min_std: float = parameter(non_negative, default=0.1)
+    """Least standard deviation, as a multiple of the mean, >= 0: norms that hardly vary can
+    still grow."""
 
     def build(self) -> Transform:
-        parameters.raw_if_current(self.include_current, self.feedback)
-        return self._clipping(ZScore)
+        if self.factor != 1.0 and self.action != "reciprocal":
+            raise ValueError(
+                f"factor goes with action='reciprocal' only, got factor={self.factor!r} "
+                f"with action={self.action!r}"
+            )
+        raw_if_current(self.include_current, self.feedback)
+        estimators: Any = {"zclip": ZClip, "drytorch": Drytorch, "smartclip": Smartclip}
+        rule = ZScore if self.action == "max" and not self.std_eps else Reciprocal
+        moments = estimators[self.estimator](self.decay, self.warmup)
+        return self.with_rule(rule, moments=moments)
