@@ -17,34 +17,16 @@ except ImportError as error:
 
 import numpy as np
 
-from fedclip.adapters.shared import (
-    ClipState,
-    Spec,
-    check_compilable,
-    check_state,
-    clipper_of,
-    groups_of,
-    kind_of,
-    load,
-    of_state,
-    start,
-    transform_of,
-    unique,
-)
+from fedclip.adapters import compiled
+from fedclip.adapters.clippers import Spec, clipper_of, unique
+from fedclip.adapters.compiled import ClipState, groups_of
 from fedclip.arrays import Array
 from fedclip.arrays.jax import JaxBackend
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
 from fedclip.dpsgd.step import private_mean
 from fedclip.modules import AGC, Clipper
 from fedclip.scopes import Groups, resolve
-from fedclip.transforms import (
-    Carried,
-    NormClipping,
-    SliceClipping,
-    Transform,
-    carried,
-    clip_on_device,
-)
+from fedclip.transforms import Carried, NormClipping, SliceClipping, Transform, clip_on_device
 
 __all__ = ["ClipState", "as_optax", "load_state", "private_gradients", "stats"]
 
@@ -108,17 +90,15 @@ def as_optax(
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     backend = JaxBackend(axes)
     clipper = clipper_of(clipper)
-    check_compilable(clipper)
+    compiled.check_compilable(clipper)
 
     @_promoting
     def init(params: optax.Params) -> ClipState:
         leaves = _parameters(clipper, params)
         groups = groups_of(clipper, leaves) if leaves else resolve("global", None, [])
-        first = start(clipper, groups)
-        if isinstance(clipper, Clipper) and groups.names:
-            kept = clipper.get_state()["arrays"]
-            first = carried(clipper.transform(groups), leaves, groups, backend, first, kept)
-        elif kind_of(clipper, groups).arrays:
+        shown = {name: _shown(leaves[name]) for name in groups.names}
+        first = compiled.first_state(clipper, groups, shown, backend)
+        if not groups.names and compiled.kind_of(clipper, groups).arrays:
             # optax asks with a placeholder for the parameters, which these arrays are no copy of.
             one_leaf: Any = np.zeros(())
             first = Carried(first, one_leaf)
@@ -147,11 +127,11 @@ def as_optax(
                     f"{clipper.name} learns from past steps: give update the state that init, or "
                     "the last update, returned"
                 )
-        check_state(state, kind_of(clipper, groups), clipper.name)
+        compiled.check_state(state, compiled.kind_of(clipper, groups), clipper.name)
         weights = _by_name(params) if isinstance(clipper, AGC) and params is not None else None
-        transform = transform_of(clipper, groups, weights, backend)
+        transform = compiled.transform_of(clipper, groups, weights, backend)
         if max_norm is not None:
-            transform = _limited(transform, clipper, jnp.maximum(max_norm, 0.0))
+            transform = _limited(transform, clipper, jnp.maximum(backend.asarray(max_norm), 0.0))
         whole = isinstance(transform, NormClipping) and transform.ord == 2
         if axes and not whole:
             raise NotImplementedError(
@@ -166,18 +146,9 @@ def as_optax(
             state.statistics,
             clipper.on_nonfinite,
         )
-        # A scan carries one dtype: the one of `init`.
-        after = ClipState(
-            step.state,
-            backend.cast(step.norms, "float64"),
-            backend.cast(step.limits, "float64"),
-            step.clipped,
-            state.steps + 1,
-            state.clipped + jnp.any(step.clipped).astype(jnp.int32),
-            state.nonfinite + (~step.finite).astype(jnp.int32),
-        )
         news = iter([_like(leaf, clipped[name]) for name, leaf in leaves.items()])
-        return jax.tree.map(lambda u: u if _is_float0(u) else next(news), updates), after
+        outputs = jax.tree.map(lambda u: u if _is_float0(u) else next(news), updates)
+        return outputs, compiled.after(state, step)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -258,7 +229,7 @@ def stats(
     >>> stats(clipper, state, params)["norm"]
     5.0
     """
-    return of_state(*_labelled(clipper, state, params), prefix)
+    return compiled.of_state(*_labelled(clipper, state, params), prefix)
 
 
 def load_state(clipper: Clipper | AGC, state: Any, params: optax.Params) -> None:
@@ -273,8 +244,7 @@ def load_state(clipper: Clipper | AGC, state: Any, params: optax.Params) -> None
         As `stats`.
     """
     found, labels = _labelled(clipper, state, params)
-    if not isinstance(clipper, AGC):
-        load(clipper, found.statistics, labels)
+    compiled.load(clipper, found.statistics, labels)
 
 
 def _labelled(
@@ -321,7 +291,7 @@ def _by_name(tree: Any) -> dict[str, Any]:
 
 
 def _array(name: str, leaf: Any) -> Any:
-    # What jax.eval_shape returns has shape and dtype alone, which is all that `init` asks for.
+    # What jax.eval_shape returns has shape and dtype alone; see `_shown`.
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     try:
@@ -331,6 +301,13 @@ def _array(name: str, leaf: Any) -> Any:
             f"{name!r} is no array, but {leaf!r:.80}: give the arrays alone, as "
             "eqx.filter(model, eqx.is_inexact_array) does"
         ) from error
+
+
+def _shown(leaf: Any) -> Any:
+    """Return a leaf; for shape and dtype alone, zeros that take no memory."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    return leaf
 
 
 def private_gradients(

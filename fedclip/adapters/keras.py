@@ -20,11 +20,11 @@ except ImportError as error:
 
 import numpy as np
 
-from fedclip.adapters.shared import Spec, clipper_of, groups_of, start, unique
-from fedclip.adapters.variables import HeldClipper, Operations
+from fedclip.adapters import compiled
+from fedclip.adapters.clippers import Spec, clipper_of, unique
+from fedclip.adapters.variables import HeldClipper, Operations, Told
 from fedclip.arrays import backend_named
 from fedclip.modules import AGC, Clipper
-from fedclip.records import StepRecord
 from fedclip.transforms import clip_on_device
 
 __all__ = ["ClipHistory", "ClippedOptimizer"]
@@ -49,20 +49,17 @@ def _checked(optimizer: Any) -> Any:
             "give each of them a ClippedOptimizer of its own"
         )
     _check_options(stepping)
-    methods = ("_clip_gradients", "_backend_apply_gradients")
     apply = getattr(type(stepping), "apply", None)
-    if apply is not keras.optimizers.Optimizer.apply or not all(
-        hasattr(stepping, m) for m in methods
-    ):
+    hooks = all(hasattr(stepping, m) for m in ("_clip_gradients", "_backend_apply_gradients"))
+    if apply is not keras.optimizers.Optimizer.apply or not hooks:
         raise TypeError(
             f"{type(stepping).__name__} with Keras {keras.__version__} does not step as Keras' "
             "optimizers do, which clip in their method apply: derive it from "
             "keras.optimizers.Optimizer, of Keras 3.4 or newer, and leave apply as it is"
         )
     clipped = next((o for o in outer if isinstance(o, ClippedOptimizer)), None)
-    if getattr(stepping._clip_gradients, "__self__", None) is not getattr(
-        clipped, "_hook", stepping
-    ):
+    owner = getattr(stepping._clip_gradients, "__self__", None)
+    if owner is not getattr(clipped, "_hook", stepping):
         raise ValueError(
             f"{stepping.name!r} is in another ClippedOptimizer already, which would clip too: "
             "make a new optimizer"
@@ -92,12 +89,8 @@ class _Hook:
         self.stepping = stepping
         backend = backend_named(keras.backend.backend())
         self._float = backend.dtype(backend.asarray([0.0]))
-        operations = Operations(
-            self._make,
-            _value,
-            functools.partial(keras.ops.take, axis=-1),
-            keras.ops.cast,
-        )
+        take = functools.partial(keras.ops.take, axis=-1)
+        operations = Operations(self._make, _value, take, keras.ops.cast)
         self.held = HeldClipper(clipper, backend, operations)
         self._names: dict[Any, str] = {}
         # Strategies of TensorFlow run each replica in a thread.
@@ -159,15 +152,16 @@ class _Hook:
         clipper, known = self.held.clipper, [*self._names.values()]
         names = known if len(known) == len(gradients) else map(str, range(len(gradients)))
         named = dict(zip(names, _tensors(gradients), strict=True))
-        groups = groups_of(clipper, named)
-        first = start(clipper, groups, fresh=True)
-        if isinstance(clipper, AGC) or clipper.transform(groups).array_fields or len(first):
+        groups = compiled.groups_of(clipper, named)
+        kind = compiled.kind_of(clipper, groups)
+        if isinstance(clipper, AGC) or kind.arrays or kind.sizes:
             raise RuntimeError(
                 f"{clipper.name} clips in steps, which show it the variables and their past: call "
                 "apply, or apply_gradients"
             )
         backend, policy = backend_named(keras.backend.backend()), clipper.on_nonfinite
         transform = clipper.transform(groups)
+        first = transform.init(groups)
         return [*clip_on_device(transform, named, groups, backend, first, policy)[0].values()]
 
 
@@ -224,7 +218,7 @@ def _none(option: str) -> Any:
 
 
 @keras.saving.register_keras_serializable(package="fedclip")
-class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
+class ClippedOptimizer(Told, keras.optimizers.Optimizer):  # type: ignore[misc]
     """A Keras optimizer that clips where the inner one would, for ``model.compile``.
 
     ::
@@ -280,6 +274,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         # What is loaded before the first step goes into the clipper, and to nobody else.
         self.clipper = copy.deepcopy(clipper_of(clipper))
         self._hook = _Hook(stepping, self.clipper)
+        self.held = self._hook.held
         self.inner_optimizer = inner_optimizer
         self.built = False
 
@@ -335,28 +330,6 @@ class ClippedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         own = len(self._variables)
         super().set_weights(weights[:own])
         self.inner_optimizer.set_weights(weights[own:])
-
-    # -- what the clipper did -----------------------------------------------------------------
-    @property
-    def last(self) -> StepRecord | None:
-        """What the last step did; None before the first."""
-        return self._hook.held.last
-
-    def stats(self, prefix: str = "") -> dict[str, float]:
-        """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
-        return self._hook.held.stats(prefix)
-
-    def state(self) -> dict[str, Any]:
-        """Return the clipper's state, for its ``set_state``, also in a federation."""
-        return self._hook.held.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of such a clipper."""
-        self._hook.held.load_state(state)
-
-    def reset(self) -> None:
-        """Forget all steps of the clipper; the inner optimizer keeps its variables."""
-        self._hook.held.reset()
 
     def get_config(self) -> dict[str, Any]:
         """Return inner optimizer and clipper, as Keras saves them."""

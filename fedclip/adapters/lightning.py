@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from fedclip.adapters.shared import Spec, clipper_of
+from fedclip.adapters.clippers import Spec, clipper_of
 from fedclip.adapters.torch import ClipHandle, attach
 
 __all__ = ["ClipCallback", "LightningClipping"]

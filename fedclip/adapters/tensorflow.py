@@ -15,12 +15,11 @@ except ImportError as error:
         "fedclip.adapters.tensorflow needs TensorFlow: pip install tensorflow"
     ) from error
 
+from fedclip.adapters.clippers import Spec, check_clipper, clipped, clipper_of, unique
 from fedclip.adapters.keras import ClippedOptimizer
-from fedclip.adapters.shared import Spec, check_clipper, clipped, clipper_of, unique
-from fedclip.adapters.variables import HeldClipper, Operations
+from fedclip.adapters.variables import HeldClipper, Operations, Told
 from fedclip.arrays import Array, backend_named
 from fedclip.modules import AGC, Clipper
-from fedclip.records import StepRecord
 
 __all__ = ["ClippedOptimizer", "CompiledClipper", "clip"]
 
@@ -57,24 +56,25 @@ def clip(
     check_clipper(clipper)
     pairs = list(grads_and_vars)
     if not tf.executing_eagerly():
-        return CompiledClipper.of(clipper)(pairs)
-    names = _names([v for _, v in pairs])
-    present = {n: g for n, (g, _) in zip(names, pairs, strict=True) if g is not None}
+        made: list[tuple[Array, Any]] = CompiledClipper.of(clipper)(pairs)
+        return made
+    present, variables = _by_name(pairs)
     if not present:
         return pairs
-    variables = dict(zip(names, (v for _, v in pairs), strict=True))
     outputs = clipped(
         clipper, present, lambda: {n: tf.convert_to_tensor(v) for n, v in variables.items()}
     )
     return [(outputs.get(n), v) for n, v in variables.items()]
 
 
-def _names(variables: Sequence[Any]) -> list[str]:
-    """Return a name for each variable, all different: Keras' path, or TensorFlow's name."""
-    return unique(getattr(v, "path", None) or v.name.removesuffix(":0") for v in variables)
+def _by_name(pairs: Sequence[tuple[Array, Any]]) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return what gradients there are, and all variables, by Keras' path or TensorFlow's name."""
+    names = unique(getattr(v, "path", None) or v.name.removesuffix(":0") for _, v in pairs)
+    gradients = {n: g for n, (g, _) in zip(names, pairs, strict=True) if g is not None}
+    return gradients, {n: v for n, (_, v) in zip(names, pairs, strict=True)}
 
 
-class CompiledClipper(tf.Module):  # type: ignore[misc]
+class CompiledClipper(Told, tf.Module):  # type: ignore[misc]
     """A clipper whose statistics are TensorFlow variables, for use in a ``tf.function``.
 
     It is a `tf.Module`, so ``tf.train.Checkpoint`` saves and restores it.
@@ -91,7 +91,7 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
         self.clipper = clipper
         take = functools.partial(tf.gather, axis=-1)
         operations = Operations(self._make, tf.convert_to_tensor, take, tf.cast)
-        self._held = HeldClipper(clipper, backend_named("tensorflow"), operations)
+        self.held = HeldClipper(clipper, backend_named("tensorflow"), operations)
         # The module tracks the variables here.
         self._variables: list[Any] = []
 
@@ -102,15 +102,15 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
             _compiled[clipper] = cls(clipper)
         return _compiled[clipper]
 
+    # What AutoGraph would rewrite branches on no tensor.
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, grads_and_vars: Iterable[tuple[Array, Any]]) -> list[tuple[Array, Any]]:
         """Clip (gradient, variable) pairs, and update the statistics."""
         pairs = list(grads_and_vars)
-        names = _names([v for _, v in pairs])
-        present = {n: pair for n, pair in zip(names, pairs, strict=True) if pair[0] is not None}
+        present, variables = _by_name(pairs)
         if not present:
             return pairs
-        gradients = {name: g for name, (g, _) in present.items()}
-        weights = {name: v for name, (_, v) in present.items()}
+        weights = {name: variables[name] for name in present}
         if not self._variables:
             # Leave the function that is being traced: variables are made once.
             with tf.init_scope():
@@ -119,31 +119,10 @@ class CompiledClipper(tf.Module):  # type: ignore[misc]
                         f"{self.clipper.name} can not clip in the graph of a TensorFlow 1 session: "
                         "write the step as a tf.function, in a program that runs eagerly"
                     )
-                self._held.build(weights)
-            self._variables = self._held.variables
-        outputs = self._held.clip(gradients, weights)
-        return [(outputs.get(n), v) for n, (_, v) in zip(names, pairs, strict=True)]
-
-    @property
-    def last(self) -> StepRecord | None:
-        """What the last step did; None before the first."""
-        return self._held.last
-
-    def stats(self, prefix: str = "") -> dict[str, float]:
-        """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
-        return self._held.stats(prefix)
-
-    def state(self) -> dict[str, Any]:
-        """Return the clipper's state, for its ``set_state``, also in a federation."""
-        return self._held.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of such a clipper."""
-        self._held.load_state(state)
-
-    def reset(self) -> None:
-        """Forget all steps."""
-        self._held.reset()
+                self.held.build(weights)
+            self._variables = self.held.variables
+        outputs = self.held.clip(present, weights)
+        return [(outputs.get(n), v) for n, v in variables.items()]
 
     @staticmethod
     def _make(values: Any, name: str) -> Any:

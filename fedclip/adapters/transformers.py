@@ -18,7 +18,7 @@ except ImportError as error:
     ) from error
 
 from fedclip import states
-from fedclip.adapters.shared import Spec, clipper_of, hold, release
+from fedclip.adapters.clippers import Spec, clipper_of, hold, release
 from fedclip.adapters.torch import load_state
 from fedclip.adapters.torch.clip import clip_named
 from fedclip.adapters.torch.names import check_sharding, named

@@ -9,34 +9,58 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedclip import states
-from fedclip.adapters.shared import (
-    check_compilable,
-    counted,
-    groups_of,
-    kept,
-    reset,
-    start,
-    transform_of,
-)
-from fedclip.arrays import Array, Backend
+from fedclip.adapters import compiled
+from fedclip.adapters.clippers import reset
+from fedclip.arrays import NUMPY, Array, Backend
 from fedclip.modules import AGC, Clipper
 from fedclip.records import StepRecord
 from fedclip.transforms import Carried, clip_on_device
 
-__all__ = ["HeldClipper", "Operations"]
+__all__ = ["HeldClipper", "Operations", "Told"]
 
 
 class Operations(NamedTuple):
-    """What a framework can do with its variables, which have ``assign`` and ``numpy``."""
+    """What a framework can do with its variables, which have ``assign`` and ``numpy``.
+
+    ::
+
+        make(values, name)      a variable
+        read(variable)          its value, as an array
+        take(array, places)     the array at these places of its last axis
+        cast(array, dtype)      the array in another dtype
+    """
 
     make: Callable[[np.ndarray[Any, Any], str], Any]
-    """``make(values, name)``: a variable."""
     read: Callable[[Any], Array]
-    """``read(variable)``: its value, as an array."""
     take: Callable[[Array, Sequence[int]], Array]
-    """``take(array, places)``: the array at these places of its last axis."""
     cast: Callable[[Array, Any], Array]
-    """``cast(array, dtype)``."""
+
+
+class Told:
+    """What `held` knows, as verbs of what steps with it."""
+
+    held: HeldClipper
+
+    @property
+    def last(self) -> StepRecord | None:
+        """What the last step did; None before the first."""
+        return self.held.last
+
+    def stats(self, prefix: str = "") -> dict[str, float]:
+        """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
+        return self.held.stats(prefix)
+
+    def state(self) -> dict[str, Any]:
+        """Return the clipper's state, for its ``set_state``, also in a federation."""
+        return self.held.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of such a clipper."""
+        self.held.load_state(state)
+
+    def reset(self) -> None:
+        """Forget all steps of the clipper."""
+        self.held.reset()
 
 
 class HeldClipper:
@@ -47,13 +71,12 @@ class HeldClipper:
     """
 
     def __init__(self, clipper: Clipper | AGC, backend: Backend, operations: Operations) -> None:
-        check_compilable(clipper)
+        compiled.check_compilable(clipper)
         self.clipper, self._backend, self._ops = clipper, backend, operations
         self.labels: tuple[str, ...] = ()
+        # Counts of steps, clipped and nonfinite ones; norms, limits and which were clipped, of the
+        # last step; the fields of the state; and the arrays that are kept for tensors.
         self.variables: list[Any] = []
-        """Counts of steps, clipped and nonfinite ones; norms, limits and which were clipped, of
-        the last step; the fields of the state; and the arrays that the clipper keeps for
-        tensors. None before `build`."""
         self._kept: dict[tuple[str, str], Any] = {}
         self._columns = 0
         self._groups: Any = None
@@ -64,8 +87,12 @@ class HeldClipper:
         """Make the variables, once, for the gradients of these weights."""
         if self.variables:
             return
-        self._groups, self._names = groups_of(self.clipper, weights), frozenset(weights)
-        first = start(self.clipper, self._groups)
+        self._groups, self._names = compiled.groups_of(self.clipper, weights), frozenset(weights)
+        # Not the values: Keras may fill its variables later, as ``fit`` builds a model.
+        shaped = {n: np.zeros(tuple(w.shape), _wide(w)) for n, w in weights.items()}
+        first, arrays = compiled.parts(
+            compiled.first_state(self.clipper, self._groups, shaped, NUMPY)
+        )
         self.labels, self._type = self._groups.labels, type(first)
         values = {
             "counts": np.zeros(3, np.int64),
@@ -73,10 +100,7 @@ class HeldClipper:
             **{field: np.atleast_1d(column) for field, column in first._asdict().items()},
         }
         self.variables = [self._ops.make(column, name) for name, column in values.items()]
-        # Not the values: Keras may fill its variables later, as ``fit`` builds a model.
-        shaped = {n: np.zeros(tuple(w.shape), _wide(w)) for n, w in weights.items()}
-        arrays = kept(self.clipper, self._groups, shaped)
-        for name, fields in arrays.items():
+        for name, fields in states.fetched(arrays).items():
             for field, value in fields.items():
                 self._kept[name, field] = self._ops.make(value, f"{name}/{field}")
         self._columns = len(self.variables)
@@ -87,7 +111,7 @@ class HeldClipper:
     ) -> Mapping[str, Array]:
         """Return the clipped gradients, by name, and learn from them."""
         xp, ops, labels = self._backend, self._ops, self.labels
-        groups = groups_of(self.clipper, weights)
+        groups = compiled.groups_of(self.clipper, weights)
         if not groups.names:
             return gradients
         if self._names.isdisjoint(weights):
@@ -109,28 +133,18 @@ class HeldClipper:
         if isinstance(self.clipper, AGC):
             weights = {name: ops.read(weight) for name, weight in weights.items()}
         if self._kept:
-            arrays: states.Statistics = {name: {} for name in groups.names}
-            for (name, field), variable in self._kept.items():
-                if name in arrays:
-                    arrays[name][field] = ops.read(variable)
-            state = Carried(state, arrays)
-        transform = transform_of(self.clipper, groups, weights, xp)
+            own = {k: ops.read(v) for k, v in self._kept.items() if k[0] in groups.names}
+            state = Carried(state, _by_tensor(own))
+        transform = compiled.transform_of(self.clipper, groups, weights, xp)
         policy = self.clipper.on_nonfinite
         clipped, step = clip_on_device(transform, gradients, groups, xp, state, policy)
         over = xp.where(step.clipped, 1.0, 0.0)
-        learnt = step.state
-        if isinstance(learnt, Carried):
-            for name, fields in learnt.arrays.items():
-                for field, value in fields.items():
-                    variable = self._kept[name, field]
-                    variable.assign(ops.cast(value, variable.dtype))
-            learnt = learnt.groups
-        rows, most = [step.norms, step.limits, over], xp.max(over)
-        if len(groups) == 1:
-            # Some frameworks have numbers of shape () here.
-            rows = [xp.of_group(row, 0) for row in rows]
-            most = rows[2]
-        after = [xp.reshape(xp.stack(rows), (len(rows), len(groups))), *learnt]
+        learnt, arrays = compiled.parts(step.state)
+        for name, fields in arrays.items():
+            for field, value in fields.items():
+                variable = self._kept[name, field]
+                variable.assign(ops.cast(value, variable.dtype))
+        after = [xp.stack([step.norms, step.limits, over]), *learnt]
         if not whole:
             # A group without a gradient keeps what it has.
             present = xp.asarray([float(label in groups.labels) for label in labels]) > 0
@@ -140,7 +154,7 @@ class HeldClipper:
         for column, value in zip(columns, after, strict=True):
             column.assign(value)
         bad = xp.where(step.finite, 0.0, 1.0)
-        happened = xp.stack([xp.full_like(bad, 1.0), most, bad])
+        happened = xp.stack([xp.asarray(1.0, like=bad), xp.max(over), bad])
         counts.assign_add(ops.cast(happened, counts.dtype))
         return clipped
 
@@ -155,7 +169,7 @@ class HeldClipper:
     def stats(self, prefix: str = "") -> dict[str, float]:
         """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
         found = {} if self.last is None else self.last.as_dict(prefix)
-        return found | counted(self._counts(), f"{prefix}round/")
+        return found | compiled.counted(self._counts(), f"{prefix}round/")
 
     def state(self) -> dict[str, Any]:
         """Return what the clipper's own ``get_state`` would return; nothing for `agc`."""
@@ -165,9 +179,7 @@ class HeldClipper:
         if self.variables:
             held = self._type(*self._numbers()[2:])
             state["groups"] = states.dump(held, self.labels)
-            state["arrays"] = {name: {} for name, _ in self._kept}
-            for (name, field), variable in self._kept.items():
-                state["arrays"][name][field] = np.array(variable.numpy())
+            state["arrays"] = _by_tensor({k: np.array(v.numpy()) for k, v in self._kept.items()})
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -182,12 +194,12 @@ class HeldClipper:
             return
         self.clipper.set_state(state)
         if self.variables:
-            self._restart(start(self.clipper, self._groups), state["arrays"])
+            self._restart(compiled.first_numbers(self.clipper, self._groups), state["arrays"])
 
     def reset(self) -> None:
         """Forget all steps, and the state that was loaded."""
         if self.variables:
-            self._restart(start(self.clipper, self._groups, fresh=True), {})
+            self._restart(compiled.first_numbers(self.clipper, self._groups, fresh=True), {})
         else:
             # Before the first step, a state that was loaded is the clipper's own.
             reset(self.clipper)
@@ -207,6 +219,13 @@ class HeldClipper:
 
     def _counts(self) -> list[int]:
         return [*map(int, self._numbers()[0])] if self.variables else [0, 0, 0]
+
+
+def _by_tensor(kept: Mapping[tuple[str, str], Any]) -> states.Statistics:
+    found: states.Statistics = {}
+    for (name, field), value in kept.items():
+        found.setdefault(name, {})[field] = value
+    return found
 
 
 def _few(names: Iterable[str]) -> str:

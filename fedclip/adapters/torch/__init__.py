@@ -6,19 +6,24 @@ gradients), after ``scaler.unscale_(optimizer)`` under AMP, and before ``optimiz
 `attach` clips at the right moment by itself.
 """
 
+from typing import TYPE_CHECKING
+
 try:
     import torch as torch
 except ImportError as error:
     raise ImportError("fedclip.adapters.torch needs PyTorch: pip install torch") from error
 
-from fedclip.adapters.shared import reset, stats
+from fedclip.adapters.clippers import reset, stats
 from fedclip.adapters.torch.clip import clip_, clip_grad_norm_
 from fedclip.adapters.torch.handle import ClipHandle, attach, handles
 from fedclip.adapters.torch.names import Parameters
-from fedclip.adapters.torch.private import private_gradients
 from fedclip.adapters.torch.pure import PureClipping
 from fedclip.adapters.torch.statistics import load_state, state
 from fedclip.adapters.torch.update import UpdateHandle, attach_update
+from fedclip.errors import imported_when_used
+
+if TYPE_CHECKING:
+    from fedclip.adapters.torch.private import private_gradients
 
 __all__ = [
     "ClipHandle",
@@ -36,3 +41,7 @@ __all__ = [
     "state",
     "stats",
 ]
+
+# DP-SGD, which most loops have no use for.
+if not TYPE_CHECKING:
+    __getattr__ = imported_when_used(__name__, {"private_gradients": "private"})

@@ -7,9 +7,8 @@ Views of one flat buffer, as DistributedDataParallel makes them, lie side by sid
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from operator import add, attrgetter, itemgetter, le
+from itertools import pairwise
 
-import numpy as np
 import torch
 
 __all__ = ["are_apart", "part"]
@@ -17,61 +16,40 @@ __all__ = ["are_apart", "part"]
 
 def are_apart(gradients: Collection[torch.Tensor]) -> bool:
     """Return whether no two are one or may share memory, and no element is there twice."""
-    if len({*map(id, gradients)}) < len(gradients):
-        return False
-    dense: Collection[torch.Tensor] = gradients
-    try:
-        addresses = [*map(torch.Tensor.data_ptr, dense)]
-    except RuntimeError:
-        dense = [*filter(_address, gradients)]
-        addresses = [*map(_address, dense)]
-    # Without a Python loop where all are contiguous: a model has hundreds of gradients.
-    sizes = map(attrgetter("nbytes"), dense)
-    if not all(map(torch.Tensor.is_contiguous, dense)):
-        if any(map(_folds, dense)):
-            return False
-        sizes = map(_reach, dense)
     # Meta tensors, DTensors and empty ones are at 0.
-    spans = sorted(filter(itemgetter(0), zip(addresses, sizes, strict=True)))
-    starts = [*map(itemgetter(0), spans)]
-    ends = map(add, starts, map(itemgetter(1), spans))
-    return all(map(le, ends, starts[1:]))
+    spans = sorted(span for span in map(_span, gradients) if span[0])
+    return (
+        len({*map(id, gradients)}) == len(gradients)
+        and all(start + size <= after for (start, size), (after, _) in pairwise(spans))
+        and not any(map(_folds, gradients))
+    )
 
 
 def part(parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
-    """Give a gradient of its own to each parameter that shares memory with one before it."""
-    known: set[int] = set()
-    spans, again = [], []
-    for name, gradient in gradients.items():
-        if id(gradient) in known or _folds(gradient):
-            again.append(name)
-        elif address := _address(gradient):
-            spans.append((address, _reach(gradient), name))
-        known.add(id(gradient))
-    begin, taken = 0, np.zeros(0, bool)
-    for start, size, name in sorted(spans):
-        if start >= begin + taken.size:
-            begin, taken = start, np.zeros(0, bool)
-        taken = np.append(taken, np.zeros(max(0, start + size - begin - taken.size), bool))
-        gradient = gradients[name]
-        item = gradient.itemsize
-        steps = (*(item * step for step in gradient.stride()), 1)
-        own = np.lib.stride_tricks.as_strided(
-            taken[start - begin :], (*gradient.shape, item), steps
-        )
-        if own.any():
-            again.append(name)
-        own[...] = True
-    for name in again:
-        parameters[name].grad = gradients[name] = gradients[name].clone()
+    """Give a gradient of its own to each parameter that may share memory with another one."""
+    end, seen = 0, set()
+    for name, gradient in sorted(gradients.items(), key=lambda item: _span(item[1])):
+        start, size = _span(gradient)
+        if id(gradient) in seen or _folds(gradient) or 0 < start < end:
+            parameters[name].grad = gradients[name] = gradient.clone()
+        else:
+            end = max(end, start + size)
+        seen.add(id(gradient))
 
 
-def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor begins; 0 for a sparse one, or on a device that shows no address."""
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor begins, and its bytes up to the end of its last element.
+
+    It begins at 0 if it is sparse, or on a device that shows no address.
+    """
     try:
-        return tensor.data_ptr()
+        start = tensor.data_ptr()
     except RuntimeError:
-        return 0
+        return 0, 0
+    if tensor.is_contiguous():
+        return start, tensor.nbytes
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return start, (1 + sum((number - 1) * step for step, number in pairs)) * tensor.itemsize
 
 
 def _folds(tensor: torch.Tensor) -> bool:
@@ -84,9 +62,3 @@ def _folds(tensor: torch.Tensor) -> bool:
             return True
         reach += (number - 1) * step
     return False
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Return the number of bytes from the first element to the end of the last."""
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    return (1 + sum((number - 1) * step for step, number in pairs)) * tensor.itemsize

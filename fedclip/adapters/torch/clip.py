@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_ as _torchs_own
 
-from fedclip.adapters.shared import check_clipper, check_free, clipped
+from fedclip.adapters.clippers import check_clipper, check_free, clipped
 from fedclip.adapters.torch.apart import are_apart, part
 from fedclip.adapters.torch.names import Parameters, check_remembered, check_sharding, named
+from fedclip.adapters.torch.steps import uncompiled
 from fedclip.arrays.torch import TorchInPlace
 from fedclip.modules import AGC, Clipper, NormClip
 from fedclip.records import StepRecord
@@ -66,31 +66,25 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord 
     """
     fixed = isinstance(clipper, int | float)
     clipper = _fixed(clipper, 2.0, False) if fixed else check_clipper(clipper)
+    return clip_named(_checked(parameters, clipper), clipper, given=True)
+
+
+def _checked(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Tensor]:
     found = named(parameters, clipper)
     check_free(clipper)
     check_sharding(found.values())
-    return clip_named(found, clipper, given=True)
+    return found
 
 
+# The clipper measures through NumPy, and counts in Python.
+@uncompiled
 def clip_named(
-    parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC, *, given: bool = False
+    parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC, given: bool = False
 ) -> StepRecord | None:
     """Clip the gradients of parameters that have been checked, each under one name.
 
-    They may be others at each call if they are `given` by the user. It stays outside of what
-    ``torch.compile`` compiles: the clipper measures through NumPy, and counts in Python.
+    They may be others at each call if they are `given` by the user.
     """
-    if torch.compiler.is_compiling():
-        # The decorator would import the compiler with this module.
-        disable: Any = torch.compiler.disable
-        found: StepRecord | None = disable(_clip_named)(parameters, clipper, given)
-        return found
-    return _clip_named(parameters, clipper, given)
-
-
-def _clip_named(
-    parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC, given: bool
-) -> StepRecord | None:
     if given:
         check_remembered(parameters, clipper)
     gradients = {name: g for name, p in parameters.items() if (g := p.grad) is not None}
@@ -190,24 +184,20 @@ def clip_grad_norm_(
         parameters = [*parameters]
         if not parameters:
             return _torchs_own((p for p in parameters), 1.0)
-    found = named(parameters, clipper)
-    check_free(clipper)
-    check_sharding(found.values())
+    found = _checked(parameters, clipper)
     record = clip_named(found, clipper, given=True)
     if record is None:
         return torch.zeros(())
-    # Not all gradients: to ask each parameter for its own takes as long as measuring it.
-    first = next(g for p in found.values() if (g := p.grad) is not None)
-    dtype = torch.promote_types(first.dtype, torch.float32)
-    norms = record.norms
-    if not isinstance(norms, torch.Tensor):
+    gradients = [g for p in found.values() if (g := p.grad) is not None]
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    if not isinstance(record.norms, torch.Tensor):
         return torch.scalar_tensor(float(record), dtype=dtype)
-    norm: torch.Tensor = torch.linalg.vector_norm(norms).to(dtype)
-    if not _are_sharded(found.values()):
+    norm: torch.Tensor = torch.linalg.vector_norm(record.norms).to(dtype)
+    if not _are_sharded(gradients):
         return norm
     from fedclip.arrays.sharded import replicated
 
-    return replicated(norm, [g for p in found.values() if (g := p.grad) is not None])
+    return replicated(norm, gradients)
 
 
 # Typed, as True is equal to 1.

@@ -13,25 +13,24 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from itertools import chain, count
 from operator import is_
 from typing import Any, Self, TypeVar
 
 import torch
 
-from fedclip.adapters.shared import Spec, clipper_of, hold, holder_of, release, reset, stats
+from fedclip.adapters.clippers import Spec, clipper_of, hold, holder_of, release, reset, stats
 from fedclip.adapters.torch.clip import clip_named
 from fedclip.adapters.torch.names import Parameters, check_sharding, named
-from fedclip.adapters.torch.running import Steps, is_within
+from fedclip.adapters.torch.optimizers import called, check_step, held, is_hooked, levels_of
+from fedclip.adapters.torch.saving import Saving, is_in
 from fedclip.adapters.torch.statistics import load_state, state
+from fedclip.adapters.torch.steps import Steps, is_within, uncompiled
 from fedclip.adapters.torch.watch import Watch, forget
 from fedclip.errors import FedclipWarning
-from fedclip.modules import AGC, Clipper
 from fedclip.records import StepRecord
 
 __all__ = ["ClipHandle", "attach", "handles"]
@@ -59,13 +58,12 @@ class ClipHandle:
         self._parameters: dict[str, torch.Tensor] = {}
         self._held: list[torch.Tensor] = []
         self._resolve(optimizer)
-        _check_step(optimizer)
-        hold(self.clipper, optimizer, f"attached to {_called(optimizer)}")
+        check_step(optimizer)
+        hold(self.clipper, optimizer, f"attached to {called(optimizer)}")
         self._others = _ATTACHED.get(optimizer) or _Attached(optimizer)
-        keys = {handle._key for handle in self._others.handles}
-        first = f"fedclip:{self.clipper.name}"
-        numbered = (f"{first}#{n}" for n in count(1))
-        self._key: str = next(key for key in chain([first], numbered) if key not in keys)
+        first, taken = f"fedclip:{self.clipper.name}", {h._key for h in self._others.handles}
+        numbered = chain([first], (f"{first}#{n}" for n in count(1)))
+        self._key: str = next(key for key in numbered if key not in taken)
         self._others.handles.append(self)
 
     def remove(self) -> None:
@@ -124,14 +122,14 @@ class ClipHandle:
 
     def _resolve(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Return the parameters that the optimizer holds now, by name."""
-        held = _held(optimizer)
-        if len(held) == len(self._held) and all(map(is_, held, self._held)):
+        now = held(optimizer)
+        if len(now) == len(self._held) and all(map(is_, now, self._held)):
             return self._parameters
-        known = _named_by(optimizer, self.clipper) if self._source is None else self._source
-        if isinstance(known, torch.nn.Module):
-            known = named(known, self.clipper)
-        nameless = {id(p): p for p in held}
-        chosen = {n: p for n, p in known.items() if nameless.pop(id(p), None) is not None}
+        source = _with_names(optimizer) if self._source is None else self._source
+        if not isinstance(source, Mapping):
+            source = named(source, self.clipper)
+        nameless = {id(p): p for p in now}
+        chosen = {n: p for n, p in source.items() if nameless.pop(id(p), None) is not None}
         if not chosen:
             raise ValueError("none of the named parameters is in the optimizer")
         if nameless:
@@ -141,8 +139,8 @@ class ClipHandle:
                 f"{shapes}), which would not be clipped: give attach the model that has them, or "
                 "names for all, and put those to leave alone into the clipper's exclude"
             )
-        check_sharding(held)
-        self._held, self._parameters = held, chosen
+        check_sharding(now)
+        self._held, self._parameters = now, chosen
         return chosen
 
     # What is done in a step: at its begin, with each new gradient, and at its end.
@@ -180,22 +178,20 @@ class _Attached:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.handles: list[ClipHandle] = []
         self.optimizer = weakref.ref(optimizer)
-        self.called = _called(optimizer)
+        self.called = called(optimizer)
         self.clips = 0
         self._clips_before = 0
         self._watching = True
         self._steps = Steps()
-        self._loaded = False
-        self._offered: dict[str, Any] = {}
-        self._own_ways: list[tuple[weakref.ref[torch.optim.Optimizer], str]] = []
         # A step that was put into the class since has no hooks.
         optimizer._patch_step_function()
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(uncompiled(self._begin)),
+            optimizer.register_step_post_hook(uncompiled(self._end)),
         ]
-        self._save_with(optimizer)
-        self._watch = Watch(optimizer, _held(optimizer))
+        self.saving = Saving(self._states, self._load)
+        self.saving.add(optimizer)
+        self._watch = Watch(optimizer, held(optimizer))
         # Torch leaves hooks out of copies, which would clip nothing, and say nothing.
         copyreg.pickle(type(optimizer), _reduced)
         _ATTACHED[optimizer] = self
@@ -210,48 +206,9 @@ class _Attached:
         if not self.handles:
             for hook in self._hooks:
                 hook.remove()
-            for known, name in self._own_ways:
-                if (own := known()) is not None:
-                    vars(own).pop(name, None)
+            self.saving.end()
             self._watch.end()
             del _ATTACHED[optimizer]
-
-    def be_saved(self, levels: Sequence[Any], handle: ClipHandle) -> None:
-        """Be in the state of each optimizer that holds the next, or warn.
-
-        The state of one may have that of the next in it, as Lookahead's, or not, as SAM's.
-        """
-        if len(levels) == 1 or not handle.state():
-            return
-        for level in reversed(levels[:-1]):
-            if not _saves(level, handle) and _is_hooked(level):
-                self._save_with(level)
-        if _saves(levels[0], handle) is False:
-            warnings.warn(
-                f"the state_dict() of {type(levels[0]).__name__} is without the statistics of "
-                f"{handle.clipper.name}: save handle.state() beside it, and give it to "
-                "handle.load_state()",
-                FedclipWarning,
-                stacklevel=3,
-            )
-
-    def _save_with(self, optimizer: torch.optim.Optimizer) -> None:
-        self._hooks += [
-            optimizer.register_state_dict_post_hook(self._save),
-            optimizer.register_load_state_dict_pre_hook(self._load),
-        ]
-        # A class may save or load without torch's hooks.
-        for name, method in (("state_dict", self._saved), ("load_state_dict", self._loads)):
-            if getattr(type(optimizer), name) is not getattr(torch.optim.Optimizer, name):
-                known = weakref.ref(optimizer)
-                vars(optimizer)[name] = partial(method, known)
-                self._own_ways.append((known, name))
-
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-    ) -> tuple[Any, Any] | None:
-        found: tuple[Any, Any] | None = _uncompiled(self._begin)(optimizer, args, kwargs)
-        return found
 
     def _begin(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
@@ -283,62 +240,28 @@ class _Attached:
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         self.clips += 1
         forget(optimizer)
-        if self._watching and any(p.grad is not None for p in _held(optimizer)):
+        if self._watching and any(p.grad is not None for p in held(optimizer)):
             self._watching = False
             self._watch.end()
         for handle in self.handles:
             handle._clip(optimizer)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        _uncompiled(self._end)()
-
-    def _end(self) -> None:
+    def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._steps.end():
             for handle in self.handles:
                 handle._end()
 
-    def _save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _states(self) -> dict[str, Any]:
         # AGC has no state to save.
-        found = {h._key: saved for h in self.handles if (saved := h.state())}
-        return {**state_dict, **found}
+        return {h._key: saved for h in self.handles if (saved := h.state())}
 
-    def _load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._loaded = True
-        rest = dict(state_dict)
+    def _load(self, states: Mapping[str, Any]) -> None:
         for handle in self.handles:
-            handle.load_state(rest.pop(handle._key, self._offered.get(handle._key)))
-        return rest
-
-    def _saved(self, known: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer = known()
-        found = type(optimizer).state_dict(optimizer, *args, **kwargs)
-        saved = all(_has(found, handle._key) for handle in self.handles)
-        return found if saved else self._save(optimizer, found)
-
-    def _loads(self, known: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        # What is outside may not reach the hooks of what is inside.
-        optimizer, outside, self._loaded = known(), self._offered, False
-        self._offered = {**outside, **state_dict}
-        try:
-            found = type(optimizer).load_state_dict(optimizer, state_dict, *args, **kwargs)
-            if not self._loaded:
-                self._load(optimizer, state_dict)
-        finally:
-            self._offered = outside
-        return found
+            handle.load_state(states.get(handle._key))
 
 
 _ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Attached]
 _ATTACHED = weakref.WeakKeyDictionary()
-
-
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what stays outside of the graph of ``torch.compile``: it looks at its callers."""
-    if torch.compiler.is_compiling():
-        # The decorator would import the compiler with this module.
-        disable: Any = torch.compiler.disable
-        function = disable(function)
-    return function
 
 
 def _reduced(optimizer: torch.optim.Optimizer) -> Any:
@@ -368,10 +291,6 @@ def _handle_of(optimizer: torch.optim.Optimizer, place: int) -> ClipHandle:
     return handles(optimizer)[place]
 
 
-def _called(optimizer: Any) -> str:
-    return f"an optimizer ({type(optimizer).__name__})"
-
-
 def _check_unscaled(optimizer: torch.optim.Optimizer) -> None:
     """Raise an error in a GradScaler's step, whose closure would leave scaled gradients.
 
@@ -389,77 +308,17 @@ def _check_unscaled(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise a TypeError for an optimizer that has no step of its own: LOMO steps in backward."""
-    step = inspect.unwrap(type(optimizer).step)
-    code = getattr(step, "__code__", None)
-    if code is not None and code.co_names == ("NotImplementedError",):
-        raise TypeError(
-            f"{type(optimizer).__name__} has no step() in which a clipper could act: it uses up "
-            "each gradient as it is computed; take its own clipping, or another optimizer"
-        )
-
-
-def _saves(optimizer: Any, handle: ClipHandle) -> bool | None:
-    """Return whether the statistics are in an optimizer's state; None if it can not be seen."""
-    if not hasattr(optimizer, "state_dict"):
-        return None
-    try:
-        return _has(optimizer.state_dict(), handle._key)
-    except (RuntimeError, NotImplementedError):
-        # It can not be saved yet, as ZeRO before it has gathered its parts.
-        return None
-
-
-def _has(saved: Any, key: str) -> bool:
-    nested = isinstance(saved, Mapping)
-    return nested and (key in saved or any(_has(value, key) for value in saved.values()))
-
-
-def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return what takes the steps: wrappers, as Accelerate's or SAM, call one that they hold."""
-    return levels_of(optimizer)[-1]
-
-
-def levels_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return an optimizer, the one that it holds, and so on; the last one takes the steps."""
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"the first argument must be a torch optimizer, got {optimizer!r:.80}")
-    inside = {id(o): o for o in vars(optimizer).values() if isinstance(o, torch.optim.Optimizer)}
-    hooked = _is_hooked(optimizer)
-    own = {*map(id, _held(optimizer))}
-    # One that holds other parameters has a part of them (ZeRO), or copies.
-    for inner in inside.values() if len(inside) == 1 else ():
-        if not hooked or {*map(id, _held(inner))} == own:
-            return [optimizer, *levels_of(inner)]
-    if not hooked:
-        raise TypeError(
-            f"{type(optimizer).__name__} has no hooks of torch.optim.Optimizer: attach to each "
-            "optimizer that it holds"
-        )
-    return [optimizer]
-
-
-def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    return hasattr(optimizer, "_optimizer_state_dict_post_hooks")
-
-
-def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _named_by(optimizer: torch.optim.Optimizer, clipper: Clipper | AGC) -> dict[str, torch.Tensor]:
-    """Return the parameters of an optimizer by the names that it has, or numbered."""
+def _with_names(optimizer: torch.optim.Optimizer) -> Parameters:
+    """Return the parameters of an optimizer, with the names that it was given, if it was."""
     groups = optimizer.param_groups
-    if all("param_names" in group for group in groups):
-        pairs = [p for g in groups for p in zip(g["param_names"], g["params"], strict=True)]
-        return named(pairs, clipper)
-    return named(_held(optimizer), clipper)
+    if not all("param_names" in group for group in groups):
+        return held(optimizer)
+    return [p for g in groups for p in zip(g["param_names"], g["params"], strict=True)]
 
 
 def handles(optimizer: torch.optim.Optimizer) -> list[ClipHandle]:
     """Return the handles of an optimizer, in the order in which they clip; also of a copy."""
-    found = _ATTACHED.get(inner_of(optimizer))
+    found = _ATTACHED.get(levels_of(optimizer)[-1])
     return list(found.handles) if found else []
 
 
@@ -469,11 +328,31 @@ H = TypeVar("H", bound=ClipHandle)
 def attached(
     kind: type[H], optimizer: torch.optim.Optimizer, clipper: Spec, parameters: Parameters | None
 ) -> H:
-    """Return a handle of this kind, whose clipper is saved with the optimizer."""
+    """Return a handle of this kind, whose clipper is saved with the optimizer, or warn."""
     levels = levels_of(optimizer)
     handle = kind(levels[-1], clipper, parameters)
-    _ATTACHED[levels[-1]].be_saved(levels, handle)
+    for level in filter(is_hooked, levels[:-1]):
+        _ATTACHED[levels[-1]].saving.add(level)
+    if len(levels) > 1 and handle.state() and not _saves(levels[0], handle):
+        warnings.warn(
+            f"the state_dict() of {type(levels[0]).__name__} is without the statistics of "
+            f"{handle.clipper.name}: save handle.state() beside it, and give it to "
+            "handle.load_state()",
+            FedclipWarning,
+            stacklevel=3,
+        )
     return handle
+
+
+def _saves(optimizer: Any, handle: ClipHandle) -> bool:
+    """Return whether the statistics are in an optimizer's state, or none can be seen."""
+    if not hasattr(optimizer, "state_dict"):
+        return True
+    try:
+        return is_in(optimizer.state_dict(), [handle._key])
+    except (RuntimeError, NotImplementedError):
+        # It can not be saved yet, as ZeRO before it has gathered its parts.
+        return True
 
 
 def attach(

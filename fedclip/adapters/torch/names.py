@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fedclip.adapters.shared import unique
+from fedclip.adapters.clippers import unique
 from fedclip.modules import AGC, Clipper
 from fedclip.scopes import resolve
 
@@ -65,10 +65,10 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
         else:
             names, tensors = tuple(pair[0] for pair in given), [pair[1] for pair in given]
     if len({*map(id, tensors)}) < len(tensors):
-        first: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, tensor in zip(names, tensors, strict=True):
-            first.setdefault(id(tensor), (name, tensor))
-        names, tensors = tuple(n for n, _ in first.values()), [t for _, t in first.values()]
+        # The last of these pairs stays, which is the first that was given.
+        first = {id(t): (n, t) for n, t in reversed([*zip(names, tensors, strict=True)])}
+        pairs = [first[key] for key in dict.fromkeys(map(id, tensors))]
+        names, tensors = tuple(n for n, _ in pairs), [t for _, t in pairs]
     plain = _plain(names)
     if type(parameters) is dict and plain == names and len(names) == len(parameters):
         return parameters
@@ -84,10 +84,8 @@ def _check_given(parameters: Iterable[Any], given: Sequence[Any]) -> None:
         )
     tensors = bool(given) and isinstance(given[0], torch.Tensor)
     for one in given:
-        fits = (
-            isinstance(one, torch.Tensor) if tensors else isinstance(one, tuple) and len(one) == 2
-        )
-        if not fits:
+        pair = isinstance(one, tuple) and len(one) == 2
+        if not (isinstance(one, torch.Tensor) if tensors else pair):
             raise TypeError(
                 "give a model, model.named_parameters() or model.parameters(); "
                 f"got {type(one).__name__} among {type(parameters).__name__}"
@@ -125,10 +123,9 @@ class _Remembered:
     def __init__(self) -> None:
         self.last: list[int] = []
         self.shapes: dict[str, torch.Size] = {}
+        # How often all parameters of a group were replaced; group and turn of each parameter.
         self.turns: Counter[str] = Counter()
-        """How often all parameters of a group were replaced by others."""
         self.homes: Any = WeakIdKeyDictionary()
-        """The group, and its turn, of each parameter."""
 
 
 _remembered: WeakKeyDictionary[Clipper, _Remembered] = WeakKeyDictionary()
@@ -142,29 +139,29 @@ def check_remembered(parameters: Mapping[str, torch.Tensor], clipper: Clipper | 
     """
     if isinstance(clipper, AGC):
         return
-    known = _remembered.setdefault(clipper, _Remembered())
+    past = _remembered.setdefault(clipper, _Remembered())
     now = [*map(id, parameters.values())]
-    if now == known.last:
+    if now == past.last:
         return
     if clipper.last is None:
         # Nothing has been learnt yet, or it was forgotten.
-        known = _remembered[clipper] = _Remembered()
+        past = _remembered[clipper] = _Remembered()
     groups = clipper.groups({name: tensor.shape for name, tensor in parameters.items()})
     transform = clipper.transform(groups)
     if transform.array_fields:
         groups = resolve("tensor", None, groups.names)
     elif not transform.init(groups)._fields:
-        known.last = now
+        past.last = now
         return
     for label, members in zip(groups.labels, groups.members, strict=True):
         tensors = [parameters[groups.names[i]] for i in members]
-        homes = [home for tensor in tensors if (home := known.homes.get(tensor)) is not None]
+        homes = [home for tensor in tensors if (home := past.homes.get(tensor)) is not None]
         if not homes:
-            known.turns[label] += 1
-        home = label, known.turns[label]
+            past.turns[label] += 1
+        home = label, past.turns[label]
         shape = tensors[0].shape
         if any(one != home for one in homes) or (
-            label in parameters and known.shapes.setdefault(label, shape) != shape
+            label in parameters and past.shapes.setdefault(label, shape) != shape
         ):
             raise ValueError(
                 f"{clipper.name} keeps statistics of {label!r}, which stood for other parameters "
@@ -173,8 +170,8 @@ def check_remembered(parameters: Mapping[str, torch.Tensor], clipper: Clipper | 
                 "own, such as copy.deepcopy(clipper); call clipper.reset() to begin anew"
             )
         for tensor in tensors:
-            known.homes[tensor] = home
-    known.last = now
+            past.homes[tensor] = home
+    past.last = now
 
 
 def check_sharding(parameters: Iterable[torch.Tensor]) -> None:

@@ -8,23 +8,12 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from fedclip.adapters.shared import (
-    ClipState,
-    Kind,
-    Spec,
-    check_compilable,
-    check_state,
-    clipper_of,
-    kind_of,
-    load,
-    of_state,
-    start,
-    transform_of,
-)
+from fedclip.adapters import compiled
+from fedclip.adapters.clippers import Spec, clipper_of
+from fedclip.adapters.compiled import ClipState, Kind
 from fedclip.arrays.torch import TorchBackend, TorchRecorded, recorded
-from fedclip.modules import AGC
 from fedclip.scopes import Groups
-from fedclip.transforms import Carried, carried, clip_on_device
+from fedclip.transforms import clip_on_device
 
 _PLAIN, _RECORDED = TorchBackend(), TorchRecorded()
 
@@ -53,17 +42,15 @@ class PureClipping:
 
     def __init__(self, clipper: Spec) -> None:
         self.clipper = clipper_of(clipper)
-        check_compilable(self.clipper)
+        compiled.check_compilable(self.clipper)
         # torch.compile can look into a table, and not follow the matching of patterns.
-        self._known: dict[tuple[str, ...], tuple[Groups, Kind]] = {}
+        self._kinds: dict[tuple[str, ...], tuple[Groups, Kind]] = {}
 
     def init(self, gradients: Mapping[str, torch.Tensor]) -> ClipState:
         """Return the state before the first step, on the device of the gradients."""
-        groups, _ = self._know(gradients)
-        first, like = start(self.clipper, groups), next(iter(gradients.values()), None)
-        if not isinstance(self.clipper, AGC):
-            kept, transform = self.clipper.get_state()["arrays"], self.clipper.transform(groups)
-            first = carried(transform, gradients, groups, _PLAIN, first, kept)
+        groups, _ = self._looked_up(gradients)
+        first = compiled.first_state(self.clipper, groups, gradients, _PLAIN)
+        like = next(iter(gradients.values()), None)
         norm, limit = (_PLAIN.asarray(np.zeros(len(groups)), like=like) for _ in range(2))
         steps, clipped, nonfinite = (norm.new_zeros((), dtype=torch.int64) for _ in range(3))
         return ClipState(first, norm, limit, norm > 0, steps, clipped, nonfinite)
@@ -75,14 +62,14 @@ class PureClipping:
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[dict[str, torch.Tensor], ClipState]:
         """Return the clipped gradients, by name, and the state after the step."""
-        known = self._known.get(tuple(gradients))
-        if known is None and not torch.compiler.is_compiling():
-            known = self._know(gradients)
+        found = self._kinds.get(tuple(gradients))
+        if found is None and not torch.compiler.is_compiling():
+            found = self._looked_up(gradients)
         # torch.compile can not follow how a first state, and with it its kind, is made.
-        groups, kind = known or (self._groups(gradients), None)
-        check_state(state, kind, self.clipper.name)
+        groups, kind = found or (self._groups(gradients), None)
+        compiled.check_state(state, kind, self.clipper.name)
         backend, clipper = _backend(gradients, state, weights or {}), self.clipper
-        transform = transform_of(clipper, groups, weights, backend)
+        transform = compiled.transform_of(clipper, groups, weights, backend)
         if backend.partial and not transform.runs_on_parts:
             raise NotImplementedError(
                 f"{clipper.name} needs whole arrays, and a DTensor is in parts: use clip_, which "
@@ -91,17 +78,7 @@ class PureClipping:
         clipped, step = clip_on_device(
             transform, gradients, groups, backend, state.statistics, clipper.on_nonfinite
         )
-        over = step.clipped.reshape(state.over.shape)
-        return clipped, ClipState(
-            step.state,
-            # Numbers of a single group have the shape ().
-            step.norms.reshape(state.norm.shape).to(state.norm.dtype),
-            step.limits.reshape(state.limit.shape).to(state.limit.dtype),
-            over,
-            state.steps + 1,
-            state.clipped + over.any(),
-            state.nonfinite + ~step.finite,
-        )
+        return clipped, compiled.after(state, step)
 
     def stats(
         self, state: ClipState, gradients: Mapping[str, torch.Tensor], prefix: str = ""
@@ -110,17 +87,16 @@ class PureClipping:
 
         Of the gradients, only the names count, and for `AGC` the shapes.
         """
-        return of_state(state, self._groups(gradients).labels, prefix)
+        return compiled.of_state(state, self._groups(gradients).labels, prefix)
 
     def load_state(self, state: ClipState, gradients: Mapping[str, torch.Tensor]) -> None:
         """Put the statistics of a state into the clipper, from which `init` then starts."""
-        if not isinstance(self.clipper, AGC):
-            load(self.clipper, state.statistics, self._groups(gradients).labels)
+        compiled.load(self.clipper, state.statistics, self._groups(gradients).labels)
 
-    def _know(self, gradients: Mapping[str, torch.Tensor]) -> tuple[Groups, Kind]:
+    def _looked_up(self, gradients: Mapping[str, torch.Tensor]) -> tuple[Groups, Kind]:
         groups = self._groups(gradients)
-        known = self._known[tuple(gradients)] = groups, kind_of(self.clipper, groups)
-        return known
+        found = self._kinds[tuple(gradients)] = groups, compiled.kind_of(self.clipper, groups)
+        return found
 
     def _groups(self, gradients: Mapping[str, torch.Tensor]) -> Groups:
         # A state knows no names: its groups are in one order, whatever that of the gradients.
@@ -130,9 +106,8 @@ class PureClipping:
 def _backend(
     gradients: Mapping[str, torch.Tensor], state: ClipState, weights: Mapping[str, torch.Tensor]
 ) -> TorchBackend:
-    carries = isinstance(state.statistics, Carried)
-    numbers, kept = state.statistics if carries else (state.statistics, {})
-    past = [value for fields in kept.values() for value in fields.values()]
+    numbers, arrays = compiled.parts(state.statistics)
+    past = [value for fields in arrays.values() for value in fields.values()]
     records = recorded([*gradients.values(), *weights.values(), *numbers, *past])
     if all(type(gradient).__name__ != "DTensor" for gradient in gradients.values()):
         return _RECORDED if records else _PLAIN

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fedclip import states
-from fedclip.adapters.shared import reset
+from fedclip.adapters.clippers import reset
 from fedclip.errors import FedclipWarning
 from fedclip.modules import AGC, Clipper
 

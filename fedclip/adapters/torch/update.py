@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from fedclip.adapters.shared import Spec, clipped
+from fedclip.adapters.clippers import Spec, clipped
 from fedclip.adapters.torch.handle import ClipHandle, attached
 from fedclip.adapters.torch.names import Parameters
 

@@ -1,24 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls are running: seen from the inside, and also after one that has failed."""
+"""Which steps of an optimizer are running: one may call the next, and one may have failed.
+
+Of the callers it asks only which they are. Nothing else tells of a step that has failed: it calls
+no hook at its end, and is not among the callers of later ones.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
+from traceback import walk_stack
 from types import CodeType, FrameType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["Steps", "is_within"]
+__all__ = ["Steps", "is_within", "uncompiled"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _TORCHS_STEP = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 
 
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function, which stays outside of the graphs of ``torch.compile``."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            # Used as a decorator, it would import the compiler with this module.
+            disable: Any = torch.compiler.disable
+            outside: Callable[P, T] = disable(function)
+            return outside(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
 def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return (frame for frame, _ in walk_stack(None))
 
 
 def is_within(code: CodeType) -> bool:
@@ -27,10 +47,7 @@ def is_within(code: CodeType) -> bool:
 
 
 class Steps:
-    """The steps of one optimizer that are running, of which one calls the next.
-
-    A step that fails calls no hook at its end. It is not among the callers of later ones.
-    """
+    """The steps of one optimizer that are running, of which one calls the next."""
 
     def __init__(self) -> None:
         self._running: list[FrameType] = []

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several adapters do with a clipper: take it, hold it, call it, and tell what it did."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from fedclip.arrays import Array, Backend
+from fedclip.errors import nearest
+from fedclip.modules import AGC, Clipper, NormClip, by_name
+
+Spec: TypeAlias = Clipper | AGC | float | str | tuple[str, Mapping[str, Any]]
+"""A clipper, a fixed limit of the norm, or a name or (name, config) as in a configuration."""
+
+
+def clipper_of(spec: Spec) -> Clipper | AGC:
+    """Return a clipper, made of its limit, or name and configuration, if it is not one yet."""
+    if isinstance(spec, int | float):
+        return NormClip(spec)
+    match (spec, {}) if isinstance(spec, str) else spec:
+        case (str(name), Mapping() as config):
+            known: dict[str, Any] = by_name()
+            if name not in known:
+                raise ValueError(f"no clipper is called {name!r}{nearest(name, known)}")
+            return check_clipper(known[name](**config))
+    return check_clipper(spec)
+
+
+def check_clipper(given: Any) -> Clipper | AGC:
+    """Return a clipper; raise a TypeError for what is none."""
+    if isinstance(given, (Clipper, AGC)):
+        return given
+    raise TypeError(
+        f"{given!r:.80} is not a clipper of fedclip: give one, such as NormClip(1.0), made once, "
+        "before the first step"
+    )
+
+
+def clipped(
+    clipper: Clipper | AGC,
+    gradients: Mapping[str, Array],
+    weights: Callable[[], Mapping[str, Array]],
+    backend: Backend | None = None,
+) -> Mapping[str, Array]:
+    """Return the gradients, clipped in eager code; only `agc` asks for the weights."""
+    if isinstance(clipper, AGC):
+        return clipper.clip(gradients, weights(), backend=backend)
+    return clipper.clip(gradients, backend=backend)
+
+
+class Holder(NamedTuple):
+    """What acts with a clipper until it lets go of it, and where that is, in words."""
+
+    ref: weakref.ref[Any]
+    where: str
+
+
+_holders: weakref.WeakKeyDictionary[Clipper | AGC, Holder] = weakref.WeakKeyDictionary()
+
+
+def holder_of(clipper: Clipper | AGC) -> Holder | None:
+    """Return what acts with a clipper now, if anything does."""
+    found = _holders.get(clipper)
+    if found is not None and found.ref() is not None:
+        # What nobody can reach any more may still wait to be collected.
+        gc.collect()
+    return found if found is not None and found.ref() is not None else None
+
+
+def hold(clipper: Clipper | AGC, holder: object, where: str) -> None:
+    """Note what acts with a clipper from now on: one thing, as it has one record of the past.
+
+    Raises
+    ------
+    ValueError
+        If something does already.
+    """
+    check_free(clipper)
+    _holders[clipper] = Holder(weakref.ref(holder), where)
+
+
+def release(clipper: Clipper | AGC, holder: object) -> None:
+    """Note that something acts with a clipper no longer."""
+    found = _holders.get(clipper)
+    if found is not None and found.ref() is holder:
+        del _holders[clipper]
+
+
+def check_free(clipper: Clipper | AGC) -> None:
+    """Raise a ValueError for a clipper that something acts with."""
+    found = holder_of(clipper)
+    if found is not None:
+        raise ValueError(
+            f"this {clipper.name} is {found.where} already, and would take the norms of both for "
+            "those of one: give each a clipper of its own, by copy.deepcopy(clipper), or as a "
+            "name or (name, config); or remove the first"
+        )
+
+
+def reset(clipper: Clipper | AGC) -> None:
+    """Forget all statistics and records."""
+    if not isinstance(clipper, AGC):
+        clipper.reset()
+
+
+def stats(clipper: Clipper | AGC, prefix: str = "") -> dict[str, float]:
+    """Return plain numbers for a logger: of the last step, and of the round (``round/...``).
+
+    They are those of `StepRecord.as_dict` and `RoundRecord.as_dict`. Where nothing begins rounds,
+    all steps are one.
+    """
+    found = {} if clipper.last is None else clipper.last.as_dict(prefix)
+    rounds = [record for record in clipper.rounds if record.group == "all"]
+    return found | (rounds[-1].as_dict(f"{prefix}round/") if rounds else {})
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """Return the names, all different: those that come again are numbered.
+
+    >>> unique(["w", "b", "w", "w#1"])
+    ['w', 'b', 'w#1', 'w#1#1']
+    """
+    found: dict[str, None] = {}
+    counts: Counter[str] = Counter()
+    for name in names:
+        chosen = name
+        while chosen in found:
+            counts[name] += 1
+            chosen = f"{name}#{counts[name]}"
+        found[chosen] = None
+    return list(found)
