@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 from declearn.communication.api.backend import MessagesHandler, flags
@@ -47,6 +46,7 @@ from fedclip import parameters
 from fedclip.federation.evaluation import counted, nothing
 from fedclip.federation.quorum import MEMBERS, WHO, Members, plain, told, unfit
 from fedclip.federation.senders import note_senders
+from fedclip.federation.update.aggregator import ClippedAveraging
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
@@ -309,6 +309,10 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         )
         if self.min_replies is not None and reasons:
             raise RuntimeError(reasons[0])
+        if isinstance(request.aggrg, ClippedAveraging):
+            shares = request.aggrg.shares
+            if why := shares.unfit(self._secure) or shares.strangers(self.client_names):
+                raise RuntimeError(why)
 
     async def send_message(
         self, message: Message, client: str, timeout: float | None = None
@@ -316,9 +320,13 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         """Send a message, and wait until it is collected: `patience` seconds by default."""
         farewell = isinstance(message, (CancelTraining, Error, StopTraining))
         if not farewell:
-            self._check_present()
+            # One that has left a message has said why, which is read with the others'.
+            self._check_present(self.handler.incoming_messages)
         if client not in self.client_names:
             return
+        if isinstance(message, InitRequest) and isinstance(message.aggrg, ClippedAveraging):
+            # Its share goes by the name of its connection, not by what it would say.
+            message = replace(message, aggrg=message.aggrg.addressed(client))
         short = farewell and not isinstance(message, StopTraining)
         limit = timeout or (min(_GRACE, self.patience) if short else self.patience)
         try:
@@ -342,6 +350,9 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         replies: dict[str, Message] = {}
         faults: dict[str, str] = {}
         incoming, patience = self.handler.incoming_messages, _Patience(self.patience)
+        if self.min_replies is None:
+            # Who has left before anybody asks is not asked for, and may have said why.
+            asked = asked | (self.members.gone.keys() & incoming.keys())
         while True:
             # Read messages before checking connections: the last message may say why one ended.
             # One that was sent away may still send an answer, too late.
@@ -402,8 +413,6 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self, asked: set[str], replies: dict[str, Message], faults: dict[str, str]
     ) -> dict[str, Message]:
         """Return the replies with which the run goes on; raise if it can not."""
-        if self._secure and self._is_asked(asked, (TrainRequest, EvaluationRequest)):
-            faults |= _odd(replies)
         if self.min_replies is None:
             if faults:
                 raise RuntimeError(f"{told(faults)}; the run can not go on without it")
@@ -452,28 +461,6 @@ class WatchfulWebsocketsServer(WebsocketsServer):
 
     def _silence(self) -> str:
         return f"no answer from {WHO} in {self.patience:g} s"
-
-
-def _odd(replies: Mapping[str, Message]) -> dict[str, str]:
-    """Return whose encrypted replies can not be added to those of most."""
-    sent = {name: m for name, m in replies.items() if not isinstance(m, Error)}
-    forms = {name: repr(_form(message)) for name, message in sent.items()}
-    (usual, times), *others = Counter(forms.values()).most_common(2) or [("", 0)]
-    if others and others[0][1] == times:
-        usual = ""
-    why = f"client {WHO} sent an encrypted reply of another form than others"
-    return {name: why for name, form in forms.items() if form != usual}
-
-
-def _form(value: Any) -> Any:
-    """Return the types, names and lengths in a message."""
-    if dataclasses.is_dataclass(value):
-        return type(value), _form(vars(value))
-    if isinstance(value, Mapping):
-        return {name: _form(value[name]) for name in sorted(value, key=repr)}
-    if isinstance(value, (list, tuple)):
-        return len(value), sorted({repr(type(item)) for item in value})
-    return type(value), getattr(value, "shape", None)
 
 
 class WatchfulWebsocketsClient(WebsocketsClient):

@@ -18,10 +18,13 @@ UPDATES = "updates"
 
 
 class Sender(NamedTuple):
-    """A client, and whether its message was found to be invalid on arrival."""
+    """A client whose message has arrived."""
 
     name: str
-    faulty: bool
+    faulty: bool = False
+    """Whether the message was found to be invalid."""
+    summed: bool = False
+    """Whether only the sum of several messages is known, which is nobody's."""
 
 
 class Expected(NamedTuple):
@@ -89,7 +92,13 @@ def blank() -> Any:
 def sender_of(key: str | None, position: int, total: int) -> str:
     """Return who sent one of `total` replies, by its position in the sum; "" if not known."""
     senders = _senders(key)
-    return senders[position].name if len(senders) == total else ""
+    known = len(senders) == total and not senders[position].summed
+    return senders[position].name if known else ""
+
+
+def senders_of(key: str) -> Sequence[str]:
+    """Return the known senders of the replies, or of those in a secure sum."""
+    return [sender.name for sender in _senders(key)]
 
 
 def faulty_senders(key: str) -> Sequence[str]:

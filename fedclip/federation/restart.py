@@ -7,11 +7,8 @@ time. Which round is the newest, the files themselves say.
 
 from __future__ import annotations
 
-import contextlib
-import filecmp
-import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,8 +60,8 @@ def load_round(folder: str | Path) -> SavedRound:
     Notes
     -----
     The log has a warning for each round that is left out because a part of it is missing, damaged
-    or of another round, and for a folder that holds the rounds of several runs: then the highest
-    round counts, as it has spent most.
+    or of another round. Of several runs in one folder the highest round counts, as it has spent
+    most.
     The best model, which declearn saves at the end of a run, belongs to no round. declearn names
     files by the second, and writes the model first: if the model of a pair is the younger file, the
     pair mixes two rounds of the same second, and is left out. In a copy of the folder, the order of
@@ -77,7 +74,6 @@ def load_round(folder: str | Path) -> SavedRound:
     models, optimizers = _files(path, "model"), _files(path, "optimizer")
     faults: dict[str, str] = {}
     found = _reached(optimizers, faults)
-    _warn_of_other_runs(found, models)
     for reached, timestamp in found:
         try:
             if timestamp not in models:
@@ -144,23 +140,6 @@ def _round_of(state: Any) -> tuple[int, int]:
             rounds += [number for number in counters if type(number) is int]
             steps.append(sum(record["steps"] for record in module.get("rounds", ())))
     return max(rounds), max(steps)
-
-
-def _warn_of_other_runs(found: Sequence[tuple[Reached, str]], models: Mapping[str, Path]) -> None:
-    """Say so if a round is there twice, with different models."""
-    for (reached, one), (other, two) in itertools.pairwise(found):
-        if reached[:2] != other[:2] or reached[:2] == (0, 0) or not {one, two} <= models.keys():
-            continue
-        with contextlib.suppress(OSError):  # gone, or damaged
-            if not filecmp.cmp(models[one], models[two], shallow=False):
-                _LOGGER.warning(
-                    "%s and %s are different models of round %d: the folder holds several runs; "
-                    "that with the highest round counts: give each run a folder of its own",
-                    two,
-                    one,
-                    reached[0] or reached[1],
-                )
-                return
 
 
 def _why(exc: Exception) -> str:

@@ -23,7 +23,6 @@ from fedclip.federation.quorum import MEMBERS
 from fedclip.federation.replies import UPDATES, Expected, Sender, expected, note
 from fedclip.federation.statistics.messages import FedclipSharedCounts
 from fedclip.federation.tolerant import FromServer
-from fedclip.federation.update.averaging import Signature, signature
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes, zeros_like
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
@@ -132,11 +131,12 @@ class NamedClients(ClientSampler):
         awaited = expected()
         # For a secure sum, declearn passes the same reply for every client.
         if len({id(reply) for reply in replies}) < len(replies) or not replies:
-            note(None, {})
+            names = {UPDATES: [Sender(name, summed=True) for name in client_to_reply]}
+            note(replies[0] if replies else None, names)
             self.sampler.update(client_to_reply, global_model)
             return
         self._vet_variables(client_to_reply, awaited)
-        self._vet_updates(client_to_reply, global_model)
+        self._vet_updates(client_to_reply)
         weights = global_model.get_weights
         note_senders(client_to_reply, lambda: zeros_like(weights(trainable=True)))
         self.sampler.update(client_to_reply, global_model)
@@ -178,30 +178,14 @@ class NamedClients(ClientSampler):
             return False
         return 2 * votes >= clients if self.receives is None else key in self.receives
 
-    def _vet_updates(self, replies: Mapping[str, TrainReply], model: Model[Any]) -> None:
-        """Replace invalid updates, if fedclip's aggregator averages them."""
+    def _vet_updates(self, replies: Mapping[str, TrainReply]) -> None:
+        """Replace what is no update, if fedclip's aggregator averages them; it vets the rest."""
         ours = sum(type(reply.updates) is ClippedUpdates for reply in replies.values())
         if ours and 2 * ours >= len(replies):
             self._known.add(UPDATES)
         if UPDATES not in self._known:
             return
-        weights: Vector[Any] = model.get_weights(trainable=True)
-        wanted = type(weights), signature(weights.coefs)
         for reply in replies.values():
-            kind, fault = _look(reply.updates)
-            if not fault and kind != wanted:
-                fault = "its tensors are not the model's"
-            if fault:
-                reply.updates = ClippedUpdates.refused(zeros_like(weights), fault)
-
-
-def _look(updates: Any) -> tuple[tuple[type, Signature] | None, str]:
-    """Return type, names and shapes of an update, and why it is invalid, if it is."""
-    if type(updates) is not ClippedUpdates:
-        return None, f"it is of type {type(updates).__name__}"
-    if updates.fault:
-        return None, updates.fault
-    try:
-        return (type(updates.updates), signature(updates.updates.coefs)), ""
-    except Exception as exc:  # it may be anything, and must not end the run
-        return None, f"its tensors can not be read ({type(exc).__name__})"
+            if type(reply.updates) is not ClippedUpdates:
+                fault = f"it is of type {type(reply.updates).__name__}"
+                reply.updates = ClippedUpdates.refused(None, fault)

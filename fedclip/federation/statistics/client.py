@@ -7,7 +7,7 @@
     client   judges each step by the state of the round's start,
              and counts the norms                                      (`SharedRule`)
     client   sends its counts, whole numbers                           (`Tally`)
-    server   adds up the counts, and updates the state                 (`Shareable.merge`)
+    server   adds up the counts, and updates the state                 (`Learning.merge`)
 
 A client sends nothing until it has heard from a counterpart, because declearn's server would wait
 for ever after a message without a receiver. Until then, and in loops without a server, the
@@ -29,10 +29,9 @@ from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.errors import FedclipWarning, StateError, shown
 from fedclip.federation.statistics.counts import Counts, Tally
 from fedclip.federation.version import other
-from fedclip.rules import Basis, State
-from fedclip.rules.history import updated
-from fedclip.rules.sharing import Shareable
-from fedclip.rules.start import Start, state_of
+from fedclip.rules import Basis, State, state_of, updated
+from fedclip.rules.protection import Protection
+from fedclip.rules.sharing import Learning
 from fedclip.states import Statistics
 
 MAX_STEPS = 10_000
@@ -59,7 +58,7 @@ def centre_of(fields: Mapping[str, Any]) -> float:
 class SharedRule:
     """A rule that keeps the server's state unchanged, and counts the norms of a round."""
 
-    rule: Shareable
+    rule: Learning
     max_steps: int = MAX_STEPS
 
     @property
@@ -73,22 +72,21 @@ class SharedRule:
         return self.rule.basis
 
     @property
-    def start(self) -> Start | None:
+    def protection(self) -> Protection:
         """The protection of the first norms; the rule learns from the second on."""
-        return None if self.rule.start is None else replace(self.rule.start, least=1)
+        own = self.rule.protection
+        return replace(own, least=min(own.least, 1))
 
     def init(self, groups: int, xp: Arithmetic) -> State:
         """Return the state before the first round, with all counts 0."""
-        own = {} if self.start is None else self.start.init(groups, xp)
-        name = f"Shared{type(self.rule).__name__}"
-        return state_of(name, self.rule.begin(groups, xp), own, self.tally.init(groups, xp))
+        own = self.protection.init(groups, xp)
+        return state_of(self.rule.begin(groups, xp), own, self.tally.init(groups, xp))
 
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         """Return the limits, and the state with this step counted."""
         # Until the server knows enough, each client judges by its own norms.
-        judged = self.rule.judge(norms, state, xp, self.start)
-        if self.start is not None:
-            state = updated(state, [self.start.learn(judged.usual, state)], xp)
+        judged = self.rule.judge(norms, state, xp, self.protection)
+        state = updated(state, [self.protection.learn(judged.usual, state)], xp)
         return judged.limits, self.tally.add(judged, self.max_steps, state, xp)
 
 
@@ -158,7 +156,7 @@ class SharedStatistics:
         unsent = statistics if self.version == message.version else {}
         self.version = message.version
         nothing = self._nothing()
-        own = {} if rule.start is None else _plain(rule.start.init(1, NUMPY))
+        own = _plain(rule.protection.init(1, NUMPY))
         result: Statistics = {k: v for k, v in unsent.items() if k not in received}
         for label, fields in received.items():
             mine = statistics.get(label, {})

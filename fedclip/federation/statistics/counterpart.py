@@ -20,7 +20,7 @@ from fedclip.federation.replies import expect, sender_of
 from fedclip.federation.statistics.client import MAX_STEPS
 from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.federation.statistics.server import SharedState
-from fedclip.federation.update.coupling import OPENED, SERVER
+from fedclip.federation.update.coupling import under_way
 from fedclip.privacy import kinds
 from fedclip.scopes import resolve
 
@@ -114,7 +114,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: Vector[Any]) -> Vector[Any]:
         """Return the gradients; the first ones show which groups there are."""
-        if (round_ := SERVER.get()) is not None and round_.clients is not None:
+        if (counted := under_way(counted=True)) is not None and counted[1].budget is not None:
             raise ValueError(f"{self.name} stands before the noise: put update-clip-server first")
         if not self.shared_state.labels:
             # The update has the names of the clients' gradients, so there is no need to ask them.
@@ -134,9 +134,8 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         If the averages have noise, these statistics, which have none, may not go out: the message
         is then empty, and the run ends on all nodes (`UpdateClipServer.admit`).
         """
-        opened = OPENED.get()
-        noised = None if opened is None else opened()
-        admitted = noised is None or noised.admit(self.name)
+        opened = under_way(counted=False)
+        admitted = opened is None or opened[1].admit(self.name)
         expect(str(self.aux_name), FedclipSharedCounts, lambda: FedclipSharedCounts(1, None))
         return FedclipSharedState(
             version=self.shared_state.version,

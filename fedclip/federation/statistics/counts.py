@@ -32,8 +32,8 @@ import numpy as np
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.measures.sketch import Integers, Sketch, holder
-from fedclip.rules import Judgement, State
-from fedclip.rules.sharing import Floats
+from fedclip.rules import State
+from fedclip.rules.sharing import Floats, Judgement
 
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 """Whole numbers, of shape (rows, groups)."""
@@ -115,11 +115,9 @@ class Tally:
 
     def add(self, judged: Judgement, most: int, state: State, xp: Arithmetic) -> State:
         """Return the state after counting one step; count at most `most` norms."""
-        seen, learns, unclipped = judged.seen, judged.learns, judged.unclipped
-        learnt = (seen < LARGEST) & (state.new < most)
+        seen, unclipped = judged.seen, judged.unclipped
+        learnt = judged.learns & (seen < LARGEST) & (state.new < most)
         weight = xp.where(learnt, 1.0, 0.0)
-        if learns is not None:
-            weight = xp.where(learns, weight, 0.0 * weight)
         fields: dict[str, Array] = {"new": state.new + weight}
         if self.has_bits:
             fields["new_unclipped"] = state.new_unclipped + weight * unclipped

@@ -22,7 +22,7 @@ from fedclip.federation.statistics.counts import (
     quantile_of,
 )
 from fedclip.measures.sketch import Integers
-from fedclip.rules.sharing import Counted, Shareable
+from fedclip.rules.sharing import Counted, Learning
 
 _TOGETHER = 1 << 15
 """Numbers that are checked at a time: more would take memory, and one at a time five times as long
@@ -108,7 +108,7 @@ class SharedState:
     A client counts at most `max_steps` norms of a group in a round.
     """
 
-    def __init__(self, rule: Shareable, max_steps: int) -> None:
+    def __init__(self, rule: Learning, max_steps: int) -> None:
         self.rule, self.max_steps = rule, max_steps
         self.tally = tally_of(rule.counters)
         self.labels: tuple[str, ...] = ()

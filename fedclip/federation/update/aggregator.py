@@ -1,33 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`clipped-averaging`: each client's round update is clipped before it is shared."""
+"""`clipped-averaging`: `UpdateClient` and the average of its replies, as declearn's aggregator."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 from declearn.aggregator import Aggregator
 from declearn.model.api import Vector
 
 from fedclip import parameters
 from fedclip.arrays import backend_of
-from fedclip.federation.replies import UPDATES, blank, sender_of
-from fedclip.federation.update.averaging import UpdateClipping, averaged, peaks, rounded, signature
-from fedclip.federation.update.coupling import CLIENT, SERVER, ClientRound
+from fedclip.federation.replies import UPDATES, blank, sender_of, senders_of
+from fedclip.federation.update.averaging import averaged, peaks, rounded
+from fedclip.federation.update.clipping import UpdateClient
+from fedclip.federation.update.coupling import CLIENT, under_way
+from fedclip.federation.update.exchange import SentBound
+from fedclip.federation.update.limits import OTHER_TENSORS, signature, warn_of
 from fedclip.federation.update.messages import ClippedUpdates, zeros_like
+from fedclip.federation.update.shares import WITH_NOISE, Share, Shares, Weights
 from fedclip.federation.version import VERSION, Versioned
-from fedclip.measures import Order, check_order
-from fedclip.scopes import Scope, check_exclude, check_scope
+from fedclip.measures import Order
+from fedclip.scopes import Scope
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
-_CLIENT_LOGGER = logging.getLogger("declearn.client.fedclip")
 
 
-class ClippedAveraging(Versioned, Aggregator[ClippedUpdates]):
-    """Clip each client's round update before it is shared; average with equal weights.
+class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
+    """Clip each client's round update before it is shared; average with equal or other weights.
 
     ::
 
@@ -36,11 +39,12 @@ class ClippedAveraging(Versioned, Aggregator[ClippedUpdates]):
                 updates = 0
             for each group of tensors:
                 group *= min(1, limit / norm(group))
-            share updates, 1, clipped?, zeroed?
+            share updates, steps (if these are the weights) or 1, clipped?, zeroed?
         Server(replies, C):
             if a reply (in cleartext) is not finite, above the limit, or malformed:
                 its update = 0
             average = sum of updates / number of replies
+            with weights: sum of share * update,  share = weight / sum of weights <= max_share
 
     Parameters
     ----------
@@ -67,6 +71,19 @@ class ClippedAveraging(Versioned, Aggregator[ClippedUpdates]):
     on_nonfinite : {"skip", "raise"}, default="skip"
         What happens to an update with NaN or infinity: it is replaced by zeros and counted; or it
         raises an error, which in declearn ends the training of all clients.
+    weights : {"equal", "steps"} or table, default="equal"
+        What a client's share in the average is in proportion to: 1; the number of steps that it
+        says it took; or a number > 0 for each client in a public table, ``{"client_0" = 120.0}``,
+        by the name that the server's connection has for it. Not beside noise.
+    max_share : float or None, default=None
+        Largest share that one client may have, in (0, 1]; the rest is spread over the others in
+        proportion.
+    max_steps : int or None, default=None
+        Count no more steps than that, for ``weights="steps"``. Under secure aggregation, "steps"
+        needs it, and takes no `max_share`.
+    client : str or None, default=None
+        The name of this client in the table; a server over `fedclip-websockets` sets it for its
+        clients, who need it under secure aggregation.
     fedclip : str, default=the version of this fedclip
         The version that wrote the configuration; a server sets it for its clients.
 
@@ -80,9 +97,9 @@ class ClippedAveraging(Versioned, Aggregator[ClippedUpdates]):
     -----
     Guarantees: the update that leaves a client is finite and within its limit, in float64; an
     update below the limit is shared as the very same object. A zeroed update keeps its weight, as
-    in TFF, and pulls the average towards 0. Weights are equal: with weights that depend on the
-    number of steps, the shared norm would be ``n_steps * max_norm``. A client that took no step
-    shares zeros.
+    in TFF, and pulls the average towards 0. Updates are clipped before they are weighed, so that
+    no client moves the average by more than its share of the bound, whatever it claims. A client
+    that took no step shares zeros. Votes on the bound count alike, whatever the weights are.
 
     In cleartext the server measures each reply again. A malformed reply, or one beyond the limit,
     counts as a zeroed one, so that a client that does not clip moves the average no more than one
@@ -118,6 +135,8 @@ class ClippedAveraging(Versioned, Aggregator[ClippedUpdates]):
     """
 
     name: ClassVar[str] = "clipped-averaging"
+    called: ClassVar[str] = name
+    logger: ClassVar[logging.Logger] = logging.getLogger("declearn.client.fedclip")
     updates_cls = ClippedUpdates
 
     def __init__(
@@ -131,66 +150,65 @@ class ClippedAveraging(Versioned, Aggregator[ClippedUpdates]):
         zeroing_ord: Order = "inf",
         secagg_range: float | None = None,
         on_nonfinite: str = "skip",
+        weights: Weights = "equal",
+        max_share: float | None = None,
+        max_steps: int | None = None,
+        client: str | None = None,
         fedclip: str = VERSION,
     ) -> None:
-        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
-        self.on_nonfinite = parameters.choice(("skip", "raise"), on_nonfinite=on_nonfinite)
-        self.scope = check_scope(scope, limits=True)
-        self.exclude = check_exclude(exclude)
+        self.max_norm = parameters.optional(parameters.limit, max_norm=max_norm)
+        UpdateClient.__init__(
+            self,
+            scope,
+            exclude,
+            zeroing_norm=zeroing_norm,
+            zeroing_factor=zeroing_factor,
+            zeroing_ord=zeroing_ord,
+            on_nonfinite=on_nonfinite,
+        )
         if isinstance(self.scope, Mapping) and self.max_norm is None:
             raise ValueError(
                 "a table in scope gives fixed limits, and the tensors that it does not name need "
                 f"max_norm; for a bound from update-clip-server, write scope={list(self.scope)!r}"
             )
-        self.zeroing_norm = parameters.optional(parameters.positive, zeroing_norm=zeroing_norm)
-        self.zeroing_factor = parameters.optional(
-            parameters.number,
-            "a finite number > 1",
-            1.0,
-            open_low=True,
-            zeroing_factor=zeroing_factor,
-        )
-        self.zeroing_ord = check_order(zeroing_ord)
         self.secagg_range = parameters.optional(parameters.positive, secagg_range=secagg_range)
-        self._clipping = UpdateClipping(
-            self.scope,
-            self.exclude,
-            zeroing_norm=self.zeroing_norm,
-            zeroing_ord=self.zeroing_ord,
-            zeroing_factor=self.zeroing_factor,
-            on_nonfinite=self.on_nonfinite,
-        )
+        self.shares = Shares(weights, max_share, max_steps)
+        self.weights = self.shares.table or weights
+        self.max_share, self.max_steps = self.shares.max_share, self.shares.max_steps
+        self.client = parameters.optional(parameters.name, client=client)
 
     def get_config(self) -> dict[str, Any]:
         """Return the name and the parameters, as they would be written in a TOML file."""
         return {"name": self.name, **super().get_config()}
 
+    def addressed(self, client: str) -> Self:
+        """Return this aggregator for a client whose name the server knows."""
+        return type(self)(**{**super().get_config(), "client": client})
+
     # -- on a client ----------------------------------------------------------------------------
     def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:
         """Clip the update of a round, or zero it, and count it."""
-        sent = CLIENT.get()
-        if sent is not None and self.max_norm is not None:
+        round_ = CLIENT.get()
+        if round_ is not None and self.max_norm is not None:
             raise ValueError(
                 f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-client brings "
                 "another bound from the server: leave max_norm out, or the modules"
             )
-        round_ = sent or ClientRound(self._fixed_bound())
-        shared, far = self._clipping.prepare(updates.coefs, round_, whole=sent is not None)
-        round_.zeroed = bool(far)
-        if n_steps == 0:
-            # These zeros say nothing about the norm of an update.
-            round_.norm = None
-        if far:
-            _CLIENT_LOGGER.warning("clipped-averaging shares zeros for the update: %s", far)
-        same = shared is updates.coefs
-        vector = updates if same else type(updates)(dict(shared))
+        sent = round_.sent if round_ else SentBound(self._fixed_bound())
+        by_steps = self.shares.kind == "steps"
+        if sent.private and self.shares.kind != "equal":
+            raise ValueError(WITH_NOISE)
+        outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole=round_ is not None)
+        same = outcome.arrays is updates.coefs
+        vector = updates if same else type(updates)(dict(outcome.arrays))
         self._check_range(vector)
-        round_.done = True
-        result = ClippedUpdates(vector, 1)
-        if not round_.private:
-            result.n_zeroed = int(round_.zeroed)
-            result.n_clipped = int(round_.clipped and not round_.zeroed)
+        if round_ is not None:
+            round_.outcome = outcome
+        reply = outcome.reply(sent)
+        weight = self.shares.counted(n_steps) if by_steps else 1
+        result = ClippedUpdates(vector, weight, 1, reply.clipped, reply.zeroed)
         result.secagg_range = self.secagg_range
+        result.factor = self.shares.factor(self.client, n_steps)
         return result
 
     def _fixed_bound(self) -> float:
@@ -219,91 +237,92 @@ class ClippedAveraging(Versioned, Aggregator[ClippedUpdates]):
                 f"clipped-averaging averages ClippedUpdates, got {type(updates).__name__}: "
                 "no client has replied, or clients have another aggregator"
             )
-        round_ = SERVER.get()
-        parts = updates.parts
-        model: Any = blank()
-        faults = self._faults(parts, model)
+        round_, module = under_way(counted=True) or (None, None)
+        parts, model = updates.parts, blank()
+        bound = round_.sent.bound if round_ else (self.max_norm or float("inf"))
+        # Without the sampler, assume that most replies have the tensors of the model.
+        like = _most([p.updates for p in parts], _kind) if model is None else model
+        shares = self._shares(parts)
+        faults = [
+            share.fault or self._fault(part, like, bound, round_ is not None, share.mass)
+            for part, share in zip(parts, shares, strict=True)
+        ]
         sound = [part.updates for part, fault in zip(parts, faults, strict=True) if not fault]
-        replies = sum(max(1, part.n_clients) for part in parts)
-        self._report(updates, replies, faults)
-        clients = replies
-        if round_ is not None and round_.clients is not None:
-            clients = round_.clients
-        exact = None
-        if sound:
-            exact = averaged([vector.coefs for vector in sound], clients)
-            like = model if model is not None else _usual(sound)
-            average = type(like)(rounded(exact, like.coefs))
+        factors = [share.factor for share, fault in zip(shares, faults, strict=True) if not fault]
+        clients = sum(max(1, part.n_clients) for part in parts)
+        budget = None if module is None else module.budget
+        self._report(updates, clients, faults, counted=budget is None)
+        if like is None:
+            raise ValueError(f"clipped-averaging: no reply holds an update ({'; '.join(faults)})")
+        if not sound:
+            exact, average = None, zeros_like(like)
         else:
-            average = model if model is not None else self._nothing(parts, faults)
+            clients = budget.clients if budget else clients
+            # Other shares than equal ones add up to 1 already.
+            clients = clients if self.shares.kind == "equal" else 1
+            exact = averaged([v.coefs for v in sound], clients, factors)
+            like = _most(sound, _dtypes) if model is None else model
+            average = type(like)(rounded(exact, like.coefs))
         if round_ is not None:
             round_.average, round_.exact = average, exact
             if self.exclude:
-                round_.trouble = f"clipped-averaging excludes {self.exclude} from the bound"
+                round_.trouble = (
+                    f"clipped-averaging excludes {self.exclude} from the bound, and noise can not "
+                    "be sized on the rest"
+                )
+            if self.shares.kind != "equal":
+                round_.trouble = WITH_NOISE
         return average
 
-    @staticmethod
-    def _nothing(parts: Sequence[ClippedUpdates], faults: Sequence[str]) -> Vector[Any]:
-        """Return zeros like those of a reply, for a round without a sound one."""
-        for part in parts:
-            if isinstance(part.updates, Vector) and _kind(part.updates):
-                return zeros_like(part.updates)
-        raise ValueError(f"clipped-averaging: no reply holds an update ({'; '.join(faults)})")
+    def _shares(self, parts: Sequence[ClippedUpdates]) -> list[Share]:
+        """Return the share of each reply; a table needs their senders."""
+        names = [sender_of(UPDATES, i, len(parts)) for i in range(len(parts))]
+        if self.shares.table and parts[0].n_clients == 1 and not any(names):
+            raise ValueError(
+                "clipped-averaging has a table of weights, and does not know who has sent which "
+                "reply: give FederatedServer client_sampler = {'strategy': 'named-clients'}, or "
+                "its network the protocol 'fedclip-websockets'"
+            )
+        senders = senders_of(UPDATES)
+        replies = [
+            replace(part.reply(), sender=name, senders=senders)
+            for part, name in zip(parts, names, strict=True)
+        ]
+        return self.shares.of(replies)
 
-    def _faults(self, parts: Sequence[ClippedUpdates], model: Any) -> list[str]:
-        """Return why no honest client can have sent each reply; "" if one can."""
-        kinds = [None if part.fault else _kind(part.updates) for part in parts]
-        wanted = None if model is None else _kind(model)
-        if wanted is None:
-            # Assume that most replies have the tensors of the model.
-            wanted = next(iter(Counter(kind for kind in kinds if kind).most_common(1)), (None,))[0]
-        faults = []
-        for part, kind in zip(parts, kinds, strict=True):
-            if not part.fault and (kind is None or kind != wanted):
-                part.fault = "it has other tensors than most"
-            faults.append(part.fault or self._excess(part))
-        return faults
-
-    def _excess(self, part: ClippedUpdates) -> str:
-        round_ = SERVER.get()
-        bound = round_.bound if round_ is not None else (self.max_norm or math.inf)
-        clients = max(1, part.n_clients)
-        try:
-            return self._clipping.excess(part.updates.coefs, bound, round_ is not None, clients)
-        except Exception as exc:  # what clients send may be anything, and must not end the run
-            return f"it can not be measured ({exc!r:.200})"
+    def _fault(
+        self, part: ClippedUpdates, like: Any, bound: float, whole: bool, mass: float
+    ) -> str:
+        fault = self.limits.fault(part.reply(), getattr(like, "coefs", {}), bound, whole, mass)
+        return fault or (OTHER_TENSORS if type(part.updates) is not type(like) else "")
 
     @staticmethod
-    def _report(updates: ClippedUpdates, replies: int, faults: Sequence[str]) -> None:
-        round_ = SERVER.get()
+    def _report(
+        updates: ClippedUpdates, replies: int, faults: Sequence[str], counted: bool
+    ) -> None:
         counts = f"{updates.n_clipped} clipped, {updates.n_zeroed} zeroed by their clients, "
-        if round_ is not None and round_.clients is not None:
-            # With noise, clients do not send these counts.
-            counts = ""
         refused = sum(map(bool, faults))
-        _LOGGER.info("clipped-averaging: %d updates, %s%d refused", replies, counts, refused)
-        for position, fault in enumerate(faults):
-            if fault:
-                sender = sender_of(UPDATES, position, len(faults))
-                _LOGGER.warning(
-                    "clipped-averaging: the update of %s counts as zero: %s",
-                    repr(sender) if sender else f"one of {replies} replies",
-                    fault,
-                )
+        # With noise, clients do not send these counts.
+        told = counts if counted else ""
+        _LOGGER.info("clipped-averaging: %d updates, %s%d refused", replies, told, refused)
+        senders = [sender_of(UPDATES, i, len(faults)) for i in range(len(faults))]
+        warn_of(faults, senders, replies, lambda x: _LOGGER.warning("clipped-averaging: %s", x))
 
 
-def _usual(vectors: Sequence[Vector[Any]]) -> Vector[Any]:
-    """Return one of the vectors, of the dtypes that most of them have."""
-    dtypes = [
-        tuple((name, backend_of(a).dtype(a)) for name, a in vector.coefs.items())
-        for vector in vectors
-    ]
-    return vectors[dtypes.index(Counter(dtypes).most_common(1)[0][0])]
+def _most(vectors: Sequence[Any], key: Callable[[Any], Any]) -> Any:
+    """Return one of the vectors whose key is the most common one; None if none has a key."""
+    keys = [key(vector) for vector in vectors]
+    common = Counter(k for k in keys if k is not None).most_common(1)
+    return vectors[keys.index(common[0][0])] if common else None
 
 
-def _kind(vector: Vector[Any]) -> tuple[Any, ...] | None:
+def _kind(vector: Any) -> Any:
     """Return types, names and shapes of a client's update; None if it has none."""
     try:
-        return (type(vector), signature(vector.coefs))
+        return (type(vector), signature(vector.coefs)) if isinstance(vector, Vector) else None
     except Exception:  # it may be anything, and must not end the run
         return None
+
+
+def _dtypes(vector: Vector[Any]) -> Any:
+    return tuple((name, backend_of(a).dtype(a)) for name, a in vector.coefs.items())

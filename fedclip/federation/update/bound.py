@@ -5,6 +5,7 @@ r"""The bound of the next round, from the share of the updates that were within 
 
     b     = sum(within - votes / 2) / m + 1/2          share of the updates within C
     C    <- C * exp(-learning_rate * (b - quantile))   Andrew et al., 2021, arXiv:1905.03871
+            and faster, up to a factor of 2, while the votes stay on one side: `pace.py`
 
 With noise on the votes, the centred sum is clamped to ``± m / 2`` before the noise is added: one
 client moves it by at most 1/2, however many reply.
@@ -21,9 +22,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from fedclip.errors import StateError
+from fedclip.federation.update.pace import paced, pull_of
 
 FIRST = 0.1
 """First bound of a search."""
@@ -32,15 +36,6 @@ _STEP = math.log(4.0)
 _FOUND = _STEP / 16
 # Number of simulated searches, and of rounds in each, to find out how long a search takes.
 _PLAYED, _LONGEST = 400, 200
-
-
-def next_bound(bound: float, share: float, quantile: float, learning_rate: float) -> float:
-    """Return the bound after a round in which a `share` of the updates was within it.
-
-    The share counts the updates that were *not* clipped: if it is above `quantile`, the bound
-    falls.
-    """
-    return bound * math.exp(-learning_rate * (min(max(share, 0.0), 1.0) - quantile))
 
 
 def share_within(votes: int, within: int, clients: int | None, noise: float) -> float | None:
@@ -64,6 +59,18 @@ class Search(NamedTuple):
     turned: bool = False
     """Whether both nearly all and nearly none have been within the bound."""
 
+    @classmethod
+    def of(cls, state: Any) -> Search | None:
+        """Return the search of a state; None if there is none."""
+        match state:
+            case None:
+                return None
+            case [float() as step, int() as direction, bool() as turned] if (
+                0 < step <= _STEP and direction in (-1, 0, 1)
+            ):
+                return cls(step, direction, turned)
+        raise StateError(f"'search' must be None or [step, direction, turned], got {state!r:.100}")
+
 
 class Moved(NamedTuple):
     """The bound after a round."""
@@ -73,6 +80,8 @@ class Moved(NamedTuple):
     """State of the search, if it is not over."""
     too_high: bool = False
     """Whether, during a search, nearly all updates were within the bound."""
+    evidence: float = 0.0
+    """How clearly the votes have been on one side, above 0 if too many were within the bound."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +100,29 @@ class BoundRule:
         """Return the nearest bound within the limits."""
         return min(max(bound, self.lowest), self.highest)
 
-    def after(self, bound: float, share: float, search: Search | None = None) -> Moved:
-        """Return the bound after a round."""
+    def after(
+        self,
+        bound: float,
+        share: float,
+        search: Search | None = None,
+        evidence: float = 0.0,
+        spread: float = 0.0,
+    ) -> Moved:
+        """Return the bound after a round.
+
+        `spread` is the standard deviation of a share that is as it should be.
+        """
         if search is None:
-            moved = next_bound(bound, share, self.quantile, self.learning_rate)
-            return Moved(self.within(moved), None)
-        off = share - self.quantile
-        half = (1.0 - self.quantile if off > 0 else self.quantile) / 2
-        pull = min(max(off / half, -1.0), 1.0)
+            step, evidence = paced(
+                share,
+                evidence,
+                quantile=self.quantile,
+                learning_rate=self.learning_rate,
+                spread=spread,
+            )
+            moved = bound * math.exp(step)
+            return Moved(self.within(moved), None, evidence=evidence)
+        pull = pull_of(share, self.quantile)
         step, direction, turned = search
         if abs(pull) == 1.0:
             turned = turned or direction == pull
@@ -125,7 +149,7 @@ class BoundRule:
                 search: Search | None = Search()
                 for round_ in range(1, _LONGEST + 1):
                     share = min(max(float(bound >= target) + noise * rng.normal(), 0.0), 1.0)
-                    bound, search, _ = self.after(bound, share, search)
+                    bound, search, *_ = self.after(bound, share, search)
                     if not target / 2 <= bound <= target * 2:
                         ended[play] = round_
             late.append(int(np.quantile(ended, 0.95, method="higher")) + 1)

@@ -4,25 +4,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from fedclip.arrays import Array
 from fedclip.errors import StateError
 from fedclip.measures import Float64
-from fedclip.privacy.accounting import Accountant, Release, default_bits_noise, split_noise
+from fedclip.privacy.accounting import Accountant, Release, split_noise
 from fedclip.privacy.accounting import noise_multiplier as least_noise
 from fedclip.privacy.noise import Normals, add_noise, insecure_normals, noised, secure_normals
 
 MANY_ROUNDS = 10**6
 
 
+Draws = Callable[[int, int], Normals]
+"""The generator for a round, and for one use of it: 0 for the votes, 1 for the average."""
+
+
+def draws_of(generator: str, seed: int | None) -> Draws:
+    """Return the draws of a secure generator, or of an insecure one, from a seed or without."""
+    if generator == "secure":
+        return lambda round_, use: secure_normals
+    # Seed each round separately, so that a resumed run gives the same noise.
+    return lambda round_, use: insecure_normals(*(() if seed is None else (seed, round_, use)))
+
+
 class Budget:
     """Noise on the average and on the votes of each round, within a budget.
 
     The parameters are those of `update-clip-server`. `clients` is the number by which the average
-    is divided, and `votes` says whether the clients vote, which costs privacy too.
+    is divided; `bits_noise` is 0 if the clients do not vote, which costs privacy too.
 
     Raises
     ------
@@ -34,34 +46,28 @@ class Budget:
         self,
         noise_multiplier: float,
         clients: int,
+        accountant: Accountant,
+        draws: Draws,
         *,
-        votes: bool,
-        bits_noise: float | None,
-        delta: float,
-        relation: str,
+        bits_noise: float,
         max_epsilon: float | None,
-        generator: str,
-        seed: int | None,
     ) -> None:
         self.noise_multiplier, self.clients = noise_multiplier, clients
-        self.max_epsilon, self.delta = max_epsilon, delta
-        self._generator, self._seed = generator, seed
-        self.update_noise, self.bits_noise = noise_multiplier, 0.0
-        if votes:
-            self.bits_noise = (
-                default_bits_noise(noise_multiplier, clients) if bits_noise is None else bits_noise
+        self.accountant, self.max_epsilon, self._draws = accountant, max_epsilon, draws
+        self.update_noise, self.bits_noise = noise_multiplier, bits_noise
+        if bits_noise:
+            self.update_noise = split_noise(noise_multiplier, bits_noise)
+        if max_epsilon is None:
+            return
+        first = accountant.epsilon(noise_multiplier, 1)
+        if first > max_epsilon:
+            delta = accountant.delta
+            enough = least_noise(max_epsilon, delta, 1, relation=accountant.relation)
+            raise ValueError(
+                f"one round with noise_multiplier={noise_multiplier!r} costs epsilon = "
+                f"{first:.4g} at delta={delta!r}, above max_epsilon={max_epsilon!r}: take "
+                f"noise_multiplier >= {math.ceil(100 * enough) / 100:g}"
             )
-            self.update_noise = split_noise(noise_multiplier, self.bits_noise)
-        self.accountant = Accountant(delta, relation)
-        if max_epsilon is not None:
-            first = self.accountant.epsilon(noise_multiplier, 1)
-            if first > max_epsilon:
-                enough = least_noise(max_epsilon, delta, 1, relation=relation)
-                raise ValueError(
-                    f"one round with noise_multiplier={noise_multiplier!r} costs epsilon = "
-                    f"{first:.4g} at delta={delta!r}, above max_epsilon={max_epsilon!r}: take "
-                    f"noise_multiplier >= {math.ceil(100 * enough) / 100:g}"
-                )
 
     @property
     def epsilon(self) -> float:
@@ -98,7 +104,7 @@ class Budget:
     def noise_on_votes(self, round_: int) -> float:
         """Return the noise on the sum of the votes of a round."""
         # A sum of votes lies on the grid of its noise, so the noise can be drawn by itself.
-        return float(noised(np.zeros(1), self.bits_noise, self._normals(round_, 0))[0])
+        return float(noised(np.zeros(1), self.bits_noise, self._draws(round_, 0))[0])
 
     def noised(
         self,
@@ -112,16 +118,10 @@ class Budget:
         `exact` is the average before it was rounded to the dtypes of the model.
         """
         std = self.update_noise * bound / self.clients
-        return dict(add_noise(average, std, self._normals(round_, 1), exact))
-
-    def _normals(self, round_: int, use: int) -> Normals:
-        if self._generator == "secure":
-            return secure_normals
-        # Seed each round separately, so that a resumed run gives the same noise.
-        return insecure_normals(*(() if self._seed is None else (self._seed, round_, use)))
+        return dict(add_noise(average, std, self._draws(round_, 1), exact))
 
     @staticmethod
-    def check_state(spent: object, budget: Budget | None) -> list[Release]:
+    def check_state(spent: object, budget: Budget | None, called: str) -> list[Release]:
         """Return the releases in a state, if a budget can continue from them.
 
         Raises
@@ -132,7 +132,7 @@ class Budget:
         found = Accountant.check_state(spent)
         if found and budget is None:
             raise StateError(
-                "the state has spent a privacy budget, and this update-clip-server adds no noise: "
-                "its averages would void the guarantee; set the noise_multiplier of that state"
+                f"the state has spent a privacy budget, and this {called} adds no noise: its "
+                "averages would void the guarantee; set the noise_multiplier of that state"
             )
         return found

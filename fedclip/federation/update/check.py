@@ -11,6 +11,7 @@ from fedclip.federation.update.aggregator import ClippedAveraging
 from fedclip.federation.update.client import UpdateClipClient
 from fedclip.federation.update.messages import DECLEARN_RANGE
 from fedclip.federation.update.server import UpdateClipServer
+from fedclip.federation.update.shares import WITH_NOISE, Shares, shares_of
 
 CLIENT, SERVER, AGGREGATOR = "client_opt", "server_opt", "aggregator"
 
@@ -26,18 +27,19 @@ Problem = tuple[str, str, str]
 def update_problems(
     plugins: Mapping[str, Iterable[Any]],
     aggregator: Any,
+    optim: Mapping[str, Any],
     *,
     rounds: Any = None,
     clients: Any = None,
-    fairness: bool = False,
-    regularizers: bool = False,
     secagg: Mapping[str, Any] | None = None,
+    named: bool = True,
 ) -> list[Problem]:
     """Return problems and notes about the clipping of round updates.
 
     The `plugins` are those of the sections client_opt and server_opt. The `aggregator` is a name if
-    it is not fedclip's, and None for declearn's default. `rounds`, and `clients` in a round, are
-    the largest numbers, if known.
+    it is not fedclip's, and None for declearn's default. `optim` is the section of the optimizers.
+    `rounds`, and `clients` in a round, are the largest numbers, if known. `named` says whether the
+    server knows who sends which reply, and clients their names.
     """
     found: list[Problem] = []
     client = [p for p in plugins.get(CLIENT, ()) if isinstance(p, UpdateClipClient)]
@@ -59,11 +61,17 @@ def update_problems(
             found.append(("problem", AGGREGATOR, text))
         return found
     found += _bounds(aggregator, client, server)
-    if fairness:
+    if "fairness" in optim:
         text = "declearn's fairness puts an aggregator of its own in the place of clipped-averaging"
         found.append(("problem", AGGREGATOR, text))
     for module in server[:1]:
-        found += _noise(aggregator, module, plugins, regularizers, rounds, clients)
+        section = optim.get(SERVER)
+        changed = next(iter(plugins[SERVER])) is not module or (
+            isinstance(section, Mapping) and bool(section.get("regularizers"))
+        )
+        found += _noise(aggregator, module, changed, rounds, clients)
+    noise = any(module.budget is not None for module in server)
+    found += _weights(aggregator.shares, noise, clients, secagg is not None, named)
     limit = server[0].max_norm if server else aggregator.max_norm
     found += _range(aggregator, limit, secagg)
     return found
@@ -85,18 +93,62 @@ def _bounds(aggregator: ClippedAveraging, client: list[Any], server: list[Any]) 
     return []
 
 
+def _weights(shares: Shares, noise: bool, clients: Any, secure: bool, named: bool) -> list[Problem]:
+    """Say what weights can not go with, what they reveal, and what one site may do."""
+    if shares.kind == "equal":
+        return []
+    wrong = [WITH_NOISE] if noise else []
+    wrong += [why] if (why := shares.unfit(secure)) else []
+    notes = []
+    if shares.table:
+        if type(clients) is int and clients > len(shares.table):
+            text = f"{clients} clients may take part in a round, and weights names"
+            wrong.append(f"{text} {len(shares.table)}: the run ends if others register")
+        if not named:
+            where = "clients their names" if secure else "the server who sends which reply"
+            notes.append(
+                f"a table of weights needs the protocol 'fedclip-websockets', which tells {where}"
+                + ", or client_sampler = {'strategy': 'named-clients'}" * (not secure)
+            )
+        most = shares_of(list(shares.table.values()), shares.max_share)
+        name, share = max(zip(shares.table, most, strict=True), key=lambda pair: pair[1])
+        notes.append(
+            "every client gets the whole table of weights: numbers of records in it tell each site "
+            "how many the others have. A name belongs to whoever registers with it first"
+        )
+        moves = f"with all clients, {name!r} has the largest share: one site moves the average by "
+        notes.append(f"{moves}{share:.3g} of the bound at most")
+    elif shares.max_share is not None:
+        notes.append(
+            "a site's weight is the number of steps that it claims: one that lies moves the "
+            f"average by {shares.max_share:g} of the bound at most"
+        )
+    elif shares.max_steps is not None:
+        notes.append(
+            "a site's weight is the number of steps that it claims, at most "
+            f"{shares.max_steps}: one that lies moves the average by {shares.max_steps} / "
+            f"({shares.max_steps} + the steps of the others) of the bound at most"
+        )
+    else:
+        notes.append(
+            "a site's weight is the number of steps that it claims: one that claims a million has "
+            "nearly the whole average; give max_steps or max_share"
+        )
+    found: list[Problem] = [("problem", AGGREGATOR, text) for text in wrong]
+    return found + [("note", AGGREGATOR, text) for text in notes]
+
+
 def _noise(
     aggregator: ClippedAveraging,
     module: UpdateClipServer,
-    plugins: Mapping[str, Iterable[Any]],
-    regularizers: bool,
+    changed: bool,
     rounds: Any,
     clients: Any,
 ) -> list[Problem]:
     if module.budget is None:
         return []
     found: list[Problem] = []
-    if next(iter(plugins[SERVER])) is not module or regularizers:
+    if changed:
         text = (
             "with noise, update-clip-server has to come first, before other modules and without "
             "regularizers: what changes the average before it changes what the noise is sized on"

@@ -11,6 +11,7 @@ from declearn.optimizer.modules import OptiModule
 
 from fedclip import parameters
 from fedclip.federation.update.coupling import CLIENT, ClientRound
+from fedclip.federation.update.exchange import SentBound
 from fedclip.federation.update.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
 from fedclip.federation.version import VERSION, Versioned
 from fedclip.privacy import kinds
@@ -76,8 +77,7 @@ class UpdateClipClient(Versioned, OptiModule):  # type: ignore[type-arg]
 
     def __init__(self, *, fedclip: str = VERSION) -> None:
         self._round: ClientRound | None = None
-        self._adaptive = True
-        self._recorder = Recorder()
+        self.recorder = Recorder()
 
     def run(self, gradients: Vector[Any]) -> Vector[Any]:
         """Return the gradients unchanged: the aggregator clips the round's update."""
@@ -97,8 +97,7 @@ class UpdateClipClient(Versioned, OptiModule):  # type: ignore[type-arg]
         if aux_var.stop:
             raise RuntimeError(f"update-clip-server stops the training: {aux_var.stop}")
         bound = parameters.positive(bound=aux_var.bound)
-        self._round = ClientRound(bound, private=bool(aux_var.private))
-        self._adaptive = bool(aux_var.adaptive)
+        self._round = ClientRound(SentBound(bound, aux_var.adaptive, aux_var.private))
         CLIENT.set(self._round)
 
     def on_round_start(self) -> None:
@@ -108,7 +107,7 @@ class UpdateClipClient(Versioned, OptiModule):  # type: ignore[type-arg]
                 "update-clip-client has received no bound: put update-clip-server into "
                 "server_opt, and update-clip-client into client_opt once only"
             )
-        self._recorder.start_round()
+        self.recorder.start_round()
 
     def collect_aux_var(self) -> UpdateClipVotes | None:
         """Return this client's vote; None outside of a round, which begins with a bound."""
@@ -116,31 +115,33 @@ class UpdateClipClient(Versioned, OptiModule):  # type: ignore[type-arg]
         CLIENT.set(None)
         if round_ is None:
             return None
-        if not round_.done:
+        sent, outcome = round_.sent, round_.outcome
+        if outcome is None:
             raise RuntimeError(
                 "update-clip-client goes with the aggregator 'clipped-averaging', and the update "
                 "of this round went past it, unclipped: set aggregator = 'clipped-averaging'"
             )
-        if round_.norm is None:
-            return UpdateClipVotes()
-        basis = LEARNT if self._adaptive else FIXED
-        self._recorder.add(("all",), round_.norm, round_.bound, round_.clipped, basis=basis)
-        if not self._adaptive:
-            # Do not send a bit that the server does not need.
-            return UpdateClipVotes()
-        return UpdateClipVotes(n_votes=1, n_within=int(not round_.clipped))
+        if outcome.norm is not None:
+            self.note(outcome.norm, sent, outcome.clipped)
+        reply = outcome.reply(sent)
+        return UpdateClipVotes(n_votes=reply.votes, n_within=reply.within)
+
+    def note(self, norm: float, sent: SentBound, clipped: bool) -> None:
+        """Record the norm of an update, and whether it was above the bound."""
+        basis = LEARNT if sent.adaptive else FIXED
+        self.recorder.add(("all",), norm, sent.bound, clipped, basis=basis)
 
     @property
     def rounds(self) -> list[RoundRecord]:
         """What happened to the updates of the last rounds."""
-        return self._recorder.rounds()
+        return self.recorder.rounds()
 
     def get_state(self) -> dict[str, Any]:
         """Return the records of the rounds."""
-        return self._recorder.get_state()
+        return self.recorder.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take over the records of the rounds."""
         found = state.get("round") if isinstance(state, Mapping) else None
         round_ = check_count("round", found)
-        self._recorder.set_state(round_, read_rounds(state))
+        self.recorder.set_state(round_, read_rounds(state))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection between a module and the aggregator of one node.
+"""The connection, in declearn, between a module and the aggregator of one node.
 
-declearn passes auxiliary variables only to modules, and the round update only to the aggregator.
-It calls them synchronously, one after the other::
+declearn passes auxiliary variables only to modules, and the round update only to the aggregator;
+neither gets a reference to the other, and a process may hold many nodes. It calls them one after
+the other, without waiting in between::
 
     client:  module.process_aux_var -> steps -> aggregator.prepare_for_sharing
                                                              -> module.collect_aux_var
@@ -15,61 +16,43 @@ thread has its own context, and so has every client, even if all of them share a
 
 from __future__ import annotations
 
-import weakref
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
+
+from fedclip.federation.update.adaptive import AdaptiveBound
+from fedclip.federation.update.clipping import Outcome
+from fedclip.federation.update.exchange import SentBound
 
 
 @dataclass
 class ClientRound:
-    """One round of one client.
+    """One round of one client; the outcome is None until the aggregator has seen the update."""
 
-    Attributes
-    ----------
-    bound
-        Largest norm of the update, as the server sent it.
-    private
-        Whether the server adds noise; then the client sends no counts that noise does not cover.
-    norm
-        The smallest bound that would leave the update alone; None until it is known, or if
-        there is no valid update.
-    clipped
-        Whether the update was above the bound.
-    zeroed
-        Whether the aggregator has replaced the update by zeros.
-    done
-        Whether the aggregator has seen the update.
-    """
-
-    bound: float
-    private: bool = False
-    norm: float | None = None
-    clipped: bool = False
-    zeroed: bool = False
-    done: bool = False
+    sent: SentBound
+    outcome: Outcome | None = None
 
 
 @dataclass
 class ServerRound:
-    """One round of the server.
+    """One round of the server's module, which lasts no longer than the module itself.
 
     Attributes
     ----------
-    bound
-        Largest norm of an update, as sent to the clients.
-    clients
-        Number by which to divide the sum of the updates, if it is fixed in advance.
-    average
-        The aggregator's average of the updates; None until then.
-    exact
-        The same in float64, by name, before it was rounded to the dtypes of the model.
+    module, sent
+        The module, and what it has sent.
+    counted
+        Whether the votes have come, so that the average is next.
+    average, exact
+        The average of the updates; None until then. The same in float64, by name, if known.
     trouble
         Why the bound does not hold in this round; empty if it does.
     """
 
-    bound: float
-    clients: int | None = None
+    module: ref[AdaptiveBound]
+    sent: SentBound
+    counted: bool = False
     average: Any = None
     exact: Any = None
     trouble: str = ""
@@ -78,6 +61,14 @@ class ServerRound:
 CLIENT: ContextVar[ClientRound | None] = ContextVar("fedclip_client_round", default=None)
 """The client's round, from `process_aux_var` to `collect_aux_var` of the module."""
 SERVER: ContextVar[ServerRound | None] = ContextVar("fedclip_server_round", default=None)
-"""The server's round, from `process_aux_var` to `run` of the module, which follows directly."""
-OPENED: ContextVar[weakref.ref[Any] | None] = ContextVar("fedclip_opened", default=None)
-"""The server's module that has sent a bound and not yet received votes."""
+"""The server's round, from `collect_aux_var` to `run` of the module."""
+
+
+def under_way(counted: bool) -> tuple[ServerRound, AdaptiveBound] | None:
+    """Return the server's round and its module, before or after the votes are `counted`."""
+    round_ = SERVER.get()
+    module = None if round_ is None else round_.module()
+    # A run that has ended may have left its round.
+    if round_ is None or module is None or round_.counted != counted:
+        return None
+    return round_, module

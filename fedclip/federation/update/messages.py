@@ -20,6 +20,7 @@ from declearn.optimizer.modules import AuxVar
 
 from fedclip.federation.tolerant import FromServer
 from fedclip.federation.update.averaging import peaks, zeros
+from fedclip.federation.update.exchange import COUNTS, VOTES, Reply, is_one_of
 from fedclip.federation.update.secagg import inside
 
 AUX_NAME = "update-clip"
@@ -27,6 +28,13 @@ AUX_NAME = "update-clip"
 
 DECLEARN_RANGE = 1e5
 """The default `clipval` of declearn's secure aggregation."""
+
+UNWEIGHED = (
+    "under secure aggregation a client weighs its own update, and this one does not know how: a "
+    "table of weights needs the server's protocol 'fedclip-websockets', which tells each client "
+    "its name; 'steps' needs max_steps there, and takes no max_share"
+)
+"""Why a client sends zeros in the place of an update."""
 
 _LOGGER = logging.getLogger("declearn.client.fedclip")
 
@@ -87,9 +95,9 @@ class UpdateClipVotes(AuxVar):
         An exception here would be in the server's loop, which would then never end.
         """
         data = data if isinstance(data, Mapping) else {}
-        votes = [data.get(key) for key in ("n_clients", "n_votes", "n_within")]
-        if all(type(n) is int for n in votes) and votes in ([1, 0, 0], [1, 1, 0], [1, 1, 1]):
-            return cls(*votes)
+        votes = [data.get(key) for key in ("n_votes", "n_within")]
+        if is_one_of(((1,),), [data.get("n_clients")]) and is_one_of(VOTES, votes):
+            return cls(1, *votes)
         return cls(n_faults=1)
 
     def aggregate(self, other: Any) -> UpdateClipVotes:
@@ -122,11 +130,13 @@ class ClippedUpdates(ModelUpdates):
     updates
         The clipped update. None in what `aggregate` returns: see `parts`.
     weights
-        1 for each client.
+        1 for each client; or its number of steps, if these are the weights, and below 0 if what it
+        says is none.
     n_clients, n_clipped, n_zeroed
         Number of updates, and of those that were clipped or zeroed.
     """
 
+    updates: Any
     n_clients: int = 1
     n_clipped: int = 0
     n_zeroed: int = 0
@@ -134,12 +144,20 @@ class ClippedUpdates(ModelUpdates):
     # These fields are not sent.
     fault: str = field(default="", init=False, repr=False, compare=False)
     secagg_range: float | None = field(default=None, init=False, repr=False, compare=False)
+    factor: float | None = field(default=1.0, init=False, repr=False, compare=False)
     _gathered: tuple[ClippedUpdates, ...] = field(default=(), init=False, repr=False, compare=False)
 
     @property
     def parts(self) -> tuple[ClippedUpdates, ...]:
         """The replies in this sum."""
         return self._gathered or (self,)
+
+    def reply(self) -> Reply:
+        """Return this reply as that of any engine, or a secure sum."""
+        coefs: Any = getattr(self.updates, "coefs", None)
+        claimed: Any = self.weights
+        clients = max(1, self.n_clients)
+        return Reply(coefs, fault=self.fault, clients=clients, steps=claimed)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, without copying them as declearn's own method does."""
@@ -152,7 +170,7 @@ class ClippedUpdates(ModelUpdates):
         An exception here would be in the server's loop, which would then never end.
         """
         data = data if isinstance(data, Mapping) else {}
-        counts = [data.get(key) for key in ("n_clients", "n_clipped", "n_zeroed")]
+        counts = [data.get(key) for key in ("n_clipped", "n_zeroed")]
         vector = data.get("updates")
         tensors: Any = getattr(vector, "coefs", None)
         fault = ""
@@ -160,22 +178,17 @@ class ClippedUpdates(ModelUpdates):
             fault = f"the update is {type(vector).__name__}, not a Vector"
         elif not isinstance(tensors, dict):
             fault = f"the update is of {type(tensors).__name__}, not of tensors"
-        elif any(type(n) is not int for n in counts) or counts not in (
-            [1, 0, 0],
-            [1, 1, 0],
-            [1, 0, 1],
-        ):
+        elif not is_one_of(((1,),), [data.get("n_clients")]) or not is_one_of(COUNTS, counts):
             fault = "its counts are not of one client"
-        if fault:
-            counts = [1, 0, 0]
-        result = cls(vector, 1, *counts)
-        result.fault = fault
+        result = cls.refused(vector, fault) if fault else cls(vector, 1, 1, *counts)
+        claimed = data.get("weights")
+        result.weights = claimed if type(claimed) is int and claimed >= 0 else -1
         return result
 
     @classmethod
     def refused(cls, vector: Vector[Any] | None, fault: str) -> ClippedUpdates:
         """Return the replacement for an invalid reply."""
-        result = cls(vector, 1)  # type: ignore[arg-type]
+        result = cls(vector, 1)
         result.fault = fault
         return result
 
@@ -184,7 +197,7 @@ class ClippedUpdates(ModelUpdates):
         if not isinstance(other, ClippedUpdates):
             other = ClippedUpdates.refused(None, _stranger(other))
         total = ClippedUpdates(
-            None,  # type: ignore[arg-type]
+            None,
             self.weights + other.weights,
             self.n_clients + other.n_clients,
             self.n_clipped + other.n_clipped,
@@ -211,6 +224,11 @@ class ClippedUpdates(ModelUpdates):
         """
         content = self.to_dict()
         limit = self.secagg_range or DECLEARN_RANGE
+        if self.factor is None:
+            _LOGGER.error("%s; zeros are sent instead of the update", UNWEIGHED)
+            content["updates"] = zeros_like(self.updates)
+            content["n_clipped"], content["n_zeroed"] = 0, 1
+            return content, None
         if found := peaks(self.updates.coefs, limit):
             _LOGGER.error(
                 "%s beyond the range ±%g of secure aggregation: zeros are sent instead. Lower "
@@ -221,9 +239,10 @@ class ClippedUpdates(ModelUpdates):
             content["updates"] = zeros_like(self.updates)
             content["n_clipped"], content["n_zeroed"] = 0, 1
             return content, None
-        coefs = inside(self.updates.coefs, limit)
-        if coefs is not self.updates.coefs:
-            content["updates"] = type(self.updates)(dict(coefs))
+        # The server can not weigh what it does not see.
+        updates = self.updates if self.factor == 1.0 else self.updates * self.factor
+        coefs = inside(updates.coefs, limit)
+        content["updates"] = updates if coefs is updates.coefs else type(updates)(dict(coefs))
         return content, None
 
 

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client of a federation whose model has personal layers: it trains all, and shares the rest.
+
+::
+
+    Start:   refuse a server that shares what this client keeps; take up the layers kept before
+    Round:   weights = the server's, and this client's own layers
+             steps on all of them, by the model as it is
+             keep the layers in a file; share the update without them
+             refuse to send what names one of them
+
+While it trains, the model is one of declearn's own: optimizers, weight decay, FedProx and DP-SGD
+see all of its weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from declearn.main import FederatedClient
+from declearn.messaging import Error, StopTraining, TrainReply
+from declearn.model.api import Model, Vector
+from declearn.training import TrainingManager
+from declearn.utils.serialize import msgpack_dump, msgpack_load
+
+from fedclip.arrays.frozen import unused
+from fedclip.errors import StateError
+from fedclip.federation.personal import PersonalModel, astray, chosen, listed, part
+from fedclip.scopes import check_exclude
+
+__all__ = ["FILE", "PersonalFederatedClient"]
+
+FILE = "personal_layers.mpk"
+"""The file of a client's own layers, in its folder of checkpoints."""
+
+
+class PersonalFederatedClient(FederatedClient):
+    """declearn's `FederatedClient`, for models with personal layers and without.
+
+    Parameters
+    ----------
+    *args, **settings
+        As `FederatedClient` takes them.
+    personal : pattern, list of patterns or None, default=None
+        Tensors that this client never sends, whatever the server's model says, as in
+        `PersonalModel`. A server that shares one of them is refused before the first step.
+    layers : path or None, default=None
+        File in which this client's own layers are kept over restarts. None:
+        ``personal_layers.mpk`` in the folder of `checkpoint`; without either, they are lost when
+        the process ends, and a warning says so.
+
+    Notes
+    -----
+    Guarantee: no update and no auxiliary variable that leaves this client has a tensor that
+    `personal` names, here or in the server's model. Its values go into what else is sent: the
+    update of the other layers, losses and metrics, counts of gradients' norms.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        personal: str | Sequence[str] | None = None,
+        layers: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        self.personal = check_exclude(personal, "personal")
+        self._manager: TrainingManager | None = None
+        # The server's model, if it has personal layers.
+        self._kept: PersonalModel | None = None
+        super().__init__(*args, **settings)
+        self.layers = None if layers is None else Path(layers)
+        if self.layers is None and self.ckptr is not None:
+            self.layers = Path(self.ckptr.folder) / FILE
+
+    @property
+    def trainmanager(self) -> TrainingManager | None:
+        """What trains and evaluates; None before the server has sent a model."""
+        return self._manager
+
+    @trainmanager.setter
+    def trainmanager(self, manager: TrainingManager | None) -> None:
+        # declearn reports to the server what is raised where this is set.
+        if manager is not None:
+            self._adapt(manager)
+        self._manager = manager
+
+    def _adapt(self, manager: TrainingManager) -> None:
+        """Let a manager train the model within, and share what is shared."""
+        if self._kept is None or manager.model is not self._kept.model:
+            self._kept = self._agreed(manager.model)
+            if wrong := astray(self._kept or manager.model):
+                self.logger.warning("%s.", wrong)
+            if self._kept is not None:
+                self._restore(self._kept)
+                sharing: Any = _Sharing(manager.aggrg, self._kept, self._store)
+                manager.model, manager.aggrg = self._kept.model, sharing
+        for name in ("training_round", "evaluation_round"):
+            setattr(manager, name, partial(self._round, manager.model, getattr(manager, name)))
+
+    def _agreed(self, model: Model[Any]) -> PersonalModel | None:
+        """Return the model, if it has personal layers; refuse one that shares this client's."""
+        mine = self.personal or []
+        own = chosen(mine, model.get_weights().coefs)
+        if asked := own & model.get_weights(trainable=True).coefs.keys():
+            raise ValueError(
+                f"the server's model shares {listed(asked)}, which this client keeps for itself: "
+                f"the server has to wrap it, fedclip.PersonalModel(model, {mine})"
+            )
+        if not isinstance(model, PersonalModel):
+            return None
+        personal = [*dict.fromkeys([*model.personal, *mine])]
+        kept = PersonalModel(model.model, personal, frozen_batchnorm=model.frozen_batchnorm)
+        kept.check()
+        if kept.own:
+            self.logger.info("Personal layers, which stay on this client: %s.", listed(kept.own))
+        if kept.own and self.layers is None:
+            why = "neither layers nor checkpoint is given"
+            self.logger.warning("Its own layers are lost when the process ends: %s.", why)
+        return kept
+
+    def _restore(self, kept: PersonalModel) -> None:
+        """Take up the layers that were kept before, if there are any."""
+        if not kept.own or self.layers is None or not self.layers.exists():
+            return
+        weights = kept.get_weights()
+        wanted = part(weights, sorted(kept.own)).shapes()
+        try:
+            found = msgpack_load(str(self.layers))
+            shapes = found.shapes()
+        except Exception as exc:  # a damaged file may hold anything
+            raise StateError(f"{self.layers} can not be read as layers: {exc!r:.200}") from None
+        if not isinstance(found, type(weights)) or shapes != wanted:
+            raise StateError(
+                f"{self.layers} holds {shapes}, and this model's own layers are {wanted}: is it "
+                "of another model? Give another file as layers"
+            )
+        kept.set_weights(type(weights)({**weights.coefs, **found.coefs}))
+        self.logger.info("Going on with this client's own layers of %s.", self.layers)
+
+    def _store(self, kept: PersonalModel) -> None:
+        """Keep the layers, so that a crash leaves those of this round or of the last one."""
+        if not kept.own or self.layers is None:
+            return
+        self.layers.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.layers.with_name(f"{self.layers.name}.new")
+        msgpack_dump(part(kept.get_weights(), sorted(kept.own)), str(fresh))
+        with fresh.open("rb") as file:
+            os.fsync(file.fileno())
+        fresh.replace(self.layers)
+
+    def _round(self, model: Model[Any], run: Callable[[Any], Any], message: Any) -> Any:
+        """Run a round with the server's weights and this client's own layers."""
+        own = frozenset() if self._kept is None else self._kept.own
+        if message.weights is not None and self._kept is not None:
+            try:
+                message.weights = self._kept.whole(message.weights)
+            except (TypeError, ValueError) as exc:
+                self.logger.error("Refused: %s.", exc)
+                return Error(f"refused by fedclip: {exc}")
+        reply = run(message)
+        if isinstance(reply, Error) and (idle := unused(model.get_wrapped_model())):
+            reply = Error(
+                f"{listed(idle)} of the model are trained, and not used by it: freeze them, "
+                f"requires_grad_(False), before the run ({reply.message})"
+            )
+        if isinstance(reply, Error) and _quoted(reply.message, own):
+            return Error("an error that names layers which stay on this client; its log has it")
+        sent = [reply.updates, reply.aux_var] if isinstance(reply, TrainReply) else []
+        if told := _named(sent, own):
+            self.logger.error("Not sent, as it names %s, which stay here.", listed(told))
+            return Error(
+                "refused by fedclip: what this client would have sent names layers that stay on "
+                "it; modules that share gradients, such as scaffold, do not go with them"
+            )
+        return reply
+
+    async def stop_training(self, message: StopTraining) -> None:
+        """Take the final weights, and leave this client's own layers as they are."""
+        if self._kept is not None:
+            message.weights = self._kept.whole(message.weights)
+        await super().stop_training(message)
+
+    async def _initialize_fairness(self) -> None:
+        if self._kept is not None:
+            why = (
+                "fairness rounds replace what keeps personal layers back: leave [run.fairness] out"
+            )
+            self.logger.error("Refused: %s.", why)
+            await self.netwk.send_message(Error(f"refused by fedclip: {why}"))
+            raise RuntimeError(why)
+        await super()._initialize_fairness()
+
+
+class _Sharing(NamedTuple):
+    """The aggregator of a client, to which only what is shared of an update is given."""
+
+    aggregator: Any
+    kept: PersonalModel
+    store: Callable[[PersonalModel], None]
+
+    def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> Any:
+        """Keep the layers before anything is sent, and prepare the rest."""
+        self.store(self.kept)
+        shared = self.kept.shared(updates)
+        return self.aggregator.prepare_for_sharing(updates=shared, n_steps=n_steps)
+
+
+def _named(value: Any, names: frozenset[str]) -> set[str]:
+    """Return the names that occur in a part of a message."""
+    if isinstance(value, str):
+        return {value} & names
+    if isinstance(value, Vector):
+        return value.coefs.keys() & names
+    if dataclasses.is_dataclass(value):
+        value = [*vars(value).values()]
+    elif isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, (list, tuple, set)):
+        return {name for one in value for name in _named(one, names)}
+    return set()
+
+
+def _quoted(text: str, names: frozenset[str]) -> bool:
+    return any(re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text) for name in names)

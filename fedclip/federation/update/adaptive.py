@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bound that follows the clients' votes, and the noise that goes with it, round by round.
+
+::
+
+    open       say which bound the clients clip to
+    count      charge the round, and set the next bound by the votes
+    release    the average with noise, scaled to the bound that was sent; zeros if it was too high
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from fedclip import parameters
+from fedclip.errors import StateError
+from fedclip.federation.update.averaging import zeros
+from fedclip.federation.update.bound import FIRST, BoundRule, Search, share_within
+from fedclip.federation.update.budget import MANY_ROUNDS, Budget, draws_of
+from fedclip.federation.update.exchange import Arrays, SentBound
+from fedclip.federation.update.pace import spread
+from fedclip.measures import Float64
+from fedclip.privacy.accounting import Accountant, default_bits_noise
+
+
+class AdaptiveBound:
+    """The bound of the clients' updates; the parameters are those of `update-clip-server`."""
+
+    called: ClassVar[str] = "update clipping"
+    logger: ClassVar[logging.Logger] = logging.getLogger("fedclip.server")
+
+    def __init__(
+        self,
+        start_norm: float | str = "search",
+        *,
+        quantile: float = 0.5,
+        learning_rate: float = 0.2,
+        min_norm: float = 1e-6,
+        max_norm: float = 1e4,
+        noise_multiplier: float = 0.0,
+        bits_noise: float | None = None,
+        expected_clients: int | None = None,
+        delta: float = 1e-5,
+        max_epsilon: float | None = None,
+        relation: str = "add-remove",
+        generator: str = "secure",
+        seed: int | None = None,
+        unnoised: str | Sequence[str] | None = None,
+    ) -> None:
+        self.start_norm: float | str
+        if isinstance(start_norm, str):
+            self.start_norm = parameters.choice(("search",), start_norm=start_norm)
+        else:
+            self.start_norm = parameters.limit(start_norm=start_norm)
+        self.quantile = parameters.unit_interval(quantile=quantile)
+        self.learning_rate = parameters.non_negative(learning_rate=learning_rate)
+        self.min_norm = parameters.limit(min_norm=min_norm)
+        self.max_norm = parameters.limit(max_norm=max_norm)
+        first = FIRST if isinstance(self.start_norm, str) else self.start_norm
+        searching = first is not self.start_norm
+        if self.min_norm > self.max_norm or not (
+            searching or self.min_norm <= first <= self.max_norm
+        ):
+            raise ValueError(
+                f"start_norm must be within [min_norm, max_norm], got {start_norm!r} and "
+                f"[{min_norm!r}, {max_norm!r}]"
+            )
+        if searching and self.learning_rate == 0:
+            raise ValueError(
+                "learning_rate=0 fixes the bound, and clients do not vote: give start_norm a "
+                "number, because a search needs their votes"
+            )
+        self.noise_multiplier = parameters.non_negative(noise_multiplier=noise_multiplier)
+        self.bits_noise = parameters.optional(parameters.non_negative, bits_noise=bits_noise)
+        self.expected_clients = parameters.optional(
+            parameters.integer, 1, expected_clients=expected_clients
+        )
+        self.delta = parameters.unit_interval(delta=delta)
+        self.max_epsilon = parameters.optional(parameters.positive, max_epsilon=max_epsilon)
+        self.relation = parameters.choice(("add-remove", "replace-one"), relation=relation)
+        self.generator = parameters.choice(("secure", "insecure"), generator=generator)
+        self.seed = parameters.optional(parameters.integer, 0, seed=seed)
+        if self.seed is not None and self.generator == "secure":
+            raise ValueError(
+                f"a seed goes with generator='insecure' only, got seed={seed!r}: noise that can "
+                "be repeated can be subtracted"
+            )
+        names = [unnoised] if isinstance(unnoised, str) else unnoised
+        self.unnoised = None if names is None else [parameters.name(unnoised=n) for n in names]
+        self.rule = BoundRule(self.quantile, self.learning_rate, self.min_norm, self.max_norm)
+        self.bound = self.rule.within(first)
+        self.search = Search() if searching else None
+        self.evidence = 0.0
+        self.round = 0
+        self.budget = self._budget()
+        self.sent: SentBound | None = None
+        """The message of the round that is open."""
+        self.withheld = False
+        """Whether a search has found the bound of this round too high."""
+        self.stop = ""
+        """Why training has to end; the next message tells the clients."""
+
+    def _budget(self) -> Budget | None:
+        if self.noise_multiplier == 0:
+            for name in ("bits_noise", "max_epsilon", "unnoised"):
+                if value := getattr(self, name):
+                    raise ValueError(f"{name} goes with noise_multiplier > 0, got {value!r} with 0")
+            return None
+        if self.expected_clients is None:
+            raise ValueError(
+                "noise_multiplier needs expected_clients, the number of clients in a round: the "
+                "noise is sized on it, and the number of replies would itself reveal something"
+            )
+        bits = self.bits_noise
+        if self.learning_rate == 0:
+            bits = 0.0
+        elif bits is None:
+            bits = default_bits_noise(self.noise_multiplier, self.expected_clients)
+        return Budget(
+            self.noise_multiplier,
+            self.expected_clients,
+            Accountant(self.delta, self.relation),
+            draws_of(self.generator, self.seed),
+            bits_noise=bits,
+            max_epsilon=self.max_epsilon,
+        )
+
+    @property
+    def noise(self) -> float:
+        """Noise multiplier of the update: z_delta."""
+        return 0.0 if self.budget is None else self.budget.update_noise
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon spent so far, at `delta`."""
+        return 0.0 if self.budget is None else self.budget.epsilon
+
+    def rounds_left(self, most: int = MANY_ROUNDS) -> int:
+        """Return how many more rounds the budget allows, up to `most`."""
+        return most if self.budget is None else self.budget.rounds_left(most)
+
+    # -- a round --------------------------------------------------------------------------------
+    def open(self) -> SentBound:
+        """Return the bound of the next round, or why there is none."""
+        if self.budget is not None:
+            self.halt(self.budget.refusal())
+        if self.stop:
+            self.logger.error("%s stops the training: %s", self.called, self.stop)
+        self.withheld = False
+        self.sent = SentBound(
+            self.bound,
+            adaptive=self.learning_rate > 0,
+            private=self.budget is not None,
+            round=self.round + 1,
+            stop=self.stop,
+        )
+        return self.sent
+
+    def count(self, votes: int, within: int, clients: int) -> dict[str, Any]:
+        """Count a round and its votes, and set the next bound; return the record of the round."""
+        assert self.sent is not None
+        self.round += 1
+        if self.budget is not None:
+            self.budget.spend()
+        share = self._share(votes, within, clients)
+        if share is not None:
+            self.bound, self.search, self.withheld, self.evidence = self.rule.after(
+                self.sent.bound, share, self.search, self.evidence, self._spread(votes)
+            )
+        record = {"round": self.round, "bound": self.sent.bound, "share": share}
+        record |= {"next_bound": self.bound, "withheld": self.withheld, "epsilon": self.epsilon}
+        self._report(record, clients - votes, clients)
+        return record
+
+    def release(
+        self, average: Mapping[str, Any], exact: Mapping[str, Float64] | None = None
+    ) -> Arrays:
+        """Close the round; return its average with noise, the same object if there is none.
+
+        `exact` is the average before it was rounded to the dtypes of the model.
+        """
+        sent, self.sent = self.sent, None
+        assert sent is not None
+        if self.withheld:
+            return zeros(average)
+        if self.budget is None:
+            return average
+        return self.budget.noised(average, sent.bound, self.round, exact)
+
+    def warn(self, what: str) -> None:
+        """Log a warning."""
+        self.logger.warning("%s: %s", self.called, what)
+
+    def halt(self, why: str) -> None:
+        """Remember why to stop, if there is no reason yet."""
+        self.stop = self.stop or why
+
+    def admit(self, name: str) -> bool:
+        """Return whether other statistics may go out without noise.
+
+        They may if no noise is added, or if `unnoised` names them. If not, the run ends.
+        """
+        if self.budget is None or name in (self.unnoised or ()):
+            return True
+        self.halt(self.refusal_of(name))
+        self.logger.error("%s stops the training: %s", self.called, self.stop)
+        return False
+
+    def refusal_of(self, name: str) -> str:
+        """Return why other statistics may not go out beside averages with noise."""
+        return (
+            f"{name} sends what it has learnt from the clients without noise, while the averages "
+            "have noise: it may reveal a single client, whatever epsilon is; remove it, or allow "
+            f"it in {self.called} with unnoised = [{name!r}]"
+        )
+
+    def _share(self, votes: int, within: int, clients: int) -> float | None:
+        """Return the share of updates within the bound; None if it is not known."""
+        if self.learning_rate == 0:
+            return None
+        if self.budget is not None:
+            noise = self.budget.noise_on_votes(self.round)
+            return share_within(votes, within, self.expected_clients, noise)
+        if not 0 <= within <= votes <= clients:
+            told = f"{within} of {votes} votes from {clients} clients"
+            self.warn(f"{told} can not be right, and are not counted")
+            return None
+        return share_within(votes, within, None, 0.0)
+
+    def _spread(self, votes: int) -> float:
+        """Return the standard deviation of the share at its quantile; public, if there is noise."""
+        if self.budget is None:
+            return spread(self.quantile, votes, 0.0)
+        return spread(self.quantile, self.budget.clients, self.budget.bits_noise)
+
+    def _report(self, record: Mapping[str, Any], silent: int, clients: int) -> None:
+        share = record["share"]
+        parts = [f"{self.called}: round {self.round}, bound {record['bound']:.4g}"]
+        if share is not None:
+            parts.append(f"{share:.0%} of the updates within it, next bound {self.bound:.4g}")
+        if self.withheld:
+            parts.append("the search has found it too high: the average is not released")
+        elif self.search is not None:
+            parts.append("the search goes on")
+        if self.budget is not None:
+            parts.append(f"epsilon {self.epsilon:.4g} at delta {self.delta:g}")
+        elif share is not None and silent:
+            parts.append(f"{silent} of {clients} clients abstained")
+        self.logger.info("%s", "; ".join(parts))
+
+    # -- state ----------------------------------------------------------------------------------
+    def get_state(self) -> dict[str, Any]:
+        """Return the bound, the number of rounds, and what was spent of the budget."""
+        spent = [] if self.budget is None else self.budget.accountant.get_state()
+        search = None if self.search is None else list(self.search)
+        state = {"bound": self.bound, "round": self.round, "spent": spent, "search": search}
+        return state | {"evidence": self.evidence}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take over a state that `get_state` returned; what was spent here stays spent.
+
+        Raises
+        ------
+        StateError
+            If anything is missing or not valid. The old state then stays in place.
+        """
+        if not isinstance(state, Mapping) or not {"bound", "round", "spent"} <= set(state):
+            raise StateError(f"the state must have bound, round and spent, got {state!r:.200}")
+        try:
+            bound = parameters.positive(bound=state["bound"])
+            round_ = parameters.integer(0, round=state["round"])
+            evidence = parameters.number("a finite number", evidence=state.get("evidence", 0.0))
+        except (TypeError, ValueError) as exc:
+            raise StateError(str(exc)) from exc
+        search = Search.of(state.get("search"))
+        spent = Budget.check_state(state["spent"], self.budget, self.called)
+        self.search, self.evidence = search, evidence
+        self.bound, self.round = self.rule.within(bound), round_
+        if self.budget is not None:
+            self.budget.accountant.set_state(spent)
+        self.stop = ""

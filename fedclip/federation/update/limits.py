@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The limits of an update, group by group, and whether a client's reply is within them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fedclip.arrays import backend_of, on_host
+from fedclip.federation.update.exchange import Arrays, Reply
+from fedclip.measures import Order
+from fedclip.rules import NoState
+from fedclip.rules.constant import Constant
+from fedclip.scopes import Groups, Scope, resolve
+from fedclip.transforms import Gradient, NormClipping, NotFiniteError
+
+Signature = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and shapes, in the order of names."""
+
+OTHER_TENSORS = "its tensors are not the model's"
+
+# A clipped update is below its limit by more than float32 rounding adds to the norm.
+_SLACK = 1.0 + 1e-5
+# Under secure aggregation the sum has rounding errors, too: look for gross lies only.
+_SUM_SLACK = 2.0
+
+
+def signature(arrays: Arrays) -> Signature:
+    """Return names and shapes.
+
+    Dtypes are none of it: if one client's dtype decided about the updates of others, that client
+    could move the average by more than its share.
+    """
+    return tuple(sorted((name, tuple(array.shape)) for name, array in arrays.items()))
+
+
+def alike(arrays: Arrays, like: Arrays) -> bool:
+    """Whether names and shapes are the same; False for what has none."""
+    try:
+        return signature(arrays) == signature(like)
+    except Exception:  # a client may have sent anything
+        return False
+
+
+def warn_of(
+    faults: Sequence[str], senders: Sequence[str], replies: int, warn: Callable[[str], None]
+) -> None:
+    """Say which of so many replies count as zeros, and why."""
+    for fault, sender in zip(faults, senders, strict=True):
+        if fault:
+            who = repr(sender) if sender else f"one of {replies} replies"
+            warn(f"the update of {who} counts as zero: {fault}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits for the groups of a scope; `called` is what messages call this kind of clipping."""
+
+    scope: Scope
+    exclude: Sequence[str] | None
+    called: str
+
+    def of(self, groups: Groups, bound: float, whole: bool) -> tuple[float, ...]:
+        """Return the limit of each group.
+
+        A bound C of the `whole` update gives each of k groups C / sqrt(k).
+        """
+        if whole:
+            return (bound / math.sqrt(max(1, len(groups))),) * len(groups)
+        table = self.scope if isinstance(self.scope, Mapping) else {}
+        return tuple(table.get(label, bound) for label in groups.labels)
+
+    def groups(self, arrays: Arrays) -> Groups:
+        """Return the groups of an update."""
+        return resolve(self.scope, self.exclude, tuple(arrays))
+
+    def fault(
+        self,
+        reply: Reply,
+        like: Arrays,
+        bound: float,
+        whole: bool = True,
+        mass: float | None = None,
+    ) -> str:
+        """Return why no honest client can have sent a reply; "" if one can.
+
+        It must have the names and shapes of `like`, and be within `mass` bounds; None: within one
+        for each client. What clients send may be anything.
+        """
+        if reply.fault:
+            return reply.fault
+        if not alike(reply.arrays, like):
+            return OTHER_TENSORS
+        try:
+            return self.excess(reply.arrays, bound, whole, reply.clients, mass)
+        except Exception as exc:
+            return f"it can not be measured ({exc!r:.200})"
+
+    def excess(
+        self,
+        arrays: Arrays,
+        bound: float,
+        whole: bool = True,
+        clients: int = 1,
+        mass: float | None = None,
+    ) -> str:
+        """Return by how much an update, or a sum of several clients', is beyond its limit."""
+        mass = clients if mass is None else mass
+        for name, array in arrays.items():
+            dtype = backend_of(array).dtype(array)
+            if not dtype.startswith(("float", "bfloat", "int", "uint")):
+                return f"its tensor {name!r:.60} is of {dtype}"
+        groups = self.groups(arrays)
+        norms = norms_of(arrays, groups, self.called)
+        if norms is None:
+            return "it holds NaN or infinity"
+        slack = _SLACK if clients == 1 else _SUM_SLACK
+        columns = groups.labels, norms, self.of(groups, bound, whole)
+        for label, norm, limit in zip(*columns, strict=True):
+            if norm > limit * mass * slack:
+                return f"its norm of {label!r} is {norm:.4g}, beyond the limit of {limit:.4g}"
+        return ""
+
+
+def norms_of(arrays: Arrays, groups: Groups, called: str, ord: Order = 2) -> list[float] | None:
+    """Return the norms of the groups of an update; None if an array holds NaN or infinity."""
+    transform = NormClipping(Constant((math.inf,)), ord, dry=True)
+    gradient = Gradient.of(called, arrays, groups, transform)
+    try:
+        norms = gradient.clipped(transform, NoState(), "raise").norms
+    except NotFiniteError:
+        return None
+    found: list[float] = on_host(norms).tolist()
+    return found
