@@ -124,10 +124,7 @@ class Calibration:
 
 
 def steps_of_a_round(
-    records: int,
-    batches: Mapping[str, Any],
-    n_epoch: int | None = None,
-    n_steps: int | None = None,
+    records: int, batches: Mapping[str, Any], n_epoch: int | None = None, n_steps: int | None = None
 ) -> int | None:
     """Return how many steps a round has; None if neither epochs nor steps limit it."""
     size = parameters.integer(1, batch_size=batches["batch_size"])

@@ -9,18 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from declearn.main import FederatedClient
-from declearn.messaging import (
-    Error,
-    MetadataQuery,
-    MetadataReply,
-    PrivacyRequest,
-    TrainRequest,
-)
+from declearn.messaging import Error, MetadataQuery, MetadataReply, PrivacyRequest, TrainRequest
 
 from fedclip import parameters
 from fedclip.dpsgd import ledger as ledgers
 from fedclip.dpsgd.records import Records, first_records
+from fedclip.federation.personal_client import PersonalFederatedClient
 
 if TYPE_CHECKING:
     from fedclip.dpsgd.manager import PrivateTrainingManager
@@ -28,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["PrivateFederatedClient"]
 
 
-class PrivateFederatedClient(FederatedClient):
+class PrivateFederatedClient(PersonalFederatedClient):
     """declearn's `FederatedClient` with DP-SGD: each record protected by a budget of the client's.
 
     The server is declearn's own, with ``[run.privacy]``; `sample-clip` in its ``client_opt`` is
@@ -37,8 +31,8 @@ class PrivateFederatedClient(FederatedClient):
     Parameters
     ----------
     *args, **settings
-        As `FederatedClient` takes them. There must be `valid_data`: evaluation publishes losses,
-        without noise, of what it is done on.
+        As `PersonalFederatedClient` takes them. There must be `valid_data`: evaluation publishes
+        losses, without noise, of what it is done on.
     max_budget : (float, float) or None, default=None
         Epsilon (> 0) and delta (in (0, 1)) that this client never goes beyond, whatever the
         server asks for. If the server asks for more, noise is sized for this.

@@ -43,20 +43,6 @@ from fedclip import parameters
 from fedclip.errors import StateError
 from fedclip.privacy.gaussian import epsilon_of, mu_of
 
-__all__ = [
-    "ACCOUNTANTS",
-    "RELATIONS",
-    "Accountant",
-    "Cost",
-    "Release",
-    "account",
-    "default_bits_noise",
-    "epsilon",
-    "noise_multiplier",
-    "split_noise",
-    "tightest",
-]
-
 RELATIONS = ("add-remove", "replace-one")
 """Which data sets are neighbours: one has a record more; or one record differs."""
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import backend_of
+from fedclip.arrays import NUMPY, backend_of
+from fedclip.arrays.blocks import decode
 from fedclip.arrays.numpy import bits
 from fedclip.measures import Order, slice_measures
-from fedclip.measures.l2 import decode
 from fedclip.privacy.lengths import (
     COARSEST,
     l2_of,
@@ -25,25 +25,6 @@ from fedclip.privacy.lengths import (
 )
 from fedclip.privacy.maps import Context, Map
 from fedclip.scopes import resolve
-
-__all__ = [
-    "box",
-    "brought_to_norm",
-    "centred",
-    "divided_by_average",
-    "fixed_limit",
-    "formula_of",
-    "learnt_limit",
-    "noise",
-    "own_percentile",
-    "past_values",
-    "present_values",
-    "standardised",
-    "unchanged",
-    "unchanged_or_noise",
-    "unknown",
-    "weight_limit",
-]
 
 
 class Piece(NamedTuple):
@@ -374,7 +355,7 @@ def _unit_limits(regularizer: Any, weights: Mapping[str, Any]) -> list[tuple[flo
         view = np.atleast_1d(decode(bits(backend_of(array).to_host(array))))
         axes = axes_of(view.shape)
         if axes is not None and view.size:
-            norms += slice_measures(view, axes, 2).ravel().tolist()
+            norms += slice_measures([view], [axes], 2, NUMPY).tolist()
     if regularizer.unit == "global":
         norms = [math.hypot(*norms)]
     sound = [norm if math.isfinite(norm) else 0.0 for norm in norms]

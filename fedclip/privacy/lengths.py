@@ -8,17 +8,6 @@ from collections.abc import Iterable
 
 from fedclip.measures import Order
 
-__all__ = [
-    "COARSEST",
-    "SINGLE",
-    "l2_of",
-    "number",
-    "outwards",
-    "root_of_squares",
-    "slope",
-    "stretch",
-]
-
 # The uncertainty of a norm measured in float64, plus a few roundings.
 _ROUNDING = 2.0**-44
 SINGLE = 2.0**-24

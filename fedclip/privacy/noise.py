@@ -34,8 +34,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fedclip.arrays import Array, backend_of
-from fedclip.measures.l2 import narrowed
+from fedclip.arrays import Array, backend_of, narrowed
 
 __all__ = ["Normals", "add_noise", "insecure_normals", "noised", "secure_normals"]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from declearn.optimizer.regularizers import Regularizer
@@ -30,19 +31,18 @@ def in_words(
     server: Sequence[Any],
     aggregator: Any = None,
     *,
-    lrate: Any = None,
-    w_decay: Any = 0.0,
+    optim: Mapping[str, Any] = MappingProxyType({}),
     steps: Any = None,
     privacy: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Return one line for each place: what is clipped there.
 
     The plug-ins are in the order in which they act, and the aggregator is given if it is fedclip's.
-    `lrate`, `w_decay`, a fixed number of local `steps` and the section [run.privacy] are as in the
-    configuration.
+    The section `optim` of the client, a fixed number of local `steps` and the section [run.privacy]
+    are as in the configuration.
     """
     return [
-        f"step: {_noised(client, privacy) if privacy else _step(client, lrate, w_decay, steps)}",
+        f"step: {_noised(client, privacy) if privacy else _step(client, optim, steps)}",
         f"update: {_update(aggregator, server)}",
         f"aggregate: {_aggregate(server)}",
     ]
@@ -81,14 +81,12 @@ def _noised(client: Sequence[Any], privacy: Mapping[str, Any]) -> str:
     return said
 
 
-def _step(client: Sequence[Any], lrate: Any, w_decay: Any, steps: Any) -> str:
+def _step(client: Sequence[Any], optim: Mapping[str, Any], steps: Any) -> str:
     if not client:
         return "nothing is clipped."
-    found = replace(
-        analyse(client),
-        lrate=lrate if isinstance(lrate, float) else None,
-        w_decay=w_decay if isinstance(w_decay, float) else None,
-    )
+    rates = optim.get("lrate"), optim.get("w_decay", 0.0)
+    lrate, w_decay = (rate if isinstance(rate, float) else None for rate in rates)
+    found = replace(analyse(client), lrate=lrate, w_decay=w_decay)
     said = found.bound_in_words
     if found.noised:
         said += f" {found.record_in_words}"
@@ -133,6 +131,8 @@ def _update(aggregator: Any, server: Sequence[Any]) -> str:
             f"in the round, never above {bound}."
         )
         bound = "C"
+    if aggregator.shares.kind != "equal":
+        return f"{said} Weighed, no client moves the average by more than its share of that."
     return (
         f"{said} With equal weights, the sensitivity of the sum is {bound} if a client is added or "
         "removed, and twice that if one is replaced."

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -13,7 +13,7 @@ from fedclip import parameters
 
 __all__ = [
     *("Arrays", "Failed", "Float64", "HostStack", "Stack", "Unfit"),
-    *("at_once", "spare", "try_out"),
+    *("at_once", "padded", "shapes", "spare", "spread", "try_out"),
 ]
 
 Float64: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -38,6 +38,37 @@ def at_once(size: int, elements: int) -> int:
     """
     size = parameters.integer(1, micro_batch=size)
     return max(1, min(size, MOST // max(elements, 1)))
+
+
+def padded(many: int, together: int) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+    """Yield the rows of so many records at a time, always as many, and how many of them count.
+
+    So that nothing is compiled again, the last one stands for those that are lacking.
+
+    >>> [(rows.tolist(), count) for rows, count in padded(3, 2)]
+    [([0, 1], 2), ([2, 2], 1)]
+    """
+    for start in range(0, many, together):
+        count = min(together, many - start)
+        yield np.minimum(np.arange(start, start + together), start + count - 1), count
+
+
+def spread(
+    factors: Mapping[str, Float64], sound: np.ndarray[Any, Any], size: int
+) -> tuple[Float64, np.ndarray[Any, Any]]:
+    """Return factors (names, size) and which are sound; those of records that do not count are 0.
+
+    >>> spread({"w": np.ones(2)}, np.array([True, True]), 3)
+    (array([[1., 1., 0.]]), array([ True,  True, False]))
+    """
+    scales, kept = np.zeros((len(factors), size)), np.zeros(size, dtype=bool)
+    scales[:, : len(sound)], kept[: len(sound)] = [*factors.values()], sound
+    return scales, kept
+
+
+def shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the trained weights."""
+    return {n: tuple(a.shape) for n, a in model.get_weights(trainable=True).coefs.items()}
 
 
 def spare(work: Callable[[int, int], None], start: int, stop: int, failed: Failed) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from declearn.model.haiku import HaikuModel, JaxNumpyVector
 
-from fedclip.dpsgd.persample.base import try_out
+from fedclip.dpsgd.persample.base import shapes, try_out
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
 
 __all__ = ["check", "shapes", "stacks", "try_out", "vector"]
@@ -32,11 +32,6 @@ def vector(model: HaikuModel, arrays: Any) -> Any:
     weights = model.get_weights(trainable=True).coefs
     made = {k: np.asarray(a).astype(weights[k].dtype) for k, a in arrays.items()}
     return JaxNumpyVector({k: jax.device_put(a, model._device) for k, a in made.items()})
-
-
-def shapes(model: HaikuModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the trained weights."""
-    return {n: tuple(a.shape) for n, a in model.get_weights(trainable=True).coefs.items()}
 
 
 def stacks(model: HaikuModel, batch: Any, micro_batch: int, whole: bool) -> Iterator[JaxStack]:

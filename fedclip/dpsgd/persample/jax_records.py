@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedclip.dpsgd.persample.base import Float64, at_once
+from fedclip.dpsgd.persample.base import Float64, at_once, padded, spread
 
 __all__ = ["JaxStack", "micro_batches"]
 
@@ -19,15 +19,9 @@ _float64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["e
 
 
 def micro_batches(records: Any, size: int, elements: int) -> Iterator[tuple[Any, int]]:
-    """Yield some records, and how many of them count; none if there is none.
-
-    They are always as many, so that nothing is compiled again.
-    """
+    """Yield some records, always as many, and how many of them count; none if there is none."""
     many = len(jax.tree_util.tree_leaves(records)[0])
-    together = at_once(size, elements)
-    for start in range(0, many, together):
-        count = min(together, many - start)
-        rows = np.minimum(np.arange(start, start + together), start + count - 1)
+    for rows, count in padded(many, at_once(size, elements)):
         yield jax.tree_util.tree_map(lambda a, rows=rows: a[rows], records), count
 
 
@@ -45,12 +39,8 @@ class JaxStack:
     def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
         names = [*factors]
         arrays = [self._arrays[name] for name in names]
-        scales = np.zeros((len(names), len(arrays[0])))
-        scales[:, : self._size] = [factors[name] for name in names]
-        kept = None
-        if not sound.all():
-            kept = np.zeros(len(arrays[0]), dtype=bool)
-            kept[: self._size] = sound
+        scales, rows = spread(factors, sound, len(arrays[0]))
+        kept = None if sound.all() else rows
         with _float64(True):
             pairs = zip(names, arrays, strict=True)
             start = [totals.get(name, jnp.zeros(array.shape[1:])) for name, array in pairs]

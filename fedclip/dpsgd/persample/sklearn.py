@@ -14,7 +14,7 @@ import numpy as np
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from scipy.sparse import issparse
 
-from fedclip.dpsgd.persample.base import HostStack, at_once, try_out
+from fedclip.dpsgd.persample.base import HostStack, at_once, shapes, try_out
 
 __all__ = ["check", "shapes", "stacks", "try_out", "vector"]
 
@@ -65,11 +65,6 @@ def vector(model: SklearnSGDModel, arrays: Any) -> NumpyVector:
     """Return float64 arrays as a vector of the weights' dtypes."""
     weights = model.get_weights(trainable=True).coefs
     return NumpyVector({k: np.asarray(a, dtype=weights[k].dtype) for k, a in arrays.items()})
-
-
-def shapes(model: SklearnSGDModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the trained weights."""
-    return {n: tuple(a.shape) for n, a in model.get_weights(trainable=True).coefs.items()}
 
 
 def stacks(

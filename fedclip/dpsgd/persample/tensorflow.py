@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from declearn.model.tensorflow import TensorflowModel, TensorflowVector
 
-from fedclip.dpsgd.persample.base import Float64, Unfit, at_once, try_out
+from fedclip.dpsgd.persample.base import Float64, Unfit, at_once, padded, spread, try_out
 
 __all__ = ["TensorflowStack", "check", "shapes", "stacks", "try_out", "vector"]
 
@@ -68,10 +68,7 @@ def stacks(
     given = {name: data for name, data in given.items() if data is not None}
     many = len(tf.nest.flatten(inputs)[0])
     together = at_once(micro_batch, sum(int(np.prod(v.shape)) for v in variables))
-    for start in range(0, many, together):
-        size = min(together, many - start)
-        # Always as many records, so that nothing is traced again; those too many are left out.
-        rows = np.minimum(np.arange(start, start + together), start + size - 1)
+    for rows, size in padded(many, together):
         with tf.device(model._device):
             # Those of the layers, and any other that the pass comes across.
             used = _TRACED[model].get_concrete_function(given, rows).variables
@@ -97,11 +94,8 @@ class TensorflowStack:
 
     def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
         names = [*factors]
-        scales = np.zeros((len(names), len(self._arrays[names[0]])))
-        scales[:, : self._size] = [factors[name] for name in names]
         arrays = [self._arrays[name] for name in names]
-        kept = np.zeros(scales.shape[1], dtype=bool)
-        kept[: self._size] = sound
+        scales, kept = spread(factors, sound, len(arrays[0]))
         start = [
             totals.get(n, tf.zeros(a.shape[1:], tf.float64))
             for n, a in zip(names, arrays, strict=True)

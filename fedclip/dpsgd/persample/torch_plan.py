@@ -25,12 +25,22 @@ from torch.func import functional_call
 
 from fedclip.dpsgd.persample.torch_layers import parts, takes
 
-__all__ = ["Loss", "Plan", "Tensors", "full", "plan_of"]
+__all__ = ["Loss", "Model", "Plan", "Tensors", "full", "plan_of"]
 
 Loss: TypeAlias = Callable[[Callable[[tuple[Any, ...]], Any], Any], Tensor]
 """From a function that runs the module on its arguments, and one record, to the record's loss."""
 
 Tensors: TypeAlias = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A module with its loss, copies of its buffers, and the weights that are trained."""
+
+    module: nn.Module
+    loss: Loss
+    buffers: Tensors
+    weights: Tensors
 
 
 @dataclass(frozen=True)
@@ -51,21 +61,14 @@ def full(layer: str, own: str) -> str:
     return f"{layer}.{own}" if layer else own
 
 
-def plan_of(
-    module: nn.Module,
-    loss: Loss,
-    record: Callable[[], Any],
-    buffers: Tensors,
-    leaves: list[Tensor],
-    weights: Tensors,
-    whole: bool,
-) -> Plan:
+def plan_of(model: Model, record: Callable[[], Any], leaves: list[Tensor], whole: bool) -> Plan:
     """Return how to take a module apart, for records of this shape."""
+    module, weights = model.module, model.weights
     layers = (type(layer) for layer in module.modules())
     key = (whole, *weights, *layers, *((x.shape[1:], x.dtype) for x in leaves))
     plans = _PLANS.setdefault(module, {})
     if key not in plans:
-        known = {} if whole else _known_layers(module, loss, record(), buffers)
+        known = {} if whole else _known_layers(model, record())
         inside = {full(n, p) for n in known for p in module.get_submodule(n)._parameters}
         others = tuple(n for n in weights if n not in inside)
         held = sum(weights[n].numel() for n in others)
@@ -74,10 +77,9 @@ def plan_of(
     return plans[key]
 
 
-def _known_layers(
-    module: nn.Module, loss: Loss, record: Any, buffers: Tensors
-) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
+def _known_layers(model: Model, record: Any) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
     """Return the layers that can be taken apart, and how much they hold of a record."""
+    module = model.module
     owners = Counter(id(p) for m in module.modules() for p in m._parameters.values())
     known = {
         name: layer
@@ -103,7 +105,7 @@ def _known_layers(
         for name, layer in known.items():
             hook = layer.register_forward_hook(partial(look, name), prepend=True, with_kwargs=True)
             hooks.callback(hook.remove)
-        value = loss(partial(functional_call, module, buffers), record)
+        value = model.loss(partial(functional_call, module, model.buffers), record)
     # The layers' own use of their parameters has no gradient here: what has one is used besides.
     used = [p for layer in known.values() for p in layer.parameters() if p.requires_grad]
     besides: set[int] = set()

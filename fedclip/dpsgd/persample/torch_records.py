@@ -28,7 +28,7 @@ from torch.func import functional_call, vmap
 
 from fedclip.dpsgd.persample.base import Float64, Unfit, at_once
 from fedclip.dpsgd.persample.torch_layers import Part, Rows, parts
-from fedclip.dpsgd.persample.torch_plan import Loss, Plan, Tensors, full, plan_of
+from fedclip.dpsgd.persample.torch_plan import Loss, Model, Plan, Tensors, full, plan_of
 
 __all__ = ["record_parts", "restored", "trained"]
 
@@ -71,13 +71,13 @@ def record_parts(
         return
     # The module's own buffers are never written to.
     buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+    model = Model(module, loss, buffers, trained(module))
 
     def of(part: slice | int) -> Any:
         # A module may change what it is given in place.
         return torch.utils._pytree.tree_unflatten([leaf[part].clone() for leaf in leaves], tree)
 
-    weights = trained(module)
-    plan = plan_of(module, loss, partial(of, 0), buffers, leaves, weights, whole)
+    plan = plan_of(model, partial(of, 0), leaves, whole)
     together = at_once(size, plan.elements)
     many = len(leaves[0])
     for start in range(0, many, together):
@@ -88,26 +88,19 @@ def record_parts(
         if padded > count:
             part = [torch.cat([x, x[-1:].expand(padded - count, *x.shape[1:])]) for x in part]
         try:
-            filled = _together(module, loss, part, tree, buffers, plan, weights)
+            filled = _together(model, plan, part, tree)
             found = {name: each.only(slice(count)) for name, each in filled.items()}
         except RuntimeError:
             # No rule for `vmap` (recurrent layers, branches on values); a fault of the module
             # comes again.
             alone = [of(start + i) for i in range(count)]
-            found = _one_by_one(module, loss, alone, buffers, weights)
+            found = _one_by_one(model, alone)
         _unchanged(module, buffers)
         yield found
 
 
-def _together(
-    module: nn.Module,
-    loss: Loss,
-    leaves: list[Tensor],
-    tree: Any,
-    buffers: Tensors,
-    plan: Plan,
-    weights: Tensors,
-) -> dict[str, Part]:
+def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: Any) -> dict[str, Part]:
+    module, weights = model.module, model.weights
     count, device = len(leaves[0]), leaves[0].device
     layers = {name: module.get_submodule(name) for name in plan.layers}
     taps = [
@@ -128,13 +121,13 @@ def _together(
             came[name] = args[0]
             return out + mine[name]
 
-        instead = {**own, **buffers}
+        instead = {**own, **model.buffers}
         run = partial(functional_call, module, instead) if instead else lambda args: module(*args)
         with ExitStack() as hooks:
             for name, layer in layers.items():
                 hook = layer.register_forward_hook(partial(tap, name), prepend=True)
                 hooks.callback(hook.remove)
-            value = loss(run, torch.utils._pytree.tree_unflatten([*rest], tree))
+            value = model.loss(run, torch.utils._pytree.tree_unflatten([*rest], tree))
         if len(came) < len(taps):
             raise RuntimeError("a layer is not called that was for another record")
         return value, *(came[name] for name in plan.layers)
@@ -155,18 +148,17 @@ def _together(
     return result
 
 
-def _one_by_one(
-    module: nn.Module, loss: Loss, records: list[Any], buffers: Tensors, weights: Tensors
-) -> dict[str, Part]:
+def _one_by_one(model: Model, records: list[Any]) -> dict[str, Part]:
     rows = []
     for record in records:
-        fresh = {n: p.clone().requires_grad_() for n, p in weights.items()}
+        fresh = {n: p.clone().requires_grad_() for n, p in model.weights.items()}
         with torch.enable_grad():
-            value = loss(partial(functional_call, module, {**fresh, **buffers}), record)
+            instead = {**fresh, **model.buffers}
+            value = model.loss(partial(functional_call, model.module, instead), record)
             found = torch.autograd.grad(value, [*fresh.values()], allow_unused=True)
         pairs = zip(fresh.items(), found, strict=True)
         rows.append({n: torch.zeros_like(p) if g is None else g.to_dense() for (n, p), g in pairs})
-    return {n: Rows(torch.stack([row[n] for row in rows])) for n in weights}
+    return {n: Rows(torch.stack([row[n] for row in rows])) for n in model.weights}
 
 
 def _unchanged(module: nn.Module, buffers: Tensors) -> None:
