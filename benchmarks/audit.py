@@ -29,8 +29,9 @@ from declearn.model.sklearn import NumpyVector
 from scipy import stats
 
 from fedclip import ClippedAveraging, UpdateClipClient, UpdateClipServer
+from fedclip.federation.update import adaptive
 from fedclip.federation.update import bound as bounds
-from fedclip.federation.update import server as servers
+from fedclip.federation.update.limits import Limits
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes
 
 NOISE = 1.0
@@ -113,7 +114,7 @@ class Round:
     def play(self, present: bool) -> tuple[float, float]:
         """Return what is seen: the sum along the worst client's direction, and the votes' sum."""
         server, replies = self.server, [*self.others, *([self.worst] if present else [])]
-        server.bound = BOUND
+        server.bound, server.evidence = BOUND, 0.0
         server.collect_aux_var()
         server.process_aux_var(sum(votes for _, votes in replies))
         average = self.aggregator.finalize_updates(sum(update for update, _ in replies))
@@ -136,11 +137,11 @@ def votes_thrown_away(rounds: Round) -> contextlib.AbstractContextManager[Any]:
             votes = within = 0
         return bounds.share_within(votes, within, clients, noise)
 
-    return mock.patch.object(servers, "share_within", discard)
+    return mock.patch.object(adaptive, "share_within", discard)
 
 
 def nothing_measured(rounds: Round) -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(rounds.aggregator, "_excess", return_value="")
+    return mock.patch.object(Limits, "excess", return_value="")
 
 
 def none(rounds: Round) -> contextlib.AbstractContextManager[Any]:

@@ -28,6 +28,11 @@ class Curve(NamedTuple):
     """Rounds after which it was NaN or infinite."""
 
     @property
+    def experiment(self) -> str:
+        """The folder that holds the nodes of one federation."""
+        return self.node.rpartition("/")[0]
+
+    @property
     def last(self) -> tuple[int, float]:
         """Round and value of the last evaluation; NaN if it was not finite."""
         rounds = *self.points[-1:], *((round_, math.nan) for round_ in self.nonfinite[-1:])

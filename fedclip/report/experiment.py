@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import math
 from collections.abc import Collection
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from fedclip.report import words
 from fedclip.report.curves import Curve
 from fedclip.report.figure import draw_panels
-from fedclip.report.rows import ALL, COLUMNS, Row, printable
+from fedclip.report.rows import ALL, COLUMNS, Key, Row, printable, write_csv
 from fedclip.report.words import Finding
 
 if TYPE_CHECKING:
@@ -53,6 +52,11 @@ class Report:
         return tuple(dict.fromkeys(row.node for row in self.rows))
 
     @property
+    def whole(self) -> tuple[Row, ...]:
+        """The rows of whole gradients, not of a group."""
+        return tuple(row for row in self.rows if row.record.group == ALL)
+
+    @property
     def experiments(self) -> tuple[str, ...]:
         """The folders that hold the nodes of one federation, relative to the report's."""
         return tuple(dict.fromkeys(row.experiment for row in self.rows))
@@ -60,7 +64,7 @@ class Report:
     def only(self, experiments: Collection[str]) -> Report:
         """Return the report of some of the experiments."""
         rows = tuple(row for row in self.rows if row.experiment in experiments)
-        curves = tuple(c for c in self.curves if c.node.rpartition("/")[0] in experiments)
+        curves = tuple(c for c in self.curves if c.experiment in experiments)
         return dataclasses.replace(self, rows=rows, curves=curves)
 
     def select(self, node: str | None = None, module: str | None = None) -> tuple[Row, ...]:
@@ -83,29 +87,24 @@ class Report:
         """
         from fedclip.report.table import table_of
 
-        return table_of(self, groups, rounds)
+        title = f"Clipping in {self.folder.name or self.folder}"
+        shown, limits = (self.rows, {}) if groups else (self.whole, self.limits())
+        return table_of(title, shown, limits, groups, rounds)
 
-    def limits(self) -> dict[tuple[str, str, int], float]:
+    def limits(self) -> dict[Key, float]:
         """Return the limit of whole gradients by node, clipper and round.
 
         A gradient of several groups has the smallest of theirs.
         """
-        found: dict[tuple[str, str, int], float] = {}
-        for row in sorted(self.rows, key=lambda row: row.record.group != ALL):
-            key = row.node, row.module, row.record.round
+        found: dict[Key, float] = {}
+        for row in self.rows:
             if row.record.limit is not None:
-                found[key] = min(found.get(key, math.inf), row.record.limit)
+                found[row.key] = min(found.get(row.key, math.inf), row.record.limit)
         return found
 
     def write_csv(self, file: TextIO) -> None:
-        """Write every row and every column as CSV; a missing number is an empty cell.
-
-        An apostrophe stands before text that a spreadsheet would take for a formula.
-        """
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for row in self.rows:
-            writer.writerow({name: _cell(value) for name, value in row.as_dict().items()})
+        """Write every row and every column as CSV; see `rows.write_csv`."""
+        write_csv(COLUMNS, (row.as_dict() for row in self.rows), file)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, as ``fedclip report --json`` prints it."""
@@ -129,7 +128,7 @@ class Report:
 
     def findings(self) -> list[Finding]:
         """Return the most important findings: losses that are lost, then some for each clipper."""
-        found = words.findings(self.rows, self.limits(), self.servers)
+        found = words.findings(self.whole, self.limits(), self.servers)
         return [*words.diverged(self.curves, self.servers), *found]
 
     def in_words(self) -> list[str]:
@@ -143,8 +142,3 @@ class Report:
             prefix = f"{', '.join(about)}: " if about else ""
             sentences.append(printable(prefix + finding.text))
         return sentences
-
-
-def _cell(value: Any) -> Any:
-    formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-    return f"'{value}" if formula else value

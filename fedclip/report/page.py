@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from fedclip.records import RoundRecord
 from fedclip.report.curves import Curve
 from fedclip.report.experiment import Report
-from fedclip.report.rows import ALL, Row, number, pooled, printable
+from fedclip.report.rows import grouped, known, number, pooled, printable
 from fedclip.report.table import SETTERS
+from fedclip.report.words import Finding
 
 __all__ = ["Run", "page_of"]
 
@@ -91,36 +92,34 @@ def _numbers(experiment: Mapping[str, Any]) -> dict[str, Any]:
 
 def _experiments(run: Run) -> list[dict[str, Any]]:
     """Return each federation of a report, as the template needs it."""
-    report = run.report
-    many = len(report.experiments) > 1 and not run.together
-    texts: dict[str, list[str]] = {}
-    for finding in report.findings():
-        where = f"{finding.experiment}, " if run.together and finding.experiment else ""
-        words = where + ": ".join(filter(None, (finding.clipper, finding.text)))
-        texts.setdefault("" if run.together else finding.experiment, []).append(printable(words))
-    result = []
-    for experiment in ("",) if run.together else report.experiments:
-        whole = run.together
-        rows = [row for row in report.rows if whole or row.experiment == experiment]
-        curves = [c for c in report.curves if whole or c.node.rpartition("/")[0] == experiment]
-        name = "/".join(filter(None, (run.name, experiment)))
-        result.append(
-            {
-                "name": printable(name or report.folder.resolve().name),
-                "findings": texts.get(experiment, []),
-                "clippers": _clippers(rows, report, whole),
-                "metrics": _metrics(curves, report.servers),
-                "clients": _nodes(rows, curves, report, whole),
-                "spent": [
-                    printable(line)
-                    for where, lines in run.spent
-                    if not many or where.startswith(f"{experiment}/")
-                    for line in lines
-                ],
-                "skipped": len(report.skipped),
-            }
-        )
-    return result
+    report, together = run.report, run.together
+    parts = {"": report} if together else {e: report.only([e]) for e in report.experiments}
+    return [
+        {
+            "name": printable(_path(run.name, experiment) or report.folder.resolve().name),
+            "findings": [_said(finding, together) for finding in part.findings()],
+            "clippers": _clippers(part, together),
+            "metrics": _metrics(part.curves, part.servers),
+            "clients": _nodes(part, together),
+            "spent": [
+                printable(line)
+                for where, lines in run.spent
+                if len(parts) == 1 or where.startswith(f"{experiment}/")
+                for line in lines
+            ],
+            "skipped": len(report.skipped),
+        }
+        for experiment, part in parts.items()
+    ]
+
+
+def _path(*names: str) -> str:
+    return "/".join(filter(None, names))
+
+
+def _said(finding: Finding, together: bool) -> str:
+    where = f"{finding.experiment}, " if together and finding.experiment else ""
+    return printable(where + ": ".join(filter(None, (finding.clipper, finding.text))))
 
 
 def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, Any]:
@@ -157,44 +156,29 @@ def _name(node: str, together: bool) -> str:
     return node if together else node.rpartition("/")[2]
 
 
-def _clippers(rows: Sequence[Row], report: Report, together: bool) -> list[dict[str, Any]]:
+def _clippers(report: Report, together: bool) -> list[dict[str, Any]]:
     """Return the rounds of each clipper, over all clients, and of each client if not too many."""
     limits = report.limits()
-    runs: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.record.group == ALL:
-            where = " on the server" if row.node in report.servers else ""
-            runs.setdefault(row.module + where, []).append(row)
+    runs = grouped(
+        report.whole, lambda row: row.module + " on the server" * (row.node in report.servers)
+    )
     result = []
     for name, chosen in runs.items():
-        nodes: dict[str, list[Row]] = {}
-        rounds: dict[int, list[Row]] = {}
-        for row in chosen:
-            nodes.setdefault(_name(row.node, together), []).append(row)
-            rounds.setdefault(row.record.round, []).append(row)
+        nodes = grouped(chosen, lambda row: _name(row.node, together))
+        rounds = grouped(chosen, lambda row: row.record.round)
         everybody = [
-            _point(round_, pooled(row.record for row in some), _limits(some, limits))
+            _point(round_, pooled(row.record for row in some), known(some, limits))
             for round_, some in sorted(rounds.items())
         ]
         shown = nodes if len(nodes) > 1 and len(chosen) <= _MOST_ROUNDS else {}
         single = [
-            (printable(n), [_point(r.record.round, r.record, _limits([r], limits)) for r in some])
+            (printable(n), [_point(r.record.round, r.record, known([r], limits)) for r in some])
             for n, some in shown.items()
         ]
         result.append(
-            {
-                "name": printable(name),
-                "all": everybody,
-                "nodes": single,
-                "count": len(nodes),
-            }
+            {"name": printable(name), "all": everybody, "nodes": single, "count": len(nodes)}
         )
     return result
-
-
-def _limits(rows: Iterable[Row], limits: Mapping[tuple[str, str, int], float]) -> list[float]:
-    keys = [(row.node, row.module, row.record.round) for row in rows]
-    return [limits[key] for key in keys if key in limits]
 
 
 def _point(round_: int, record: RoundRecord, limits: Sequence[float]) -> list[Any]:
@@ -209,22 +193,17 @@ def _point(round_: int, record: RoundRecord, limits: Sequence[float]) -> list[An
     ]
 
 
-def _nodes(
-    rows: Sequence[Row], curves: Iterable[Curve], report: Report, together: bool
-) -> list[dict[str, Any]]:
+def _nodes(report: Report, together: bool) -> list[dict[str, Any]]:
     """Return a line for each clipper of each node, with its last loss."""
     limits = report.limits()
-    last = {(c.node, c.metric): c.last[1] for c in curves}
-    runs: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row.record.group == ALL:
-            runs.setdefault((row.node, row.module), []).append(row)
+    last = {(c.node, c.metric): c.last[1] for c in report.curves}
+    runs = grouped(report.whole, lambda row: (row.node, row.module))
     return [
         {
             "node": printable(_name(node, together)),
             "server": node in report.servers,
             "clipper": printable(module),
-            "cells": _cells(pooled(r.record for r in some), _limits(some[-1:], limits)),
+            "cells": _cells(pooled(r.record for r in some), known(some[-1:], limits)),
             "loss": number(last.get((node, "loss"))),
         }
         for (node, module), some in runs.items()

@@ -75,13 +75,12 @@ class Reader:
             files = sum(len(node.seen) for node in nodes)
             if len(skipped) == files:
                 raise ReportError(f"none of the {files} state files in {folder} can be read")
-            names = ", ".join(sorted({n for node in nodes for n in node.others}))
+            names = ", ".join(sorted({n for node in nodes for n in node.others})) or "none"
             broken = f"; {len(skipped)} of its {files} state files can not be read"
             raise ReportError(
                 f"no records: in {folder} no clipper of fedclip has taken a step (modules there: "
-                f"{names or 'none'}); the module 'no-op' measures without changing anything"
-                + broken
-                * bool(skipped)
+                f"{names}); the module 'no-op' measures without changing anything"
+                f"{broken if skipped else ''}"
             )
         found.sort(key=lambda row: (row.node, row.position, row.name, row.record.round))
         servers = frozenset(node.label for node in nodes if node.is_server)
@@ -175,7 +174,9 @@ class _Node:
                 self.rows.clear()
                 self.rounds_at.clear()
             self.last, self.mark, self.newest = reached, mark, path
-        self.rounds_at[path.name[_STAMP]] = reached
+        # Without records, as on a server whose modules keep none, a file tells no round.
+        if reached:
+            self.rounds_at[path.name[_STAMP]] = reached
         for row in rows:
             self.rows[_key(row)] = row
 

@@ -3,38 +3,34 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TextIO, TypeAlias, TypeVar
 
 from fedclip.records import ALL, RoundRecord
 
-__all__ = ["ALL", "COLUMNS", "ReportError", "Row", "number", "pooled", "printable"]
+__all__ = [
+    "ALL",
+    *("COLUMNS", "Key", "Limits", "ReportError", "Row"),
+    *("grouped", "known", "number", "pooled", "printable", "write_csv"),
+]
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 COLUMNS = (
-    "node",
-    "module",
-    "group",
-    "round",
-    "steps",
-    "clipped",
-    "clipped_share",
-    "norm_min",
-    "norm_p05",
-    "norm_median",
-    "norm_p95",
-    "norm_max",
-    "limit",
-    "limit_min",
-    "limit_max",
-    "limited_by",
-    "fixed",
-    "learnt",
-    "warmup",
-    "nonfinite",
+    *("node", "module", "group", "round", "steps", "clipped", "clipped_share"),
+    *("norm_min", "norm_p05", "norm_median", "norm_p95", "norm_max"),
+    *("limit", "limit_min", "limit_max", "limited_by", "fixed", "learnt", "warmup", "nonfinite"),
 )
+
+Key: TypeAlias = tuple[str, str, int]
+"""Node, clipper and round."""
+Limits: TypeAlias = Mapping[Key, float]
+"""The limits of whole gradients."""
 
 
 class ReportError(ValueError):
@@ -62,6 +58,11 @@ class Row:
         return self.name if self.position == 0 else f"{self.name}#{self.position + 1}"
 
     @property
+    def key(self) -> Key:
+        """Node, clipper and round."""
+        return self.node, self.module, self.record.round
+
+    @property
     def experiment(self) -> str:
         """The folder that holds the nodes of one federation."""
         return self.node.rpartition("/")[0]
@@ -76,6 +77,19 @@ class Row:
             "norm_p95": record.norm_quantile(0.95),
         }
         return {c: own[c] if c in own else getattr(record, c) for c in COLUMNS}
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the items by their keys, in the order in which these come first."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
+def known(rows: Iterable[Row], limits: Limits) -> list[float]:
+    """Return the limits of those rows that have one."""
+    return [limits[row.key] for row in rows if row.key in limits]
 
 
 def pooled(records: Iterable[RoundRecord]) -> RoundRecord:
@@ -114,3 +128,19 @@ def number(value: float | None) -> str:
     if math.isnan(value):
         return "NaN"
     return f"{value:.3g}" if abs(value) < 1e5 else f"{value:.2e}"
+
+
+def write_csv(columns: Iterable[str], rows: Iterable[Mapping[str, Any]], file: TextIO) -> None:
+    """Write rows as CSV; what else they hold is left out, and a missing number an empty cell.
+
+    An apostrophe stands before text that a spreadsheet would take for a formula.
+    """
+    writer = csv.DictWriter(file, [*columns], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: _inert(cell) for name, cell in row.items()})
+
+
+def _inert(cell: Any) -> Any:
+    formula = isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{cell}" if formula else cell

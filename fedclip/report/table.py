@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fedclip.report.rows import ALL, Row, number, pooled, printable
-
-if TYPE_CHECKING:
-    from fedclip.report.experiment import Report
+from fedclip.report.rows import Limits, Row, grouped, number, pooled, printable
 
 __all__ = ["plain_table", "table_of"]
 
@@ -38,10 +35,8 @@ def plain_table(title: str, names: Iterable[str], numbers: Iterable[str]) -> Tab
     return table
 
 
-def table_of(report: Report, groups: bool, rounds: bool) -> Table:
+def table_of(title: str, rows: Sequence[Row], limits: Limits, groups: bool, rounds: bool) -> Table:
     """Return the table; see `Report.table`."""
-    rows = [row for row in report.rows if groups or row.record.group == ALL]
-    limits = {} if groups else report.limits()
     if not rounds:
         rows = _together(rows)
         # The limit of all rounds is that of the last one.
@@ -51,7 +46,7 @@ def table_of(report: Report, groups: bool, rounds: bool) -> Table:
     bad = any(row.record.nonfinite for row in rows)
     heads = ["round", "steps", "clipped", "median\nnorm", "max\nnorm", "limit", "by"]
     table = plain_table(
-        f"Clipping in {report.folder.name or report.folder}",
+        title,
         ["node", *["clipper"] * modules, *["group"] * groups],
         heads[not rounds :] + ["non-finite"] * bad,
     )
@@ -61,15 +56,14 @@ def table_of(report: Report, groups: bool, rounds: bool) -> Table:
             table.add_section()
         record = row.record
         names = [row.node if row.node != previous else ""]
-        names += [row.module] if modules else []
-        names += [record.group] if groups else []
+        names += [row.module] * modules + [record.group] * groups
         cells: list[Any] = [str(record.round) if record.round else "all"] * rounds
         cells += [
             str(record.steps),
             f"{record.clipped_share:.0%}" if record.steps else "-",
             number(record.norm_median),
             number(record.norm_max),
-            number(limits.get((row.node, row.module, record.round), record.limit)),
+            number(limits.get(row.key, record.limit)),
             SETTERS[record.limited_by],
         ]
         cells += [str(record.nonfinite)] * bad
@@ -80,9 +74,7 @@ def table_of(report: Report, groups: bool, rounds: bool) -> Table:
 
 def _together(rows: Iterable[Row]) -> list[Row]:
     """Return one row for each clipper of a node, or group of it, with all rounds."""
-    runs: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        runs.setdefault((row.node, row.module, row.record.group), []).append(row)
+    runs = grouped(rows, lambda row: (row.node, row.module, row.record.group))
     return [
         dataclasses.replace(
             run[0], record=dataclasses.replace(pooled(r.record for r in run), group=group)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from fedclip.records import RoundRecord
 from fedclip.report.curves import Curve
-from fedclip.report.rows import ALL, Row, number, pooled
+from fedclip.report.rows import Limits, Row, grouped, known, number, pooled
 
 __all__ = ["Finding", "diverged", "findings"]
 
@@ -39,16 +39,12 @@ Said = Iterator[tuple[str, str]]
 """Kind and sentence."""
 
 
-def findings(
-    rows: Sequence[Row], limits: Mapping[tuple[str, str, int], float], servers: frozenset[str]
-) -> list[Finding]:
-    """Return the findings for each clipper, given the limits of whole gradients."""
-    runs: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row.record.group == ALL:
-            # One folder of nodes is one experiment, with one configuration.
-            where = " on the server" if row.node in servers else ""
-            runs.setdefault((row.experiment, row.module + where), []).append(row)
+def findings(rows: Iterable[Row], limits: Limits, servers: frozenset[str]) -> list[Finding]:
+    """Return the findings for each clipper, given rounds and limits of whole gradients."""
+    # One folder of nodes is one experiment, with one configuration.
+    runs = grouped(
+        rows, lambda row: (row.experiment, row.module + " on the server" * (row.node in servers))
+    )
     return [
         Finding(kind, experiment, clipper, text)
         for (experiment, clipper), chosen in runs.items()
@@ -58,20 +54,17 @@ def findings(
 
 def diverged(curves: Iterable[Curve], servers: frozenset[str]) -> list[Finding]:
     """Say from which round on the loss of a model was no number."""
+    found = [c for c in curves if c.metric == "loss" and c.nonfinite and c.node in servers]
+    said = (
+        "The loss that {} measured was NaN or infinite after round {}: the model has diverged; "
+        "see `fedclip suggest`."
+    )
     return [
-        Finding(
-            "diverged",
-            curve.node.rpartition("/")[0],
-            "",
-            f"The loss that {curve.node} measured was NaN or infinite after round "
-            f"{curve.nonfinite[0]}: the model has diverged; see `fedclip suggest`.",
-        )
-        for curve in curves
-        if curve.metric == "loss" and curve.nonfinite and curve.node in servers
+        Finding("diverged", c.experiment, "", said.format(c.node, c.nonfinite[0])) for c in found
     ]
 
 
-def _all(rows: Sequence[Row], limits: Mapping[Any, float]) -> Said:
+def _all(rows: Sequence[Row], limits: Limits) -> Said:
     yield _clipped(rows, limits)
     yield from _setter(rows)
     yield from _unlike(rows)
@@ -82,30 +75,25 @@ def _all(rows: Sequence[Row], limits: Mapping[Any, float]) -> Said:
         yield "nonfinite", f"{count} {plural} with NaN or infinity ({_named(bad)})."
 
 
-def _known(rows: Sequence[Row], limits: Mapping[Any, float]) -> list[float]:
-    keys = [(row.node, row.module, row.record.round) for row in rows]
-    return [limits[key] for key in keys if key in limits]
-
-
-def _clipped(rows: Sequence[Row], limits: Mapping[Any, float]) -> tuple[str, str]:
+def _clipped(rows: Sequence[Row], limits: Limits) -> tuple[str, str]:
     """Say how much was clipped."""
     records = [row.record for row in rows]
     whole = pooled(records)
     steps, clipped, largest = whole.steps, whole.clipped, number(whole.norm_max)
-    known = _known(rows, limits)
+    held = known(rows, limits)
     # The module no-op counts what its limit would have clipped.
     was, were = ("would have been",) * 2 if rows[0].name == "no-op" else ("was", "were")
-    if not known:
+    if not held:
         return "no-limit", f"No limit was set; of {steps:,} steps, the largest norm is {largest}."
-    if not clipped and (whole.norm_max or 0.0) <= max(known):
+    if not clipped and (whole.norm_max or 0.0) <= max(held):
         return "inert", (
             f"No step {was} clipped: the largest norm, {largest}, is below the limit, "
-            f"{number(max(known))}."
+            f"{number(max(held))}."
         )
     if not clipped:
         return "inert", (
             f"No step {was} clipped: each norm was within the limit of its own step, even the "
-            f"largest, {largest}. Limits have fallen to {number(min(known))} since."
+            f"largest, {largest}. Limits have fallen to {number(min(held))} since."
         )
     if clipped >= _NEARLY_ALL * steps:
         return "always", (
@@ -117,7 +105,7 @@ def _clipped(rows: Sequence[Row], limits: Mapping[Any, float]) -> tuple[str, str
     if not after:
         return "clipped", _share(rows, were)
     seen = pooled(row.record for row in after)
-    ends = _known(after, limits)
+    ends = known(after, limits)
     said = [f"No step {was} clipped after round {last}"]
     said += [f"the limit was {number(ends[-1])} in the end"] * bool(ends)
     if seen.norm_median is not None:
@@ -126,7 +114,7 @@ def _clipped(rows: Sequence[Row], limits: Mapping[Any, float]) -> tuple[str, str
 
 
 def _share(rows: Sequence[Row], were: str) -> str:
-    whole = {node: pooled(records) for node, records in _by_node(rows).items()}
+    whole = _by_node(rows)
     shares = {node: record.clipped_share for node, record in whole.items() if record.steps}
     total = pooled(whole.values())
     sentence = f"{total.clipped_share:.1%} of {total.steps:,} steps {were} clipped"
@@ -163,11 +151,7 @@ def _setter(rows: Sequence[Row]) -> Said:
 
 def _unlike(rows: Sequence[Row]) -> Said:
     """Say which client has norms unlike the others', if there are at least three."""
-    medians = {
-        node: median
-        for node, records in _by_node(rows).items()
-        if (median := pooled(records).norm_median)
-    }
+    medians = {n: median for n, r in _by_node(rows).items() if (median := r.norm_median)}
     if len(medians) < 3:
         return
     for node, median in medians.items():
@@ -183,11 +167,9 @@ def _unlike(rows: Sequence[Row]) -> Said:
             yield "unlike", text
 
 
-def _by_node(rows: Sequence[Row]) -> dict[str, list[RoundRecord]]:
-    found: dict[str, list[RoundRecord]] = {}
-    for row in rows:
-        found.setdefault(row.node, []).append(row.record)
-    return found
+def _by_node(rows: Sequence[Row]) -> dict[str, RoundRecord]:
+    nodes = grouped(rows, lambda row: row.node)
+    return {node: pooled(row.record for row in own) for node, own in nodes.items()}
 
 
 def _named(rows: Sequence[Row]) -> str:

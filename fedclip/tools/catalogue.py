@@ -13,14 +13,8 @@ import fedclip
 from fedclip import parameters
 
 __all__ = [
-    "NEEDS_DECLEARN",
-    "build",
-    "catalogue",
-    "documentation",
-    "fits",
-    "is_ours",
-    "version",
-    "versions",
+    *("NEEDS_DECLEARN", "build", "catalogue", "documentation", "fits", "is_ours"),
+    *("version", "versions"),
 ]
 
 OLDEST_DECLEARN = (2, 9, 1)

@@ -8,7 +8,12 @@ does not know ends that client with a `KeyError` and leaves the server waiting f
 2. its settings are compared with those that declearn has (`fedclip.tools.settings`),
 3. every plug-in of ``client_opt`` and ``server_opt`` is looked up and built on its own, so that
    each mistake is found, not only the first (`fedclip.tools.plugins`),
-4. declearn's own parsers have the last word on what is left.
+4. declearn's own parsers have the last word on what is left,
+5. what could be built is looked at as a whole: which limits never adapt
+   (`fedclip.tools.adapting`), and what voids a guarantee (`fedclip.tools.exposure`).
+
+What belongs together on clients and server is known where it is made, which knows of no file:
+`fedclip.federation.statistics.check` and `fedclip.federation.update.check`.
 
 The result is always a list of findings, never an error, whatever bytes the file holds.
 """
@@ -39,9 +44,10 @@ from fedclip.privacy import places
 from fedclip.tools.adapting import steps_of, stuck
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.exposure import exposures
-from fedclip.tools.findings import Check, Finding, Plugins, Section, brief, read_toml, text_of
+from fedclip.tools.findings import Check, Finding, Section, Setting, brief, read_toml, text_of
 from fedclip.tools.plugins import check_aggregator, check_counterparts, check_optimizer
 from fedclip.tools.settings import SECTIONS, elsewhere, fits, section_faults
+from fedclip.tools.trained import trained
 
 __all__ = ["Check", "Finding", "check_config", "find_config"]
 
@@ -60,21 +66,23 @@ def find_config(path: str | Path) -> Path:
     return file
 
 
-def check_config(path: str | Path, *, quickrun: bool = False) -> Check:
+def check_config(path: str | Path, *, quickrun: bool = False, simulate: bool = False) -> Check:
     """Check a declearn configuration: a quickrun file, or one for `FLOptimConfig`.
 
     `path` is as for `find_config`. With `quickrun` it must be a quickrun file; otherwise its
-    sections decide. If there is no such file, raise `FileNotFoundError`; all else is a finding.
+    sections decide. With `simulate` it is one that is to run in one process. If there is no such
+    file, raise `FileNotFoundError`; all else is a finding.
     """
     check = Check(find_config(path))
     config = read_toml(check, check.path, "the file")
     if config is None:
         return check
-    check.config = config = _with_files(check, config)
+    config = _with_files(check, config)
+    check.config = config = _without_network(config) if simulate else config
     # A script may have [network] and [run] next to client_opt, but only quickrun has [data].
     whole = "data" in config and not {"network", "run"}.isdisjoint(config)
     alone = "run" in config and "client_opt" not in config
-    if quickrun or "optim" in config or whole or alone:
+    if quickrun or simulate or "optim" in config or whole or alone:
         _check_quickrun(check, config)
     elif "client_opt" in config:
         run = _section(config, "run")
@@ -109,13 +117,29 @@ def _check_quickrun(check: Check, config: dict[str, Any]) -> None:
     model = _section(config, "model").get("model_file")
     if isinstance(model, str) and not os.path.isfile(model):
         check.problem("[model]", f"there is no model file {brief(model)}")
+    else:
+        _check_model(check, _section(config, "model"))
     folder = _section(config, "experiment").get("checkpoint")
     if isinstance(folder, str):
         _check_folder(check, folder)
-    if isinstance(config.get("data"), dict) and not any(
-        f.where == "[data]" for f in check.problems
-    ):
+    told = [f.where for f in check.problems]
+    if isinstance(config.get("data"), dict) and "[data]" not in told:
         _check_data(check, config["data"], run)
+
+
+def _check_model(check: Check, model: Section) -> None:
+    """Say what the model trains, if it holds more, and what becomes of running statistics."""
+    file = Path(model.get("model_file") or check.path.resolve().parent / "model.py")
+    if not file.is_file():
+        return
+    try:
+        found = trained(file, model.get("model_name") or "model")
+    except Exception:  # the file may need what is on another machine, or shapes from the data
+        return
+    if found.shared < found.values:
+        check.note("[model]", str(found))
+    if found.wrong:
+        check.note("[model]", found.wrong)
 
 
 def _with_files(check: Check, config: dict[str, Any]) -> dict[str, Any]:
@@ -128,6 +152,15 @@ def _with_files(check: Check, config: dict[str, Any]) -> dict[str, Any]:
             if loaded is not None:
                 run[field.name] = loaded.get(field.name, loaded)
     return {**config, "run": run} if run else config
+
+
+def _without_network(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration as it is in one process, with as many clients as it says."""
+    crowd = _section(config, "simulate")
+    network = {"protocol": "websockets", "host": "127.0.0.1", "port": 1}
+    run = {key: value for key, value in _section(config, "run").items() if key != "register"}
+    sampler = {"n_samples": crowd.get("sampled", crowd.get("clients"))}
+    return {**config, "network": network, "run": run, "client_sampler": sampler}
 
 
 def _check_section(check: Check, config: Section, key: str) -> None:
@@ -206,6 +239,8 @@ def _files(check: Check, data: Section) -> dict[str, dict[str, str]] | None:
 
 def _records(check: Check) -> int | None:
     """Return how many training records the smallest client has; None if it is not known."""
+    if "privacy" not in _section(check.config, "run"):
+        return None
     try:
         files = _files(check, _section(check.config, "data")) or {}
         return min(len(load_data_array(each["train_target"])) for each in files.values())
@@ -225,19 +260,22 @@ def _check_optim(check: Check, optim: dict[str, Any], run: Section, prefix: str)
             check.problem(where, f"the clients' optimizer is missing{nearest(key, optim)}")
     whole = len(check.problems) == before
     aggregator = check_aggregator(check, optim.get("aggregator"), f"[{prefix}aggregator]")
-    ours = aggregator if is_ours(type(aggregator)) else None
+    setting = Setting(
+        *(plugins, aggregator, run, _section(check.config, "client_sampler"), _secagg(check)),
+        *("fairness" in optim, _clients(check.config), _records(check) if prefix else None),
+    )
     # If a plug-in could not be built, its counterpart can not be checked.
     if whole:
         check_counterparts(check, plugins, prefix)
         if "aggregator" not in optim or aggregator is not None:
-            _check_updates(check, optim, plugins, aggregator, prefix)
+            _check_updates(check, optim, setting, prefix)
     least = _count(_section(_section(check.config, "network"), "kwargs").get("min_replies"))
     if least is not None:
         if not prefix and _section(check.config, "network").get("protocol") == "websockets":
             # In a quickrun file, fedclip's own protocol takes its place.
             text = "declearn's own websockets takes no min_replies: write 'fedclip-websockets'"
             check.problem("[network]", f"protocol: {text}")
-        _check_quorum(check, optim, least, aggregator)
+        _check_quorum(check, setting, least)
     for key in optim:
         # A file for FLOptimConfig may have other sections; a name that is nearly right is a typo.
         if key not in known and (prefix or difflib.get_close_matches(key, known, cutoff=0.8)):
@@ -254,8 +292,8 @@ def _check_optim(check: Check, optim: dict[str, Any], run: Section, prefix: str)
         _declearn(check, where, FLOptimConfig, {k: v for k, v in optim.items() if k in known})
     # The guarantee of a pipeline is only known if all its parts could be built.
     if len(check.problems) == before:
-        _check_bounds(check, optim, run, plugins, ours, prefix)
-    chosen = [*plugins.get("client_opt", []), ours]
+        _check_bounds(check, _section(optim, "client_opt"), setting, prefix)
+    chosen = [*plugins.get("client_opt", []), aggregator]
     names = dict.fromkeys(plugin.name for plugin in chosen if is_ours(type(plugin)))
     if names:
         check.note(
@@ -266,14 +304,14 @@ def _check_optim(check: Check, optim: dict[str, Any], run: Section, prefix: str)
         )
 
 
-def _check_quorum(check: Check, optim: Section, least: int, aggregator: Any) -> None:
+def _check_quorum(check: Check, setting: Setting, least: int) -> None:
     """Find out whether a round may go on without some of its clients."""
-    where, name = "[network.kwargs]", getattr(aggregator, "name", "averaging")
+    where, name = "[network.kwargs]", getattr(setting.aggregator, "name", "averaging")
     register = _section(check.config, "run").get("register")
     low = register.get("min_clients", 1) if isinstance(register, dict) else register
-    fair, secagg = "fairness" in optim, _secagg(check) is not None
-    check.problem(where, *unfit(secagg=secagg, fairness=fair, aggregator=name))
-    clients, registered = _clients(check.config), _count(low)
+    secure = setting.secagg is not None
+    check.problem(where, *unfit(secagg=secure, fairness=setting.fairness, aggregator=name))
+    clients, registered = setting.clients, _count(low)
     if clients is not None and least > clients:
         text = f"min_replies = {least}, and a round has at most {clients} clients: lower it"
         check.problem(where, text)
@@ -291,26 +329,25 @@ def _check_quorum(check: Check, optim: Section, least: int, aggregator: Any) -> 
         )
 
 
-def _check_updates(
-    check: Check, optim: Section, plugins: Plugins, aggregator: Any, prefix: str
-) -> None:
+def _check_updates(check: Check, optim: Section, setting: Setting, prefix: str) -> None:
     """Find mistakes that break the bound of the round update."""
-    ours = is_ours(type(aggregator))
-    run, sampler = (_section(check.config, name) for name in ("run", "client_sampler"))
+    ours = is_ours(type(setting.aggregator))
+    # `fedclip quickrun` and the demo take both by themselves.
+    vetted = bool(prefix) or setting.sampler.get("strategy") == NamedClients.strategy
+    watched = _section(check.config, "network").get("protocol") == "fedclip-websockets"
     found = update_problems(
-        plugins,
-        aggregator if ours else getattr(aggregator, "name", None),
-        rounds=_count(run.get("rounds")),
-        clients=_clients(check.config),
-        fairness="fairness" in optim,
-        regularizers=bool(_section(optim, "server_opt").get("regularizers")),
-        secagg=_secagg(check),
+        setting.plugins,
+        setting.aggregator if ours else getattr(setting.aggregator, "name", None),
+        optim,
+        rounds=_count(_section(check.config, "run").get("rounds")),
+        clients=setting.clients,
+        secagg=setting.secagg,
+        named=bool(prefix) or watched or (vetted and setting.secagg is None),
     )
     for level, section, message in found:
         check.add("note" if level == "note" else "problem", f"[{prefix}{section}]", message)
-    # `fedclip quickrun` and the demo do it by themselves.
-    shared = any(is_shared(p) for chosen in plugins.values() for p in chosen)
-    if not prefix and (ours or shared) and sampler.get("strategy") != NamedClients.strategy:
+    shared = any(is_shared(p) for chosen in setting.plugins.values() for p in chosen)
+    if (ours or shared) and not vetted:
         check.note(
             "[client_sampler]",
             "replies are not vetted: give FederatedServer client_sampler = {'strategy': "
@@ -342,37 +379,21 @@ def _secagg(check: Check) -> dict[str, Any] | None:
     return section if isinstance(section, dict) and fits(clipval, float) and clipval > 0 else None
 
 
-def _check_bounds(
-    check: Check, optim: Section, run: Section, plugins: Plugins, aggregator: Any, prefix: str
-) -> None:
+def _check_bounds(check: Check, client: Section, setting: Setting, prefix: str) -> None:
     """Describe what is clipped where, and what that guarantees; report what voids a guarantee."""
+    plugins, run = setting.plugins, setting.run
     for key, chosen in plugins.items():
-        steps = steps_of(key, run, _clients(check.config))
+        steps = steps_of(key, run, setting.clients)
         for warning in (*places.warnings(chosen), *stuck(chosen, steps)):
             check.note(f"[{prefix}{key}]", warning)
-    secagg = _secagg(check)
-    fair = "fairness" in optim
-    sampler = _section(check.config, "client_sampler")
-    records = _records(check) if prefix and "privacy" in run else None
-    found = exposures(
-        plugins,
-        run,
-        aggregator=aggregator,
-        secagg=secagg,
-        sampler=sampler,
-        fairness=fair,
-        records=records,
-    )
-    for level, section, message in found:
+    for level, section, message in exposures(setting):
         own = section.partition(".")[0] in ("run", "secagg", "client_sampler")
         check.add(level, f"[{section}]" if own else f"[{prefix}{section}]", message)
-    client = _section(optim, "client_opt")
     check.places = places.in_words(
         plugins.get("client_opt", []),
         plugins.get("server_opt", []),
-        aggregator,
-        lrate=client.get("lrate"),
-        w_decay=client.get("w_decay", 0.0),
+        setting.aggregator if is_ours(type(setting.aggregator)) else None,
+        optim=client,
         steps=_section(run, "training").get("n_steps"),
         privacy=_section(run, "privacy"),
     )

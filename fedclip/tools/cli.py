@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``fedclip list | check | quickrun | run | report | privacy | demo | …``.
+"""The command line: ``fedclip list | check | quickrun | simulate | report | privacy | demo | …``.
 
 Exit codes: 0 all is well, 1 there is a problem (one sentence on standard error says which),
 2 the command was called wrongly. ``fedclip run`` returns the exit code of the script.
@@ -19,7 +19,7 @@ import typer
 
 import fedclip
 from fedclip.tools import privacy, studies
-from fedclip.tools.output import JsonFlag, fail, say
+from fedclip.tools.output import HtmlFile, JsonFlag, fail, say, typed
 
 if TYPE_CHECKING:
     from fedclip.tools.check import Check
@@ -75,17 +75,16 @@ def list_(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the clippers, their parameters and defaults."""
+    """List the clippers, or explain one with its parameters."""
     from fedclip.errors import nearest
-    from fedclip.toml import toml_value
     from fedclip.tools.catalogue import catalogue, documentation
 
     entries = catalogue()
     if name is not None:
         names = [entry["name"] for entry in entries]
-        entries = [entry for entry in entries if entry["name"] == name]
-        if not entries:
+        if name not in names:
             fail(f"there is no clipper {name!r}{nearest(name, names)}", code=2)
+        entries = [entries[names.index(name)]]
     if as_json:
         print(json.dumps(entries, indent=2, default=str))
         return
@@ -96,27 +95,20 @@ def list_(
         kind = "" if entry["kind"] == "module" else f" ({entry['kind']})"
         typer.secho(entry["name"], bold=True, nl=False)
         typer.echo(f"{kind}  {entry['summary']}")
-        shown = [
-            key if key in entry["required"] else f"{key} = {toml_value(value)}"
-            for key, value in entry["parameters"].items()
-        ]
-        if shown:
-            typer.secho(f"    {', '.join(shown)}", dim=True)
-    typer.echo("nan stands for None, as in declearn's TOML. To read about one: fedclip list NAME")
+    typer.echo("What one does, and its parameters: fedclip list NAME")
 
 
 @app.command()
 def check(
-    config: ConfigPath,
+    config: ConfigPath = Path(),
     as_json: JsonFlag = False,
     strict: Annotated[bool, typer.Option("--strict", help="Fail for notes, too.")] = False,
 ) -> None:
     """Check a federation's configuration before it runs."""
     result = _checked(config)
     if as_json:
-        findings = [vars(finding) for finding in result.findings]
-        facts = {"file": str(result.path), "ok": result.ok, "findings": findings}
-        print(json.dumps({**facts, "places": result.places}))
+        facts = {"file": str(result.path), "ok": result.ok, "places": result.places}
+        print(json.dumps({**facts, "findings": [vars(finding) for finding in result.findings]}))
     else:
         _print_check(result)
     raise typer.Exit(0 if result.ok and not (strict and result.notes) else 1)
@@ -150,7 +142,7 @@ def _print_check(result: Check) -> None:
 
 @app.command()
 def quickrun(
-    config: ConfigPath,
+    config: ConfigPath = Path(),
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show declearn's log, which goes to files, as well.")
     ] = False,
@@ -159,11 +151,7 @@ def quickrun(
     ] = None,
 ) -> None:
     """Check a configuration, then run all of it on this machine."""
-    result = _checked(config, quickrun=True)
-    if not result.ok:
-        for finding in result.problems:
-            say(f"fedclip: {finding.where} {finding.message}", err=True)
-        fail(f"{result.path} would not run; nothing was started")
+    result = _runnable(config, quickrun=True)
 
     from fedclip.tools.quickrun import QuickrunError, run
 
@@ -172,19 +160,48 @@ def quickrun(
     except QuickrunError as exc:
         fail(str(exc))
     if not finished:
-        fail(f"interrupted; what was done until then: fedclip report {results}", code=130)
+        fail(f"interrupted; what was done until then: fedclip report {typed(results)}", code=130)
     spent = any(Path(results).rglob("privacy_spent.json"))
-    also = f", and what was spent:  fedclip privacy spent {results}" if spent else ""
-    say(f"fedclip: {clients} clients; see  fedclip report {results}{also}")
+    also = f", and what was spent:  fedclip privacy spent {typed(results)}" if spent else ""
+    say(f"fedclip: {clients} clients; see  fedclip report {typed(results)}{also}")
 
 
-@app.command(
-    context_settings={
-        "allow_interspersed_args": False,
-        "ignore_unknown_options": True,
-        "help_option_names": ["--help"],
-    }
-)
+def _runnable(config: Path, **options: bool) -> Check:
+    result = _checked(config, **options)
+    if not result.ok:
+        for finding in result.problems:
+            say(f"fedclip: {finding.where} {finding.message}", err=True)
+        fail(f"{result.path} would not run; nothing was started")
+    return result
+
+
+@app.command()
+def simulate(
+    config: ConfigPath = Path(),
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Draw all from this seed, not from [simulate]'s.")
+    ] = None,
+) -> None:
+    """Check a configuration, then run it in one process, with as many clients as you say."""
+    result = _runnable(config, simulate=True)
+
+    from fedclip.tools.quickrun import QuickrunError
+    from fedclip.tools.simulate import run
+
+    try:
+        done = run(result.path, seed)
+    except QuickrunError as exc:
+        fail(str(exc))
+    see = f"fedclip report {typed(done.results)}"
+    if done.ended:
+        after = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"
+        fail(after, code=130 if done.ended == "interrupted" else 1)
+    say(
+        f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s; see  {see}"
+    )
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def run(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="server.py, client.py, …")],
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS")] = None,
@@ -210,7 +227,9 @@ def run(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with checkpoints.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder with checkpoints.")
+    ] = Path(),
     csv: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write CSV instead of a table; - for stdout.")
     ] = None,
@@ -225,34 +244,24 @@ def report(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a plot as well (.png, .svg, .pdf).")
     ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page for a browser as well.")
-    ] = None,
+    html: HtmlFile = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on until the run ends, or until Ctrl-C.")
     ] = False,
 ) -> None:
     """Show what the clippers did in a run, by node and round."""
-    from fedclip.report import ReportError, read_report
     from fedclip.tools import showing
 
     if follow and (as_json or csv is not None):
         fail("--follow shows rounds as they come, and goes with neither --json nor --csv", code=2)
     showing.can_write(plot=plot, html=html)
-    try:
-        result = showing.followed(folder) if follow else read_report(folder)
-    except ReportError as exc:
-        fail(str(exc), code=1 if os.path.isdir(folder) else 2)
-    for path in result.skipped:
-        say(f"fedclip: skipped {path}, which can not be read (yet)", err=True)
+    result = showing.read(folder, follow)
     if plot is not None:
         showing.save_plot(result, plot)
     if html is not None:
         showing.save_page([("", folder, result)], html)
     if as_json:
         print(json.dumps(result.as_dict()))
-    elif csv == "-":
-        result.write_csv(sys.stdout)
     elif csv is not None:
         text = io.StringIO()
         result.write_csv(text)
@@ -275,7 +284,7 @@ def translate(
 ) -> None:
     """Translate another package's clipper into a line of TOML."""
     from fedclip import compat
-    from fedclip.toml import toml_line
+    from fedclip.toml import toml_line, value_of
     from fedclip.tools.catalogue import build
     from fedclip.tools.findings import text_of
 
@@ -284,7 +293,7 @@ def translate(
         key, equals, value = item.partition("=")
         if not equals:
             fail(f"{item!r} must be PARAMETER=VALUE", code=2)
-        given[key.strip()] = from_words(value.strip())
+        given[key.strip()] = value_of(value.strip())
     try:
         kind, name, parameters = compat.translate(package, cls, given)
         # Build the clipper, so that a line with invalid parameters is refused.
@@ -295,19 +304,6 @@ def translate(
     typer.echo(toml_line(kind, name, parameters))
     for note in compat.notes(package, cls, given):
         say(f"note: {note}", err=True)
-
-
-def from_words(value: str) -> Any:
-    """Read a value as Python or TOML would: None, a number, a list; anything else is a word."""
-    import tomllib
-
-    words = {"None": None, "True": True, "False": False}
-    if value in words:
-        return words[value]
-    try:
-        return tomllib.loads(f"value = {value}")["value"]
-    except (ValueError, RecursionError):  # no TOML, too many digits, or nested too deeply
-        return value
 
 
 @app.command()
@@ -347,25 +343,11 @@ def demo(
 
     It prints a table and writes a picture.
     """
-    from rich.console import Console
-
     from fedclip.tools.demo import DemoError, run_demo
-    from fedclip.tools.ports import port_is_free
 
-    if port and not port_is_free("127.0.0.1", port):
-        fail(f"port {port} on 127.0.0.1 is in use; choose another, or leave --port out")
-    console = Console(highlight=False, markup=False)
     try:
-        run_demo(
-            folder,
-            rounds=rounds,
-            seeds=seeds,
-            bound=bound,
-            port=port,
-            timeout=timeout,
-            console=console,
-        )
+        run_demo(folder, rounds, seeds, bound, port, timeout)
     except DemoError as exc:
         fail(str(exc))
     except KeyboardInterrupt:
-        fail("interrupted; all processes of the demo were ended", code=130)
+        fail("interrupted", code=130)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedclip.report import ALL, Report, number, pooled
+from rich.table import Table
+from rich.text import Text
 
-__all__ = ["Outcome", "compared", "heads", "interval", "table_rows"]
+from fedclip.report import Report, number, pooled, printable
+from fedclip.report.table import plain_table
 
+__all__ = ["Outcome", "compared", "heads", "interval", "table_of", "table_rows"]
 
 _ENDS = ("rounds", "clipped", "largest norm")
 
@@ -50,21 +53,23 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     if len(values) < 2:
         return mean, None
     # SciPy comes with scikit-learn, which declearn needs.
-    from scipy.stats import t
+    from scipy.stats import sem, t
 
-    return mean, float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(
-        len(values)
-    )
+    return mean, float(t.ppf(0.975, len(values) - 1) * sem(values))
 
 
-def compared(reports: Iterable[tuple[str, Report]]) -> list[Outcome]:
-    """Return the outcome of each setting, whose runs are the experiments of its report."""
+def compared(reports: Iterable[tuple[str, Report]], only: Collection[str] = ()) -> list[Outcome]:
+    """Return the outcome of each setting, whose runs are the experiments of its report.
+
+    If measures are named, `only` these are in it.
+    """
     outcomes = []
     for name, report in reports:
         runs = [_run(report, experiment) for experiment in report.experiments]
         found: dict[str, list[float]] = {}
         for key, value in (item for run in runs for item in run.items()):
-            found.setdefault(key, []).append(value)
+            if key in only or not only:
+                found.setdefault(key, []).append(value)
         lost = {key: sum(map(math.isnan, values)) for key, values in found.items()}
         whole = {key: interval(values) for key, values in found.items() if not lost[key]}
         outcomes.append(Outcome(name, len(runs), whole, {k: n for k, n in lost.items() if n}))
@@ -75,18 +80,12 @@ def _run(report: Report, experiment: str) -> dict[str, float]:
     """Return the last loss and metrics of a run, and what was clipped on its clients."""
     found = {}
     for curve in report.curves:
-        if curve.node in report.servers and curve.node.rpartition("/")[0] == experiment:
+        if curve.node in report.servers and curve.experiment == experiment:
             found[curve.metric] = curve.last[1]
-    rows = [
-        row
-        for row in report.rows
-        if row.experiment == experiment
-        and row.record.group == ALL
-        and row.node not in report.servers
-    ]
+    own = [row for row in report.whole if row.experiment == experiment]
+    rows = [row for row in own if row.node not in report.servers]
     whole = pooled(row.record for row in rows)
-    rounds = (row.record.round for row in report.rows if row.experiment == experiment)
-    ends: dict[str, float] = {"rounds": max(rounds)}
+    ends: dict[str, float] = {"rounds": max(row.record.round for row in own)}
     if rows:
         ends["clipped"] = whole.clipped_share
     if whole.norm_max is not None:
@@ -99,6 +98,14 @@ def heads(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the measures of all settings, the loss first."""
     keys = [key for outcome in outcomes for key in (*outcome.nonfinite, *outcome.values)]
     return sorted(dict.fromkeys(keys), key=lambda key: (key in _ENDS, key != "loss"))
+
+
+def table_of(title: str, outcomes: Sequence[Outcome]) -> Table:
+    """Return a table of these settings for a terminal."""
+    table = plain_table(title, ["setting"], ["runs", *heads(outcomes)])
+    for row in table_rows(outcomes):
+        table.add_row(*map(Text, map(printable, row)))
+    return table
 
 
 def table_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:

@@ -21,7 +21,7 @@ from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.lengths import number
 from fedclip.privacy.maps import Context
-from fedclip.tools.findings import Plugins, Section
+from fedclip.tools.findings import Plugins, Section, Setting
 
 __all__ = ["exposures"]
 
@@ -51,59 +51,43 @@ _CHOSEN = (
 _STOPPED = "training is stopped by losses without noise: the number of rounds tells of them"
 
 
-def exposures(
-    plugins: Plugins,
-    run: Section,
-    *,
-    aggregator: Any = None,
-    secagg: Section | None = None,
-    sampler: Section | None = None,
-    fairness: bool = False,
-    records: int | None = None,
-) -> list[Found]:
-    """Return what voids a guarantee that the configuration seems to give.
-
-    `run`, `secagg` and `sampler` are sections of the file. `aggregator` is given if it is
-    fedclip's, `fairness` says if there are such rounds, and `records` how many the smallest client
-    has, if that is known.
-    """
+def exposures(setting: Setting) -> Iterator[Found]:
+    """Yield what voids a guarantee that the configuration seems to give."""
+    plugins, run, aggregator = setting.plugins, setting.run, setting.aggregator
     server = plugins.get(SERVER, ())
     central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)
     privacy: Any = run.get("privacy")
     per_record = isinstance(privacy, Mapping)
-    found: list[Found] = []
     if central is not None:
-        found += _central(central, server, run.get("rounds"))
-        if _chooses(sampler):
-            found.append(("problem", "client_sampler", _CHOSEN))
+        yield from _central(central, server, run.get("rounds"))
+        if _chooses(setting.sampler):
+            yield "problem", "client_sampler", _CHOSEN
     if any(isinstance(p, SampleClip) for side in plugins.values() for p in side):
-        found += _records_clipped(plugins, run, fairness)
+        yield from _records_clipped(plugins, run, setting.fairness)
     elif per_record:
-        found += _declearns(privacy, run)
+        yield from _declearns(privacy, run)
     if per_record:
-        found += _budget(privacy, run, records)
-    bounded = {
-        CLIENT: per_record,
-        SERVER: getattr(aggregator, "name", None) == "clipped-averaging",
-    }
-    found += [
-        ("note", side, text)
-        for side in plugins
-        for text in _own_noise(side, plugins[side], bounded[side])
-    ]
+        yield from _budget(privacy, run, setting.records)
+    averaged = getattr(aggregator, "name", None) == "clipped-averaging"
+    for side, chosen in plugins.items():
+        for text in _own_noise(side, chosen, per_record if side == CLIENT else averaged):
+            yield "note", side, text
     own = any(look_up(p, Context()).noise for side in plugins.values() for p in side)
     if central is not None or per_record or own:
         if not per_record and any(p.name == "agc" for p in plugins.get(CLIENT, ())):
-            found.append(("note", CLIENT, _WEIGHTS))
-        found += [("note", "run.evaluate", text) for text in _RELEASED]
+            yield "note", CLIENT, _WEIGHTS
+        for text in _RELEASED:
+            yield "note", "run.evaluate", text
         if run.get("early_stop") is not None:
-            found.append(("note", "run.early_stop", _STOPPED))
-    limit = getattr(aggregator, "max_norm", None)
+            yield "note", "run.early_stop", _STOPPED
     adaptive = next((p for p in server if p.name == "update-clip-server"), None)
-    if adaptive is not None:
-        limit = adaptive.bound
-    found += _resolution(secagg, limit, run)
-    return found
+    limit = getattr(aggregator, "max_norm", None) if adaptive is None else adaptive.bound
+    yield from _resolution(setting.secagg, limit, run)
+
+
+def _part(run: Section, name: str) -> Section:
+    part = run.get(name)
+    return part if isinstance(part, Mapping) else {}
 
 
 # -- noise on the average ---------------------------------------------------------------------
@@ -158,19 +142,14 @@ def _tells(plugin: Any) -> bool:
     return bool(getattr(plugin, "aux_name", None)) and plugin.name != "update-clip-server"
 
 
-def _sure(epsilon: float) -> float:
-    """Return how sure somebody may become who gave even odds."""
-    return 1.0 / (1.0 + math.exp(-epsilon))
-
-
 def _absurd(spent: float, what: str, section: str) -> Iterator[Found]:
     if spent > _ABSURD:
         how = "fedclip privacy " + ("calibrate" if section == "run.privacy" else "plan")
         text = (
             f"epsilon = {spent:.4g} for {what} is a guarantee in name only, as each above "
             f"{_ABSURD:g} is: who gave even odds that somebody took part may be "
-            f"{_sure(_ABSURD):.3%} sure at {_ABSURD:g}, and the odds rise by a factor of "
-            f"exp({spent:.4g}) here; `{how}` says which noise would do"
+            f"{1.0 / (1.0 + math.exp(-_ABSURD)):.3%} sure at {_ABSURD:g}, and the odds rise by a "
+            f"factor of exp({spent:.4g}) here; `{how}` says which noise would do"
         )
         yield "problem", section, text
 
@@ -181,11 +160,8 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
     modules = [p for p in plugins.get(CLIENT, ()) if not isinstance(p, Regularizer)]
     places = [i for i, p in enumerate(modules) if isinstance(p, SampleClip)]
     if any(isinstance(p, SampleClip) for p in plugins.get(SERVER, ())):
-        yield (
-            "problem",
-            SERVER,
-            "sample-clip clips records, which clients have: put it in client_opt",
-        )
+        text = "sample-clip clips records, which clients have: put it in client_opt"
+        yield "problem", SERVER, text
     if len(places) != 1:
         if places:
             yield "problem", CLIENT, "sample-clip stands there more than once: leave one"
@@ -213,8 +189,7 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
             f"{marker.max_norm!r}: write the same, or leave max_norm out"
         )
         yield "problem", "run.privacy", text
-    training = run.get("training")
-    training = training if isinstance(training, Mapping) else {}
+    training = _part(run, "training")
     if training.get("n_epoch", 1) is None and training.get("n_steps") is None:
         text = (
             "noise for a budget needs a number of steps: set n_epoch or n_steps, and not a time "
@@ -253,7 +228,7 @@ def _declearns(privacy: Section, run: Section) -> Iterator[Found]:
         if privacy.get("seed") is not None:
             text += ", and the server, which sends the seed, can subtract it"
         yield "problem", where, f"{text}: set use_csprng = true"
-    if isinstance(run.get("training"), Mapping) and run["training"].get("poisson") is False:
+    if _part(run, "training").get("poisson") is False:
         text = (
             "poisson = false: epsilon is that of Poisson samples, and batches that are shuffled "
             "have a larger one; leave it out"
@@ -266,8 +241,7 @@ def _budget(privacy: Section, run: Section, records: int | None) -> Iterator[Fou
     if privacy.get("accountant") == "gdp":
         text = "accountant = 'gdp' is no upper bound on epsilon: take 'prv' or 'rdp'"
         yield "problem", where, text
-    training = run.get("training")
-    size = training.get("batch_size") if isinstance(training, Mapping) else None
+    size = _part(run, "training").get("batch_size")
     least, of = (records, "records of the smallest client") if records else (size, "of a batch")
     match privacy.get("budget"):
         case [int() | float() as spent, int() | float() as delta]:
@@ -336,8 +310,7 @@ def _resolution(secagg: Section | None, limit: float | None, run: Section) -> It
     """Check how much the integers of secure aggregation add to an update."""
     if secagg is None or not limit:
         return
-    register = run.get("register")
-    clients = register.get("max_clients") if isinstance(register, Mapping) else None
+    clients = _part(run, "register").get("max_clients")
     clipval, bitsize = secagg.get("clipval", DECLEARN_RANGE), secagg.get("bitsize", 64)
     try:
         found = plan(

@@ -8,13 +8,30 @@ import dataclasses
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-__all__ = ["Check", "Finding", "Plugins", "Section", "brief", "read_toml", "text_of"]
+__all__ = ["Check", "Finding", "Plugins", "Section", "Setting", "brief", "read_toml", "text_of"]
 
 Section: TypeAlias = Mapping[str, Any]
 Plugins: TypeAlias = Mapping[str, Sequence[Any]]
 """The plug-ins of client_opt and server_opt, in the order in which they act."""
+
+
+class Setting(NamedTuple):
+    """What is known of a federation once its plug-ins were built."""
+
+    plugins: Plugins
+    aggregator: Any
+    run: Section
+    """Empty, if something is wrong in it."""
+    sampler: Section
+    secagg: Section | None
+    fairness: bool
+    clients: int | None
+    """The largest number in a round."""
+    records: int | None
+    """How many the smallest client has, if that is known."""
+
 
 Level = Literal["ok", "note", "problem"]
 

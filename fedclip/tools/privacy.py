@@ -26,8 +26,7 @@ app = typer.Typer(
 Epsilon = Annotated[float, typer.Option(help="Budget of all rounds together.")]
 Rounds = Annotated[int, typer.Option(help="Number of rounds.")]
 Values = Annotated[
-    int | None,
-    typer.Option(help="How many values the model has, for what noise adds up to."),
+    int | None, typer.Option(help="How many values the model has, for what noise adds up to.")
 ]
 
 
@@ -61,24 +60,41 @@ def plan(
         str, typer.Option(help="add-remove of one client, or replace-one.")
     ] = "add-remove",
     values: Values = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A model file, in the place of --values: what it trains is counted."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Size the noise on averages of clipped updates, and print the lines of TOML."""
     from fedclip.privacy import planning
     from fedclip.toml import toml_line
 
+    if model is not None:
+        values = _counted(model, values, as_json)
     with in_one_sentence():
         found = planning.plan(epsilon, delta, rounds, clients, relation=relation, values=values)
-    lines = [
-        "[optim]",
-        'aggregator = "clipped-averaging"',
-        "[optim.client_opt]",
-        toml_line("module", "update-clip-client", {}),
-        "[optim.server_opt]",
-        toml_line("module", "update-clip-server", found.config),
-    ]
+    client = toml_line("module", "update-clip-client", {})
+    server = toml_line("module", "update-clip-server", found.config)
+    lines = ["[optim]", 'aggregator = "clipped-averaging"']
+    lines += ["[optim.client_opt]", client, "[optim.server_opt]", server]
     extra = {"noise": found.noise, "length": found.length, "drift": found.drift}
     _print(found, str(found), lines, extra, as_json)
+
+
+def _counted(model: Path, values: int | None, quiet: bool) -> int:
+    """Return how many values a model file trains and shares, and print it."""
+    from fedclip.tools.trained import trained
+
+    if values is not None:
+        fail("give either --values or --model", 2)
+    try:
+        found = trained(model)
+    except Exception as exc:  # the file may raise anything
+        fail(exc, 2)
+    if not quiet:
+        print(f"{found}.")
+    return found.shared
 
 
 @app.command()
@@ -105,12 +121,9 @@ def calibrate(
     epochs = 1 if epochs is None and steps is None else epochs
     with in_one_sentence():
         parameters.optional(parameters.integer, 1, values=values)
-        total = parameters.integer(1, rounds=rounds) * (
-            dpsgd.steps_of_a_round(
-                parameters.integer(1, records=records), {"batch_size": batch_size}, epochs, steps
-            )
-            or 0
-        )
+        records = parameters.integer(1, records=records)
+        each = dpsgd.steps_of_a_round(records, {"batch_size": batch_size}, epochs, steps)
+        total = parameters.integer(1, rounds=rounds) * (each or 0)
         found = dpsgd.calibrate(epsilon, delta, records, batch_size, total)
         text = found.in_words(values)
     lines = [
@@ -166,7 +179,8 @@ def spent(
 ) -> None:
     """Show the epsilon that was spent, or that a plan would cost, by each accountant."""
     from fedclip.report import printable
-    from fedclip.tools.spent import in_words, of_plan, read_spent, write_csv
+    from fedclip.report.rows import write_csv
+    from fedclip.tools.spent import COLUMNS, csv_rows, in_words, of_plan, read_spent
 
     if as_json and as_csv:
         fail("give either --json or --csv", 2)
@@ -183,6 +197,6 @@ def spent(
     if as_json:
         print(json.dumps(costs))
     elif as_csv:
-        write_csv(costs, sys.stdout)
+        write_csv(COLUMNS, (row for cost in costs for row in csv_rows(cost)), sys.stdout)
     else:
         print(*(printable(line) for cost in costs for line in in_words(cost)), sep="\n")

@@ -2,16 +2,18 @@
 """The federation that a quickrun file describes: declearn's public parts, with a guarded server.
 
 The server that declearn's own quickrun starts does not vet replies, and may wait for ever.
+All nodes run in this process; several federations may do so one after the other.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import importlib
 import logging
 import os
 import random
+import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Any
 import numpy as np
 from declearn.communication import NetworkClientConfig, NetworkServerConfig
 from declearn.dataset import InMemoryDataset
-from declearn.main import FederatedClient, FederatedServer
+from declearn.main import FederatedServer
 from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.quickrun import DataSourceConfig, ExperimentConfig, ModelConfig, parse_data_folder
 from declearn.utils import (
@@ -34,10 +36,9 @@ from declearn.utils import (
 import fedclip
 from fedclip.federation.quorum import Members
 from fedclip.federation.serving import guarded, watchful
-from fedclip.tools.ports import port_is_free
 from fedclip.tools.progress import latest, progress
 
-__all__ = ["Federation", "QuickrunError", "run"]
+__all__ = ["Experiment", "Federation", "QuickrunError", "run"]
 
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
@@ -45,6 +46,55 @@ _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 class QuickrunError(RuntimeError):
     """A run can not start; the message says why."""
+
+
+class Experiment:
+    """What a quickrun file says of data, model and results, without the network.
+
+    Attributes
+    ----------
+    toml, folder
+        The file, and the folder that holds it.
+    files
+        The files of each client, by its name.
+    metrics
+        What is measured besides the loss.
+    results
+        The folder of checkpoints and logs.
+
+    Raises
+    ------
+    QuickrunError
+        If data or model are not where the file says.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.toml, self.folder = str(file), file.resolve().parent
+        data = DataSourceConfig.from_toml(self.toml, False, "data")
+        experiment = ExperimentConfig.from_toml(self.toml, False, "experiment", True)
+        model = ModelConfig.from_toml(self.toml, False, "model", True)
+        self.metrics = experiment.metrics
+        default = self.folder / time.strftime("result_%y-%m-%d_%H-%M")
+        self.results: str = experiment.checkpoint or str(default)
+        self._name, self._file = model.model_name, model.model_file or self.folder / "model.py"
+        try:
+            self.files: dict[str, dict[str, str]] = parse_data_folder(data, str(self.folder))
+        except (OSError, ValueError) as exc:
+            raise QuickrunError(f"[data] {exc}") from None
+        if not self.files:
+            raise QuickrunError("[data] the data folder holds no client's folder")
+        if not str(self._file).endswith(".py"):
+            raise QuickrunError(f"[model] {str(self._file)!r} must be a Python file, model.py")
+        if not os.path.isfile(self._file):
+            raise QuickrunError(f"[model] there is no model file {str(self._file)!r}")
+
+    def model(self) -> Any:
+        """Return a new model, as its file makes it."""
+        folder, name = os.path.split(os.path.abspath(self._file))
+        # An earlier federation may have had another model of this name.
+        sys.modules.pop(name.removesuffix(".py"), None)
+        with make_importable(folder):
+            return getattr(importlib.import_module(name.removesuffix(".py")), self._name)
 
 
 class _Watched(FederatedServer):
@@ -59,7 +109,7 @@ class _Watched(FederatedServer):
 
 
 class Federation:
-    """The nodes of a federation, to run in one process or in a process each.
+    """The nodes of a federation.
 
     Parameters
     ----------
@@ -67,46 +117,43 @@ class Federation:
         A quickrun file.
     verbose
         Let declearn log to the console too, and not to files only.
+
+    Attributes
+    ----------
     told
         Called with the number of each round that has ended.
+    clients
+        The names of the clients whose data is in the data folder.
+    results
+        The folder of checkpoints and logs.
+
+    Raises
+    ------
+    QuickrunError
+        If the port is in use, or data or model are not where the file says.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        *,
-        verbose: bool = True,
-        told: Callable[[int], None] = lambda round_: None,
-    ) -> None:
-        self.verbose, self.told = verbose, told
+    def __init__(self, file: Path, *, verbose: bool = False) -> None:
+        self.verbose = verbose
+        self.told: Callable[[int], None] = lambda round_: None
         self.members: Callable[[], Members] = Members
-        self.toml, self.folder = str(file), file.resolve().parent
+        self.toml = str(file)
         self.network = watchful(NetworkServerConfig.from_toml(self.toml, False, "network"))
-        self.data = DataSourceConfig.from_toml(self.toml, False, "data")
-        self.experiment = ExperimentConfig.from_toml(self.toml, False, "experiment", True)
-        model = ModelConfig.from_toml(self.toml, False, "model", True)
-        self.model_name = model.model_name
-        self.model_file: str = model.model_file or str(self.folder / "model.py")
-        default = self.folder / time.strftime("result_%y-%m-%d_%H-%M")
-        self.results: str = self.experiment.checkpoint or str(default)
-        """The folder of checkpoints and logs."""
+        host, port = self.network.host, self.network.port
+        if not _is_free(host, port):
+            raise QuickrunError(f"port {port} on {host} is in use; set another port in [network]")
+        self.experiment = Experiment(file)
+        self.results, self.clients = self.experiment.results, list(self.experiment.files)
 
-    def clients(self) -> list[str]:
-        """Return the names of the clients whose data is in the data folder."""
-        return list(parse_data_folder(self.data, str(self.folder)))
-
-    async def serve(self) -> None:
+    async def _serve(self) -> None:
         """Run the server."""
         set_device_policy(gpu=False)
         checkpoint = os.path.join(self.results, "server")
         setup_server_loggers(level=logging.INFO, fpath=os.path.join(checkpoint, "logs.txt"))
         self._hush("declearn.server", logging.INFO)
         optim = FLOptimConfig.from_toml(self.toml, False, "optim")
-        folder, name = os.path.split(os.path.abspath(self.model_file))
-        with make_importable(folder):
-            model = getattr(importlib.import_module(name.removesuffix(".py")), self.model_name)
         server = _Watched(
-            model=model,
+            model=self.experiment.model(),
             optim=optim,
             metrics=self.experiment.metrics,
             checkpoint=checkpoint,
@@ -116,7 +163,7 @@ class Federation:
         self.members = lambda: getattr(server.netwk, "members", Members())
         await server.async_run(FLRunConfig.from_toml(self.toml, False, "run"))
 
-    async def take_part(self, name: str, seed: int | None = None) -> None:
+    async def _take_part(self, name: str, seed: int | None) -> None:
         """Run one client, whose batches are drawn from a seed if there is one.
 
         With `sample-clip` in client_opt it is a private one, which takes no seed for its batches.
@@ -126,21 +173,16 @@ class Federation:
         setup_client_loggers(name, logging.INFO, os.path.join(checkpoint, "logs.txt"))
         # The file gets everything, the console, which clients may share, what matters.
         self._hush(f"declearn.client-{name}", LOGGING_LEVEL_MAJOR)
-        # A client may be alone on its machine: look for its own data only.
-        own = dataclasses.replace(self.data, client_names=[name])
-        files = parse_data_folder(own, str(self.folder))[name]
+        files = self.experiment.files[name]
         modules = FLOptimConfig.from_toml(self.toml, False, "optim").client_opt.modules
         private = any(isinstance(module, fedclip.SampleClip) for module in modules)
         server = self.network.build_server()
         # As by default, three times as long as the server waits for a client.
         patience = {"patience": 3 * server.patience} if hasattr(server, "patience") else {}
-        kind = fedclip.PrivateFederatedClient if private else FederatedClient
+        kind = fedclip.PrivateFederatedClient if private else fedclip.PersonalFederatedClient
         client = kind(
             netwk=NetworkClientConfig.from_params(
-                protocol=self.network.protocol,
-                server_uri=server.uri,
-                name=name,
-                kwargs=patience,
+                protocol=self.network.protocol, server_uri=server.uri, name=name, kwargs=patience
             ),
             train_data=InMemoryDataset(
                 files["train_data"], target=files["train_target"], expose_classes=True, seed=seed
@@ -161,12 +203,11 @@ class Federation:
 
     async def run(self, seed: int | None = None) -> None:
         """Run the server and all clients in this process."""
-        names = self.clients()
-        seeds = [None if seed is None else seed * 1_000 + i for i in range(len(names))]
+        seeds = [None if seed is None else seed * 1_000 + i for i in range(len(self.clients))]
 
         async def client(name: str, seed: int | None) -> None:
             try:
-                await self.take_part(name, seed)
+                await self._take_part(name, seed)
             except Exception as exc:
                 _LOGGER.error("client %r has ended: %s: %s", name, type(exc).__name__, exc)
                 members = self.members()
@@ -174,7 +215,13 @@ class Federation:
                 if name not in members.names or members.min_replies is None:
                     raise
 
-        await asyncio.gather(self.serve(), *map(client, names, seeds))
+        try:
+            await asyncio.gather(self._serve(), *map(client, self.clients, seeds))
+        finally:
+            for name in ("server", *(f"client-{name}" for name in self.clients)):
+                handlers = logging.getLogger(f"declearn.{name}").handlers
+                while handlers:
+                    handlers.pop().close()
 
 
 def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[int, str, bool]:
@@ -189,31 +236,29 @@ def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[
         not so if it was interrupted from the keyboard.
     """
     federation = Federation(file, verbose=verbose)
-    host, port = federation.network.host, federation.network.port
-    if not port_is_free(host, port):
-        raise QuickrunError(f"port {port} on {host} is in use; set another port in [network]")
-    try:
-        clients = federation.clients()
-    except (OSError, ValueError) as exc:
-        raise QuickrunError(f"[data] {exc}") from None
-    if not clients:
-        raise QuickrunError("[data] the data folder holds no client's folder")
-    if not federation.model_file.endswith(".py"):
-        raise QuickrunError(f"[model] {federation.model_file!r} must be a Python file, model.py")
-    if not os.path.isfile(federation.model_file):
-        raise QuickrunError(f"[model] there is no model file {federation.model_file!r}")
     if seed is not None:
         random.seed(seed)
         np.random.seed(seed % 2**32)
     rounds = FLRunConfig.from_toml(federation.toml, False, "run").rounds
     finished = True
+    tell = progress({"quickrun": rounds}, quiet=verbose)
+    server = Path(federation.results, "server", "metrics.csv")
+    federation.told = lambda done: tell("quickrun", done, latest(server))
     try:
-        with progress({"quickrun": rounds}, quiet=verbose) as tell:
-            server = Path(federation.results, "server", "metrics.csv")
-            federation.told = lambda done: tell("quickrun", done, latest(server))
-            asyncio.run(federation.run() if seed is None else federation.run(seed))
+        asyncio.run(federation.run(seed))
     except KeyboardInterrupt:
         finished = False
     except ModuleNotFoundError as exc:
         raise QuickrunError(f"a package that this run needs is missing: {exc}") from None
-    return len(clients), federation.results, finished
+    return len(federation.clients), federation.results, finished
+
+
+def _is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there; True as well where `host` can not be resolved."""
+    try:
+        with socket.create_server((host, port)):
+            return True
+    except socket.gaierror:
+        return True
+    except OSError:
+        return False

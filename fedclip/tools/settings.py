@@ -22,6 +22,7 @@ from declearn.quickrun import DataSourceConfig, ExperimentConfig, ModelConfig
 
 from fedclip import parameters
 from fedclip.errors import nearest
+from fedclip.tools.crowd import SimulateConfig
 from fedclip.tools.findings import brief
 
 __all__ = ["SECTIONS", "argument_faults", "elsewhere", "fits", "section_faults"]
@@ -33,8 +34,9 @@ SECTIONS: dict[str, Any] = {
     "optim": FLOptimConfig,
     "run": FLRunConfig,
     "experiment": ExperimentConfig,
+    "simulate": SimulateConfig,
 }
-"""The sections of a quickrun file, and what declearn makes of each."""
+"""The sections of a quickrun file, and what declearn makes of each; of the last, fedclip does."""
 
 # A Python caller may give it, and a file can not.
 _NOT_IN_TOML = ("logger",)

@@ -12,13 +12,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedclip.report import ALL, Reader, Report, ReportError, Run, number, page_of
+from fedclip.report import Reader, Report, ReportError, Run, number, page_of, read_report
+from fedclip.report.rows import Key
 from fedclip.tools.output import fail, say
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
-__all__ = ["can_write", "console", "followed", "save_page", "save_plot", "show", "write"]
+__all__ = ["can_write", "console", "read", "save_page", "save_plot", "show", "write"]
 
 # Above this number of rounds, all nodes together, one line for each node is shown.
 _LONG = 200
@@ -32,9 +33,20 @@ def console() -> Console:
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000)
 
 
+def read(folder: Path, follow: bool = False) -> Report:
+    """Read a report, of a run to its end if it is to be followed; else end with a sentence."""
+    try:
+        result = _followed(folder) if follow else read_report(folder)
+    except ReportError as exc:
+        fail(str(exc), code=1 if os.path.isdir(folder) else 2)
+    for path in result.skipped:
+        say(f"fedclip: skipped {path}, which can not be read (yet)", err=True)
+    return result
+
+
 def show(report: Report, groups: bool, rounds: bool | None) -> None:
     """Print the table and the sentences; None shows rounds unless there are very many."""
-    count = sum(groups or row.record.group == ALL for row in report.rows)
+    count = len(report.rows if groups else report.whole)
     short = count > _LONG if rounds is None else not rounds
     console().print(report.table(groups, not short))
     if short and rounds is None:
@@ -53,7 +65,7 @@ def _last(report: Report) -> Iterator[str]:
             yield f"{server}: {', '.join(shown)} after round {round_}."
 
 
-def followed(folder: Path) -> Report:
+def _followed(folder: Path) -> Report:
     """Show a run as it goes on; return its report when it has ended, or at Ctrl-C.
 
     The folder need not be there yet: a run makes it when it begins.
@@ -68,7 +80,7 @@ def followed(folder: Path) -> Report:
     screen = console()
     reader: Reader | None = None
     result: Report | None = None
-    told: set[tuple[str, str, int]] = set()
+    told: set[Key] = set()
     waited = ended = False
     try:
         with Live(console=screen, auto_refresh=False, transient=True) as live:
@@ -112,27 +124,29 @@ def _view(report: Report) -> Group:
     return Group(report.table(rounds=False), *map(Text, said))
 
 
-def _tell(report: Report, told: set[tuple[str, str, int]]) -> None:
+def _tell(report: Report, told: set[Key]) -> None:
     """Print a line for each round that was not told yet."""
     limits = report.limits()
-    for row in report.rows:
-        record, key = row.record, (row.node, row.module, row.record.round)
-        if record.group == ALL and key not in told:
-            told.add(key)
+    for row in report.whole:
+        record = row.record
+        if row.key not in told:
+            told.add(row.key)
             say(
                 f"{row.node}, {row.module}, round {record.round}: {record.steps} "
                 f"step{'s' * (record.steps != 1)}, "
                 f"{record.clipped_share:.0%} clipped, median norm {number(record.norm_median)}, "
-                f"limit {number(limits.get(key))}"
+                f"limit {number(limits.get(row.key))}"
             )
     sys.stdout.flush()
 
 
 def write(file: str | Path, text: str) -> None:
-    """Write a file; end with a sentence if that can not be done."""
+    """Write a file, or "-" to standard output; end with a sentence if that can not be done."""
+    if file == "-":
+        sys.stdout.write(text)
+        return
     try:
-        with open(file, "w", encoding="utf-8", errors="backslashreplace", newline="") as out:
-            out.write(text)
+        Path(file).write_bytes(text.encode(errors="backslashreplace"))
     except (OSError, ValueError) as exc:
         fail(f"can not write {file}: {exc}")
     say(f"wrote {file}")

@@ -3,21 +3,19 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fedclip import parameters
 from fedclip.dpsgd.ledger import FILE, Entry, read_entries, total
 from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account
 from fedclip.tools.catalogue import version
 
-__all__ = ["Spent", "in_words", "of_plan", "read_spent", "write_csv"]
+__all__ = ["COLUMNS", "Spent", "csv_rows", "in_words", "of_plan", "read_spent"]
 
 _COUNTED_BY = ("fedclip", "dp-accounting", "opacus")
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 class Spent(NamedTuple):
@@ -99,31 +97,24 @@ def in_words(cost: Mapping[str, Any]) -> Iterator[str]:
         yield f"  each of them is an upper bound; quote the smallest, {known[least]:.4g} ({least})"
 
 
-def write_csv(costs: Iterable[Mapping[str, Any]], file: IO[str]) -> None:
-    """Write what `Spent.cost` has found: a row for each release, and for each accountant's total.
+COLUMNS = (
+    *("where", "protects", "relation", "delta", "what", "time", "noise_multiplier", "steps"),
+    *("sampling", "accountant", "epsilon", "data", "versions"),
+)
+
+
+def csv_rows(cost: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what `Spent.cost` has found: a row for each release, and for each accountant's total.
 
     A total is for all releases of its file; its versions are of the packages that have counted.
     """
-    names = "where protects relation delta what time noise_multiplier steps sampling"
-    names += " accountant epsilon data versions"
-    rows = csv.DictWriter(file, names.split(), extrasaction="ignore", lineterminator="\n")
-    rows.writeheader()
-    for cost in costs:
-        for release in cost["entries"] or cost["releases"]:
-            made = f"fedclip {release['fedclip']}" if release.get("fedclip") else ""
-            rows.writerow(_inert({**cost, "what": "release", **release, "versions": made}))
-        counted = "; ".join(f"{name} {number}" for name, number in cost["versions"].items())
-        for name, value in cost["epsilons"].items() or {"": 0.0}.items():
-            found = {"accountant": name, "epsilon": value, "versions": counted}
-            rows.writerow(_inert({**cost, "what": "total", **found}))
-
-
-def _inert(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of which a spreadsheet takes no text for a formula, whoever wrote it."""
-    return {
-        name: f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
-        for name, cell in row.items()
-    }
+    for release in cost["entries"] or cost["releases"]:
+        made = f"fedclip {release['fedclip']}" if release.get("fedclip") else ""
+        yield {**cost, "what": "release", **release, "versions": made}
+    counted = "; ".join(f"{name} {number}" for name, number in cost["versions"].items())
+    for name, value in cost["epsilons"].items() or {"": 0.0}.items():
+        found = {"accountant": name, "epsilon": value, "versions": counted}
+        yield {**cost, "what": "total", **found}
 
 
 def of_plan(noise_multiplier: float, steps: int, rate: float, delta: float) -> Spent:

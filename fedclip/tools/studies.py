@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedclip.tools.output import JsonFlag, fail, say
+from fedclip.tools.output import HtmlFile, JsonFlag, fail, say, typed
 
 if TYPE_CHECKING:
     from fedclip.report import Report
@@ -29,19 +29,6 @@ def add_to(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def read(folder: Path) -> Report:
-    """Read a report; end with a sentence if there is none."""
-    from fedclip.report import ReportError, read_report
-
-    try:
-        result = read_report(folder)
-    except ReportError as exc:
-        fail(str(exc), code=1 if os.path.isdir(folder) else 2)
-    for path in result.skipped:
-        say(f"fedclip: skipped {path}, which can not be read (yet)", err=True)
-    return result
-
-
 def suggest(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with checkpoints.")],
     write: Annotated[
@@ -56,6 +43,9 @@ def suggest(
 
     It says what share of the norms each would have clipped, and what it reveals of the data.
     """
+    from fedclip.tools.showing import read
+    from fedclip.tools.suggest import in_words, suggestions
+
     report = read(folder)
     found = report.experiments
     if len(found) > 1 and "" not in found:
@@ -63,14 +53,12 @@ def suggest(
         fail(f"{folder} holds {len(found)} experiments: give one of them ({names})")
     if len(found) > 1:
         say(f"fedclip: what folders below hold is left out ({len(found) - 1})", err=True)
-    from fedclip.tools.suggest import in_words, suggestions
-
     try:
         places = suggestions(report, min(found))
     except (TypeError, ValueError) as exc:
         fail(str(exc))
     if as_json:
-        facts = [place.as_dict() for place in places]
+        facts = [dataclasses.asdict(place) for place in places]
         print(json.dumps({"schema": "fedclip-suggest/1", "folder": str(folder), "places": facts}))
     elif write is None:
         for place in places:
@@ -83,7 +71,7 @@ def suggest(
             fail(f"there is no proposal {use!r} (there are: {', '.join(proposals) or 'none'})")
         save(write, proposals[use])
     elif proposals and not as_json:
-        say(f"To write one:  fedclip suggest {folder} --use NAME --write config.toml")
+        say(f"To write one:  fedclip suggest {typed(folder)} --use NAME --write config.toml")
 
 
 def save(file: Path, proposal: Proposal) -> None:
@@ -93,36 +81,28 @@ def save(file: Path, proposal: Proposal) -> None:
 
     try:
         file = find_config(file)
-        with file.open(encoding="utf-8", newline="") as old:
-            text = rewritten(old.read(), proposal)
-        known = {(f.where, f.message) for f in check_config(file).problems}
+        text = rewritten(file.read_bytes().decode(), proposal)
+        known = check_config(file).problems
         # Next to it, so that paths in it lead to the same files.
         trial = file.with_name(f".{file.name}.fedclip")
-        with trial.open("w", encoding="utf-8", newline="") as new:
-            new.write(text)
+        trial.write_bytes(text.encode())
         try:
-            problems = [
-                f for f in check_config(trial).problems if (f.where, f.message) not in known
-            ]
-            if problems:
-                first = problems[0]
+            for fresh in (f for f in check_config(trial).problems if f not in known):
                 fail(
                     f"{file} was left as it is: with {proposal.name} it would not run "
-                    f"({first.where} {first.message})"
+                    f"({fresh.where} {fresh.message})"
                 )
             trial.replace(file)
         finally:
             trial.unlink(missing_ok=True)
     except (OSError, ValueError, TypeError) as exc:
         fail(f"{file} can not be changed: {exc}")
-    say(f"wrote {proposal.name} into {file}; check it with  fedclip check {file}")
+    say(f"wrote {proposal.name} into {file}; check it with  fedclip check {typed(file)}")
 
 
 def compare(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders of runs.")],
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page for a browser as well.")
-    ] = None,
+    html: HtmlFile = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Compare runs: last loss and metrics, and what was clipped.
@@ -140,41 +120,29 @@ def compare(
         for path in inner or [folder]:
             name = path.resolve().name
             named[str(path) if name in named else name] = path
-    show_compared([(name, path, read(path)) for name, path in named.items()], html, as_json)
+    reports = [(name, path, showing.read(path)) for name, path in named.items()]
+    show_compared(reports, html, as_json)
 
 
 def show_compared(
     read_: Sequence[tuple[str, Path, Report]], html: Path | None, as_json: bool = False
 ) -> None:
     """Print the table of several settings, and write the page of all."""
-    from rich.text import Text
-
-    from fedclip.report import printable
-    from fedclip.report.table import plain_table
     from fedclip.tools import showing
-    from fedclip.tools.compare import compared, heads, table_rows
+    from fedclip.tools.compare import compared, heads, table_of, table_rows
 
     outcomes = compared([(name, report) for name, _, report in read_])
-    columns, rows = heads(outcomes), table_rows(outcomes)
     note = "The last round of each run; mean ± 95 % interval (Student's) where there are several."
     if as_json:
         facts = [outcome.as_dict() for outcome in outcomes]
         print(json.dumps({"schema": "fedclip-compare/1", "settings": facts}))
     else:
-        table = plain_table("Comparison", ["setting"], ["runs", *columns])
-        for name, *cells in rows:
-            table.add_row(Text(printable(name)), *map(Text, map(printable, cells)))
-        showing.console().print(table)
+        showing.console().print(table_of("Comparison", outcomes))
         say(note)
     if html is not None:
-        tables = [
-            {
-                "name": "Comparison",
-                "caption": note,
-                "heads": ["Setting", "Runs", *columns],
-                "rows": rows,
-            }
-        ]
+        columns = ["Setting", "Runs", *heads(outcomes)]
+        table = {"name": "Comparison", "caption": note, "heads": columns}
+        tables = [{**table, "rows": table_rows(outcomes)}]
         showing.save_page(read_, html, tables, "Comparison of runs")
 
 
@@ -195,9 +163,7 @@ def sweep(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where to write; by default CONFIG-sweep.")
     ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page for a browser as well.")
-    ] = None,
+    html: HtmlFile = None,
 ) -> None:
     """Run a configuration with several settings and seeds.
 
@@ -226,22 +192,21 @@ def sweep(
         fail(f"the sweep of {config} can not be planned: {exc}")
     if len(todo) < len(runs):
         say(f"{len(runs) - len(todo)} of {len(runs)} runs are done already", err=True)
-    whole, before = sum(planned.rounds for planned in todo), 0
+    tell, before = progress({"sweep": sum(planned.rounds for planned in todo)}), 0
     try:
-        with progress({"sweep": whole}, quiet=not todo) as tell:
-            for planned in todo:
-                run(planned, partial(_tell, tell, planned, before))
-                before += planned.rounds
+        for planned in todo:
+            run(planned, partial(_tell, tell, planned, before))
+            before += planned.rounds
     except SweepError as exc:
         fail(f"{exc} (output: {planned.folder / 'output.txt'})")
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on from here", code=130)
     settings_ = {planned.label: planned.folder.parent for planned in runs}
     wanted = {planned.folder.name for planned in runs}
-    found = [(name, path, read(path).only(wanted)) for name, path in settings_.items()]
+    found = [(name, path, showing.read(path).only(wanted)) for name, path in settings_.items()]
     show_compared(found, html)
     if html is None:
-        say(f"As a page:  fedclip compare {out} --html compare.html")
+        say(f"As a page:  fedclip compare {typed(out)} --html compare.html")
 
 
 def _tell(tell: Tell, planned: Planned, before: int, done: int, text: str) -> None:

@@ -13,14 +13,14 @@ import math
 import random
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 import tomlkit
 
-from fedclip.report import ALL, Report, Row, number, pooled
-from fedclip.toml import toml_line, toml_value
+from fedclip.report import Report, Row, number, pooled
+from fedclip.toml import toml_item, toml_line
 from fedclip.tools.catalogue import build
 
 __all__ = ["FEW", "Place", "Proposal", "in_words", "lines_of", "rewritten", "suggestions"]
@@ -31,6 +31,12 @@ FEW = 20
 QUANTILES = (0.05, 0.5, 0.9, 0.95, 0.99)
 PLACES = {"step": "client_opt", "update": "aggregator", "aggregate": "server_opt"}
 """What may be clipped, and where that is configured."""
+
+_UNMEASURED = {
+    "step": 'No clipper by norm ran on the clients: add "no-op" to their modules',
+    "update": "The norms of updates were not measured",
+    "aggregate": 'No clipper by norm ran on the server: add "no-op" to its modules',
+}
 
 # Clippers by the norm of the gradient, and so with norms to choose a limit by.
 _BY_NORM = {
@@ -44,18 +50,36 @@ _CHOSEN = (
     "The number comes from all norms of this run, and tells something about them; no privacy "
     "budget covers that. From then on it is fixed, and bounds a sensitivity."
 )
-_OWN = (
-    "Each node learns from its own norms, which it keeps to itself. The limit is not known in "
-    "advance, so it bounds no sensitivity."
-)
-_SHARED = (
-    "In each round every client sends how many of its norms were of which size, in cleartext "
-    "unless secure aggregation is on. The limit bounds no sensitivity."
-)
 _VOTES = (
     "In each round every client sends one bit: whether its update was within the bound. Set "
     "noise_multiplier to cover it by a privacy budget (`fedclip privacy plan`)."
 )
+_TEXTS = {
+    "fixed": ("one fixed limit, above about 95 % of the norms of this run", _CHOSEN),
+    "learnt": (
+        "a limit that follows the norms of each node and cuts spikes",
+        "Each node learns from its own norms, which it keeps to itself. The limit is not known in "
+        "advance, so it bounds no sensitivity.",
+    ),
+    "shared": (
+        "one limit for all clients, which follows their norms and cuts a client unlike them",
+        "In each round every client sends how many of its norms were of which size, in cleartext "
+        "unless secure aggregation is on. The limit bounds no sensitivity.",
+    ),
+    "update": (
+        "one fixed bound for the update of a client, above about 95 % of those of this run",
+        _CHOSEN,
+    ),
+    "median": ("a bound that follows the median of the updates, and starts there", _VOTES),
+    "search": (
+        "a bound that follows the median of the updates; it is searched for in the first rounds",
+        _VOTES,
+    ),
+}
+"""What kinds of proposals do, and what they reveal of the data."""
+
+Lines: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]
+"""Name and parameters by section: of modules, or (section "aggregator") of the aggregator."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +91,7 @@ class Proposal:
     name
         Place and kind, as in "step.fixed".
     plugins
-        Name and parameters by section: of modules, or (section "aggregator") of the aggregator.
+        Its lines.
     share
         Share of the norms of this run that would have been clipped; None if that is not known.
     what, reveals
@@ -75,7 +99,7 @@ class Proposal:
     """
 
     name: str
-    plugins: Mapping[str, tuple[str, Mapping[str, Any]]]
+    plugins: Lines
     share: float | None
     what: str
     reveals: str
@@ -96,14 +120,10 @@ class Place:
     """Why there are no norms to choose by, and what to do about it."""
     proposals: Sequence[Proposal] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return all fields as plain values."""
-        return asdict(self)
-
 
 def suggestions(report: Report, experiment: str) -> list[Place]:
     """Return what to clip in each place, by the norms of one federation of a report."""
-    rows = [r for r in report.rows if r.experiment == experiment and r.record.group == ALL]
+    rows = [row for row in report.whole if row.experiment == experiment]
     clients = [row for row in rows if row.node not in report.servers]
     server = [row for row in rows if row.node in report.servers]
     updates = [row for row in clients if row.name == "update-clip-client"]
@@ -128,17 +148,13 @@ def _place(report: Report, place: str, rows: Sequence[Row]) -> Place:
     count, nodes = sum(whole.counts), len({row.node for row in rows})
     lacking = ""
     if not rows:
-        lacking = {
-            "step": 'No clipper by norm ran on the clients: add "no-op" to their modules',
-            "update": "The norms of updates were not measured",
-            "aggregate": 'No clipper by norm ran on the server: add "no-op" to its modules',
-        }[place]
+        lacking = _UNMEASURED[place]
     elif count < FEW:
         lacking = f"{count} norms are too few to choose a limit by: at least {FEW} are needed"
     elif not whole.norm_median:
         lacking = "Half of the norms, or more, are 0: there is no scale to choose a limit by"
     if lacking:
-        found = list(_without_norms()) if place == "update" else []
+        found = [_adaptive({}, "search", None)] if place == "update" else []
         return Place(place, nodes=nodes, norms=count, lacking=lacking, proposals=found)
     ord_ = _order(report, rows[0])
     return Place(
@@ -190,69 +206,45 @@ def rounded(value: float) -> float:
 def _modules(place: str, rows: Sequence[Row], ord_: Mapping[str, Any]) -> Iterator[Proposal]:
     """Yield proposals of modules, for the clients' steps or the server's."""
     section = PLACES[place]
-    whole = pooled(row.record for row in rows)
-    limit = rounded(whole.norm_quantile(0.95) or 0.0)
-    fixed = ("norm-clip", {"max_norm": limit, **ord_})
-    what = "one fixed limit, above about 95 % of the norms of this run"
-    yield _proposal(f"{place}.fixed", {section: fixed}, rows, what, _CHOSEN)
-    learnt = ("zscore-clip", dict(ord_))
-    what = "a limit that follows the norms of each node and cuts spikes"
-    yield _proposal(f"{place}.learnt", {section: learnt}, rows, what, _OWN)
+    limit = rounded(pooled(row.record for row in rows).norm_quantile(0.95) or 0.0)
+    found: dict[str, Lines] = {
+        "fixed": {section: ("norm-clip", {"max_norm": limit, **ord_})},
+        "learnt": {section: ("zscore-clip", dict(ord_))},
+    }
     if place == "step":
-        pair = {
-            section: ("mad-clip", {"shared": True, **ord_}),
-            "server_opt": ("mad-clip-server", dict(ord_)),
-        }
-        what = "one limit for all clients, which follows their norms and cuts a client unlike them"
-        yield _proposal("step.shared", pair, rows, what, _SHARED)
+        clients = ("mad-clip", {"shared": True, **ord_})
+        found["shared"] = {section: clients, "server_opt": ("mad-clip-server", dict(ord_))}
+    for kind, lines in found.items():
+        first, *_ = _built(lines)
+        yield Proposal(f"{place}.{kind}", lines, _played(first, rows), *_TEXTS[kind])
 
 
 def _updates(rows: Sequence[Row]) -> Iterator[Proposal]:
     whole = pooled(row.record for row in rows)
     limit = rounded(whole.norm_quantile(0.95) or 0.0)
     share = sum(n > limit for n in whole.norms()) / max(1, sum(whole.counts))
-    what = "one fixed bound for the update of a client, above about 95 % of those of this run"
-    yield _proposal(
-        "update.fixed",
-        {"aggregator": ("clipped-averaging", {"max_norm": limit})},
-        share,
-        what,
-        _CHOSEN,
-    )
-    start = rounded(whole.norm_median or 0.0)
-    what = "a bound that follows the median of the updates, and starts there"
-    yield from _adaptive({"start_norm": start}, what, 0.5)
+    lines: Lines = {"aggregator": ("clipped-averaging", {"max_norm": limit})}
+    _built(lines)
+    yield Proposal("update.fixed", lines, share, *_TEXTS["update"])
+    yield _adaptive({"start_norm": rounded(whole.norm_median or 0.0)}, "median", 0.5)
 
 
-def _without_norms() -> Iterator[Proposal]:
-    what = "a bound that follows the median of the updates; it is searched for in the first rounds"
-    yield from _adaptive({}, what, None)
-
-
-def _adaptive(server: Mapping[str, Any], what: str, share: float | None) -> Iterator[Proposal]:
-    plugins: dict[str, tuple[str, Mapping[str, Any]]] = {
+def _adaptive(server: Mapping[str, Any], kind: str, share: float | None) -> Proposal:
+    lines: Lines = {
         "aggregator": ("clipped-averaging", {}),
         "client_opt": ("update-clip-client", {}),
         "server_opt": ("update-clip-server", server),
     }
-    yield _proposal("update.adaptive", plugins, share, what, _VOTES)
+    _built(lines)
+    return Proposal("update.adaptive", lines, share, *_TEXTS[kind])
 
 
-def _proposal(
-    name: str,
-    plugins: Mapping[str, tuple[str, Mapping[str, Any]]],
-    share: Sequence[Row] | float | None,
-    what: str,
-    reveals: str,
-) -> Proposal:
+def _built(lines: Lines) -> list[Any]:
     """Build the plug-ins, so that no line is proposed that would be refused."""
-    built = [
-        build("aggregator" if section == "aggregator" else "module", kind, config)
-        for section, (kind, config) in plugins.items()
+    return [
+        build("aggregator" if section == "aggregator" else "module", name, config)
+        for section, (name, config) in lines.items()
     ]
-    if share is not None and not isinstance(share, float):
-        share = _played(built[0], share)
-    return Proposal(name, plugins, share, what, reveals)
 
 
 def _played(clipper: Any, rows: Sequence[Row]) -> float:
@@ -347,7 +339,7 @@ def rewritten(text: str, proposal: Proposal) -> str:
         raise ValueError("there is no client_opt in it to add a clipper to")
     for section, (name, config) in proposal.plugins.items():
         if section == "aggregator":
-            optim["aggregator"] = _item({"name": name, **config} if config else name)
+            optim["aggregator"] = toml_item({"name": name, **config} if config else name)
         else:
             _insert(optim, section, name, config)
     if proposal.name.startswith("step.") and "server_opt" not in proposal.plugins:
@@ -358,13 +350,9 @@ def rewritten(text: str, proposal: Proposal) -> str:
     return str(tomlkit.dumps(document))
 
 
-def _item(value: Any) -> Any:
-    return tomlkit.parse(f"x = {toml_value(value)}")["x"]
-
-
 def _insert(optim: Any, section: str, name: str, config: Mapping[str, Any]) -> None:
     modules = _modules_of(optim, section)
-    item = _item([name, config] if config else name)
+    item = toml_item([name, config] if config else name)
     for place, _ in _alike(modules, name):
         modules[place] = item
         return

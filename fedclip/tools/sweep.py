@@ -8,7 +8,6 @@ the configuration that it ran, and is not run again.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -27,12 +26,13 @@ import tomlkit
 from declearn.optimizer import list_optim_modules
 
 from fedclip.errors import nearest
+from fedclip.toml import value_of
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.progress import latest
 
-__all__ = ["MARK", "Planned", "SweepError", "parse", "plan", "run"]
+__all__ = ["MARK", "Planned", "SweepError", "free_port", "parse", "plan", "run"]
 
-MARK = "sweep-done.json"
+MARK = "sweep-done.toml"
 _OUTPUT = "output.txt"
 
 
@@ -51,18 +51,10 @@ class Planned(NamedTuple):
     rounds: int
 
     @property
-    def digest(self) -> str:
-        """What tells this configuration from others."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
-
-    @property
     def done(self) -> bool:
         """Whether this very configuration has been run to its end."""
-        try:
-            mark = json.loads((self.folder / MARK).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return False
-        return isinstance(mark, dict) and mark.get("config") == self.digest
+        mark = self.folder / MARK
+        return mark.is_file() and mark.read_bytes() == self.text.encode()
 
 
 def parse(setting: str) -> tuple[str, list[Any]]:
@@ -85,15 +77,8 @@ def parse(setting: str) -> tuple[str, list[Any]]:
     try:
         found = tomllib.loads(f"x = [{values}]")["x"]
     except (ValueError, RecursionError):
-        found = [_value(word.strip()) for word in values.split(",")]
+        found = [value_of(word.strip()) for word in values.split(",")]
     return key.strip(), found
-
-
-def _value(word: str) -> Any:
-    try:
-        return tomllib.loads(f"x = {word}")["x"]
-    except ValueError:
-        return word
 
 
 def plan(
@@ -117,7 +102,7 @@ def plan(
                 _set(document, key, value)
             if rounds is not None:
                 document["run"]["rounds"] = rounds
-            if not any(is_ours(known.get(name, object)) for name, _, _ in _all_modules(document)):
+            if not any(is_ours(known.get(name, object)) for name, _, _ in _modules(document)):
                 raise SweepError(
                     'no module of fedclip would measure anything: add "no-op" to the modules of '
                     "client_opt"
@@ -151,21 +136,22 @@ def _set(document: Any, key: str, value: Any) -> None:
     if isinstance(table, Mapping) and way:
         table[last] = value  # type: ignore[index]
         return
-    places = list(_modules(document, way[0])) if len(way) == 1 else []
+    found = [*_modules(document)]
+    places = [(modules, i) for name, modules, i in found if [name] == way]
     if not places:
-        known = [*document, *(name for name, _, _ in _all_modules(document))]
+        known = [*document, *(name for name, _, _ in found)]
         hint = nearest(way[0], known) if way else ""
         if way and way[0] in document.get("optim", {}):
             hint = f"; write optim.{key}"
         raise SweepError(f"there is no section and no module {'.'.join(way) or key!r}{hint}")
     # A clipper and its counterpart must agree, and so both get the value.
-    for modules, place in places:
-        old = modules[place]
-        name, config = (old, {}) if isinstance(old, str) else (old[0], dict(old[1]))
-        modules[place] = [name, {**config, last: value}]
+    for modules, i in places:
+        old = modules[i]
+        modules[i] = [way[0], {**({} if isinstance(old, str) else old[1]), last: value}]
 
 
-def _all_modules(document: Any) -> Iterator[tuple[str, Any, int]]:
+def _modules(document: Any) -> Iterator[tuple[str, Any, int]]:
+    """Yield the name of each module of the optimizers, and where it stands: in a list, and at."""
     optim = document.get("optim", {})
     for side in ("client_opt", "server_opt"):
         section = optim.get(side)
@@ -173,12 +159,6 @@ def _all_modules(document: Any) -> Iterator[tuple[str, Any, int]]:
         for place, module in enumerate(modules):
             name = module if isinstance(module, str) else module[0] if module else ""
             yield str(name), modules, place
-
-
-def _modules(document: Any, name: str) -> Iterator[tuple[Any, int]]:
-    for found, modules, place in _all_modules(document):
-        if found == name:
-            yield modules, place
 
 
 def _place(document: Any, file: Path, folder: Path) -> None:
@@ -207,8 +187,7 @@ def run(planned: Planned, told: Callable[[int, str], None], pause: float = 0.2) 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     document: Any = tomlkit.parse(planned.text)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        document["network"]["port"] = server.getsockname()[1]
+    document["network"]["port"] = free_port()
     config = folder / "config.toml"
     config.write_text(tomlkit.dumps(document), encoding="utf-8")
     command = [
@@ -242,7 +221,13 @@ def run(planned: Planned, told: Callable[[int, str], None], pause: float = 0.2) 
             f"{planned.label}, seed {planned.seed}, failed: {said or 'it said nothing'}"
         )
     told(planned.rounds, latest(metrics))
-    (folder / MARK).write_text(json.dumps({"config": planned.digest}), encoding="utf-8")
+    (folder / MARK).write_bytes(planned.text.encode())
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _rounds(metrics: Path) -> int:

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clients of a simulated federation: who is asked, who replies, and what they train.
+
+They share one model. Each has data, a source of its batches, and what its optimizer's modules keep.
+"""
+
+# ruff: noqa: UP045  (declearn reads the types of a section from its fields, and knows no `|`)
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Optional, TypeAlias
+
+import numpy as np
+from declearn.dataset import InMemoryDataset
+from declearn.main.config import EvaluateConfig, FLOptimConfig, TrainingConfig
+from declearn.main.utils import aggregate_clients_data_info
+from declearn.model.api import Vector
+from declearn.optimizer import Optimizer
+from declearn.training import TrainingManager
+from declearn.utils import TomlConfig
+
+from fedclip import UpdateClipClient
+from fedclip.tools.quickrun import Experiment
+
+__all__ = ["Crowd", "SimulateConfig", "Trained"]
+
+Weights: TypeAlias = Vector[Any]
+
+
+@dataclasses.dataclass
+class SimulateConfig(TomlConfig):
+    """The section [simulate] of a quickrun file; all of it is optional.
+
+    Attributes
+    ----------
+    clients
+        Number of clients, at least one for each in the data folder, which is the default. More
+        share the data of those: the first has that of the first folder, and so on, in turn.
+    records
+        Number of records that each client trains on, drawn from those of its folder. None: all.
+    sampled
+        Number of clients that are asked in a round, drawn anew each time. None: all.
+    drop_out
+        Probability with which a client that was asked does not reply.
+    attackers
+        Number of clients that are hostile, drawn once. None: none.
+    factor
+        What attackers multiply their update by.
+    attackers_clip
+        Whether attackers clip their update afterwards, as the others do. Otherwise they send it as
+        it is, and say that it was within the bound.
+    seed
+        Decides all that is drawn here, and the batches. None: another run each time.
+    """
+
+    clients: Optional[int] = None
+    records: Optional[int] = None
+    sampled: Optional[int] = None
+    drop_out: float = 0.0
+    attackers: Optional[int] = None
+    factor: float = -10.0
+    attackers_clip: bool = True
+    seed: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.drop_out < 1:
+            raise ValueError(f"drop_out must be a number in [0, 1), got {self.drop_out!r}")
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"seed must be an int >= 0, got {self.seed!r}")
+        for name in ("sampled", "attackers"):
+            value = getattr(self, name)
+            if None not in (value, self.clients) and value > self.clients:
+                raise ValueError(f"{name} = {value} is more than clients = {self.clients}")
+
+
+class Trained(NamedTuple):
+    """What a client has trained in a round."""
+
+    update: Weights
+    """The model before the round, minus the model after it."""
+    steps: int
+    aux: dict[str, Any]
+    """What the modules of its optimizer send to those of the server."""
+
+
+class Crowd:
+    """The clients, and the one model that they share.
+
+    Parameters
+    ----------
+    experiment
+        Where data and model are.
+    model
+        The model; whoever trains or evaluates leaves its own weights in it.
+    optim, training
+        The sections [optim] and [run.training]. The module `update-clip-client` takes no part: it
+        only carries what the caller knows.
+    settings
+        The section [simulate].
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        model: Any,
+        optim: FLOptimConfig,
+        training: TrainingConfig,
+        settings: SimulateConfig,
+    ) -> None:
+        self.settings, self.sites = settings, list(experiment.files)
+        self.names = [
+            self.sites[i % len(self.sites)] + (f"-{turn}" if (turn := i // len(self.sites)) else "")
+            for i in range(settings.clients or len(self.sites))
+        ]
+        self._data = [
+            [
+                InMemoryDataset(f[f"{of}_data"], target=f[f"{of}_target"], expose_classes=True)
+                for of in ("train", "valid")
+            ]
+            for f in experiment.files.values()
+        ]
+        self._rng = np.random.default_rng(settings.seed)
+        hostile = self._rng.permutation(len(self.names))[: settings.attackers or 0]
+        self.hostile = frozenset(hostile.tolist())
+        self._config = config = optim.client_opt.get_config()
+        config["modules"] = [m for m in config["modules"] if m[0] != UpdateClipClient.name]
+        rates = isinstance(config["lrate"], float) and isinstance(config["w_decay"], float)
+        self._stateless = rates and not config["modules"] and not config["regularizers"]
+        self._optims: dict[int, Optimizer] = {}
+        self._sources: dict[int, InMemoryDataset] = {}
+        if model.required_data_info:
+            model.initialize(aggregate_clients_data_info(self._specs(), model.required_data_info))
+        self._effort = training.message_params
+        self.model, self._manager = (
+            model,
+            TrainingManager(
+                *(model, self.optimizer(0), optim.aggregator, self._data[0][0]),
+                metrics=experiment.metrics,
+                verbose=False,
+            ),
+        )
+        # What a client keeps of the model beside the weights that are trained, as running means.
+        whole = model.get_weights()
+        self._apart = set(whole.coefs) != set(model.get_weights(trainable=True).coefs)
+        self._kept: dict[int, Weights] = {}
+        self._first = whole
+
+    def _specs(self) -> dict[str, dict[str, Any]]:
+        pairs = zip(self.sites, self._data, strict=True)
+        return {name: dataclasses.asdict(train.get_data_specs()) for name, (train, _) in pairs}
+
+    def asked(self) -> list[int]:
+        """Draw who is asked in a round, and who of them does not reply; return those who do."""
+        chosen = np.arange(len(self.names))
+        if self.settings.sampled is not None:
+            chosen = np.sort(self._rng.choice(chosen, self.settings.sampled, replace=False))
+        stays = self._rng.random(len(chosen)) >= self.settings.drop_out
+        return [int(client) for client in chosen[stays]]
+
+    def optimizer(self, client: int) -> Optimizer:
+        """Return a client's optimizer; one serves all if nothing stays in it."""
+        key = 0 if self._stateless else client
+        if key not in self._optims:
+            self._optims[key] = Optimizer.from_config(self._config)
+        return self._optims[key]
+
+    def train(self, client: int, start: Weights, aux: Mapping[str, Any]) -> Trained:
+        """Have a client train as [run.training] says, from the model's weights on."""
+        self.hand_over(client, start)
+        manager = self._manager
+        manager.optim, manager.train_data = self.optimizer(client), self._records(client)
+        manager.optim.process_aux_var(dict(aux))
+        manager.optim.start_round()
+        batches, *limits = self._effort.values()
+        effort = manager.train_under_constraints(batches, *limits)
+        self.model.collect_training_losses()  # they would pile up
+        if self._apart:
+            self._kept[client] = self.model.get_weights()
+        update = start - self.model.get_weights(trainable=True)
+        if client in self.hostile:
+            update = update * self.settings.factor
+        return Trained(update, int(effort["n_steps"]), manager.optim.collect_aux_var())
+
+    def evaluate(
+        self, start: Weights, how: EvaluateConfig
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """Return loss and metrics over the validation data of all folders, and of each."""
+        metrics, found = self._manager.metrics, {}
+        total: dict[str, Any] = {}
+        limits = how.message_params
+        for place, (site, (_, valid)) in enumerate(zip(self.sites, self._data, strict=True)):
+            self.hand_over(place, start)
+            self._manager.valid_data = valid
+            found[site], states, _ = self._manager.evaluate_under_constraints(
+                limits["batches"], limits["n_steps"], limits["timeout"]
+            )
+            total = {k: total[k] + v if total else v for k, v in states.items()}
+        metrics.set_states(total)
+        self.hand_over(None, start)
+        return metrics.get_result(), found
+
+    def _records(self, client: int) -> InMemoryDataset:
+        """Return what a client trains on."""
+        if client not in self._sources:
+            seed, count = self.settings.seed, self.settings.records
+            of = self._data[client % len(self.sites)][0]
+            data, target = of.data, of.target
+            if count is not None:
+                rng = np.random.default_rng(None if seed is None else [seed, client])
+                rows = rng.choice(len(target), count, replace=count > len(target))
+                data, target = (getattr(x, "iloc", x)[rows] for x in (data, target))
+            # The seeds of the batches are those of quickrun.
+            own = None if seed is None else seed * 1_000 + client
+            self._sources[client] = InMemoryDataset(data, target=target, seed=own)
+        return self._sources[client]
+
+    def hand_over(self, client: int | None, start: Weights) -> None:
+        """Let the model be that of a client at the start of a round; or, for None, the server's."""
+        if self._apart:
+            kept = None if client is None else self._kept.get(client)
+            self.model.set_weights(self._first if kept is None else kept)
+        self.model.set_weights(start, trainable=True)

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The federation of a quickrun file in one process, with as many clients as one says.
+
+Updates are clipped, vetted and averaged by the core of update clipping (`UpdateClient` and
+`UpdateServer`), or by whatever other aggregator the file names; declearn's model, optimizers and
+metrics do the rest, as they do in a run.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+import operator
+import random
+import shutil
+import time
+import tomllib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgpack
+import numpy as np
+from declearn.main.config import FLOptimConfig, FLRunConfig
+from declearn.main.utils import Checkpointer
+from declearn.utils import set_device_policy
+
+from fedclip import ClippedAveraging, SampleClip, UpdateClipClient, UpdateClipServer
+from fedclip.errors import FedclipWarning
+from fedclip.federation.update.adaptive import AdaptiveBound
+from fedclip.federation.update.engine import UpdateServer
+from fedclip.federation.update.exchange import Reply, SentBound
+from fedclip.federation.update.limits import norms_of
+from fedclip.scopes import resolve
+from fedclip.tools.crowd import Crowd, SimulateConfig, Trained, Weights
+from fedclip.tools.progress import latest, progress
+from fedclip.tools.quickrun import Experiment, QuickrunError
+
+__all__ = ["Simulated", "Simulation", "run"]
+
+_ROUNDS_A_FILE = 100  # as many as a `Recorder` keeps
+
+
+class Simulated(NamedTuple):
+    """What has come of a simulation."""
+
+    clients: int
+    rounds: int
+    seconds: float
+    """How long a round took, in the mean."""
+    results: str
+    """The folder of records, metrics and the model."""
+    ended: str
+    """Why it ended early, if it did."""
+
+
+class Simulation:
+    """The server of a simulated federation, and its crowd of clients.
+
+    Parameters
+    ----------
+    file
+        A quickrun file that has been checked.
+    seed
+        Takes the place of that in [simulate].
+
+    Raises
+    ------
+    QuickrunError
+        If data or model are not where the file says, or if it can not be simulated.
+    """
+
+    def __init__(self, file: Path, seed: int | None = None) -> None:
+        self.experiment = Experiment(file)
+        toml = self.experiment.toml
+        optim = FLOptimConfig.from_toml(toml, False, "optim")
+        with file.open("rb") as text:
+            config = tomllib.load(text)["run"]
+        # Nobody registers here, and declearn wants to know how many do.
+        self.config = FLRunConfig.from_params(**{"register": 1, **config})
+        found = SimulateConfig.from_toml(toml, False, "simulate", True)
+        self.settings = found if seed is None else replace(found, seed=seed)
+        _refuse(optim, self.config, self.settings, len(self.experiment.files))
+        set_device_policy(gpu=False)
+        self.aggregator = aggregator = cast(Any, optim.aggregator)
+        self.crowd = Crowd(
+            *(self.experiment, self.experiment.model(), optim, self.config.training),
+            self.settings,
+        )
+        self.model = self.crowd.model
+        self.bound = _bound(optim)
+        self.server = self.bound and UpdateServer(
+            self.bound, scope=aggregator.scope, exclude=aggregator.exclude
+        )
+        # The bound acts first, by the core; what stands after it acts on what the core releases.
+        self.optim, self.rest = optim.server_opt, copy.copy(optim.server_opt)
+        self.rest.modules = [m for m in self.optim.modules if not isinstance(m, UpdateClipServer)]
+        self.records = UpdateClipClient()
+        self.losses: list[float] = []
+        self.best: Weights = self.model.get_weights(trainable=True)
+        self.folder = Path(self.experiment.results, "simulated")
+
+    def step(self) -> str:
+        """Run a round of training; return why there is none, if so."""
+        start = self.model.get_weights(trainable=True)
+        aux = self.rest.collect_aux_var()
+        for module in self.rest.modules:
+            if self.bound and module.aux_name in aux:
+                self.bound.admit(module.name)
+        sent = self.server.open() if self.server else None
+        if sent and sent.stop:
+            return sent.stop
+        self.records.recorder.start_round()
+        replies, told = [], dict[str, Any]()
+        for client in self.crowd.asked():
+            trained = self.crowd.train(client, start, aux)
+            replies.append(self._reply(client, trained, sent))
+            for name, said in trained.aux.items():
+                told[name] = told[name] + said if name in told else said
+        self.crowd.hand_over(None, start)
+        if told:
+            self.rest.process_aux_var(told)
+        if self.server:
+            closed = self.server.close(replies, like=start.coefs)
+            self.rest.apply_gradients(self.model, type(start)(closed.average))
+        elif replies:
+            updates = functools.reduce(operator.add, replies)
+            self.rest.apply_gradients(self.model, self.aggregator.finalize_updates(updates))
+        return ""
+
+    def _reply(self, client: int, trained: Trained, sent: SentBound | None) -> Any:
+        """Return what a client replies; an attacker may send more than the bound allows."""
+        update, steps = trained.update, trained.steps
+        if sent is None:
+            whole = resolve("global", None, tuple(update.coefs))
+            norms = norms_of(update.coefs, whole, "simulate")
+            norm = norms[0] if norms else math.nan
+            self._note(norm, SentBound(math.inf, adaptive=False), False)
+            return self.aggregator.prepare_for_sharing(update, steps)
+        outcome = self.aggregator.outcome(update.coefs, sent.bound, steps)
+        if steps:
+            norm = math.nan if outcome.norm is None else outcome.norm
+            self._note(norm, sent, outcome.clipped)
+        reply = outcome.reply(sent)
+        if client in self.crowd.hostile and not self.settings.attackers_clip:
+            said = int(sent.adaptive)
+            reply = Reply(update.coefs, votes=said, within=said)
+        return replace(reply, sender=self.crowd.names[client])
+
+    def _note(self, norm: float, sent: SentBound, clipped: bool) -> None:
+        if math.isfinite(norm):
+            self.records.note(norm, sent, clipped)
+        else:
+            self.records.recorder.add_nonfinite()
+
+    def evaluate(self) -> None:
+        """Evaluate the model, and write what a run writes: metrics, states and records."""
+        weights = self.model.get_weights(trainable=True)
+        metrics, sites = self.crowd.evaluate(weights, self.config.evaluate)
+        checkpoints = Checkpointer(str(self.folder / "server"), max_history=1)
+        stamp = checkpoints.checkpoint(self.model, self.optim, metrics)
+        for site, found in sites.items():
+            checkpoints.save_metrics(found, f"metrics_{site}", timestamp=stamp)
+        self.losses.append(float(metrics["loss"]))
+        if self.losses[-1] == min(self.losses):
+            self.best = weights
+        name = "no-op" if self.server is None else UpdateClipClient.name
+        file = f"optimizer_state_{(self.records.recorder.round - 1) // _ROUNDS_A_FILE:06}.mpk"
+        state = {"modules": [(name, self.records.get_state())]}
+        (self.folder / "clients" / file).write_bytes(msgpack.packb(state))
+
+    def finish(self) -> None:
+        """Keep the best model, as a run does at its end."""
+        self.crowd.hand_over(None, self.best)
+        for node in ("server", "clients"):
+            Checkpointer(str(self.folder / node)).save_model(self.model, timestamp="best")
+
+
+def run(file: Path, seed: int | None = None, *, quiet: bool = False) -> Simulated:
+    """Simulate what a checked quickrun file describes, and show its progress.
+
+    A `seed` takes the place of that in [simulate]. Python's and NumPy's own sources start from it
+    too.
+
+    Raises
+    ------
+    QuickrunError
+        If the simulation can not start.
+    """
+    if seed is None:
+        found = SimulateConfig.from_toml(str(file), False, "simulate", True)
+        seed = found.seed
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+    try:
+        simulation = Simulation(file, seed)
+    except ModuleNotFoundError as exc:
+        raise QuickrunError(f"a package that this run needs is missing: {exc}") from None
+    config, folder = simulation.config, simulation.folder
+    for node in ("server", "clients"):
+        shutil.rmtree(folder / node, ignore_errors=True)
+        (folder / node).mkdir(parents=True)
+    tell = progress({"simulate": config.rounds}, quiet=quiet)
+    early: Any = config.early_stop
+    stop = early.instantiate() if early else None
+    begun, ended, done = time.monotonic(), "", 0
+    with _logged(folder / "server" / "logs.txt"):
+        try:
+            while done < config.rounds and not (ended := simulation.step()):
+                done += 1
+                if done % config.evaluate.frequency == 0 or done == config.rounds:
+                    simulation.evaluate()
+                tell("simulate", done, latest(folder / "server" / "metrics.csv"))
+                if stop and simulation.losses and not stop.update(simulation.losses[-1]):
+                    ended = "the loss has stopped to improve, as early_stop says"
+                    break
+        except KeyboardInterrupt:
+            ended = "interrupted"
+    seconds = (time.monotonic() - begun) / max(done, 1)
+    simulation.finish()
+    return Simulated(len(simulation.crowd.names), done, seconds, str(folder), ended)
+
+
+def _bound(optim: FLOptimConfig) -> AdaptiveBound | None:
+    """Return the bound of the updates; None if the aggregator does not clip them."""
+    aggregator, modules = optim.aggregator, optim.server_opt.modules
+    bounds = [module for module in modules if isinstance(module, UpdateClipServer)]
+    if not isinstance(aggregator, ClippedAveraging):
+        return None
+    if aggregator.max_norm is not None:
+        most = aggregator.max_norm
+        if aggregator.scope != "global":
+            raise QuickrunError(
+                "[optim.aggregator] max_norm is simulated with scope = 'global' only: write "
+                "update-clip-server with start_norm and learning_rate = 0 in its place"
+            )
+        return AdaptiveBound(most, learning_rate=0.0, min_norm=most, max_norm=most)
+    if len(bounds) != 1 or modules[0] is not bounds[0]:
+        raise QuickrunError(
+            "[optim.server_opt] update-clip-server must be there once, as the first of the modules"
+        )
+    return bounds[0]
+
+
+def _refuse(optim: FLOptimConfig, config: FLRunConfig, crowd: SimulateConfig, sites: int) -> None:
+    """Refuse what is not simulated."""
+    private = any(isinstance(module, SampleClip) for module in optim.client_opt.modules)
+    if private or config.privacy is not None:
+        raise QuickrunError("DP-SGD is not simulated: use fedclip quickrun")
+    if optim.fairness is not None:
+        raise QuickrunError("[optim] fairness is not simulated: use fedclip quickrun")
+    clients = crowd.clients or sites
+    if clients < sites:
+        raise QuickrunError(
+            f"[simulate] clients = {clients}, and the data folder holds {sites}: each needs one"
+        )
+    for name in ("sampled", "attackers"):
+        if (getattr(crowd, name) or 0) > clients:
+            raise QuickrunError(
+                f"[simulate] {name} = {getattr(crowd, name)}, and there are {clients} clients"
+            )
+
+
+@contextmanager
+def _logged(file: Path) -> Iterator[None]:
+    """Let what is logged get to a file, and what is warned of only there."""
+    logger, handler = logging.getLogger("declearn"), logging.FileHandler(file, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    before, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    level = logging.getLogger("declearn.server.fedclip")
+    was = level.level
+    level.setLevel(logging.INFO)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FedclipWarning)
+            yield
+    finally:
+        level.setLevel(was)
+        logger.propagate = before
+        logger.removeHandler(handler)
+        handler.close()
