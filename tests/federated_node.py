@@ -29,8 +29,6 @@ from declearn.utils import setup_client_loggers, setup_server_loggers
 
 import fedclip
 from fedclip.federation.restart import load_round
-from fedclip.federation.statistics.messages import FedclipSharedCounts
-from fedclip.federation.update.messages import UpdateClipVotes
 
 Settings = dict[str, Any]
 
@@ -94,24 +92,6 @@ class RestartedClient(FederatedClient):
         self.trainmanager.optim.set_state(self.state)
 
 
-def lie() -> None:
-    """Send what no honest client does: an update of NaN, impossible votes and counts."""
-
-    def lying(self: TrainingManager, message: TrainRequest) -> TrainReply | Error:
-        reply = honest(self, message)
-        assert isinstance(reply, TrainReply)
-        reply.updates.updates = reply.updates.updates * float("nan")
-        for sent in reply.aux_var.values():
-            if isinstance(sent, UpdateClipVotes):
-                sent.n_votes = -5
-            elif isinstance(sent, FedclipSharedCounts) and sent.counts.size:
-                sent.counts = [-1]
-        return reply
-
-    honest = TrainingManager.training_round
-    TrainingManager.training_round = lying  # type: ignore[method-assign]
-
-
 def forge_replies(seed: int) -> None:
     """Send anything in the place of a reply, each round something else."""
     rng = random.Random(seed)
@@ -132,8 +112,6 @@ def client(name: str, settings: Settings) -> None:
     setup_client_loggers(name)
     i = int(name.rpartition("_")[2])
     secagg = settings.get("secagg")
-    if settings.get("liar") == i:
-        lie()
     if str(i) in settings.get("faults", {}):
         federation_faults.show(*settings["faults"][str(i)])
     if settings.get("forger") == i:

@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import numpy as np
 from declearn.communication.api import NetworkClient
-from declearn.communication.api.backend.actions import Drop, Send
+from declearn.communication.api.backend.actions import Send
 from declearn.messaging import Error, EvaluationReply, InitReply, Message
 from declearn.metrics import MetricState
 
@@ -34,9 +34,6 @@ def content(what: str, message: Any) -> bytes:
         return Error("the disk of site B is full").serialize()
     if what == "text for a tensor":
         return bytes(header(message) + msgpack.packb(texts(msgpack.unpackb(payload(message)))))
-    if what == "no updates":
-        data = msgpack.unpackb(payload(message))
-        return header(message) + bytes(msgpack.packb({**data, "aux_var": {}, "updates": 3}))
     if what == "nested":
         return header(message) + b"\x91" * 5000 + b"\xc0"
     if what == "more fields":
@@ -109,8 +106,6 @@ def show(message_name: str, faults: str | list[str], first: int) -> None:
             return
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if what == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
         if what == "end":
             sys.exit(3)
         if what == "killed while it sends":
@@ -127,13 +122,10 @@ def show(message_name: str, faults: str | list[str], first: int) -> None:
             await asyncio.sleep(8.0)
             await honest(self, message)
             return
-        if what == "and then stops":
-            await honest(self, message)
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if what == "drops":
-            await self._send_message(Drop("had enough").serialize())
         if what == "twice":
             await honest(self, message)
+            # Until the server has taken the first: it would not see two that come at once.
+            await asyncio.sleep(2.0)
             await honest(self, message)
             return
         if what == "breaks the handler":

@@ -81,9 +81,10 @@ def placed(mesh):
 def meshes():
     kinds = (AxisType.Auto, AxisType.Explicit)
     made = {kind: jax.make_mesh((4,), ("data",), axis_types=(kind,)) for kind in kinds}
-    for name, clipper in {**CLIPPERS, "huge": HUGE}.items():
+    for i, (name, clipper) in enumerate({**CLIPPERS, "huge": HUGE}.items()):
         expected = run(clipper, jnp_tree)
-        for kind, mesh in made.items():
+        # Pairs of a clipper and a kind of mesh, not all of them.
+        for kind, mesh in [*made.items()][i % 2 : i % 2 + 1]:
             compare(f"{name}, {kind}", run(clipper, placed(mesh), mesh), expected)
 
 
@@ -135,22 +136,22 @@ def shard_maps():
 
 def many():
     """Four models by vmap, each on a device of its own."""
-    kinds = (AxisType.Auto, AxisType.Explicit)
-    for kind in kinds:
-        mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    meshes = [jax.make_mesh((4,), ("data",), axis_types=(kind,)) for kind in kinds]
+    for i, (name, clipper) in enumerate({**CLIPPERS, "centred": Centralize()}.items()):
+        mesh = meshes[i % 2]
         place = partial(jax.device_put, device=NamedSharding(mesh, P("data")))
-        for name, clipper in {**CLIPPERS, "centred": Centralize()}.items():
-            transform = as_optax(clipper)
-            step = jax.jit(jax.vmap(transform.update))
-            four = [
-                {n: np.stack([s * x for s in (1, 2, 0.1, 5)]) for n, x in t.items()}
-                for t in (GRADS[0], PARAMS)
-            ]
-            first = jax.vmap(transform.init)(four[1])
-            expected = step(jnp_tree(four[0]), first, jnp_tree(four[1]))
-            with jax.set_mesh(mesh):
-                found = step(*place((four[0], first, four[1])))
-            compare(f"{name}, many, {kind}", found, expected)
+        transform = as_optax(clipper)
+        step = jax.jit(jax.vmap(transform.update))
+        four = [
+            {n: np.stack([s * x for s in (1, 2, 0.1, 5)]) for n, x in t.items()}
+            for t in (GRADS[0], PARAMS)
+        ]
+        first = jax.vmap(transform.init)(four[1])
+        expected = step(jnp_tree(four[0]), first, jnp_tree(four[1]))
+        with jax.set_mesh(mesh):
+            found = step(*place((four[0], first, four[1])))
+        compare(f"{name}, many", found, expected)
 
 
 if __name__ == "__main__":

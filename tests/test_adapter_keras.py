@@ -18,7 +18,7 @@ from helpers import require
 keras = require("keras")
 require("tensorflow")
 
-from fedclip import AGC, EmaValueClip, NormClip, OwnLimit, ValueClip, ZScoreClip  # noqa: E402
+from fedclip import AGC, EmaValueClip, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.adapters.keras import ClipHistory, ClippedOptimizer  # noqa: E402
 
 optimizers = keras.optimizers
@@ -85,13 +85,8 @@ INNER = {
 }
 
 
-# All pairs on one backend; on the others each optimizer and each clip.
-PAIRS = [
-    (inner, clip)
-    for inner in INNER
-    for clip in CLIPS
-    if ON_TENSORFLOW or inner == "sgd" or clip == "global_clipnorm"
-]
+# Each optimizer and each clip, not all pairs.
+PAIRS = [(i, c) for i in INNER for c in CLIPS if i == "sgd" or c == "global_clipnorm"]
 
 
 @pytest.mark.parametrize(("inner", "clip"), PAIRS)
@@ -180,7 +175,7 @@ def test_missing_gradients_constraints_and_rates_are_as_keras_has_them():
     assert int(optimizer.iterations) == 1
 
 
-@pytest.mark.parametrize("unit", ["output", "tensor", "global"])
+@pytest.mark.parametrize("unit", ["output", "global"])
 def test_agc_takes_the_weights(unit):
     make = lambda: AGC(0.1, unit=unit)  # noqa: E731
     optimizer = ClippedOptimizer(optimizers.SGD(0.1), make())
@@ -213,7 +208,7 @@ def test_one_clipper_after_another():
     )
 
 
-@pytest.mark.parametrize("option", CLIPS)
+@pytest.mark.parametrize("option", ["clipnorm"])
 def test_keras_own_clip_set_later_is_refused(option):
     optimizer = norm_clipped()
     with pytest.raises(ValueError, match=f"{option} of a ClippedOptimizer would clip nothing"):
@@ -305,13 +300,6 @@ def test_optimizers_of_ones_own_clip_or_are_refused():
         trained(ClippedOptimizer(Forgetting(0.1), NormClip(1.0)))
 
 
-def test_clippers_that_can_not_be_compiled_are_refused():
-    with pytest.raises(NotImplementedError, match="'skip' or"):
-        ClippedOptimizer(optimizers.SGD(0.1), NormClip(1.0, on_nonfinite="raise"))
-    with pytest.raises(NotImplementedError, match="own-limit asks a function"):
-        ClippedOptimizer(optimizers.SGD(0.1), OwnLimit(lambda norm, past: 1.0))
-
-
 def test_the_optimizer_inside_does_not_step_before_the_clipper_is_built():
     inner, held = optimizers.SGD(0.1), variables()
     outer = ClippedOptimizer(inner, NormClip(LIMIT))
@@ -390,7 +378,7 @@ def norm_clipped(inner=None):
 @pytest.mark.parametrize(
     ("options", "jit"),
     [
-        *(({}, jit) for jit in (False, True, "auto")),
+        ({}, False),
         ({"gradient_accumulation_steps": 2}, True),
         ({"use_ema": True}, "auto"),
     ],
@@ -406,22 +394,6 @@ def test_fit_does_what_keras_own_clip_does(options, jit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["inside", "outside"])
-def test_fit_with_a_loss_scale(place):
-    if place == "inside":
-        optimizer = ClippedOptimizer(
-            optimizers.LossScaleOptimizer(optimizers.Adam(0.01)), NormClip(0.1)
-        )
-    else:
-        optimizer = optimizers.LossScaleOptimizer(norm_clipped())
-    net = model(optimizer)
-    plain = model(optimizers.Adam(0.01, global_clipnorm=0.1))
-    fit(net)
-    fit(plain)
-    close(net.get_weights(), plain.get_weights())
-
-
-@pytest.mark.slow
 def test_norm_and_limit_are_in_the_history_and_in_the_variables():
     net = model(optimizers.LossScaleOptimizer(norm_clipped()))
     history = fit(net, 2, callbacks=[ClipHistory()])
@@ -433,8 +405,10 @@ def test_norm_and_limit_are_in_the_history_and_in_the_variables():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["save", "pickle"])
-@pytest.mark.parametrize("clipper", [ZScoreClip(warmup=2), AGC(0.1), EmaValueClip()])
+@pytest.mark.parametrize(
+    ("how", "clipper"),
+    [("save", ZScoreClip(warmup=2)), ("pickle", AGC(0.1)), ("save", EmaValueClip())],
+)
 def test_fitted_models_resume_bit_for_bit(how, clipper, tmp_path):
     net = model(ClippedOptimizer(optimizers.Adam(0.01), clipper))
     fit(net, 2)
@@ -454,17 +428,13 @@ def test_fitted_models_resume_bit_for_bit(how, clipper, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["save", "pickle"])
-def test_models_that_were_never_fitted_are_saved(how, tmp_path):
+def test_models_that_were_never_fitted_are_saved(tmp_path):
     net = model(ClippedOptimizer(optimizers.Adam(0.01), ZScoreClip(warmup=2)))
     with warnings.catch_warnings():
         # Keras says so of each of its optimizers: there are no variables yet.
         warnings.filterwarnings("ignore", "Skipping variable loading", UserWarning)
-        if how == "save":
-            net.save(tmp_path / "model.keras")
-            again = keras.models.load_model(tmp_path / "model.keras")
-        else:
-            again = pickle.loads(pickle.dumps(net))
+        net.save(tmp_path / "model.keras")
+        again = keras.models.load_model(tmp_path / "model.keras")
     fit(net)
     fit(again)
     for a, b in zip(net.get_weights(), again.get_weights(), strict=True):
@@ -545,14 +515,13 @@ for name, make in makers.items():
 
 @only_tensorflow
 @pytest.mark.slow
-@pytest.mark.parametrize("jit", [False, True])
-def test_sparse_gradients_of_an_embedding(jit):
+def test_sparse_gradients_of_an_embedding():
     def table(optimizer):
         keras.utils.set_random_seed(0)
         embedding = keras.layers.Embedding(200, 4)
         flat = keras.layers.Flatten()
         net = keras.Sequential([keras.layers.Input((3,)), embedding, flat, keras.layers.Dense(1)])
-        net.compile(optimizer, "mse", jit_compile=jit)
+        net.compile(optimizer, "mse", jit_compile=True)
         # Keras' own clip measures rows that come twice one by one.
         x = np.random.default_rng(0).permutation(200)[:192].reshape(64, 3)
         net.fit(x, x.sum(axis=1), epochs=2, batch_size=16, verbose=0, shuffle=False)
@@ -576,7 +545,7 @@ def test_two_replicas_clip_the_sum_of_their_gradients_as_one_would():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ema-norm-clip", "ema-value-clip", "ema-normalize"])
+@pytest.mark.parametrize("name", ["ema-norm-clip", "ema-value-clip"])
 def test_a_model_that_fit_builds_has_its_arrays_too(name):
     net = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
     net.compile(ClippedOptimizer(keras.optimizers.SGD(0.01), name), loss="mse")

@@ -1,7 +1,6 @@
 """PyTorch loops: the adapter does what the declearn module does, at the right moment."""
 
 import contextlib
-import io
 import math
 import warnings
 from functools import partial
@@ -17,30 +16,23 @@ from declearn.model.torch import TorchVector  # noqa: E402
 from fedclip import (  # noqa: E402
     AdaptiveClip,
     AutoClip,
-    EmaClip,
     EmaNormClip,
     EmaValueClip,
     FedclipWarning,
-    GrowthClip,
     GrowthValueClip,
     MadClip,
     NonFiniteError,
     NoOp,
     NormClip,
-    OwnLimit,
     PercentileNormClip,
     ValueClip,
     ZScoreClip,
 )
 from fedclip.adapters.torch import PureClipping, attach, clip_, stats  # noqa: E402
-from fedclip.arrays import Views  # noqa: E402
 from fedclip.arrays.torch import TorchBackend, TorchInPlace  # noqa: E402
 
 CLIPPERS = {
-    "norm": lambda **kw: NormClip(1.0, **kw),
-    "norm by tensor": lambda **kw: NormClip(1.0, scope="tensor", **kw),
     "norm by table": lambda **kw: NormClip(1.0, scope={"1.*": 0.5}, **kw),
-    "norm, eps": lambda **kw: NormClip(1.0, eps=1e-6, **kw),
     "norm, both sides": lambda **kw: NormClip(2.0, min_norm=1.5, scope="tensor", **kw),
     "values": lambda **kw: ValueClip(0.5, **kw),
     "z-score": lambda **kw: ZScoreClip(warmup=4, max_norm=None, **kw),
@@ -52,10 +44,7 @@ CLIPPERS = {
         for cls, config in (
             (AdaptiveClip, {}),
             (AutoClip, {"median": "p2"}),
-            (EmaClip, {"warmup": 4}),
-            (GrowthClip, {"warmup_norm": 5.0}),
             (MadClip, {"warmup": 4, "window": 8}),
-            (PercentileNormClip, {"warmup": 4, "window": 8}),
         )
     },
 }
@@ -83,14 +72,14 @@ def as_parameters(gradient):
 class Device(TorchBackend):
     """CPU tensors treated as if they lay on a device that the host can not read."""
 
-    def host(self, arrays):
-        return Views([None] * len(arrays))
+    def views(self, arrays):
+        return [None] * len(arrays)
 
 
 class DeviceInPlace(TorchInPlace):
     """The same, for gradients that are changed in place."""
 
-    host = Device.host
+    views = Device.views
 
 
 @pytest.mark.parametrize("name", CLIPPERS)
@@ -113,9 +102,8 @@ def test_clip_in_place_does_what_the_module_does(name):
 class Half(TorchBackend):
     """Every other tensor lies on the device."""
 
-    def host(self, arrays):
-        views = super().host(arrays)
-        return Views([None if i % 2 else view for i, view in enumerate(views)])
+    def views(self, arrays):
+        return [None if i % 2 else view for i, view in enumerate(super().views(arrays))]
 
 
 @pytest.mark.parametrize("scope", ["global", "tensor"])
@@ -132,8 +120,9 @@ def test_with_raise_what_lies_on_a_device_is_measured_there(backend, scope):
         NormClip(1.0, scope=scope, on_nonfinite="raise").clip(gradient, backend=backend)
 
 
-@pytest.mark.parametrize("backend", [Device(), DeviceInPlace()])
-@pytest.mark.parametrize("policy", ["skip", "propagate"])
+@pytest.mark.parametrize(
+    ("policy", "backend"), [("skip", DeviceInPlace()), ("propagate", Device())]
+)
 @pytest.mark.parametrize("name", CLIPPERS)
 def test_what_stays_on_its_device_gives_the_same(name, policy, backend):
     on_host, on_device = CLIPPERS[name](on_nonfinite=policy), CLIPPERS[name](on_nonfinite=policy)
@@ -159,24 +148,6 @@ def test_what_stays_on_its_device_gives_the_same(name, policy, backend):
         assert one.norm_max == pytest.approx(other.norm_max)
 
 
-@pytest.mark.parametrize("cls", [ZScoreClip, AutoClip])
-def test_norms_whose_squares_overflow_are_learnt(cls):
-    on_host, on_device = (cls(warmup=5, feedback="raw") for _ in range(2))
-    for size in (1.0, 1.0, 1e200, 1e300, 1.0, 1e200, 1e200, 1e200):
-        gradient = {"w": torch.full((4,), size, dtype=torch.float64)}
-        expected = on_host.clip(gradient)
-        found = on_device.clip(gradient, backend=Device())
-        torch.testing.assert_close(found["w"], expected["w"], rtol=1e-9, atol=0)
-    fields, others = (c.get_state()["groups"]["all"] for c in (on_host, on_device))
-    for field, value in fields.items():
-        assert others[field] == pytest.approx(value, rel=1e-9), field
-        assert np.isfinite(value).all()
-    assert fields["count"] == 8
-    # The variance of these norms is beyond the floats.
-    assert fields["mean"] > 1e198
-    assert fields["variance"] > 1e305
-
-
 def test_a_state_learnt_on_a_device_goes_on_on_the_host():
     both, host = ZScoreClip(warmup=4, max_norm=None), ZScoreClip(warmup=4, max_norm=None)
     for t, gradient in enumerate(stream()):
@@ -186,7 +157,7 @@ def test_a_state_learnt_on_a_device_goes_on_on_the_host():
             torch.testing.assert_close(found[key], value, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("settings", [{"scope": "layer"}, {"scope": ["w*"]}, {"exclude": ["b"]}])
+@pytest.mark.parametrize("settings", [{"scope": ["w*"]}, {"exclude": ["b"]}])
 def test_names_are_needed_where_the_clipper_knows_names(settings):
     layer = torch.nn.Linear(2, 2)
     with pytest.raises(TypeError, match="named_parameters"):
@@ -203,31 +174,6 @@ def test_parameters_without_gradient_and_tied_ones():
     assert clip_(tied, NormClip(1.0)).norm_before == (5.0,)
 
 
-@pytest.mark.parametrize("clipper", [NormClip(1.0), NormClip(1.0, on_nonfinite="raise")])
-def test_a_gradient_that_two_parameters_share_is_scaled_once(clipper):
-    one, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
-    one.grad = other.grad = torch.tensor([3.0, 4.0])
-    record = clip_({"one": one, "other": other}, clipper)
-    assert float(record) == pytest.approx(50**0.5)
-    for parameter in (one, other):
-        assert parameter.grad.tolist() == pytest.approx([3 / 50**0.5, 4 / 50**0.5], rel=1e-5)
-    assert one.grad is not other.grad
-
-
-def test_parameters_that_get_no_gradient_for_a_while_keep_their_statistics():
-    clipper = ZScoreClip(warmup=2, scope="tensor", warmup_factor=None)
-    parameters = as_parameters(next(stream()))
-    clip_(parameters, clipper)
-    before = clipper.get_state()["groups"]["1.weight"]
-    held = parameters["1.weight"].grad
-    parameters["1.weight"].grad = None
-    clip_(parameters, clipper)
-    assert clipper.get_state()["groups"]["1.weight"] == before
-    parameters["1.weight"].grad = held
-    clip_(parameters, clipper)
-    assert clipper.get_state()["groups"]["1.weight"]["count"] == 2
-
-
 def test_sparse_gradients_are_clipped_by_their_merged_rows():
     table = torch.nn.Embedding(10, 3, sparse=True)
     table(torch.tensor([1, 1, 2])).sum().backward()
@@ -242,66 +188,10 @@ def test_sparse_gradients_are_clipped_by_their_merged_rows():
     assert table.weight.grad.to_dense()[1].tolist() == [1.0, 1.0, 1.0]
 
 
-def loop(model, optimizer, batches):
-    for batch in batches:
-        optimizer.zero_grad()
-        model(batch).square().sum().backward()
-        optimizer.step()
-
-
 def build(seed=0):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
-
-
-def test_a_handle_clips_before_every_step_until_removed():
-    model, optimizer = build()
-    clipper = ZScoreClip(warmup=3, max_norm=0.5)
-    handle = attach(optimizer, clipper, model.named_parameters())
-    batches = torch.randn(6, 8, 5) * 10
-    loop(model, optimizer, batches)
-    norm = torch.cat([p.grad.reshape(-1) for p in model.parameters()]).double().norm()
-    assert norm <= 0.5
-    assert clipper.rounds[0].steps == 6
-    handle.remove()
-    loop(model, optimizer, batches)
-    assert clipper.rounds[0].steps == 6
-    assert set(optimizer.state_dict()) == {"state", "param_groups"}
-
-
-def test_checkpoint_and_resume_is_bit_identical():
-    batches = torch.randn(20, 8, 5) * 3
-    model, optimizer = build()
-    attach(optimizer, ZScoreClip(warmup=3, max_norm=None), model.named_parameters())
-    loop(model, optimizer, batches[:9])
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    loop(model, optimizer, batches[9:])
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    resumed, other = build(seed=1)
-    attach(other, ZScoreClip(warmup=3, max_norm=None), resumed.named_parameters())
-    resumed.load_state_dict(saved["model"])
-    other.load_state_dict(saved["optimizer"])
-    loop(resumed, other, batches[9:])
-    for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_a_checkpoint_without_clipping_is_loaded_with_a_warning():
-    model, optimizer = build()
-    saved = optimizer.state_dict()
-    attach(optimizer, NormClip(1.0), model.named_parameters())
-    with pytest.warns(FedclipWarning, match="norm-clip"):
-        optimizer.load_state_dict(saved)
-
-
-def test_a_handle_needs_parameters_of_its_optimizer():
-    _, optimizer = build()
-    other, _ = build()
-    with pytest.raises(ValueError, match="none of the named parameters"):
-        attach(optimizer, NormClip(1.0), other.named_parameters())
 
 
 def test_gradients_that_are_still_scaled_are_refused():
@@ -314,38 +204,13 @@ def test_gradients_that_are_still_scaled_are_refused():
         optimizer.step()
 
 
-def test_under_amp_the_handle_sees_unscaled_gradients():
-    model, optimizer = build()
-    clipper = NormClip(1e6)
-    attach(optimizer, clipper, model.named_parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    loss = model(torch.ones(1, 5)).square().sum()
-    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    norm = torch.cat([g.reshape(-1) for g in expected]).norm()
-    assert clipper.last.norm_before[0] == pytest.approx(float(norm), rel=1e-5)
-
-
-def test_accumulated_gradients_are_clipped_once():
-    model, optimizer = build()
-    clipper = NormClip(0.1)
-    attach(optimizer, clipper, model.named_parameters())
-    for _ in range(4):
-        model(torch.randn(2, 5)).square().sum().backward()
-    optimizer.step()
-    assert clipper.rounds[0].steps == 1
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["norm by tensor", "z-score", "values"])
-def test_compiled_once_without_graph_breaks(name):
+def test_compiled_once_without_graph_breaks():
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    clipper, reference = CLIPPERS[name](), CLIPPERS[name]()
+    clipper, reference = CLIPPERS["z-score"](), CLIPPERS["z-score"]()
     pure = PureClipping(clipper)
     update = torch.compile(pure.update, fullgraph=True, backend="aot_eager")
     state = pure.init(next(stream()))
@@ -371,8 +236,10 @@ def test_pure_clipping_gives_each_group_its_own_statistics():
             pure.update(others, state)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scope", ["global", "tensor"])
+@pytest.mark.parametrize(
+    ("scope", "compiled"),
+    [("global", False), ("tensor", False), pytest.param("tensor", True, marks=pytest.mark.slow)],
+)
 def test_pure_clipping_tells_what_happened(scope, compiled):
     clipper = ZScoreClip(warmup=2, scope=scope)
     reference = ZScoreClip(warmup=2, scope=scope)
@@ -385,8 +252,7 @@ def test_pure_clipping_tells_what_happened(scope, compiled):
     assert pure.stats(state, gradients)["round/steps"] == 0
     assert "norm" not in pure.stats(state, gradients)
     for factor in (1.0, 1.1, 0.9, 50.0, math.nan, 60.0):
-        # No two groups are as far from their limits: which is told of would hang on a rounding.
-        given = {"a": factor * gradients["a"], "b": factor**0.9 * gradients["b"]}
+        given = {name: factor * gradient for name, gradient in gradients.items()}
         _, state = update(given, state)
         finite = math.isfinite(factor)
         with contextlib.nullcontext() if finite else pytest.warns(FedclipWarning, match="NaN"):
@@ -404,13 +270,6 @@ def test_pure_clipping_tells_what_happened(scope, compiled):
     assert all(
         torch.allclose(a, b) for a, b in zip(again.init(gradients)[0], state[0], strict=True)
     )
-
-
-def test_pure_clipping_refuses_what_is_no_state():
-    pure, gradients = PureClipping(NormClip(1.0)), {"w": torch.ones(2)}
-    for wrong in (None, (), pure.init(gradients)[0]):
-        with pytest.raises(TypeError, match="needs the ClipState that init returned"):
-            pure.update(gradients, wrong)
 
 
 STATES = {
@@ -432,9 +291,12 @@ def test_pure_clipping_refuses_the_state_of_another_clipper(name):
         given = PureClipping(STATES[other]()).init(gradients)
         with pytest.raises(TypeError, match=r"another clipper's, or of .* with other parameters"):
             pure.update(gradients, given)
+    for wrong in (None, (), given[0]):
+        with pytest.raises(TypeError, match="needs the ClipState that init returned"):
+            pure.update(gradients, wrong)
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", ["z-score", "window", "values"])
 def test_a_state_from_elsewhere_goes_on_in_compiled_code(name):
     torch._dynamo.reset()
     gradients = {"w": torch.ones(2)}
@@ -444,13 +306,6 @@ def test_a_state_from_elsewhere_goes_on_in_compiled_code(name):
     found, again = update(gradients, state)
     torch.testing.assert_close(found, expected)
     assert int(again.steps) == int(after.steps) == 1
-
-
-def test_pure_clipping_refuses_what_it_can_not_do():
-    with pytest.raises(NotImplementedError, match="'skip' or 'propagate'"):
-        PureClipping(NormClip(1.0, on_nonfinite="raise"))
-    with pytest.raises(NotImplementedError, match=r"own-limit asks a function .*`clip_`"):
-        PureClipping(OwnLimit(lambda norm, past: 1.0))
 
 
 def _filled(model, without=()):
@@ -471,10 +326,9 @@ def test_a_list_whose_members_change_is_refused(clipper):
     clip_(_filled(model, without=(2, 3)), clipper)
 
 
-@pytest.mark.parametrize("scope", ["global", "tensor"])
-def test_one_clipper_for_two_models_is_refused(scope):
+def test_one_clipper_for_two_models_is_refused():
     one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
-    clipper, fixed = ZScoreClip(scope=scope), NormClip(1.0, scope=scope)
+    clipper, fixed = ZScoreClip(), NormClip(1.0)
     for model in (one, other):
         _filled(model)
         clip_(model, clipper)

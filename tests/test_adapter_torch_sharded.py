@@ -19,7 +19,7 @@ import sharded_cases  # noqa: E402
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[4])
 def outcomes(request, tmp_path_factory):
     """Run all cases in so many processes; return for each what went wrong, by process."""
     world = request.param

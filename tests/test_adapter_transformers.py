@@ -111,7 +111,7 @@ def test_it_does_what_max_grad_norm_does(tmp_path: Path, accumulation: int) -> N
     np.testing.assert_allclose(logged, norms, rtol=1e-4)
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "sgd"])
 def test_gradients_are_unscaled_before_they_are_clipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str
 ) -> None:
@@ -182,8 +182,9 @@ CLIPPERS = {
 }
 
 
-@pytest.mark.parametrize("by_trainer", [False, True])
-@pytest.mark.parametrize("name", CLIPPERS)
+@pytest.mark.parametrize(
+    ("name", "by_trainer"), [("z-score", True), ("averages of tensors", False), ("agc", True)]
+)
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(
     tmp_path: Path, name: str, by_trainer: bool
 ) -> None:
@@ -286,8 +287,7 @@ def loop(accelerator: Any, clipper: Any = None) -> tuple[Any, Any]:
     return model, optimizer
 
 
-@pytest.mark.parametrize("scale", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(("accumulation", "scale"), [(4, False), (1, True)])
 def test_in_a_loop_of_accelerate(
     accelerator: Any, monkeypatch: pytest.MonkeyPatch, accumulation: int, scale: bool
 ) -> None:

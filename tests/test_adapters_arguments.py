@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from fedclip import AGC, EmaNormClip, EmaValueClip, NormClip, ZScoreClip
+from fedclip import AGC, EmaNormClip, EmaValueClip, NormClip, OwnLimit, ZScoreClip
 
 
 def keras_optimizer(spec):
@@ -71,7 +71,7 @@ def make(request):
     return request.param
 
 
-@pytest.mark.parametrize("given", [NormClip, None, ("a", 1)])
+@pytest.mark.parametrize("given", [NormClip, None])
 def test_what_is_not_a_clipper_is_refused_at_once(make, given):
     with pytest.raises(TypeError, match=r"is not a clipper of fedclip: give one, such as"):
         make(given)
@@ -97,6 +97,14 @@ def test_a_name_makes_a_clipper(make, spec, kind):
     assert clipper is None or (type(clipper) is kind)
     if kind is NormClip and clipper is not None:
         assert clipper.max_norm == 2.0
+
+
+@pytest.mark.parametrize("name", ["PureClipping", "as_optax", "CompiledClipper", "keras"])
+def test_what_compiled_code_can_not_do_is_refused(name):
+    with pytest.raises(NotImplementedError, match="'skip' or 'propagate'"):
+        MAKERS[name](NormClip(1.0, on_nonfinite="raise"))
+    with pytest.raises(NotImplementedError, match=r"own-limit asks a function .*`clip_`.* ZScore"):
+        MAKERS[name](OwnLimit(lambda norm, past: 1.0))
 
 
 def test_arguments_in_another_order_are_refused_in_words():

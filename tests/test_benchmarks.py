@@ -15,7 +15,17 @@ import pytest
 from helpers import PATIENCE
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("__main__", "adapters", "cuda", "measure", "merge", "models", "noise", "training")
+NAMES = (
+    "__main__",
+    "adapters",
+    "cuda",
+    "measure",
+    "merge",
+    "models",
+    "noise",
+    "simulate",
+    "training",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

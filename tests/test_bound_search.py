@@ -14,7 +14,7 @@ from federation_helpers import Clients, Server, norm
 import fedclip
 from fedclip.errors import StateError
 from fedclip.federation.update.bound import FIRST, BoundRule, Search, share_within
-from fedclip.federation.update.coupling import CLIENT, OPENED, SERVER
+from fedclip.federation.update.coupling import CLIENT, SERVER
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ RULE = BoundRule(0.5, 0.2, 1e-6, 1e4)
 @pytest.fixture(autouse=True)
 def _no_round_left_open() -> Any:
     yield
-    for variable in (CLIENT, OPENED, SERVER):
+    for variable in (CLIENT, SERVER):
         variable.set(None)
 
 
@@ -168,7 +168,7 @@ def test_a_search_is_part_of_the_state() -> None:
     module = fedclip.UpdateClipServer()
     module.set_state(old)
     assert module.search is None
-    assert module.get_state() == {**old, "search": None}
+    assert module.get_state() == {**old, "search": None, "evidence": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -224,8 +224,7 @@ def test_what_peers_have_besides_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("history", "module"),
-    [("drytorch.lib.gradient_ops", "drytorch"), ("smartclip", "smartclip")],
+    ("history", "module"), [("drytorch.lib.gradient_ops", "drytorch"), ("smartclip", "smartclip")]
 )
 def test_every_public_name_of_a_seed_is_known(history: str, module: str) -> None:
     public = pytest.importorskip(history).__all__

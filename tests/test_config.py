@@ -7,8 +7,9 @@ import inspect
 import math
 import re
 import tomllib
-from typing import Any, Unpack
+from typing import Any
 
+import mypy.api
 import numpy as np
 import pytest
 from declearn.optimizer import Optimizer, list_optim_modules
@@ -16,8 +17,9 @@ from declearn.optimizer.modules import OptiModule
 from helpers import SPECIMENS, Specimen, apply, gradient, specimens
 
 from fedclip import Clipper, NormClip, ValueClip, ZScoreClip, to_toml
-from fedclip.modules.common import Measured
-from fedclip.parameters import signature_of
+from fedclip.modules.common import ExactClipper
+from fedclip.modules.docstring import docstring_of
+from fedclip.parameters import integer, parameter, positive, signature_of
 from fedclip.rules.constant import Constant
 from fedclip.testing import check_config_round_trip, to_vector
 from fedclip.tools.catalogue import is_ours
@@ -59,12 +61,8 @@ def make(name: str, **config: Any) -> Any:
 
 
 @specimens()
-def test_round_trip(specimen: Specimen) -> None:
+def test_every_parameter_is_in_a_configuration_that_makes_the_same(specimen: Specimen) -> None:
     check_config_round_trip(specimen.make)
-
-
-@specimens()
-def test_every_parameter_is_in_the_configuration(specimen: Specimen) -> None:
     clipper = specimen.make()
     assert list(clipper.get_config()) == list(signature_of(type(clipper)))
 
@@ -203,12 +201,12 @@ def test_every_parameter_is_documented(specimen: Specimen) -> None:
     }
     parameters = inspect.signature(cls).parameters
     assert list(heads) == list(parameters)
-    for name, parameter in parameters.items():
-        default = f'"{parameter.default}"' if isinstance(parameter.default, str) else None
+    for name, formal in parameters.items():
+        default = f'"{formal.default}"' if isinstance(formal.default, str) else None
         assert heads[name] in (
             default,
-            repr(parameter.default),
-            str(parameter.default).rstrip(".0"),
+            repr(formal.default),
+            str(formal.default).rstrip(".0"),
         )
 
 
@@ -220,38 +218,72 @@ def test_a_common_parameter_is_checked_once_for_all() -> None:
         OptiModule.from_specs("no-op", {"on_nonfinite": "skip"})
 
 
-def test_a_clipper_of_ones_own_may_take_common_parameters_or_none() -> None:
-    """A transform given to `Clipper`, with or without common parameters, makes a clipper."""
+def test_a_clipper_of_ones_own_declares_its_parameters_or_writes_an_init() -> None:
+    class Declares(ExactClipper, register=False):
+        """Halves what is too long."""
 
-    class Bare(Clipper, register=False):
-        name = "bare"
+        name = "declares"
 
-        def __init__(self, exclude: str | None = None) -> None:
-            super().__init__(NormClipping(Constant((1.0,))), exclude=exclude, ord="inf")
-
-    class Full(Clipper, register=False):
-        name = "full"
-
-        def __init__(self, **common: Unpack[Measured]) -> None:
-            super().__init__(**common)
+        limit: float = parameter(positive, default=1.0, kw_only=False)
+        """Limit, > 0."""
+        floor: float | None = parameter(positive, default=None)
+        scope = parameter(default="tensor")
 
         def build(self) -> Transform:
-            return NormClipping(Constant((1.0,)), self.ord)
+            return NormClipping(Constant((self.limit,)), self.ord)
 
-    assert (Bare("b.*").exclude, Bare().ord, Bare().get_config()) == (
-        ["b.*"],
-        "inf",
-        {"exclude": None},
-    )
-    assert Full(ord=1).get_config() == {
-        "scope": "global",
-        "ord": 1,
-        "exclude": None,
-        "on_nonfinite": "skip",
-        "keep_memory": True,
-    }
+    class Writes(Clipper, register=False):
+        name = "writes"
+
+        def __init__(self, skipped: str | None = None) -> None:
+            self.skipped = skipped
+            super().__init__(exclude=skipped)
+
+        def build(self) -> Transform:
+            return NormClipping(Constant((1.0,)))
+
+    class Derived(Declares, register=False):
+        name = "derived"
+
+        more: int = parameter(integer, 1)
+        limit: float = parameter(default=3.0)
+
+    common = ["scope", "ord", "eps", "exclude", "on_nonfinite", "keep_memory"]
+    assert list(Declares().get_config()) == ["limit", "floor", *common]
+    assert (Declares(2).limit, Declares().floor, Declares().scope) == (2.0, None, "tensor")
+    assert list(Derived(more=2).get_config().items())[:3] == [
+        ("limit", 3.0),
+        ("floor", None),
+        ("more", 2),
+    ]
+    assert "limit : float, default=1.0\n    Limit, > 0.\nfloor" in str(Declares.__doc__)
+    assert "more : int\nscope" in docstring_of(Derived, "Sum.")
+    assert (Writes("b.*").exclude, Writes("b.*").get_config()) == (["b.*"], {"skipped": "b.*"})
     with pytest.raises(TypeError, match="no parameter 'ords'; did you mean 'ord'"):
-        Full(ords=1)  # type: ignore[call-arg]
+        Declares(ords=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="no parameter 'exclude'; its parameters are skipped"):
+        Writes(exclude="b")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="floor must be a finite number > 0, got '1'"):
+        Declares(floor="1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="missing a required argument: 'more'"):
+        Derived()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        Declares(1.0, 2.0)  # type: ignore[misc]
+
+
+@pytest.mark.slow
+def test_type_checkers_see_every_parameter() -> None:
+    """The signature that mypy derives from the declarations is that of the constructor."""
+    wrong = "NormClip('1')", "NormClip(1.0, 2.0)", "ZScoreClip(z=1)", "AGC(axis='0')"
+    right = "Optimizer(0.1, modules=[NormClip(1), ZScoreClip(warmup=3, shared=True)])"
+    imports = (
+        "from declearn.optimizer._base import Optimizer",
+        "from fedclip import AGC, NormClip, ZScoreClip",
+    )
+    lines = [*imports, right, *wrong]
+    out, _, _ = mypy.api.run(["--strict", "--config-file=", "-c", "\n".join(lines)])
+    found = set(re.findall(r"<string>:(\d+): error", out))
+    assert found == {str(4 + place) for place in range(len(wrong))}, out
 
 
 @pytest.mark.parametrize("digits", [400, 5000])

@@ -14,16 +14,18 @@ PACKAGE = Path(__file__).parents[1] / "fedclip"
 
 ROOMS = (
     *("errors", "scopes", "states", "records", "parameters", "measures", "rules", "transforms"),
-    *("privacy", "federation", "compat", "report", "toml"),
+    *("privacy", "federation", "compat", "report", "toml", "modules", "registration"),
 )
 # What declearn sees, or what looks into declearn. Any other file of these rooms is core.
 SHELLS = {
+    "fedclip.modules.servers",
     "fedclip.privacy.pipeline",
     "fedclip.privacy.places",
     *(
         f"fedclip.federation.{name}"
         for name in (
-            *("evaluation", "network", "restart", "senders", "serving", "tolerant"),
+            *("evaluation", "network", "personal", "personal_client", "restart", "senders"),
+            *("serving", "tolerant"),
             *(f"statistics.{name}" for name in ("check", "counterpart", "messages")),
             *(f"update.{n}" for n in ("aggregator", "check", "client", "messages", "server")),
         )
@@ -44,8 +46,7 @@ STEP = """
 import json
 import numpy as np
 from fedclip import states
-from fedclip.arrays import NUMPY
-from fedclip.measures import exact_norm
+from fedclip.arrays.blocks import exact_norm
 from fedclip.records import Recorder
 from fedclip.rules.growth import Growth
 from fedclip.scopes import resolve
@@ -58,8 +59,9 @@ state, recorder = clipping.init(groups), Recorder()
 recorder.start_round()
 for factor in (1.0, 2.0, 100.0):
     given = [factor * np.array(v) for v in ([3.0, 4.0], [0.0], [0.1])]
-    gradient = Gradient(given, groups, NUMPY, NUMPY.host(given))
-    outcome = clipping.step(gradient, clipping.measure(gradient), state)
+    named = dict(zip(groups.names, given))
+    gradient = Gradient.of("clip", named, groups, clipping)
+    outcome = gradient.clipped(clipping, state)
     recorder.add(groups.labels, outcome.norms, outcome.limits, outcome.clipped)
     plain = json.loads(json.dumps(states.dump(outcome.state, groups.labels)))
     statistics = states.check_groups(plain, clipping.init(resolve("global", None, ["x"])))
@@ -102,25 +104,59 @@ for normals in (insecure_normals(1), secure_normals):
 assert not given["w"].any()
 """
 
-# A round of update clipping: two of three updates are clipped, and the bound goes up.
+# A round of update clipping, by any engine: two of three updates are clipped; the bound goes up.
 ROUND = """
+import json
 import numpy as np
-from fedclip.federation.update.averaging import UpdateClipping, averaged
-from fedclip.federation.update.bound import BoundRule, share_within
-from fedclip.federation.update.coupling import ClientRound
+from fedclip.federation.update.adaptive import AdaptiveBound
+from fedclip.federation.update.clipping import UpdateClient
+from fedclip.federation.update.engine import UpdateServer
 
-clipping = UpdateClipping(
-    "global", None, zeroing_norm=None, zeroing_ord="inf", zeroing_factor=None, on_nonfinite="skip"
-)
-rounds = [ClientRound(1.0) for _ in range(3)]
+def server():
+    return UpdateServer(AdaptiveBound(1.0, learning_rate=0.2))
+
+first, clients, model = server(), [UpdateClient() for _ in range(3)], {"w": np.zeros(2)}
+sent = first.open()
 updates = [{"w": np.array([size, 0.0])} for size in (0.5, 2.0, 8.0)]
-shared = [clipping.prepare(u, r, whole=True).arrays for u, r in zip(updates, rounds)]
-assert shared[0] is updates[0]
-assert not any(clipping.excess(arrays, 1.0, True) for arrays in shared)
-assert abs(averaged(shared, 3)["w"][0] - 2.5 / 3) < 1e-9
-share = share_within(3, sum(not r.clipped for r in rounds), None, 0.0)
-assert share == 1 / 3
-assert BoundRule(0.5, 0.2, 1e-6, 1e4).after(1.0, share).bound > 1.0
+replies = [c.clip(u, sent, steps=5) for c, u in zip(clients, updates)]
+assert replies[0].arrays is updates[0]
+closed = first.close(replies, model)
+assert abs(closed.average["w"][0] - 2.5 / 3) < 1e-9
+assert closed.faults == ["", "", ""] and not closed.withheld
+assert closed.record["share"] == 1 / 3 and closed.record["clipped"] == 2
+second = server()
+second.set_state(json.loads(json.dumps(first.get_state())))
+assert second.open().bound == closed.record["next_bound"] > 1.0
+"""
+
+
+# Every clipper in a plain loop: clips, has a state, and can be copied, pickled and configured.
+CLIPPERS = """
+import copy, inspect, json, pickle
+import numpy as np
+import fedclip
+from fedclip.modules import by_name
+
+found = by_name()
+assert len(found) >= 19 and "agc" in found
+for name, cls in found.items():
+    assert "Parameters" in inspect.getdoc(cls)
+    clipper = cls.from_config(cls().get_config())
+    for size in (1.0, 1.1, 0.9, 1.0, 1.05, 50.0):
+        given = {"w": np.full((4, 3), size), "b": np.array([0.5, -size])}
+        out = clipper.clip(given, given) if name == "agc" else clipper.clip(given)
+    assert name == "no-op" or out is not given
+    if name == "agc":
+        continue
+    state = json.loads(json.dumps(clipper.get_state()["groups"]))
+    others = copy.deepcopy(clipper), pickle.loads(pickle.dumps(clipper)), cls()
+    others[2].set_state(clipper.get_state())
+    for other in others:
+        assert json.loads(json.dumps(other.get_state()["groups"])) == state
+    clipper.on_round_start()
+    assert len(clipper.rounds) and clipper.collect_aux_var() is None
+assert fedclip.ZScoreClip.preset("zclip").warmup == 25
+assert fedclip.NormClip(0.5).guarantee(fedclip.privacy.Context()).bound >= 0.5
 """
 
 
@@ -170,7 +206,9 @@ def test_what_is_named_as_a_shell_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "code", [STEP, RULE, PRIVACY, ROUND], ids=["a step", "a rule", "privacy", "a round"]
+    "code",
+    [STEP, RULE, CLIPPERS, PRIVACY, ROUND],
+    ids=["a step", "a rule", "clippers", "privacy", "a round"],
 )
 def test_it_runs_without_declearn(code: str) -> None:
     done = alone(code)

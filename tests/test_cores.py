@@ -18,9 +18,8 @@ from declearn.model.sklearn import NumpyVector
 from helpers import PATIENCE, hiding, require
 
 from fedclip import NormClip, ValueClip
-from fedclip.arrays import cores
+from fedclip.arrays import blocks, cores
 from fedclip.arrays import numpy as numpy_file
-from fedclip.measures import l2
 
 
 def large(dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
@@ -33,7 +32,7 @@ def large(dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(number: int) -> None:
-        for module in (l2, numpy_file):
+        for module in (blocks, numpy_file):
             monkeypatch.setattr(module, "worthwhile", lambda _: number)
 
     return use
@@ -132,11 +131,10 @@ from declearn.utils import run_as_processes
 import numpy as np
 from declearn.model.sklearn import NumpyVector
 from fedclip import NormClip
-from fedclip.arrays import cores
+from fedclip.arrays import blocks, cores
 from fedclip.arrays import numpy as numpy_file
-from fedclip.measures import l2
 
-for module in (l2, numpy_file):
+for module in (blocks, numpy_file):
     module.worthwhile = lambda _: 3
 
 def norm(seed):

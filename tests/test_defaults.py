@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 import fedclip
 from fedclip import Clipper, compat, modules
-from fedclip.arrays import NUMBER, backend_named
+from fedclip.arrays import backend_named
+from fedclip.rules import state_of, updated
+from fedclip.rules.protection import Protection
 
 # Those whose limit follows the norms, and promises something of it.
 ON_NORMS = [
@@ -271,20 +273,19 @@ def test_one_norm_a_round_is_learnt_as_soon_as_there_is_one_to_compare_it_with(n
     assert group.get("level", group.get("mean", group.get("limit"))) == pytest.approx(1.1, rel=0.2)
 
 
-@pytest.mark.parametrize("framework", ["number", "numpy", "torch", "tensorflow", "jax"])
+@pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow", "jax"])
 def test_the_first_norms_are_judged_by_their_lower_median(framework: str) -> None:
-    if framework not in ("number", "numpy"):
+    if framework != "numpy":
         needs(framework)
     orders = [*itertools.permutations([1.0, 2.0, 3.0, 4.0, 5.0])]
-    xp = NUMBER if framework == "number" else backend_named(framework)
-    # Numbers are of one group.
-    for rows in [[order] for order in orders] if xp is NUMBER else [orders]:
-        slots = [xp.asarray([0.0] * len(rows))] * 5
-        assert np.isinf(np.ravel(xp.median(slots))).all()
-        for held in range(1, 6):
-            slots = [*slots[1:], xp.asarray([row[held - 1] for row in rows])]
-            lower = [sorted(row[:held])[(held - 1) // 2] for row in rows]
-            assert np.ravel(xp.median(slots)).tolist() == lower
+    xp, protection = backend_named(framework), Protection(2.0)
+    state = state_of(protection.init(len(orders), xp))
+    assert np.isinf(np.asarray(protection.median(state, xp))).all()
+    for held in range(1, 6):
+        norms = xp.asarray([order[held - 1] for order in orders])
+        state = updated(state, [protection.learn(norms, state)], xp)
+        lower = [sorted(order[:held])[(held - 1) // 2] for order in orders]
+        assert np.asarray(protection.median(state, xp)).tolist() == lower
 
 
 @pytest.mark.parametrize("name", ON_NORMS)

@@ -128,24 +128,6 @@ def test_tensorflow_on_two_logical_devices() -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_torch_on_another_device_is_multiplied_by_a_number(in_place: bool) -> None:
-    # A tensor on the host that multiplies many on a device at once is refused by torch there;
-    # "meta" stands for the device, as it computes nothing.
-    needs("torch")
-    import torch
-
-    from fedclip.arrays.torch import TorchBackend, TorchInPlace
-
-    backend = TorchInPlace() if in_place else TorchBackend()
-    far = [torch.empty(3, 2, device="meta"), torch.empty((), device="meta")]
-    assert type(backend._number(0.5, far[0])) is float
-    outputs = backend.scale(far, 0.5)
-    assert [(t.device.type, t.shape) for t in outputs] == [("meta", t.shape) for t in far]
-    near = [torch.ones(3), torch.tensor(2.0)]
-    assert [t.tolist() for t in backend.scale(near, 0.5)] == [[0.5] * 3, 1.0]
-
-
-@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_skipped_step_is_zero_and_another_one_is_kept_to_the_bit(
     in_place: bool, kept: bool
@@ -168,8 +150,12 @@ def test_a_skipped_step_is_zero_and_another_one_is_kept_to_the_bit(
 
 
 def dispatched(call: Callable[[], Any]) -> int:
-    """Return how many operations of torch a call makes."""
+    """Return how many operations of torch a call makes, each of which may be a launch."""
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    # What looks at the same memory in another way, and numbers of the host.
+    launch_nothing = {"unbind", "view", "unsqueeze", "select", "expand", "split_with_sizes"}
+    launch_nothing |= {"scalar_tensor", "lift_fresh", "promote_types", "detach", "alias", "slice"}
 
     class Count(TorchDispatchMode):
         made = 0
@@ -177,7 +163,7 @@ def dispatched(call: Callable[[], Any]) -> int:
         def __torch_dispatch__(
             self, call: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            self.made += 1
+            self.made += call.__name__.split(".")[0] not in launch_nothing
             return call(*args, **(kwargs or {}))
 
     with Count() as mode:
@@ -188,28 +174,28 @@ def dispatched(call: Callable[[], Any]) -> int:
 @pytest.mark.parametrize(
     ("make", "most", "grows"),
     [
-        (partial(NormClip, 1.0, on_nonfinite="propagate"), 16, 0),
-        (partial(NormClip, 1.0), 15, 0),
-        (partial(ZScoreClip, on_nonfinite="propagate"), 41, 0),
-        (partial(ZScoreClip), 40, 0),
-        (EmaClip, 42, 0),
-        (AdaptiveClip, 72, 0),
-        (PercentileNormClip, 68, 0),
-        (AutoClip, 85, 0),
-        (MadClip, 104, 0),
+        (partial(NormClip, 1.0, on_nonfinite="propagate"), 24, 0),
+        (partial(NormClip, 1.0), 22, 0),
+        (partial(ZScoreClip, on_nonfinite="propagate"), 63, 0),
+        (partial(ZScoreClip), 60, 0),
+        (EmaClip, 57, 0),
+        (AdaptiveClip, 79, 0),
+        (PercentileNormClip, 83, 0),
+        (AutoClip, 99, 0),
+        (MadClip, 119, 0),
         (EmaNormClip, 65, 0),
-        (Normalize, 27, 0),
+        (Normalize, 34, 0),
         (EmaNormalize, 75, 0),
         # The extremes of each tensor.
-        (partial(ValueClip, 1.0), 55, 1),
-        (Standardize, 60, 0),
+        (partial(ValueClip, 1.0), 28, 0),
+        (Standardize, 67, 0),
         (EmaValueClip, 62, 0),
         # Why these grow is in `GROWS`.
-        (Centralize, 65, 2),
-        (GrowthValueClip, 148, 4),
-        (PercentileClip, 119, 5),
+        (Centralize, 69, 2),
+        (GrowthValueClip, 125, 4),
+        (PercentileClip, 95, 3),
         # Two norms for each tensor: of its units, and of those of its weights.
-        (partial(AGC, 0.1), 91, 2),
+        (partial(AGC, 0.1), 105, 2),
     ],
 )
 @pytest.mark.parametrize("in_place", [False, True])
@@ -234,13 +220,10 @@ def test_number_of_operations_on_a_device(make: Any, most: int, grows: int, in_p
 
 # Operations for each more tensor, of the clippers for which there are some.
 GROWS: dict[str, tuple[float, str]] = {
-    "value-clip": (2, "both extremes, and both limits, in one pass: torch has it for one tensor"),
     "percentile-clip": (5, "torch sorts one tensor at a time"),
     "centralize": (2, "torch sums one tensor at a time along its dimensions"),
     "growth-value-clip": (4, "torch compares, and chooses, in one tensor at a time"),
     "agc": (5, "norms of slices, of gradient and weights; the rest are views"),
-    "ema-norm-clip": (0.1, "the cast of a tensor of shape (), one in ten"),
-    "ema-normalize": (0.1, "the cast of a tensor of shape (), one in ten"),
 }
 
 

@@ -25,6 +25,7 @@ import fedclip
 import fedclip.tools.catalogue
 import fedclip.tools.cli
 from fedclip.tools.check import check_config
+from fedclip.tools.crowd import SimulateConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
@@ -142,6 +143,8 @@ def check_toml(block: Block, folder: Path, where: str) -> None:
         Optimizer(**{"lrate": 0.1, **config})
     elif set(config) == {"optim"}:
         FLOptimConfig.from_params(**{"client_opt": 0.1, **config["optim"]})
+    elif set(config) == {"simulate"}:
+        SimulateConfig.from_params(**config["simulate"])
     else:
         (folder / "block.toml").write_text(block.text, encoding="utf-8")
         found = check_config(folder / "block.toml")

@@ -18,7 +18,6 @@ from fedclip.dpsgd import ledger as ledgers
 from fedclip.dpsgd.calibrate import calibrate, steps_of_a_round, too_few
 from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.dpsgd.ledger import Ledger, fingerprint, read_entries, total
-from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.sampling import PoissonSampler
 from fedclip.privacy import accounting
 from fedclip.privacy.accounting import Cost, Release, epsilon
@@ -74,20 +73,6 @@ def test_each_record_is_drawn_at_the_rate_independently_over_steps() -> None:
     assert not faults(PoissonSampler(RECORDS, EXPECTED).draw)
 
 
-def test_samplers_that_are_not_poisson_are_told_apart() -> None:
-    rng, sampler = np.random.default_rng(0), PoissonSampler(RECORDS, EXPECTED)
-    # A rate that is a twentieth too high: 13 deviations of the mean.
-    assert "mean" in faults(lambda: np.flatnonzero(rng.random(RECORDS) < 0.105))
-    # Batches of one size have no variance.
-    assert faults(lambda: rng.permutation(RECORDS)[:EXPECTED]) == {"sizes"}
-    # One record half as often again: 10 deviations of its own mean.
-    rates = np.where(np.arange(RECORDS) == 7, 0.15, 0.1)
-    assert faults(lambda: np.flatnonzero(rng.random(RECORDS) < rates)) == {"records"}
-    # Each batch twice: neighbours in time have half of their batches in common.
-    batches = iter([batch for _ in range(STEPS // 2) for batch in [sampler.draw()] * 2])
-    assert "steps" in faults(lambda: next(batches))
-
-
 def test_small_rates_give_empty_batches_and_full_rates_all_records() -> None:
     sampler = PoissonSampler(50, 1)
     empty = np.mean([not len(sampler.draw()) for _ in range(4000)])
@@ -126,16 +111,12 @@ def test_a_calibrated_run_costs_its_budget_and_no_more() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "release",
+    ("release", "delta"),
     [
-        Release(1.1, 500, 0.02),
-        Release(0.8, 100, 0.005),
-        Release(2.0, 60, 0.16),
-        Release(4.0, 2000, 0.05),
-        Release(1.5, 3, 0.5),
+        *((Release(1.1, 500, 0.02), 1e-5), (Release(0.8, 100, 0.005), 1e-7)),
+        *((Release(4.0, 2000, 0.05), 1e-5), (Release(2.0, 60, 0.16), 1e-7)),
     ],
 )
-@pytest.mark.parametrize("delta", [1e-5, 1e-7])
 def test_accountants_agree_with_opacus_and_each_other(release: Release, delta: float) -> None:
     rdp_of = pytest.importorskip("opacus.accountants").RDPAccountant
     theirs = rdp_of()
@@ -150,8 +131,13 @@ def test_accountants_agree_with_opacus_and_each_other(release: Release, delta: f
     assert min(rdp, prv) >= pld - 1e-3
 
 
-@pytest.mark.parametrize("release", [Release(3.0, 10), Release(0.7, 1), Release(20.0, 500)])
-@pytest.mark.parametrize("relation", ["add-remove", "replace-one"])
+@pytest.mark.parametrize(
+    ("release", "relation"),
+    [
+        *((Release(3.0, 10), "replace-one"), (Release(0.7, 1), "add-remove")),
+        (Release(20.0, 500), "replace-one"),
+    ],
+)
 def test_unsampled_steps_cost_what_the_closed_form_says(release: Release, relation: str) -> None:
     exact = epsilon([release], 1e-5, relation)
     pld = epsilon([release], 1e-5, relation, "pld")
@@ -175,12 +161,6 @@ def test_a_calibration_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> No
         assert ledger.reserve(2.0, 0.1, 5, planned=50) == 5
         for _ in range(5):
             ledger.charge(2.0, 0.1)
-
-
-def test_without_sampling_it_is_the_closed_form() -> None:
-    found = calibrate(2.0, 1e-5, 30, 30, 10)
-    assert found.rate == 1.0
-    assert epsilon([Release(found.noise_multiplier, 10)], 1e-5) == pytest.approx(2.0, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -236,19 +216,6 @@ def test_a_ledger_is_spent_to_its_very_end() -> None:
         ledger.charge(2.0, 1.0)
 
 
-def test_the_ledger_counts_on_after_a_restart(tmp_path: Path, restart: Callable[[], None]) -> None:
-    path = tmp_path / "folder" / "privacy_spent.json"
-    first = Ledger(1.0, 1e-5, path)
-    for _ in range(5):
-        first.charge(2.0, 0.1)
-    restart()
-    second = Ledger(1.0, 1e-5, path)
-    assert second.spent == first.spent > 0
-    assert second.reserve(2.0, 0.1, 10_000) == Ledger(1.0, 1e-5).reserve(2.0, 0.1, 10_000) - 5
-    assert first.reserve(2.0, 0.1, 1) == 0
-    assert held(path) == first.accountant.spent == second.accountant.spent
-
-
 def test_nothing_is_given_back(tmp_path: Path) -> None:
     ledger = Ledger(1.0, 1e-5, tmp_path / "spent.json")
     ledger.reserve(2.0, 0.1, 7)
@@ -261,16 +228,6 @@ def test_nothing_is_given_back(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="steps must be an int >= 0"):
         ledger.reserve(2.0, 0.1, -5)
     assert ledger.accountant.rounds == 10
-
-
-def test_lines_are_added_and_none_is_changed(tmp_path: Path, restart: Callable[[], None]) -> None:
-    path, before = tmp_path / "spent.json", b""
-    for i in range(6):
-        if i % 2:
-            restart()
-        Ledger(9.0, 1e-5, path).reserve(2.0, 0.1 + i / 100, 3)
-        assert path.read_bytes().startswith(before)
-        before = path.read_bytes()
 
 
 @pytest.mark.parametrize("fate", ["put back", "deleted", "emptied", "another", "cut off"])
@@ -391,24 +348,6 @@ def test_a_link_is_no_other_ledger(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_has_paid_for_its_steps(tmp_path: Path) -> None:
-    path = tmp_path / "spent.json"
-    program = f"""
-import os
-from pathlib import Path
-from fedclip.dpsgd.ledger import Ledger
-ledger = Ledger(1.0, 1e-5, Path({str(path)!r}))
-ledger.reserve(2.0, 0.1, 7)
-for _ in range(2):
-    ledger.charge(2.0, 0.1)
-os._exit(1)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
-    assert done.returncode == 1
-    assert held(path) == [Release(2.0, 7, 0.1)]
-
-
-@pytest.mark.slow
 def test_processes_on_one_ledger_share_its_budget(tmp_path: Path) -> None:
     path = tmp_path / "spent.json"
     program = f"""
@@ -524,23 +463,6 @@ def test_the_budget_is_split_over_groups() -> None:
     assert len(SampleClipping("flat").groups(["a", "b", "c"])) == 1
 
 
-def test_the_adaptive_bound_follows_the_quantile_and_pays_for_its_bits() -> None:
-    clipping = SampleClipping("adaptive")
-    assert clipping.noise_multiplier(1.0, 64.0) > 1.0
-    norms = np.random.default_rng(0).lognormal(0, 1, (64, 1))
-    for start in (1e-2, 1e2):
-        bound = start
-        for _ in range(150):
-            bound = clipping.next_bound(bound, norms, 1.0, 64.0, 0.0)
-        assert bound == pytest.approx(np.median(norms), rel=0.2)
-    # Clamped, and not discarded: a draw that is far out moves the bound by a whole step.
-    far = clipping.next_bound(1.0, norms, 1.0, 64.0, 1e9)
-    assert far == pytest.approx(math.exp(-0.2 * 0.5))
-    # Nothing but noise: a bound in the middle, and records with NaN vote for neither.
-    assert clipping.next_bound(1.0, np.full((3, 1), np.nan), 1.0, 64.0, 0.0) == 1.0
-    assert clipping.next_bound(1.0, np.zeros((0, 1)), 1.0, 64.0, 0.0) == 1.0
-
-
 def test_the_adaptive_bound_by_hand() -> None:
     """Eight records are expected: the sum of ±1/2, over 8, is added to 1/2."""
     clipping = SampleClipping("adaptive", quantile=0.25, rate=2.0)
@@ -575,14 +497,3 @@ def test_factors_and_scales_by_hand() -> None:
     np.testing.assert_allclose(automatic.factors(np.array([[0.0], [1.5]]), 2.0), [[4.0], [1.0]])
     scales = {mode: SampleClipping(mode).scale(4.0) for mode in MODES}
     assert scales == {"flat": 1, "tensor": 1, "layer": 1, "automatic": 0.25, "adaptive": 0.25}
-
-
-def test_noise_has_the_standard_deviation_that_is_asked_for() -> None:
-    noise = IndependentNoise()
-    sums = {"w": np.full((200, 1000), 5.0), "b": np.zeros(3)}
-    added = noise.add(sums, 2.0)["w"] - 5.0
-    assert added.std() == pytest.approx(2.0, rel=0.01)
-    assert abs(added.mean()) < 6 * 2.0 / math.sqrt(added.size)
-    again = noise.add(sums, 2.0)["w"] - 5.0
-    assert abs(np.corrcoef(added.ravel(), again.ravel())[0, 1]) < 6 / math.sqrt(added.size)
-    noise.set_state(noise.get_state())

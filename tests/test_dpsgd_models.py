@@ -82,10 +82,6 @@ def encoder(**settings: Any) -> Any:
     )
 
 
-def bag(mode: str) -> Any:
-    return nn.Sequential(nn.EmbeddingBag(11, 6, mode=mode), nn.Linear(6, 3))
-
-
 def two_inputs() -> Any:
     return Calls(
         lambda net, x, y: net.out(net.embed(x).mean(1) + net.wide(y)),
@@ -149,72 +145,37 @@ def checkpointed() -> Any:
     )
 
 
-def frozen_body() -> Any:
-    return nn.Sequential(nn.Linear(4, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 3))
-
-
 def images(*layers: Any) -> Any:
     return nn.Sequential(*layers, nn.Flatten())
 
 
 # Module, shape of a record or what tokens it has, loss.
 ZOO: dict[str, tuple[Callable[[], Any], Any, Any]] = {
-    "gru": (lambda: recurrent(nn.GRU), 7, None),
-    "Opacus' gru": (
-        lambda: recurrent(pytest.importorskip("opacus.layers").DPGRU),
-        7,
-        None,
-    ),
-    "rnn": (lambda: recurrent(nn.RNN), 7, None),
-    "lstm, deep, both ways": (
-        lambda: recurrent(nn.LSTM, 10, num_layers=2, bidirectional=True),
-        7,
-        None,
-    ),
+    "Opacus' gru": (lambda: recurrent(pytest.importorskip("opacus.layers").DPGRU), 7, None),
+    "lstm": (lambda: recurrent(nn.LSTM, 10, num_layers=2, bidirectional=True), 7, None),
     "attention": (attention, 7, None),
-    "encoder": (encoder, 7, None),
-    "encoder, norm first": (lambda: encoder(norm_first=True, activation="gelu"), 7, None),
-    "bag, mean": (lambda: bag("mean"), 7, None),
-    "bag, max": (lambda: bag("max"), 7, None),
+    "encoder": (lambda: encoder(norm_first=True, activation="gelu"), 7, None),
+    "bag": (lambda: nn.Sequential(nn.EmbeddingBag(11, 6, mode="max"), nn.Linear(6, 3)), 7, None),
     "two inputs": (two_inputs, [7, (4,)], None),
     "two outputs": (two_outputs, (4,), TwoLosses()),
-    "conv1d": (
-        lambda: images(nn.Conv1d(2, 4, 3), nn.ReLU(inplace=True), nn.Conv1d(4, 3, 7)),
-        (2, 9),
-        None,
-    ),
-    "conv3d": (
-        lambda: images(nn.Conv3d(1, 2, 2), nn.MaxPool3d(2), nn.Conv3d(2, 3, 2)),
-        (1, 5, 5, 5),
-        None,
-    ),
     "transposed": (
-        lambda: images(nn.ConvTranspose2d(1, 2, 2), nn.Conv2d(2, 3, 6)),
-        (1, 5, 5),
-        None,
+        lambda: images(nn.ConvTranspose2d(1, 2, 2), nn.MaxPool2d(2), nn.Conv2d(2, 3, 3)),
+        *((1, 5, 5), None),
     ),
     "instance norm": (
         lambda: images(nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.Conv2d(4, 3, 3)),
-        (1, 5, 5),
-        None,
-    ),
-    "group norm": (
-        lambda: nn.Sequential(nn.Linear(4, 6), nn.GroupNorm(1, 6), nn.Linear(6, 3)),
-        (4,),
-        None,
+        *((1, 5, 5), None),
     ),
     "rms norm": (lambda: nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 3), nn.PReLU()), (4,), None),
     "class weights": (
         lambda: nn.Linear(4, 3),
-        (4,),
-        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1])),
+        *((4,), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1]))),
     ),
     "buffers": (Centred, (4,), None),
     "in place": (in_place, (4,), None),
     "branches": (branches, (4,), None),
     "keywords": (keywords, (4,), None),
     "checkpointed": (checkpointed, (4,), None),
-    "frozen": (frozen_body, (4,), None),
 }
 
 
@@ -250,8 +211,7 @@ def alone(model: Any, x: Any, y: Any) -> dict[str, Any]:
     return total
 
 
-@pytest.mark.parametrize("many", [1, N])
-@pytest.mark.parametrize("kind", ZOO)
+@pytest.mark.parametrize(("kind", "many"), [("encoder", 1), *((kind, N) for kind in ZOO)])
 def test_sums_are_those_of_records_alone(kind: str, many: int) -> None:
     torch.manual_seed(0)
     make, shape, loss = ZOO[kind]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from fedclip.scopes import resolve
 pytestmark = pytest.mark.slow
 
 C = 0.3
-MODES: list[str | list[str]] = ["flat", "tensor", "layer", "automatic", "adaptive"]
 Model = tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 
@@ -37,66 +35,19 @@ def flat(norms: Any) -> Any:
 
 
 # -- models ------------------------------------------------------------------------------------
-def torch_model(kind: str = "mlp", dtype: str = "float32") -> Model:
+def torch_model(dtype: str = "float32") -> Model:
     require("torch")
     import torch
     from declearn.model.torch import TorchModel
 
     torch.manual_seed(0)
-    nn = torch.nn
-    x: Any = rng().normal(size=(13, 1, 8, 8)).astype("float32")
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(11, 6)
-            self.cell = nn.LSTM(6, 5, batch_first=True)
-            self.out = nn.Linear(5, 3)
-
-        def forward(self, x: Any) -> Any:
-            return self.out(self.cell(self.embed(x))[0][:, -1])
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(3, 6)
-            self.norm = nn.LayerNorm(6)
-            self.out = nn.Linear(6, 3)
-            self.out.weight = self.embed.weight
-
-        def forward(self, x: Any) -> Any:
-            return self.out(self.norm(self.embed(x).mean(1)))
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(11, 6)
-            self.mix = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
-            self.out = nn.Linear(6, 3)
-
-        def forward(self, x: Any) -> Any:
-            return self.out(self.mix(self.embed(x)).mean(1))
-
-    deep = [layer for _ in range(9) for layer in (nn.Linear(8, 8), nn.Tanh())]
-    nets: dict[str, Callable[[], Any]] = {
-        "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 3)),
-        "deep": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), *deep, nn.Linear(8, 3)),
-        "cnn": lambda: nn.Sequential(
-            *(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
-        ),
-        "lstm": Recurrent,
-        "attention": Attention,
-        "tied": Tied,
-    }
-    if kind in ("lstm", "attention", "tied"):
-        x = rng().integers(0, 3 if kind == "tied" else 11, (13, 7))
-    net = nets[kind]().to(getattr(torch, dtype))
-    if x.dtype == np.float32:
-        x = torch.from_numpy(x).to(getattr(torch, dtype))
+    nn, kind = torch.nn, getattr(torch, dtype)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 3)).to(kind)
+    x = torch.from_numpy(rng().normal(size=(13, 1, 8, 8))).to(kind)
     return TorchModel(net, nn.CrossEntropyLoss()), x, rng().integers(0, 3, 13)
 
 
-def jax_model(kind: str = "mlp") -> Model:
+def jax_model() -> Model:
     require("jax")
     import haiku as hk
     import jax
@@ -104,21 +55,14 @@ def jax_model(kind: str = "mlp") -> Model:
     from declearn.model.haiku import HaikuModel
 
     def net(x: Any) -> Any:
-        if kind == "embedding":
-            x = hk.Embed(11, 6)(x.astype(int)).mean(1)
-        if kind == "cnn":
-            x = hk.Flatten()(jnp.tanh(hk.Conv2D(2, 3)(x)))
-        return hk.Sequential([hk.Linear(8), jnp.tanh, hk.Linear(3)])(x)
+        return hk.Sequential([hk.Flatten(), hk.Linear(8), jnp.tanh, hk.Linear(3)])(x)
 
     def loss(found: Any, y: Any) -> Any:
         return -jnp.sum(jax.nn.log_softmax(found) * jax.nn.one_hot(y, 3), axis=-1)
 
     model = HaikuModel(net, loss, seed=0)
-    shape = {"mlp": (6,), "cnn": (5, 5, 1), "embedding": (7,)}[kind]
-    model.initialize({"features_shape": shape, "data_type": "float32"})
-    x = rng().normal(size=(13, *shape))
-    x = rng().integers(0, 11, (13, *shape)) if kind == "embedding" else x
-    return model, x.astype("float32"), rng().integers(0, 3, 13)
+    model.initialize({"features_shape": (6,), "data_type": "float32"})
+    return model, rng().normal(size=(13, 6)).astype("float32"), rng().integers(0, 3, 13)
 
 
 def tensorflow_model() -> Model:
@@ -175,8 +119,10 @@ def expected(model: Any, x: Any, y: Any) -> dict[str, Any]:
 
 
 # -- oracles -----------------------------------------------------------------------------------
-@each_model
-@pytest.mark.parametrize("micro_batch", [5, 13, 100])
+@pytest.mark.parametrize(
+    ("name", "micro_batch"),
+    [("torch", 5), ("torch", 100), ("jax", 5), ("tensorflow", 5), ("sklearn", 13)],
+)
 def test_sums_are_those_of_records_alone(name: str, micro_batch: int) -> None:
     model, x, y = MODELS[name]()
     check(model)
@@ -192,88 +138,6 @@ def test_sums_are_those_of_records_alone(name: str, micro_batch: int) -> None:
     assert {n: a.dtype for n, a in made.coefs.items()} == {n: a.dtype for n, a in like.items()}
 
 
-@pytest.mark.parametrize("kind", ["mlp", "deep", "cnn", "lstm", "attention", "tied"])
-def test_torch_models_of_all_kinds(kind: str) -> None:
-    model, x, y = torch_model(kind)
-    check(model)
-    sums, _ = clipped_sum(model, [(x, y, None)], flat, micro_batch=5)
-    for key, array in expected(model, x, y).items():
-        np.testing.assert_allclose(sums[key], array, rtol=0, atol=1e-6)
-
-
-def opacus_model(kind: str) -> Model:
-    """Return a model of Opacus' own layers, which it has gradients of records for."""
-    import torch
-    from declearn.model.torch import TorchModel
-    from opacus.layers import DPLSTM, DPMultiheadAttention
-
-    torch.manual_seed(0)
-    nn = torch.nn
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.out = nn.Embedding(11, 6), nn.Linear(6, 3)
-            self.cell = DPLSTM(6, 6, batch_first=True)
-            self.mix = DPMultiheadAttention(6, 2, batch_first=True)
-
-        def forward(self, x: Any) -> Any:
-            found = self.embed(x)
-            if kind == "lstm":
-                return self.out(self.cell(found)[0][:, -1])
-            if kind == "attention":
-                return self.out(self.mix(found, found, found)[0].mean(1))
-            return self.out(found.mean(1))
-
-    net = Net()
-    for name in {"embedding": ("cell", "mix"), "lstm": ("mix",), "attention": ("cell",)}[kind]:
-        delattr(net, name)
-    x = rng().integers(0, 11, (13, 7))
-    return TorchModel(net, nn.CrossEntropyLoss()), x, rng().integers(0, 3, 13)
-
-
-@pytest.mark.parametrize("kind", ["mlp", "cnn", "embedding", "lstm", "attention"])
-@pytest.mark.parametrize("micro_batch", [5, 128])
-@pytest.mark.filterwarnings("ignore")
-def test_it_is_what_opacus_does(kind: str, micro_batch: int) -> None:
-    sampler = pytest.importorskip("opacus.grad_sample").GradSampleModule
-    import torch
-
-    model, x, y = torch_model(kind) if kind in ("mlp", "cnn") else opacus_model(kind)
-    sums, norms = clipped_sum(model, [(x, y, None)], flat, micro_batch=micro_batch)
-    net = sampler(model._raw_model.module, loss_reduction="sum")
-    found = net(torch.as_tensor(x))
-    loss = torch.nn.CrossEntropyLoss(reduction="sum")(found, torch.from_numpy(y))
-    loss.backward()
-    samples = {n: p.grad_sample.double() for n, p in net._module.named_parameters()}
-    theirs = torch.sqrt(sum((g**2).flatten(1).sum(1) for g in samples.values()))
-    np.testing.assert_allclose(norms[:, 0], theirs.numpy(), rtol=1e-6)
-    factors = (C / theirs).clamp(max=1.0)
-    for name, g in samples.items():
-        total = torch.einsum("i,i...->...", factors, g).numpy()
-        np.testing.assert_allclose(sums[f"module.{name}"], total, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["mlp", "cnn", "embedding"])
-@pytest.mark.parametrize("micro_batch", [5, 128])
-def test_it_is_what_optax_does(kind: str, micro_batch: int) -> None:
-    optax = pytest.importorskip("optax")
-    model, x, y = jax_model(kind)
-    import jax
-
-    sums, _ = clipped_sum(model, [(x, y, None)], flat, micro_batch=micro_batch)
-
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        return model._forward(params, {}, None, ([x[None]], y[None], None))
-
-    grads = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0))(model._params, x, y)
-    leaves, tree = jax.tree_util.tree_flatten(grads)
-    clipped, _ = optax.per_example_global_norm_clip(leaves, C)
-    for layer, arrays in jax.tree_util.tree_unflatten(tree, clipped).items():
-        for name, array in arrays.items():
-            np.testing.assert_allclose(sums[f"{layer}:{name}"], array, rtol=0, atol=1e-6)
-
-
 LOSSES = {
     "classifier": "hinge log_loss modified_huber squared_hinge perceptron squared_error huber "
     "epsilon_insensitive squared_epsilon_insensitive",
@@ -281,9 +145,13 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("penalty", [None, "l2", "l1", "elasticnet"])
 @pytest.mark.parametrize(
-    ("kind", "loss"), [(kind, loss) for kind, names in LOSSES.items() for loss in names.split()]
+    ("kind", "loss", "penalty"),
+    [
+        (kind, loss, (None, "l2", "l1", "elasticnet")[i % 4])
+        for kind, names in LOSSES.items()
+        for i, loss in enumerate(names.split())
+    ],
 )
 def test_closed_forms_are_what_scikit_learn_does(kind: str, loss: str, penalty: Any) -> None:
     from scipy.sparse import csr_matrix
@@ -304,48 +172,11 @@ def test_closed_forms_are_what_scikit_learn_does(kind: str, loss: str, penalty: 
 
 
 # -- what a record can change ------------------------------------------------------------------
-def parts(data: Any, keep: list[int]) -> Any:
-    return None if data is None else data[np.array(keep, dtype=int)]
-
-
-@each_model
-@pytest.mark.parametrize("mode", [*MODES, "patterns"])
-def test_a_record_changes_the_sum_by_the_bound_at_most(name: str, mode: Any) -> None:
-    model, x, y = MODELS[name]()
-    x = np.array(x)
-    # Loud, silent, broken.
-    x[0] *= 1e6
-    x[1], x[2], x[3] = np.nan, np.inf, 0.0
-    weights = np.ones(13, dtype=x.dtype)
-    weights[4:7] = 0.0, 5.0, 1e6
-    names = [*model.get_weights(trainable=True).coefs]
-    clipping = SampleClipping([names[0]] if mode == "patterns" else mode)
-    groups = clipping.groups(names)
-    factors = partial(clipping.factors, bound=C)
-
-    def total(keep: list[int]) -> Any:
-        batch = tuple(parts(part, keep) for part in (x, y, weights))
-        found, norms = clipped_sum(model, [batch], factors, groups=groups, micro_batch=4)
-        assert np.isnan(norms).any(axis=1).sum() == sum(i in (1, 2) for i in keep)
-        return np.concatenate([a.ravel() for a in found.values()])
-
-    whole = total([*range(13)])
-    assert np.isfinite(whole).all()
-    for i in range(13):
-        without = total([j for j in range(13) if j != i])
-        change = np.linalg.norm(whole - without)
-        assert change <= C * (1 + 1e-6)
-        if i in (1, 2, 4):
-            # Others are rounded otherwise, in a batch of another size.
-            assert change <= 1e-6
-        other = total([(j + 1) % 13 if j == i else j for j in range(13)])
-        assert np.linalg.norm(whole - other) <= 2 * C * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-@pytest.mark.parametrize("kind", ["mlp", "deep"])
-def test_other_dtypes(kind: str, dtype: str) -> None:
-    model, x, y = torch_model(kind, dtype)
+def test_other_dtypes(dtype: str) -> None:
+    model, x, y = torch_model(dtype)
     sums = clipped_sum(model, [(x, y, None)], flat, micro_batch=4)[0]
     for i in range(13):
         keep = [j for j in range(13) if j != i]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from declearn.aggregator import AveragingAggregator
 from declearn.optimizer import Optimizer
 from declearn.utils import set_device_policy
 from helpers import require
-from test_dpsgd_manager import request, train
+from test_dpsgd_manager import request
 
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.manager import PrivateTrainingManager
@@ -158,34 +157,6 @@ def manager(source: Any, collate: Any = padded, **changes: Any) -> PrivateTraini
     pytest.importorskip("opacus")
     made.make_private(request(**changes))
     return made
-
-
-def test_a_manager_draws_poisson_samples_of_a_torch_dataset() -> None:
-    made = manager(Sentences(repeat=10), batches={"batch_size": 3}, rounds=5)
-    sizes: list[int] = []
-    step = made.run_train_step
-
-    def note(batches: Any) -> None:
-        sizes.append(sum(len(y) for _, y, _ in batches))
-        step(batches)
-
-    made.run_train_step = note  # type: ignore[method-assign]
-    made.logger.setLevel(logging.ERROR)
-    for i in range(5):
-        reply = made.training_round(train(round_i=i, batches={"batch_size": 3}))
-        assert hasattr(reply, "updates"), reply
-    # Of Binomial(60, 0.05).
-    assert len(sizes) == 100 == made.ledger.accountant.rounds
-    assert abs(np.mean(sizes) - 3) < 6 * np.sqrt(2.85 / 100)
-
-
-def test_an_empty_batch_of_a_torch_dataset_is_a_step() -> None:
-    made = manager(Sentences(repeat=10))
-    before = made.model.get_weights()
-    made.run_train_step(made.records.take([]))
-    moved = (before - made.model.get_weights()).coefs
-    assert all((a != 0).all() for a in moved.values())
-    assert made.ledger.accountant.rounds == 1
 
 
 def test_a_collate_function_that_fails_for_records_fails_before_anything_is_paid() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -12,11 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from federation_runs import PATIENCE, N, complete, running
-
-from fedclip.dpsgd.calibrate import calibrate
+from helpers import hiding
 
 pytestmark = pytest.mark.slow
 
@@ -43,24 +40,6 @@ def test_three_private_clients_train_within_their_budget(tmp_path: Path) -> None
         assert delta == 1e-3
     (weights,) = (w for name, w in run.result()["weights"].items() if "coef" in name)
     assert any(weights)
-
-
-@pytest.mark.parametrize("size", [1, 20, 60])
-def test_noise_on_the_weights_of_a_federation_is_what_the_budget_says(
-    tmp_path: Path, size: int
-) -> None:
-    # Records of zeros: all that moves the weights, but for the intercept, is noise.
-    training = {"batch_size": size, "n_epoch": 2, "n_steps": 2}
-    quiet = {"columns": 100_000, "scale": [0.0] * N, "private": {}}
-    run = complete(tmp_path, **settings(run={"rounds": 1, "training": training}, **quiet))
-    weights = run.result()["weights"]
-    noise = np.array(next(w for name, w in weights.items() if "coef" in name))
-    z = calibrate(3.0, 1e-3, 60, size, 2).noise_multiplier
-    # Of two steps, and the mean over the clients.
-    right = z * 0.5 * 0.5 / size * np.sqrt(2 / N)
-    assert noise.size == 100_000
-    assert noise.std() == pytest.approx(right, rel=0.01)
-    assert abs(noise.mean()) < 6 * right / np.sqrt(noise.size)
 
 
 def test_a_private_client_takes_no_part_in_a_run_without_privacy(tmp_path: Path) -> None:
@@ -92,13 +71,13 @@ def test_quickrun_starts_private_clients_if_records_are_to_be_clipped(tmp_path: 
         "rounds = 5", "rounds = 2\nprivacy = {budget = [3.0, 1e-5], sclip_norm = 0.5}"
     )
     config.write_text(text.replace('["zscore-clip", { z_max = 2.0 }]', '"sample-clip"'))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
     def call(*command: str) -> str:
         done = subprocess.run(
             [sys.executable, *command],
             cwd=folder,
-            env={**environment, "OMP_NUM_THREADS": "1"},
+            # Opacus needs torch.
+            env={**hiding("tensorflow", "jax", "haiku", "keras"), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=PATIENCE,

@@ -182,23 +182,23 @@ def test_no_text_of_an_export_is_a_formula_to_a_spreadsheet(tmp_path: Path) -> N
         assert row["data"] in ("", '\'=HYPERLINK("x"),\n')
 
 
-ENDS = ["1e-320", "1e-12", "0.5", "1", "1e10", "1e308", "inf", "nan", "-1", "0"]
+ENDS = ["1e-320", "0.5", "inf", "nan", "1e-12", "1e308", "-1", "1", "0", "1e10"]
+COMMANDS = [
+    "spent --noise-multiplier {} --steps 60 --rate 0.16",
+    "spent --noise-multiplier {} --steps 9223372036854775807 --rate 0.16",
+    "spent --noise-multiplier 2 --steps 60 --rate {}",
+    "spent --noise-multiplier 2 --rate 0.999999999999 --steps 60 --delta {}",
+    "plan --epsilon {} --rounds 10 --clients 10 --values 100",
+    "plan --epsilon {} --rounds 9223372036854775807 --clients 10 --relation replace-one",
+    "plan --epsilon 1 --rounds 10 --clients 10 --delta {}",
+    "calibrate --epsilon {} --rounds 3 --records 40 --batch-size 50 --values 100",
+    "calibrate --epsilon 1 --rounds 3 --records 40 --batch-size 50 --delta {}",
+]
 
 
-@pytest.mark.parametrize("value", ENDS)
 @pytest.mark.parametrize(
-    "command",
-    [
-        "spent --noise-multiplier {} --steps 60 --rate 0.16",
-        "spent --noise-multiplier {} --steps 9223372036854775807 --rate 0.16",
-        "spent --noise-multiplier 2 --steps 60 --rate {}",
-        "spent --noise-multiplier 2 --rate 0.999999999999 --steps 60 --delta {}",
-        "plan --epsilon {} --rounds 10 --clients 10 --values 100",
-        "plan --epsilon {} --rounds 9223372036854775807 --clients 10 --relation replace-one",
-        "plan --epsilon 1 --rounds 10 --clients 10 --delta {}",
-        "calibrate --epsilon {} --rounds 3 --records 40 --batch-size 50 --values 100",
-        "calibrate --epsilon 1 --rounds 3 --records 40 --batch-size 50 --delta {}",
-    ],
+    ("command", "value"),
+    [(command, ENDS[(i + 3 * j) % 10]) for i, command in enumerate(COMMANDS) for j in range(4)],
 )
 def test_the_ends_of_numbers_are_a_number_or_a_sentence(command: str, value: str) -> None:
     done = call(*command.format(value).split())

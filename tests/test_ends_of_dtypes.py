@@ -12,13 +12,18 @@ from helpers import each_framework, needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedclip import EmaValueClip, Normalize, NormClip, Standardize
-from fedclip.arrays import backend_named
-from fedclip.measures import measure
+from fedclip import AdaptiveClip, EmaValueClip, Normalize, NormClip, Standardize
+from fedclip.arrays import NUMPY, backend_named
+from fedclip.errors import FedclipWarning
+from fedclip.measures import slice_measures
 from fedclip.testing import to_numpy, to_vector
 from fedclip.transforms import clip_on_device
 
-LEAST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 5e-324}
+
+def measure(rows: Any, ord: Any) -> float:
+    """Return the measure of all elements together."""
+    values = np.concatenate([np.ravel(row) for row in rows]).astype(np.float64)
+    return float(slice_measures([values], [(0,)], ord, NUMPY)[0])
 
 
 def length(arrays: dict[str, Any]) -> float:
@@ -26,23 +31,44 @@ def length(arrays: dict[str, Any]) -> float:
 
 
 @each_framework()
-@pytest.mark.parametrize("dtype", LEAST)
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_no_output_that_becomes_subnormal_is_above_its_limit(
-    framework: str, dtype: str, size: int
-) -> None:
-    if framework == "numpy" and dtype == "bfloat16":
-        pytest.skip("NumPy has no bfloat16")
+def test_no_output_that_becomes_subnormal_is_above_its_limit(framework: str, size: int) -> None:
     needs(framework)
     rng = np.random.default_rng(size)
     for times in (0.3, 1.0, 3.7, 40.0, 900.0):
-        limit = max(times * LEAST[dtype], 5e-324)
+        limit = times * 2.0**-24
         for values in (np.full(size, 0.5), rng.uniform(0.1, 1.0, size)):
-            output = NormClip(limit).run(to_vector({"w": values}, framework, dtype))
+            output = NormClip(limit).run(to_vector({"w": values}, framework, "float16"))
             assert length(to_numpy(output)) <= limit * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("ord", [0.5, 1, 2, 3, "inf", "rms", "mad", "std"])
+@each_framework()
+@pytest.mark.parametrize("device", [False, True])
+def test_the_ends_of_the_range_of_limits(framework: str, device: bool) -> None:
+    needs(framework)
+    for limit, value in ((1e-30, 1e4), (1e-30, 1e38), (1e30, 1e38), (1e-30, 1e-36)):
+        arrays = {"w": np.full(5, value, np.float32), "x": np.full(5, value)}
+        clip = NormClip(limit, ord="rms")
+        output = (
+            on_device(clip, arrays, framework)
+            if device
+            else to_numpy(clip.run(to_vector(arrays, framework)))
+        )
+        # A factor below 2^-126 gives zeros.
+        assert np.isfinite(output["w"]).all()
+        assert measure([*output.values()], "rms") <= limit
+        assert measure([*output.values()], "rms") > 0.99 * min(limit, value) or value / limit > 1e37
+
+
+def test_a_learnt_limit_below_the_range_gives_zeros() -> None:
+    for limit, zero in ((1e-29, False), (0.9e-30, True)):
+        clip = AdaptiveClip(start_norm=1.0)
+        clip.run(to_vector({"w": np.ones(3)}))
+        clip.set_statistics(limit=limit)
+        assert to_numpy(clip.run(to_vector({"w": np.ones(3)})))["w"].any() != zero
+
+
+@pytest.mark.parametrize("ord", [0.5, 1, 2, 3, "inf", "rms", "mad"])
 @pytest.mark.parametrize("dims", [None, 1])
 def test_limits_of_all_orders_hold_among_subnormals(ord: Any, dims: int | None) -> None:
     values = np.random.default_rng(1).standard_normal((20, 500)).astype(np.float16)
@@ -79,19 +105,6 @@ def test_subnormals_of_one_dtype_leave_no_more_to_the_others_of_a_group(framewor
 
 
 @each_framework(oracle=False)
-@pytest.mark.parametrize("ord", [2, 1, 3, "mad", "rms"])
-@pytest.mark.parametrize(("dtype", "largest"), [("float32", 3.4e38), ("float64", 1.7e308)])
-def test_numbers_near_the_largest_are_not_measured_as_zeros_on_a_device(
-    framework: str, ord: Any, dtype: str, largest: float
-) -> None:
-    needs(framework)
-    # Compilers multiply by the reciprocal, which is subnormal here.
-    arrays = {n: np.array([-0.99, 0.5, 0.7], dtype) * np.array(largest, dtype) for n in "ab"}
-    output = on_device(NormClip(2.0, ord=ord), arrays, framework)
-    assert measure([*output.values()], ord) <= 2.0
-
-
-@each_framework(oracle=False)
 @pytest.mark.parametrize("scope", ["global", {"[hw]": 0.5, "[fx]": 0.3}])
 def test_several_dtypes_in_a_group_are_clipped_on_a_device_as_on_the_host(
     framework: str, scope: Any
@@ -105,12 +118,6 @@ def test_several_dtypes_in_a_group_are_clipped_on_a_device_as_on_the_host(
     for name in arrays:
         digits = 1e-3 if name == "h" else 1e-6
         np.testing.assert_allclose(output[name], wanted[name], rtol=digits, atol=2e-7)
-
-
-def test_eps_above_the_norm_shortens_subnormals_too() -> None:
-    clipped = NormClip(1e-3).run(to_vector({"w": np.full(10**6, 0.5)}, dtype="float16"))
-    after = Normalize(1.0, eps=1.0).run(clipped)
-    assert length(to_numpy(after)) <= length(to_numpy(clipped))
 
 
 @settings(max_examples=200, deadline=None)
@@ -133,11 +140,6 @@ def test_what_is_scaled_up_stays_finite_and_keeps_its_direction(ord: Any, dims: 
         assert 6e4 < np.abs(output).max() <= 65504
 
 
-def test_a_factor_of_two_thousand_powers_of_two() -> None:
-    output = Normalize(1e300).run(to_vector({"w": np.array([5e-324])}))
-    assert to_numpy(output)["w"][0] == pytest.approx(1e300, rel=1e-12)
-
-
 def test_deviations_near_the_largest_float() -> None:
     output = Standardize().run(to_vector({"w": np.array([1e308, -1e308, 1e308])}))
     np.testing.assert_allclose(to_numpy(output)["w"], [3**-0.5, -2 * 3**-0.5, 3**-0.5])
@@ -151,8 +153,8 @@ def test_what_a_wider_gradient_left_behind_is_no_infinity_for_a_narrower_one() -
     clip.set_state(clip.get_state())
 
 
-def test_groups_near_the_largest_float_have_a_finite_record() -> None:
+def test_a_norm_beyond_the_floats_skips_the_step() -> None:
     clip = NormClip(1.0, scope="tensor")
-    clip.run(to_vector({"a": np.array([1.5e308]), "b": np.array([1.5e308])}))
-    clip.set_state(clip.get_state())
-    assert clip.rounds[0].norm_max == pytest.approx(np.finfo(np.float64).max)
+    with pytest.warns(FedclipWarning, match="a norm beyond float64"):
+        output = clip.run(to_vector({"a": np.array([1.5e308]), "b": np.array([1.5e308])}))
+    assert not any(value.any() for value in to_numpy(output).values())

@@ -41,8 +41,8 @@ CASES = [
 ]
 # XLA on CPU makes subnormal float32 zero before fedclip sees it.
 MEASURED = [c for c in CASES if not (c[0] == "jax" and c[1] != "float64" and c[2] < 1e-38)]
-# A third of a subnormal number has no precision left.
-CLIPPED = [c for c in CASES if c[2] > {"float16": 1e-4, "float64": 1e-300}.get(c[1], 1e-30)]
+# A third of a subnormal number has no precision left, and limits are from 1e-30 to 1e30.
+CLIPPED = [c for c in CASES if {"float16": 1e-4}.get(c[1], 1e-29) < c[2] < 1e29]
 
 
 def values(magnitude: float) -> dict[str, Any]:
@@ -196,3 +196,10 @@ def test_numpy_s_error_state_changes_nothing(specimen: Specimen) -> None:
     with np.errstate(all="raise"):
         found = run(specimen.make(), steps)
     assert_same(found, expected)
+
+
+def test_a_long_array_whose_squares_underflow_is_measured() -> None:
+    look = NoOp()
+    look.run(to_vector({"w": np.full(5000, 1e-30)}, dtype="float32"))
+    assert look.last is not None
+    assert look.last.norm_before[0] == pytest.approx(1e-30 * 5000**0.5, rel=1e-6, abs=0)

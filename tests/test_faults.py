@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from federation_faults import EVALUATIONS
-from federation_runs import ADAPTIVE, Run, complete, running
+from federation_runs import ADAPTIVE, Run, running
 from test_network import WATCHFUL, ended, until
 
 pytestmark = pytest.mark.slow
@@ -49,21 +49,25 @@ def told(run: Run, name: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("no message", 'sent what can not be decoded (KeyError: "No registered Message type'),
-        ("half a message", "sent what can not be decoded (ValueError"),
-        ("nested", "sent what can not be decoded"),
-        ("more fields", "sent what can not be decoded (TypeError"),
-        ("text for a tensor", "the update of 'client_1' counts as zero"),
-        ("another type", "sent InitReply in the place of TrainReply"),
-        ("kill", "the connection of 'client_1' has ended; the run goes on without it"),
-        ("killed while it sends", "the connection of 'client_1' has ended; the run goes on"),
-        ("an error", "client 'client_1' reports an error: the disk of site B is full"),
-        ("twice", "left out a message of client 'client_1' that nobody has asked for"),
+        # One after the other: none of them is the end of a client.
+        (
+            ["twice", "text for a tensor", "an error"],
+            [
+                "the update of 'client_1' counts as zero",
+                "client 'client_1' reports an error: the disk of site B is full",
+                "left out a message of client 'client_1' that nobody has asked for",
+            ],
+        ),
+        ("no message", ['sent what can not be decoded (KeyError: "No registered Message type']),
+        ("nested", ["sent what can not be decoded"]),
+        ("another type", ["sent InitReply in the place of TrainReply"]),
+        ("killed while it sends", ["the connection of 'client_1' has ended; the run goes on"]),
     ],
+    ids=str,
 )
-def test_a_round_goes_on_without_a_client(tmp_path: Path, what: str, said: str) -> None:
+def test_a_round_goes_on_without_a_client(tmp_path: Path, what: Any, said: list[str]) -> None:
     run = survived(tmp_path, "client_1", faults={"1": ["TrainReply", what, 2]})
-    assert said in told(run, "client_1")
+    assert [text for text in said if text not in told(run, "client_1")] == []
     assert run.state()["round"] == 4
     assert "client_0" not in told(run, "client_0")
 
@@ -88,17 +92,17 @@ def test_two_clients_fail_at_once_and_too_few_are_left(tmp_path: Path) -> None:
     assert "the server has ended: 1 of 3 clients have replied" in run.said("client_0")
 
 
-@pytest.mark.parametrize("message", ["MetadataReply", "InitReply"])
-@pytest.mark.parametrize("what", ["an error", "kill", "no message"])
+@pytest.mark.parametrize(
+    ("message", "what"), [("MetadataReply", "an error"), ("InitReply", "kill")]
+)
 def test_before_the_first_round(tmp_path: Path, message: str, what: str) -> None:
     run = survived(tmp_path, "client_1", faults={"1": [message, what, 1]})
     assert "client_1" in told(run, "client_1")
     assert run.state()["round"] == 4
 
 
-@pytest.mark.parametrize("message", ["MetadataReply", "InitReply", "TrainReply"])
-def test_without_a_quorum_the_run_ends_and_names_the_client(tmp_path: Path, message: str) -> None:
-    run = failed(tmp_path, faults={"1": [message, "no message", 1]})
+def test_without_a_quorum_the_run_ends_and_names_the_client(tmp_path: Path) -> None:
+    run = failed(tmp_path, faults={"1": ["InitReply", "more fields", 1]})
     assert "the run has ended: client 'client_1' sent what can" in told(run, "client_1")
     assert "the server has ended: client 'client_1' sent what" in run.said("client_0")
 
@@ -186,26 +190,16 @@ def test_a_round_without_any_evaluation_is_never_the_best(tmp_path: Path) -> Non
     assert [np.isfinite(loss) for loss in losses] == [False, True, False, False, False]
 
 
-@pytest.mark.parametrize(
-    ("message", "what"), [("X3DHRequests", "kill"), ("MaskingSecaggSetupReply", "no message")]
-)
-def test_secure_aggregation_has_no_dropouts_and_names_who_left(
-    tmp_path: Path, message: str, what: str
-) -> None:
-    run = failed(tmp_path, secagg="masking", faults={"1": [message, what, 1]})
+def test_secure_aggregation_has_no_dropouts_and_names_who_left(tmp_path: Path) -> None:
+    faults = {"1": ["MaskingSecaggSetupReply", "no message", 1]}
+    run = failed(tmp_path, secagg="masking", faults=faults)
     assert "client_1" in told(run, "client_1")
-
-
-def test_an_encrypted_reply_of_another_form(tmp_path: Path) -> None:
-    run = failed(tmp_path, secagg="masking", faults={"1": ["SecaggTrainReply", "no updates", 1]})
-    assert "client 'client_1' sent an encrypted reply of another form" in told(run, "client_1")
 
 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
         ({"secagg": "masking"}, "min_replies does not go with secure aggregation"),
-        ({"optim": {"client_opt": 0.5, "aggregator": "sum"}}, "min_replies does not go with"),
         ({"network": {"kwargs": {"min_replies": 4}}}, "min_replies = 4, and 3 clients have"),
     ],
 )
@@ -258,9 +252,8 @@ def test_an_exception_in_a_connection_is_logged(tmp_path: Path) -> None:
     assert "the connection of client 'client_1' ends with an error: TypeError" in run.said("server")
 
 
-@pytest.mark.parametrize("name", ["a/b", "", "x" * 300, "line\nbreak"])
-def test_a_name_that_no_file_can_have_does_not_join(tmp_path: Path, name: str) -> None:
-    with running(tmp_path, protocol=WATCHFUL, names={"1": name}) as run:
+def test_a_name_that_no_file_can_have_does_not_join(tmp_path: Path) -> None:
+    with running(tmp_path, protocol=WATCHFUL, names={"1": "a/b"}) as run:
         until(run, "refused a client whose name no file can have")
 
 
@@ -273,12 +266,3 @@ def test_who_left_does_not_come_back(tmp_path: Path) -> None:
         run._start("client_1")
         until(run, "refused 'client_1': registration is over, for those that have left too")
         until(run, "Registration was rejected", "client_1")
-
-
-def test_the_same_run_with_a_quorum_and_without(tmp_path: Path) -> None:
-    """Where nobody leaves, a quorum changes nothing."""
-    quorum = survived(tmp_path / "quorum")
-    plain = complete(tmp_path / "plain")
-    assert quorum.state() == plain.state()
-    for name, weights in plain.result()["weights"].items():
-        np.testing.assert_allclose(quorum.result()["weights"][name], weights, rtol=1e-9)

@@ -8,7 +8,6 @@ know the clippers is started with ``fedclip run``.
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 import socket
 import subprocess
@@ -163,40 +162,6 @@ def test_clippers_on_every_client_and_on_the_server(tmp_path: Path) -> None:
     assert sum(row.record.steps for row in report.select("server")) == 3
 
 
-def test_clients_need_nothing_where_only_the_server_clips(tmp_path: Path) -> None:
-    optim = """
-    client_opt = 0.5
-    [server_opt]
-    lrate = 1.0
-    modules = [["norm-clip", {max_norm = 0.1}]]
-    """
-    with federation(tmp_path, optim) as fed:
-        check = check_config(fed.config)
-        assert check.ok
-        assert not any("clients need" in finding.message for finding in check.findings)
-        fed.run(FEDCLIP_RUN, PYTHON)
-    (*_, last) = read_report(tmp_path / "result").select("server")
-    assert last.record.limit == 0.1
-
-
-def test_a_client_without_fedclip(tmp_path: Path) -> None:
-    """What happens, word for word, and that the check says so beforehand."""
-    optim = "[client_opt]\nlrate = 0.5\nmodules = ['zscore-clip']"
-    with federation(tmp_path, optim) as fed:
-        notes = [f.message for f in check_config(fed.config).findings if f.level == "note"]
-        assert any(re.match(r"clients need fedclip>=.* for zscore-clip", note) for note in notes)
-
-        fed.start("server", FEDCLIP_RUN)
-        fed.start("client_0", FEDCLIP_RUN)
-        fed.start("client_1", PYTHON)
-        assert fed.wait("client_1") == 1
-        last_line = fed.said("client_1").strip().splitlines()[-1]
-        assert "No 'zscore-clip' entry under 'OptiModule' registry." in last_line
-        # The server was not told, and waits for ever: this is what the check saves one from.
-        time.sleep(3)
-        assert fed.processes["server"].poll() is None
-
-
 def test_a_client_without_fedclip_under_a_server_that_watches(tmp_path: Path) -> None:
     """The server ends, and says which client it was; the other client is told."""
     optim = "[client_opt]\nlrate = 0.5\nmodules = ['zscore-clip']"
@@ -209,13 +174,6 @@ def test_a_client_without_fedclip_under_a_server_that_watches(tmp_path: Path) ->
     assert "the connection of 'client_1' has ended" in fed.said("server")
     assert "a client that does not import fedclip ends" in fed.said("server")
     assert "the server has ended: the connection of 'client_1'" in fed.said("client_0")
-
-
-def test_a_server_without_fedclip(tmp_path: Path) -> None:
-    with federation(tmp_path, "[client_opt]\nlrate = 0.5\nmodules = ['zscore-clip']") as fed:
-        fed.start("server", PYTHON)
-        assert fed.wait("server") == 1
-        assert "No 'zscore-clip' entry under 'OptiModule' registry." in fed.said("server")
 
 
 def test_the_quickrun_example(tmp_path: Path) -> None:

@@ -36,6 +36,10 @@ def name_of(record: dict[str, Any]) -> str:
     return str(record["file"]).removesuffix(".npz")
 
 
+def clipper_of(record: dict[str, Any]) -> str:
+    return compat.translate(record["peer"], record["cls"], record["config"])[1]
+
+
 def build(record: dict[str, Any]) -> OptiModule | Regularizer:
     kind, name, config = compat.translate(record["peer"], record["cls"], record["config"])
     if record.get("first_clip_step") is not None and "warmup" in config:
@@ -56,13 +60,20 @@ def expected(record: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def run(
-    record: dict[str, Any], framework: str = "numpy", dtype: str | None = None
+    record: dict[str, Any],
+    framework: str = "numpy",
+    dtype: str | None = None,
+    resumed: bool = False,
 ) -> dict[str, np.ndarray]:
     clipper = build(record)
     dtype = dtype or record["dtype"]
     weights = to_vector({n: WEIGHTS[n].astype(dtype) for n in record["kinds"]}, framework)
     outputs: dict[str, list[np.ndarray]] = {name: [] for name in record["kinds"]}
     for t in range(STEPS):
+        if resumed and t == STEPS // 2:
+            state = json.loads(json.dumps(clipper.get_state()))
+            clipper = build(record)
+            clipper.set_state(state)
         grads = to_vector({n: GRADS[n][t].astype(dtype) for n in record["kinds"]}, framework)
         out = (
             clipper.run(grads, weights) if isinstance(clipper, Regularizer) else clipper.run(grads)
@@ -120,6 +131,30 @@ def one_of_each() -> list[dict[str, Any]]:
         axes = ("scope", "action", "estimator", "feedback", "history", "unit", "axis", "dims")
         chosen.setdefault((name, *(str(config.get(axis)) for axis in axes)), record)
     return list(chosen.values())
+
+
+OF_NORMS = ("zscore", "ema-clip", "auto", "growth-clip", "percentile-norm")
+
+
+@pytest.mark.parametrize(
+    "record", [r for r in one_of_each() if clipper_of(r).startswith(OF_NORMS)], ids=name_of
+)
+def test_resumed_in_the_middle(record: dict[str, Any]) -> None:
+    _, wanted = recorded_and_ours(record["file"])
+    for name, values in run(record, resumed=True).items():
+        np.testing.assert_array_equal(values, wanted[name])
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_gamma_of_adagc(scope: str) -> None:
+    (record,) = (r for r in INDEX if r["file"] == f"adagc_{scope}_w10.npz")
+    with np.load(FOLDER / record["file"]) as data:
+        gamma = data["aux/gamma"].reshape(STEPS, -1)
+    clipper: Any = build(record)
+    for t in range(STEPS):
+        clipper.run(to_vector({n: GRADS[n][t] for n in record["kinds"]}))
+        means = [group["mean"] for group in clipper.get_state()["groups"].values()]
+        np.testing.assert_allclose(means, gamma[t], rtol=1e-12)
 
 
 @each_framework(oracle=False)

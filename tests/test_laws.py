@@ -132,7 +132,7 @@ def test_input_dtype_and_shape_are_kept(specimen: Specimen, gradient: Gradient) 
 
 
 @laws
-@given(gradient=arrays("float64", 1e300), limit=st.floats(1e-10, 1e10))
+@given(gradient=arrays("float64", 1e280), limit=st.floats(1e-10, 1e10))
 def test_norm_clip_is_a_projection(gradient: Gradient, limit: float) -> None:
     out = NormClip(limit).run(to_vector(gradient)).coefs
     before, after = norm(gradient), norm(out)

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,11 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedclip import Centralize, NormClip, Standardize, ValueClip
-from fedclip.arrays import NOWHERE, NUMPY, Memory, memory
+from fedclip.arrays import NUMPY, Memory, memory
 from fedclip.arrays.base import Arithmetic
-from fedclip.scopes import Groups
 from fedclip.testing import to_numpy, to_vector
-from fedclip.transforms.base import Gradient
 
 MANY = [(1100, 210)] * 37 + [(), (0, 3), (5,)]
 """Above 32 MiB together, each below 4 MiB."""
@@ -309,29 +305,6 @@ def test_all_memory_of_tensorflow_is_aligned(kind: Any) -> None:
             assert np.isfinite(tf.reduce_sum(output * output))
 
 
-def test_what_tensorflow_holds_on_a_device_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    tf, backend = _tf(), importlib.import_module("fedclip.arrays.tensorflow")
-    monkeypatch.setattr(backend, "_only_cpu", lambda: False)
-    tensor = SimpleNamespace(numpy=None, device="/job:localhost/replica:0/task:0/device:GPU:0")
-    arrays, tensorflow = [tensor, tf.ones(2)], backend.TensorflowBackend()
-    views = tensorflow.host(arrays)
-    assert views.remote == [0]
-    groups = Groups(("a", "b"), ("all",), ((0, 1),))
-    assert Gradient(arrays, groups, tensorflow, views).host([0, 1]) is NOWHERE
-    assert Gradient(arrays[1:], groups, tensorflow, tensorflow.host(arrays[1:])).host([0]).views
-    values = memory.aligned(np.ones(2, np.float32))
-    assert np.shares_memory(np.asarray(tensorflow.from_host(values, tf.ones(2))), values)
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "_EAGER", {SimpleNamespace})
-        like = SimpleNamespace(dtype=tf.float32, device=tensor.device)
-        assert tensorflow._may_write([like])
-        assert not np.shares_memory(np.asarray(tensorflow.from_host(values, like)), values)
-    may_write = tensorflow._may_write
-    assert may_write([tf.ones(2)])
-    assert not may_write([tf.Variable(tf.ones(2))])
-    assert not may_write([tf.ones(2, tf.float16)])
-
-
 def test_tensorflow_that_records_is_refused_by_what_learns() -> None:
     tf = _tf()
     x = tf.constant([3.0, -4.0])
@@ -368,11 +341,8 @@ JAX_HOLDERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("holder", JAX_HOLDERS)
-def test_what_somebody_holds_of_jax_does_not_change(
-    holder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_somebody_holds_of_jax_does_not_change(holder: str) -> None:
     jax = _jax()
-    monkeypatch.setattr(importlib.import_module("fedclip.arrays.jax"), "_LARGE", 1)
 
     def clipped(clip: Any, seed: int) -> Any:
         return clip.clip({n: jax.numpy.asarray(v) for n, v in gradient_of(seed).items()})["wide"]
@@ -388,11 +358,8 @@ def test_what_somebody_holds_of_jax_does_not_change(
 
 
 @pytest.mark.parametrize("put", [None, 0])
-def test_jax_arrays_are_as_bound_to_their_device_as_before(
-    put: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jax_arrays_are_as_bound_to_their_device_as_before(put: int | None) -> None:
     jax = _jax()
-    monkeypatch.setattr(importlib.import_module("fedclip.arrays.jax"), "_LARGE", 1)
     device = None if put is None else jax.devices()[put]
     gradient = {"wide": jax.device_put(gradient_of(0)["wide"], device)}
     output = NormClip(0.5).clip(gradient)["wide"]
@@ -423,7 +390,7 @@ def test_torch_products_of_middling_tensors_without_kept_memory() -> None:
     for name, output in outputs.items():
         assert output.shape == gradient[name].shape
         assert output.dtype == torch.float32
-        torch.testing.assert_close(output, gradient[name] * (1 / clip.last.norms))
+        torch.testing.assert_close(output, gradient[name] * (1 / clip.last.norms[0]))
         assert name != "transposed" or output.stride() == gradient[name].stride()
 
 
@@ -438,16 +405,6 @@ def test_products_of_arrays_that_groups_put_into_another_order(framework: str) -
         norm = np.sqrt(sum(np.square(arrays[name], dtype=float).sum() for name in names))
         for name in names:
             np.testing.assert_allclose(clipped[name], arrays[name] * (limit / norm), rtol=2e-6)
-
-
-def test_torch_products_of_a_model_on_two_devices() -> None:
-    torch = require("torch")
-    backend = importlib.import_module("fedclip.arrays.torch").TorchBackend()
-    # Products are all that can be told of tensors without data, which stand for those of a GPU.
-    arrays = [torch.full((1 << 16,), 2.0), torch.empty(1 << 16, device="meta")]
-    first, second = backend.scale(arrays, 0.5)
-    assert torch.equal(first, torch.ones(1 << 16))
-    assert second.device.type == "meta"
 
 
 STEPS = st.lists(

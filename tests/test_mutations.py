@@ -43,23 +43,23 @@ UPDATE = {
         "test_update_clip.py::test_client_without_a_step_abstains",
     ),
     "a share of those that reply": Mutation(
-        "federation/update/server.py",
-        {", self.expected_clients": ", clients"},
-        "test_update_clip.py::test_denominator_is_the_expected_number_whoever_replies",
+        "federation/update/adaptive.py",
+        {"within, self.expected_clients": "within, clients"},
+        "test_update_clip.py::test_a_noised_average_of_whoever_replies_is_the_sum_by_hand",
     ),
     "a sum of votes below 0": Mutation(
-        "federation/update/server.py",
+        "federation/update/adaptive.py",
         {"0 <= within": "within"},
         "test_update_clip.py::test_a_secure_sum_of_votes_that_can_not_be_moves_the_bound_by_one_step_at_most",
     ),
     "more votes than clients": Mutation(
-        "federation/update/server.py",
+        "federation/update/adaptive.py",
         {"votes <= clients": "votes"},
         "test_secagg.py::test_lie_in_a_secure_sum_of_votes",
     ),
     "within the bound without a vote": Mutation(
-        "federation/update/messages.py",
-        {"1, 1, 1]": "1, 1, 1], [1, 0, 1]"},
+        "federation/update/exchange.py",
+        {"(1, 1))": "(1, 1), (0, 1))"},
         "test_update_clip.py::test_hostile_votes",
     ),
     "a broken vote of nobody": Mutation(
@@ -68,29 +68,59 @@ UPDATE = {
         "test_update_clip.py::test_hostile_votes",
     ),
     "a vote the other way round": Mutation(
-        "federation/update/client.py",
-        {"not round_.clipped": "round_.clipped"},
+        "federation/update/clipping.py",
+        {"votes and not self.clipped": "votes and self.clipped"},
         "test_update_clip.py::test_norm_equal_to_the_bound_is_within_it",
     ),
     "a norm equal to the bound as above it": Mutation(
-        "federation/update/client.py",
-        {"not round_.clipped": "round_.norm < round_.bound"},
+        "federation/update/clipping.py",
+        {"votes and not self.clipped": "votes and (self.norm or 0.0) < sent.bound"},
         "test_update_clip.py::test_norm_equal_to_the_bound_is_within_it",
     ),
     "a vote by the shortest group": Mutation(
-        "federation/update/averaging.py",
-        {"(np.any(": "(np.all("},
+        "federation/update/clipping.py",
+        {"clipped).any()": "clipped).all()"},
         "test_update_clip.py::test_the_vote_on_groups_is_about_the_longest_of_them",
     ),
     "the vote of a client that took no step": Mutation(
-        "federation/update/client.py",
-        {"Votes()\n        basis": "Votes(1, 1, 1)\n        basis"},
+        "federation/update/clipping.py",
+        {" and self.norm is not None": ""},
         "test_update_clip.py::test_client_without_a_step_abstains",
     ),
     "a bound beyond its limits": Mutation(
         "federation/update/bound.py",
         {"self.within(moved)": "moved"},
         "test_update_clip.py::test_bounds_on_the_bound",
+    ),
+    "evidence that outlasts a turn": Mutation(
+        "federation/update/pace.py",
+        {"lead = abs(evidence) if evidence * off > 0 else 0.0": "lead = abs(evidence)"},
+        "test_pace.py::test_steps_by_hand",
+    ),
+    "faster though a share is as it may be": Mutation(
+        "federation/update/pace.py",
+        {"off, sure = share - quantile, _SURE * spread": "off, sure = share - quantile, 0.0"},
+        "test_pace.py::test_steps_by_hand",
+    ),
+    "more than twice as fast at once": Mutation(
+        "federation/update/pace.py",
+        {"max(before, sure) + _DOUBLES, most)": "most)"},
+        "test_pace.py::test_steps_by_hand",
+    ),
+    "evidence in what is beside the quantile": Mutation(
+        "federation/update/pace.py",
+        {"max(abs(total) - slack, 0.0)": "abs(total)"},
+        "test_pace.py::test_steps_by_hand",
+    ),
+    "steps that follow the number of replies": Mutation(
+        "federation/update/adaptive.py",
+        {"spread(self.quantile, self.budget.clients, ": "spread(self.quantile, votes or 1, "},
+        "test_pace.py::test_steps_depend_on_noised_votes_only",
+    ),
+    "a restart without evidence": Mutation(
+        "federation/update/adaptive.py",
+        {"self.search, self.evidence = search, evidence": "self.search = search"},
+        "test_pace.py::test_a_restart_mid_run_makes_no_difference",
     ),
     "a search that ends only at a limit": Mutation(
         "federation/update/bound.py",
@@ -118,8 +148,8 @@ UPDATE = {
         "test_update_clip.py::test_a_search_by_hand",
     ),
     "a release of what is too high": Mutation(
-        "federation/update/server.py",
-        {"        if self._withheld:\n            return zeros_like(gradients)\n": ""},
+        "federation/update/adaptive.py",
+        {"        if self.withheld:\n            return zeros(average)\n": ""},
         "test_bound_search.py::test_no_update_is_released_where_the_bound_is_too_high",
     ),
     "the noise of the votes on the average": Mutation(
@@ -134,11 +164,11 @@ UPDATE = {
     ),
     "the same noise each round": Mutation(
         "federation/update/budget.py",
-        {"round_, use": "use"},
+        {"(seed, round_, use)": "(seed, use)"},
         "test_update_clip.py::test_votes_and_average_have_noise_of_their_own",
     ),
     "the noise of the first round in all": Mutation(
-        "federation/update/server.py",
+        "federation/update/adaptive.py",
         {"        self.round += 1\n": ""},
         "test_update_clip.py::test_insecure_noise_can_be_repeated_and_resumed",
     ),
@@ -158,8 +188,8 @@ UPDATE = {
         "test_update_clip.py::test_noise_is_sized_on_the_bound_that_was_sent",
     ),
     "noise for the next bound": Mutation(
-        "federation/update/server.py",
-        {"round_.bound": "self.bound"},
+        "federation/update/adaptive.py",
+        {"average, sent.bound, self.round": "average, self.bound, self.round"},
         "test_update_clip.py::test_noise_is_sized_on_the_bound_that_was_sent",
     ),
     "noise on what was rounded": Mutation(
@@ -169,26 +199,26 @@ UPDATE = {
     ),
     "an average over the replies, with noise": Mutation(
         "federation/update/aggregator.py",
-        {"            clients = round_.clients\n": "            pass\n"},
+        {"budget.clients if budget else clients": "clients"},
         "test_update_clip.py::test_one_client_moves_the_noised_average_by_its_share_at_most",
     ),
     "an average over the sound updates": Mutation(
         "federation/update/averaging.py",
-        {"clients)": "len(updates))"},
+        {"total / clients)": "total / len(updates))"},
         "test_update_clip.py::test_one_client_moves_the_noised_average_by_its_share_at_most",
     ),
     "votes are paid and not asked for": Mutation(
-        "federation/update/server.py",
-        {"=self.learning_rate > 0": "=True"},
+        "federation/update/adaptive.py",
+        {"if self.learning_rate == 0:\n            bits = 0.0\n        elif": "if"},
         "test_update_clip.py::test_fixed_bound_from_the_server_asks_for_no_votes",
     ),
     "votes without noise": Mutation(
-        "federation/update/server.py",
-        {"        if self.learning_rate == 0:\n            return 0, None\n": ""},
+        "federation/update/adaptive.py",
+        {"        if self.learning_rate == 0:\n            return None\n": ""},
         "test_update_clip.py::test_fixed_bound_from_the_server_asks_for_no_votes",
     ),
     "statistics of another name allowed": Mutation(
-        "federation/update/server.py",
+        "federation/update/adaptive.py",
         {"name in (self.unnoised or ()": "self.unnoised is not None or name in ("},
         "test_exposure.py::test_a_server_refuses_them_before_its_first_message",
     ),
@@ -203,12 +233,12 @@ UPDATE = {
         "test_update_clip.py::test_server_voids_a_round_whose_bound_does_not_hold",
     ),
     "counts without noise": Mutation(
-        "federation/update/aggregator.py",
-        {"not round_.private": "True"},
+        "federation/update/clipping.py",
+        {"not sent.private": "True"},
         "test_update_clip.py::test_under_noise_nothing_else_is_counted",
     ),
     "a round that is not charged": Mutation(
-        "federation/update/server.py",
+        "federation/update/adaptive.py",
         {"            self.budget.spend()\n": "            pass\n"},
         "test_update_clip.py::test_the_budget_ends_the_training_before_it_is_passed",
     ),
@@ -218,8 +248,8 @@ UPDATE = {
         "test_update_clip.py::test_the_budget_ends_the_training_before_it_is_passed",
     ),
     "a charge for other neighbours": Mutation(
-        "federation/update/budget.py",
-        {", relation)": ")"},
+        "federation/update/adaptive.py",
+        {"Accountant(self.delta, self.relation)": "Accountant(self.delta)"},
         "test_update_clip.py::test_replace_one_costs_what_half_the_noise_costs",
     ),
     "no first round at the budget": Mutation(
@@ -233,8 +263,8 @@ UPDATE = {
         "test_update_clip.py::test_a_budget_is_spent_to_its_very_end",
     ),
     "a round beyond the budget": Mutation(
-        "federation/update/server.py",
-        {"self._halt(self.budget.refusal())": "pass"},
+        "federation/update/adaptive.py",
+        {"self.halt(self.budget.refusal())": "pass"},
         "test_update_clip.py::test_the_budget_ends_the_training_before_it_is_passed",
     ),
     "a spent budget without noise": Mutation(
@@ -243,7 +273,7 @@ UPDATE = {
         "test_update_clip.py::test_state_that_can_not_be",
     ),
     "a budget that a restart renews": Mutation(
-        "federation/update/server.py",
+        "federation/update/adaptive.py",
         {"self.budget.accountant.set_state(spent)": "pass"},
         "test_update_clip.py::test_insecure_noise_can_be_repeated_and_resumed",
     ),
@@ -268,39 +298,59 @@ UPDATE = {
         "test_update_clip.py::test_a_round_ends_with_its_update",
     ),
     "the whole bound for each group": Mutation(
-        "federation/update/averaging.py",
+        "federation/update/limits.py",
         {"bound / math.sqrt(max(1, len(groups)))": "bound"},
         "test_update_clip.py::test_groups_of_a_bound_from_the_server_stay_within_it_together",
     ),
     "the whole bound for each group, on the server": Mutation(
         "federation/update/aggregator.py",
-        {"round_ is not None,": "False,"},
+        {"bound, round_ is not None, share.mass)": "bound, False, share.mass)"},
         "test_update_clip.py::test_groups_that_reach_the_bound_each_by_itself_are_refused",
     ),
     "twice the limit of one client": Mutation(
-        "federation/update/averaging.py",
+        "federation/update/limits.py",
         {"_SLACK if clients == 1 else _SUM_SLACK": "_SUM_SLACK"},
         "test_update_clip.py::test_hostile_update",
     ),
     "the limit of one for a sum": Mutation(
-        "federation/update/averaging.py",
-        {"clients * slack": "slack"},
+        "federation/update/limits.py",
+        {"mass * slack": "slack"},
         "test_update_clip.py::test_sum_that_honest_clients_could_not_have_made",
     ),
     "NaN in an update": Mutation(
-        "federation/update/averaging.py",
+        "federation/update/limits.py",
         {"it holds NaN or infinity": ""},
         "test_update_clip.py::test_hostile_update",
     ),
     "a broken reply for as many as it says": Mutation(
         "federation/update/messages.py",
-        {"        if fault:\n            counts = [1, 0, 0]\n": ""},
+        {"fault else cls(vector, 1, 1, *": "0 else cls(vector, 1, data.get('n_clients'), *"},
         "test_update_clip.py::test_hostile_update",
     ),
     "a secure sum as one reply": Mutation(
         "federation/update/aggregator.py",
-        {"sum(max(1, part.n_clients) for part in parts": "len(parts"},
+        {"sum(max(1, part.n_clients) for part in parts)": "len(parts)"},
         "test_update_clip.py::test_sum_that_honest_clients_could_not_have_made",
+    ),
+    "a bound for other groups": Mutation(
+        "federation/update/clipping.py",
+        {"if sent.scope != self.scope": "if False"},
+        "test_update_core.py::test_a_client_refuses_what_is_not_for_it",
+    ),
+    "a vote that can not be, counted": Mutation(
+        "federation/update/engine.py",
+        {"r.clients > 1 or is_one_of(VOTES, v)": "True"},
+        "test_update_core.py::test_what_no_honest_client_replies_counts_as_zeros",
+    ),
+    "the noise of those that reply": Mutation(
+        "federation/update/engine.py",
+        {"self.bound.budget.clients if self.bound.budget else clients": "clients"},
+        "test_update_core.py::test_the_core_and_the_plugins_give_the_same",
+    ),
+    "zeros that vote": Mutation(
+        "federation/update/clipping.py",
+        {"times == 0.0 if steps is None else steps == 0": "steps == 0"},
+        "test_update_core.py::test_all_zeros_abstain_where_steps_are_not_known",
     ),
     "a value at the edge of the range": Mutation(
         "federation/update/secagg.py",
@@ -321,12 +371,12 @@ STATISTICS = {
     ),
     "norms counted before anything is known": Mutation(
         "federation/statistics/counts.py",
-        {"if learns is not None:": "if False:"},
+        {"judged.learns & (seen": "(seen"},
         "test_shared.py::test_the_first_norm_of_a_client_is_not_counted_and_spikes_are_as_what_is_learnt",
     ),
     "the first five norms of a client not counted": Mutation(
         "federation/statistics/client.py",
-        {"replace(self.rule.start, least=1)": "self.rule.start"},
+        {"replace(own, least=min(own.least, 1))": "own"},
         "test_shared.py::test_the_first_norm_of_a_client_is_not_counted_and_spikes_are_as_what_is_learnt",
     ),
     "a mean of norms that are not counted": Mutation(
@@ -978,7 +1028,222 @@ DPSGD = {
         "test_dpsgd_core.py::test_a_ledger_is_spent_to_its_very_end",
     ),
 }
-ROOMS = {"update": UPDATE, "statistics": STATISTICS, "privacy": PRIVACY, "dpsgd": DPSGD}
+RULES = {
+    "a spike at the very threshold": Mutation(
+        "rules/history.py",
+        {"self.compared(norms) > threshold": "self.compared(norms) >= threshold"},
+        "test_rules_history.py::test_a_norm_at_the_limit_is_learnt_as_it_is",
+    ),
+    "norms judged by themselves": Mutation(
+        "rules/history.py",
+        {"if self.include_current:\n            state": "if True:\n            state"},
+        "test_rules_history.py::test_percentile_of_past_norms_only",
+    ),
+    "statistics that judge from the first norm on": Mutation(
+        "rules/history.py",
+        {"max(self.warmup, self.least)) & (threshold": "1) & (threshold"},
+        "test_rules_history.py::test_auto_clip_judges_nobody_before_the_fifth_norm",
+    ),
+    "nothing learnt of a spike before there are statistics": Mutation(
+        "rules/history.py",
+        {"~(ready & spike)": "~spike"},
+        "test_rules_history.py::test_without_feedback_the_warm_up_learns_spikes_too",
+    ),
+    "spikes learnt as they are": Mutation(
+        "rules/history.py",
+        {"xp.where(spike, learnt, norms)": "norms"},
+        "test_rules_history.py::test_a_burst_of_spikes",
+    ),
+    "the upper median of an even number": Mutation(
+        "rules/protection.py",
+        {"[2]": "[3]"},
+        "test_defaults.py::test_the_first_norms_are_judged_by_their_lower_median",
+    ),
+    "norms of 0 in the median": Mutation(
+        "rules/protection.py",
+        {"return norms > 0, dict": "return norms >= 0, dict"},
+        "test_rules_history.py::test_the_median_ignores_norms_of_0",
+    ),
+    "the first norms learnt at once": Mutation(
+        "rules/history.py",
+        {'"raw" else 5': '"raw" else 1'},
+        "test_rules_history.py::test_the_statistics_learn_nothing_before_the_fifth_norm",
+    ),
+    "the distance from the old mean": Mutation(
+        "rules/zclip.py",
+        {"keep * keep": "1.0"},
+        "test_golden.py::test_reproduced",
+    ),
+    "the distance from the new mean": Mutation(
+        "rules/drytorch.py",
+        {"1.0 + 0.0 * keep": "keep * keep"},
+        "test_golden.py::test_reproduced",
+    ),
+    "a population variance for a sample variance": Mutation(
+        "rules/drytorch.py",
+        {"after.variance * (after.count": "after.variance * (after.count - 1.0"},
+        "test_golden.py::test_reproduced",
+    ),
+    "a warm-up of unequal weights": Mutation(
+        "rules/moments.py",
+        {"max(self.warmup, 1)": "1"},
+        "test_golden.py::test_reproduced",
+    ),
+    "a round as one norm": Mutation(
+        "rules/moments.py",
+        {"self.decay**counted.n": "self.decay"},
+        "test_shared.py::test_moving_averages_are_moved_by_each_norm_once",
+    ),
+    "the mean of the warm-up for the smallest": Mutation(
+        "rules/adagc.py",
+        {"xp.where(first, smallest, after.mean)": "xp.where(mean == 0, smallest, after.mean)"},
+        "test_golden.py::test_gamma_of_adagc",
+    ),
+    "a mean that a fixed limit does not hold": Mutation(
+        "rules/ema.py",
+        {"return xp.minimum(judged.seen, judged.limits)": "return judged.seen"},
+        "test_golden.py::test_gamma_of_adagc",
+    ),
+    "a quantile that can not rise": Mutation(
+        "rules/percentile.py",
+        {"2.0 * target": "target"},
+        "test_rules_history.py::test_a_percentile_follows_norms_that_have_grown_for_good",
+    ),
+    "a limit that moves the other way": Mutation(
+        "rules/adaptive.py",
+        {"xp.exp(-rate": "xp.exp(rate"},
+        "test_rules_history.py::test_fraction_of_unclipped_norms_is_the_quantile",
+    ),
+    "a past norm that falls at once": Mutation(
+        "rules/growth.py",
+        {"previous / self.max_decay": "0.0 * previous"},
+        "test_rules_history.py::test_past_norm_falls_by_max_decay",
+    ),
+}
+ENGINE = {
+    "no margin for float32": Mutation(
+        "transforms/action.py",
+        {'"float32": 15 * 2.0**-24,': '"float32": 0.0,'},
+        "test_bound.py::test_float32_never_above_the_limit",
+    ),
+    "no margin for the rounding of half precision": Mutation(
+        "transforms/action.py",
+        {" + 2.0**-11,": ","},
+        "test_ends_of_dtypes.py::test_half_precision_keeps_to_any_limit",
+    ),
+    "a learnt limit below the range": Mutation(
+        "transforms/action.py",
+        {"self.target < LEAST": "self.target < 0.0"},
+        "test_ends_of_dtypes.py::test_a_learnt_limit_below_the_range_gives_zeros",
+    ),
+    "raised beyond the dtype": Mutation(
+        "transforms/action.py",
+        {"        if peaks is not None:": "        if peaks is None and False:"},
+        "test_ends_of_dtypes.py::test_what_is_scaled_up_stays_finite_and_keeps_its_direction",
+    ),
+    "at the limit counts as over": Mutation(
+        "transforms/action.py",
+        {"norms, norms > limits": "norms, norms >= limits"},
+        "test_bound.py::test_norm_equal_to_the_limit_is_not_clipped",
+    ),
+    "not measured again near the limit": Mutation(
+        "arrays/numpy.py",
+        {"<= _CLOSE * norms": "< 0 * norms"},
+        "test_bound.py::test_a_long_array_at_its_very_limit_is_not_clipped",
+    ),
+    "squares that underflow": Mutation(
+        "arrays/numpy.py",
+        {"if UNDERFLOW <= total < math.inf": "if 0.0 <= total < math.inf"},
+        "test_extremes.py::test_a_long_array_whose_squares_underflow_is_measured",
+    ),
+    "subnormal products rounded up": Mutation(
+        "arrays/numpy.py",
+        {"np.trunc(product * 2.0**24)": "np.ceil(product * 2.0**24)"},
+        "test_ends_of_dtypes.py::test_no_output_that_becomes_subnormal_is_above_its_limit",
+    ),
+    "blocks too long": Mutation(
+        "arrays/blocks.py",
+        {"_BLOCK = 16 * lanes()": "_BLOCK = 1 << 26"},
+        "test_digits.py::test_on_the_host",
+    ),
+    "NaN taken for finite": Mutation(
+        "transforms/base.py",
+        {"norms, total < math.inf": "norms, total > -math.inf"},
+        "test_nonfinite.py::test_skip_gives_zero",
+    ),
+    "a percentile one element too high": Mutation(
+        "transforms/value.py",
+        {"low = steps // whole": "low = -(-steps // whole)"},
+        "test_elementwise.py::test_percentile_position_is_that_of_integers",
+    ),
+    "a box rounded outwards": Mutation(
+        "transforms/value.py",
+        {"math.ceil(limit / unit) if up else math.floor(limit / unit)": "round(limit / unit)"},
+        "test_bound.py::test_no_element_above_the_bound",
+    ),
+    "the first average counts for less": Mutation(
+        "transforms/average.py",
+        {"weights = xp.where(counts == 0, 1.0, weights)": "pass"},
+        "test_elementwise.py::test_the_first_gradient_is_the_whole_of_its_average",
+    ),
+    "a deviation over n": Mutation(
+        "transforms/moment.py",
+        {"xp.maximum(sizes - 1.0, 1.0)": "xp.maximum(sizes, 1.0)"},
+        "test_elementwise.py::test_standardized_mean_and_deviation",
+    ),
+    "growth without an end": Mutation(
+        "transforms/average.py",
+        {"sizes = xp.minimum(sizes, allowed)": "pass"},
+        "test_elementwise.py::test_average_grows_by_max_growth_at_most",
+    ),
+}
+PERSONAL = {
+    "the whole update is shared": Mutation(
+        "federation/personal_client.py",
+        {"prepare_for_sharing(updates=shared": "prepare_for_sharing(updates=updates"},
+        "test_personal.py::test_the_client_and_the_server_both_say_what_stays",
+    ),
+    "what is sent is not looked through": Mutation(
+        "federation/personal_client.py",
+        {"if told := _named(sent, own)": "if told := _named([], own)"},
+        "test_personal.py::test_modules_that_share_gradients_are_refused",
+    ),
+    "a server may share what a client keeps": Mutation(
+        "federation/personal_client.py",
+        {"if asked := own & model": "if asked := own - own & model"},
+        "test_personal.py::test_a_server_that_shares_what_a_client_keeps_is_refused_before_any_step",
+    ),
+    "layers are kept and not taken up": Mutation(
+        "federation/personal_client.py",
+        {"self._restore(self._kept)": "self._kept.check()"},
+        "test_personal.py::test_own_layers_survive_a_restart_bit_for_bit",
+    ),
+    "the final weights replace own layers": Mutation(
+        "federation/personal.py",
+        {"{**mine.coefs, **shared.coefs}": "{n: a * 0 for n, a in mine.coefs.items()}"},
+        "test_personal.py::test_own_layers_survive_rounds_evaluation_and_stop",
+    ),
+    "statistics stay without their layer": Mutation(
+        "federation/personal.py",
+        {"[-1])] in layers}": "[-1])] in layers and STATISTICS.match(n)}"},
+        "test_personal.py::test_batchnorm_stands_for_layers_with_running_statistics",
+    ),
+    "frozen BatchNorm is in training": Mutation(
+        "arrays/frozen.py",
+        {"layer.training = False": "layer.training = True"},
+        "test_personal.py::test_frozen_batchnorm_keeps_its_statistics_and_uses_them",
+    ),
+}
+
+ROOMS = {
+    "update": UPDATE,
+    "statistics": STATISTICS,
+    "privacy": PRIVACY,
+    "dpsgd": DPSGD,
+    "personal": PERSONAL,
+    "engine": ENGINE,
+    "rules": RULES,
+}
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import importlib.util
 import math
 import os
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declearn.optimizer import Optimizer
 from helpers import FRAMEWORKS, to_numpy, to_vector
 
 from fedclip.errors import StateError
@@ -26,7 +24,7 @@ from fedclip.privacy.accounting import (
     split_noise,
 )
 from fedclip.privacy.gaussian import delta_of, epsilon_of, mu_of
-from fedclip.privacy.noise import add_noise, insecure_normals, noised, secure_normals
+from fedclip.privacy.noise import add_noise, noised, secure_normals
 
 
 def test_secure_noise_is_normal() -> None:
@@ -46,11 +44,6 @@ def test_secure_noise_is_normal() -> None:
     assert 5 <= tail <= 60  # 25 expected
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 32767, 32768, 32769])
-def test_any_number_of_draws(size: int) -> None:
-    assert secure_normals(size).shape == (size,)
-
-
 @pytest.mark.parametrize("byte", [0x00, 0xFF])
 def test_the_extreme_draws_are_finite(byte: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "urandom", lambda n: bytes([byte]) * n)
@@ -59,33 +52,33 @@ def test_the_extreme_draws_are_finite(byte: int, monkeypatch: pytest.MonkeyPatch
     assert np.abs(draws).max() <= math.sqrt(2 * 117 * math.log(2)) + 1e-12
 
 
-def test_every_draw_asks_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    real = os.urandom
-    monkeypatch.setattr(os, "urandom", lambda n: asked.append(n) or real(n))
-    np.random.seed(0)
-    first = secure_normals(1000)
-    np.random.seed(0)
-    assert not np.array_equal(first, secure_normals(1000))
-    assert sum(asked) == 2 * 8 * 1000
+def vector_of(arrays: dict[str, Any], framework: str, dtype: str) -> Any:
+    if dtype != "bfloat16":
+        return to_vector({k: v.astype(dtype) for k, v in arrays.items()}, framework)
+    vector = to_vector({k: v.astype("float32") for k, v in arrays.items()}, framework)
+    if framework == "torch":
+        return type(vector)({k: v.bfloat16() for k, v in vector.coefs.items()})
+    if framework == "jax":
+        return type(vector)({k: v.astype("bfloat16") for k, v in vector.coefs.items()})
+    import tensorflow as tf
+
+    return type(vector)({k: tf.cast(v, tf.bfloat16) for k, v in vector.coefs.items()})
 
 
-def test_insecure_noise_repeats() -> None:
-    assert np.array_equal(insecure_normals(3, 1)(5), insecure_normals(3, 1)(5))
-    assert not np.array_equal(insecure_normals(3, 1)(5), insecure_normals(3, 2)(5))
+# Each framework, and each dtype.
+KINDS = [
+    (framework, dtype)
+    for i, framework in enumerate(FRAMEWORKS)
+    for dtype in ("float64", ("float32", "float16", "bfloat16")[(i + 1) % 3])
+    if (framework, dtype) != ("numpy", "bfloat16")
+]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize(("framework", "dtype"), KINDS)
 @pytest.mark.slow
 def test_noise_keeps_dtype_shape_and_inputs(framework: str, dtype: str) -> None:
-    if framework == "numpy" and dtype == "bfloat16":
-        pytest.skip("NumPy has no bfloat16")
     arrays = {"w": np.full((200, 50), 0.25), "b": np.array(1.0), "none": np.zeros((0, 3))}
-    if framework != "numpy" and dtype == "bfloat16":
-        vector: Any = _bfloat16(framework, arrays)
-    else:
-        vector = to_vector({k: v.astype(dtype) for k, v in arrays.items()}, framework)
+    vector = vector_of(arrays, framework, dtype)
     out = type(vector)(add_noise(vector.coefs, 0.5, secure_normals))
     for name in arrays:
         assert out.coefs[name].dtype == vector.coefs[name].dtype
@@ -97,63 +90,27 @@ def test_noise_keeps_dtype_shape_and_inputs(framework: str, dtype: str) -> None:
         assert (to_numpy(vector)["w"] == 0.25).all()
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize(
-    ("dtype", "largest"), [("float16", 65504.0), ("float32", 3.4028234e38), ("bfloat16", 3.3895e38)]
-)
-def test_noise_beyond_a_dtype_is_its_largest_number(
-    framework: str, dtype: str, largest: float
-) -> None:
-    if framework == "numpy" and dtype == "bfloat16":
-        pytest.skip("NumPy has no bfloat16")
-    arrays = {"w": np.zeros(999)}
-    if framework != "numpy" and dtype == "bfloat16":
-        vector: Any = _bfloat16(framework, arrays)
-    else:
-        vector = to_vector({k: v.astype(dtype) for k, v in arrays.items()}, framework)
+LARGEST = {"float16": 65504.0, "float32": 3.4028234e38, "bfloat16": 3.3895e38}
+
+
+@pytest.mark.parametrize(("framework", "dtype"), [kind for kind in KINDS if kind[1] in LARGEST])
+def test_noise_beyond_a_dtype_is_its_largest_number(framework: str, dtype: str) -> None:
+    largest = LARGEST[dtype]
+    vector = vector_of({"w": np.zeros(999)}, framework, dtype)
     out = to_numpy(type(vector)(add_noise(vector.coefs, largest, secure_normals)))["w"]
     assert np.isfinite(out).all()
     assert np.abs(out.astype(np.float64)).max() == pytest.approx(largest, rel=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])
-def test_noise_on_another_byte_order(dtype: str) -> None:
-    out = add_noise({"w": np.full(50, 0.25, dtype)}, 1e-3, secure_normals)["w"]
-    assert out.dtype == np.dtype(dtype)
-    np.testing.assert_allclose(out.astype(np.float64), 0.25, atol=0.02)
-
-
-def _bfloat16(framework: str, arrays: dict[str, Any]) -> Any:
-    vector = to_vector({k: v.astype("float32") for k, v in arrays.items()}, framework)
-    if framework == "torch":
-        return type(vector)({k: v.bfloat16() for k, v in vector.coefs.items()})
-    if framework == "jax":
-        return type(vector)({k: v.astype("bfloat16") for k, v in vector.coefs.items()})
-    import tensorflow as tf
-
-    return type(vector)({k: tf.cast(v, tf.bfloat16) for k, v in vector.coefs.items()})
-
-
 # -- the grid -----------------------------------------------------------------------------------
-KINDS = [
-    (framework, dtype)
-    for framework in FRAMEWORKS
-    for dtype in ("float64", "float32", "float16", "bfloat16")
-    if (framework, dtype) != ("numpy", "bfloat16")
-]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("framework", "dtype"), KINDS)
-@pytest.mark.parametrize("start", [0.0, 0.3, -8.0, 1e-5])
-def test_noised_values_are_on_a_grid(framework: str, dtype: str, start: float) -> None:
+def test_noised_values_are_on_a_grid(framework: str, dtype: str) -> None:
     """The last bits of a small sum would tell from which value it started."""
-    arrays = {"w": np.full(2000, start)}
-    if framework != "numpy" and dtype == "bfloat16":
-        vector: Any = _bfloat16(framework, arrays)
-    else:
-        vector = to_vector({k: v.astype(dtype) for k, v in arrays.items()}, framework)
-    std = 0.7
+    values = np.repeat([0.0, 0.3, -8.0, 1e-5], 500)
+    vector, std = vector_of({"w": values}, framework, dtype), 0.7
     out = to_numpy(type(vector)(add_noise(vector.coefs, std, secure_normals)))["w"]
     # Rounding to a float of any width leaves multiples of a power of two what they are; what is
     # below the subnormals of float16 is rounded to one of them.
@@ -271,7 +228,7 @@ def test_releases_of_all_kinds_add_up() -> None:
     assert epsilon([Release(1.0, 0)], 1e-5) == 0.0
 
 
-SAMPLED = [Release(1.841, 80, 64 / 479), Release(1.0, 1000, 0.01), Release(1.0, 100_000, 0.001)]
+SAMPLED = [Release(1.841, 80, 64 / 479), Release(1.0, 1000, 0.01)]
 
 
 @pytest.mark.parametrize("release", SAMPLED)
@@ -304,30 +261,6 @@ def test_accountants_agree_without_samples() -> None:
         assert found == pytest.approx(96.1163, abs=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("budget", "steps", "sampling", "relation"),
-    [
-        (8.0, 100, 1.0, "add-remove"),
-        (8.0, 100, 1.0, "replace-one"),
-        (0.01, 3, 1.0, "add-remove"),
-        (3.0, 80, 64 / 479, "add-remove"),
-        (3.0, 80, 64 / 479, "replace-one"),
-    ],
-)
-def test_calibrated_noise_spends_the_budget_and_no_more(
-    budget: float, steps: int, sampling: float, relation: str
-) -> None:
-    if sampling < 1:
-        pytest.importorskip("dp_accounting")
-    z = noise_multiplier(budget, 1e-5, steps, sampling, relation)
-    spent = epsilon([Release(z, steps, sampling)], 1e-5, relation)
-    assert 0.997 * budget <= spent <= budget
-    before = noise_multiplier.cache_info().hits
-    assert noise_multiplier(budget, 1e-5, steps, sampling, relation) == z
-    assert noise_multiplier.cache_info().hits == before + 1
-
-
 def test_without_packages_samples_are_refused_or_left_to_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -347,10 +280,8 @@ def test_without_packages_samples_are_refused_or_left_to_another(
     ("release", "options", "text"),
     [
         (Release(0.0), {}, "noise_multiplier must be"),
-        (Release(math.nan), {}, "noise_multiplier must be"),
         (Release(1.0, -1), {}, "steps must be an int >= 1"),
         (Release(1.0, 1, 0.0), {}, "sampling must be"),
-        (Release(1.0, 1, 1.5), {}, "sampling must be"),
         (Release(1.0), {"delta": 0.0}, "delta must be"),
         (Release(1.0), {"relation": "replace"}, "relation must be one of"),
     ],
@@ -381,12 +312,6 @@ def test_delta_is_left_to_what_transforms_may_round(monkeypatch: pytest.MonkeyPa
     accounting._epsilon.cache_clear()
 
 
-def test_gdp_is_no_accountant() -> None:
-    """Opacus' central limit theorem gives less than the truth."""
-    with pytest.raises(ValueError, match="accountant must be one of 'closed form', 'pld'"):
-        epsilon([Release(1.0, 10, 0.1)], 1e-5, accountant="gdp")
-
-
 def test_budget_adds_up_and_is_restored() -> None:
     first = Accountant(1e-5)
     assert (first.epsilon(), first.rounds) == (0.0, 0)
@@ -407,10 +332,8 @@ def test_budget_adds_up_and_is_restored() -> None:
     ("here", "loaded", "rounds"),
     [
         ([[2.0, 5]], [[2.0, 3]], 5),
-        ([[2.0, 3]], [[2.0, 5]], 5),
         ([[2.0, 3], [3.0, 1]], [[2.0, 3], [3.0, 4]], 7),
         ([[2.0, 3], [3.0, 4]], [[2.0, 3]], 7),
-        ([[2.0, 3]], [], 3),
         ([[2.0, 3]], [[3.0, 3]], 6),
         ([[2.0, 3], [3.0, 1]], [[2.0, 4]], 8),
         ([[2.0, 3]], [[2.0, 3, 0.1]], 6),
@@ -423,14 +346,6 @@ def test_a_state_that_is_loaded_takes_nothing_from_what_was_spent(
     accountant.set_state(here)
     accountant.set_state(loaded)
     assert accountant.rounds == rounds
-
-
-def test_affordable_rounds_are_exactly_so_many() -> None:
-    accountant = Accountant(1e-5)
-    rounds = accountant.affordable(2.0, 10.0, 10**6)
-    assert accountant.epsilon(2.0, rounds) <= 10.0 < accountant.epsilon(2.0, rounds + 1)
-    assert accountant.affordable(2.0, 10.0, 3) == 3
-    assert accountant.affordable(0.1, 10.0, 10) == 0
 
 
 def test_samples_are_kept_apart_and_restored() -> None:
@@ -450,43 +365,13 @@ def test_samples_are_kept_apart_and_restored() -> None:
     assert second.epsilon(2.0, left, 0.1) <= 3.0 < second.epsilon(2.0, left + 1, 0.1)
 
 
-def test_central_noise_needs_no_other_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    imported: list[str] = []
-    load = builtins.__import__
-    monkeypatch.setattr(
-        builtins, "__import__", lambda name, *a, **k: imported.append(name) or load(name, *a, **k)
-    )
-    config = {"noise_multiplier": 1.0, "expected_clients": 3, "max_epsilon": 8.0}
-    Optimizer(lrate=1.0, modules=[("update-clip-server", config)])
-    assert not [name for name in imported if name.startswith(("opacus", "dp_accounting"))]
-
-
-@pytest.mark.parametrize(
-    ("z", "steps", "rate"), [(1e-3, 10, 0.1), (0.004, 1, 1e-3), (0.1, 10**6, 0.1), (1e-300, 1, 0.5)]
-)
 @pytest.mark.parametrize("accountant", ["pld", "prv"])
-def test_losses_too_large_for_memory_are_bounded_without_sampling(
-    z: float, steps: int, rate: float, accountant: str
-) -> None:
-    found = epsilon([Release(z, steps, rate)], 1e-5, accountant=accountant)
-    assert found == epsilon([Release(z, steps)], 1e-5)
-    # Noise that protects, however little, is accounted for with sampling.
-    assert epsilon([Release(0.3, 10, 0.1)], 1e-5) < 0.9 * epsilon([Release(0.3, 10)], 1e-5)
-
-
-def test_a_budget_that_allows_everything_is_sized_all_the_same() -> None:
-    z = noise_multiplier(1e7, 1e-5, 1000, 0.01)
-    assert epsilon([Release(z, 1000, 0.01)], 1e-5) <= 1e7
-
-
-@pytest.mark.parametrize("accountant", ["pld", "prv"])
-@pytest.mark.parametrize("delta", [1e-11, 1e-10])
-def test_rounding_in_many_steps_makes_no_epsilon_too_low(accountant: str, delta: float) -> None:
+def test_rounding_in_many_steps_makes_no_epsilon_too_low(accountant: str) -> None:
     """The transforms of a million steps are not exact to such a delta."""
+    delta = 1e-11
     pytest.importorskip({"pld": "dp_accounting", "prv": "opacus"}[accountant])
     found = [
-        epsilon([Release(z, 10**6, 1e-4)], delta, accountant=accountant)
-        for z in (1.0, 1.01, 1.02, 1.03, 1.04)
+        epsilon([Release(z, 10**6, 1e-4)], delta, accountant=accountant) for z in (1.0, 1.02, 1.04)
     ]
     assert found == sorted(found, reverse=True)
     larger = epsilon([Release(1.04, 10**6, 1e-4)], 2e-8, accountant=accountant)
@@ -496,45 +381,13 @@ def test_rounding_in_many_steps_makes_no_epsilon_too_low(accountant: str, delta:
         assert replaced > found[0]
 
 
-@pytest.mark.parametrize("asked", ["pld", "prv"])
-def test_what_stands_in_for_an_accountant_is_named(asked: str) -> None:
-    pytest.importorskip({"pld": "dp_accounting", "prv": "opacus"}[asked])
-    for releases, relation, named in (
-        ([Release(1.0, 100, 0.1)], "add-remove", asked),
-        ([Release(1.0, 10**6, 1e-4)], "add-remove", "rdp"),
-        ([Release(1e-3, 100, 0.1)], "add-remove", "closed form"),
-    ):
-        delta = 1e-17 if named == "rdp" else 1e-5
-        found = account(releases, delta, relation, asked)
-        assert found.accountant == named
-        assert found.epsilon == epsilon(releases, delta, relation, asked)
-    if asked == "pld":
-        assert (
-            account([Release(1.0, 10**6, 1e-4)], 1e-17, "replace-one").accountant == "closed form"
-        )
-    else:
-        # Without samples Opacus' PRV is looser than its Rényi accountant, which counts.
-        assert account([Release(1.0, 100)], 1e-5, accountant="prv").accountant == "rdp"
-    assert account([Release(1.0, 100)], 1e-5).accountant == "closed form"
-
-
-@pytest.mark.parametrize("accountant", ["pld", "prv", "rdp", "closed form"])
-@pytest.mark.parametrize("z", [1e-170, 1e-300, 5e-324])
-def test_hardly_any_noise_is_accounted_all_the_same(z: float, accountant: str) -> None:
-    sampling = 1.0 if accountant == "closed form" else 0.1
-    assert epsilon([Release(z, 3, sampling)], 1e-5, accountant=accountant) == math.inf
-
-
-@pytest.mark.parametrize(("budget", "delta"), [(1e-300, 1e-300), (1e-200, 1e-15), (1e-9, 1e-300)])
-def test_tiny_budgets_have_their_noise(budget: float, delta: float) -> None:
-    z = noise_multiplier(budget, delta, steps=7)
-    assert 0.999 * budget <= epsilon([Release(z, 7)], delta) <= budget
-
-
-def test_a_budget_that_no_number_is_large_enough_for() -> None:
-    with pytest.raises(
-        ValueError, match="no number is large enough for the noise of epsilon=5e-324"
-    ):
+def test_hardly_any_noise_and_tiny_budgets_are_accounted_all_the_same() -> None:
+    for accountant in ("pld", "prv", "rdp", "closed form"):
+        sampling = 1.0 if accountant == "closed form" else 0.1
+        assert epsilon([Release(5e-324, 3, sampling)], 1e-5, accountant=accountant) == math.inf
+    z = noise_multiplier(1e-200, 1e-15, steps=7)
+    assert 0.999e-200 <= epsilon([Release(z, 7)], 1e-15) <= 1e-200
+    with pytest.raises(ValueError, match="no number is large enough for the noise of epsilon=5e"):
         noise_multiplier(5e-324, 5e-324, 1)
 
 

@@ -207,3 +207,32 @@ def test_large_numbers_and_integers_that_are_left_alone_are_no_infinity() -> Non
     output = NormClip(1.0, exclude=["b", "n"]).clip(step)
     assert output["b"] is step["b"]
     assert output["n"] is step["n"]
+
+
+@pytest.mark.parametrize(
+    "name", ["norm-clip", "ema-norm-clip", "ema-value-clip", "growth-value-clip"]
+)
+def test_what_is_passed_on_leaves_the_finite_groups_alone_on_a_device_too(name: str) -> None:
+    needs("torch")
+    import torch
+
+    from fedclip.adapters.torch import PureClipping
+    from fedclip.modules import by_name
+
+    def made() -> Any:
+        return by_name()[name](on_nonfinite="propagate", scope="tensor")
+
+    pure, host, rng, state = PureClipping(made()), made(), np.random.default_rng(0), None
+    for step in range(8):
+        given = {n: torch.tensor(rng.normal(size=(4, 3))) for n in ("a", "b")}
+        if step in (3, 5):
+            given["ab"[step == 5]][0, 0] = np.nan if step == 3 else np.inf
+        state = state or pure.init(given)
+        outputs, state = pure.update(given, state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FedclipWarning)
+            wanted = host.clip(given)
+        for tensor, output in outputs.items():
+            torch.testing.assert_close(
+                output, wanted[tensor], rtol=1e-9, atol=1e-12, equal_nan=True
+            )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from fractions import Fraction
@@ -19,12 +16,10 @@ from declearn.optimizer import Optimizer
 from declearn.optimizer.modules import OptiModule
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-import fedclip.tools.cli
 from fedclip import AGC, NormClip, ValueClip, ZScoreClip
-from fedclip.privacy import MAPS, Analysis, Context, Map, analyse
-from fedclip.privacy.lengths import l2_of, outwards, root_of_squares, stretch
+from fedclip.privacy import MAPS, Context, Map, analyse
+from fedclip.privacy.lengths import l2_of, stretch
 from fedclip.tools.check import check_config
 
 SHAPES = {"enc.w": (3, 2), "enc.b": (2,), "head.w": (2, 2), "none": (0, 7)}
@@ -36,8 +31,6 @@ SHAPES = {"enc.w": (3, 2), "enc.b": (2,), "head.w": (2, 2), "none": (0, 7)}
     [
         NormClip(max_norm=0.5),
         ("norm-clip", {"max_norm": 0.5}),
-        ["norm-clip", {"max_norm": 0.5}],
-        [NormClip(max_norm=0.5)],
         ["no-op", ["norm-clip", {"max_norm": 0.5}]],
         {"lrate": 0.1, "modules": [["norm-clip", {"max_norm": 0.5}]]},
         Optimizer(lrate=0.1, modules=[NormClip(max_norm=0.5)]),
@@ -63,15 +56,6 @@ def test_a_clipper_answers_for_itself() -> None:
     assert ZScoreClip(max_norm=2.0).sensitivity("add-remove", SHAPES) is None
 
 
-def test_an_optimizer_without_modules_bounds_nothing() -> None:
-    found = analyse(Optimizer(lrate=0.1), SHAPES)
-    assert found.l2_bound is None
-    assert found.sensitivity("add-remove") is None
-    assert found.sensitivity("add-remove", "aggregate", 0.3) == 0.3
-    assert found.non_expansive
-    assert str(found).startswith("no module: no L2 bound (nothing limits it).")
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -79,10 +63,8 @@ def test_an_optimizer_without_modules_bounds_nothing() -> None:
         (("norm-clp",), ValueError, "did you mean 'norm-clip'"),
         (([["norm-clip"]],), TypeError, "a pipeline is a module"),
         (("norm-clip", [(3, 2)]), TypeError, "shapes must be a dict"),
-        (("norm-clip", {"w": 3}), TypeError, "got 3 for 'w'"),
         (("norm-clip", {"w": "ab"}), TypeError, "got 'ab' for 'w'"),
         (("norm-clip", {"w": (3, -1)}), ValueError, "shapes['w'] must be an int >= 0"),
-        (("norm-clip", {"w": (3.0,)}), TypeError, "shapes['w'] must be an int >= 0"),
         ((["norm-clip", {"exclude": "x*"}], {"w": (1,)}), ValueError, "matches no tensor"),
     ],
 )
@@ -92,20 +74,15 @@ def test_what_can_not_be_analysed(arguments: Any, error: type, message: str) -> 
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (("add-or-remov",), ValueError, "one of 'add-remove', 'replace-one'"),
-        (("add-remove", "sum"), ValueError, "one of 'record', 'aggregate'"),
-        (("add-remove", "record", 1.0), ValueError, "incoming goes with on='aggregate'"),
-        (("add-remove", "aggregate", -1.0), ValueError, "incoming must be"),
-        (("add-remove", "aggregate", math.nan), ValueError, "incoming must be"),
-    ],
-)
-def test_what_is_no_sensitivity(arguments: Any, error: type, message: str) -> None:
-    with pytest.raises(error) as caught:
-        analyse("norm-clip", SHAPES).sensitivity(*arguments)
-    assert message in str(caught.value)
+def test_what_is_no_sensitivity() -> None:
+    found = analyse("norm-clip", SHAPES)
+    for arguments, message in (
+        (("add-remove", "sum"), "one of 'record', 'aggregate'"),
+        (("add-remove", "record", 1.0), "incoming goes with on='aggregate'"),
+        (("add-remove", "aggregate", math.nan), "incoming must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            found.sensitivity(*arguments)  # type: ignore[arg-type]
 
 
 # -- values that are known without shapes, and formulas ---------------------------------------
@@ -113,30 +90,23 @@ def test_what_is_no_sensitivity(arguments: Any, error: type, message: str) -> No
     ("spec", "bound", "formula"),
     [
         ("norm-clip", 1.0, "1"),
-        (("norm-clip", {"ord": 1.5}), 1.0, "1"),
         (("norm-clip", {"scope": "tensor"}), None, "1·√k for k tensors"),
-        (("norm-clip", {"scope": "layer"}), None, "1·√k for k layers"),
         # One group more than patterns, at most.
         (("norm-clip", {"scope": ["a*", "b*"]}), 3**0.5, "1·√k for k groups"),
         (("norm-clip", {"scope": {"a*": 0.6}, "max_norm": 0.8}), 1.0, "√(Σ Cⱼ²)"),
         (("norm-clip", {"ord": "inf"}), None, "1·√d for d elements"),
-        (("norm-clip", {"ord": "rms", "scope": "tensor"}), None, "1·√d for d elements"),
         (("norm-clip", {"ord": "mad"}), None, "1·d for d elements"),
         (("norm-clip", {"ord": 3}), None, "1·d^(1/2 - 1/3) for d elements"),
         (("norm-clip", {"ord": 4, "scope": "tensor"}), None, "1·√(Σ dⱼ^(1 - 2/4))"),
-        (("norm-clip", {"ord": "mad", "scope": "tensor"}), None, "1·√(Σ dⱼ²)"),
         (("value-clip", {"max_value": 0.1}), None, "0.1·√d for d elements"),
         (("normalize", {"norm": 0.2, "scope": "tensor"}), None, "0.2·√k for k tensors"),
         ("standardize", None, "√(d - k) for d elements in k tensors"),
-        (("standardize", {"scope": "global"}), None, "√(d - 1) for d elements"),
         ("agc", None, "0.01·√(Σ max(|W|, 0.001)²)"),
         (["norm-clip", "momentum"], 10.0, "10 times 1"),
         ([("value-clip", {}), ("norm-clip", {"scope": "tensor"})], None, "the lesser of"),
         ([("norm-clip", {"scope": "tensor"}), "norm-clip"], 1.0, "the lesser of"),
         (("zscore-clip", {"max_norm": None, "scope": "tensor"}), None, ""),
-        (("norm-clip", {"exclude": "b"}), None, ""),
         (("norm-clip", {"dims": 0}), None, ""),
-        (("norm-clip", {"max_norm": None, "min_norm": 1.0, "scope": "tensor"}), None, ""),
         (["norm-clip", "adam"], None, "2.34543·√d for d elements"),
         (["norm-clip", "yogi"], None, ""),
     ],
@@ -185,15 +155,6 @@ def test_agc_is_judged_at_its_weights() -> None:
 
 
 # -- a round of local steps -------------------------------------------------------------------
-def test_a_round_is_no_longer_than_its_bound() -> None:
-    optimizer = Optimizer(lrate=0.5, modules=["norm-clip", ("momentum", {"beta": 0.8})])
-    bound = analyse(optimizer, {"w": (4,)}).round_bound(steps=40)
-    total = np.zeros(4)
-    for _ in range(40):
-        step = optimizer.compute_updates_from_gradients(None, NumpyVector({"w": np.ones(4)}))
-        total += step.coefs["w"]
-    assert 0.85 * bound < np.linalg.norm(total) <= bound
-    assert bound == pytest.approx(0.5 * 40 * 5.0, rel=1e-5)
 
 
 def test_no_bound_of_a_round_is_rounded_below_it() -> None:
@@ -277,16 +238,6 @@ def test_no_number_is_below_the_truth(limit: float, size: int, ord: Any) -> None
     assert stretch(ord, size) >= 1.0
 
 
-@given(st.lists(st.tuples(st.floats(1e-200, 1e200), st.integers(1, 1000)), min_size=1))
-def test_no_root_of_squares_is_below_the_truth(terms: list[tuple[float, int]]) -> None:
-    from fractions import Fraction
-
-    found = root_of_squares(terms)
-    truth = sum(n * Fraction(v) ** 2 for v, n in terms)
-    assert Fraction(found) ** 2 >= truth
-    assert Fraction(found) ** 2 <= truth * Fraction(outwards(outwards(outwards(1.0))))
-
-
 # -- in words ---------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("spec", "said"),
@@ -311,36 +262,11 @@ def test_no_root_of_squares_is_below_the_truth(terms: list[tuple[float, int]]) -
             "clips). On an aggregate: it can make a sensitivity larger (one element moves the "
             "limit of all); that is then not bounded.",
         ),
-        (
-            "l2-global-clipping",
-            "l2-global-clipping: no L2 bound (it passes NaN and infinity on, which have no norm; "
-            "for finite gradients it is 1, and norm-clip with max_norm=1.0 is so for all). On an "
-            "aggregate: it makes no sensitivity larger (it is non-expansive).",
-        ),
     ],
     ids=str,
 )
 def test_sentences(spec: Any, said: str) -> None:
     assert str(analyse(spec, SHAPES)) == said
-
-
-def test_explanations() -> None:
-    def explain(spec: Any, *arguments: Any) -> str:
-        found: Analysis = analyse(spec, SHAPES)
-        return found.explain(*arguments)
-
-    assert explain("norm-clip", "replace-one") == "The sensitivity (replace-one, record) is 2."
-    assert explain("zscore-clip", "add-remove") == (
-        "There is no sensitivity: its limit is learnt from the gradients of earlier steps, and "
-        "max_norm is not set; its limit is learnt from the gradients of earlier steps."
-    )
-    assert explain(("zscore-clip", {"max_norm": 1.0}), "add-remove") == (
-        "There is no sensitivity per record: its limit is learnt from the gradients of earlier "
-        "steps."
-    )
-    assert explain("centralize", "add-remove") == (
-        "There is no sensitivity: it takes the mean away, and limits nothing."
-    )
 
 
 # -- fedclip check ----------------------------------------------------------------------------
@@ -354,55 +280,6 @@ def write(tmp_path: Path) -> Write:
         return tmp_path / "c.toml"
 
     return write
-
-
-def test_check_says_what_is_clipped_where(write: Write) -> None:
-    file = write(
-        """
-        [client_opt]
-        lrate = 0.5
-        modules = [["norm-clip", {max_norm = 2.0}]]
-        [server_opt]
-        lrate = 1.0
-        modules = [["norm-clip", {scope = "tensor"}]]
-        [aggregator]
-        name = "clipped-averaging"
-        max_norm = 0.3
-        """
-    )
-    step, update, aggregate = check_config(file).places
-    assert step.startswith("step: norm-clip: the L2 norm is at most 2.")
-    assert step.endswith("A round's update is at most 0.5 times the number of steps times that.")
-    assert update.startswith("update: clipped-averaging: the L2 norm is at most 0.3.")
-    assert "the sensitivity of the sum is 0.3 if a client is added or removed" in update
-    assert "at most 1·√k for k tensors" in aggregate
-    result = CliRunner().invoke(fedclip.tools.cli.app, ["check", str(file)])
-    assert "What is clipped where:\n  step: norm-clip" in result.stdout
-    found = json.loads(
-        CliRunner().invoke(fedclip.tools.cli.app, ["check", str(file), "--json"]).stdout
-    )
-    assert found["places"] == [step, update, aggregate]
-
-
-def test_check_says_what_an_adaptive_bound_is(write: Write) -> None:
-    file = write(
-        """
-        [client_opt]
-        lrate = 0.5
-        modules = ["update-clip-client"]
-        [server_opt]
-        lrate = 1.0
-        modules = [["update-clip-server", {max_norm = 7.0}]]
-        [aggregator]
-        name = "clipped-averaging"
-        """
-    )
-    _, update, _ = check_config(file).places
-    assert "at most the bound C that update-clip-server sends in the round, never above 7" in update
-
-
-def test_check_says_nothing_of_a_file_with_problems(write: Write) -> None:
-    assert check_config(write("[client_opt]\nlrate = 0.5\nmodules = ['norm-clp']")).places == []
 
 
 def test_check_multiplies_a_fixed_number_of_steps(write: Write) -> None:
@@ -433,9 +310,7 @@ def test_check_multiplies_a_fixed_number_of_steps(write: Write) -> None:
 @pytest.mark.parametrize(
     ("modules", "warning"),
     [
-        ('["norm-clip", "momentum"]', "momentum comes after norm-clip and lets its bound"),
         ('["norm-clip", "adam"]', "adam comes after norm-clip and lets its bound be exceeded"),
-        ('["norm-clip", "normalize"]', "normalize comes after norm-clip"),
         ('["l2-global-clipping", "momentum"]', "momentum comes after l2-global-clipping"),
         ('["l2-clipping"]', "l2-clipping limits each tensor by itself, all k together to 1·√k"),
         (
@@ -443,7 +318,6 @@ def test_check_multiplies_a_fixed_number_of_steps(write: Write) -> None:
             "zscore-clip is an adaptive rule before gaussian",
         ),
         ('["zscore-clip", "gaussian-noise"]', "nothing bounds what gaussian-noise is added to"),
-        ('["ema-clip", "gaussian-noise"]', "nothing bounds what gaussian-noise is added to"),
         (
             '[["norm-clip", {scope = "tensor"}], "gaussian-noise"]',
             "gaussian-noise must be sized on 1·√k for k tensors, not on the limit of one of them",
@@ -463,8 +337,6 @@ def test_check_warns_of_what_does_not_hold(write: Write, modules: str, warning: 
         '["norm-clip", "zscore-clip"]',
         '["norm-clip", ["ewma", {beta = 0.9}]]',
         '["norm-clip", "gaussian-noise", "adam"]',
-        '["norm-clip", "centralize"]',
-        '["adam"]',
     ],
 )
 def test_check_does_not_warn_of_what_holds(write: Write, modules: str) -> None:
@@ -475,38 +347,3 @@ def test_check_does_not_warn_of_what_holds(write: Write, modules: str) -> None:
 
 
 # -- without declearn -------------------------------------------------------------------------
-WITHOUT = """
-import sys, types, importlib.abc
-class Block(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("declearn", "torch", "tensorflow", "jax", "opacus"):
-            raise ModuleNotFoundError(f"{name} is blocked", name=name)
-sys.meta_path.insert(0, Block())
-package = types.ModuleType("fedclip")
-package.__path__ = [sys.argv[1]]
-sys.modules["fedclip"] = package
-"""
-
-
-def test_the_arithmetic_works_without_declearn() -> None:
-    code = """
-    import numpy as np
-    from fedclip.privacy import Context, Map, kinds
-    from fedclip.privacy.accounting import Accountant, split_noise
-    from fedclip.privacy.noise import add_noise, secure_normals
-    from fedclip.privacy.sensitivity import compose
-    class Clip:
-        name, scope, exclude, ord, on_nonfinite = "mine", "tensor", None, 2, "skip"
-        max_norm, min_norm = 0.5, None
-    found = compose((kinds.fixed_limit(Clip(), Context({"a": (3,), "b": (2, 2)})),))
-    assert 0.70 < found.sensitivity("add-remove") < 0.71
-    assert split_noise(1.0, 1.0) > 1.0
-    assert add_noise({"w": np.zeros(3)}, 1.0, secure_normals)["w"].shape == (3,)
-    assert not [name for name in sys.modules if name.startswith(("declearn", "opacus"))]
-    """
-    script = WITHOUT + textwrap.dedent(code)
-    folder = Path(fedclip.__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr

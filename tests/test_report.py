@@ -157,10 +157,7 @@ def test_files_that_hold_no_records_are_not_called_damaged(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("make", "message"),
-    [
-        (lambda path: path / "no", "does not exist"),
-        (lambda path: path, "holds no optimizer_state"),
-    ],
+    [(lambda path: path / "no", "does not exist"), (lambda path: path, "holds no optimizer_state")],
 )
 def test_a_wrong_folder_is_an_error(tmp_path: Path, make: Any, message: str) -> None:
     with pytest.raises(ReportError, match=message):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedclip import FedclipWarning, NoOp, NormClip, ValueClip
-from fedclip.scopes import resolve
+from fedclip.scopes import matched, resolve
 from fedclip.testing import to_vector
 
 NAMES = ["enc.weight", "enc.bias", "head.weight", "head.scale"]
@@ -196,13 +196,47 @@ ANY_PATTERNS = st.text("ab.*?[]!1-", min_size=1, max_size=5)
     st.lists(ANY_PATTERNS, min_size=1, max_size=3, unique=True),
 )
 def test_patterns_match_as_fnmatch_does(names: list[str], patterns: list[str]) -> None:
-    first = [next((p for p in patterns if fnmatchcase(n, p)), "*") for n in names]
-    if not all(any(fnmatchcase(n, p) for n in names) for p in patterns):
+    def hits(pattern: str) -> list[str]:
+        found = [n for n in names if fnmatchcase(n, pattern)]
+        # Without a wildcard, it may be the name of a layer.
+        plain = not set("*?[") & set(pattern)
+        return found or [n for n in names if plain and n.startswith(f"{pattern}.")]
+
+    if not all(map(hits, patterns)):
         with pytest.raises(ValueError, match="matches no tensor"):
             resolve(patterns, None, names)
         return
     groups = resolve(patterns, None, names)
+    first = [next((p for p in patterns if n in hits(p)), "*") for n in names]
     assert [groups.labels[group] for group in groups.index] == first
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("head", [1, 2, 4]),
+        ("head.*", [1, 2, 4]),
+        ("head.weight", [1, 4]),
+        ("lora_A", []),
+        ("*.lora_A.weight", [3]),
+        ("enc", [0, 3]),
+        ("module.enc.*", [0]),
+    ],
+)
+def test_patterns_ignore_what_wrappers_add_to_names(pattern: str, found: list[int]) -> None:
+    names = [
+        "module.enc.weight",
+        "module.head.weight",
+        "module._orig_mod.head.bias",
+        "module.base_model.model.enc.lora_A.default.weight",
+        "base_model.model.head.modules_to_save.default.weight",
+        "header.weight",
+    ]
+    if not found:
+        with pytest.raises(ValueError, match="matches no tensor"):
+            resolve([pattern], None, names)
+        return
+    assert [i for i, name in enumerate(names) if name in matched("", [pattern], names)] == found
 
 
 def test_thousands_of_patterns_and_names_are_matched_in_one_pass() -> None:

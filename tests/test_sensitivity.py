@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from fedclip import Clipper, NormClip
 from fedclip.privacy import MAPS, Analysis, analyse
 from fedclip.rules.constant import Constant
-from fedclip.transforms.norm import NormClipping
+from fedclip.transforms import NormClipping, Transform
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Function = Callable[[Array], Array]
@@ -153,10 +153,6 @@ def lopsided() -> list[Array]:
     return flats + [np.eye(SIZE)[i] + t for i in (0, 6, 9) for t in (1e-4, 0.01, 0.05)]
 
 
-def stretched(f: Function, x: Array, y: Array) -> float:
-    return norm(f(x) - f(y)) / norm(x - y)
-
-
 # -- bounds that hold -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Bounded:
@@ -193,10 +189,7 @@ OWN = {"enc.*": 0.3, "head.w": 0.4}
 
 PER_RECORD = [
     Bounded(("norm-clip", {"max_norm": 0.5}), 0.5),
-    Bounded(("norm-clip", {"max_norm": 0.5, "eps": 0.2}), 0.5),
-    Bounded(("norm-clip", {"max_norm": 0.5, "scope": "tensor"}), 0.5 * 3**0.5),
     Bounded(("norm-clip", {"max_norm": 0.5, "scope": "layer"}), 0.5 * 2**0.5),
-    Bounded(("norm-clip", {"max_norm": 0.5, "scope": ["head.*"]}), 0.5 * 2**0.5),
     Bounded(("norm-clip", {"scope": OWN}), 0.5),
     Bounded(("norm-clip", {"max_norm": 0.5, "dims": -1}), 0.5 * (3 + 1 + 2) ** 0.5),
     Bounded(
@@ -206,19 +199,14 @@ PER_RECORD = [
         steep=0.5,
     ),
     Bounded(("norm-clip", {"max_norm": 0.5, "ord": 1}), 0.5, slope=D**0.5, steep=0.8),
-    Bounded(("norm-clip", {"max_norm": 0.5, "ord": 1.5}), 0.5, slope=D ** (1 / 6), steep=0.7),
     Bounded(("norm-clip", {"max_norm": 0.5, "ord": 0.5}), 0.5, slope=None),
-    Bounded(("norm-clip", {"max_norm": 0.5, "ord": 4}), 0.5 * D**0.25, slope=D**0.25, steep=0.68),
-    Bounded(("norm-clip", {"max_norm": 0.5, "ord": "inf"}), 0.5 * D**0.5, slope=D**0.5, steep=0.8),
     Bounded(
         ("norm-clip", {"max_norm": 0.5, "ord": 4, "scope": "tensor"}),
         0.5 * sum(d**0.5 for d in SIZES) ** 0.5,
         slope=6**0.25,
         steep=0.68,
     ),
-    Bounded(("norm-clip", {"max_norm": 0.5, "ord": "rms"}), 0.5 * D**0.5),
     Bounded(("norm-clip", {"max_norm": 0.5, "ord": "rms", "scope": "tensor"}), 0.5 * D**0.5),
-    Bounded(("norm-clip", {"max_norm": 0.5, "ord": "mad"}), 0.5 * D, slope=D**0.5, steep=0.8),
     Bounded(
         ("norm-clip", {"max_norm": 0.5, "ord": "mad", "scope": "tensor"}),
         0.5 * sum(d**2 for d in SIZES) ** 0.5,
@@ -226,60 +214,36 @@ PER_RECORD = [
         steep=0.7,
     ),
     Bounded(("norm-clip", {"max_norm": 0.5, "min_norm": 0.1}), 0.5, slope=None),
-    Bounded(("value-clip", {"max_value": 0.5}), 0.5 * D**0.5),
     Bounded(("value-clip", {"max_value": 0.5, "min_value": -2.0}), 2.0 * D**0.5),
-    Bounded(("value-clip", {"max_value": 0.5, "min_value": 0.2}), 0.5 * D**0.5),
     Bounded(("value-clip", {"scope": OWN}), (0.3**2 * 8 + 0.4**2 * 4) ** 0.5),
-    Bounded(("normalize", {"norm": 0.5}), 0.5, slope=None),
     Bounded(("normalize", {"norm": 0.5, "eps": 0.1}), 0.5, slope=5.0, steep=0.9),
-    Bounded(("normalize", {"norm": 0.5, "eps": 0.5}), 0.5),
     Bounded(("normalize", {"norm": 0.5, "scope": "tensor"}), 0.5 * 3**0.5, slope=None),
-    Bounded(("normalize", {"norm": 0.5, "ord": "inf"}), 0.5 * D**0.5, slope=None),
     Bounded(("standardize", {"eps": 1e-8}), (D - 3) ** 0.5, reach=0.99, slope=1e8, steep=0.9),
-    Bounded("standardize", (D - 3) ** 0.5, reach=0.99, slope=None),
     Bounded(("standardize", {"eps": 2.0, "scope": "global"}), (D - 1) ** 0.5, reach=0.99),
     Bounded(
         ("agc", {"ratio": 0.1}),
         0.1 * np.sqrt(sum((np.linalg.norm(w, axis=0) ** 2).sum() for w in WEIGHTS.values())),
     ),
-    Bounded(("agc", {"ratio": 0.1, "unit": "global"}), 0.1 * norm(flat(NumpyVector(WEIGHTS)))),
     Bounded(("agc", {"ratio": 0.1, "unit": "tensor", "min_norm": 9.0}), 0.9 * 3**0.5),
     # Sequences: the least bound holds, and all of them do.
-    Bounded([("value-clip", {"max_value": 0.1}), "norm-clip"], 0.1 * D**0.5),
-    Bounded([("value-clip", {"max_value": 0.5}), "norm-clip"], 1.0),
     Bounded(["norm-clip", ("value-clip", {"max_value": 0.1})], 0.1 * D**0.5),
     Bounded([("norm-clip", {"scope": "tensor"}), ("norm-clip", {"max_norm": 1.2})], 1.2),
     Bounded([("normalize", {"norm": 3.0}), "norm-clip"], 1.0, slope=None),
     Bounded([("percentile-clip", {"percentile": 60}), "norm-clip"], 1.0, slope=None),
-    Bounded(["no-op", "centralize", "norm-clip"], 1.0),
     Bounded(["norm-clip", "centralize"], 1.0 + 2.0**-8, reach=0.99),
-    Bounded(["norm-clip", "l2-global-clipping"], 1.0),
     Bounded(["ridge", "norm-clip"], 1.0),
 ]
 
 WITH_MEMORY = [
-    Bounded((name, {"max_norm": 0.5, **config}), 0.5, slope=None)
-    for name, config in {
-        "zscore-clip": {"warmup": 2},
-        "ema-clip": {"warmup": 2},
-        "auto-clip": {},
-        "percentile-norm-clip": {},
-        "adaptive-clip": {},
-        "growth-clip": {},
-    }.items()
-] + [
+    Bounded(("zscore-clip", {"max_norm": 0.5, "warmup": 2}), 0.5, slope=None),
+    Bounded(("adaptive-clip", {"max_norm": 0.5}), 0.5, slope=None),
     Bounded(
         ("ema-clip", {"max_norm": 0.5, "feedback": "raw", "include_current": True}),
         0.5,
         slope=None,
     ),
-    Bounded(("zscore-clip", {"max_norm": 0.5, "scope": "tensor"}), 0.5 * 3**0.5, slope=None),
     Bounded(["norm-clip", ("ema-norm-clip", {"init": "first"})], 1.0, slope=None),
-    Bounded(["norm-clip", "ema-value-clip"], 1.0, reach=0.7, slope=None),
-    Bounded(["norm-clip", "growth-value-clip"], 1.0, slope=None),
-    Bounded(["norm-clip", ("momentum", {"beta": 0.9})], 10.0, slope=10.0),
     Bounded(["norm-clip", ("momentum", {"beta": 0.8, "nesterov": True})], 5.0, slope=5.0),
-    Bounded(["norm-clip", ("ewma", {"beta": 0.9})], 1.0),
     Bounded([("value-clip", {"max_value": 0.1}), ("ewma", {"beta": 0.9})], 0.1 * D**0.5),
     Bounded(["adam", "norm-clip"], 1.0, slope=None),
 ]
@@ -316,41 +280,15 @@ def test_no_output_of_declearn_is_longer_than_its_bound(row: Bounded) -> None:
     assert row.reach * row.bound <= reached <= found.l2_bound <= row.bound * (1 + 1e-5)
 
 
-@bounded([row for row in PER_RECORD if "l2-global-clipping" not in str(row)])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@bounded(PER_RECORD)
 @pytest.mark.slow
-def test_no_rounding_takes_an_output_above_its_bound(row: Bounded, dtype: str) -> None:
+def test_no_rounding_takes_an_output_above_its_bound(row: Bounded) -> None:
     bound = of(row).l2_bound
     rng = np.random.default_rng(3)
     usable = [x for x in starts(rng) if np.abs(x).max() < 6e4]
     for x in usable:
-        for _ in range(3):
+        for dtype in ("float32", "float16"):
             assert norm(once(row.spec, dtype)(x * rng.uniform(0.5, 1.0, x.size))) <= bound
-
-
-@pytest.mark.slow
-@bounded([*PER_RECORD, *DECLEARN])
-def test_no_neighbours_are_further_apart_than_the_sensitivity(row: Bounded) -> None:
-    """A sum over records is changed by one of them: added, removed, or another one."""
-    found = of(row, finite=row in DECLEARN)
-    add, replace = found.sensitivity("add-remove"), found.sensitivity("replace-one")
-    f = once(row.spec)
-    rng = np.random.default_rng(11)
-    rest = sum(f(x) for x in starts(rng)[::7])
-    assert attack(lambda x: norm((rest + f(x)) - rest), seed=1) <= add * SLACK
-
-    def apart(pair: Array) -> float:
-        return norm((rest + f(pair[:SIZE])) - (rest + f(pair[SIZE:])))
-
-    pairs = [np.concatenate([x, -x]) for x in starts(rng)] + [
-        np.concatenate([x, y]) for x, y in zip(starts(rng), starts(rng)[::-1], strict=True)
-    ]
-    best = sorted(pairs, key=apart, reverse=True)[:3]
-    reached = max(climb(apart, pair, rng)[0] for pair in best)
-    assert reached <= replace * SLACK
-    # All but boxes that are not centred on 0 reach twice the bound with x and -x.
-    if row.reach and "min_value" not in str(row):
-        assert reached >= 0.99 * row.reach * replace
 
 
 @pytest.mark.slow
@@ -401,49 +339,6 @@ def test_no_two_inputs_are_stretched_apart_beyond_the_slope(row: Bounded) -> Non
         assert norm(f(x) - f(y)) <= row.slope * norm(x - y) * SLACK + 1e-12
 
 
-@pytest.mark.slow
-@bounded([row for row in PER_RECORD if row.slope is None or row.slope > 1])
-def test_what_is_not_non_expansive_has_a_pair_that_shows_it(row: Bounded) -> None:
-    assert not of(row).non_expansive
-    f = once(row.spec)
-    ramp = np.arange(1.0, SIZE + 1)
-    # Normalisation, across 0.
-    pairs = [(1e-9 * ramp, -1e-9 * ramp)]
-    # Percentiles, at the element that is the limit of others.
-    pairs += [(0.01 * ramp, 0.01 * ramp - 1e-4 * v) for v in np.eye(SIZE)]
-    ratios = [stretched(f, x, y) for x, y in pairs]
-    # Limits of other orders, just above them.
-    assert max([*ratios, *(slope(f, edge(f, x)) for x in lopsided())]) > 1.01
-
-
-@bounded([row for row in WITH_MEMORY if row.slope is not None])
-def test_no_two_histories_are_stretched_apart_beyond_the_slope(row: Bounded) -> None:
-    assert of(row).lipschitz == pytest.approx(row.slope)
-    rng = np.random.default_rng(4)
-    reached = 0.0
-    for scale in (1e-3, 0.3, 5.0):
-        for shift in (rng.normal(size=(100, SIZE)), np.ones((100, SIZE)) / SIZE**0.5):
-            first = scale * rng.normal(size=(100, SIZE)) / SIZE
-            second = first + 1e-4 * shift / np.linalg.norm(shift, axis=1)[:, None]
-            outputs = zip(run(row.spec, first), run(row.spec, second), strict=True)
-            apart = max(norm(a - b) for a, b in outputs)
-            reached = max(reached, apart / np.linalg.norm(first - second, axis=1).max())
-    assert 0.99 * row.slope <= reached <= row.slope * SLACK
-
-
-@bounded([row for row in [*PER_RECORD, *WITH_MEMORY] if row.slope is not None])
-def test_sensitivity_of_an_aggregate(row: Bounded) -> None:
-    found = of(row)
-    bound = found.l2_bound
-    for incoming in (0.0, 1e-3, 1e6):
-        wanted = min(found.lipschitz * incoming, 2 * bound) if incoming else 0.0
-        got = found.sensitivity("replace-one", "aggregate", incoming)
-        # On the way the bounds of earlier maps may have been lower still.
-        assert got <= wanted * SLACK
-        assert got >= 0.0
-    assert found.sensitivity("add-remove", "aggregate") <= 2 * bound * SLACK
-
-
 def test_only_the_diameter_bounds_an_aggregate_that_is_normalised() -> None:
     found = analyse("normalize", SHAPES)
     assert found.sensitivity("add-remove", "aggregate", 1e-6) == 2.0
@@ -463,7 +358,6 @@ UNBOUNDED = [
     "percentile-clip",
     ("standardize", {"scope": ["enc.b", "enc.*"], "exclude": "head.*"}),
     ("norm-clip", {"ord": "std"}),
-    ("norm-clip", {"ord": "var", "scope": "tensor"}),
     ("norm-clip", {"max_norm": None, "min_norm": 1.0}),
     ("norm-clip", {"exclude": "head.*"}),
     ("norm-clip", {"min_size": 3, "scope": "tensor"}),
@@ -471,22 +365,14 @@ UNBOUNDED = [
     ("value-clip", {"exclude": "enc.b"}),
     ("normalize", {"ord": "std"}),
     ("agc", {"exclude": "head.*"}),
-    ("agc", {"skip_vectors": True}),
     ("agc", {"dims": 1}),
     ("zscore-clip", {"max_norm": None}),
     ("ema-clip", {"ratio": 2.0, "decay": 0.5}),
-    ("ema-clip", {"feedback": "raw", "include_current": True, "max_norm": None}),
-    "auto-clip",
-    "percentile-norm-clip",
-    "adaptive-clip",
     "growth-clip",
     "ema-norm-clip",
-    "ema-normalize",
-    "ema-value-clip",
     "growth-value-clip",
     "momentum",
     "ewma",
-    "yogi-momentum",
 ]
 
 
@@ -503,24 +389,12 @@ def test_what_has_no_bound_has_a_reason_and_a_counter_example(spec: Spec) -> Non
     assert max(norm(y) for stream in streams for y in run(spec, stream)) > 1e5
 
 
-def test_high_orders_clip_too() -> None:
-    spec = [("norm-clip", {"ord": 5000})]
-    bound = analyse(spec, SHAPES).l2_bound
-    assert bound is not None
-    for gradient in (np.full(SIZE, 7.3), np.linspace(-100.0, 100.0, SIZE)):
-        (output,) = run(spec, [gradient])
-        assert 0.5 < norm(output) <= bound
-
-
 # -- divisions by the size of past gradients --------------------------------------------------
 DIVIDED = [
     ("adagrad", {}, 1.0),
     ("rmsprop", {}, 0.1**-0.5),
-    ("rmsprop", {"beta": 0.5}, 0.5**-0.5),
     ("adam", {}, 0.1 / 0.01**0.5 / (1 - 0.81 / 0.99) ** 0.5),
-    ("adam", {"beta_2": 0.999}, 0.1 / 0.001**0.5 / (1 - 0.81 / 0.999) ** 0.5),
     ("adam", {"beta_1": 0.5, "beta_2": 0.3}, 0.5 / 0.7**0.5 / (1 - 0.25 / 0.3) ** 0.5),
-    ("adam", {"beta_1": 0.0, "beta_2": 0.9}, 0.1**-0.5),
     ("adam", {"amsgrad": True}, 0.1 / 0.01**0.5 / (1 - 0.81 / 0.99) ** 0.5),
 ]
 
@@ -585,12 +459,6 @@ def test_divisions_that_nothing_bounds(spec: Spec, why: str) -> None:
     assert why in found.reasons[0]
 
 
-def test_adam_with_a_longer_memory_of_gradients_than_of_squares_has_no_bound() -> None:
-    config = {"beta_1": 0.95, "beta_2": 0.5}
-    worst = 1e150 * (0.5 / 0.95) ** np.arange(200)
-    assert last("adam", config, np.concatenate([np.zeros(200), worst]), "float64")[-1] > 1e6
-
-
 @pytest.mark.parametrize("name", ["adam", "adagrad", "rmsprop", "yogi", "momentum"])
 def test_what_comes_after_a_clip_exceeds_its_bound(name: str) -> None:
     spec = [("norm-clip", {"max_norm": 0.01}), name]
@@ -610,33 +478,13 @@ def test_what_comes_after_a_clip_exceeds_its_bound(name: str) -> None:
         assert any(name in reason for reason in found.reasons)
 
 
-@pytest.mark.parametrize("name", ["ridge", "lasso"])
-def test_a_penalty_on_the_weights_exceeds_the_bound_of_agc(name: str) -> None:
-    spec = [("agc", {"ratio": 1e-6}), name]
-    found = analyse(spec, SHAPES, weights=WEIGHTS)
-    assert found.l2_bound is None
-    # What public weights add is the same for all neighbours.
-    assert found.sensitivity("add-remove", "aggregate", 1e-9) == 1e-9
-    (output,) = run(spec, [np.ones(SIZE)])
-    assert norm(output) > 1e3 * analyse(spec[:1], SHAPES, weights=WEIGHTS).l2_bound
-
-
-def test_noise_exceeds_the_bound() -> None:
-    spec = ["norm-clip", ("gaussian-noise", {"std": 1.0, "safe_mode": False, "seed": 1})]
-    assert analyse(spec, SHAPES).l2_bound is None
-    assert max(norm(y) for y in run(spec, [np.ones(SIZE)] * 20)) > 2.0
-
-
 @pytest.mark.parametrize(
     "spec",
     [
         ("norm-clip", {"on_nonfinite": "propagate"}),
-        ("value-clip", {"on_nonfinite": "propagate"}),
         ("normalize", {"on_nonfinite": "propagate"}),
-        ("standardize", {"on_nonfinite": "propagate"}),
         ("agc", {"on_nonfinite": "propagate"}),
         "l2-clipping",
-        "l2-global-clipping",
         ["l2-global-clipping", ("ewma", {"beta": 0.5})],
     ],
     ids=str,
@@ -651,67 +499,10 @@ def test_nan_has_no_bound_where_it_is_passed_on(spec: Spec) -> None:
 
 
 @bounded(PER_RECORD)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_nan_and_infinity_stay_within_the_bound(row: Bounded, bad: float) -> None:
-    x = np.where(np.arange(SIZE) == 3, bad, 1e30)
-    assert norm(once(row.spec)(x)) <= of(row).l2_bound
-
-
-# -- what is not safe per record --------------------------------------------------------------
-TINY, LONG = 0.01, 5.0
-SHARED = {
-    # The first record decides what all the others are clipped to.
-    "zscore-clip": {"warmup": 1, "warmup_factor": None, "min_std": 0.0},
-    "ema-clip": {"warmup": 1, "warmup_factor": None, "ratio": 1.05},
-    "growth-clip": {"mul": 1.001, "max_decay": None},
-    "adaptive-clip": {"rate": 3.0, "quantile": 0.01, "start_norm": 1.0},
-    # One of the first five does.
-    "auto-clip": {"warmup": 5, "warmup_factor": None, "median": "p2", "decay": None},
-    "percentile-norm-clip": {"warmup": 5, "warmup_factor": None},
-}
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_a_learnt_limit_lets_one_record_change_what_all_others_give(name: str) -> None:
-    """With a bound of 1 on each output, one of 50 records changes the sum by more than 4."""
-    spec = (name, {"max_norm": 1.0, **SHARED[name]})
-    found = analyse(spec, SHAPES)
-    assert found.l2_bound == 1.0
-    assert not found.per_record_safe
-    assert found.sensitivity("replace-one") is None
-    direction = np.ones(SIZE) / SIZE**0.5
-    few = 5 if name in ("auto-clip", "percentile-norm-clip") else 1
-    rest = [TINY * direction] * (few - 1)
-    sums = [
-        sum(run(spec, [first * direction, *rest, *[LONG * direction] * 45]))
-        for first in (TINY, LONG)
-    ]
-    assert norm(sums[0] - sums[1]) > 2 * 2 * found.l2_bound
-
-
-@pytest.mark.parametrize("name", ["momentum", "ewma"])
-def test_a_memory_lets_one_record_change_what_later_ones_give(name: str) -> None:
-    spec = ["norm-clip", (name, {"beta": 0.99})]
-    assert not analyse(spec, SHAPES).per_record_safe
-    direction = np.ones(SIZE) / SIZE**0.5
-    records = [direction] + [np.zeros(SIZE)] * 300
-    with_, without = (sum(run(spec, records[i:])) for i in (0, 1))
-    reach = 0.9 if name == "ewma" else 90
-    assert norm(with_ - without) > reach
-
-
-def test_a_threshold_from_the_same_batch_is_moved_by_one_record() -> None:
-    """What `analyse` can not see: a limit taken from all records, as their median norm."""
-    rng = np.random.default_rng(0)
-    records = [x / norm(x) for x in rng.normal(size=(101, SIZE)) + 3.0]
-    records = [x * (0.1 if i < 50 else 1.0) for i, x in enumerate(records)]
-
-    def total(batch: list[Array]) -> Array:
-        limit = float(np.median([norm(x) for x in batch]))
-        return sum(once(("norm-clip", {"max_norm": limit}))(x) for x in batch)
-
-    other = [*records[:-1], 0.1 * records[-1]]
-    assert norm(total(records) - total(other)) > 10
+def test_nan_and_infinity_stay_within_the_bound(row: Bounded) -> None:
+    for bad in (np.nan, -np.inf):
+        x = np.where(np.arange(SIZE) == 3, bad, 1e30)
+        assert norm(once(row.spec)(x)) <= of(row).l2_bound
 
 
 # -- any pipeline -----------------------------------------------------------------------------
@@ -760,7 +551,7 @@ def specs() -> st.SearchStrategy[Spec]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(specs(), min_size=1, max_size=4), st.integers(0, 2**20))
 @pytest.mark.slow
 def test_any_pipeline_keeps_what_is_said_of_it(pipeline: list[Spec], seed: int) -> None:
@@ -806,8 +597,8 @@ def test_a_clipper_that_forgot_is_found_and_bounds_nothing() -> None:
     class Forgot(Clipper, register=False):
         name = "forgot"
 
-        def __init__(self) -> None:
-            super().__init__(NormClipping(Constant((1.0,))))
+        def build(self) -> Transform:
+            return NormClipping(Constant((1.0,)))
 
     class Inherits(NormClip, register=False):
         name = "inherits"

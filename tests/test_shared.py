@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import warnings
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
 from federation_helpers import SHORT_BIPRIME
 from helpers import each_framework, needs
 
-from fedclip import Clipper, FedclipWarning, ZScoreClip
+from fedclip import Clipper, FedclipWarning
 from fedclip.arrays import NUMPY, backend_named
 from fedclip.federation.statistics.client import SharedRule
 from fedclip.federation.statistics.counterpart import SharedServer
@@ -37,10 +36,8 @@ from fedclip.federation.statistics.counts import (
     counts_of,
     quantile_of,
 )
-from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
-from fedclip.federation.statistics.server import History
-from fedclip.rules import Judgement
-from fedclip.rules.adaptive import geometric_update
+from fedclip.federation.statistics.messages import FedclipSharedCounts
+from fedclip.rules.sharing import Judgement
 from fedclip.tools.check import check_config
 
 Steps = Sequence[float | Mapping[str, float]]
@@ -57,6 +54,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "adaptive-clip": {"start_norm": 1.0},
 }
 every_clipper = pytest.mark.parametrize("name", CONFIGS)
+
+
+def pairwise(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return rows in which each value is with each clipper, or once, whichever is less."""
+    rows = max(len(CONFIGS), *map(len, columns))
+    names = list(CONFIGS)
+    return [
+        (names[i % len(names)], *(c[(i + i // len(c)) % len(c)] for c in columns))
+        for i in range(rows)
+    ]
 
 
 def masked(clients: Sequence[str]) -> tuple[dict[str, Any], Any]:
@@ -181,22 +188,8 @@ def draw(rng: np.random.Generator, size: int, scale: float = 1.0) -> list[float]
     return values
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_last_step_is_told_after_the_round(name: str) -> None:
-    fed = Federation(name)
-    for round_ in (1, 2):
-        fed.round({"client_0": [1.0, 2.0, float(round_)], "client_1": [1.0]})
-        record = fed.clipper("client_0").last
-        assert record is not None
-        assert (record.groups, record.norm_before) == (("all",), (float(round_),))
-    state = fed.clipper("client_0").get_state()
-    fed.clipper("client_0").set_state(state)
-    assert fed.clipper("client_0").last is None
-
-
 # -- merged equals one process --------------------------------------------------------------
-@pytest.mark.parametrize("secagg", [None, masked], ids=["cleartext", "masked"])
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+@pytest.mark.parametrize(("scale", "secagg"), [(1e-6, masked), (1.0, None), (1e4, masked)])
 def test_moments_of_the_warm_up_are_those_of_all_norms(scale: float, secagg: Any) -> None:
     rng = np.random.default_rng(0)
     fed = Federation("zscore-clip", warmup=1000, max_norm=None, secagg=secagg)
@@ -208,32 +201,6 @@ def test_moments_of_the_warm_up_are_those_of_all_norms(scale: float, secagg: Any
         assert fed.group()["count"] == len(every)
         assert fed.group()["mean"] == pytest.approx(np.mean(every), rel=1e-12)
         assert fed.group()["variance"] == pytest.approx(np.var(every), rel=1e-12)
-
-
-def test_moments_that_would_cancel() -> None:
-    """A deviation a millionth of the mean, once the mean is known."""
-    rng = np.random.default_rng(1)
-    fed = Federation("auto-clip", max_norm=None, feedback="raw")
-    every = []
-    for _ in range(4):
-        steps = {c: (1000.0 + 1e-3 * rng.normal(size=20)).tolist() for c in fed.clients}
-        every += [x for norms in steps.values() for x in norms]
-        fed.round(steps)
-    assert fed.group()["mean"] == pytest.approx(np.mean(every), rel=1e-14)
-    # The first round was taken about 0.
-    assert fed.group()["variance"] == pytest.approx(np.var(every), rel=1e-4)
-    (state,) = [fed.counterpart.collect_aux_var()]
-    centre = state.state["mean"][0]
-    norms = (1000.0 + 1e-3 * rng.normal(size=50)).tolist()
-    rule = SharedRule(rule_of(fed))
-    shared = rule.init(1, NUMPY)
-    for norm in norms:
-        _, shared = rule(np.array([norm]), shared, NUMPY)
-    fields = {name: getattr(shared, name)[..., 0].tolist() for name in rule.tally.fields}
-    column = np.array(rule.tally.encode(fields, centre), dtype=np.uint64)
-    mean, variance = rule.tally.decode(column).moments(centre)
-    assert mean == pytest.approx(np.mean(norms), rel=1e-15)
-    assert variance == pytest.approx(np.var(norms), rel=1e-10)
 
 
 @pytest.mark.parametrize("estimator", ["zclip", "drytorch", "smartclip"])
@@ -259,8 +226,7 @@ def test_moving_averages_are_moved_by_each_norm_once(estimator: str) -> None:
         )
 
 
-@pytest.mark.parametrize("secagg", [None, masked], ids=["cleartext", "masked"])
-@pytest.mark.parametrize("history", ["window", "p2"])
+@pytest.mark.parametrize(("history", "secagg"), [("window", masked), ("p2", None)])
 def test_percentile_is_that_of_the_last_rounds(history: str, secagg: Any) -> None:
     rng = np.random.default_rng(3)
     window = {"window": 60} if history == "window" else {"window": 256}
@@ -281,23 +247,9 @@ def test_percentile_is_that_of_the_last_rounds(history: str, secagg: Any) -> Non
         assert abs(fed.group()["level"] - exact) <= ERROR * exact
 
 
-def test_median_and_deviation_of_all_norms() -> None:
-    rng = np.random.default_rng(4)
-    fed = Federation("auto-clip", feedback="raw")
-    every: list[float] = []
-    for _ in range(6):
-        steps = {c: draw(rng, 9) for c in fed.clients}
-        every += [x for some in steps.values() for x in some]
-        fed.round(steps)
-    assert fed.group()["mean"] == pytest.approx(np.mean(every), rel=1e-12)
-    assert fed.group()["variance"] == pytest.approx(np.var(every), rel=1e-12)
-    assert fed.group()["level"] == pytest.approx(np.median(every), rel=ERROR)
-
-
-@pytest.mark.parametrize("secagg", [None, masked], ids=["cleartext", "masked"])
-def test_median_and_median_deviation_are_read_off_one_sketch(secagg: Any) -> None:
+def test_median_and_median_deviation_are_read_off_one_sketch() -> None:
     rng = np.random.default_rng(5)
-    fed = Federation("mad-clip", feedback="raw", secagg=secagg)
+    fed = Federation("mad-clip", feedback="raw")
     rounds: list[list[float]] = []
     for t in range(8):
         steps = {c: draw(rng, int(rng.integers(0, 20)), 1.2**t) for c in fed.clients}
@@ -315,17 +267,7 @@ def test_median_and_median_deviation_are_read_off_one_sketch(secagg: Any) -> Non
         assert abs(fed.group()["spread"] - spread) <= 2 * ERROR * (median + spread)
 
 
-def test_adaptive_limit_makes_one_step_a_round() -> None:
-    fed = Federation("adaptive-clip")
-    fed.round({"client_0": [0.5, 1.0, 2.0], "client_1": [], "client_2": [3.0]})
-    assert fed.group()["limit"] == geometric_update(1.0, 0.5, quantile=0.5, rate=0.2)
-    fed.round({"client_0": [0.5, 0.1, 2.0], "client_2": [3.0]})
-    fed.round({"client_0": [0.5, 0.1, 0.2], "client_2": [3.0]})
-    assert fed.group()["limit"] == geometric_update(1.0, 0.75, quantile=0.5, rate=0.2)
-
-
-@pytest.mark.parametrize("quantile", [0.0, 0.1, 0.5, 0.95, 1.0])
-@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+@pytest.mark.parametrize(("size", "quantile"), [(1, 0.5), (2, 1.0), (5, 0.1), (1000, 0.95)])
 def test_sketch_is_within_its_error(size: int, quantile: float) -> None:
     rng = np.random.default_rng(size)
     norms = 10.0 ** rng.uniform(-7.5, 5.0, size)
@@ -333,7 +275,7 @@ def test_sketch_is_within_its_error(size: int, quantile: float) -> None:
     shared = SharedRule(rule_of(Federation("percentile-norm-clip")))
     state = shared.init(1, NUMPY)
     for norm in norms:
-        judged = Judgement(None, np.array([norm]), None)
+        judged = Judgement(None, np.array([norm]), True)
         state = tally.add(judged, 10_000, state, NUMPY)
     fields = {name: getattr(state, name)[..., 0].tolist() for name in tally.fields}
     buckets = tally.decode(np.array(tally.encode(fields, 0.0), dtype=np.uint64)).buckets
@@ -348,17 +290,14 @@ def test_sketch_is_within_its_error(size: int, quantile: float) -> None:
 
 # -- one client equals local ----------------------------------------------------------------
 LOCAL: list[tuple[str, dict[str, Any], float]] = [
-    *(("zscore-clip", {"estimator": e}, 1e-9) for e in ("zclip", "drytorch", "smartclip")),
     ("zscore-clip", {"feedback": "none"}, 1e-9),
-    ("zscore-clip", {"feedback": "raw", "action": "max"}, 1e-9),
+    ("zscore-clip", {"feedback": "raw", "action": "max", "estimator": "drytorch"}, 1e-9),
+    ("zscore-clip", {"estimator": "smartclip"}, 1e-9),
     ("ema-clip", {}, 1e-12),
-    ("ema-clip", {"estimator": "drytorch", "feedback": "raw"}, 1e-12),
     ("ema-clip", {"estimator": "drytorch", "warmup": 0}, 1e-12),
     # exp() of floats and of arrays may differ in the last bit, as the processor has it.
-    ("adaptive-clip", {}, 1e-12),
     ("adaptive-clip", {"every": 7}, 1e-12),
     ("auto-clip", {"median": "window", "window": 60, "feedback": "raw"}, ERROR),
-    ("percentile-norm-clip", {"feedback": "raw"}, ERROR),
     ("percentile-norm-clip", {"percentile": 100.0, "feedback": "raw"}, ERROR),
 ]
 
@@ -378,18 +317,6 @@ def test_one_client_with_one_step_a_round_equals_local(
         local.run(NumpyVector({"w": np.array([norm])}))
         assert local.last is not None
         assert limit == pytest.approx(local.last.limit[0], rel=error, abs=0.0)
-
-
-@every_clipper
-def test_clients_do_not_matter_only_norms_do(name: str) -> None:
-    """Five clients, or one that sees it all: the same state to the bit, or to a rounding."""
-    rng = np.random.default_rng(6)
-    many, one = Federation(name, 5), Federation(name, 1)
-    for _ in range(8):
-        steps = {c: draw(rng, int(rng.integers(0, 12))) for c in many.clients}
-        many.round(steps)
-        one.round({"client_0": [x for some in steps.values() for x in some]})
-        assert many.group() == pytest.approx(one.group(), rel=1e-12)
 
 
 # -- who gets the state ---------------------------------------------------------------------
@@ -412,18 +339,9 @@ def test_all_clip_to_the_same_limit_and_late_joiners_too(name: str) -> None:
         assert {k: [v] for k, v in held.items() if k in state} == state
 
 
-@every_clipper
-def test_a_state_stands_still_during_a_round(name: str) -> None:
-    fed = Federation(name)
-    fed.round({c: [1.0] * 10 for c in fed.clients})
-    (before,) = [fed.group()]
-    limits = fed.round({"client_0": [1e3] * 5})["client_0"]
-    assert len(set(limits)) == 1
-    assert fed.group() != before
-
-
-@every_clipper
-@pytest.mark.parametrize("scope", ["tensor", ["a*"]])
+@pytest.mark.parametrize(
+    ("name", "scope"), [*pairwise(["tensor", ["a*"]]), ("auto-clip", "tensor")]
+)
 def test_scopes(name: str, scope: Any) -> None:
     """Groups become known with the first update; nothing that was counted before is lost."""
     fed = Federation(name, scope=scope)
@@ -471,8 +389,7 @@ def test_what_is_sent_has_the_same_form_every_round(name: str) -> None:
 
 # -- secure aggregation ---------------------------------------------------------------------
 @pytest.mark.slow
-@every_clipper
-@pytest.mark.parametrize("secagg", [masked, joye_libert])
+@pytest.mark.parametrize(("name", "secagg"), pairwise([masked, joye_libert]))
 def test_secure_aggregation_gives_the_same_state_to_the_bit(name: str, secagg: Any) -> None:
     rng = np.random.default_rng(8)
     clear, secure = Federation(name, 4), Federation(name, 4, secagg=secagg)
@@ -488,13 +405,10 @@ def test_secure_aggregation_gives_the_same_state_to_the_bit(name: str, secagg: A
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("counts", np.array([[2**48]], dtype=np.uint64)),
         ("members", 2),
-        ("members", 1.0),
         ("counts", [[1]]),
-        ("counts", np.array([[1.0]])),
         ("counts", np.array([[-1]])),
-        ("counts", np.array([[2**50]], dtype=np.uint64)),
+        ("counts", np.array([[2**48]], dtype=np.uint64)),
     ],
 )
 def test_what_encryption_would_spoil_is_refused_by_name(field: str, value: Any) -> None:
@@ -506,9 +420,7 @@ def test_what_encryption_would_spoil_is_refused_by_name(field: str, value: Any) 
 
 
 # -- checkpoints ----------------------------------------------------------------------------
-@every_clipper
-@pytest.mark.parametrize("scope", ["global", "tensor"])
-@pytest.mark.parametrize("at", [0, 1, 4])
+@pytest.mark.parametrize(("name", "scope", "at"), pairwise(["global", "tensor"], [0, 1, 4]))
 def test_killed_and_restarted_goes_on_as_if_nothing_had_been(
     name: str, scope: str, at: int
 ) -> None:
@@ -553,55 +465,6 @@ def test_states_that_are_not_sound_are_refused() -> None:
 
 
 # -- bad clients ----------------------------------------------------------------------------
-def first(value: Any) -> Callable[[list[Any]], list[Any]]:
-    return lambda rows: [value, *rows[1:]]
-
-
-BAD = {
-    "NaN": first(float("nan")),
-    "infinity": first(float("inf")),
-    "a float": first(3.0),
-    "negative": first(-1),
-    "enormous": first(10**9),
-    "beyond 64 bits": first(2**63),
-    "text": first("1"),
-    "nothing in a field": first(None),
-    "nothing": None,
-    "a missing field": "missing",
-    "a row less": lambda rows: rows[:-1],
-    "a row more": lambda rows: [*rows, 0],
-    "a row in a row": lambda rows: [[1], *rows[1:]],
-    "all ones": lambda rows: [2**16 for _ in rows],
-    "largest numbers": lambda rows: [2**47 for _ in rows],
-    "counts without content": lambda rows: [9000, *(0 for _ in rows[1:-1]), 9001],
-}
-
-
-@every_clipper
-@pytest.mark.parametrize("what", BAD)
-@pytest.mark.parametrize("place", [0, 2])
-@pytest.mark.parametrize("alone", [False, True], ids=["among others", "alone"])
-@pytest.mark.slow
-def test_a_broken_client_is_left_out_counted_and_logged(
-    name: str, what: str, place: int, alone: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    rng = np.random.default_rng(10)
-    bad, without = Federation(name), Federation(name)
-    for t in range(3):
-        steps = {c: draw(rng, 8) for c in bad.clients}
-        if alone and t == 1:
-            steps = {f"client_{place}": steps[f"client_{place}"]}
-        honest = {c: s for c, s in steps.items() if c != f"client_{place}"}
-        bad.tamper = {f"client_{place}": tampering(what)} if t else {}
-        with caplog.at_level(logging.WARNING, "declearn.server"):
-            bad.round(steps)
-        if t == 0:
-            without.round(steps)
-        elif honest:
-            without.round(honest)
-        assert bad.group() == without.group(), caplog.text
-    assert bad.counterpart.refused == 2
-    assert f"{name}-server: left out what 1 of" in caplog.text
 
 
 @every_clipper
@@ -628,75 +491,6 @@ def test_many_clients_are_checked_together_and_lies_are_left_out_alone(name: str
     assert merged.members == 57
     alone.merge([m for i, m in enumerate(messages) if i not in (7, 8, 41)])
     assert shared.get_state() == alone.get_state()
-
-
-def tampering(what: str) -> Callable[[FedclipSharedCounts], Any]:
-    def tamper(message: FedclipSharedCounts) -> Any:
-        value: Any = BAD[what]
-        value = value(message.to_dict()["counts"]) if callable(value) else value
-        return Sent({} if value == "missing" else {"counts": value})
-
-    return tamper
-
-
-class Sent(FedclipSharedCounts):
-    """Sends a dict of its own, and is read as the sound message is."""
-
-    def __init__(self, data: Any) -> None:
-        super().__init__(1, None)
-        self.data = data
-
-    def to_dict(self) -> Any:
-        return self.data
-
-    @classmethod
-    def from_dict(cls, data: Any) -> Any:
-        return FedclipSharedCounts.from_dict(data)
-
-
-@every_clipper
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_message_of_another_kind_is_left_out(name: str, place: int) -> None:
-    fed = Federation(name, 2)
-    for t in range(2):
-        if t:
-            fed.tamper = {f"client_{place}": lambda _: FedclipSharedState(0, {}, 1, [], {})}
-        fed.round({c: [1.0, 2.0] for c in fed.clients})
-    assert fed.counterpart.refused == 1
-    assert fed.counterpart.shared_state.version == 2
-
-
-class Unchecked(FedclipSharedCounts):
-    """Is encrypted whatever it holds."""
-
-    def prepare_for_secagg(self) -> Any:
-        return {"members": self.members, "counts": self.counts}, None
-
-
-@every_clipper
-@pytest.mark.parametrize("value", [2**15, 2**40, 2**63])
-@pytest.mark.parametrize("row", [0, 1])
-def test_a_secure_sum_that_can_not_be_is_left_out(name: str, value: int, row: int) -> None:
-    """Nobody can tell whose fault it is, so nobody's counts of that round are used."""
-    fed = Federation(name, secagg=masked)
-    rng = np.random.default_rng(19)
-
-    def tamper(message: FedclipSharedCounts) -> Any:
-        counts = message.counts.copy()
-        # Of the moments the highest digit, which is worth most.
-        place = 12 if row and name in ("zscore-clip", "ema-clip", "auto-clip") else row
-        counts[place] = value
-        return Unchecked(1, counts)
-
-    fed.round({c: draw(rng, 9) for c in fed.clients})
-    before = fed.group()
-    fed.tamper = {"client_1": tamper}
-    fed.round({c: draw(rng, 9) for c in fed.clients})
-    assert fed.group() == before
-    assert fed.counterpart.refused == 1
-    fed.tamper = {}
-    fed.round({c: draw(rng, 9) for c in fed.clients})
-    assert fed.group() != before
 
 
 # -- what can not be, by hand ---------------------------------------------------------------
@@ -776,7 +570,7 @@ def test_the_highest_bucket_is_that_of_the_highest_norm() -> None:
     ):
         init = tally.init(1, NUMPY)
         state = namedtuple("State", init)(**init)  # type: ignore[misc]
-        judged = Judgement(None, np.array([norm]), None, unclipped=None)
+        judged = Judgement(None, np.array([norm]), True)
         fields = tally.add(judged, 1, state, NUMPY)._asdict()
         column = tally.encode({k: np.asarray(v)[..., 0].tolist() for k, v in fields.items()}, 0.0)
         counts = np.array(column, dtype=np.uint64)[:, None]
@@ -792,11 +586,8 @@ def test_the_highest_bucket_is_that_of_the_highest_norm() -> None:
         (2**24 - 1, [0, 1], ""),
         (2**24, [0, 1], "from 16777216 clients"),
         (0, [0, 1], "from 0 clients"),
-        (True, [0, 1], "from True clients"),
         (1, [0, 2**48], "no counts"),
-        (1, [0, 2**64], "no counts"),
         (1, [0, -1], "no counts"),
-        (1, [0, 1.0], "no counts"),
         (1, [0, 1, 2], "not 2 rows of 1 numbers"),
         (1, np.ones((1, 2), np.uint64), r"of shape (1, 2)"),
         (1, np.ones((2, 1)), "of the type float64"),
@@ -854,14 +645,6 @@ def test_each_group_has_its_own_bounds_and_its_own_norms() -> None:
         assert fed.counterpart.refused == 1, name
         # A group without norms keeps its state, and what it remembers.
         assert fed.group("b") == before["b"]
-
-
-def test_no_claim_makes_a_limit_infinite() -> None:
-    fed = Federation("adaptive-clip", start_norm=1e308, rate=9.0)
-    fed.tamper = {"client_0": lambda _: said(fed, {"new": 4, "new_unclipped": 0})}
-    fed.round({"client_0": []})
-    assert fed.counterpart.shared_state.version == 1
-    assert fed.group()["limit"] == 1e308
 
 
 @every_clipper
@@ -937,7 +720,7 @@ def claim(fed: Federation, values: Sequence[float]) -> Callable[[FedclipSharedCo
         state = rule.init(1, NUMPY)
         for value in values:
             seen = np.array([value])
-            judged = Judgement(None, seen, None, unclipped=seen)
+            judged = Judgement(None, seen, True, unclipped=seen)
             state = rule.tally.add(judged, len(values), state, NUMPY)
         return said(
             fed, {name: getattr(state, name)[..., 0].tolist() for name in rule.tally.fields}
@@ -983,9 +766,8 @@ def at_random(seed: int) -> Claims:
 ATTACKS: dict[str, Claims] = {
     **{f"{b:.0%} at the top": mixture(b) for b in (0.0, 0.25, 0.5, 0.75, 1.0)},
     "by turns": lambda t, size, top, _: [top * (t % 2)] * size,
-    "by turns of five": lambda t, size, top, _: [top * (t // 5 % 2)] * size,
     "the mean": lambda _, size, __, mean: [mean] * size,
-    **{f"random {seed}": at_random(seed) for seed in range(3)},
+    "random": at_random(0),
 }
 
 
@@ -1019,25 +801,6 @@ def widened(p: float, z: float) -> tuple[float, float]:
     return float(np.quantile(HONEST, 1 - 1 / ((1 - p) * (1 + z * z)), method="lower")), top
 
 
-def fed_deviation(p: float, f: float) -> tuple[float, float]:
-    """Return the bounds of the limit of auto-clip, as the documentation states them."""
-    median = float(np.quantile(HONEST, 0.5 / (1 - p), method="higher"))
-    top, mean, square = 0.0, (1 - p) * HONEST.mean(), (1 - p) * (HONEST**2).mean()
-    for b in np.linspace(0.0, p, 1001):
-        limit = 0.0
-        for _ in range(500):
-            spread = square + b * limit**2 - (mean + b * limit) ** 2
-            limit = median + f * spread**0.5
-        top = max(top, limit)
-    return float(np.quantile(HONEST, (0.5 - p) / (1 - p), method="lower")), top
-
-
-def settled(p: float, ratio: float) -> tuple[float, float]:
-    """Return the bounds of the limit of ema-clip, as the documentation states them."""
-    low = max(HONEST.min(), ratio * (1 - p) * np.minimum(HONEST, HONEST.min() * ratio).mean())
-    return (low if (1 - p) * ratio > 1 else 0.0), ratio * HONEST.mean() * (1 - p) / (1 - p * ratio)
-
-
 def between(p: float, q: float) -> tuple[float, float]:
     low = np.quantile(WIDE, (q - p) / (1 - p), method="lower")
     return float(low), float(np.quantile(WIDE, q / (1 - p), method="higher"))
@@ -1046,17 +809,8 @@ def between(p: float, q: float) -> tuple[float, float]:
 # Clipper, its settings, how many norms liars claim (2, 4 or 12, for a share of 5, 10 or 25 %),
 # the bounds, their error, and how many rounds it takes. Clients may round to single precision.
 LIES: list[tuple[Any, ...]] = [
-    *(
-        ("zscore-clip", {"action": "max", "estimator": e}, n, partial(widened, z=2.5), 1e-4, 25)
-        for n in (2, 4)
-        for e in ("zclip", "smartclip")
-    ),
-    ("ema-clip", {"ratio": 2.0}, 4, partial(settled, ratio=2.0), 1e-4, 80),
-    ("ema-clip", {"ratio": 2.0}, 12, partial(settled, ratio=2.0), 1e-4, 80),
-    ("auto-clip", {}, 2, partial(fed_deviation, f=3.0), ERROR, 40),
-    ("auto-clip", {"std_factor": 2.0}, 4, partial(fed_deviation, f=2.0), ERROR, 40),
+    ("zscore-clip", {"action": "max"}, 4, partial(widened, z=2.5), 1e-4, 25),
     # An error of one step.
-    ("adaptive-clip", {}, 12, partial(between, q=0.5), 0.1, 60),
     ("adaptive-clip", {"quantile": 0.4, "rate": 0.1}, 12, partial(between, q=0.4), 0.06, 60),
     ("percentile-norm-clip", {"percentile": 60.0}, 12, partial(between, q=0.6), ERROR, 20),
 ]
@@ -1084,24 +838,9 @@ def test_liars_move_a_limit_no_further_than_stated(
     assert max(reached.values()) >= without + 0.8 * (top - without), reached
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "lies"), [("zscore-clip", 7), ("auto-clip", 12)])
-def test_from_some_share_on_there_is_no_bound(name: str, lies: int) -> None:
-    """13.8 % with 2.5 deviations about the mean, 12.7 % with 3 about the median."""
-    limits = attacked(name, lies, ATTACKS["100% at the top"], 300)
-    assert limits[300] > 1.1 * limits[200] > 1.21 * limits[100]
-
-
-def test_the_limit_of_ema_falls_to_nothing_where_that_is_said() -> None:
-    """From p = 1 - 1 / ratio on, and not before."""
-    for lies, falls in ((12, True), (1, False)):
-        limits = attacked("ema-clip", lies, ATTACKS["0% at the top"], 200)
-        assert (limits[-1] < 0.01) == falls, limits[-1]
-        assert limits[-1] > 0
-
-
-@pytest.mark.parametrize("mean", [0.0, 0.5, 0.99])
-@pytest.mark.parametrize("name", ["zscore-clip", "ema-clip", "auto-clip"])
+@pytest.mark.parametrize(
+    ("name", "mean"), [("zscore-clip", 0.0), ("auto-clip", 0.5), ("ema-clip", 0.99)]
+)
 def test_a_variance_that_no_norms_of_that_mean_have_is_refused(name: str, mean: float) -> None:
     """Norms between 0 and H have ``sum(u^2) <= H sum(u)``."""
     fed = Federation(name, 2, max_norm=None)
@@ -1116,67 +855,6 @@ def test_a_variance_that_no_norms_of_that_mean_have_is_refused(name: str, mean: 
         fields["new_above"] = above
     fed.tamper = {"client_1": lambda _: said(fed, fields)}
     fed.round({"client_0": [], "client_1": []})
-    assert fed.group() == before
-    assert fed.counterpart.refused == 1
-
-
-@pytest.mark.parametrize("norm", [1e-22, 1e-24, 1e-26, 0.0])
-def test_norms_where_the_digits_end_are_not_refused(norm: float) -> None:
-    fed = Federation("zscore-clip", 2, max_norm=None)
-    for _ in range(6):
-        fed.round({"client_0": [norm] * 9, "client_1": [norm * 1.1, norm * 0.9] * 4})
-    assert not fed.counterpart.refused
-    assert fed.group()["mean"] == pytest.approx(norm, rel=1e-3)
-
-
-@pytest.mark.parametrize("name", ["zscore-clip", "ema-clip", "auto-clip", "percentile-norm-clip"])
-def test_a_client_in_single_precision_whose_norms_are_all_spikes_is_believed(name: str) -> None:
-    """All that it learns is the limit, which it has rounded."""
-    for seed in range(20):
-        fed = Federation(name, max_norm=None, **({"action": "max"} if name[0] == "z" else {}))
-        fed.round({c: draw(np.random.default_rng(seed), 20) for c in fed.clients})
-        before = fed.group()
-        fed.tamper = {"client_0": claim(fed, [highest(fed) * (1 + 2e-7)] * 5)}
-        fed.round({"client_0": []})
-        assert not fed.counterpart.refused
-        assert fed.group() != before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["percentile-norm-clip", "adaptive-clip"])
-@pytest.mark.parametrize("high", [False, True])
-def test_liars_move_a_quantile_between_honest_quantiles(name: str, high: bool) -> None:
-    """From q to between (q - share) / (1 - share) and q / (1 - share)."""
-    rng = np.random.default_rng(12)
-    config = {"percentile": 60.0, "window": 2000} if "percentile" in name else {"quantile": 0.6}
-    fed = Federation(name, 10, **config)
-    liars, share = ["client_0", "client_1"], 0.2
-    honest = [c for c in fed.clients if c not in liars]
-    norms = {c: draw(rng, 10) for c in honest}
-    fed.round(norms)
-    for _ in range(120):
-        norms = {c: draw(rng, 10) for c in honest}
-        level = fed.group().get("level", 0.0)
-        # Of the adaptive clipper a bit: 1 for a norm below the limit.
-        lie = float(not high) if name == "adaptive-clip" else 2 * level * high
-        fed.tamper = {c: claim(fed, [lie] * 10) for c in liars}
-        fed.round({**norms, **{c: [] for c in liars}})
-    assert not fed.counterpart.refused
-    everything = np.array(draw(np.random.default_rng(0), 100_000))
-    low, top = np.quantile(everything, [(0.6 - share) / (1 - share), 0.6 / (1 - share)])
-    reached = fed.group()["limit" if name == "adaptive-clip" else "level"]
-    assert reached == pytest.approx(top if high else low, rel=0.12)
-
-
-@pytest.mark.parametrize("name", ["zscore-clip", "ema-clip", "auto-clip", "percentile-norm-clip"])
-def test_norms_above_what_a_client_can_have_learnt_are_refused(name: str) -> None:
-    rng = np.random.default_rng(13)
-    fed = Federation(name)
-    for _ in range(3):
-        fed.round({c: draw(rng, 20) for c in fed.clients})
-    before = fed.group()
-    fed.tamper = {"client_0": claim(fed, [1000.0] * 5)}
-    fed.round({"client_0": []})
     assert fed.group() == before
     assert fed.counterpart.refused == 1
 
@@ -1196,8 +874,8 @@ def test_max_steps_bounds_what_a_client_counts_and_may_claim() -> None:
 
 
 # -- mistakes -------------------------------------------------------------------------------
-@every_clipper
-def test_without_a_counterpart_it_warns_once_and_sends_nothing(name: str) -> None:
+def test_without_a_counterpart_it_warns_once_and_sends_nothing() -> None:
+    name = "zscore-clip"
     alone = Optimizer(0.1, modules=[(name, {**CONFIGS[name], "shared": True})])
     local = Optimizer(0.1, modules=[(name, CONFIGS[name])]).modules[0]
     rng = np.random.default_rng(14)
@@ -1214,12 +892,6 @@ def test_without_a_counterpart_it_warns_once_and_sends_nothing(name: str) -> Non
     (warning,) = caught
     assert warning.category is FedclipWarning
     assert f"add '{name}-server' to the modules of server_opt" in str(warning.message)
-
-
-def test_settings_that_differ_end_the_round_with_a_sentence() -> None:
-    fed = Federation("zscore-clip", server={"decay": 0.9})
-    with pytest.raises(ValueError, match=r"must agree on decay: the clients have 0.97, the server"):
-        fed.round({"client_0": [1.0]})
 
 
 @pytest.mark.parametrize(
@@ -1248,20 +920,11 @@ def test_settings_that_differ_end_the_round_with_a_sentence() -> None:
             '["ema-clip-server", {shared_name = "a"}]',
             "'a' is zscore-clip's, and ema-clip-server's in server_opt",
         ),
-        ('["zscore-clip", {shared_name = "a"}]', '"no-op"', "goes with shared=True only"),
-        ('["zscore-clip", {shared = "yes"}]', '"no-op"', "shared must be True or False"),
         (
             '["zscore-clip", {shared = true, include_current = true, feedback = "raw"}]',
             '"no-op"',
             "does not go with include_current=True",
         ),
-        (
-            '["percentile-norm-clip", {shared = true, history = "stream"}]',
-            '"no-op"',
-            "does not go with history='stream'",
-        ),
-        ('"no-op"', '["zscore-clip-server", {decai = 0.5}]', "did you mean 'decay'?"),
-        ('"no-op"', '["zscore-clip-server", {max_steps = 0}]', "max_steps must be an int >= 1"),
     ],
 )
 def test_check_finds_it_before_the_run(
@@ -1292,19 +955,8 @@ def test_check_is_content_with_a_pair(tmp_path: Any) -> None:
     assert check_config(file).ok, check_config(file).problems
 
 
-@every_clipper
-def test_config_of_a_counterpart_makes_it_again(name: str) -> None:
-    module = Federation(name).counterpart
-    config = json.loads(json.dumps(module.get_config()))
-    assert type(module).from_config(config).get_config() == module.get_config()
-    with pytest.raises(TypeError, match=r"has no parameter 'max_step'; did you mean 'max_steps'"):
-        type(module)(max_step=3)
-
-
 # -- the server's own steps -----------------------------------------------------------------
-@every_clipper
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("first_", [False, True])
+@pytest.mark.parametrize(("name", "shared", "first_"), pairwise([False, True], [False, True, True]))
 def test_the_server_clips_its_own_steps_by_their_own_statistics(
     name: str, shared: bool, first_: bool
 ) -> None:
@@ -1326,7 +978,7 @@ def test_the_server_clips_its_own_steps_by_their_own_statistics(
 
 
 # -- devices and compiled code --------------------------------------------------------------
-@every_clipper
+@pytest.mark.parametrize("name", ["auto-clip", "adaptive-clip"])
 @each_framework(oracle=False)
 def test_counting_is_the_same_text_in_every_arithmetic(name: str, framework: str) -> None:
     needs(framework)
@@ -1347,7 +999,7 @@ def test_counting_is_the_same_text_in_every_arithmetic(name: str, framework: str
 
 
 # -- traffic --------------------------------------------------------------------------------
-@every_clipper
+@pytest.mark.parametrize("name", ["auto-clip", "zscore-clip"])
 def test_traffic_is_below_a_hundredth_of_the_update(name: str) -> None:
     """Bytes on the wire, against a model of 100,000 float32, each way, in cleartext and masked."""
     model = len(msgpack_serialize(NumpyVector({"w": np.zeros(100_000, dtype=np.float32)})))
@@ -1363,29 +1015,3 @@ def test_traffic_is_below_a_hundredth_of_the_update(name: str) -> None:
     clip = len(msgpack_serialize(encrypters["client_0"].encrypt_aggregate(aux)))
     values = encrypters["client_0"].encrypt_vector(NumpyVector({"w": np.zeros(10_000)}))[0]
     assert clip < 10 * len(msgpack_serialize(values)) / 100
-
-
-def test_history_forgets_whole_rounds_only_when_it_can() -> None:
-    history = History(5)
-    for place, count in ((1, 3), (2, 3), (3, 1), (4, 4), (5, 9)):
-        buckets = np.zeros_like(history.total)
-        buckets[place] = count
-        history.add(buckets)
-        again = History.from_state(5, json.loads(json.dumps(history.get_state())))
-        np.testing.assert_array_equal(again.total, history.total)
-    assert history.get_state() == [[[5], [9]]]
-
-
-def test_merging_takes_the_same_time_for_each_client() -> None:
-    """Replies are put in one list, in place, and added up one by one."""
-    fed = Federation("zscore-clip", 1)
-    fed.round({"client_0": [1.0]})
-    message = FedclipSharedCounts(
-        1, np.zeros((fed.counterpart.shared_state.tally.rows, 1), dtype=np.uint64)
-    )
-    total: Any = 0
-    for _ in range(1000):
-        previous, total = total, total + message
-        assert previous == 0 or total is previous or previous is message
-    assert len(total.parts) == 1000
-    assert ZScoreClip().get_config()["shared"] is False

@@ -22,48 +22,28 @@ from fedclip.testing import (
 
 
 @specimens(MODULES)
-def test_round_trip(specimen: Specimen) -> None:
-    check_state_round_trip(specimen.make)
-
-
-@specimens(MODULES)
-def test_resume_at_any_step(specimen: Specimen) -> None:
-    check_resume(specimen.make)
-
-
-@specimens(MODULES)
-def test_what_is_no_state_is_refused(specimen: Specimen) -> None:
-    check_state_refusals(specimen.make)
-
-
-@specimens(MODULES)
-def test_state_does_not_grow(specimen: Specimen) -> None:
-    check_state_size(specimen.make)
+@pytest.mark.parametrize(
+    "check", [check_state_round_trip, check_resume, check_state_refusals, check_state_size]
+)
+def test_states_are_saved_resumed_from_refused_and_small(check: Any, specimen: Specimen) -> None:
+    check(specimen.make)
 
 
 @specimens(MODULES)
 def test_another_clippers_state_is_refused(specimen: Specimen) -> None:
-    for other in MODULES:
-        if other.name != specimen.name:
-            clipper = specimen.make()
-            with pytest.raises(StateError, match=f"{other.name!r}.*{specimen.name!r}"):
-                clipper.set_state(other.make().get_state())
+    other = next(m for m in MODULES if m.name != specimen.name)
+    with pytest.raises(StateError, match=f"{other.name!r}.*{specimen.name!r}"):
+        specimen.make().set_state(other.make().get_state())
 
 
 @specimens(MODULES)
-def test_state_is_a_copy(specimen: Specimen) -> None:
-    clipper = specimen.make()
+def test_state_is_a_copy_and_a_clippers_own(specimen: Specimen) -> None:
+    clipper, other = specimen.make(), specimen.make()
     run(clipper, gradient_stream(6))
     state = clipper.get_state()
     kept = repr(state)
     run(clipper, gradient_stream(6, seed=1))
     assert repr(state) == kept
-
-
-@specimens(MODULES)
-def test_clippers_share_nothing(specimen: Specimen) -> None:
-    one, other = specimen.make(), specimen.make()
-    run(one, gradient_stream(6))
     assert other.get_state() == specimen.make().get_state()
 
 

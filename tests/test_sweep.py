@@ -181,7 +181,7 @@ def played(planned: Planned, told: Any) -> None:
     """Stand for a run: write what one leaves behind."""
     large_run(planned.folder, 3, 2, seed=planned.seed)
     told(planned.rounds, "loss 1")
-    (planned.folder / MARK).write_text(json.dumps({"config": planned.digest}))
+    (planned.folder / MARK).write_bytes(planned.text.encode())
 
 
 def test_a_sweep_goes_on_where_it_stopped(

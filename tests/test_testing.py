@@ -16,6 +16,7 @@ from helpers import Specimen, needs, specimens
 from fedclip import Clipper, NormClip, testing
 from fedclip.errors import StateError
 from fedclip.privacy import Context, Map
+from fedclip.transforms import Transform
 
 
 class Sound(OptiModule):
@@ -168,8 +169,8 @@ class Keeps(Sound, register=False):
 class SaysNothing(Clipper, register=False):
     name = "says-nothing"
 
-    def __init__(self) -> None:
-        super().__init__(NormClip()._transform)
+    def build(self) -> Transform:
+        return NormClip().build()
 
 
 CHECKS: list[Callable[[Any], None]] = [

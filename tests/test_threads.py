@@ -9,18 +9,15 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
 from helpers import SPECIMENS, Specimen, run, specimens
 
-from fedclip import AGC, Clipper, NormClip, ZScoreClip
-from fedclip.modules.common import Remembering
-from fedclip.rules.constant import Constant
+from fedclip import AGC, NormClip, ZScoreClip
 from fedclip.testing import gradient_stream
-from fedclip.transforms import NormClipping
 
 
 @pytest.mark.parametrize("cls", [NormClip, ZScoreClip])
@@ -126,13 +123,3 @@ def test_a_copy_waits_for_the_step() -> None:
         watching.join()
         sys.setswitchinterval(interval)
     assert faults == []
-
-
-@pytest.mark.parametrize("given", [{"shared": True}, {"shared_name": "mine"}])
-def test_who_shares_nothing_says_so(given: dict[str, Any]) -> None:
-    class Mine(NormClip, register=False):
-        def __init__(self, **common: Unpack[Remembering]) -> None:
-            Clipper.__init__(self, NormClipping(Constant((1.0,))), **common)
-
-    with pytest.raises(TypeError, match="shares nothing"):
-        Mine(**given)

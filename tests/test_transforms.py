@@ -10,97 +10,61 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declearn.model.sklearn import NumpyVector
-from helpers import SPECIMENS, Specimen, require, specimens
+from helpers import each_framework, needs, require
 
 from fedclip import Clipper, NormClip
-from fedclip.arrays import NUMPY, backend_of
+from fedclip.arrays import backend_of
+from fedclip.rules import NoState
 from fedclip.scopes import resolve
-from fedclip.transforms import Gradient, Outcome, Transform, carried, clip_on_device
+from fedclip.testing import to_numpy, to_vector
+from fedclip.transforms import Gradient, Outcome, Transform, clip_on_device
 
 
 @dataclass(frozen=True)
 class Halving(Transform):
-    """Half of every gradient, on the host and on a device."""
+    """Half of every gradient."""
 
-    device: bool = True
+    runs_on_device: bool = True
 
-    def measure(self, gradient: Gradient) -> Any:
-        return np.array([np.abs(view).max() for view in gradient.local()])
-
-    def step(self, gradient: Gradient, measured: Any, state: Any) -> Outcome:
-        outputs = [0.5 * array for array in gradient.arrays]
-        none = np.zeros(len(gradient.groups))
-        return Outcome(outputs, state, none, none, none > 0)
-
-    @property
-    def runs_on_device(self) -> bool:
-        return self.device
-
-    def device_step(self, gradient: Gradient, state: Any, on_nonfinite: str) -> Outcome:
-        if not self.device:
-            return super().device_step(gradient, state, on_nonfinite)
-        xp = gradient.backend
-        norms = xp.group_norms(gradient.arrays, gradient.groups.members)
-        outputs = [0.5 * array for array in gradient.arrays]
-        return Outcome(outputs, state, norms, norms, norms > norms, gradient.finite(norms))
+    def step(self, gradient: Gradient, state: Any) -> Outcome:
+        arrays, xp = gradient.arrays, gradient.xp
+        norms = gradient.sound(xp.group_norms(arrays, gradient.groups.members))
+        half = xp.pieces(0.0 * norms + 0.5, [()] * len(norms))[0]
+        return Outcome(xp.scale(arrays, [half] * len(arrays)), state, norms, norms, norms < 0)
 
 
 class Half(Clipper, register=False):
     name = "half"
-    transform_: Transform = Halving()
+    device = True
 
     def build(self) -> Transform:
-        return self.transform_
+        return Halving(self.device)
 
 
-def test_it_runs_on_the_host() -> None:
-    output = Half().run(NumpyVector({"w": np.array([2.0, 4.0])}))
-    np.testing.assert_array_equal(output.coefs["w"], [1.0, 2.0])
+class HalfOnHost(Half, register=False):
+    device = False
 
 
-def test_it_stays_on_a_device_if_it_has_a_step_for_it() -> None:
+@each_framework()
+def test_it_runs_in_every_framework(framework: str) -> None:
+    needs(framework)
+    output = to_numpy(Half().run(to_vector({"w": np.array([2.0, 4.0])}, framework)))
+    np.testing.assert_array_equal(output["w"], [1.0, 2.0])
+
+
+def test_it_stays_on_a_device_unless_it_says_otherwise() -> None:
     torch = require("torch")
     tensor = torch.ones(3, device="meta")
     output = Half().clip({"w": tensor})["w"]
     # Nothing on the device "meta" can be read.
     assert output.device.type == "meta"
+    groups = resolve("global", None, ["w"])
     compiled, _ = clip_on_device(
-        Halving(),
-        {"w": torch.ones(3)},
-        resolve("global", None, ["w"]),
-        backend_of(tensor),
-        Halving().init(resolve("global", None, ["w"])),
-        "skip",
+        Halving(), {"w": torch.ones(3)}, groups, backend_of(tensor), NoState(), "skip"
     )
     np.testing.assert_array_equal(compiled["w"].numpy(), [0.5, 0.5, 0.5])
-
-
-def test_it_says_so_if_it_has_none() -> None:
-    gradient = Gradient([np.ones(1)], resolve("global", None, ["w"]), NUMPY)
-    with pytest.raises(NotImplementedError, match="works on the host only"):
-        Halving(device=False).device_step(gradient, (), "skip")
-
-
-@specimens([s for s in SPECIMENS if s.kind == "module"])
-def test_host_and_device_steps_agree(specimen: Specimen) -> None:
-    clipper = specimen.make()
-    rng = np.random.default_rng(2)
-    for _ in range(6):
-        values = {
-            "enc.w": 10.0 ** rng.uniform(-2, 1) * rng.standard_normal((4, 3)),
-            "enc.bias": rng.standard_normal(3),
-            "enc.scale": np.array(rng.standard_normal()),
-        }
-        clipper.clip(values)
-        groups = clipper._groups
-        transform = clipper.transform(groups)
-        kept = clipper.get_state()["arrays"]
-        state = carried(transform, values, groups, NUMPY, clipper._state, kept)
-        on_device, _ = clip_on_device(transform, values, groups, NUMPY, state, "propagate")
-        on_host = clipper.clip(values)
-        for name in values:
-            np.testing.assert_allclose(on_device[name], on_host[name], rtol=1e-12)
+    with pytest.raises(NotImplementedError, match="meta"):
+        HalfOnHost().clip({"w": tensor})
 
 
 def test_gradients_of_other_forms_in_turn_are_clipped_as_the_first_are() -> None:

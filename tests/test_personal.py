@@ -1,0 +1,633 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Personal layers: what stays on a client, what leaves it, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import runpy
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.aggregator import Aggregator, AveragingAggregator
+from declearn.messaging import (
+    Error,
+    EvaluationRequest,
+    SerializedMessage,
+    StopTraining,
+    TrainReply,
+    TrainRequest,
+)
+from declearn.model.api import Model
+from declearn.model.sklearn import NumpyVector, SklearnSGDModel
+from declearn.optimizer import Optimizer
+from declearn.training import TrainingManager
+from declearn.utils.serialize import (
+    json_dump,
+    json_load,
+    msgpack_deserialize,
+    msgpack_serialize,
+)
+from helpers import require
+from personal_runs import Federation, N, client, torch_model, weights
+from typer.testing import CliRunner
+
+import fedclip
+from fedclip import PersonalModel
+from fedclip.federation.personal import chosen
+from fedclip.tools.check import check_config
+from fedclip.tools.cli import app
+
+HEAD = ["module.head.weight", "module.head.bias"]
+BODY = ["module.body.weight", "module.body.bias", "module.bn.weight", "module.bn.bias"]
+CLIPPED = {"name": "clipped-averaging", "max_norm": 0.5}
+
+
+def linear() -> Any:
+    model = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss")
+    model.initialize({"features_shape": (4,), "classes": {0, 1}})
+    return model
+
+
+def manager(node: Any, model: Any, aggregator: Any = None, **optim: Any) -> Any:
+    """Give a client what a server would have it train; return what trains."""
+    node.trainmanager = TrainingManager(
+        model,
+        Optimizer(**{"lrate": 0.1, **optim}),
+        aggregator or AveragingAggregator(steps_weighted=False),
+        node.train_data,
+        node.valid_data,
+        verbose=False,
+    )
+    return node.trainmanager
+
+
+def request(model: Any = None, **more: Any) -> TrainRequest:
+    sent = None if model is None else model.get_weights(trainable=True)
+    settings: dict[str, Any] = {"aux_var": {}, "batches": {"batch_size": 8}, "n_epoch": 1}
+    return TrainRequest(round_i=1, weights=sent, **{**settings, **more})
+
+
+# -- which tensors ------------------------------------------------------------------------------
+def test_batchnorm_stands_for_layers_with_running_statistics() -> None:
+    names = ["a.bn.weight", "a.bn.bias", "a.bn.running_mean", "a.bn.num_batches_tracked"]
+    others = ["a.bn.proj.weight", "a.weight", "bn2.weight"]
+    assert chosen(["batchnorm"], names + others) == {*names}
+    keras = ["net/bn/gamma:0", "net/bn/beta:0", "net/bn/moving_mean:0", "net/bn/moving_variance:0"]
+    assert chosen(["batchnorm"], [*keras, "net/dense/kernel:0"]) == {*keras}
+    assert chosen(["batchnorm"], ["running_mean", "weight", "x.weight"]) == {
+        *("running_mean", "weight")
+    }
+
+
+@pytest.mark.parametrize(
+    ("personal", "message"),
+    [
+        ("haed.*", "personal pattern 'haed.*' matches no tensor"),
+        (["head", "nothing"], "personal pattern 'nothing' matches no tensor"),
+        ("*", "matches all of what is trained, .*nothing would be shared"),
+        ("*.running_*", "matches none of what is trained, .* never shared"),
+        ([], "personal names no tensor"),
+        (["head", ""], "an empty pattern"),
+    ],
+)
+def test_patterns_that_match_nothing_or_everything_are_refused(personal: Any, message: str) -> None:
+    require("torch")
+    with pytest.raises(ValueError, match=message):
+        PersonalModel(torch_model(), personal)
+
+
+def test_batchnorm_is_refused_where_there_is_none() -> None:
+    with pytest.raises(ValueError, match="no layer of the model keeps running statistics"):
+        PersonalModel(linear(), "batchnorm")
+    with pytest.raises(TypeError, match="personal must be a name pattern"):
+        PersonalModel(linear(), 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model must be a model of declearn, got str"):
+        PersonalModel("head", "head")  # type: ignore[arg-type]
+
+
+def test_patterns_of_a_model_without_shapes_are_checked_when_it_has_them() -> None:
+    model = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss")
+    late = PersonalModel(model, "intercepts")
+    with pytest.raises(ValueError, match="'intercepts' matches no tensor"):
+        late.initialize({"features_shape": (4,), "classes": {0, 1}})
+
+
+def test_a_model_comes_back_from_a_message_and_from_a_file(tmp_path: Path) -> None:
+    model = PersonalModel(linear(), "intercept")
+    sent = msgpack_deserialize(msgpack_serialize(model))
+    json_dump(model.get_config(), str(tmp_path / "model.json"))
+    read: Any = Model.from_config(json_load(str(tmp_path / "model.json")))
+    for found in (sent, read):
+        assert isinstance(found, PersonalModel)
+        assert found.personal == ["intercept"]
+        assert weights(found) == weights(model)
+
+
+# -- on the server ------------------------------------------------------------------------------
+def test_the_server_shares_the_rest_and_its_own_head_never_changes() -> None:
+    require("torch")
+    inner = torch_model()
+    model = PersonalModel(inner, "head")
+    head = inner.get_wrapped_model().module.head.weight
+    head.data[0, 0] = -0.0
+    before = weights(model)
+    shared = model.get_weights(trainable=True)
+    assert list(shared.coefs) == BODY
+    optim = Optimizer(lrate=1.0, w_decay=0.1, regularizers=[("fedprox", {"alpha": 0.1})])
+    optim.apply_gradients(model, shared)
+    model.set_weights(0.5 * model.get_weights(trainable=True), trainable=True)
+    after = weights(model)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed <= {*BODY}
+    assert "module.body.weight" in changed
+    with pytest.raises(ValueError, match=r"weights for 'module\.head\.bias', .* were sent"):
+        model.set_weights(inner.get_weights(trainable=True), trainable=True)
+    fewer = type(shared)({n: a for n, a in shared.coefs.items() if n != "module.bn.bias"})
+    with pytest.raises(ValueError, match=r"differ in 'module\.bn\.bias'"):
+        model.set_weights(fewer, trainable=True)
+    with pytest.raises(TypeError, match="weights must be a TorchVector, got NumpyVector"):
+        model.set_weights(NumpyVector({}), trainable=True)
+
+
+def test_a_client_of_declearn_is_told_which_one_it_takes() -> None:
+    node = client()
+    plain = TrainingManager(
+        PersonalModel(linear(), "intercept"),
+        Optimizer(lrate=0.1),
+        AveragingAggregator(),
+        node.train_data,
+        verbose=False,
+    )
+    reply = plain.training_round(request())
+    assert isinstance(reply, Error)
+    assert "trained by fedclip.PersonalFederatedClient" in reply.message
+
+
+# -- on a client --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {},
+        {"w_decay": 0.01, "regularizers": [("fedprox", {"alpha": 0.1})], "modules": ["momentum"]},
+        {"modules": [["norm-clip", {"max_norm": 0.1, "scope": ["head", "body"]}], "adam"]},
+    ],
+)
+def test_the_average_is_that_of_models_without_the_head(optim: dict[str, Any]) -> None:
+    """Each client trains as declearn would alone; the others' clipped bodies are averaged."""
+    require("torch")
+    server = PersonalModel(torch_model(), "head")
+    shared, alone = [], []
+    for i in range(N):
+        node = client(i)
+        trained = manager(node, PersonalModel(torch_model(), "head"), clipped(), **optim)
+        reply = trained.training_round(request(server))
+        assert isinstance(reply, TrainReply), reply
+        shared.append(reply.updates)
+        whole = torch_model()
+        start = whole.get_weights(trainable=True)
+        other = manager(client(i), whole, **optim)
+        other.training_round(request())
+        end = whole.get_weights(trainable=True)
+        assert weights(trained.model) == weights(whole)
+        body = {n: np.asarray((start - end).coefs[n], np.float64) for n in BODY}
+        alone.append(clipped().prepare_for_sharing(updates=NumpyVector(body), n_steps=3))
+    found = clipped().finalize_updates(sum(shared))
+    right = clipped().finalize_updates(sum(alone))
+    assert list(found.coefs) == BODY
+    for name in BODY:
+        np.testing.assert_allclose(np.asarray(found.coefs[name]), right.coefs[name], atol=1e-6)
+
+
+def clipped() -> Any:
+    return Aggregator.from_config({**CLIPPED, "max_norm": 0.05})
+
+
+def test_own_layers_survive_rounds_evaluation_and_stop() -> None:
+    require("torch")
+    server = PersonalModel(torch_model(), "head")
+    node = client()
+    trained = manager(node, PersonalModel(torch_model(), "head"))
+    trained.training_round(request(server))
+    own = weights(trained.model)
+    assert all(own[name] != weights(server)[name] for name in HEAD)
+    ask: dict[str, Any] = {
+        "round_i": 1,
+        "batches": {"batch_size": 24},
+        "n_steps": None,
+        "timeout": None,
+    }
+    shared = server.get_weights(trainable=True)
+    trained.evaluation_round(EvaluationRequest(weights=shared, **ask))
+    assert all(weights(trained.model)[name] == own[name] for name in HEAD)
+    assert all(weights(trained.model)[name] == weights(server)[name] for name in BODY)
+    stop(node, StopTraining(weights=shared, loss=0.1, rounds=1))
+    assert all(weights(trained.model)[name] == own[name] for name in HEAD)
+
+
+def stop(node: Any, message: StopTraining) -> None:
+    asyncio.run(node.stop_training(message))
+
+
+@pytest.mark.parametrize("personal", ["head", ["head", "batchnorm"]])
+def test_own_layers_survive_a_restart_bit_for_bit(
+    tmp_path: Path, personal: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    require("torch")
+    server = PersonalModel(torch_model(), personal)
+
+    def started(folder: Path | None) -> Any:
+        node = client(checkpoint=None if folder is None else str(folder))
+        return manager(node, PersonalModel(torch_model(), personal))
+
+    trained = started(tmp_path)
+    trained.training_round(request(server))
+    kept = [name for name in weights(server) if name in server.own]
+    assert len(kept) == (2 if personal == "head" else 7)
+    again = started(tmp_path)
+    for name in kept:
+        assert weights(again.model)[name] == weights(trained.model)[name]
+    lost = started(None)
+    assert weights(lost.model) == weights(server)
+    assert "own layers are lost when the process ends" in caplog.text
+    (tmp_path / "personal_layers.mpk").write_bytes(b"cut")
+    with pytest.raises(fedclip.StateError, match="can not be read as layers"):
+        started(tmp_path)
+
+
+def test_layers_of_another_model_are_refused(tmp_path: Path) -> None:
+    require("torch")
+    file = tmp_path / "folder" / "mine.mpk"
+    trained = manager(client(layers=file), PersonalModel(torch_model(), "head"))
+    trained.training_round(request(PersonalModel(torch_model(), "head")))
+    assert file.exists()
+    with pytest.raises(fedclip.StateError, match="is it of another model"):
+        manager(client(layers=file), PersonalModel(torch_model(), "body"))
+
+
+def test_a_server_that_shares_what_a_client_keeps_is_refused_before_any_step() -> None:
+    require("torch")
+    plain = torch_model()
+    with pytest.raises(ValueError, match=r"shares 'module\.head\.bias', .*PersonalModel\(model"):
+        manager(client(personal="head"), plain)
+    with pytest.raises(ValueError, match=r"shares 'module\.bn\.bias', 'module\.bn\.weight', which"):
+        manager(client(personal="batchnorm"), PersonalModel(plain, "head"))
+    with pytest.raises(ValueError, match="personal pattern 'foot' matches no tensor"):
+        manager(client(personal="foot"), PersonalModel(plain, "head"))
+    # One that sends values for them in a later round is refused as well.
+    trained = manager(client(), PersonalModel(plain, "head"))
+    before = weights(trained.model)
+    reply = trained.training_round(request(torch_model(1)))
+    assert isinstance(reply, Error)
+    assert "refused by fedclip: weights for 'module.head.bias'" in reply.message
+    assert weights(trained.model) == before
+
+
+def test_the_client_and_the_server_both_say_what_stays() -> None:
+    require("torch")
+    model = PersonalModel(torch_model(), ["head", "bn"])
+    node = client(personal="head")
+    reply = manager(node, model).training_round(request(model))
+    assert list(reply.updates.updates.coefs) == BODY[:2]
+
+
+def test_modules_that_share_gradients_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    require("torch")
+    model = PersonalModel(torch_model(), "head")
+    trained = manager(client(), model, modules=["scaffold-client"])
+    reply = trained.training_round(request(model))
+    assert isinstance(reply, Error)
+    assert "modules that share gradients, such as scaffold" in reply.message
+    assert "Not sent, as it names 'module.head.bias'" in caplog.text
+
+
+def test_errors_that_name_own_layers_are_not_sent() -> None:
+    require("torch")
+    model = PersonalModel(torch_model(), "head")
+    trained = manager(client(), model, modules=[["norm-clip", {"max_norm": 1, "scope": ["foot"]}]])
+    reply = trained.training_round(request(model))
+    assert isinstance(reply, Error)
+    assert reply.message.startswith("an error that names layers which stay on this client")
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("finite", [True, False])
+def test_rounds_without_a_step_or_with_nan_send_nothing_of_them(steps: int, finite: bool) -> None:
+    require("torch")
+    model = PersonalModel(torch_model(), "head")
+    node = client()
+    trained = manager(node, model, Aggregator.from_config(CLIPPED))
+    inner = trained.model
+    start = inner.get_weights(trainable=True)
+    if not finite:
+        inner.get_wrapped_model().module.head.weight.data[0, 0] = float("nan")
+    if not steps:
+        trained.train_under_constraints = lambda *_: {"n_epoch": 0, "n_steps": 0, "t_spent": 0.0}
+    with warnings.catch_warnings():
+        # That an update of NaN counts as zeros is said on the client.
+        warnings.simplefilter("ignore", fedclip.FedclipWarning)
+        reply = trained.training_round(request(model))
+    sent = reply.serialize()
+    end = inner.get_weights(trainable=True)
+    for vector in (start, end, start - end):
+        kept = [np.asarray(vector.coefs[name]) for name in HEAD]
+        assert not any(value.any() and value.tobytes() in sent for value in kept)
+    assert not any(name.encode() in sent for name in HEAD)
+    assert all(name.encode() in sent for name in BODY)
+    arrived: Any = SerializedMessage.from_bin_message(sent).deserialize()
+    assert set(arrived.updates.updates.coefs) == {*BODY}
+    # NaN in a head makes the gradients of the body NaN, and its update zeros.
+    assert arrived.updates.n_zeroed == int(not finite and steps > 0)
+    moved = any(np.asarray(a).any() for a in arrived.updates.updates.coefs.values())
+    assert moved == (finite and steps > 0)
+    if moved:
+        assert np.asarray(reply.updates.updates.coefs[BODY[0]]).tobytes() in sent
+
+
+# -- frozen layers, and tensors without use ----------------------------------------------------
+def frozen_bn() -> Any:
+    model = torch_model()
+    bn = model.get_wrapped_model().module.bn
+    bn.requires_grad_(False)
+    bn.running_mean += 0.5
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch JSON serialization")
+@pytest.mark.parametrize("personal", [None, "head"])
+def test_frozen_batchnorm_keeps_its_statistics_and_uses_them(personal: Any) -> None:
+    require("torch")
+    import torch
+
+    sent = msgpack_serialize(PersonalModel(frozen_bn(), personal, frozen_batchnorm="eval"))
+    model = msgpack_deserialize(sent)
+    before = weights(model)
+    trained = manager(client(), model)
+    assert isinstance(trained.training_round(request(model)), TrainReply)
+    after = weights(trained.model)
+    assert all(after[name] == before[name] for name in before if ".bn." in name)
+    assert after[BODY[0]] != before[BODY[0]]
+    network = trained.model.get_wrapped_model()
+    x = torch.full((2, 4), 0.25)
+    assert torch.equal(network.train()(x), network.eval()(x))
+    # Without it, they move though the layer is frozen.
+    drifting = manager(client(), frozen_bn())
+    drifting.training_round(request())
+    name = "module.bn.running_mean"
+    assert weights(drifting.model)[name] != weights(frozen_bn())[name]
+
+
+def test_frozen_batchnorm_is_refused_where_there_is_none() -> None:
+    with pytest.raises(ValueError, match="for frozen BatchNorm in a network of torch"):
+        PersonalModel(linear(), frozen_batchnorm="eval")
+    with pytest.raises(ValueError, match="must be one of 'eval', got 'train'"):
+        PersonalModel(linear(), frozen_batchnorm="train")
+    require("torch")
+    with pytest.raises(ValueError, match="there is none in this model: freeze it first"):
+        PersonalModel(torch_model(), frozen_batchnorm="eval")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (torch_model, True),
+        (lambda: PersonalModel(torch_model(), "head"), True),
+        (lambda: PersonalModel(torch_model(), "batchnorm"), False),
+        (lambda: PersonalModel(frozen_bn(), frozen_batchnorm="eval"), False),
+    ],
+)
+def test_a_client_says_that_running_statistics_are_not_sent(
+    make: Any, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    require("torch")
+    manager(client(), make())
+    assert ("running statistics are never sent ('module.bn.running_mean')" in caplog.text) == said
+
+
+@pytest.mark.parametrize("personal", [None, "head"])
+def test_a_tensor_that_is_trained_and_not_used_is_named(personal: Any) -> None:
+    require("torch")
+    import torch
+
+    model = torch_model()
+    model.get_wrapped_model().module.body.extra = torch.nn.Parameter(torch.zeros(2))
+    given = model if personal is None else PersonalModel(model, personal)
+    reply = manager(client(), given).training_round(request())
+    assert isinstance(reply, Error)
+    assert "'module.body.extra' of the model are trained, and not used by it" in reply.message
+
+
+def test_a_layer_that_is_frozen_on_one_client_is_named() -> None:
+    require("torch")
+    model = PersonalModel(torch_model(), "head")
+    trained = manager(client(), PersonalModel(torch_model(), "head"))
+    trained.model.get_wrapped_model().module.body.bias.requires_grad_(False)
+    reply = trained.training_round(request(model))
+    assert isinstance(reply, Error)
+    assert "differ in 'module.body.bias': is a layer frozen on one side only?" in reply.message
+
+
+MODEL = """
+import torch
+from declearn.model.torch import TorchModel
+from parts import body
+
+head = torch.nn.Linear(8, 2)
+net = torch.nn.Sequential(body.requires_grad_(False), torch.nn.BatchNorm1d(8), head)
+model = TorchModel(net, torch.nn.CrossEntropyLoss())
+"""
+
+
+def test_plan_and_check_count_what_is_trained(tmp_path: Path) -> None:
+    require("torch")
+    (tmp_path / "parts.py").write_text("import torch\nbody = torch.nn.Linear(100, 8)\n")
+    file = tmp_path / "model.py"
+    file.write_text(MODEL)
+    budget = [*("--epsilon", "8", "--rounds", "100"), *("--clients", "100")]
+    said = CliRunner().invoke(app, ["privacy", "plan", *budget, "--model", str(file)])
+    count = "34 of the model's 859 values are trained and shared"
+    assert said.output.startswith(f"{count}.\n"), said.output
+    right = CliRunner().invoke(app, ["privacy", "plan", *budget, "--values", "34"])
+    assert said.output.endswith(right.output)
+    both = CliRunner().invoke(
+        app, ["privacy", "plan", *budget, "--values", "3", "--model", str(file)]
+    )
+    assert both.exit_code == 2
+    example = Path(__file__).parents[1] / "examples" / "quickrun" / "config.toml"
+    shutil.copy(example, tmp_path)
+    notes = [f.message for f in check_config(tmp_path / "config.toml").findings]
+    assert count in notes
+    assert any(note.startswith("running statistics are never sent") for note in notes)
+    file.write_text("from declearn.model.sklearn import SklearnSGDModel as S\nmodel = S(None)")
+    shown = CliRunner().invoke(app, ["privacy", "plan", *budget, "--model", str(file)])
+    assert shown.exit_code == 2
+
+
+# -- in federations -----------------------------------------------------------------------------
+NOISED: dict[str, Any] = {
+    "aggregator": "clipped-averaging",
+    "client_opt": {
+        "lrate": 0.5,
+        "w_decay": 0.001,
+        "regularizers": [["fedprox", {"alpha": 0.1}]],
+        "modules": ["update-clip-client", "momentum"],
+    },
+    "server_opt": {
+        "lrate": 1.0,
+        "modules": [
+            [
+                "update-clip-server",
+                {"max_epsilon": 8.0, "delta": 1e-2, "expected_clients": N, "noise_multiplier": 1.0},
+            ]
+        ],
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("secagg", [None, "masking", "joye-libert"])
+def test_a_federation_sends_no_name_and_no_value_of_own_layers(
+    tmp_path: Path, secagg: str | None
+) -> None:
+    require("torch")
+    model = PersonalModel(torch_model(), ["head", "batchnorm"])
+    start = weights(model)
+    run = Federation(model, NOISED, secagg)
+    run.run(tmp_path, rounds=2, personal="head")
+    after = weights(run.server.model)
+    own = [name for name in after if name in model.own]
+    assert len(own) == 7
+    assert all(after[name] == start[name] for name in own)
+    assert all(after[name] != start[name] for name in BODY[:2])
+    heads = []
+    for node in run.clients:
+        assert node.trainmanager is not None
+        trained = weights(node.trainmanager.model)
+        heads.append(tuple(trained[name] for name in own))
+        assert all(trained[name] != start[name] for name in HEAD)
+        # What another run would begin with.
+        assert (tmp_path / node.netwk.name / "personal_layers.mpk").exists()
+    assert len({*heads}) == N
+    replies = [text for message, text in run.sent if "TrainReply" in type(message).__name__]
+    assert len(replies) == 2 * N
+    for text in replies:
+        assert b"module.body.weight" in text
+        assert not any(name.encode() in text for name in own)
+        for head in heads:
+            assert not any(value in text for value in head if len(value) >= 8)
+
+
+@pytest.mark.slow
+def test_a_federation_goes_on_with_own_layers_after_a_restart(tmp_path: Path) -> None:
+    require("torch")
+    found = []
+    # Without a learning rate, the second run ends with what it begins with.
+    for rate in (0.1, 0.0):
+        optim = {"aggregator": "averaging", "client_opt": rate}
+        run = Federation(PersonalModel(torch_model(), "head"), optim)
+        run.run(tmp_path, rounds=2)
+        models = [node.trainmanager.model for node in run.clients if node.trainmanager]
+        found.append([{name: weights(model)[name] for name in HEAD} for model in models])
+    assert found[0] == found[1]
+    assert all(one["module.head.weight"] != two["module.head.weight"] for one, two in pairs(found))
+
+
+def pairs(found: Any) -> Any:
+    return itertools.combinations(found[0], 2)
+
+
+@pytest.mark.slow
+def test_a_federation_ends_before_a_step_if_its_server_shares_a_clients_layers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    require("torch")
+    run = Federation(torch_model(), {"client_opt": 0.1, "aggregator": "averaging"})
+    with pytest.raises(RuntimeError, match="Initialization failed"):
+        run.run(rounds=1, personal=["head.*"])
+    assert "shares 'module.head.bias', 'module.head.weight', which this client" in caplog.text
+    assert len(run.errors) == N
+    assert not any(isinstance(message, TrainReply) for message, _ in run.sent)
+
+
+@pytest.mark.slow
+def test_private_clients_keep_own_layers_which_have_noise_too(tmp_path: Path) -> None:
+    pytest.importorskip("opacus")
+    require("torch")
+    parts = torch_model().get_wrapped_model().module
+    import torch
+    from declearn.model.torch import TorchModel
+
+    net = torch.nn.Sequential()
+    for name in ("body", "act", "head"):
+        net.add_module(name, getattr(parts, name))
+    model = PersonalModel(TorchModel(net, torch.nn.CrossEntropyLoss()), "head")
+    start = weights(model)
+    optim = {
+        "aggregator": "averaging",
+        "client_opt": {
+            "lrate": 0.5,
+            "w_decay": 0.001,
+            "regularizers": [["fedprox", {"alpha": 0.1}]],
+            "modules": ["sample-clip"],
+        },
+    }
+    run = Federation(model, optim)
+    privacy = {"budget": [3.0, 1e-2], "sclip_norm": 0.5}
+    run.run(tmp_path, rounds=2, run={"privacy": privacy}, kind=fedclip.PrivateFederatedClient)
+    after = weights(run.server.model)
+    assert all((after[name] == start[name]) == (name in HEAD) for name in after)
+    for node in run.clients:
+        assert isinstance(node, fedclip.PrivateFederatedClient)
+        assert node.spent is not None
+        assert 0 < node.spent[0] <= 3.0
+        assert node.trainmanager is not None
+        trained = weights(node.trainmanager.model)
+        assert all(trained[name] != start[name] for name in HEAD)
+    replies = [text for message, text in run.sent if isinstance(message, TrainReply)]
+    assert len(replies) == 2 * N
+    assert not any(b"head" in text for text in replies)
+
+
+@pytest.mark.slow
+def test_fairness_is_refused() -> None:
+    node = client()
+    manager(node, PersonalModel(linear(), "intercept"))
+    said: list[Any] = []
+
+    async def note(message: Any) -> None:
+        said.append(message)
+
+    node.netwk.send_message = note  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="fairness rounds replace"):
+        asyncio.run(node._initialize_fairness())
+    assert "refused by fedclip" in said[0].message
+
+
+def test_a_client_without_personal_layers_is_declearns_own() -> None:
+    node = client()
+    trained = manager(node, linear())
+    assert isinstance(trained.aggrg, AveragingAggregator)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_with_adapters_counts_what_is_shared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    require("torch")
+    pytest.importorskip("peft")
+    pytest.importorskip("opacus")
+    example = Path(__file__).parents[1] / "examples" / "adapters" / "run.py"
+    made = runpy.run_path(str(example))
+    monkeypatch.setitem(made["main"].__globals__, "SITES", 4)
+    monkeypatch.setitem(made["main"].__globals__, "ROUNDS", 1)
+    made["main"]()
+    logging.disable(logging.NOTSET)
+    lines = capsys.readouterr().out.splitlines()
+    found = {line.split()[0]: line.split()[1] for line in lines[1:4]}
+    assert found == {"head": "132", "adapters": "1,156", "all": "20,068"}

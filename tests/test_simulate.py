@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A federation in one process: what it shares with a run, who takes part, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fedclip.report import read_report
+from fedclip.tools.cli import app
+from fedclip.tools.quickrun import Federation, QuickrunError
+from fedclip.tools.simulate import Simulation, run
+from fedclip.tools.sweep import free_port
+
+pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
+
+CONFIG = """
+[network]
+protocol = "websockets"
+host = "127.0.0.1"
+port = {port}
+heartbeat = 0.02
+[data]
+data_folder = {data}
+[model]
+model_file = {model}
+[optim]
+aggregator = {aggregator}
+[optim.client_opt]
+lrate = 0.1
+modules = {client}
+[optim.server_opt]
+lrate = 1.0
+modules = {server}
+[run]
+rounds = {rounds}
+[run.register]
+min_clients = 3
+max_clients = 3
+timeout = 60
+[run.training]
+batch_size = 8
+n_steps = 2
+shuffle = true
+[experiment]
+metrics = [["binary-classif", {{thresh = 0.0}}]]
+checkpoint = {out}
+{more}
+"""
+
+MODEL = """
+from declearn.model.sklearn import SklearnSGDModel
+model = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss")
+"""
+
+SERVER = '[["update-clip-server", {learning_rate = 0.5}]]'
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    """Write three sites' data, the model and the configuration; return the file of the last."""
+    rng = np.random.default_rng(0)
+    for site in "abc":
+        folder = tmp_path / "data" / site
+        folder.mkdir(parents=True)
+        for part, count in (("train", 40), ("valid", 20)):
+            data = rng.normal(size=(count, 4))
+            np.save(folder / f"{part}_data.npy", data)
+            np.save(folder / f"{part}_target.npy", (data[:, 0] > 0).astype(int))
+    (tmp_path / "model.py").write_text(MODEL)
+
+    def written(**changes: Any) -> Path:
+        values = {"port": 1, "aggregator": '"clipped-averaging"', "server": SERVER, "rounds": 3}
+        values |= {"client": '["update-clip-client"]', "more": ""} | changes
+        paths = {"data": "data", "model": "model.py", "out": "out"}
+        values |= {key: json.dumps(str(tmp_path / name)) for key, name in paths.items()}
+        file = tmp_path / "config.toml"
+        file.write_text(CONFIG.format(**values))
+        return file
+
+    return written
+
+
+@pytest.mark.slow
+def test_a_run_over_the_network_has_the_same_bounds_and_losses(write: Any) -> None:
+    file = write(port=free_port(), rounds=4)
+    federation = Federation(file)
+    asyncio.run(federation.run(seed=5))
+    there = read_report(federation.results)
+    here = read_report(run(file, 5, quiet=True).results)
+    for site in "abc":
+        limits = [row.record.limit for row in there.select(node=site)]
+        assert limits == [row.record.limit for row in here.select(node="clients")]
+        assert len(limits) == 4
+    losses = [
+        [
+            curve.points
+            for curve in report.curves
+            if (curve.node, curve.metric) == ("server", "loss")
+        ]
+        for report in (there, here)
+    ]
+    np.testing.assert_allclose(*losses)
+
+
+def test_its_records_are_reported(write: Any) -> None:
+    file = write(more="[simulate]\nclients = 30\nsampled = 20\nrecords = 8\nseed = 1\n")
+    result = CliRunner().invoke(app, ["simulate", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "fedclip: 30 clients, 3 rounds of " in result.stdout
+    report = read_report(file.parent / "out" / "simulated")
+    assert [row.record.steps for row in report.select(node="clients")] == [20, 20, 20]
+    assert report.servers == {"server"}
+    assert {curve.node for curve in report.curves} == {"server", "a", "b", "c"}
+    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
+
+
+def weights(file: Path) -> dict[str, Any]:
+    simulation = Simulation(file)
+    for _ in range(3):
+        assert not simulation.step()
+    return dict(simulation.model.get_weights().coefs)
+
+
+def test_a_seed_repeats_who_is_asked_who_replies_and_what_is_drawn(write: Any) -> None:
+    drawn = "[simulate]\nclients = 12\nsampled = 9\ndrop_out = 0.3\nattackers = 3\n"
+    first, same, other = (weights(write(more=f"{drawn}seed = {n}\n")) for n in (1, 1, 2))
+    for name in first:
+        np.testing.assert_array_equal(first[name], same[name])
+    assert any(not np.array_equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize(("obeys", "refused"), [("true", 0), ("false", 1)])
+def test_an_attacker_that_does_not_clip_counts_as_zeros(
+    write: Any, obeys: str, refused: int
+) -> None:
+    more = f"[simulate]\nattackers = 1\nfactor = 1e6\nseed = 0\nattackers_clip = {obeys}\n"
+    simulation = Simulation(write(more=more, server='[["update-clip-server", {start_norm = 1.0}]]'))
+    records: list[dict[str, Any]] = []
+    close = simulation.server.close  # type: ignore[union-attr]
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        closed = close(*args, **kwargs)
+        records.append(closed.record)
+        return closed
+
+    simulation.server.close = noted  # type: ignore[union-attr, method-assign]
+    simulation.step()
+    assert (records[0]["refused"], records[0]["clipped"]) == (refused, 1 - refused)
+
+
+def test_other_aggregators_run_too_and_are_measured(write: Any) -> None:
+    file = write(aggregator='"averaging"', client="[]", server="[]")
+    report = read_report(run(file, 0, quiet=True).results)
+    rows = report.select(node="clients")
+    assert {row.name for row in rows} == {"no-op"}
+    assert [row.record.steps for row in rows] == [3, 3, 3]
+    assert all(row.record.norm_median for row in rows)
+
+
+def test_a_fixed_bound_of_the_aggregator_holds(write: Any) -> None:
+    aggregator = '{name = "clipped-averaging", max_norm = 0.01}'
+    file = write(aggregator=aggregator, client="[]", server="[]")
+    report = read_report(run(file, 0, quiet=True).results)
+    assert {row.record.limit for row in report.select(node="clients")} == {0.01}
+    assert {row.record.limited_by for row in report.select(node="clients")} == {"fixed"}
+
+
+def test_clients_keep_what_their_modules_learn_apart(write: Any) -> None:
+    file = write(client='["zscore-clip", "update-clip-client"]')
+    simulation = Simulation(file, 0)
+    simulation.step()
+    simulation.step()
+    states = [simulation.crowd.optimizer(i).modules[0].get_state() for i in range(3)]
+    assert [state["round"] for state in states] == [2, 2, 2]
+    assert states[0]["groups"] != states[1]["groups"]
+
+
+def test_shared_statistics_go_round(write: Any) -> None:
+    client = '[["zscore-clip", {shared = true}], "update-clip-client"]'
+    server = '["update-clip-server", "zscore-clip-server"]'
+    simulation = Simulation(write(client=client, server=server), 0)
+    for _ in range(3):
+        assert not simulation.step()
+    (module,) = simulation.rest.modules
+    assert module.get_state()["groups"]
+
+
+def test_running_means_stay_with_their_client(write: Any, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    file = write(server='["update-clip-server"]')
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom declearn.model.torch import TorchModel\n"
+        "net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1), "
+        "torch.nn.Flatten(0))\nmodel = TorchModel(net.double(), torch.nn.BCEWithLogitsLoss())\n"
+    )
+    for path in (tmp_path / "data").rglob("*_target.npy"):
+        np.save(path, np.load(path).astype(float))
+    simulation = Simulation(file, 0)
+    simulation.step()
+    kept = [state.coefs["module.0.running_mean"] for state in simulation.crowd._kept.values()]
+    assert len(kept) == 3
+    assert not torch.equal(kept[0], kept[1])
+    assert not simulation.model.get_weights().coefs["module.0.running_mean"].any()
+
+
+def test_a_spent_budget_ends_it_with_a_sentence(write: Any) -> None:
+    noise = "noise_multiplier = 1.0, expected_clients = 3, max_epsilon = 8.0"
+    file = write(server=f'[["update-clip-server", {{{noise}}}]]', rounds=50)
+    # `check`, before the command starts it, says how many rounds there are.
+    done = run(file, 1, quiet=True)
+    assert done.rounds == 2
+    assert "max_epsilon" in done.ended
+    assert (file.parent / "out" / "simulated" / "server" / "model_state_best.mpk").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"more": "[simulate]\nclients = 2\n"}, "the data folder holds 3: each needs one"),
+        ({"more": "[simulate]\nsampled = 4\n"}, "sampled = 4, and there are 3 clients"),
+        ({"more": "[run.privacy]\nbudget = [1.0, 1e-5]\nsclip_norm = 1.0\n"}, "DP-SGD"),
+        (
+            {"server": '["adam", "update-clip-server"]'},
+            "update-clip-server must be there once, as the first",
+        ),
+        (
+            {
+                "aggregator": '{name = "clipped-averaging", max_norm = 1.0, scope = "tensor"}',
+                "client": "[]",
+                "server": "[]",
+            },
+            "max_norm is simulated with scope = 'global' only",
+        ),
+    ],
+)
+def test_what_can_not_be_simulated_is_refused(write: Any, changes: Any, text: str) -> None:
+    with pytest.raises(QuickrunError, match=text):
+        Simulation(write(**changes))
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("drop_out = 1.0", "drop_out must be a number in [0, 1)"),
+        ("client = 3", "did you mean 'clients'"),
+        ("clients = 5\nattackers = 6", "attackers = 6 is more than clients = 5"),
+        ("seed = -1", "seed must be an int >= 0"),
+    ],
+)
+def test_mistakes_in_its_section_are_found_before(write: Any, line: str, text: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", str(write(more=f"[simulate]\n{line}\n"))])
+    assert result.exit_code == 1
+    assert text in result.stderr

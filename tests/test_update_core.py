@@ -1,0 +1,174 @@
+"""Update clipping for any engine, beside declearn's plug-ins on the same data."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.model.sklearn import NumpyVector
+from federation_helpers import Clients, Server
+
+from fedclip.errors import FedclipWarning
+from fedclip.federation.update.adaptive import AdaptiveBound
+from fedclip.federation.update.clipping import UpdateClient
+from fedclip.federation.update.coupling import CLIENT, SERVER
+from fedclip.federation.update.engine import UpdateServer
+from fedclip.federation.update.exchange import Reply, SentBound
+
+NOISE = {"noise_multiplier": 1.0, "generator": "insecure", "seed": 7}
+
+
+@pytest.fixture(autouse=True)
+def _no_round_left_open() -> Any:
+    yield
+    for variable in (CLIENT, SERVER):
+        variable.set(None)
+
+
+def updates() -> list[list[dict[str, np.ndarray]]]:
+    """Return eight rounds of five clients: lengths differ; one is not finite, one is far off."""
+    rng = np.random.default_rng(3)
+    rounds = []
+    for round_ in range(8):
+        lengths = rng.lognormal(0.0, 0.5, size=5)
+        lengths[round_ % 5] *= 1e6 if round_ in (2, 5) else 1.0
+        rows = rng.normal(size=(5, 12)) * lengths[:, None]
+        if round_ in (1, 5):
+            rows[0, 3] = math.nan
+        rounds.append([{"a": row[:4].reshape(2, 2), "b": row[4:].astype("f4")} for row in rows])
+    return rounds
+
+
+def by_the_core(bound: dict[str, Any], client: dict[str, Any]) -> list[Any]:
+    server = UpdateServer(AdaptiveBound(**bound), scope=client.get("scope", "global"))
+    clients, seen = [UpdateClient(**client) for _ in range(5)], []
+    for round_, given in enumerate(updates()):
+        if round_ == 4:
+            spare = UpdateServer(AdaptiveBound(**bound), scope=client.get("scope", "global"))
+            spare.set_state(server.get_state())
+            server = spare
+        sent = server.open()
+        # Each third round, the last client is silent.
+        pairs = list(zip(clients, given, strict=True))[: 4 if round_ % 3 == 2 else 5]
+        replies = [c.clip(update, sent, steps=2) for c, update in pairs]
+        closed = server.close(replies, like=given[0])
+        seen.append((closed.record["next_bound"], closed.average))
+    return [*seen, server.get_state()]
+
+
+def by_the_plugins(bound: dict[str, Any], client: dict[str, Any]) -> list[Any]:
+    aggregator = {"name": "clipped-averaging", **client}
+    server = Server([("update-clip-server", bound)], aggregator)
+    clients, seen = Clients(5, ["update-clip-client"], aggregator), []
+    module: Any = server.optim.modules[0]
+    for round_, given in enumerate(updates()):
+        aux = server.start()
+        kept = given[: 4 if round_ % 3 == 2 else 5]
+        replies = [clients.round(i, aux, NumpyVector(dict(u)), 2) for i, u in enumerate(kept)]
+        average = server.finish(replies)
+        seen.append((module.bound, average.coefs))
+    return [*seen, module.get_state()]
+
+
+@pytest.mark.parametrize(
+    ("bound", "client"),
+    [
+        ({"start_norm": 0.3}, {}),
+        ({}, {"zeroing_factor": 50.0}),
+        ({"start_norm": 0.3, "quantile": 0.8}, {"scope": "tensor", "zeroing_norm": 100.0}),
+        ({"start_norm": 0.5, "expected_clients": 5, **NOISE}, {"zeroing_norm": 1e3}),
+        ({"expected_clients": 6, "relation": "replace-one", **NOISE}, {"scope": ["a"]}),
+        ({"start_norm": 2.0, "learning_rate": 0.0}, {"zeroing_norm": 9.0, "zeroing_ord": 2}),
+    ],
+    ids=["adaptive", "search", "groups", "noise", "search with noise", "fixed"],
+)
+def test_the_core_and_the_plugins_give_the_same(
+    bound: dict[str, Any], client: dict[str, Any]
+) -> None:
+    """Bounds, averages and states, over rounds with NaN, an outlier, and a client that is silent.
+
+    The core goes on from its state in the middle.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FedclipWarning)
+        ours, theirs = by_the_core(bound, client), by_the_plugins(bound, client)
+    assert ours[-1] == theirs[-1]
+    for (bound_, average), (expected, same) in zip(ours[:-1], theirs[:-1], strict=True):
+        assert bound_ == expected
+        for name in same:
+            assert average[name].dtype == same[name].dtype
+            np.testing.assert_array_equal(average[name], same[name])
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "nan": {"arrays": {"w": np.array([math.nan])}},
+    "too long": {"arrays": {"w": np.array([1.001])}},
+    "other names": {"arrays": {"v": np.zeros(1)}},
+    "nothing": {"arrays": None},
+    "counts": {"clipped": 1, "zeroed": 1},
+    "a count of another type": {"clipped": True},
+    "on arrival": {"fault": "it could not be read"},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_no_honest_client_replies_counts_as_zeros(
+    lie: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, client = UpdateServer(AdaptiveBound(1.0)), UpdateClient()
+    sent, model = server.open(), {"w": np.zeros(1)}
+    honest = client.clip({"w": np.array([9.0])}, sent, steps=1)
+    false = replace(honest, sender="eve", votes=5, within=5, **LIES[lie])
+    with caplog.at_level(logging.INFO, "fedclip"):
+        closed = server.close([honest, false], model)
+    assert closed.average["w"] == pytest.approx(0.5)
+    assert [bool(fault) for fault in closed.faults] == [False, True]
+    assert "update clipping: the update of 'eve' counts as zero: " in caplog.text
+    # Nor do five votes count: the one that is left was above the bound.
+    assert (closed.record["share"], closed.record["refused"]) == (0.0, 1)
+
+
+def test_a_secure_sum_is_measured_and_divided_as_that_of_many() -> None:
+    server = UpdateServer(AdaptiveBound(1.0))
+    for size, fault in ((2.5, False), (1e5, True)):
+        server.open()
+        sum_ = Reply({"w": np.array([size])}, votes=3, within=0, clipped=3, clients=3)
+        closed = server.close([sum_], {"w": np.zeros(1)})
+        assert bool(closed.faults[0]) == fault
+        assert closed.average["w"] == pytest.approx(0.0 if fault else size / 3)
+
+
+def test_all_zeros_abstain_where_steps_are_not_known() -> None:
+    client, sent = UpdateClient(), SentBound(1.0)
+    for size, steps, votes in ((0.0, None, 0), (0.5, None, 1), (0.0, 3, 1), (0.5, 0, 0)):
+        assert client.clip({"w": np.array([size])}, sent, steps=steps).votes == votes
+
+
+def test_a_client_refuses_what_is_not_for_it() -> None:
+    update = {"w": np.ones(1)}
+    for sent, error, text in (
+        (SentBound(1.0, stop="enough"), RuntimeError, "the server stops the training: enough"),
+        (SentBound(math.nan), ValueError, "bound must be a finite number > 0"),
+        (SentBound(1.0, scope="tensor"), ValueError, "scope='tensor', and this client has 'glob"),
+    ):
+        with pytest.raises(error, match=text):
+            UpdateClient().clip(update, sent)
+
+
+def test_a_server_opens_before_it_closes_and_stops_when_the_budget_is_spent() -> None:
+    noise: dict[str, Any] = {"noise_multiplier": 1.0, "expected_clients": 1, "max_epsilon": 5.0}
+    with pytest.raises(ValueError, match="noise can not be sized on what exclude="):
+        UpdateServer(AdaptiveBound(1.0, **noise), exclude="w")
+    server, model = UpdateServer(AdaptiveBound(1.0, **noise)), {"w": np.zeros(1)}
+    with pytest.raises(RuntimeError, match="no round is open"):
+        server.close([], model)
+    assert not server.open().stop
+    server.close([], model)
+    assert "the privacy budget is spent" in server.open().stop
+    with pytest.raises(RuntimeError, match="the privacy budget is spent"):
+        server.close([], model)
