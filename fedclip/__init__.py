@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fedclip.federation.personal_client import (
         PersonalFederatedClient as PersonalFederatedClient,
     )
+    from fedclip.federation.round_robin import RoundRobin as RoundRobin
     from fedclip.federation.senders import NamedClients as NamedClients
     from fedclip.federation.update.aggregator import ClippedAveraging as ClippedAveraging
     from fedclip.federation.update.client import UpdateClipClient as UpdateClipClient
@@ -70,6 +71,7 @@ _HOMES = {
         "errors": "FedclipWarning NonFiniteError StateError",
         "federation.personal": "PersonalModel",
         "federation.personal_client": "PersonalFederatedClient",
+        "federation.round_robin": "RoundRobin",
         "federation.senders": "NamedClients",
         "federation.update.aggregator": "ClippedAveraging",
         "federation.update.client": "UpdateClipClient",

@@ -12,7 +12,9 @@ from declearn.client_sampler import ClientSampler
 from declearn.communication import NetworkServerConfig
 from declearn.main.config import FLOptimConfig
 
+from fedclip.federation.round_robin import RoundRobin
 from fedclip.federation.senders import NamedClients
+from fedclip.federation.update.server import UpdateClipServer
 
 
 def watchful(network: NetworkServerConfig) -> NetworkServerConfig:
@@ -38,7 +40,8 @@ def guarded(
     optim : FLOptimConfig
         The optimizers; the server's modules determine the auxiliary variables it receives.
     sampler : dict, ClientSampler or None, default=None
-        The sampler of the clients; `NamedClients` wraps it, to vet replies.
+        The sampler of the clients; `NamedClients` wraps it, to vet replies. None: all of them, or
+        by turns if `update-clip-server` has a ``separation``.
 
     Examples
     --------
@@ -49,6 +52,16 @@ def guarded(
     ('fedclip-websockets', 'named-clients')
     """
     receives = [str(m.aux_name or m.name) for m in optim.server_opt.modules]
+    if sampler is None:
+        sampler = turns(optim)
     if not isinstance(sampler, NamedClients):
         sampler = NamedClients(sampler, receives=receives)
     return {"netwk": watchful(network), "client_sampler": sampler}
+
+
+def turns(optim: FLOptimConfig) -> RoundRobin | None:
+    """Return the sampler for the turns that noise is accounted for; None if there are none."""
+    for module in optim.server_opt.modules:
+        if isinstance(module, UpdateClipServer) and module.separation > 1:
+            return RoundRobin(per_round=module.expected_clients or 1)
+    return None

@@ -6,7 +6,7 @@ They share one model. Each has data, a source of its batches, and what its optim
 
 # ruff: noqa: UP045  (declearn reads the types of a section from its fields, and knows no `|`)
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional, TypeAlias
 
 import numpy as np
@@ -111,6 +111,7 @@ class Crowd:
             self.sites[i % len(self.sites)] + (f"-{turn}" if (turn := i // len(self.sites)) else "")
             for i in range(settings.clients or len(self.sites))
         ]
+        self._places = {name: place for place, name in enumerate(self.names)}
         self._data = [
             [
                 InMemoryDataset(f[f"{of}_data"], target=f[f"{of}_target"], expose_classes=True)
@@ -148,10 +149,15 @@ class Crowd:
         pairs = zip(self.sites, self._data, strict=True)
         return {name: dataclasses.asdict(train.get_data_specs()) for name, (train, _) in pairs}
 
-    def asked(self) -> list[int]:
-        """Draw who is asked in a round, and who of them does not reply; return those who do."""
+    def asked(self, due: Sequence[str] | None = None) -> list[int]:
+        """Draw who is asked in a round, and who of them does not reply; return those who do.
+
+        If clients take turns, those that are `due` are asked.
+        """
         chosen = np.arange(len(self.names))
-        if self.settings.sampled is not None:
+        if due is not None:
+            chosen = np.sort([self._places[name] for name in due])
+        elif self.settings.sampled is not None:
             chosen = np.sort(self._rng.choice(chosen, self.settings.sampled, replace=False))
         stays = self._rng.random(len(chosen)) >= self.settings.drop_out
         return [int(client) for client in chosen[stays]]

@@ -36,6 +36,7 @@ from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import Reply, SentBound
 from fedclip.federation.update.limits import norms_of
+from fedclip.federation.update.turns import Due, Schedule
 from fedclip.scopes import resolve
 from fedclip.tools.crowd import Crowd, SimulateConfig, Trained, Weights
 from fedclip.tools.progress import latest, progress
@@ -97,11 +98,13 @@ class Simulation:
         self.server = self.bound and UpdateServer(
             self.bound, scope=aggregator.scope, exclude=aggregator.exclude
         )
+        self.schedule = _schedule(self.bound, self.crowd.names, self.settings)
         # The bound acts first, by the core; what stands after it acts on what the core releases.
         self.optim, self.rest = optim.server_opt, copy.copy(optim.server_opt)
         self.rest.modules = [m for m in self.optim.modules if not isinstance(m, UpdateClipServer)]
         self.records = UpdateClipClient()
         self.losses: list[float] = []
+        self.rounds = 0
         self.best: Weights = self.model.get_weights(trainable=True)
         self.folder = Path(self.experiment.results, "simulated")
 
@@ -117,7 +120,9 @@ class Simulation:
             return sent.stop
         self.records.recorder.start_round()
         replies, told = [], dict[str, Any]()
-        for client in self.crowd.asked():
+        due = self.schedule.due(self.rounds) if self.schedule else None
+        self.rounds += 1
+        for client in self.crowd.asked(due):
             trained = self.crowd.train(client, start, aux)
             replies.append(self._reply(client, trained, sent))
             for name, said in trained.aux.items():
@@ -246,6 +251,24 @@ def _bound(optim: FLOptimConfig) -> AdaptiveBound | None:
             "[optim.server_opt] update-clip-server must be there once, as the first of the modules"
         )
     return bounds[0]
+
+
+def _schedule(
+    bound: AdaptiveBound | None, names: list[str], settings: SimulateConfig
+) -> Schedule | None:
+    """Return the clients' turns, if noise is accounted for some."""
+    if bound is None or bound.separation == 1:
+        return None
+    if settings.sampled is not None:
+        raise QuickrunError(
+            "[simulate] sampled draws clients, and separation = "
+            f"{bound.separation} of update-clip-server has them take turns: leave one out"
+        )
+    most = bound.expected_clients or 1
+    found = Schedule(names, most)
+    if why := Due(found.separation, len(names)).refusal(bound.separation, most):
+        raise QuickrunError(f"[optim.server_opt] {why}")
+    return found
 
 
 def _refuse(optim: FLOptimConfig, config: FLRunConfig, crowd: SimulateConfig, sites: int) -> None:

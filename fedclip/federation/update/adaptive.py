@@ -23,6 +23,7 @@ from fedclip.federation.update.exchange import Arrays, SentBound
 from fedclip.federation.update.pace import spread
 from fedclip.measures import Float64
 from fedclip.privacy.accounting import Accountant, default_bits_noise
+from fedclip.privacy.banded import coefficients
 
 
 class AdaptiveBound:
@@ -45,6 +46,10 @@ class AdaptiveBound:
         delta: float = 1e-5,
         max_epsilon: float | None = None,
         relation: str = "add-remove",
+        separation: int = 1,
+        noise: str = "independent",
+        rounds: int | None = None,
+        momentum: float = 0.0,
         generator: str = "secure",
         seed: int | None = None,
         unnoised: str | Sequence[str] | None = None,
@@ -80,6 +85,12 @@ class AdaptiveBound:
         self.delta = parameters.unit_interval(delta=delta)
         self.max_epsilon = parameters.optional(parameters.positive, max_epsilon=max_epsilon)
         self.relation = parameters.choice(("add-remove", "replace-one"), relation=relation)
+        self.separation = parameters.integer(1, separation=separation)
+        self.noise = parameters.choice(("independent", "banded"), noise=noise)
+        self.rounds = parameters.optional(parameters.integer, 1, rounds=rounds)
+        self.momentum = parameters.number(
+            "a number in [0, 1)", 0.0, 1.0, open_high=True, momentum=momentum
+        )
         self.generator = parameters.choice(("secure", "insecure"), generator=generator)
         self.seed = parameters.optional(parameters.integer, 0, seed=seed)
         if self.seed is not None and self.generator == "secure":
@@ -102,11 +113,29 @@ class AdaptiveBound:
         self.stop = ""
         """Why training has to end; the next message tells the clients."""
 
+    def _coefficients(self) -> tuple[float, ...]:
+        """Return the coefficients of the noise."""
+        if self.noise == "independent":
+            for name in ("rounds", "momentum"):
+                if value := getattr(self, name):
+                    raise ValueError(f"{name} goes with noise='banded', got {name}={value!r}")
+            return (1.0,)
+        if self.separation == 1:
+            raise ValueError(
+                "noise='banded' gains nothing if every client has a turn in every round: give "
+                "separation, the number of rounds from one turn of a client to its next"
+            )
+        if self.rounds is None:
+            raise ValueError("noise='banded' needs rounds, the number of rounds that are planned")
+        return coefficients(self.rounds, self.separation, self.momentum)
+
     def _budget(self) -> Budget | None:
         if self.noise_multiplier == 0:
             for name in ("bits_noise", "max_epsilon", "unnoised"):
                 if value := getattr(self, name):
                     raise ValueError(f"{name} goes with noise_multiplier > 0, got {value!r} with 0")
+            if self.separation > 1 or self.noise == "banded":
+                raise ValueError("separation and noise='banded' go with noise_multiplier > 0")
             return None
         if self.expected_clients is None:
             raise ValueError(
@@ -125,12 +154,9 @@ class AdaptiveBound:
             draws_of(self.generator, self.seed),
             bits_noise=bits,
             max_epsilon=self.max_epsilon,
+            separation=self.separation,
+            coefficients=self._coefficients(),
         )
-
-    @property
-    def noise(self) -> float:
-        """Noise multiplier of the update: z_delta."""
-        return 0.0 if self.budget is None else self.budget.update_noise
 
     @property
     def epsilon(self) -> float:
@@ -184,6 +210,8 @@ class AdaptiveBound:
         sent, self.sent = self.sent, None
         assert sent is not None
         if self.withheld:
+            if self.budget is not None:
+                self.budget.skip(average, self.round)
             return zeros(average)
         if self.budget is None:
             return average
@@ -279,5 +307,5 @@ class AdaptiveBound:
         self.search, self.evidence = search, evidence
         self.bound, self.round = self.rule.within(bound), round_
         if self.budget is not None:
-            self.budget.accountant.set_state(spent)
+            self.budget.resume(spent)
         self.stop = ""

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise of a round, its privacy cost, and when to stop."""
+"""The noise of a round, its privacy cost, and when to stop.
+
+Clients are charged by turns: all of them take part in a round; or each has a turn in one of
+`separation` rounds, by a schedule that depends on nothing that clients send. Whoever is due is
+charged, whether or not a reply comes.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from fedclip.errors import StateError
 from fedclip.measures import Float64
 from fedclip.privacy.accounting import Accountant, Release, split_noise
 from fedclip.privacy.accounting import noise_multiplier as least_noise
+from fedclip.privacy.banded import Stream
 from fedclip.privacy.noise import Normals, add_noise, insecure_normals, noised, secure_normals
 
 MANY_ROUNDS = 10**6
@@ -34,7 +40,9 @@ class Budget:
     """Noise on the average and on the votes of each round, within a budget.
 
     The parameters are those of `update-clip-server`. `clients` is the number by which the average
-    is divided; `bits_noise` is 0 if the clients do not vote, which costs privacy too.
+    is divided; `bits_noise` is 0 if the clients do not vote, which costs privacy too. A turn costs
+    as much as one Gaussian mechanism of multiplier `noise_multiplier`: with coefficients of banded
+    noise, that of a round grows by their norm.
 
     Raises
     ------
@@ -51,12 +59,17 @@ class Budget:
         *,
         bits_noise: float,
         max_epsilon: float | None,
+        separation: int = 1,
+        coefficients: tuple[float, ...] = (1.0,),
     ) -> None:
         self.noise_multiplier, self.clients = noise_multiplier, clients
         self.accountant, self.max_epsilon, self._draws = accountant, max_epsilon, draws
         self.update_noise, self.bits_noise = noise_multiplier, bits_noise
+        self.separation, self.coefficients = separation, coefficients
+        self._begin()
         if bits_noise:
             self.update_noise = split_noise(noise_multiplier, bits_noise)
+        self.update_noise *= math.hypot(*coefficients)
         if max_epsilon is None:
             return
         first = accountant.epsilon(noise_multiplier, 1)
@@ -69,6 +82,14 @@ class Budget:
                 f"noise_multiplier >= {math.ceil(100 * enough) / 100:g}"
             )
 
+    def _begin(self) -> None:
+        """Begin a schedule, and with it a stream of noise."""
+        self._rounds, self._stream = 0, Stream(self.coefficients)
+
+    def _turns(self, rounds: int) -> int:
+        """Return how many turns a client has, at most, from the first of so many rounds on."""
+        return -(-rounds // self.separation)
+
     @property
     def epsilon(self) -> float:
         """What has been spent so far."""
@@ -76,17 +97,33 @@ class Budget:
 
     def cost(self, rounds: int) -> float:
         """Return the epsilon after `rounds` more rounds."""
-        return self.accountant.epsilon(self.noise_multiplier, rounds)
+        turns = self._turns(self._rounds + rounds) - self._turns(self._rounds)
+        return self.accountant.epsilon(self.noise_multiplier, turns)
 
     def rounds_left(self, most: int = MANY_ROUNDS) -> int:
         """Return how many more rounds the budget allows, up to `most`."""
         if self.max_epsilon is None:
             return most
-        return self.accountant.affordable(self.noise_multiplier, self.max_epsilon, most)
+        turns = self.accountant.affordable(self.noise_multiplier, self.max_epsilon, most)
+        paid = self.separation * self._turns(self._rounds) - self._rounds
+        return min(paid + self.separation * turns, most)
 
     def spend(self) -> None:
-        """Count one round, before anything of it is released."""
-        self.accountant.add(self.noise_multiplier)
+        """Count one round, before anything of it is released; its turns, if these begin."""
+        if self._rounds % self.separation == 0:
+            self.accountant.add(self.noise_multiplier)
+        self._rounds += 1
+
+    def resume(self, spent: list[Release]) -> None:
+        """Take over what was spent, and begin another schedule.
+
+        A server that was killed may have released rounds that its last checkpoint does not know:
+        each client had at most one turn in as many rounds as a schedule has.
+        """
+        self.accountant.set_state(spent)
+        if spent and self.separation > 1:
+            self.accountant.add(self.noise_multiplier)
+        self._begin()
 
     def refusal(self) -> str:
         """Return why there can be no further round; "" if there can."""
@@ -95,9 +132,10 @@ class Budget:
         after = self.cost(1)
         if after <= self.max_epsilon:
             return ""
+        what = "rounds" if self.separation == 1 else "turns of each client"
         return (
             f"the privacy budget is spent; epsilon is {self.epsilon:.4g} after "
-            f"{self.accountant.rounds} rounds, and one more would make it {after:.4g}, above "
+            f"{self.accountant.rounds} {what}, and one more would make it {after:.4g}, above "
             f"max_epsilon = {self.max_epsilon:g}"
         )
 
@@ -118,7 +156,29 @@ class Budget:
         `exact` is the average before it was rounded to the dtypes of the model.
         """
         std = self.update_noise * bound / self.clients
-        return dict(add_noise(average, std, self._draws(round_, 1), exact))
+        # What a round takes back must be of the same values, whatever their order.
+        names = sorted(average)
+        normals = self._next(average, round_)
+        found = add_noise({name: average[name] for name in names}, std, normals, exact)
+        return {name: found[name] for name in average}
+
+    def skip(self, average: Mapping[str, Array], round_: int) -> None:
+        """Draw the noise of a round that is not released: later rounds count it as one."""
+        self._next(average, round_)
+
+    def _next(self, average: Mapping[str, Array], round_: int) -> Normals:
+        """Return a function that hands out the noise of a round, piece by piece."""
+        normals = self._draws(round_, 1)
+        if len(self.coefficients) == 1:
+            return normals
+        noise = self._stream.draw(sum(math.prod(x.shape) for x in average.values()), normals)
+
+        def piece(size: int) -> Float64:
+            nonlocal noise
+            found, noise = noise[:size], noise[size:]
+            return found
+
+        return piece
 
     @staticmethod
     def check_state(spent: object, budget: Budget | None, called: str) -> list[Release]:

@@ -20,6 +20,7 @@ from fedclip.federation.update.messages import (
     UpdateClipVotes,
     zeros_like,
 )
+from fedclip.federation.update.turns import DUE
 from fedclip.privacy import kinds
 
 
@@ -82,6 +83,17 @@ class UpdateClipServer(AdaptiveBound, parameters.Configured, OptiModule):  # typ
     relation : {"add-remove", "replace-one"}, default="add-remove"
         Which federations are neighbours: those with and without one client (whose reply is
         empty), or those with another client in its place, which needs twice the noise.
+    separation : int, default=1
+        Least number of rounds from one turn of a client to its next; each client is then charged
+        for one round in so many. It needs the client sampler `round-robin`, and more than
+        ``(separation - 1) * expected_clients`` clients.
+    noise : {"independent", "banded"}, default="independent"
+        "banded": each round takes back a part of the noise of the ``separation - 1`` rounds before
+        it, which has less noise in the model at the same epsilon.
+    rounds : int or None, default=None
+        Number of rounds that are planned; "banded" noise needs it.
+    momentum : float, default=0.0
+        Momentum of the server's optimizer, in [0, 1), for which "banded" noise is made.
     generator : {"secure", "insecure"}, default="secure"
         Source of the noise. The insecure one is for experiments.
     seed : int or None, default=None
@@ -162,6 +174,16 @@ class UpdateClipServer(AdaptiveBound, parameters.Configured, OptiModule):  # typ
         # declearn has just called another module, in the same loop.
         if (other := under_way(counted=False)) is not None and other[1] is not self:
             self.halt("there are two update-clip-server modules in server_opt: keep one")
+        due = DUE.get()
+        DUE.set(None)
+        if self.separation > 1 and self.expected_clients is not None:
+            self.halt(
+                due.refusal(self.separation, self.expected_clients)
+                if due
+                else f"separation={self.separation} charges each client for its own turns, and the "
+                "clients take none: give FederatedServer client_sampler = {'strategy': "
+                f"'round-robin', 'per_round': {self.expected_clients}}}"
+            )
         sent = self.open()
         self._round = ServerRound(weakref.ref(self), sent)
         SERVER.set(self._round)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose turn it is: a schedule that is fixed before the run.
+
+::
+
+    b      = ceil(clients / per_round)
+    groups = every b-th of the clients, in the order of their names: from the first, the second...
+    round t is the turn of group t mod b
+
+Who is due depends on no data and on no reply, so that a client can be charged for its own turns
+only: at most ``ceil(rounds / b)``. That holds as long as nobody takes the place of a client that
+does not reply, and no reply counts in a later round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from fedclip import parameters
+
+__all__ = ["DUE", "Due", "Schedule"]
+
+
+class Schedule:
+    """Groups of clients that take turns.
+
+    Parameters
+    ----------
+    clients
+        Their names, all different.
+    per_round
+        The largest number of clients in a round, at least 1.
+
+    Attributes
+    ----------
+    separation
+        The number of rounds from one turn of a client to its next.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a parameter is not as above, or there is no client.
+
+    Examples
+    --------
+    >>> schedule = Schedule(["a", "b", "c", "d", "e"], per_round=2)
+    >>> schedule.separation, [schedule.due(t) for t in range(4)]
+    (3, [['a', 'd'], ['b', 'e'], ['c'], ['a', 'd']])
+    """
+
+    def __init__(self, clients: Iterable[str], per_round: int) -> None:
+        self.clients: Sequence[str] = sorted(clients)
+        per_round = parameters.integer(1, per_round=per_round)
+        if not self.clients:
+            raise ValueError("a schedule needs at least one client, got none")
+        if len(set(self.clients)) < len(self.clients):
+            raise ValueError(
+                "a schedule needs clients of different names: one would have two turns"
+            )
+        self.separation = -(-len(self.clients) // per_round)
+
+    def due(self, round_: int) -> Sequence[str]:
+        """Return who has a turn in a round, from 0 on."""
+        return self.clients[round_ % self.separation :: self.separation]
+
+
+class Due(NamedTuple):
+    """What a sampler says of the round that it has drawn."""
+
+    separation: int
+    clients: int
+    """How many clients take turns."""
+
+    def refusal(self, separation: int, per_round: int) -> str:
+        """Return why these turns are closer than accounting has them; "" if they are not."""
+        if self.separation >= separation:
+            return ""
+        return (
+            f"{self.clients} clients have a turn every {self.separation} rounds, and noise is "
+            f"accounted for separation={separation}: with expected_clients={per_round} that "
+            f"takes more than {(separation - 1) * per_round} clients"
+        )
+
+
+DUE: ContextVar[Due | None] = ContextVar("fedclip_due", default=None)
+"""What the sampler has drawn for the round that begins; None if it is not by turns."""
