@@ -35,7 +35,7 @@ def test_a_plan_is_worth_its_rounds_and_no_more(
     found = plan(epsilon, 1e-5, rounds, clients, relation=relation)
     server = UpdateClipServer(**found.config)
     assert server.rounds_left() == rounds
-    assert server.noise == found.update_noise
+    assert server.budget.update_noise == found.update_noise
     assert 0.99 * epsilon <= found.spent <= epsilon
 
 

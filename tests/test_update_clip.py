@@ -365,8 +365,8 @@ def test_two_clients_of_one_process_do_not_mix() -> None:
 def test_defaults_work_for_three_clients_as_for_a_thousand() -> None:
     for m, sigma in ((3, 1.0), (20, 1.0), (1000, 50.0)):
         module = fedclip.UpdateClipServer(noise_multiplier=1.0, expected_clients=m)
-        assert module.noise == pytest.approx(split_noise(1.0, sigma), rel=1e-12)
-        assert module.noise < 1.1548
+        assert module.budget.update_noise == pytest.approx(split_noise(1.0, sigma), rel=1e-12)
+        assert module.budget.update_noise < 1.1548
 
 
 def test_noise_is_sized_on_the_bound_that_was_sent() -> None:
@@ -387,7 +387,7 @@ def test_noise_is_sized_on_the_bound_that_was_sent() -> None:
         assert aux["update-clip"].bound == before
         out = server.finish([clients.round(i, aux, np.zeros(size)) for i in range(m)])
         assert module.bound != before
-        assert np.std(out.coefs["w"]) == pytest.approx(module.noise * before / m, rel=0.03)
+        assert np.std(out.coefs["w"]) == pytest.approx(module.budget.update_noise * before / m, rel=0.03)
 
 
 HALF = [("torch", "bfloat16", 128), ("torch", "float16", 1024), ("numpy", "float16", 1024)]
@@ -457,7 +457,7 @@ def test_a_noised_average_of_whoever_replies_is_the_sum_by_hand() -> None:
         ).coefs["w"]
         norms = [float(np.linalg.norm(x)) for x in sent]
         total = sum(x * min(1.0, bound / n) for x, n in zip(sent, norms, strict=True))
-        owed = module.noise * bound
+        owed = module.budget.update_noise * bound
         draws = insecure_normals(3, round_, 1)(size)
         np.testing.assert_allclose(out, (total + owed * draws) / m, rtol=1e-6, atol=1e-9)
         ratios.append(float(np.std(out * m - total)) / owed)

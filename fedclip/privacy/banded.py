@@ -42,7 +42,7 @@ import numpy as np
 from fedclip import parameters
 from fedclip.privacy.noise import Float64, Normals
 
-__all__ = ["Stream", "coefficients", "error"]
+__all__ = ["Stream", "coefficients", "error", "grown"]
 
 # Of more rounds the coefficients hardly change: those for so many bands are within 1 %.
 _BANDS, _ROUNDS = 100, 10_000
@@ -109,6 +109,17 @@ def error(c: tuple[float, ...], rounds: int, momentum: float = 0.0) -> float:
     left, sums = _sums(rounds, momentum)
     noise = _inverse_times(np.array(c), sums)
     return math.hypot(*c) * math.sqrt(float(left @ noise**2) / float(left @ sums**2))
+
+
+def grown(c: tuple[float, ...], rounds: int) -> float:
+    """Return the deviation of the noise of the last round, in units of what is drawn.
+
+    >>> round(grown(coefficients(100, 5), 100), 3)
+    1.308
+    """
+    once: Float64 = np.zeros(rounds)
+    once[0] = 1.0
+    return 1.0 if len(c) == 1 else float(np.linalg.norm(_inverse_times(np.array(c), once)))
 
 
 def _sums(rounds: int, momentum: float) -> tuple[Float64, Float64]:

@@ -11,6 +11,10 @@ For T rounds of m clients, a model of d values, and mu, the largest one that the
     drift    = length / sqrt(T)                        of the noise of all rounds together, relative
                                                        to T C, the farthest that T updates can go
 
+Where clients take turns, by a schedule that has each of them in one of b rounds, T stands for the
+turns of a client, ``ceil(T / b)``. "banded" noise (`fedclip.privacy.banded`) then has less in the
+model for the same turns; it is drawn `norm(c)` times as large.
+
 The average of updates clipped to C has a length of at most C, and far less if clients differ. The
 drift hardly depends on T (the votes cost 15 % at most): more rounds need more noise each, but also
 average it out.
@@ -36,6 +40,7 @@ from fedclip.privacy.accounting import (
     noise_multiplier,
     split_noise,
 )
+from fedclip.privacy.banded import coefficients, error, grown
 
 __all__ = ["ASK_VALUES", "Plan", "plan", "verdict"]
 
@@ -48,8 +53,12 @@ class Plan:
 
     Attributes
     ----------
-    epsilon, delta, rounds, clients, relation, values
-        The arguments of `plan`.
+    epsilon, delta, rounds, clients, relation, values, momentum
+        The arguments of `plan`; `clients` are those in a round.
+    all_clients
+        The number of all clients; None if all of them are in each round.
+    separation
+        Number of rounds from one turn of a client to its next.
     noise_multiplier
         Noise multiplier of each round, rounded up to four digits.
     spent
@@ -71,11 +80,29 @@ class Plan:
     spent: float
     bits_noise: float
     update_noise: float
+    all_clients: int | None = None
+    separation: int = 1
+    momentum: float = 0.0
+
+    @property
+    def turns(self) -> int:
+        """How many rounds each client is charged for."""
+        return -(-self.rounds // self.separation)
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """The coefficients of the noise."""
+        return coefficients(self.rounds, self.separation, self.momentum)
+
+    @property
+    def share(self) -> float:
+        """The noise in the model, as a share of that of independent noise of the same cost."""
+        return error(self.coefficients, self.rounds, self.momentum) if self.separation > 1 else 1.0
 
     @property
     def noise(self) -> float:
         """Standard deviation of the noise on each value of the average, relative to the bound."""
-        return self.update_noise / self.clients
+        return self.update_noise * grown(self.coefficients, self.rounds) / self.clients
 
     @property
     def length(self) -> float | None:
@@ -85,7 +112,10 @@ class Plan:
     @property
     def drift(self) -> float | None:
         """Length of all rounds' noise, relative to the farthest that all updates can go."""
-        return None if self.length is None else self.length / math.sqrt(self.rounds)
+        if self.values is None:
+            return None
+        independent = self.update_noise / math.hypot(*self.coefficients) / self.clients
+        return self.share * independent * math.sqrt(self.values / self.rounds)
 
     @property
     def config(self) -> dict[str, float | int | str]:
@@ -96,12 +126,18 @@ class Plan:
             "delta": self.delta,
             "max_epsilon": self.epsilon,
         }
-        return found if self.relation == "add-remove" else {**found, "relation": self.relation}
+        if self.relation != "add-remove":
+            found["relation"] = self.relation
+        if self.separation > 1:
+            found |= {"separation": self.separation, "noise": "banded", "rounds": self.rounds}
+        return found | ({"momentum": self.momentum} if self.momentum else {})
 
     def __str__(self) -> str:
+        of = "" if self.all_clients is None else f"of {self.all_clients:,} "
         lines = [
             f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.rounds} rounds of "
-            f"{self.clients} clients, {self.relation}:",
+            f"{self.clients} {of}clients, {self.relation}:",
+            *self._turns_in_words(),
             f"  noise_multiplier {self.noise_multiplier:g}; all rounds together cost "
             f"{in_words(self.spent)}",
             "  the standard deviation of the noise, where C is the bound on an update:",
@@ -124,6 +160,29 @@ class Plan:
         lines.append(f"  {verdict(self.drift, self.clients, 'clients')}")
         return "\n".join(lines)
 
+    def _turns_in_words(self) -> list[str]:
+        """Say what turns buy, if clients take turns, or why they do not."""
+        if self.all_clients is None:
+            return []
+        if self.separation == 1:
+            return ["  all clients take part in every round: there are no turns, nothing is saved"]
+        every = _rounded_up(
+            noise_multiplier(self.epsilon, self.delta, self.rounds, relation=self.relation)
+        )
+        less = math.sqrt(self.turns / self.rounds)
+        lines = [
+            f"  a client has a turn in {self.separation} rounds (client sampler 'round-robin'), "
+            f"and pays for {self.turns} turns instead of {self.rounds} rounds:",
+            f"    the noise in the model is {less:.3g} of that with noise_multiplier {every:g} for "
+            "every round,",
+            f'    and {less * self.share:.3g} with noise = "banded", where each round takes back '
+            f"noise of the {len(self.coefficients) - 1} before it",
+        ]
+        if self.values is not None:
+            kept = 8e-6 * (len(self.coefficients) - 1) * self.values
+            lines.append(f"    which the server keeps in memory: {kept:.3g} MB")
+        return lines
+
 
 def plan(
     epsilon_: float,
@@ -133,6 +192,8 @@ def plan(
     *,
     relation: str = "add-remove",
     values: int | None = None,
+    per_round: int | None = None,
+    momentum: float = 0.0,
 ) -> Plan:
     """Return the noise of each round that a budget allows.
 
@@ -141,11 +202,15 @@ def plan(
     epsilon_, delta
         The budget of all rounds: epsilon above 0, delta in (0, 1).
     rounds, clients
-        Number of rounds, and of clients in each; sampling is not credited.
+        Number of rounds, and of clients in each.
     relation : {"add-remove", "replace-one"}, default="add-remove"
         Which federations are neighbours.
     values : int or None, default=None
         Number of values in the model.
+    per_round : int or None, default=None
+        Number of clients in each round; `clients` are then all of them, and take turns.
+    momentum : float, default=0.0
+        That of the server's optimizer, in [0, 1), for which noise is made if they take turns.
 
     Raises
     ------
@@ -158,11 +223,21 @@ def plan(
     clients = parameters.integer(1, clients=clients)
     relation = parameters.choice(RELATIONS, relation=relation)
     values = parameters.optional(parameters.integer, 1, values=values)
-    z = _rounded_up(noise_multiplier(budget, delta, rounds, relation=relation))
+    per_round = parameters.optional(parameters.integer, 1, per_round=per_round)
+    everybody, separation = None, 1
+    if per_round is not None:
+        everybody, clients = clients, min(per_round, clients)
+        separation = min(-(-everybody // clients), rounds)
+    turns = -(-rounds // separation)
+    z = _rounded_up(noise_multiplier(budget, delta, turns, relation=relation))
     bits = default_bits_noise(z, clients)
-    spent = epsilon([Release(z, rounds)], delta, relation)
-    update = split_noise(z, bits)
-    return Plan(budget, delta, rounds, clients, relation, values, z, spent, bits, update)
+    spent = epsilon([Release(z, turns)], delta, relation)
+    momentum = momentum if separation > 1 else 0.0
+    update = split_noise(z, bits) * math.hypot(*coefficients(rounds, separation, momentum))
+    return Plan(
+        *(budget, delta, rounds, clients, relation, values, z, spent, bits, update),
+        *(everybody, separation, momentum),
+    )
 
 
 def in_words(spent: float) -> str:

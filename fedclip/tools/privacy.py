@@ -52,7 +52,9 @@ def in_one_sentence() -> Iterator[None]:
 def plan(
     epsilon: Epsilon,
     rounds: Rounds,
-    clients: Annotated[int, typer.Option(help="Number of clients in a round.")],
+    clients: Annotated[
+        int, typer.Option(help="Number of clients in a round; of all, with --per-round.")
+    ],
     delta: Annotated[
         float, typer.Option(help="Probability with which it may fail, below 1 / clients.")
     ] = 1e-5,
@@ -60,6 +62,13 @@ def plan(
         str, typer.Option(help="add-remove of one client, or replace-one.")
     ] = "add-remove",
     values: Values = None,
+    per_round: Annotated[
+        int | None,
+        typer.Option(help="Number of clients in a round, if not all: they take turns."),
+    ] = None,
+    momentum: Annotated[
+        float, typer.Option(help="Momentum of the server's optimizer, where clients take turns.")
+    ] = 0.0,
     model: Annotated[
         Path | None,
         typer.Option(help="A model file, in the place of --values: what it trains is counted."),
@@ -73,7 +82,13 @@ def plan(
     if model is not None:
         values = _counted(model, values, as_json)
     with in_one_sentence():
-        found = planning.plan(epsilon, delta, rounds, clients, relation=relation, values=values)
+        found = planning.plan(
+            *(epsilon, delta, rounds, clients),
+            relation=relation,
+            values=values,
+            per_round=per_round,
+            momentum=momentum,
+        )
     client = toml_line("module", "update-clip-client", {})
     server = toml_line("module", "update-clip-server", found.config)
     lines = ["[optim]", 'aggregator = "clipped-averaging"']

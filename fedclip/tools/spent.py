@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from fedclip import parameters
 from fedclip.dpsgd.ledger import FILE, Entry, read_entries, total
+from fedclip.federation.update.budget import Budget
 from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account
 from fedclip.tools.catalogue import version
 
@@ -21,13 +22,15 @@ _COUNTED_BY = ("fedclip", "dp-accounting", "opacus")
 class Spent(NamedTuple):
     """What one file says was spent, and whether that protects a record or a client.
 
-    A ledger has `entries`, from which its accountant is.
+    A ledger has `entries`, from which its accountant is. Clients are charged for one turn in
+    `separation` rounds.
     """
 
     where: str
     protects: str
     accountant: Accountant
     entries: Iterable[Entry] = ()
+    separation: int = 1
 
     def cost(self, delta: float | None = None, relation: str | None = None) -> dict[str, Any]:
         """Return what it costs by each accountant, or why one can not say.
@@ -63,6 +66,7 @@ class Spent(NamedTuple):
             "protects": self.protects,
             "delta": delta,
             "relation": relation,
+            "separation": self.separation,
             "releases": [r._asdict() for r in spent],
             "entries": [
                 {"time": e.time, **r._asdict(), "data": e.data, "fedclip": e.fedclip}
@@ -81,6 +85,8 @@ def in_words(cost: Mapping[str, Any]) -> Iterator[str]:
     for z, steps, rate in (release.values() for release in cost["releases"]):
         how = f"Poisson samples at rate {rate:.4g}" if rate < 1 else "without sampling"
         yield f"  {steps:,} steps at noise multiplier {z:.4g}, {how}"
+    if cost["separation"] > 1:
+        yield f"  for its own turns, one in {cost['separation']} rounds"
     if not cost["releases"]:
         yield "  nothing was spent"
     for data in dict.fromkeys(entry["data"] for entry in cost["entries"]):
@@ -140,10 +146,11 @@ def read_spent(path: Path) -> Iterator[Spent]:
         where = str(file.relative_to(path)) if folder else path.name
         yield Spent(where, "record", total(entries), entries)
     for config in sorted(path.rglob("optimizer_config.json")):
-        accountant = _of_server(config.parent)
-        if accountant is not None:
+        budget = _of_server(config.parent)
+        if budget is not None:
             none = False
-            yield Spent(str(config.parent.relative_to(path)), "client", accountant)
+            where = str(config.parent.relative_to(path))
+            yield Spent(where, "client", budget.accountant, (), budget.separation)
     if none:
         raise ValueError(
             f"nothing in {path} has spent a privacy budget: neither a ledger of DP-SGD ({FILE}) "
@@ -151,8 +158,8 @@ def read_spent(path: Path) -> Iterator[Spent]:
         )
 
 
-def _of_server(folder: Path) -> Accountant | None:
-    """Return what update-clip-server has spent, by all of the checkpoints in a folder.
+def _of_server(folder: Path) -> Budget | None:
+    """Return the budget of update-clip-server, as spent by all of the checkpoints in a folder.
 
     Their names hold local time, so that the latest need not be the newest.
     """
@@ -162,7 +169,7 @@ def _of_server(folder: Path) -> Accountant | None:
     try:
         optimizer = saved.load_optimizer(load_state=False)
         budgets = [getattr(module, "budget", None) for module in optimizer.modules]
-        found = next((budget.accountant for budget in budgets if budget is not None), None)
+        found: Budget | None = next((budget for budget in budgets if budget is not None), None)
         for file in sorted(folder.glob("optimizer_state_*.mpk")) if found else ():
             saved.load_optimizer(optimizer, file.stem.removeprefix("optimizer_state_"))
     except Exception as exc:  # whatever a damaged file makes declearn raise

@@ -85,6 +85,8 @@ class Budget:
     def _begin(self) -> None:
         """Begin a schedule, and with it a stream of noise."""
         self._rounds, self._stream = 0, Stream(self.coefficients)
+        # Turns to pay for besides those of the schedule, in its first round.
+        self._owed = 0
 
     def _turns(self, rounds: int) -> int:
         """Return how many turns a client has, at most, from the first of so many rounds on."""
@@ -98,7 +100,7 @@ class Budget:
     def cost(self, rounds: int) -> float:
         """Return the epsilon after `rounds` more rounds."""
         turns = self._turns(self._rounds + rounds) - self._turns(self._rounds)
-        return self.accountant.epsilon(self.noise_multiplier, turns)
+        return self.accountant.epsilon(self.noise_multiplier, turns + self._owed)
 
     def rounds_left(self, most: int = MANY_ROUNDS) -> int:
         """Return how many more rounds the budget allows, up to `most`."""
@@ -106,12 +108,13 @@ class Budget:
             return most
         turns = self.accountant.affordable(self.noise_multiplier, self.max_epsilon, most)
         paid = self.separation * self._turns(self._rounds) - self._rounds
-        return min(paid + self.separation * turns, most)
+        return min(paid + self.separation * max(turns - self._owed, 0), most)
 
     def spend(self) -> None:
         """Count one round, before anything of it is released; its turns, if these begin."""
         if self._rounds % self.separation == 0:
-            self.accountant.add(self.noise_multiplier)
+            self.accountant.add(self.noise_multiplier, 1 + self._owed)
+            self._owed = 0
         self._rounds += 1
 
     def resume(self, spent: list[Release]) -> None:
@@ -121,9 +124,8 @@ class Budget:
         each client had at most one turn in as many rounds as a schedule has.
         """
         self.accountant.set_state(spent)
-        if spent and self.separation > 1:
-            self.accountant.add(self.noise_multiplier)
         self._begin()
+        self._owed = int(bool(spent) and self.separation > 1)
 
     def refusal(self) -> str:
         """Return why there can be no further round; "" if there can."""
