@@ -387,7 +387,9 @@ def test_noise_is_sized_on_the_bound_that_was_sent() -> None:
         assert aux["update-clip"].bound == before
         out = server.finish([clients.round(i, aux, np.zeros(size)) for i in range(m)])
         assert module.bound != before
-        assert np.std(out.coefs["w"]) == pytest.approx(module.budget.update_noise * before / m, rel=0.03)
+        assert np.std(out.coefs["w"]) == pytest.approx(
+            module.budget.update_noise * before / m, rel=0.03
+        )
 
 
 HALF = [("torch", "bfloat16", 128), ("torch", "float16", 1024), ("numpy", "float16", 1024)]

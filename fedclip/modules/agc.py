@@ -14,8 +14,8 @@ from fedclip.arrays import NUMPY, Arithmetic, Array, Backend, NumpyBackend, back
 from fedclip.errors import FedclipWarning
 from fedclip.modules.base import Clipper
 from fedclip.modules.common import as_tuple
-from fedclip.modules.docstring import Documented
 from fedclip.parameters import boolean, choice, non_negative, parameter, positive
+from fedclip.parameters.docstring import Documented
 from fedclip.privacy import kinds
 from fedclip.records import RoundRecord, StepRecord
 from fedclip.registration import Regularizer

@@ -21,8 +21,8 @@ from fedclip import privacy, states
 from fedclip.arrays import NUMPY, Array, Backend, Memory
 from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest, shown
 from fedclip.measures import MEANS
-from fedclip.modules.docstring import Documented
 from fedclip.parameters import boolean, choice, parameter
+from fedclip.parameters.docstring import Documented
 from fedclip.privacy import kinds
 from fedclip.records import ALL, Recorder, RoundRecord, StepRecord, read_rounds
 from fedclip.registration import OptiModule

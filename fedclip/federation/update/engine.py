@@ -74,7 +74,7 @@ class UpdateServer:
         self.shares = shares or Shares()
         if self.shares.kind != "equal" and bound.budget is not None:
             raise ValueError(WITH_NOISE)
-        self.limits = Limits(check_scope(scope), check_exclude(exclude), bound.called)
+        self.limits = Limits(check_scope(scope), check_exclude(exclude), bound.name)
         if self.limits.exclude and bound.budget is not None:
             raise ValueError(
                 f"noise can not be sized on what exclude={self.limits.exclude} leaves without a "

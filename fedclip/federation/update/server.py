@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from declearn.model.api import Vector
 from declearn.optimizer.modules import OptiModule
 
-from fedclip import parameters
 from fedclip.federation.replies import expect, faulty_senders
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.coupling import SERVER, ServerRound, under_way
@@ -24,7 +23,7 @@ from fedclip.federation.update.turns import DUE
 from fedclip.privacy import kinds
 
 
-class UpdateClipServer(AdaptiveBound, parameters.Configured, OptiModule):  # type: ignore[type-arg]
+class UpdateClipServer(AdaptiveBound, OptiModule):  # type: ignore[type-arg]
     """A bound of the clients' updates that follows a quantile of their norms; central noise.
 
     ::
@@ -47,67 +46,6 @@ class UpdateClipServer(AdaptiveBound, parameters.Configured, OptiModule):  # typ
 
     Its counterpart is `update-clip-client`; both need the aggregator `clipped-averaging`
     without `max_norm`. With noise it must be the first of the server's modules.
-
-    Parameters
-    ----------
-    start_norm : float or "search", default="search"
-        Bound of the first round, > 0. With "search" that is 0.1, and the bound moves by a factor
-        of 4 a round as long as nearly all or nearly none of the updates are within it. From
-        100 times too low or too high, it is within a factor of 2 after 10 rounds in 95 % of
-        searches, where the noise on the votes is at most a tenth of the clients; `fedclip check`
-        says how many rounds it takes with more.
-    quantile : float, default=0.5
-        Share of the updates that the bound should leave alone, in (0, 1).
-    learning_rate : float, default=0.2
-        How fast the bound moves, as long as votes turn: by a factor of at most
-        ``exp(± learning_rate)`` a round. If they stay on one side, it moves faster, up to about a
-        factor of 2 a round: a tenth of the median is left behind within 8 rounds. 0 fixes the
-        bound; then clients do not vote.
-    min_norm, max_norm : float, default=1e-6 and 1e4
-        Limits of the bound, > 0. The upper one is well within the range of declearn's secure
-        aggregation.
-    noise_multiplier : float, default=0.0
-        Standard deviation of the noise, as a multiple of the sensitivity, with which a round is
-        accounted; 0 for no noise.
-    bits_noise : float or None, default=None
-        Standard deviation of the noise on the sum of the votes, > ``noise_multiplier / 2``.
-        None: ``max(expected_clients / 20, noise_multiplier)``, which suits 3 clients as well as
-        1,000.
-    expected_clients : int or None, default=None
-        Number of clients in a round, by which averages are divided, however many reply. Noise
-        needs it, because the true number must not be used.
-    delta : float, default=1e-5
-        Probability with which the guarantee may fail; below 1 / number of clients.
-    max_epsilon : float or None, default=None
-        Stop before a round that would exceed this epsilon.
-    relation : {"add-remove", "replace-one"}, default="add-remove"
-        Which federations are neighbours: those with and without one client (whose reply is
-        empty), or those with another client in its place, which needs twice the noise.
-    separation : int, default=1
-        Least number of rounds from one turn of a client to its next; each client is then charged
-        for one round in so many. It needs the client sampler `round-robin`, and more than
-        ``(separation - 1) * expected_clients`` clients.
-    noise : {"independent", "banded"}, default="independent"
-        "banded": each round takes back a part of the noise of the ``separation - 1`` rounds before
-        it, which has less noise in the model at the same epsilon.
-    rounds : int or None, default=None
-        Number of rounds that are planned; "banded" noise needs it.
-    momentum : float, default=0.0
-        Momentum of the server's optimizer, in [0, 1), for which "banded" noise is made.
-    generator : {"secure", "insecure"}, default="secure"
-        Source of the noise. The insecure one is for experiments.
-    seed : int or None, default=None
-        Seed that makes the insecure noise repeatable.
-    unnoised : list of names or None, default=None
-        Other modules of the server whose statistics may go out without noise beside the noised
-        average, such as ``["zscore-clip-server"]``; epsilon does not cover what they reveal.
-        All others are refused.
-
-    Raises
-    ------
-    TypeError, ValueError
-        At construction, if a parameter is not as above or settings are impossible; the message
-        says which are possible.
 
     Notes
     -----
@@ -153,7 +91,6 @@ class UpdateClipServer(AdaptiveBound, parameters.Configured, OptiModule):  # typ
     """
 
     name: ClassVar[str] = "update-clip-server"
-    called: ClassVar[str] = name
     logger: ClassVar[logging.Logger] = logging.getLogger("declearn.server.fedclip")
     guarantee = kinds.unchanged_or_noise
     aux_name: ClassVar[str] = AUX_NAME
