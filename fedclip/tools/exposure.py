@@ -48,7 +48,19 @@ _CHOSEN = (
     "a criterion chooses clients by what they have sent before, without noise: one client decides "
     "who else takes part, so that the noise does not cover what it changes; take another strategy"
 )
-_STOPPED = "training is stopped by losses without noise: the number of rounds tells of them"
+_STOPPED = (
+    "training is stopped by losses without noise: the number of rounds tells of them; what is "
+    "stated afterwards has to be the epsilon of all planned rounds"
+)
+_NO_TURNS = (
+    "separation charges each client for its own turns, which only the strategy 'round-robin' "
+    "gives it, alone or within 'named-clients': with another one, each has to be charged for "
+    "every round"
+)
+_NO_EVALUATION = (
+    "where clients take turns, declearn's secure aggregation does not survive a round with all of "
+    "them: set the evaluation's frequency above the number of rounds, and no checkpoint"
+)
 
 
 def exposures(setting: Setting) -> Iterator[Found]:
@@ -62,6 +74,8 @@ def exposures(setting: Setting) -> Iterator[Found]:
         yield from _central(central, server, run.get("rounds"))
         if _chooses(setting.sampler):
             yield "problem", "client_sampler", _CHOSEN
+        if central.separation > 1:
+            yield from _by_turns(setting)
     if any(isinstance(p, SampleClip) for side in plugins.values() for p in side):
         yield from _records_clipped(plugins, run, setting.fairness)
     elif per_record:
@@ -123,6 +137,17 @@ def _central(module: Any, server: Sequence[Any], rounds: Any) -> Iterator[Found]
     if most is not None and (spent > most or not known):
         spent, what = most, "max_epsilon"
     yield from _absurd(spent, what, SERVER)
+
+
+def _by_turns(setting: Setting) -> Iterator[Found]:
+    """Check that clients take turns, if that is what they are charged for."""
+    sampler = setting.sampler
+    while sampler.get("strategy") == "named-clients" and isinstance(sampler.get("sampler"), dict):
+        sampler = sampler["sampler"]
+    if sampler.get("strategy", "round-robin") != "round-robin":
+        yield "problem", "client_sampler", _NO_TURNS
+    if setting.secagg is not None:
+        yield "note", "secagg", _NO_EVALUATION
 
 
 def _chooses(sampler: Any) -> bool:

@@ -23,7 +23,7 @@ class Spent(NamedTuple):
     """What one file says was spent, and whether that protects a record or a client.
 
     A ledger has `entries`, from which its accountant is. Clients are charged for one turn in
-    `separation` rounds.
+    `separation` rounds. A server may have been given a budget of at most so much, `planned`.
     """
 
     where: str
@@ -31,6 +31,7 @@ class Spent(NamedTuple):
     accountant: Accountant
     entries: Iterable[Entry] = ()
     separation: int = 1
+    planned: float | None = None
 
     def cost(self, delta: float | None = None, relation: str | None = None) -> dict[str, Any]:
         """Return what it costs by each accountant, or why one can not say.
@@ -67,6 +68,7 @@ class Spent(NamedTuple):
             "delta": delta,
             "relation": relation,
             "separation": self.separation,
+            "planned": self.planned,
             "releases": [r._asdict() for r in spent],
             "entries": [
                 {"time": e.time, **r._asdict(), "data": e.data, "fedclip": e.fedclip}
@@ -101,6 +103,11 @@ def in_words(cost: Mapping[str, Any]) -> Iterator[str]:
     if len(known) > 1:
         least = min(known, key=lambda n: known[n])
         yield f"  each of them is an upper bound; quote the smallest, {known[least]:.4g} ({least})"
+    if cost["planned"] is not None:
+        yield (
+            f"  of at most {cost['planned']:.4g}, as planned: quote that if what clients sent ended "
+            "the run early"
+        )
 
 
 COLUMNS = (
@@ -150,7 +157,8 @@ def read_spent(path: Path) -> Iterator[Spent]:
         if budget is not None:
             none = False
             where = str(config.parent.relative_to(path))
-            yield Spent(where, "client", budget.accountant, (), budget.separation)
+            kept = budget.separation, budget.max_epsilon
+            yield Spent(where, "client", budget.accountant, (), *kept)
     if none:
         raise ValueError(
             f"nothing in {path} has spent a privacy budget: neither a ledger of DP-SGD ({FILE}) "

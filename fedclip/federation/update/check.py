@@ -12,6 +12,7 @@ from fedclip.federation.update.client import UpdateClipClient
 from fedclip.federation.update.messages import DECLEARN_RANGE
 from fedclip.federation.update.server import UpdateClipServer
 from fedclip.federation.update.shares import WITH_NOISE, Shares, shares_of
+from fedclip.federation.update.turns import Due
 
 CLIENT, SERVER, AGGREGATOR = "client_opt", "server_opt", "aggregator"
 
@@ -164,6 +165,9 @@ def _noise(
         )
         found.append(("note", AGGREGATOR, text))
     found += _search(module)
+    if module.separation > 1:
+        found += _turns(module, rounds, clients)
+        clients = None
     if type(clients) is int and 2 * clients < module.budget.clients:
         text = (
             f"at most {clients} clients take part in a round, and their sum is divided by "
@@ -191,6 +195,29 @@ def _noise(
             cost = module.budget.cost(rounds)
             text = f"{rounds} rounds cost epsilon = {cost:.4g} at delta = {module.delta:g}"
             found.append(("note", SERVER, text))
+    return found
+
+
+def _turns(module: UpdateClipServer, rounds: Any, clients: Any) -> list[Problem]:
+    """Say whether clients take turns as far apart as noise is accounted for."""
+    assert module.expected_clients is not None
+    found: list[Problem] = []
+    if type(clients) is int and clients > 0:
+        due = Due(-(-clients // module.expected_clients), clients)
+        if why := due.refusal(module.separation, module.expected_clients):
+            found.append(("problem", SERVER, why))
+        elif due.separation > module.separation:
+            text = (
+                f"{clients} clients have a turn every {due.separation} rounds, and are charged for "
+                f"one every {module.separation}: raise separation, which takes less noise"
+            )
+            found.append(("note", SERVER, text))
+    if module.rounds is not None and type(rounds) is int and rounds != module.rounds:
+        text = (
+            f"banded noise is made for rounds={module.rounds}, and {rounds} are planned: with the "
+            "same number it is the least there can be"
+        )
+        found.append(("note", SERVER, text))
     return found
 
 
