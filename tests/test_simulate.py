@@ -16,6 +16,7 @@ from fedclip.report import read_report
 from fedclip.tools.cli import app
 from fedclip.tools.quickrun import Federation, QuickrunError
 from fedclip.tools.simulate import Simulation, run
+from fedclip.tools.spent import read_spent
 from fedclip.tools.sweep import free_port
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
@@ -208,6 +209,41 @@ def test_running_means_stay_with_their_client(write: Any, tmp_path: Path) -> Non
     assert len(kept) == 3
     assert not torch.equal(kept[0], kept[1])
     assert not simulation.model.get_weights().coefs["module.0.running_mean"].any()
+
+
+TURNS = (
+    '[["update-clip-server", {start_norm = 0.5, noise_multiplier = 1.0, expected_clients = 2, '
+    'separation = 2, noise = "banded", rounds = 5, delta = 0.01, generator = "insecure", '
+    'seed = 3}]]'
+)
+
+
+@pytest.mark.slow
+def test_turns_over_the_network_are_those_in_one_process(write: Any) -> None:
+    file = write(port=free_port(), rounds=5, server=TURNS)
+    federation = Federation(file)
+    asyncio.run(federation.run(seed=5))
+    there = read_report(federation.results)
+    here = read_report(run(file, 5, quiet=True).results)
+    assert {s: len([*there.select(node=s)]) for s in "abc"} == {"a": 3, "b": 2, "c": 3}
+    losses = [
+        [c.points for c in report.curves if (c.node, c.metric) == ("server", "loss")]
+        for report in (there, here)
+    ]
+    np.testing.assert_allclose(*losses)
+    (spent,) = read_spent(Path(federation.results))
+    assert spent.separation == 2
+    assert spent.accountant.spent == [(1.0, 3, 1.0)]
+
+
+def test_turns_that_do_not_fit_are_refused(write: Any) -> None:
+    close = TURNS.replace("separation = 2", "separation = 3")
+    result = CliRunner().invoke(app, ["check", str(write(server=close))])
+    assert "3 clients have a turn every 2 rounds" in result.stdout
+    with pytest.raises(QuickrunError, match="3 clients have a turn every 2 rounds"):
+        Simulation(write(server=close))
+    with pytest.raises(QuickrunError, match="leave one out"):
+        Simulation(write(server=TURNS, more="[simulate]\nsampled = 2\n"))
 
 
 def test_a_spent_budget_ends_it_with_a_sentence(write: Any) -> None:

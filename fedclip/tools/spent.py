@@ -105,8 +105,8 @@ def in_words(cost: Mapping[str, Any]) -> Iterator[str]:
         yield f"  each of them is an upper bound; quote the smallest, {known[least]:.4g} ({least})"
     if cost["planned"] is not None:
         yield (
-            f"  of at most {cost['planned']:.4g}, as planned: quote that if what clients sent ended "
-            "the run early"
+            f"  of at most {cost['planned']:.4g}, as planned: quote that if what clients sent has "
+            "ended the run early"
         )
 
 
