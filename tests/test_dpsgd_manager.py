@@ -406,11 +406,12 @@ def test_a_round_that_breaks_off_is_paid_for(tmp_path: Path) -> None:
     assert Ledger(3.0, 1e-5, path).accountant.rounds == 4
 
 
-def test_other_batches_than_announced_are_paid_for_as_they_are() -> None:
+def test_other_batches_than_announced_are_refused() -> None:
     made = manager()
-    made.training_round(train(batches={"batch_size": 30}))
-    z = made.calibration.noise_multiplier
-    assert made.get_privacy_spent()[0] == pytest.approx(epsilon([Release(z, 2, 0.5)], 1e-5))
+    sent = made.training_round(train(batches={"batch_size": 30}))
+    assert isinstance(sent, Error)
+    assert "batch_size = 30 is not what was announced before the run, 15" in sent.message
+    assert made.ledger.accountant.rounds == 0
 
 
 def test_a_time_limit_is_refused() -> None:

@@ -159,7 +159,9 @@ class PrivateTrainingManager(DPTrainingManager):
         Raises
         ------
         ValueError
-            If there is no number of steps, or a `timeout`.
+            If there is no number of steps, a `timeout`, or another size of batches than was
+            announced: noise and budget are accounted for that, and what is chosen anew after a
+            release is not covered.
         RuntimeError
             If a step raises; what it raised is in the log only.
         """
@@ -171,7 +173,12 @@ class PrivateTrainingManager(DPTrainingManager):
         steps = steps_of_a_round(len(self.records), batch_cfg, n_epoch, n_steps)
         if steps is None:
             raise ValueError("a round needs n_epoch or n_steps: its steps are paid for")
-        self._sampler = PoissonSampler(len(self.records), batch_cfg["batch_size"])
+        asked = PoissonSampler(len(self.records), batch_cfg["batch_size"])
+        if asked.rate != self._sampler.rate:
+            raise ValueError(
+                f"batch_size = {batch_cfg['batch_size']} is not what was announced before the run, "
+                f"{self._sampler.expected:g}: noise is accounted for that, in all rounds"
+            )
         z, rate = self.calibration.noise_multiplier, self._sampler.rate
         left = self.calibration.steps - self._charged
         allowed = self.ledger.reserve(z, rate, steps, left)
