@@ -9,6 +9,7 @@ from typing import Any
 
 from fedclip.federation.update.aggregator import ClippedAveraging
 from fedclip.federation.update.client import UpdateClipClient
+from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.messages import DECLEARN_RANGE
 from fedclip.federation.update.server import UpdateClipServer
 from fedclip.federation.update.shares import WITH_NOISE, Shares, shares_of
@@ -72,6 +73,7 @@ def update_problems(
         found += _noise(aggregator, module, changed, rounds, clients)
     noise = any(module.budget is not None for module in server)
     found += _weights(aggregator.shares, noise, clients, secagg is not None, named)
+    found += _combining(aggregator.combining, noise, clients, secagg is not None)
     limit = server[0].max_norm if server else aggregator.max_norm
     found += _range(aggregator, limit, secagg)
     return found
@@ -136,6 +138,21 @@ def _weights(shares: Shares, noise: bool, clients: Any, secure: bool, named: boo
         )
     found: list[Problem] = [("problem", AGGREGATOR, text) for text in wrong]
     return found + [("note", AGGREGATOR, text) for text in notes]
+
+
+def _combining(combining: Combining, noise: bool, clients: Any, secure: bool) -> list[Problem]:
+    """Say what a mean that resists can not go with, and what one site may do."""
+    if combining.kind == "mean":
+        return []
+    why = combining.unfit(noise=noise, secure=secure)
+    why = why or (combining.too_few(clients) if type(clients) is int else "")
+    if why:
+        return [("problem", AGGREGATOR, why)]
+    moves = "with n replies in a round, one site moves the average by"
+    text = f"{moves} {combining.pull} of the bound at most; a plain mean has 1 / n"
+    if combining.kind == "arc":
+        text += ". Before a plain mean, as here, the guarantee of ARC's paper does not hold"
+    return [("note", AGGREGATOR, text)]
 
 
 def _noise(
