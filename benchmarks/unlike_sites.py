@@ -49,10 +49,14 @@ ROWS: Mapping[str, dict[str, Any]] = {
     "equal clip": CLIPPED,
     "weighted clip": {**CLIPPED, "weights": TABLE},
     "weighted clip, at most 25 %": {**CLIPPED, "weights": TABLE, "max_share": 0.25},
-    "arc": {**CLIPPED, "combine": "arc", "n_hostile": 1},
-    "trimmed": {**CLIPPED, "combine": "trimmed", "n_hostile": 1},
+    "arc": {**WIDE, "combine": "arc", "n_hostile": 1},
+    "trimmed": {**WIDE, "combine": "trimmed", "n_hostile": 1},
+    "equal clip, trimmed": {**CLIPPED, "combine": "trimmed", "n_hostile": 1},
 }
-"""The aggregators; those without `max_norm` have a bound that follows the median of the norms."""
+"""The aggregators; those without `max_norm` have a bound that follows the median of the norms.
+
+ARC after such a bound would change nothing: half of the updates are as long as the bound then.
+"""
 
 MODEL = """\
 import torch
@@ -99,8 +103,12 @@ checkpoint = {results}
 """
 
 
-def split(seed: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], tuple[np.ndarray, np.ndarray]]:
-    """Return the records of each site, and the test data."""
+Records = tuple[np.ndarray, np.ndarray]
+"""Data and labels."""
+
+
+def split(seed: int, alike: bool = False) -> tuple[list[Records], Records]:
+    """Return the records of each site, and the test data; `alike` sites have 175 of any label."""
     from sklearn.datasets import load_digits
 
     rng = np.random.default_rng(seed)
@@ -109,6 +117,9 @@ def split(seed: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], tuple[np.ndar
     data = (digits.data[order] / 16).astype(np.float32)
     labels = digits.target[order].astype(np.int64)
     test = data[RECORDS:], labels[RECORDS:]
+    if alike:
+        parts = np.array_split(np.arange(RECORDS), len(SITES))
+        return [(data[rows], labels[rows]) for rows in parts], test
     left = [np.flatnonzero(labels[:RECORDS] == label).tolist() for label in range(10)]
     sites = []
     for count in COUNTS[:-1]:
@@ -124,9 +135,9 @@ def split(seed: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], tuple[np.ndar
     return [*sites, (data[rows], labels[rows])], test
 
 
-def write(folder: Path, seed: int) -> Path:
+def write(folder: Path, seed: int, alike: bool = False) -> Path:
     """Write the data of a split, with a part of the test data for each site, and the model."""
-    sites, (data, labels) = split(seed)
+    sites, (data, labels) = split(seed, alike)
     parts = np.array_split(np.arange(len(labels)), len(sites))
     for name, (own, targets), part in zip(SITES, sites, parts, strict=True):
         site = folder / "data" / name
