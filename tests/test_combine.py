@@ -97,9 +97,9 @@ def test_arrays_of_each_framework_and_dtype(
     ]
     values = [to_numpy(vector) for vector in given]
     for kind in KINDS:
-        found = Combining(kind, 2).of([v.coefs for v in given], 5, [1.0] * 5)
+        found = Combining(kind, 1).of([v.coefs for v in given], 5, [1.0] * 5)
         rows = np.stack([np.append(v["w"].ravel(), v["b"]).astype(float) for v in values])
-        right = by_hand(kind, rows, 2)
+        right = by_hand(kind, rows, 1)
         assert {name: mean.dtype for name, mean in found.items()} == dict.fromkeys("wbe", float)
         np.testing.assert_allclose(found["w"], right[:-1].reshape(3, 4, 5), rtol=1e-12)
         np.testing.assert_allclose(found["b"], right[-1], rtol=1e-12)
@@ -211,10 +211,10 @@ def test_a_round_of_too_few_says_so(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", [math.nan, 1e6])
 def test_a_refused_reply_counts_as_zeros(kind: str, fault: float) -> None:
-    rows = [[0.0, 0.0], [0.8, 0.0], [0.6, 0.0], [0.4, 0.0]]
-    found = closed(kind, rows, arrays={"w": np.array([0.0, fault])})
-    assert [bool(why) for why in found.faults] == [True, False, False, False]
-    np.testing.assert_allclose(found.average["w"], by_hand(kind, np.array(rows), 1), atol=1e-6)
+    rows = [[0.0, 0.0], *([x / 10, 0.0] for x in range(2, 9))]
+    found = closed(kind, rows, f=2, arrays={"w": np.array([0.0, fault])})
+    assert [bool(why) for why in found.faults] == [True] + [False] * 7
+    np.testing.assert_allclose(found.average["w"], by_hand(kind, np.array(rows), 2), atol=1e-6)
 
 
 # -- refusals -----------------------------------------------------------------------------------
@@ -291,6 +291,11 @@ def test_the_plugins_refuse_noise_and_sums(kind: str) -> None:
         ("[secagg]\nsecagg_type = 'masking'", "problem", "does not go with secure aggregation"),
         ("[secagg]\nsecagg_type = 'joye-libert'", "problem", "with secure aggregation"),
         ("[run]\nrounds = 3\nregister = 2", "problem", "more than 2 replies in a round, and there"),
+        (
+            "[server_opt]\nlrate = 1.0\nmodules = ['update-clip-server']",
+            "note",
+            "About 50% of the updates are as long as the bound that follows them",
+        ),
         (
             "[server_opt]\nlrate = 1.0\nmodules = [['update-clip-server', "
             "{noise_multiplier = 1.0, expected_clients = 20}]]",

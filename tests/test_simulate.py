@@ -216,6 +216,7 @@ def test_each_setting_of_the_aggregator_moves_the_model(write: Any, settings: st
 
     equal, found = model(""), model(f", {settings}")
     assert any(not np.allclose(equal[name], found[name]) for name in equal)
+    assert all(values.any() for values in found.values())
 
 
 def test_records_of_the_first_clients_are_reported_and_suggest_reads_them(

@@ -46,6 +46,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
                 its update = 0
             average = sum of updates / number of replies
             with weights: sum of share * update,  share = weight / sum of weights <= max_share
+            with combine: the longest updates shortened before (ARC), or a trimmed mean
 
     Parameters
     ----------

@@ -19,6 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def brought(clients: int, n_hostile: int) -> int:
+    """Return how many updates are brought to the length of the next longest: k."""
+    return 2 * n_hostile * (clients - n_hostile) // clients
+
+
 def arc_factors(norms: Sequence[float], n_hostile: int) -> list[float]:
     """Return by what each update is multiplied; of n norms, 2 `n_hostile` < n.
 
@@ -27,6 +32,5 @@ def arc_factors(norms: Sequence[float], n_hostile: int) -> list[float]:
     >>> arc_factors([1.0, 4.0, 2.0], 1)
     [1.0, 0.5, 1.0]
     """
-    longest = 2 * n_hostile * (len(norms) - n_hostile) // len(norms)
-    limit = sorted(norms, reverse=True)[longest]
+    limit = sorted(norms, reverse=True)[brought(len(norms), n_hostile)]
     return [limit / norm if norm > limit else 1.0 for norm in norms]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedclip.federation.update.aggregator import ClippedAveraging
+from fedclip.federation.update.arc import brought
 from fedclip.federation.update.client import UpdateClipClient
 from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.messages import DECLEARN_RANGE
@@ -73,7 +74,8 @@ def update_problems(
         found += _noise(aggregator, module, changed, rounds, clients)
     noise = any(module.budget is not None for module in server)
     found += _weights(aggregator.shares, noise, clients, secagg is not None, named)
-    found += _combining(aggregator.combining, noise, clients, secagg is not None)
+    follows = server[0].quantile if server else None
+    found += _combining(aggregator.combining, noise, clients, secagg is not None, follows)
     limit = server[0].max_norm if server else aggregator.max_norm
     found += _range(aggregator, limit, secagg)
     return found
@@ -140,8 +142,13 @@ def _weights(shares: Shares, noise: bool, clients: Any, secure: bool, named: boo
     return found + [("note", AGGREGATOR, text) for text in notes]
 
 
-def _combining(combining: Combining, noise: bool, clients: Any, secure: bool) -> list[Problem]:
-    """Say what a mean that resists can not go with, and what one site may do."""
+def _combining(
+    combining: Combining, noise: bool, clients: Any, secure: bool, quantile: float | None
+) -> list[Problem]:
+    """Say what a mean that resists can not go with, and what one site may do.
+
+    The bound follows a quantile of the norms, if that is not None.
+    """
     if combining.kind == "mean":
         return []
     why = combining.unfit(noise=noise, secure=secure)
@@ -152,6 +159,15 @@ def _combining(combining: Combining, noise: bool, clients: Any, secure: bool) ->
     text = f"{moves} {combining.pull} of the bound at most; a plain mean has 1 / n"
     if combining.kind == "arc":
         text += ". Before a plain mean, as here, the guarantee of ARC's paper does not hold"
+        number = clients if type(clients) is int else 0
+        # Never more than half of them, however many there are.
+        share = brought(number, combining.n_hostile) / number if number else 0.5
+        if quantile is not None and share <= 1 - quantile:
+            text += (
+                f". About {1 - quantile:.0%} of the updates are as long as the bound that follows "
+                "them, so that ARC changes nothing: raise quantile, or take a max_norm that few "
+                "updates reach"
+            )
     return [("note", AGGREGATOR, text)]
 
 
