@@ -357,6 +357,36 @@ UPDATE = {
         {"clipval * _EDGE:": "clipval:"},
         "test_secagg.py::test_values_at_the_edge_of_the_range_keep_their_sign",
     ),
+    "ARC for one less": Mutation(
+        "federation/update/arc.py",
+        {"[brought(len(norms), n_hostile)]": "[brought(len(norms), n_hostile) - 1]"},
+        "test_combine.py::test_they_are_what_their_papers_say",
+    ),
+    "ARC without those that were refused": Mutation(
+        "federation/update/combining.py",
+        {"norms = [0.0] * clients": "norms = [0.0] * len(updates)"},
+        "test_combine.py::test_a_refused_reply_counts_as_zeros",
+    ),
+    "a trimmed mean of the largest too": Mutation(
+        "federation/update/trimmed.py",
+        {"n_hostile : clients - n_hostile": "n_hostile:"},
+        "test_combine.py::test_no_coordinate_of_a_trimmed_mean_is_beyond_those_of_the_others",
+    ),
+    "a trimmed mean in float32": Mutation(
+        "federation/update/trimmed.py",
+        {"axis=1, dtype=np.float64": "axis=1"},
+        "test_combine.py::test_arrays_of_each_framework_and_dtype",
+    ),
+    "as many hostile replies as others": Mutation(
+        "federation/update/combining.py",
+        {"clients > 2 * self": "clients > self"},
+        "test_combine.py::test_a_round_of_too_few_says_so",
+    ),
+    "a simulation in which nobody has taken a step": Mutation(
+        "tools/simulate.py",
+        {", steps=steps)": ")"},
+        "test_simulate.py::test_each_setting_of_the_aggregator_moves_the_model",
+    ),
 }
 STATISTICS = {
     "a norm more than may be counted": Mutation(

@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from declearn.utils.serialize import msgpack_load
 from typer.testing import CliRunner
 
-from fedclip.report import read_report
+from fedclip.report import Reader, read_report
+from fedclip.tools import simulate
 from fedclip.tools.cli import app
 from fedclip.tools.quickrun import Federation, QuickrunError
 from fedclip.tools.simulate import Simulation, run
 from fedclip.tools.spent import read_spent
+from fedclip.tools.suggest import suggestions
 from fedclip.tools.sweep import free_port
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
@@ -47,7 +50,7 @@ max_clients = 3
 timeout = 60
 [run.training]
 batch_size = 8
-n_steps = 2
+{training}
 shuffle = true
 [experiment]
 metrics = [["binary-classif", {{thresh = 0.0}}]]
@@ -67,10 +70,10 @@ SERVER = '[["update-clip-server", {learning_rate = 0.5}]]'
 def write(tmp_path: Path) -> Any:
     """Write three sites' data, the model and the configuration; return the file of the last."""
     rng = np.random.default_rng(0)
-    for site in "abc":
+    for site, records in (("a", 40), ("b", 24), ("c", 56)):
         folder = tmp_path / "data" / site
         folder.mkdir(parents=True)
-        for part, count in (("train", 40), ("valid", 20)):
+        for part, count in (("train", records), ("valid", 20)):
             data = rng.normal(size=(count, 4))
             np.save(folder / f"{part}_data.npy", data)
             np.save(folder / f"{part}_target.npy", (data[:, 0] > 0).astype(int))
@@ -78,7 +81,8 @@ def write(tmp_path: Path) -> Any:
 
     def written(**changes: Any) -> Path:
         values = {"port": 1, "aggregator": '"clipped-averaging"', "server": SERVER, "rounds": 3}
-        values |= {"client": '["update-clip-client"]', "more": ""} | changes
+        values |= {"client": '["update-clip-client"]', "more": ""}
+        values |= {"training": "n_steps = 2"} | changes
         paths = {"data": "data", "model": "model.py", "out": "out"}
         values |= {key: json.dumps(str(tmp_path / name)) for key, name in paths.items()}
         file = tmp_path / "config.toml"
@@ -89,16 +93,37 @@ def write(tmp_path: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_a_run_over_the_network_has_the_same_bounds_and_losses(write: Any) -> None:
-    file = write(port=free_port(), rounds=4)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "",
+        ", weights = {a = 1.0, b = 5.0, c = 2.0}, max_share = 0.5",
+        ", weights = 'steps', max_steps = 6",
+        ", combine = 'arc', n_hostile = 1",
+        ", combine = 'trimmed', n_hostile = 1",
+    ],
+)
+def test_a_run_over_the_network_has_the_same_bounds_losses_model_and_records(
+    write: Any, settings: str
+) -> None:
+    """With five steps, three and seven in a round."""
+    changes = {"aggregator": f"{{name = 'clipped-averaging'{settings}}}"}
+    changes["client"] = '["zscore-clip", "update-clip-client"]'
+    file = write(port=free_port(), rounds=4, training="n_epoch = 1", **changes)
     federation = Federation(file)
     asyncio.run(federation.run(seed=5))
     there = read_report(federation.results)
     here = read_report(run(file, 5, quiet=True).results)
     for site in "abc":
-        limits = [row.record.limit for row in there.select(node=site)]
-        assert limits == [row.record.limit for row in here.select(node="clients")]
+        limits = [row.record.limit for row in there.select(site, "update-clip-client")]
+        ours = [row.record.limit for row in here.select(node="clients")]
+        np.testing.assert_allclose(limits, ours, rtol=1e-6)
         assert len(limits) == 4
+        rows, same = ([*r.select(site, "zscore-clip")] for r in (there, here))
+        assert [row.record.steps for row in rows] == [{"a": 5, "b": 3, "c": 7}[site]] * 4
+        for row, other in zip(rows, same, strict=True):
+            found, wanted = (r.record.as_dict() for r in (row, other))
+            assert found == pytest.approx(wanted, rel=1e-5)
     losses = [
         [
             curve.points
@@ -108,6 +133,12 @@ def test_a_run_over_the_network_has_the_same_bounds_and_losses(write: Any) -> No
         for report in (there, here)
     ]
     np.testing.assert_allclose(*losses)
+    models = [
+        msgpack_load(f"{federation.results}/{node}/model_state_best.mpk").coefs
+        for node in ("server", "simulated/server")
+    ]
+    for name, values in models[0].items():
+        np.testing.assert_allclose(models[1][name], values, atol=1e-5)
 
 
 def test_its_records_are_reported(write: Any) -> None:
@@ -160,9 +191,51 @@ def test_other_aggregators_run_too_and_are_measured(write: Any) -> None:
     file = write(aggregator='"averaging"', client="[]", server="[]")
     report = read_report(run(file, 0, quiet=True).results)
     rows = report.select(node="clients")
-    assert {row.name for row in rows} == {"no-op"}
     assert [row.record.steps for row in rows] == [3, 3, 3]
     assert all(row.record.norm_median for row in rows)
+    # Norms of updates are no norms of steps.
+    assert [bool(place.nodes) for place in suggestions(report, "")] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "weights = {a = 1.0, b = 5.0, c = 2.0}",
+        "weights = 'steps'",
+        "weights = 'steps', max_steps = 4",
+        "weights = 'steps', max_share = 0.4",
+        "combine = 'arc', n_hostile = 1",
+        "combine = 'trimmed', n_hostile = 1",
+    ],
+)
+def test_each_setting_of_the_aggregator_moves_the_model(write: Any, settings: str) -> None:
+    def model(settings: str) -> Any:
+        aggregator = f"{{name = 'clipped-averaging', max_norm = 1.0{settings}}}"
+        changes = {"client": "[]", "server": "[]", "training": "n_epoch = 1"}
+        file = write(aggregator=aggregator, more="[simulate]\nseed = 0\n", **changes)
+        return weights(file)
+
+    equal, found = model(""), model(f", {settings}")
+    assert any(not np.allclose(equal[name], found[name]) for name in equal)
+    assert all(values.any() for values in found.values())
+
+
+def test_records_of_the_first_clients_are_reported_and_suggest_reads_them(
+    write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulate, "_MEASURED", 4)
+    client = '[["norm-clip", {max_norm = 1.0, ord = 1}], "update-clip-client"]'
+    run(write(client=client, more="[simulate]\nclients = 9\n"), 0, quiet=True)
+    file = write(client=client, more="[simulate]\nclients = 5\n", rounds=6)
+    reader = Reader(run(file, 0, quiet=True).results)
+    report = reader.read()
+    assert reader.ended
+    assert {row.node for row in report.select(module="norm-clip")} == {"a", "b", "c", "a-1"}
+    assert [row.record.steps for row in report.select("a-1", "norm-clip")] == [2] * 6
+    step, update, _ = suggestions(report, "")
+    assert (step.measured_by, step.nodes, step.norms) == ("norm-clip", 4, 48)
+    assert step.proposals[0].plugins["client_opt"][1]["ord"] == 1
+    assert (update.nodes, update.norms) == (1, 30)
 
 
 def test_a_fixed_bound_of_the_aggregator_holds(write: Any) -> None:
@@ -214,7 +287,7 @@ def test_running_means_stay_with_their_client(write: Any, tmp_path: Path) -> Non
 TURNS = (
     '[["update-clip-server", {start_norm = 0.5, noise_multiplier = 1.0, expected_clients = 2, '
     'separation = 2, noise = "banded", rounds = 5, delta = 0.01, generator = "insecure", '
-    'seed = 3}]]'
+    "seed = 3}]]"
 )
 
 
@@ -262,6 +335,22 @@ def test_a_spent_budget_ends_it_with_a_sentence(write: Any) -> None:
         ({"more": "[simulate]\nclients = 2\n"}, "the data folder holds 3: each needs one"),
         ({"more": "[simulate]\nsampled = 4\n"}, "sampled = 4, and there are 3 clients"),
         ({"more": "[run.privacy]\nbudget = [1.0, 1e-5]\nsclip_norm = 1.0\n"}, "DP-SGD"),
+        (
+            {"aggregator": "{name = 'clipped-averaging', weights = {a = 1.0, b = 2.0}}"},
+            "weights of clipped-averaging does not name 'c'",
+        ),
+        (
+            {"aggregator": "{name = 'clipped-averaging', combine = 'arc', n_hostile = 2}"},
+            "more than 4 replies in a round, and there are 3",
+        ),
+        (
+            {
+                "aggregator": "{name = 'clipped-averaging', weights = 'steps'}",
+                "server": '[["update-clip-server", {noise_multiplier = 1.0, '
+                "expected_clients = 3}]]",
+            },
+            "weights do not go with noise",
+        ),
         (
             {"server": '["adam", "update-clip-server"]'},
             "update-clip-server must be there once, as the first",

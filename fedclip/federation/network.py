@@ -310,8 +310,12 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         if self.min_replies is not None and reasons:
             raise RuntimeError(reasons[0])
         if isinstance(request.aggrg, ClippedAveraging):
-            shares = request.aggrg.shares
-            if why := shares.unfit(self._secure) or shares.strangers(self.client_names):
+            shares, combining = request.aggrg.shares, request.aggrg.combining
+            if why := (
+                (shares.unfit(self._secure) or shares.strangers(self.client_names))
+                or combining.unfit(secure=self._secure)
+                or combining.too_few(len(self.client_names))
+            ):
                 raise RuntimeError(why)
 
     async def send_message(

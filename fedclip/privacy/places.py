@@ -133,6 +133,9 @@ def _update(aggregator: Any, server: Sequence[Any]) -> str:
         bound = "C"
     if aggregator.shares.kind != "equal":
         return f"{said} Weighed, no client moves the average by more than its share of that."
+    if aggregator.combining.kind != "mean":
+        pull = f"{aggregator.combining.pull} of that, with n replies"
+        return f"{said} Combined by {aggregator.combine!r}, no client moves it by more than {pull}."
     return (
         f"{said} With equal weights, the sensitivity of the sum is {bound} if a client is added or "
         "removed, and twice that if one is replaced."

@@ -6,7 +6,7 @@ They share one model. Each has data, a source of its batches, and what its optim
 
 # ruff: noqa: UP045  (declearn reads the types of a section from its fields, and knows no `|`)
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, TypeAlias
 
 import numpy as np
@@ -19,6 +19,7 @@ from declearn.training import TrainingManager
 from declearn.utils import TomlConfig
 
 from fedclip import UpdateClipClient
+from fedclip.tools.catalogue import is_ours
 from fedclip.tools.quickrun import Experiment
 
 __all__ = ["Crowd", "SimulateConfig", "Trained"]
@@ -168,6 +169,12 @@ class Crowd:
         if key not in self._optims:
             self._optims[key] = Optimizer.from_config(self._config)
         return self._optims[key]
+
+    def measured(self, most: int) -> Iterator[tuple[str, Optimizer]]:
+        """Yield name and optimizer of the first clients, if modules of fedclip are in it."""
+        for client, optimizer in sorted(self._optims.items()):
+            if client < most and any(is_ours(type(module)) for module in optimizer.modules):
+                yield self.names[client], optimizer
 
     def train(self, client: int, start: Weights, aux: Mapping[str, Any]) -> Trained:
         """Have a client train as [run.training] says, from the model's weights on."""

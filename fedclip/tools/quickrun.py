@@ -78,7 +78,9 @@ class Experiment:
         self.results: str = experiment.checkpoint or str(default)
         self._name, self._file = model.model_name, model.model_file or self.folder / "model.py"
         try:
-            self.files: dict[str, dict[str, str]] = parse_data_folder(data, str(self.folder))
+            # In order, so that a seed does not depend on that of the file system.
+            found: dict[str, dict[str, str]] = parse_data_folder(data, str(self.folder))
+            self.files = dict(sorted(found.items()))
         except (OSError, ValueError) as exc:
             raise QuickrunError(f"[data] {exc}") from None
         if not self.files:

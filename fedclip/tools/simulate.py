@@ -18,8 +18,8 @@ import shutil
 import time
 import tomllib
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -44,7 +44,9 @@ from fedclip.tools.quickrun import Experiment, QuickrunError
 
 __all__ = ["Simulated", "Simulation", "run"]
 
+_NODES = ("server", "clients")
 _ROUNDS_A_FILE = 100  # as many as a `Recorder` keeps
+_MEASURED = 100  # clients whose own records are written
 
 
 class Simulated(NamedTuple):
@@ -86,18 +88,16 @@ class Simulation:
         self.config = FLRunConfig.from_params(**{"register": 1, **config})
         found = SimulateConfig.from_toml(toml, False, "simulate", True)
         self.settings = found if seed is None else replace(found, seed=seed)
-        _refuse(optim, self.config, self.settings, len(self.experiment.files))
+        _refuse(optim, self.config, self.settings, self.experiment.files)
         set_device_policy(gpu=False)
-        self.aggregator = aggregator = cast(Any, optim.aggregator)
+        self.aggregator = cast(Any, optim.aggregator)
         self.crowd = Crowd(
             *(self.experiment, self.experiment.model(), optim, self.config.training),
             self.settings,
         )
         self.model = self.crowd.model
         self.bound = _bound(optim)
-        self.server = self.bound and UpdateServer(
-            self.bound, scope=aggregator.scope, exclude=aggregator.exclude
-        )
+        self.server = self._server() if self.bound else None
         self.schedule = _schedule(self.bound, self.crowd.names, self.settings)
         # The bound acts first, by the core; what stands after it acts on what the core releases.
         self.optim, self.rest = optim.server_opt, copy.copy(optim.server_opt)
@@ -107,6 +107,23 @@ class Simulation:
         self.rounds = 0
         self.best: Weights = self.model.get_weights(trainable=True)
         self.folder = Path(self.experiment.results, "simulated")
+
+    def _server(self) -> UpdateServer:
+        of, clients = self.aggregator, self.crowd.names
+        try:
+            server = UpdateServer(
+                cast(AdaptiveBound, self.bound),
+                scope=of.scope,
+                exclude=of.exclude,
+                shares=of.shares,
+                combining=of.combining,
+            )
+        except ValueError as exc:
+            raise QuickrunError(f"[optim.aggregator] {exc}") from None
+        few = of.combining.too_few(self.settings.sampled or len(clients))
+        if why := of.shares.strangers(clients) or few:
+            raise QuickrunError(f"[optim.aggregator] {why}")
+        return server
 
     def step(self) -> str:
         """Run a round of training; return why there is none, if so."""
@@ -136,6 +153,8 @@ class Simulation:
         elif replies:
             updates = functools.reduce(operator.add, replies)
             self.rest.apply_gradients(self.model, self.aggregator.finalize_updates(updates))
+        if self.records.recorder.round % _ROUNDS_A_FILE == 0:
+            self._keep_records()
         return ""
 
     def _reply(self, client: int, trained: Trained, sent: SentBound | None) -> Any:
@@ -155,7 +174,7 @@ class Simulation:
         if client in self.crowd.hostile and not self.settings.attackers_clip:
             said = int(sent.adaptive)
             reply = Reply(update.coefs, votes=said, within=said)
-        return replace(reply, sender=self.crowd.names[client])
+        return replace(reply, sender=self.crowd.names[client], steps=steps)
 
     def _note(self, norm: float, sent: SentBound, clipped: bool) -> None:
         if math.isfinite(norm):
@@ -174,16 +193,31 @@ class Simulation:
         self.losses.append(float(metrics["loss"]))
         if self.losses[-1] == min(self.losses):
             self.best = weights
-        name = "no-op" if self.server is None else UpdateClipClient.name
-        file = f"optimizer_state_{(self.records.recorder.round - 1) // _ROUNDS_A_FILE:06}.mpk"
-        state = {"modules": [(name, self.records.get_state())]}
-        (self.folder / "clients" / file).write_bytes(msgpack.packb(state))
+        state = {"modules": [(UpdateClipClient.name, self.records.get_state())]}
+        file = self.folder / "clients" / f"optimizer_state_{self._part}.mpk"
+        file.write_bytes(msgpack.packb(state))
 
     def finish(self) -> None:
         """Keep the best model, as a run does at its end."""
+        self._keep_records()
         self.crowd.hand_over(None, self.best)
-        for node in ("server", "clients"):
-            Checkpointer(str(self.folder / node)).save_model(self.model, timestamp="best")
+        Checkpointer(str(self.folder / "server")).save_model(self.model, timestamp="best")
+        best = self.folder / "server" / "model_state_best.mpk"
+        for node in self.folder.iterdir():
+            if node != best.parent:
+                # By it, whoever watches knows that a node has ended.
+                with suppress(OSError):  # a disk may know no links
+                    (node / best.name).hardlink_to(best)
+
+    @property
+    def _part(self) -> str:
+        """Number of the file of this round's records."""
+        return f"{(self.records.recorder.round - 1) // _ROUNDS_A_FILE:06}"
+
+    def _keep_records(self) -> None:
+        """Write what the clients' own modules have recorded, where those of a run do."""
+        for name, optimizer in self.crowd.measured(_MEASURED):
+            Checkpointer(str(self.folder / name)).save_optimizer(optimizer, timestamp=self._part)
 
 
 def run(file: Path, seed: int | None = None, *, quiet: bool = False) -> Simulated:
@@ -208,8 +242,8 @@ def run(file: Path, seed: int | None = None, *, quiet: bool = False) -> Simulate
     except ModuleNotFoundError as exc:
         raise QuickrunError(f"a package that this run needs is missing: {exc}") from None
     config, folder = simulation.config, simulation.folder
-    for node in ("server", "clients"):
-        shutil.rmtree(folder / node, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    for node in _NODES:
         (folder / node).mkdir(parents=True)
     tell = progress({"simulate": config.rounds}, quiet=quiet)
     early: Any = config.early_stop
@@ -271,13 +305,18 @@ def _schedule(
     return found
 
 
-def _refuse(optim: FLOptimConfig, config: FLRunConfig, crowd: SimulateConfig, sites: int) -> None:
+def _refuse(
+    optim: FLOptimConfig, config: FLRunConfig, crowd: SimulateConfig, names: Collection[str]
+) -> None:
     """Refuse what is not simulated."""
     private = any(isinstance(module, SampleClip) for module in optim.client_opt.modules)
     if private or config.privacy is not None:
         raise QuickrunError("DP-SGD is not simulated: use fedclip quickrun")
     if optim.fairness is not None:
         raise QuickrunError("[optim] fairness is not simulated: use fedclip quickrun")
+    if taken := set(names) & set(_NODES):
+        raise QuickrunError(f"[data] no folder may be named {min(taken)!r}: records go there")
+    sites = len(names)
     clients = crowd.clients or sites
     if clients < sites:
         raise QuickrunError(

@@ -15,8 +15,9 @@ from declearn.model.api import Vector
 from fedclip import parameters
 from fedclip.arrays import backend_of
 from fedclip.federation.replies import UPDATES, blank, sender_of, senders_of
-from fedclip.federation.update.averaging import averaged, peaks, rounded
+from fedclip.federation.update.averaging import peaks, rounded
 from fedclip.federation.update.clipping import UpdateClient
+from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.coupling import CLIENT, under_way
 from fedclip.federation.update.exchange import SentBound
 from fedclip.federation.update.limits import OTHER_TENSORS, signature, warn_of
@@ -45,6 +46,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
                 its update = 0
             average = sum of updates / number of replies
             with weights: sum of share * update,  share = weight / sum of weights <= max_share
+            with combine: the longest updates shortened before (ARC), or a trimmed mean
 
     Parameters
     ----------
@@ -81,6 +83,14 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     max_steps : int or None, default=None
         Count no more steps than that, for ``weights="steps"``. Under secure aggregation, "steps"
         needs it, and takes no `max_share`.
+    combine : {"mean", "arc", "trimmed"}, default="mean"
+        How the clipped updates become one: their mean; the mean after ARC has brought the longest
+        to the length of the next longest; or, of each coordinate, the mean of all but the
+        `n_hostile` smallest and largest values. In cleartext only, with equal weights, and not
+        beside noise.
+    n_hostile : int or None, default=None
+        Number of clients that may be hostile, >= 1, for "arc" and "trimmed", which need more than
+        twice as many replies. A round with fewer counts as zeros, with a warning.
     client : str or None, default=None
         The name of this client in the table; a server over `fedclip-websockets` sets it for its
         clients, who need it under secure aggregation.
@@ -101,6 +111,12 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     no client moves the average by more than its share of the bound, whatever it claims. A client
     that took no step shares zeros. Votes on the bound count alike, whatever the weights are.
 
+    With f = `n_hostile` of n replies, and against zeros in its place, one client moves the average
+    by at most ``2 f C / n`` with "arc", and ``C / (n - 2 f)`` with "trimmed", where the mean has
+    C / n. "arc" leaves no update longer than the longest of those that are not hostile; what its
+    paper proves needs a robust mean to follow, and not the plain one here. "trimmed" goes beyond
+    their values in no coordinate, and may be as long as ``sqrt(n / (n - f)) C``.
+
     In cleartext the server measures each reply again. A malformed reply, or one beyond the limit,
     counts as a zeroed one, so that a client that does not clip moves the average no more than one
     that sends nothing. Under secure aggregation the server sees only the sum, and refuses a sum
@@ -119,7 +135,9 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     ----------
     McMahan, Ramage, Talwar & Zhang, 2018, "Learning differentially private recurrent language
     models", arXiv:1710.06963. The zeroing is that of TensorFlow Federated
-    (`tff.aggregators.zeroing_factory`).
+    (`tff.aggregators.zeroing_factory`). "arc" is of Allouah et al., 2024, "Adaptive gradient
+    clipping for robust federated learning", arXiv:2405.14432; "trimmed" of Yin et al., 2018,
+    "Byzantine-robust distributed learning", arXiv:1803.01498.
 
     Examples
     --------
@@ -153,6 +171,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         weights: Weights = "equal",
         max_share: float | None = None,
         max_steps: int | None = None,
+        combine: str = "mean",
+        n_hostile: int | None = None,
         client: str | None = None,
         fedclip: str = VERSION,
     ) -> None:
@@ -175,6 +195,10 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         self.shares = Shares(weights, max_share, max_steps)
         self.weights = self.shares.table or weights
         self.max_share, self.max_steps = self.shares.max_share, self.shares.max_steps
+        self.combining = Combining(combine, n_hostile)
+        self.combine, self.n_hostile = combine, n_hostile
+        if why := self.combining.unfit(weights=self.shares.kind != "equal"):
+            raise ValueError(why)
         self.client = parameters.optional(parameters.name, client=client)
 
     def get_config(self) -> dict[str, Any]:
@@ -196,8 +220,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             )
         sent = round_.sent if round_ else SentBound(self._fixed_bound())
         by_steps = self.shares.kind == "steps"
-        if sent.private and self.shares.kind != "equal":
-            raise ValueError(WITH_NOISE)
+        if sent.private and (why := self._beside_noise()):
+            raise ValueError(why)
         outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole=round_ is not None)
         same = outcome.arrays is updates.coefs
         vector = updates if same else type(updates)(dict(outcome.arrays))
@@ -210,6 +234,10 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         result.secagg_range = self.secagg_range
         result.factor = self.shares.factor(self.client, n_steps)
         return result
+
+    def _beside_noise(self) -> str:
+        """Return why there can be no noise; "" if there can."""
+        return WITH_NOISE if self.shares.kind != "equal" else self.combining.unfit(noise=True)
 
     def _fixed_bound(self) -> float:
         if self.max_norm is None:
@@ -239,12 +267,14 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             )
         round_, module = under_way(counted=True) or (None, None)
         parts, model = updates.parts, blank()
+        if why := self.combining.unfit(secure=any(part.n_clients > 1 for part in parts)):
+            raise ValueError(why)
         bound = round_.sent.bound if round_ else (self.max_norm or float("inf"))
         # Without the sampler, assume that most replies have the tensors of the model.
         like = _most([p.updates for p in parts], _kind) if model is None else model
-        shares = self._shares(parts)
+        shares, few = self._shares(parts), self.combining.too_few(len(parts))
         faults = [
-            share.fault or self._fault(part, like, bound, round_ is not None, share.mass)
+            few or share.fault or self._fault(part, like, bound, round_ is not None, share.mass)
             for part, share in zip(parts, shares, strict=True)
         ]
         sound = [part.updates for part, fault in zip(parts, faults, strict=True) if not fault]
@@ -260,7 +290,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             clients = budget.clients if budget else clients
             # Other shares than equal ones add up to 1 already.
             clients = clients if self.shares.kind == "equal" else 1
-            exact = averaged([v.coefs for v in sound], clients, factors)
+            exact = self.combining.of([v.coefs for v in sound], clients, factors)
             like = _most(sound, _dtypes) if model is None else model
             average = type(like)(rounded(exact, like.coefs))
         if round_ is not None:
@@ -270,8 +300,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
                     f"clipped-averaging excludes {self.exclude} from the bound, and noise can not "
                     "be sized on the rest"
                 )
-            if self.shares.kind != "equal":
-                round_.trouble = WITH_NOISE
+            round_.trouble = self._beside_noise() or round_.trouble
         return average
 
     def _shares(self, parts: Sequence[ClippedUpdates]) -> list[Share]:

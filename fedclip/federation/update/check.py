@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedclip.federation.update.aggregator import ClippedAveraging
+from fedclip.federation.update.arc import brought
 from fedclip.federation.update.client import UpdateClipClient
+from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.messages import DECLEARN_RANGE
 from fedclip.federation.update.server import UpdateClipServer
 from fedclip.federation.update.shares import WITH_NOISE, Shares, shares_of
@@ -73,6 +75,8 @@ def update_problems(
         found += _noise(aggregator, module, changed, rounds, clients)
     noise = any(module.budget is not None for module in server)
     found += _weights(aggregator.shares, noise, clients, secagg is not None, named)
+    follows = server[0].quantile if server else None
+    found += _combining(aggregator.combining, noise, clients, secagg is not None, follows)
     limit = server[0].max_norm if server else aggregator.max_norm
     found += _range(aggregator, limit, secagg)
     return found
@@ -137,6 +141,35 @@ def _weights(shares: Shares, noise: bool, clients: Any, secure: bool, named: boo
         )
     found: list[Problem] = [("problem", AGGREGATOR, text) for text in wrong]
     return found + [("note", AGGREGATOR, text) for text in notes]
+
+
+def _combining(
+    combining: Combining, noise: bool, clients: Any, secure: bool, quantile: float | None
+) -> list[Problem]:
+    """Say what a mean that resists can not go with, and what one site may do.
+
+    The bound follows a quantile of the norms, if that is not None.
+    """
+    if combining.kind == "mean":
+        return []
+    why = combining.unfit(noise=noise, secure=secure)
+    why = why or (combining.too_few(clients) if type(clients) is int else "")
+    if why:
+        return [("problem", AGGREGATOR, why)]
+    moves = "with n replies in a round, one site moves the average by"
+    text = f"{moves} {combining.pull} of the bound at most; a plain mean has 1 / n"
+    if combining.kind == "arc":
+        text += ". Before a plain mean, as here, the guarantee of ARC's paper does not hold"
+        number = clients if type(clients) is int else 0
+        # Never more than half of them, however many there are.
+        share = brought(number, combining.n_hostile) / number if number else 0.5
+        if quantile is not None and share <= 1 - quantile:
+            text += (
+                f". About {1 - quantile:.0%} of the updates are as long as the bound that follows "
+                "them, so that ARC changes nothing: raise quantile, or take a max_norm that few "
+                "updates reach"
+            )
+    return [("note", AGGREGATOR, text)]
 
 
 def _noise(

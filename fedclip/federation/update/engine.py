@@ -18,7 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.averaging import averaged, rounded, zeros
+from fedclip.federation.update.averaging import rounded, zeros
+from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.exchange import (
     COUNTS,
     VOTES,
@@ -45,6 +46,9 @@ class UpdateServer:
     shares : Shares
         The weights of the clients, equal ones by default; with noise there are no others. The
         engine sets each reply's `sender`, by which a table knows it.
+    combining : Combining
+        How updates become one: by default, as their mean. Another one takes neither noise, weights
+        nor secure sums, and counts a round with 2 `n_hostile` replies or fewer as zeros.
 
     Raises
     ------
@@ -69,9 +73,14 @@ class UpdateServer:
         scope: Scope = "global",
         exclude: str | Sequence[str] | None = None,
         shares: Shares | None = None,
+        combining: Combining | None = None,
     ) -> None:
         self.bound = bound
         self.shares = shares or Shares()
+        self.combining = combining or Combining()
+        weights, noise = self.shares.kind != "equal", bound.budget is not None
+        if why := self.combining.unfit(weights=weights, noise=noise):
+            raise ValueError(why)
         if self.shares.kind != "equal" and bound.budget is not None:
             raise ValueError(WITH_NOISE)
         self.limits = Limits(check_scope(scope), check_exclude(exclude), bound.name)
@@ -102,13 +111,19 @@ class UpdateServer:
         ------
         RuntimeError
             If no round is open, or the open one must not be released.
+        ValueError
+            If a secure sum is not to become a mean.
         """
         sent = self.bound.sent
         if sent is None or sent.stop:
             raise RuntimeError(sent.stop if sent else "no round is open: call open() first")
-        shares = self.shares.of(replies)
+        if why := self.combining.unfit(secure=any(reply.clients > 1 for reply in replies)):
+            raise ValueError(why)
+        shares, few = self.shares.of(replies), self.combining.too_few(len(replies))
         faults = [
-            share.fault or self.limits.fault(_vetted(reply), like, sent.bound, mass=share.mass)
+            few
+            or share.fault
+            or self.limits.fault(_vetted(reply), like, sent.bound, mass=share.mass)
             for reply, share in zip(replies, shares, strict=True)
         ]
         clients = sum(reply.clients for reply in replies)
@@ -126,7 +141,8 @@ class UpdateServer:
         clients = self.bound.budget.clients if self.bound.budget else clients
         clients = clients if self.shares.kind == "equal" else 1
         factors = [share.factor for share, fault in zip(shares, faults, strict=True) if not fault]
-        exact = averaged([reply.arrays for reply in sound], clients, factors) if sound else None
+        updates = [reply.arrays for reply in sound]
+        exact = self.combining.of(updates, clients, factors) if sound else None
         average = rounded(exact, like) if exact else zeros(like)
         released = dict(self.bound.release(average, exact))
         return Closed(released, self.bound.withheld, faults, record)
