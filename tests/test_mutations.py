@@ -1265,6 +1265,74 @@ PERSONAL = {
     ),
 }
 
+TURNS = {
+    "a client that is due twice": Mutation(
+        "federation/update/turns.py",
+        {"round_ % self.separation :: self.separation": "round_ % self.separation ::"},
+        "test_turns.py::test_each_client_has_one_turn_in_as_many_rounds",
+    ),
+    "turns that are closer than charged": Mutation(
+        "federation/update/turns.py",
+        {"if self.separation >= separation": "if self.separation + 1 >= separation"},
+        "test_turns.py::test_the_server_stops_where_turns_are_closer_than_it_charges_for",
+    ),
+    "no turns at all": Mutation(
+        "federation/update/server.py",
+        {"if self.separation > 1 and": "if self.separation > 99 and"},
+        "test_turns.py::test_the_server_stops_where_turns_are_closer_than_it_charges_for",
+    ),
+    "everybody where nobody is left": Mutation(
+        "federation/senders.py",
+        {"if isinstance(self.sampler, RoundRobin)": "if not self.sampler"},
+        "test_turns.py::test_nobody_takes_the_place_of_a_client_that_has_left",
+    ),
+    "a reply out of turn": Mutation(
+        "federation/round_robin.py",
+        {"client_to_reply.keys() - self._due": "self._due - self._due"},
+        "test_turns.py::test_a_reply_out_of_turn_ends_the_run",
+    ),
+    "noise for one coefficient": Mutation(
+        "federation/update/budget.py",
+        {"self.update_noise *= math.hypot(*coefficients)": "self.update_noise *= 1.0"},
+        "test_turns.py::test_a_short_audit_finds_the_faults_and_no_others",
+    ),
+    "a round that is withheld is none": Mutation(
+        "federation/update/adaptive.py",
+        {"self.budget.skip(average, self.round)": "pass"},
+        "test_turns.py::test_a_round_that_is_withheld_is_one_of_the_stream",
+    ),
+    "lost rounds for nothing": Mutation(
+        "federation/update/budget.py",
+        {"1 + self._owed": "1"},
+        "test_turns.py::test_a_restart_begins_a_schedule_and_pays_for_rounds_that_may_be_lost",
+    ),
+    "a turn that is charged late": Mutation(
+        "federation/update/budget.py",
+        {"% self.separation == 0": "% self.separation == self.separation - 1"},
+        "test_turns.py::test_a_client_is_charged_for_its_turns",
+    ),
+    "values in the order of names": Mutation(
+        "federation/update/budget.py",
+        {"names = sorted(average)": "names = list(average)"},
+        "test_turns.py::test_what_is_released_is_the_stream_in_units_of_the_bound",
+    ),
+    "noise of the wrong age": Mutation(
+        "privacy/banded.py",
+        {"np.arange(kept) - 1": "np.arange(kept)"},
+        "test_turns.py::test_a_stream_is_the_inverse_of_its_matrix",
+    ),
+    "coefficients for another length": Mutation(
+        "privacy/banded.py",
+        {"+ 2.0 * found / length": "+ 1.9 * found / length"},
+        "test_turns.py::test_no_other_coefficients_have_less_error",
+    ),
+    "another rate than announced": Mutation(
+        "dpsgd/manager.py",
+        {"if asked.rate != self._sampler.rate": "if asked.rate > 1.0"},
+        "test_dpsgd_manager.py::test_other_batches_than_announced_are_refused",
+    ),
+}
+
 ROOMS = {
     "update": UPDATE,
     "statistics": STATISTICS,
@@ -1273,6 +1341,7 @@ ROOMS = {
     "personal": PERSONAL,
     "engine": ENGINE,
     "rules": RULES,
+    "turns": TURNS,
 }
 
 

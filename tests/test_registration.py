@@ -116,7 +116,8 @@ Optimizer(0.1, modules=["zscore-clip", "zscore-clip-server", "update-clip-server
           regularizers=["agc"])
 FLOptimConfig.from_params(client_opt={"lrate": 0.1, "modules": ["auto-clip"]},
                           aggregator="clipped-averaging")
-assert access_registered("named-clients", "ClientSampler")
+for name in ("named-clients", "round-robin"):
+    assert access_registered(name, "ClientSampler")
 import sys
 assert not [f for f in sys.meta_path if type(f).__module__.startswith("fedclip")]
 """
