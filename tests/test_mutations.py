@@ -149,7 +149,7 @@ UPDATE = {
     ),
     "a release of what is too high": Mutation(
         "federation/update/adaptive.py",
-        {"        if self.withheld:\n            return zeros(average)\n": ""},
+        {"            return zeros(average)\n": "            pass\n"},
         "test_bound_search.py::test_no_update_is_released_where_the_bound_is_too_high",
     ),
     "the noise of the votes on the average": Mutation(
@@ -244,7 +244,7 @@ UPDATE = {
     ),
     "a charge for the update alone": Mutation(
         "federation/update/budget.py",
-        {"self.noise_multiplier)": "self.update_noise)"},
+        {"add(self.noise_multiplier": "add(self.update_noise"},
         "test_update_clip.py::test_the_budget_ends_the_training_before_it_is_passed",
     ),
     "a charge for other neighbours": Mutation(
@@ -274,7 +274,7 @@ UPDATE = {
     ),
     "a budget that a restart renews": Mutation(
         "federation/update/adaptive.py",
-        {"self.budget.accountant.set_state(spent)": "pass"},
+        {"self.budget.resume(spent)": "pass"},
         "test_update_clip.py::test_insecure_noise_can_be_repeated_and_resumed",
     ),
     "the bound of an older message": Mutation(
@@ -643,7 +643,7 @@ PRIVACY = {
     ),
     "a plan for other neighbours": Mutation(
         "privacy/planning.py",
-        {"rounds, relation=relation": "rounds"},
+        {"turns, relation=relation": "turns"},
         "test_planning.py::test_a_plan_is_worth_its_rounds_and_no_more",
     ),
     "a record replaced for one removed": Mutation(
