@@ -194,7 +194,7 @@ UPDATE = {
     ),
     "noise on what was rounded": Mutation(
         "federation/update/budget.py",
-        {"), exact": ")"},
+        {"std, normals, exact": "std, normals"},
         "test_update_clip.py::test_noise_is_added_before_the_average_is_rounded",
     ),
     "an average over the replies, with noise": Mutation(
