@@ -1282,8 +1282,10 @@ TURNS = {
         "test_turns.py::test_the_server_stops_where_turns_are_closer_than_it_charges_for",
     ),
     "everybody where nobody is left": Mutation(
-        "federation/senders.py",
-        {"if isinstance(self.sampler, RoundRobin)": "if not self.sampler"},
+        "federation/round_robin.py",
+        {
+            '        raise RuntimeError(\n            f"all clients': '        return set()\n        raise RuntimeError(\n            f"all clients'
+        },
         "test_turns.py::test_nobody_takes_the_place_of_a_client_that_has_left",
     ),
     "a reply out of turn": Mutation(

@@ -70,12 +70,11 @@ class RoundRobin(ClientSampler):
         super().init_clients(clients)
         self._schedule = Schedule(self.clients, self.per_round)
 
-    def run(self, eligible_clients: set[str] | None = None) -> set[str]:
-        """Return whose turn it is; unlike other samplers, it never draws again."""
-        return self.sample(self.clients if eligible_clients is None else eligible_clients)
-
     def sample(self, eligible_clients: set[str]) -> set[str]:
-        """Return whose turn it is, without those that are not eligible."""
+        """Return whose turn it is, without those that are not eligible.
+
+        Never nobody: declearn would draw again, and in the end draw everybody.
+        """
         if self._schedule is None:
             raise RuntimeError("round-robin has no clients: call init_clients() first")
         self._due = frozenset(self._schedule.due(self._round))

@@ -21,7 +21,6 @@ from declearn.optimizer.modules import AuxVar
 from fedclip import parameters
 from fedclip.federation.quorum import MEMBERS
 from fedclip.federation.replies import UPDATES, Expected, Sender, expected, note
-from fedclip.federation.round_robin import RoundRobin
 from fedclip.federation.statistics.messages import FedclipSharedCounts
 from fedclip.federation.tolerant import FromServer
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes, zeros_like
@@ -119,12 +118,6 @@ class NamedClients(ClientSampler):
         """Tell the wrapped sampler which clients there are."""
         super().init_clients(clients)
         self.sampler.init_clients(clients)
-
-    def run(self, eligible_clients: set[str] | None = None) -> set[str]:
-        """Sample clients; again if nobody was chosen, unless they take turns."""
-        if isinstance(self.sampler, RoundRobin):
-            return self.sample(self.clients if eligible_clients is None else eligible_clients)
-        return super().run(eligible_clients)
 
     def sample(self, eligible_clients: set[str]) -> set[str]:
         """Return the choice of the wrapped sampler, among clients that have not left the run."""
