@@ -1284,7 +1284,7 @@ TURNS = {
     "everybody where nobody is left": Mutation(
         "federation/round_robin.py",
         {
-            "            return set(found)\n": "            return set(found)\n        return set()\n"
+            "return set(found)\n": "return set(found)\n        return set()\n",
         },
         "test_turns.py::test_nobody_takes_the_place_of_a_client_that_has_left",
     ),
