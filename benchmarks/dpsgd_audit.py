@@ -14,7 +14,6 @@ Cases that have a fault built in must come out above the claim, or the audit wou
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,12 +26,12 @@ from declearn.dataset import InMemoryDataset
 from declearn.messaging import PrivacyRequest
 from declearn.model.sklearn import SklearnSGDModel
 from declearn.optimizer import Optimizer
-from scipy import stats
 
 from fedclip import SampleClip
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.noise import IndependentNoise
+from fedclip.privacy.auditing import lower_bound
 from fedclip.privacy.noise import secure_normals
 
 EPSILON, DELTA = 3.0, 1e-5
@@ -124,26 +123,7 @@ def audit(case: Case, canaries: int = CANARIES, guesses: int = GUESSES) -> float
     order = np.argsort(seen)
     half = guesses // 2
     right = int(there[order[-half:]].sum() + (~there[order[:half]]).sum())
-    return lower_bound(canaries, 2 * half, right)
-
-
-def lower_bound(canaries: int, guesses: int, right: int, delta: float = DELTA) -> float:
-    """Return the least epsilon with which so many right guesses are no surprise, at 5 %."""
-    low, high = 0.0, 20.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        unlikely = chance(canaries, guesses, right, middle, delta) < 0.05
-        low, high = (middle, high) if unlikely else (low, middle)
-    return low
-
-
-def chance(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """Return an upper bound on the chance of so many right guesses (theorem 5.2 of the paper)."""
-    q = 1 / (1 + math.exp(-epsilon))
-    # P[right - i <= W < right] for i = 1, 2, …, with W binomial.
-    near = np.cumsum(stats.binom.pmf(right - np.arange(1, right + 1), guesses, q))
-    most = max((near / np.arange(1, right + 1)).max(initial=0.0), 0.0)
-    return float(stats.binom.sf(right - 1, guesses, q) + 2 * canaries * delta * most)
+    return lower_bound(canaries, 2 * half, right, DELTA)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -63,10 +63,9 @@ class PrivateFederatedClient(PersonalFederatedClient):
     A record that can not be read, or for which the model raises, counts as zero. That is said
     in this client's log alone, as is what goes wrong otherwise with records.
 
-    Assumed: the server does not choose the rate of later steps (the size of batches) by what it
-    has seen of earlier ones. Noise is fixed before the first step; a rate that differs from the
-    announced one is counted as it is. For rates fixed in advance the epsilon is right whatever
-    else the server does; for rates chosen by outputs, the accountant has no such proof.
+    Noise, rate and the largest number of steps are those announced before the first one; a round
+    with other batches is refused. Several runs on the same records are added up as if all had been
+    planned at first.
 
     When the budget is spent, the client goes on with updates of zero, and says so in its log.
     """

@@ -32,6 +32,7 @@ from declearn.training.dp import DPTrainingManager
 from fedclip import parameters
 from fedclip.dpsgd import persample
 from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, too_few
+from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.ledger import Ledger, fingerprint
 from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.place import place_of
@@ -135,6 +136,11 @@ class PrivateTrainingManager(DPTrainingManager):
         )
         if why := too_few(len(self.records), delta):
             self.logger.warning("%s", why)
+
+    @property
+    def clipping(self) -> SampleClipping:
+        """How a record's gradient is clipped."""
+        return self._place.settings.clipping
 
     def get_noise_multiplier(self) -> float:
         """Return the standard deviation of the noise over the bound of one record."""

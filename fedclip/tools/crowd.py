@@ -113,7 +113,7 @@ class Crowd:
             for i in range(settings.clients or len(self.sites))
         ]
         self._places = {name: place for place, name in enumerate(self.names)}
-        self._data = [
+        self.data = [
             [
                 InMemoryDataset(f[f"{of}_data"], target=f[f"{of}_target"], expose_classes=True)
                 for of in ("train", "valid")
@@ -135,7 +135,7 @@ class Crowd:
         self.model, self._manager = (
             model,
             TrainingManager(
-                *(model, self.optimizer(0), optim.aggregator, self._data[0][0]),
+                *(model, self.optimizer(0), optim.aggregator, self.data[0][0]),
                 metrics=experiment.metrics,
                 verbose=False,
             ),
@@ -147,7 +147,7 @@ class Crowd:
         self._first = whole
 
     def _specs(self) -> dict[str, dict[str, Any]]:
-        pairs = zip(self.sites, self._data, strict=True)
+        pairs = zip(self.sites, self.data, strict=True)
         return {name: dataclasses.asdict(train.get_data_specs()) for name, (train, _) in pairs}
 
     def asked(self, due: Sequence[str] | None = None) -> list[int]:
@@ -200,7 +200,7 @@ class Crowd:
         metrics, found = self._manager.metrics, {}
         total: dict[str, Any] = {}
         limits = how.message_params
-        for place, (site, (_, valid)) in enumerate(zip(self.sites, self._data, strict=True)):
+        for place, (site, (_, valid)) in enumerate(zip(self.sites, self.data, strict=True)):
             self.hand_over(place, start)
             self._manager.valid_data = valid
             found[site], states, _ = self._manager.evaluate_under_constraints(
@@ -215,7 +215,7 @@ class Crowd:
         """Return what a client trains on."""
         if client not in self._sources:
             seed, count = self.settings.seed, self.settings.records
-            of = self._data[client % len(self.sites)][0]
+            of = self.data[client % len(self.sites)][0]
             data, target = of.data, of.target
             if count is not None:
                 rng = np.random.default_rng(None if seed is None else [seed, client])

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedclip.tools.output import JsonFlag, fail
+from fedclip.tools.output import JsonFlag, fail, say
 
 __all__ = ["app"]
 
@@ -215,3 +215,39 @@ def spent(
         write_csv(COLUMNS, (row for cost in costs for row in csv_rows(cost)), sys.stdout)
     else:
         print(*(printable(line) for cost in costs for line in in_words(cost)), sep="\n")
+
+
+@app.command()
+def audit(
+    config: Annotated[
+        Path, typer.Argument(help="A quickrun file, or the folder that holds it.")
+    ] = Path(),
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of the canaries and batches; noise has none.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Attack the privacy that a configuration claims, with its own model and data."""
+    from fedclip.tools.check import check_config
+    from fedclip.tools.quickrun import QuickrunError
+
+    result = check_config(config, simulate=True)
+    if not result.ok:
+        for finding in result.problems:
+            say(f"fedclip: {finding.where} {finding.message}", err=True)
+        fail(f"{result.path} would not run; nothing was started")
+
+    from fedclip.tools import audit as attack
+
+    try:
+        found = attack.audit(result.path, seed)
+    except QuickrunError as exc:
+        fail(exc)
+    if as_json:
+        names = ("protects", "claimed", "delta", "least", "fault")
+        told = {name: getattr(found, name) for name in names}
+        told |= {"guesses": found.guesses._asdict(), "membership": found.membership._asdict()}
+        print(json.dumps(told))
+    else:
+        print(*found.in_words(), sep="\n")
+    raise typer.Exit(int(found.fault))

@@ -1,0 +1,128 @@
+"""`fedclip privacy audit`: what attacks find, with faults built in and without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from test_simulate import CONFIG, MODEL
+from typer.testing import CliRunner
+
+from fedclip.privacy.banded import Stream
+from fedclip.tools import audit as attack
+from fedclip.tools.audit import audit
+from fedclip.tools.cli import app
+from fedclip.tools.quickrun import QuickrunError
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning"),
+]
+
+CENTRAL = (
+    '[["update-clip-server", {{start_norm = 0.5, learning_rate = {rate}, noise_multiplier = 3.0, '
+    "expected_clients = 30, separation = 2, delta = 0.001{more}}}]]"
+)
+BANDED = ', noise = "banded", rounds = 6'
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    rng = np.random.default_rng(0)
+    for site in "abc":
+        folder = tmp_path / "data" / site
+        folder.mkdir(parents=True)
+        for part, count in (("train", 100), ("valid", 50)):
+            data = rng.normal(size=(count, 200))
+            np.save(folder / f"{part}_data.npy", data)
+            np.save(folder / f"{part}_target.npy", (data[:, 0] > 0).astype(int))
+    (tmp_path / "model.py").write_text(MODEL)
+
+    def written(**changes: Any) -> Path:
+        values = {"port": 1, "aggregator": '"clipped-averaging"', "rounds": 6, "more": ""}
+        values |= {"client": '["update-clip-client"]', "training": "n_steps = 2"} | changes
+        paths = {"data": "data", "model": "model.py", "out": "out"}
+        values |= {key: json.dumps(str(tmp_path / name)) for key, name in paths.items()}
+        file = tmp_path / "config.toml"
+        file.write_text(CONFIG.format(**values))
+        return file
+
+    return written
+
+
+def little_noise() -> AbstractContextManager[Any]:
+    draw = Stream.draw
+    return mock.patch.object(Stream, "draw", lambda self, *args: draw(self, *args) / 8)
+
+
+@pytest.mark.parametrize(
+    ("more", "rate", "fault", "found"),
+    [
+        ("", 0.0, nullcontext, False),
+        (BANDED, 0.2, nullcontext, False),
+        (BANDED, 0.0, little_noise, True),
+    ],
+)
+def test_clients_are_found_out_where_there_is_too_little_noise(
+    write: Any, more: str, rate: float, fault: Any, found: bool
+) -> None:
+    crowd = "[simulate]\nclients = 60\nrecords = 16\n"
+    file = write(server=CENTRAL.format(more=more, rate=rate), more=crowd)
+    with fault():
+        result = audit(file, seed=1)
+    assert result.fault == found
+    assert result.least > 0.2
+    assert 2.0 < result.claimed < 3.5
+    assert found or result.membership.low < 0.6
+
+
+PRIVATE = """
+[run.privacy]
+budget = [1.0, 1e-5]
+sclip_norm = 1.0
+use_csprng = true
+"""
+
+
+class Quiet(attack.IndependentNoise):
+    """Noise that is an eighth of what it should be."""
+
+    def add(self, sums: Any, std: float) -> dict[str, Any]:
+        return super().add(sums, std / 8)
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_records_are_found_out_where_there_is_too_little_noise(
+    write: Any, monkeypatch: pytest.MonkeyPatch, found: bool
+) -> None:
+    pytest.importorskip("opacus")
+    if found:
+        monkeypatch.setattr("fedclip.dpsgd.manager.IndependentNoise", Quiet)
+    changes = {"aggregator": '"averaging"', "server": "[]", "client": '["sample-clip"]'}
+    file = write(**changes, training="n_epoch = 1", more=PRIVATE)
+    result = audit(file, seed=1)
+    assert result.protects == "record"
+    assert result.fault == found
+    assert 0.9 < result.claimed < 1.6
+
+
+def test_a_configuration_that_claims_nothing_is_refused(write: Any) -> None:
+    with pytest.raises(QuickrunError, match="nothing here claims privacy"):
+        audit(write(server='["update-clip-server"]'))
+
+
+def test_the_command_prints_what_was_found(write: Any) -> None:
+    file = str(write(server=CENTRAL.format(more="", rate=0.0), more="[simulate]\nclients = 60\n"))
+    done = CliRunner().invoke(app, ["privacy", "audit", file, "--seed", "1"])
+    assert done.exit_code == 0, done.output
+    assert "no fault was found" in done.stdout
+    assert "what this does not show" in done.stdout
+    told = json.loads(CliRunner().invoke(app, ["privacy", "audit", file, "--json"]).stdout)
+    assert told["fault"] is False
+    assert told["membership"]["low"] < told["membership"]["auc"] < told["membership"]["high"]
