@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.dpsgd.ledger import Ledger, fingerprint, read_entries, total
 from fedclip.dpsgd.sampling import PoissonSampler
 from fedclip.privacy import accounting
-from fedclip.privacy.accounting import Cost, Release, epsilon
+from fedclip.privacy.accounting import Cost, Release, epsilon, order_for
+from fedclip.tools.spent import read_spent
 
 
 def test_the_core_needs_no_declearn_and_no_framework() -> None:
@@ -497,3 +499,34 @@ def test_factors_and_scales_by_hand() -> None:
     np.testing.assert_allclose(automatic.factors(np.array([[0.0], [1.5]]), 2.0), [[4.0], [1.0]])
     scales = {mode: SampleClipping(mode).scale(4.0) for mode in MODES}
     assert scales == {"flat": 1, "tensor": 1, "layer": 1, "automatic": 0.25, "adaptive": 0.25}
+
+
+# -- plans that may follow from what was released -----------------------------------------------
+def test_several_plans_are_counted_at_the_order_of_the_first(tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting")
+    path = tmp_path / "privacy_spent.json"
+    first, second = Release(1.0, 120, 0.05), Release(0.9, 50, 0.02)
+    ledger = Ledger(5.0, 1e-5, path)
+    # The plan is of 120 steps, in two rounds.
+    assert ledger.reserve(1.0, 0.05, 60, 120) == ledger.reserve(1.0, 0.05, 60, 60) == 60
+    assert ledger.spent == epsilon([first], 1e-5)
+    # Another budget, and another plan, are no other order: chosen afterwards, it would be too low.
+    again = Ledger(6.0, 1e-6, path)
+    assert again.reserve(0.9, 0.02, 50) == 50
+    order = order_for(first, 1e-5)
+    found = epsilon([first, second], 1e-6, order=order)
+    assert again.spent == found
+    assert epsilon([first, second], 1e-6) < found < 1.2 * epsilon([first, second], 1e-6)
+    assert found > epsilon([first, second], 1e-6, accountant="rdp")
+    (found,) = read_spent(path)
+    assert [*found.cost()["epsilons"]] == [f"rdp at order {order:.4g}"]
+
+
+@pytest.mark.parametrize("order", [1.0, -3, True, "8", float("nan")])
+def test_a_line_with_an_order_that_is_none_is_damage(tmp_path: Path, order: Any) -> None:
+    path = tmp_path / "privacy_spent.json"
+    Ledger(4.0, 1e-5, path)
+    line = json.loads(path.read_text())
+    path.write_text(json.dumps({**line, "order": order}) + "\n")
+    with pytest.raises(ValueError, match="is damaged"):
+        read_entries(path)

@@ -17,6 +17,9 @@ Each line stands alone: releases, delta, relation, a fingerprint of the data, ti
 fedclip, and an id, by which no two are the same. So lines of a file that was put back, deleted or
 replaced and those of this process are joined, and none is lost or counted twice.
 
+Several runs on the same records are several plans, of which a later one may follow from what the
+first has released. Then all are counted at one of Rényi's orders, which the first plan fixes.
+
 Nothing is given back. A round that breaks off has paid for all of its steps: whether one of them
 was taken may depend on a record that raised, or took long, and is then nothing to account by.
 
@@ -40,7 +43,7 @@ from typing import IO, Any, NamedTuple
 from uuid import uuid4
 
 from fedclip import parameters
-from fedclip.privacy.accounting import RELATIONS, Accountant, Release
+from fedclip.privacy.accounting import RELATIONS, Accountant, Release, order_for
 
 __all__ = ["FILE", "Entry", "Ledger", "fingerprint", "read_entries", "total"]
 
@@ -67,6 +70,8 @@ class Entry(NamedTuple):
         The releases that it charges; none in the line with which a ledger begins.
     delta, relation
         Those of the budget in force.
+    order
+        At which plans are counted together, if the line says so.
     data, time, fedclip
         Fingerprint of the data, time, and version of fedclip; "" where a line says nothing.
     """
@@ -74,6 +79,7 @@ class Entry(NamedTuple):
     spent: tuple[Release, ...]
     delta: float
     relation: str
+    order: float | None = None
     data: str = ""
     time: str = ""
     fedclip: str = ""
@@ -111,9 +117,13 @@ def read_entries(path: Path, *, lost: bool = False) -> dict[str, Entry]:
 
 
 def total(entries: Iterable[Entry]) -> Accountant:
-    """Return what entries have spent together, at delta and relation of the last of them."""
+    """Return what entries have spent together, at delta and relation of the last of them.
+
+    The order is that of the first that has one.
+    """
     entries = [*entries]
-    accountant = Accountant(entries[-1].delta, entries[-1].relation)
+    order = next((entry.order for entry in entries if entry.order is not None), None)
+    accountant = Accountant(entries[-1].delta, entries[-1].relation, order)
     for entry in entries:
         for release in entry.spent:
             accountant.add(*release)
@@ -219,7 +229,7 @@ class Ledger:
             left = self._left(noise_multiplier, rate, steps, planned)
             paid = paid._replace(steps=min(steps, left))
             if paid.steps:
-                self._add([self._line([paid])])
+                self._add([self._line([paid], self._order(paid, planned))])
             self._free, self._paid = paid._replace(steps=left - paid.steps), paid
         return paid.steps
 
@@ -248,7 +258,13 @@ class Ledger:
             return wanted.steps
         return accountant.affordable(noise_multiplier, self.epsilon, wanted.steps, rate)
 
-    def _line(self, spent: Sequence[Release] = ()) -> str:
+    def _order(self, paid: Release, planned: int) -> float | None:
+        """Return the order for this plan and all later ones, if it is the first on samples."""
+        if paid.sampling == 1.0 or self.accountant.order is not None:
+            return None
+        return order_for(paid._replace(steps=max(paid.steps, planned)), self.delta)
+
+    def _line(self, spent: Sequence[Release] = (), order: float | None = None) -> str:
         """Return a line that no other is like."""
         charged = Accountant(self.delta)
         charged.spent = [*spent]
@@ -257,6 +273,7 @@ class Ledger:
                 "spent": charged.get_state(),
                 "delta": charged.delta,
                 "relation": charged.relation,
+                "order": order,
                 "sampling": "Poisson",
                 "data": self.data,
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -353,10 +370,12 @@ def _entry(line: str) -> Entry:
         raise TypeError(f"a line must be an object of JSON, got {line[:50]!r}")
     parameters.choice(("Poisson",), sampling=content.get("sampling"))
     texts = (content.get(name) for name in ("data", "time", "fedclip"))
+    order = content.get("order")
     return Entry(
         tuple(Accountant.check_state(content.get("spent"))),
         parameters.unit_interval(delta=content.get("delta")),
         parameters.choice(RELATIONS, relation=content.get("relation")),
+        parameters.optional(parameters.number, "a number > 1", 1.0, open_low=True, order=order),
         *(text[:500] if isinstance(text, str) else "" for text in texts),
     )
 

@@ -14,6 +14,10 @@ Each accountant gives an upper bound. Opacus' ``gdp`` does not, and is never use
 for samples are rounded in each step; where delta is so small that this counts, a Rényi accountant
 takes their place.
 
+They are right for releases that are planned before the first of them. If a later plan follows from
+what was released, they may be too low; Rényi's is right at one order, if that was fixed before
+(Feldman & Zrnic, 2021, "Individual privacy accounting via a Rényi filter", arXiv:2008.11193).
+
 Let z be the noise multiplier that the accountant counts, and ``sigma_b`` the standard deviation of
 the noise on the sum of the bits, each recentred to ±1/2 (Andrew et al., 2021, theorem 1). Then::
 
@@ -115,9 +119,10 @@ def epsilon(
     delta: float,
     relation: str = "add-remove",
     accountant: str | None = None,
+    order: float | None = None,
 ) -> float:
     """Return the epsilon of all releases together: an upper bound, as `account` does."""
-    return account(releases, delta, relation, accountant).epsilon
+    return account(releases, delta, relation, accountant, order).epsilon
 
 
 def account(
@@ -125,6 +130,7 @@ def account(
     delta: float,
     relation: str = "add-remove",
     accountant: str | None = None,
+    order: float | None = None,
 ) -> Cost:
     """Return the epsilon of all releases together, an upper bound, and which accountant says so.
 
@@ -139,6 +145,9 @@ def account(
     accountant
         One of `ACCOUNTANTS`; None for the tightest one installed. Where its arithmetic is too
         coarse for the releases, another counts in its place, and is named in the result.
+    order
+        Rényi's order, above 1, at which releases of several plans are counted; None if all of them
+        were planned before the first.
 
     Raises
     ------
@@ -157,6 +166,8 @@ def account(
     spent = tuple(sorted(Release(z, n, q) for (z, q), n in merged.items()))
     if not spent:
         return Cost(0.0, accountant or "closed form")
+    if order is not None and planned_anew(spent):
+        return _at_one_order(spent, delta, relation, order)
     if accountant is None:
         accountant = tightest(min(r.sampling for r in spent), relation)
     return _epsilon(spent, delta, relation, parameters.choice(ACCOUNTANTS, accountant=accountant))
@@ -323,6 +334,35 @@ def _renyi(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
     return Cost(_composed(RdpAccountant(_ORDERS), spent, delta), "rdp")
 
 
+def planned_anew(spent: Iterable[Release]) -> bool:
+    """Whether releases are of several plans, samples among them."""
+    plans = {release._replace(steps=1) for release in spent}
+    return len(plans) > 1 and any(release.sampling < 1.0 for release in plans)
+
+
+@lru_cache(maxsize=256)
+def order_for(plan: Release, delta: float) -> float:
+    """Return Rényi's order at which a plan is best counted, one of a fixed list.
+
+    >>> order_for(Release(1.0, 120, 0.05), 1e-5)
+    4.5
+    """
+    found = {order: _at_one_order((plan,), delta, RELATIONS[0], order).epsilon for order in _ORDERS}
+    return float(min(found, key=lambda order: found[order]))
+
+
+@lru_cache(maxsize=4096)
+def _at_one_order(spent: tuple[Release, ...], delta: float, relation: str, order: float) -> Cost:
+    tightest(min(r.sampling for r in spent), relation)
+    if relation == "replace-one" or not all(map(_countable, spent)):
+        return _unsampled(spent, delta, relation)
+    if not _installed("dp_accounting"):
+        return _opacus("rdp", [order])(spent, delta, relation)
+    from dp_accounting.rdp import RdpAccountant
+
+    return Cost(_composed(RdpAccountant([order]), spent, delta), "rdp")
+
+
 def _composed(accountant: Any, spent: tuple[Release, ...], delta: float) -> float:
     """Return epsilon by an accountant of dp-accounting."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
@@ -343,7 +383,9 @@ def _spread(z: float, sampling: float) -> float:
     return variance / (2.0 * sampling * math.erf(1.0 / (z * math.sqrt(8.0))))
 
 
-def _opacus(name: str) -> Callable[[tuple[Release, ...], float, str], Cost]:
+def _opacus(
+    name: str, orders: Sequence[float] = tuple(_ORDERS)
+) -> Callable[[tuple[Release, ...], float, str], Cost]:
     def cost(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
         from opacus.accountants import PRVAccountant, RDPAccountant
 
@@ -357,7 +399,7 @@ def _opacus(name: str) -> Callable[[tuple[Release, ...], float, str], Cost]:
             warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)
             rdp = RDPAccountant()
             rdp.history = history
-            bound = Cost(float(rdp.get_epsilon(delta=delta, alphas=_ORDERS)), "rdp")
+            bound = Cost(float(rdp.get_epsilon(delta=delta, alphas=[*orders])), "rdp")
             if name == "rdp" or any(r.sampling == 1.0 for r in spent):
                 return bound
             prv = PRVAccountant()
@@ -415,10 +457,14 @@ class Accountant:
         Probability with which the guarantee may fail, in (0, 1).
     relation
         "add-remove" of one client, or "replace-one", under which every noise counts half.
+    order
+        Rényi's order, if plans may follow from what was released, as in `account`.
     """
 
-    def __init__(self, delta: float, relation: str = "add-remove") -> None:
-        self.delta, self.relation = delta, relation
+    def __init__(
+        self, delta: float, relation: str = "add-remove", order: float | None = None
+    ) -> None:
+        self.delta, self.relation, self.order = delta, relation, order
         self.spent: list[Release] = []
 
     def add(self, noise_multiplier: float, steps: int = 1, sampling: float = 1.0) -> None:
@@ -433,7 +479,7 @@ class Accountant:
     def epsilon(self, noise_multiplier: float = 0.0, more: int = 0, sampling: float = 1.0) -> float:
         """Return the epsilon of all rounds counted, plus `more` rounds."""
         history = self._with(Release(noise_multiplier, more, sampling))
-        return epsilon(history, self.delta, self.relation)
+        return epsilon(history, self.delta, self.relation, order=self.order)
 
     def affordable(
         self, noise_multiplier: float, budget: float, most: int, sampling: float = 1.0

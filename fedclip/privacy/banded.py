@@ -44,8 +44,8 @@ from fedclip.privacy.noise import Float64, Normals
 
 __all__ = ["Stream", "coefficients", "error", "grown"]
 
-# Of more rounds the coefficients hardly change: those for so many bands are within 1 %.
-_BANDS, _ROUNDS = 100, 10_000
+# More rounds hardly change the coefficients, and more of these hardly the error.
+_ROUNDS, WIDEST = 20_000, 256
 
 
 @lru_cache(maxsize=64)
@@ -58,7 +58,7 @@ def coefficients(rounds: int, band: int, momentum: float = 0.0) -> tuple[float, 
         Number of rounds that are planned, at least 1.
     band
         Number of coefficients, at least 1: the least number of rounds from one turn of a client to
-        its next.
+        its next. There are 256 at most.
     momentum
         That of the server's optimizer, in [0, 1).
 
@@ -70,12 +70,12 @@ def coefficients(rounds: int, band: int, momentum: float = 0.0) -> tuple[float, 
     (1.0,)
     """
     rounds, band = parameters.integer(1, rounds=rounds), parameters.integer(1, band=band)
-    band = min(band, rounds)
+    band = min(band, rounds, WIDEST)
     if band == 1:
         return (1.0,)
     from scipy.optimize import minimize
 
-    rounds = min(rounds, max(_BANDS * band, _ROUNDS))
+    rounds = min(rounds, _ROUNDS)
     left, sums = _sums(rounds, momentum)
     steps = np.arange(1, band)
 
@@ -106,7 +106,7 @@ def error(c: tuple[float, ...], rounds: int, momentum: float = 0.0) -> float:
     >>> round(error(coefficients(100, 5), 100), 4)
     0.5091
     """
-    left, sums = _sums(rounds, momentum)
+    left, sums = _sums(min(rounds, _ROUNDS), momentum)
     noise = _inverse_times(np.array(c), sums)
     return math.hypot(*c) * math.sqrt(float(left @ noise**2) / float(left @ sums**2))
 
@@ -117,9 +117,11 @@ def grown(c: tuple[float, ...], rounds: int) -> float:
     >>> round(grown(coefficients(100, 5), 100), 3)
     1.308
     """
-    once: Float64 = np.zeros(rounds)
+    if len(c) == 1:
+        return 1.0
+    once: Float64 = np.zeros(min(rounds, _ROUNDS))
     once[0] = 1.0
-    return 1.0 if len(c) == 1 else float(np.linalg.norm(_inverse_times(np.array(c), once)))
+    return float(np.linalg.norm(_inverse_times(np.array(c), once)))
 
 
 def _sums(rounds: int, momentum: float) -> tuple[Float64, Float64]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fedclip import parameters
 from fedclip.dpsgd.ledger import FILE, Entry, read_entries, total
 from fedclip.federation.update.budget import Budget
-from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account
+from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, planned_anew
 from fedclip.tools.catalogue import version
 
 __all__ = ["COLUMNS", "Spent", "csv_rows", "in_words", "of_plan", "read_spent"]
@@ -45,6 +45,13 @@ class Spent(NamedTuple):
         # There is no closed form with samples, and no other bound of Opacus' PRV without.
         useless = ["closed form"] * (True in sampled) + ["prv"] * (False in sampled)
         found: dict[str, float | str] = {}
+        order = self.accountant.order
+        if order is not None and planned_anew(spent):
+            # The others are right for what was planned before the first release.
+            useless = list(ACCOUNTANTS)
+            found[f"rdp at order {order:.4g}"] = account(
+                spent, delta, relation, order=order
+            ).epsilon
         for name in ACCOUNTANTS if spent else ():
             if name in useless:
                 continue
