@@ -290,6 +290,11 @@ def test_the_plugins_refuse_noise_and_sums(kind: str) -> None:
         ("", "note", "the guarantee of ARC's paper does not hold"),
         ("[secagg]\nsecagg_type = 'masking'", "problem", "does not go with secure aggregation"),
         ("[secagg]\nsecagg_type = 'joye-libert'", "problem", "with secure aggregation"),
+        (
+            "[network]\nprotocol = 'fedclip-websockets'\nkwargs = {min_replies = 2}",
+            "note",
+            "there are 2 with min_replies: such a round counts as zeros",
+        ),
         ("[run]\nrounds = 3\nregister = 2", "problem", "more than 2 replies in a round, and there"),
         (
             "[server_opt]\nlrate = 1.0\nmodules = ['update-clip-server']",
