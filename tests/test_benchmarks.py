@@ -11,13 +11,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import PATIENCE
+from sklearn.datasets import load_digits
+
+from fedclip.tools.check import check_config
 
 ROOT = Path(__file__).parent.parent
 NAMES = (
     "__main__",
     "adapters",
+    "combining",
     "cuda",
     "measure",
     "merge",
@@ -25,6 +30,8 @@ NAMES = (
     "noise",
     "simulate",
     "training",
+    "unlike_sites",
+    "weights",
 )
 
 
@@ -82,3 +89,28 @@ def test_the_table_has_every_cell_that_was_asked_for(tmp_path: Path) -> None:
 def test_every_clipper_is_measured() -> None:
     out = bench("benchmarks.measure", "numpy", "20 tensors, 2.7k", "clippers", "--seconds", "0")
     assert {"zscore-clip", "norm-clip", "value-clip"} < set(json.loads(out.splitlines()[-1]))
+
+
+@pytest.mark.slow
+def test_means_are_compared_by_accuracy_and_by_time() -> None:
+    rows = ("--rows", "trimmed", "equal clip")
+    assert bench("benchmarks.weights", "--splits", "1", *rows).count(" ± ") == 6
+    few = ("--clients", "5", "--values", "1000", "--hostile", "1", "--rounds", "1")
+    assert "trimmed" in bench("benchmarks.combining", *few)
+
+
+def test_unlike_sites_share_all_records_and_their_file_is_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(ROOT)
+    task = importlib.import_module("benchmarks.unlike_sites")
+    sites, test = task.split(0)
+    assert tuple(len(labels) for _, labels in sites) == task.COUNTS
+    assert sum(task.COUNTS) + len(test[1]) == 1797
+    whole = np.concatenate([data for data, _ in [*sites, test]])
+    assert whole.sum() == pytest.approx(load_digits().data.sum() / 16)
+    folder = task.write(tmp_path, 0)
+    for row in task.ROWS.values():
+        (tmp_path / "config.toml").write_text(task.config(folder, row))
+        assert not check_config(tmp_path / "config.toml", simulate=True).problems

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.aggregator import Aggregator
+from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector
 from federation_helpers import Clients, Server, norm
 from federation_runs import running
@@ -26,7 +27,7 @@ from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.coupling import CLIENT, SERVER
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import Closed
-from fedclip.federation.update.messages import ClippedUpdates
+from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes
 from fedclip.federation.update.shares import Shares
 from fedclip.federation.update.trimmed import trimmed_mean
 from fedclip.testing import to_numpy, to_vector
@@ -269,7 +270,7 @@ def test_the_core_refuses_noise_weights_and_sums(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_plugins_refuse_noise_and_sums(kind: str) -> None:
+def test_the_plugins_refuse_noise(kind: str) -> None:
     server = Server([("update-clip-server", NOISE)], config(kind))
     with pytest.raises(ValueError, match="does not go with noise"):
         Clients(3, ["update-clip-client"], config(kind)).round(0, server.start(), np.ones(2))
@@ -278,9 +279,20 @@ def test_the_plugins_refuse_noise_and_sums(kind: str) -> None:
     aux = server.start()
     assert norm(server.finish([mean.round(i, aux, np.ones(2)) for i in range(3)])) == 0.0
     assert "does not go with noise" in server.start()["update-clip"].stop
-    fixed: Any = Aggregator.from_config(config(kind, max_norm=1.0))
-    with pytest.raises(ValueError, match="does not go with secure aggregation"):
-        fixed.finalize_updates(ClippedUpdates(NumpyVector({"w": np.ones(2)}), 4, 4))
+
+
+@pytest.mark.parametrize("modules", [["update-clip-server"], []])
+def test_a_secure_sum_that_comes_all_the_same_counts_as_zeros(
+    modules: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server(modules, config("arc", **({} if modules else {"max_norm": 1.0})))
+    server.start()
+    total = ClippedUpdates(NumpyVector({"w": np.ones(2) / 9}), 4, 4)
+    aux = {"update-clip": UpdateClipVotes(4, 4, 1)} if modules else {}
+    assert norm(server.finish([TrainReply(1, 1, 0.0, total, aux)])) == 0.0
+    assert "counts as zero: combine = 'arc' does not go with secure aggregation" in caplog.text
+    if modules:
+        assert "does not go with secure aggregation" in server.start()["update-clip"].stop
 
 
 @pytest.mark.parametrize(
@@ -290,6 +302,11 @@ def test_the_plugins_refuse_noise_and_sums(kind: str) -> None:
         ("", "note", "the guarantee of ARC's paper does not hold"),
         ("[secagg]\nsecagg_type = 'masking'", "problem", "does not go with secure aggregation"),
         ("[secagg]\nsecagg_type = 'joye-libert'", "problem", "with secure aggregation"),
+        (
+            "[network]\nprotocol = 'fedclip-websockets'\nkwargs = {min_replies = 2}",
+            "note",
+            "there are 2 with min_replies: such a round counts as zeros",
+        ),
         ("[run]\nrounds = 3\nregister = 2", "problem", "more than 2 replies in a round, and there"),
         (
             "[server_opt]\nlrate = 1.0\nmodules = ['update-clip-server']",

@@ -321,7 +321,10 @@ def _check_quorum(check: Check, setting: Setting, least: int) -> None:
             f"registration may end with {registered} clients, fewer than min_replies = {least}, "
             "and then the run ends: raise min_clients",
         )
-    if name != "clipped-averaging":
+    if name == "clipped-averaging":
+        if few := setting.aggregator.combining.too_few(least):
+            check.note(where, f"{few} with min_replies: such a round counts as zeros; raise it")
+    else:
         check.note(
             where,
             "with fewer clients in a round each of them moves the average further, and "

@@ -15,6 +15,7 @@ from declearn.model.api import Vector
 from fedclip import parameters
 from fedclip.arrays import backend_of
 from fedclip.federation.replies import UPDATES, blank, sender_of, senders_of
+from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.averaging import peaks, rounded
 from fedclip.federation.update.clipping import UpdateClient
 from fedclip.federation.update.combining import Combining
@@ -267,14 +268,12 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             )
         round_, module = under_way(counted=True) or (None, None)
         parts, model = updates.parts, blank()
-        if why := self.combining.unfit(secure=any(part.n_clients > 1 for part in parts)):
-            raise ValueError(why)
         bound = round_.sent.bound if round_ else (self.max_norm or float("inf"))
         # Without the sampler, assume that most replies have the tensors of the model.
         like = _most([p.updates for p in parts], _kind) if model is None else model
-        shares, few = self._shares(parts), self.combining.too_few(len(parts))
+        shares, unfit = self._shares(parts), self._unfit(parts, module)
         faults = [
-            few or share.fault or self._fault(part, like, bound, round_ is not None, share.mass)
+            unfit or share.fault or self._fault(part, like, bound, round_ is not None, share.mass)
             for part, share in zip(parts, shares, strict=True)
         ]
         sound = [part.updates for part, fault in zip(parts, faults, strict=True) if not fault]
@@ -318,6 +317,14 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             for part, name in zip(parts, names, strict=True)
         ]
         return self.shares.of(replies)
+
+    def _unfit(self, parts: Sequence[ClippedUpdates], module: AdaptiveBound | None) -> str:
+        """Return why no reply of the round can be used; "" if they can."""
+        sums = self.combining.unfit(secure=any(part.n_clients > 1 for part in parts))
+        if sums and module is not None:
+            # Not an error: declearn's server would wait for its clients for ever.
+            module.halt(sums)
+        return sums or self.combining.too_few(len(parts))
 
     def _fault(
         self, part: ClippedUpdates, like: Any, bound: float, whole: bool, mass: float
