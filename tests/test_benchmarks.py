@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 NAMES = (
     "__main__",
     "adapters",
+    "averaging",
     "cuda",
     "measure",
     "merge",
