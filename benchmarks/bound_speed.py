@@ -61,7 +61,7 @@ def seen(told: Federation) -> tuple[np.ndarray, np.ndarray]:
     found, sums = chances(told).reshape(len(OFF), -1), (within - votes / 2).ravel()
     if not told.z:
         return found, sums
-    kinds = np.unique(sums[found.any(axis=0)])
+    kinds = np.arange(-told.clients, told.clients + 1) / 2
     return np.stack([found[:, sums == kind].sum(axis=1) for kind in kinds], axis=1), kinds
 
 

@@ -19,6 +19,7 @@ NAMES = (
     "__main__",
     "adapters",
     "averaging",
+    "bound_speed",
     "cuda",
     "measure",
     "merge",
@@ -26,6 +27,7 @@ NAMES = (
     "noise",
     "simulate",
     "training",
+    "unlike_runs",
 )
 
 
