@@ -7,6 +7,7 @@ what is said instead of sending it; a list of what to do is for as many messages
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -32,6 +33,8 @@ def content(what: str, message: Any) -> bytes:
         return bytes(other.serialize())
     if what == "an error":
         return Error("the disk of site B is full").serialize()
+    if what.startswith("steps="):
+        message.updates.weights = json.loads(what.removeprefix("steps="))
     if what == "text for a tensor":
         return bytes(header(message) + msgpack.packb(texts(msgpack.unpackb(payload(message)))))
     if what == "nested":

@@ -22,6 +22,8 @@ ROOT = Path(__file__).parent.parent
 NAMES = (
     "__main__",
     "adapters",
+    "averaging",
+    "bound_speed",
     "combining",
     "cuda",
     "measure",
@@ -30,6 +32,9 @@ NAMES = (
     "noise",
     "simulate",
     "training",
+    "turns",
+    "turns_audit",
+    "unlike_runs",
     "unlike_sites",
     "weights",
 )

@@ -12,7 +12,8 @@ from fedclip.arrays.blocks import extremes
 from fedclip.arrays.numpy import bits
 from fedclip.federation.update.exchange import Arrays
 
-_PIECE = 2**14
+# So many updates are multiplied at once, in pieces of so many values: what is in between is 2 MiB.
+_ROWS, _PIECE = 8, 2**15
 
 
 def averaged(
@@ -27,23 +28,33 @@ def averaged(
     means = {}
     for name, first in updates[0].items():
         total = np.zeros(tuple(first.shape))
-        for update, factor in zip(updates, factors, strict=True):
-            backend = backend_of(update[name])
-            _add(total, backend.to_host(backend.dense(update[name])), factor)
+        for start in range(0, len(updates), _ROWS):
+            rows = slice(start, start + _ROWS)
+            _add(total, [_values(update[name]) for update in updates[rows]], factors[rows])
         means[name] = np.asarray(total / clients)
     return means
 
 
-def _add(total: Float64, array: HostView, factor: float) -> None:
-    """Add an array times a factor, in float64."""
-    if factor == 1.0:
-        total += array
+def _values(array: Array) -> HostView:
+    backend = backend_of(array)
+    return backend.to_host(backend.dense(array))
+
+
+def _add(total: Float64, arrays: Sequence[HostView], factors: Sequence[float]) -> None:
+    """Add arrays times factors, in float64."""
+    if set(factors) == {1.0}:
+        for array in arrays:
+            total += array
         return
-    to, values = total.reshape(-1), np.asarray(array).reshape(-1)
-    # What is in between stays in the cache.
+    to, rows = total.reshape(-1), [array.reshape(-1) for array in arrays]
+    block = np.empty((len(rows), min(_PIECE, to.size)))
     for start in range(0, to.size, _PIECE):
-        piece = slice(start, start + _PIECE)
-        to[piece] += np.multiply(values[piece], factor, dtype=np.float64)
+        piece = to[start : start + _PIECE]
+        part = block[:, : piece.size]
+        for values, row in zip(part, rows, strict=True):
+            values[...] = row[start : start + _PIECE]
+        # One product of a row and a table, which is a third of a product and a sum for each row.
+        piece += np.asarray(factors) @ part
 
 
 def rounded(means: Mapping[str, Float64], like: Arrays) -> dict[str, Array]:

@@ -139,6 +139,11 @@ def _weights(shares: Shares, noise: bool, clients: Any, secure: bool, named: boo
             "a site's weight is the number of steps that it claims: one that claims a million has "
             "nearly the whole average; give max_steps or max_share"
         )
+    if secure:
+        notes.append(
+            "nobody sees a single update: a site that breaks the protocol moves the average by up "
+            "to 3 times the bound, whatever its weight"
+        )
     found: list[Problem] = [("problem", AGGREGATOR, text) for text in wrong]
     return found + [("note", AGGREGATOR, text) for text in notes]
 
