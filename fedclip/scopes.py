@@ -119,6 +119,11 @@ def check_scope(scope: Any, *, limits: bool = False) -> Scope:
     raise TypeError(f"scope must be {allowed}, got {scope!r} ({type(scope).__name__})")
 
 
+def in_table(table: Mapping[str, float], label: str, rest: float) -> float:
+    """Return the number that a table has for a group; `resolve` quotes a group named "all"."""
+    return table.get(_WHOLE if label == repr(_WHOLE) else label, rest)
+
+
 def check_exclude(exclude: Any, parameter: str = "exclude") -> list[str] | None:
     """Return `exclude`, or another parameter, as a list of patterns, or None."""
     if exclude is None:

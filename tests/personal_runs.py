@@ -43,6 +43,54 @@ def torch_model(seed: int = 0) -> Any:
     return TorchModel(net, torch.nn.CrossEntropyLoss())
 
 
+def keras_model(seed: int = 0) -> Any:
+    """Return the same in Keras."""
+    import keras
+    from declearn.model.tensorflow import TensorflowModel
+    from declearn.utils import set_device_policy
+
+    set_device_policy(gpu=False)
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    net = keras.Sequential(
+        [
+            keras.Input((D,)),
+            layers.Dense(5, activation="tanh", name="body"),
+            layers.BatchNormalization(name="bn"),
+            layers.Dense(CLASSES, name="head"),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return TensorflowModel(net, loss)
+
+
+def haiku_model(seed: int = 0) -> Any:
+    """Return the same in Haiku, without BatchNorm, which declearn can not train there."""
+    from declearn.model.haiku import HaikuModel
+    from declearn.utils import set_device_policy
+
+    set_device_policy(gpu=False)
+    model = HaikuModel(_haiku_net, _haiku_loss, seed=seed)
+    model.initialize({"features_shape": (D,), "data_type": "float32"})
+    return model
+
+
+def _haiku_net(x: Any) -> Any:
+    import haiku as hk
+    import jax.numpy as jnp
+
+    return hk.Sequential([hk.Linear(5, name="body"), jnp.tanh, hk.Linear(CLASSES, name="head")])(x)
+
+
+def _haiku_loss(found: Any, y: Any) -> Any:
+    import jax
+
+    return -(jax.nn.log_softmax(found) * jax.nn.one_hot(y, CLASSES)).sum(-1)
+
+
+MODELS = {"torch": torch_model, "tensorflow": keras_model, "jax": haiku_model}
+
+
 def data(seed: int, n: int = 24) -> InMemoryDataset:
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(n, D)).astype(np.float32)

@@ -31,7 +31,15 @@ from declearn.utils.serialize import msgpack_dump, msgpack_load
 
 from fedclip.arrays.frozen import unused
 from fedclip.errors import StateError
-from fedclip.federation.personal import PersonalModel, astray, chosen, listed, part
+from fedclip.federation.personal import (
+    PersonalModel,
+    astray,
+    chosen,
+    listed,
+    merged,
+    part,
+    unsent,
+)
 from fedclip.scopes import check_exclude
 
 __all__ = ["FILE", "PersonalFederatedClient"]
@@ -105,8 +113,16 @@ class PersonalFederatedClient(FederatedClient):
 
     def _agreed(self, model: Model[Any]) -> PersonalModel | None:
         """Return the model, if it has personal layers; refuse one that shares this client's."""
+        if lacking := unsent(model):
+            raise ValueError(lacking)
         mine = self.personal or []
         own = chosen(mine, model.get_weights().coefs)
+        within: Model[Any] = model.model if isinstance(model, PersonalModel) else model
+        if mine and not own & within.get_weights(trainable=True).coefs.keys():
+            raise ValueError(
+                f"this client keeps {listed(own)} for itself, and the server's model trains none "
+                "of them: does it call what is meant otherwise?"
+            )
         if asked := own & model.get_weights(trainable=True).coefs.keys():
             raise ValueError(
                 f"the server's model shares {listed(asked)}, which this client keeps for itself: "
@@ -157,9 +173,9 @@ class PersonalFederatedClient(FederatedClient):
     def _round(self, model: Model[Any], run: Callable[[Any], Any], message: Any) -> Any:
         """Run a round with the server's weights and this client's own layers."""
         own = frozenset() if self._kept is None else self._kept.own
-        if message.weights is not None and self._kept is not None:
+        if message.weights is not None:
             try:
-                message.weights = self._kept.whole(message.weights)
+                message.weights = merged(model, own, message.weights)
             except (TypeError, ValueError) as exc:
                 self.logger.error("Refused: %s.", exc)
                 return Error(f"refused by fedclip: {exc}")
