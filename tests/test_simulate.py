@@ -88,8 +88,14 @@ def write(tmp_path: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_a_run_over_the_network_has_the_same_bounds_and_losses(write: Any) -> None:
+@pytest.mark.parametrize("personal", [False, True])
+def test_a_run_over_the_network_has_the_same_bounds_and_losses(write: Any, personal: bool) -> None:
     file = write(port=free_port(), rounds=4)
+    if personal:
+        with (file.parent / "model.py").open("a") as text:
+            text.write(
+                "from fedclip import PersonalModel\nmodel = PersonalModel(model, 'intercept')\n"
+            )
     federation = Federation(file)
     asyncio.run(federation.run(seed=5))
     there = read_report(federation.results)
@@ -99,14 +105,14 @@ def test_a_run_over_the_network_has_the_same_bounds_and_losses(write: Any) -> No
         assert limits == [row.record.limit for row in here.select(node="clients")]
         assert len(limits) == 4
     losses = [
-        [
-            curve.points
-            for curve in report.curves
-            if (curve.node, curve.metric) == ("server", "loss")
-        ]
+        [curve.points for curve in sorted(report.curves) if curve.metric == "loss"]
         for report in (there, here)
     ]
+    # The server's, and those that the sites have measured, of their own models.
+    assert len(losses[0]) == 4
     np.testing.assert_allclose(*losses)
+    labelled = [*file.parent.glob("out/**/server/about_these_models.txt")]
+    assert len(labelled) == 2 * personal
 
 
 def test_its_records_are_reported(write: Any) -> None:

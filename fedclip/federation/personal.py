@@ -86,13 +86,14 @@ def astray(model: Model[Any]) -> str:
             # Keras' frozen layers keep their statistics, and the wrapper has sent them.
             fixed = {name for name in names if not STATISTICS.match(name)} - trained.keys()
             held = {re.split(r"[^./]*$", name)[0] for name in fixed}
-    layers = {m[1] or "" for n in names if n not in own and (m := STATISTICS.match(n))} - held
+    found = {m[1] or "" for n in names if n not in own and (m := STATISTICS.match(n))} - held
+    layers = [layer[:-1] for layer in found]
     if not layers:
         return ""
     frozen = "PersonalModel(model) keeps them" if bare else "give it frozen_batchnorm='eval'"
     return (
-        f"running statistics are never sent ({listed([layer[:-1] for layer in layers])}): each client has its own, and "
-        "the server's model those that it began with, so that its checkpoints are wrong. Let these "
+        f"running statistics are never sent ({listed(layers)}): each client has its own, and the "
+        "server's model those that it began with, so that its checkpoints are wrong. Let these "
         f"layers stay at each site, PersonalModel(model, 'batchnorm'); for frozen ones, {frozen}"
     )
 
@@ -272,16 +273,13 @@ class PersonalModel(Model[Any]):
     def get_config(self, allow_bin: bool = False) -> dict[str, Any]:
         """Return the model and the patterns; declearn encodes a model that is within another."""
         model = self.model if allow_bin else self.model.get_config()
-        own = {"personal": self.personal, "frozen_batchnorm": self.frozen_batchnorm}
-        return {**super().get_config(), "model": model, **own, **self._unsent()}
-
-    def _unsent(self) -> dict[str, Any]:
-        """Return what a client would lack: see Notes."""
-        if not self.bare or self.required_data_info:
-            return {"trained": None, "unsent": None}
-        weights, trained = self.get_weights(), [*self.model.get_weights(trainable=True).coefs]
-        left = [n for n in weights.coefs if n in self.own or n not in trained]
-        return {"trained": trained, "unsent": part(weights, left)}
+        own: dict[str, Any]
+        own = {"personal": self.personal, "frozen_batchnorm": self.frozen_batchnorm, "unsent": None}
+        if self.bare and not self.required_data_info:
+            trained, weights = self.model.get_weights(trainable=True), self.get_weights()
+            left = [n for n in weights.coefs if n in self.own or n not in trained.coefs]
+            own |= {"trained": [*trained.coefs], "unsent": part(weights, left)}
+        return {**super().get_config(), "model": model, **own}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], allow_bin: bool = False) -> Self:

@@ -40,6 +40,7 @@ from fedclip.scopes import resolve
 from fedclip.tools.crowd import Crowd, SimulateConfig, Trained, Weights
 from fedclip.tools.progress import latest, progress
 from fedclip.tools.quickrun import Experiment, QuickrunError
+from fedclip.tools.trained import label
 
 __all__ = ["Simulated", "Simulation", "run"]
 
@@ -179,6 +180,7 @@ class Simulation:
         self.crowd.hand_over(None, self.best)
         for node in ("server", "clients"):
             Checkpointer(str(self.folder / node)).save_model(self.model, timestamp="best")
+        label(self.folder / "server", self.model)
 
 
 def run(file: Path, seed: int | None = None, *, quiet: bool = False) -> Simulated:
