@@ -34,7 +34,7 @@ from declearn.utils.serialize import (
     msgpack_serialize,
 )
 from helpers import require
-from personal_runs import Federation, N, client, torch_model, weights
+from personal_runs import MODELS, Federation, N, client, torch_model, weights
 from typer.testing import CliRunner
 
 import fedclip
@@ -45,7 +45,14 @@ from fedclip.tools.cli import app
 
 HEAD = ["module.head.weight", "module.head.bias"]
 BODY = ["module.body.weight", "module.body.bias", "module.bn.weight", "module.bn.bias"]
-CLIPPED = {"name": "clipped-averaging", "max_norm": 0.5}
+CLIPPED = {"name": "clipped-averaging", "max_norm": 0.05}
+each_framework = pytest.mark.parametrize("framework", MODELS)
+
+
+def made(framework: str, personal: Any = "head") -> PersonalModel:
+    """Return a model of this framework, the same one each time."""
+    require({"jax": "haiku"}.get(framework, framework))
+    return PersonalModel(MODELS[framework](), personal)
 
 
 def linear() -> Any:
@@ -55,7 +62,12 @@ def linear() -> Any:
 
 
 def manager(node: Any, model: Any, aggregator: Any = None, **optim: Any) -> Any:
-    """Give a client what a server would have it train; return what trains."""
+    """Give a client what a server has sent it; return what trains."""
+    if isinstance(model, PersonalModel):
+        with warnings.catch_warnings():
+            # declearn's, about its pickles.
+            warnings.simplefilter("ignore")
+            model = msgpack_deserialize(msgpack_serialize(model))
     node.trainmanager = TrainingManager(
         model,
         Optimizer(**{"lrate": 0.1, **optim}),
@@ -170,64 +182,82 @@ def test_a_client_of_declearn_is_told_which_one_it_takes() -> None:
 
 
 # -- on a client --------------------------------------------------------------------------------
+@each_framework
 @pytest.mark.parametrize(
     "optim",
     [
-        {},
         {"w_decay": 0.01, "regularizers": [("fedprox", {"alpha": 0.1})], "modules": ["momentum"]},
         {"modules": [["norm-clip", {"max_norm": 0.1, "scope": ["head", "body"]}], "adam"]},
     ],
 )
-def test_the_average_is_that_of_models_without_the_head(optim: dict[str, Any]) -> None:
+def test_the_average_is_that_of_models_without_the_head(
+    framework: str, optim: dict[str, Any]
+) -> None:
     """Each client trains as declearn would alone; the others' clipped bodies are averaged."""
-    require("torch")
-    server = PersonalModel(torch_model(), "head")
+    server = made(framework)
+    start = weights(server)
     shared, alone = [], []
     for i in range(N):
-        node = client(i)
-        trained = manager(node, PersonalModel(torch_model(), "head"), clipped(), **optim)
+        trained = manager(client(i), server, Aggregator.from_config(CLIPPED), **optim)
+        # Keras and Haiku begin with the server's values of what it never sends.
+        assert {n: weights(trained.model)[n] for n in server.own} == {
+            n: start[n] for n in server.own
+        }
         reply = trained.training_round(request(server))
         assert isinstance(reply, TrainReply), reply
         shared.append(reply.updates)
-        whole = torch_model()
-        start = whole.get_weights(trainable=True)
-        other = manager(client(i), whole, **optim)
-        other.training_round(request())
-        end = whole.get_weights(trainable=True)
-        assert weights(trained.model) == weights(whole)
-        body = {n: np.asarray((start - end).coefs[n], np.float64) for n in BODY}
-        alone.append(clipped().prepare_for_sharing(updates=NumpyVector(body), n_steps=3))
-    found = clipped().finalize_updates(sum(shared))
-    right = clipped().finalize_updates(sum(alone))
-    assert list(found.coefs) == BODY
-    for name in BODY:
-        np.testing.assert_allclose(np.asarray(found.coefs[name]), right.coefs[name], atol=1e-6)
+        whole = MODELS[framework]()
+        whole.set_weights(server.get_weights())
+        begun = whole.get_weights(trainable=True)
+        manager(client(i), whole, **optim).training_round(request())
+        ended = whole.get_weights(trainable=True)
+        for name, array in trained.model.get_weights().coefs.items():
+            np.testing.assert_allclose(array, whole.get_weights().coefs[name], atol=1e-6)
+        body = begun - ended
+        kept = {n: np.asarray(a, float) for n, a in body.coefs.items() if n not in server.own}
+        clip = Aggregator.from_config(CLIPPED)
+        alone.append(clip.prepare_for_sharing(updates=NumpyVector(kept), n_steps=3))
+    found, right = (Aggregator.from_config(CLIPPED).finalize_updates(sum(x)) for x in (shared, alone))
+    assert found.coefs.keys() == right.coefs.keys()
+    for name, array in right.coefs.items():
+        np.testing.assert_allclose(np.asarray(found.coefs[name]), array, atol=1e-6)
 
 
-def clipped() -> Any:
-    return Aggregator.from_config({**CLIPPED, "max_norm": 0.05})
-
-
-def test_own_layers_survive_rounds_evaluation_and_stop() -> None:
-    require("torch")
-    server = PersonalModel(torch_model(), "head")
-    node = client()
-    trained = manager(node, PersonalModel(torch_model(), "head"))
+@each_framework
+def test_own_layers_survive_rounds_evaluation_and_stop(
+    framework: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = made(framework)
+    node = client(checkpoint=None)
+    trained = manager(node, server)
     trained.training_round(request(server))
-    own = weights(trained.model)
-    assert all(own[name] != weights(server)[name] for name in HEAD)
-    ask: dict[str, Any] = {
-        "round_i": 1,
-        "batches": {"batch_size": 24},
-        "n_steps": None,
-        "timeout": None,
-    }
+    after = weights(trained.model)
+    own = {n: after[n] for n in server.own}
+    assert all(own[n] != weights(server)[n] for n in own if not n.endswith("running_mean"))
+    ask: dict[str, Any] = {"round_i": 1, "batches": {"batch_size": 24}}
     shared = server.get_weights(trainable=True)
-    trained.evaluation_round(EvaluationRequest(weights=shared, **ask))
-    assert all(weights(trained.model)[name] == own[name] for name in HEAD)
-    assert all(weights(trained.model)[name] == weights(server)[name] for name in BODY)
+    evaluation = EvaluationRequest(weights=shared, n_steps=None, timeout=None, **ask)
+    trained.evaluation_round(evaluation)
     stop(node, StopTraining(weights=shared, loss=0.1, rounds=1))
-    assert all(weights(trained.model)[name] == own[name] for name in HEAD)
+    assert "are of another round" not in caplog.text
+    assert {n: weights(trained.model)[n] for n in own} == own
+    assert all(weights(trained.model)[n] == weights(server)[n] for n in shared.coefs)
+    stop(node, StopTraining(weights=shared * 2, loss=0.1, rounds=1))
+    assert "of another round than this client's own layers" in caplog.text
+    assert {n: weights(trained.model)[n] for n in own} == own
+
+
+@each_framework
+def test_an_update_of_nan_leaves_own_layers_as_they_were(framework: str, tmp_path: Path) -> None:
+    server = made(framework)
+    trained = manager(client(checkpoint=str(tmp_path)), server)
+    trained.training_round(request(server))
+    before, file = weights(trained.model), tmp_path / "personal_layers.mpk"
+    bits, broken = file.read_bytes(), request(server)
+    broken.weights = broken.weights * float("nan")
+    assert isinstance(trained.training_round(broken), TrainReply)
+    assert {n: weights(trained.model)[n] for n in server.own} == {n: before[n] for n in server.own}
+    assert file.read_bytes() == bits
 
 
 def stop(node: Any, message: StopTraining) -> None:
