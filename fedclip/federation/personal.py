@@ -75,21 +75,19 @@ def chosen(personal: Sequence[str], names: Collection[str]) -> frozenset[str]:
 
 def astray(model: Model[Any]) -> str:
     """Return what goes wrong with running statistics, which declearn never sends; "" if nothing."""
-    names, trained = (model.get_weights(trainable=only).coefs for only in (False, True))
-    own: frozenset[str] = frozenset()
-    held: set[str] = set()
-    bare = model.typekey in BARE
+    net = model.model if isinstance(model, PersonalModel) else model
+    names, bare = net.get_weights().coefs, net.typekey in BARE
+    own, held = frozenset[str](), set[str]()
     if isinstance(model, PersonalModel):
-        own, bare = model.own, model.bare
-        held = {f"{layer}." for layer in model.held}
+        own, held = model.own, {f"{layer}." for layer in model.held}
         if bare:
             # Keras' frozen layers keep their statistics, and the wrapper has sent them.
-            fixed = {name for name in names if not STATISTICS.match(name)} - trained.keys()
-            held = {re.split(r"[^./]*$", name)[0] for name in fixed}
+            still = names.keys() - net.get_weights(trainable=True).coefs.keys()
+            held = {re.split(r"[^./]*$", n)[0] for n in still if not STATISTICS.match(n)}
     found = {m[1] or "" for n in names if n not in own and (m := STATISTICS.match(n))} - held
-    layers = [layer[:-1] for layer in found]
-    if not layers:
+    if not found:
         return ""
+    layers = [layer[:-1] for layer in found]
     frozen = "PersonalModel(model) keeps them" if bare else "give it frozen_batchnorm='eval'"
     return (
         f"running statistics are never sent ({listed(layers)}): each client has its own, and the "
@@ -100,9 +98,11 @@ def astray(model: Model[Any]) -> str:
 
 def unsent(model: Model[Any]) -> str:
     """Return which weights a client would not have as the server has them; "" if all are sent."""
+    if model.typekey not in BARE:
+        return ""
     names, trained = (model.get_weights(trainable=only).coefs for only in (False, True))
     found = [n for n in names if n not in trained and not STATISTICS.match(n)]
-    if model.typekey not in BARE or not found:
+    if not found:
         return ""
     return (
         f"{listed(found)} are frozen, and declearn sends Keras' and Haiku's models without their "

@@ -122,10 +122,8 @@ class PersonalFederatedClient(FederatedClient):
         own = chosen(mine, model.get_weights().coefs)
         within: Model[Any] = model.model if isinstance(model, PersonalModel) else model
         if mine and not own & within.get_weights(trainable=True).coefs.keys():
-            raise ValueError(
-                f"this client keeps {listed(own)} for itself, and the server's model trains none "
-                "of them: does it call what is meant otherwise?"
-            )
+            why = f"the server's model trains none of {listed(own)}, which this client keeps"
+            raise ValueError(f"{why}: has what is meant another name there?")
         if asked := own & model.get_weights(trainable=True).coefs.keys():
             raise ValueError(
                 f"the server's model shares {listed(asked)}, which this client keeps for itself: "
@@ -221,10 +219,8 @@ class PersonalFederatedClient(FederatedClient):
         if self._kept is not None:
             last = self._kept.get_weights(trainable=True)
             if self._kept.own and message.weights != last:
-                self.logger.warning(
-                    "The final weights, declearn's best ones, are of another round than this "
-                    "client's own layers, which are its last: nobody has evaluated both together."
-                )
+                why = "are of declearn's best round, and this client's own layers of the last one"
+                self.logger.warning("The final weights %s: not evaluated together.", why)
             message.weights = self._kept.whole(message.weights)
         await super().stop_training(message)
 
