@@ -181,8 +181,10 @@ def test_the_example_with_adapters_counts_what_is_shared(
     made = runpy.run_path(str(example))
     monkeypatch.setitem(made["main"].__globals__, "SITES", 4)
     monkeypatch.setitem(made["main"].__globals__, "ROUNDS", 1)
+    monkeypatch.setattr("sys.argv", ["run.py"])
     made["main"]()
     logging.disable(logging.NOTSET)
     lines = capsys.readouterr().out.splitlines()
-    found = {line.split()[0]: line.split()[1] for line in lines[1:4]}
+    found = dict(line.split()[:2] for line in lines[1:-1] if not line.startswith(" "))
     assert found == {"head": "132", "adapters": "1,156", "all": "20,068"}
+    assert "averages of A and B miss the mean of BA by " in lines[3]

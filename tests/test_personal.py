@@ -122,7 +122,7 @@ def test_patterns_of_a_model_without_shapes_are_checked_when_it_has_them() -> No
 
     net = keras.Sequential([keras.layers.Dense(5), keras.layers.Dense(2, name="head")])
     with pytest.raises(ValueError, match=r"begin it with keras\.Input\(shape\)"):
-        PersonalModel(TensorflowModel(net, "mse"), "head")
+        PersonalModel(TensorflowModel(net, keras.losses.MeanSquaredError()), "head")
 
 
 def test_a_model_comes_back_from_a_message_and_from_a_file(tmp_path: Path) -> None:
