@@ -297,9 +297,14 @@ UPDATE = {
         {"        SERVER.set(None)\n        trouble": "        trouble"},
         "test_update_clip.py::test_a_round_ends_with_its_update",
     ),
+    "a table does not split the bound": Mutation(
+        "federation/update/limits.py",
+        {"in_table(table, label, 0.0) if table else 1.0": "1.0"},
+        "test_update_clip.py::test_groups_of_a_bound_from_the_server_stay_within_it_together",
+    ),
     "the whole bound for each group": Mutation(
         "federation/update/limits.py",
-        {"bound / math.sqrt(max(1, len(groups)))": "bound"},
+        {"bound / (length / part) if part else 0.0": "bound"},
         "test_update_clip.py::test_groups_of_a_bound_from_the_server_stay_within_it_together",
     ),
     "the whole bound for each group, on the server": Mutation(
@@ -1198,11 +1203,6 @@ ENGINE = {
     ),
 }
 PERSONAL = {
-    "a table does not split the bound": Mutation(
-        "federation/update/limits.py",
-        {"in_table(table, label, 0.0) if table else 1.0": "1.0"},
-        "test_update_clip.py::test_groups_of_a_bound_from_the_server_stay_within_it_together",
-    ),
     "the whole update is shared": Mutation(
         "federation/personal_client.py",
         {"prepare_for_sharing(updates=shared": "prepare_for_sharing(updates=updates"},

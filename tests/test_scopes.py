@@ -268,6 +268,8 @@ def test_a_tensor_called_all_is_not_the_whole_gradient() -> None:
     look = NoOp(scope="tensor")
     look.run(to_vector({"all": np.array([3.0]), "b": np.array([4.0])}))
     assert {r.group: r.norm_max for r in look.rounds} == {"all": 5.0, "'all'": 3.0, "b": 4.0}
+    clip = NormClip(9.0, scope={"all": 0.5})
+    assert clip.run(to_vector({"all": np.array([3.0])})).coefs["all"] == pytest.approx(0.5)
 
 
 def test_statistics_of_names_that_never_come_back_are_dropped() -> None:
