@@ -2,7 +2,7 @@
 
 A hundred sites label sentences, each with labels in proportions of its own. The backbone has
 learnt from public sentences, in which a part of the words means something else. Nothing is
-downloaded: words are numbers, and the backbone is trained here. A minute on one idle core:
+downloaded: words are numbers, and the backbone is trained here. A minute or two on one idle core:
 
     pip install "fedclip[torch,peft]"
     python run.py
