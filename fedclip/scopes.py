@@ -6,15 +6,16 @@ scope                   groups
 ======================  ===================================================================
 ``"global"``            one: all arrays together
 ``"tensor"``            each array by itself
-``"layer"``             arrays whose names agree up to the last ``.`` or ``/`` (parametrized
-                        ones of torch by the name of what they stand for)
+``"layer"``             arrays whose names agree up to the last ``.`` or ``/``, or Haiku's ``:``
+                        (parametrized ones of torch by the name of what they stand for)
 ``["enc.*", "head"]``   one for each pattern (`fnmatch`, first match wins), one for the rest
 ``{"enc.*" = 0.5}``     the same, each with its own limit; the rest keeps the common limit
 ======================  ===================================================================
 
 A pattern that matches no name is tried without what wrappers add to names (``module.``,
-``base_model.model.``, ``.default``); one without wildcards then also finds a layer: ``head`` finds
-``module.head.weight``.
+``base_model.model.``, ``.default``, Keras' outermost ``sequential_1/``); one without wildcards then
+also finds a layer: ``head`` finds ``module.head.weight``. If it then finds two names that only
+wrappers tell apart, it is refused.
 
 Arrays whose name matches `exclude` are neither measured nor clipped. NaN or infinity in one of
 them still makes the gradient non-finite, and `on_nonfinite` says what happens to the step.
@@ -43,10 +44,11 @@ _REST = "*"
 _WHOLE = "all"
 # The parts of a pattern that are not literal: a set of characters, or a wildcard.
 _WILD = re.compile(r"\[.*|[*?]")
-_LAYER = re.compile(r"^(.+)[./][^./]+$")
-# What declearn, DistributedDataParallel, torch.compile and peft add to the names of tensors.
+# Haiku's names end in ":w", and TensorFlow's in ":0", which is no name.
+_LAYER = re.compile(r"^(.+)(?:[./]|:(?!\d+$))[^./]+$")
+# What declearn, DistributedDataParallel, torch.compile, peft and Keras add to the names of tensors.
 _WRAPPING = re.compile(
-    r"^(?:(?:module|_orig_mod|base_model\.model)\.)+|"
+    r"^(?:(?:module|_orig_mod|base_model\.model)\.)+|^sequential(?:_\d+)?/|"
     r"(?<=\.)_(?:orig_mod|checkpoint_wrapped_module)\.|"
     r"\.modules_to_save(?=\.default\.)|\.default(?=\.|$)"
 )
@@ -115,6 +117,11 @@ def check_scope(scope: Any, *, limits: bool = False) -> Scope:
         _check_patterns("scope", scope, allowed)
         return list(scope)
     raise TypeError(f"scope must be {allowed}, got {scope!r} ({type(scope).__name__})")
+
+
+def in_table(table: Mapping[str, float], label: str, rest: float) -> float:
+    """Return the number that a table has for a group; `resolve` quotes a group named "all"."""
+    return table.get(_WHOLE if label == repr(_WHOLE) else label, rest)
 
 
 def check_exclude(exclude: Any, parameter: str = "exclude") -> list[str] | None:
@@ -217,9 +224,14 @@ def matched(parameter: str, patterns: Sequence[str], names: Sequence[str]) -> di
         else:
             known = pattern in found
         if not hits and not known:
-            inside = _inside(pattern, names)
+            inside = within(pattern, names)
             if not inside:
                 raise _no_match(parameter, pattern, names)
+            if len({unwrapped(name) for name in inside}) < len(inside):
+                raise ValueError(
+                    f"{parameter} pattern {pattern!r} finds {', '.join(map(repr, inside[:20]))}, "
+                    "some of which differ in what wrappers add only: write the names in full"
+                )
             hits = [name for name in inside if name in left]
         for name in hits:
             found[name] = pattern
@@ -227,11 +239,11 @@ def matched(parameter: str, patterns: Sequence[str], names: Sequence[str]) -> di
     return found
 
 
-def _inside(pattern: str, names: Sequence[str]) -> list[str]:
+def within(pattern: str, names: Sequence[str]) -> list[str]:
     """Return the names that match without their wrappers, or are of a layer of this name."""
     matches = re.compile(translate(pattern)).match
     if not _WILD.search(pattern):
-        matches = re.compile(rf"{re.escape(pattern)}(?:[./]|$)").match
+        matches = re.compile(rf"{re.escape(pattern)}(?:[./:]|$)").match
     return [name for name in names if matches(unwrapped(name)) or matches(name)]
 
 

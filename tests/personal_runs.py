@@ -1,4 +1,4 @@
-"""Federations with personal layers, in one process, over websockets or without a network."""
+"""Models, clients and federations with personal layers, over websockets or without a network."""
 
 from __future__ import annotations
 
@@ -10,16 +10,25 @@ from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from declearn.aggregator import AveragingAggregator
 from declearn.dataset import InMemoryDataset
 from declearn.main import FederatedClient, FederatedServer
 from declearn.main.config import FLRunConfig
-from declearn.messaging import Message
+from declearn.messaging import Message, TrainRequest
+from declearn.model.sklearn import SklearnSGDModel
+from declearn.optimizer import Optimizer
 from declearn.secagg.utils import IdentityKeys
+from declearn.training import TrainingManager
+from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
 from federation_helpers import SHORT_BIPRIME
+from helpers import require
 
 import fedclip
+from fedclip import PersonalModel
 
 N, D, CLASSES = 3, 4, 2
+HEAD = ["module.head.weight", "module.head.bias"]
+BODY = ["module.body.weight", "module.body.bias", "module.bn.weight", "module.bn.bias"]
 SECONDS = 120.0
 
 
@@ -41,6 +50,54 @@ def torch_model(seed: int = 0) -> Any:
     for name, layer in parts.items():
         net.add_module(name, layer)
     return TorchModel(net, torch.nn.CrossEntropyLoss())
+
+
+def keras_model(seed: int = 0) -> Any:
+    """Return the same in Keras."""
+    import keras
+    from declearn.model.tensorflow import TensorflowModel
+    from declearn.utils import set_device_policy
+
+    set_device_policy(gpu=False)
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    net = keras.Sequential(
+        [
+            keras.Input((D,)),
+            layers.Dense(5, activation="tanh", name="body"),
+            layers.BatchNormalization(name="bn"),
+            layers.Dense(CLASSES, name="head"),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return TensorflowModel(net, loss)
+
+
+def haiku_model(seed: int = 0) -> Any:
+    """Return the same in Haiku, without BatchNorm, which declearn can not train there."""
+    from declearn.model.haiku import HaikuModel
+    from declearn.utils import set_device_policy
+
+    set_device_policy(gpu=False)
+    model = HaikuModel(_haiku_net, _haiku_loss, seed=seed)
+    model.initialize({"features_shape": (D,), "data_type": "float32"})
+    return model
+
+
+def _haiku_net(x: Any) -> Any:
+    import haiku as hk
+    import jax.numpy as jnp
+
+    return hk.Sequential([hk.Linear(5, name="body"), jnp.tanh, hk.Linear(CLASSES, name="head")])(x)
+
+
+def _haiku_loss(found: Any, y: Any) -> Any:
+    import jax
+
+    return -(jax.nn.log_softmax(found) * jax.nn.one_hot(y, CLASSES)).sum(-1)
+
+
+MODELS = {"torch": torch_model, "tensorflow": keras_model, "jax": haiku_model}
 
 
 def data(seed: int, n: int = 24) -> InMemoryDataset:
@@ -138,3 +195,39 @@ class Federation:
 
         node.netwk.send_message = noted  # type: ignore[method-assign]
         await node.async_run()
+
+
+def linear() -> Any:
+    model = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss")
+    model.initialize({"features_shape": (4,), "classes": {0, 1}})
+    return model
+
+
+def made(framework: str, personal: Any = "head") -> PersonalModel:
+    """Return a model of this framework, the same one each time."""
+    require({"jax": "haiku"}.get(framework, framework))
+    return PersonalModel(MODELS[framework](), personal)
+
+
+def manager(node: Any, model: Any, aggregator: Any = None, **optim: Any) -> Any:
+    """Give a client what a server has sent it; return what trains."""
+    if isinstance(model, PersonalModel):
+        with warnings.catch_warnings():
+            # declearn's, about its pickles.
+            warnings.simplefilter("ignore")
+            model = msgpack_deserialize(msgpack_serialize(model))
+    node.trainmanager = TrainingManager(
+        model,
+        Optimizer(**{"lrate": 0.1, **optim}),
+        aggregator or AveragingAggregator(steps_weighted=False),
+        node.train_data,
+        node.valid_data,
+        verbose=False,
+    )
+    return node.trainmanager
+
+
+def request(model: Any = None, **more: Any) -> TrainRequest:
+    sent = None if model is None else model.get_weights(trainable=True)
+    settings: dict[str, Any] = {"aux_var": {}, "batches": {"batch_size": 8}, "n_epoch": 1}
+    return TrainRequest(round_i=1, weights=sent, **{**settings, **more})

@@ -330,3 +330,14 @@ def test_a_quorum_in_a_file_for_a_script(problems: Messages) -> None:
     assert any("a round has at most" in message for message in found)
     plain = problems(text + network.replace("fedclip-", ""))
     assert any("declearn's own websockets takes no min_replies" in message for message in plain)
+
+
+def test_how_a_table_splits_the_bound_is_told(tmp_path: Path) -> None:
+    (tmp_path / "optim.toml").write_text(
+        'client_opt = {lrate = 0.5, modules = ["update-clip-client"]}\n'
+        'server_opt = {lrate = 1.0, modules = ["update-clip-server"]}\n'
+        '[aggregator]\nname = "clipped-averaging"\nscope = {"head.*" = 3.0, "*" = 4.0}\n'
+    )
+    check = check_config(tmp_path / "optim.toml")
+    assert check.ok, check.problems
+    assert any("split by the table: 'head.*' 0.6 C, '*' 0.8 C" in f.message for f in check.notes)

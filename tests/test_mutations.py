@@ -297,9 +297,14 @@ UPDATE = {
         {"        SERVER.set(None)\n        trouble": "        trouble"},
         "test_update_clip.py::test_a_round_ends_with_its_update",
     ),
+    "a table does not split the bound": Mutation(
+        "federation/update/limits.py",
+        {"in_table(table, label, 0.0) if table else 1.0": "1.0"},
+        "test_update_clip.py::test_groups_of_a_bound_from_the_server_stay_within_it_together",
+    ),
     "the whole bound for each group": Mutation(
         "federation/update/limits.py",
-        {"bound / math.sqrt(max(1, len(groups)))": "bound"},
+        {"bound / (length / part) if part else 0.0": "bound"},
         "test_update_clip.py::test_groups_of_a_bound_from_the_server_stay_within_it_together",
     ),
     "the whole bound for each group, on the server": Mutation(
@@ -1261,7 +1266,17 @@ PERSONAL = {
     "frozen BatchNorm is in training": Mutation(
         "arrays/frozen.py",
         {"layer.training = False": "layer.training = True"},
-        "test_personal.py::test_frozen_batchnorm_keeps_its_statistics_and_uses_them",
+        "test_frozen.py::test_frozen_batchnorm_keeps_its_statistics_and_uses_them",
+    ),
+    "a tied tensor is shared under its other name": Mutation(
+        "federation/personal.py",
+        {"if (name in self.own) != (other in self.own)": "if False"},
+        "test_personal.py::test_patterns_that_match_nothing_everything_or_half_are_refused",
+    ),
+    "NaN is kept for ever": Mutation(
+        "federation/personal_client.py",
+        {"and not _is_finite(own)": "and not own"},
+        "test_personal.py::test_an_update_of_nan_leaves_own_layers_as_they_were",
     ),
 }
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-import runpy
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from declearn.messaging import (
     SerializedMessage,
     StopTraining,
     TrainReply,
-    TrainRequest,
 )
 from declearn.model.api import Model
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
@@ -34,43 +30,27 @@ from declearn.utils.serialize import (
     msgpack_serialize,
 )
 from helpers import require
-from personal_runs import Federation, N, client, torch_model, weights
-from typer.testing import CliRunner
+from personal_runs import (
+    BODY,
+    HEAD,
+    MODELS,
+    Federation,
+    N,
+    client,
+    linear,
+    made,
+    manager,
+    request,
+    torch_model,
+    weights,
+)
 
 import fedclip
 from fedclip import PersonalModel
 from fedclip.federation.personal import chosen
-from fedclip.tools.check import check_config
-from fedclip.tools.cli import app
 
-HEAD = ["module.head.weight", "module.head.bias"]
-BODY = ["module.body.weight", "module.body.bias", "module.bn.weight", "module.bn.bias"]
-CLIPPED = {"name": "clipped-averaging", "max_norm": 0.5}
-
-
-def linear() -> Any:
-    model = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss")
-    model.initialize({"features_shape": (4,), "classes": {0, 1}})
-    return model
-
-
-def manager(node: Any, model: Any, aggregator: Any = None, **optim: Any) -> Any:
-    """Give a client what a server would have it train; return what trains."""
-    node.trainmanager = TrainingManager(
-        model,
-        Optimizer(**{"lrate": 0.1, **optim}),
-        aggregator or AveragingAggregator(steps_weighted=False),
-        node.train_data,
-        node.valid_data,
-        verbose=False,
-    )
-    return node.trainmanager
-
-
-def request(model: Any = None, **more: Any) -> TrainRequest:
-    sent = None if model is None else model.get_weights(trainable=True)
-    settings: dict[str, Any] = {"aux_var": {}, "batches": {"batch_size": 8}, "n_epoch": 1}
-    return TrainRequest(round_i=1, weights=sent, **{**settings, **more})
+CLIPPED = {"name": "clipped-averaging", "max_norm": 0.05}
+each_framework = pytest.mark.parametrize("framework", MODELS)
 
 
 # -- which tensors ------------------------------------------------------------------------------
@@ -85,6 +65,11 @@ def test_batchnorm_stands_for_layers_with_running_statistics() -> None:
     }
 
 
+def test_a_wildcard_keeps_what_only_wrappers_hide_from_it() -> None:
+    names = ["a.lora_A.weight", "b.lora_A.default.weight", "b.lora_B.default.weight"]
+    assert chosen(["*.lora_A.weight"], names) == {*names[:2]}
+
+
 @pytest.mark.parametrize(
     ("personal", "message"),
     [
@@ -94,21 +79,37 @@ def test_batchnorm_stands_for_layers_with_running_statistics() -> None:
         ("*.running_*", "matches none of what is trained, .* never shared"),
         ([], "personal names no tensor"),
         (["head", ""], "an empty pattern"),
+        ("tail", "'module.body.weight' and 'module.tail.weight' are one tensor, and personal="),
     ],
 )
-def test_patterns_that_match_nothing_or_everything_are_refused(personal: Any, message: str) -> None:
-    require("torch")
+def test_patterns_that_match_nothing_everything_or_half_are_refused(
+    personal: Any, message: str
+) -> None:
+    torch = require("torch")
+    model = torch_model()
+    if personal == "tail":
+        network = model.get_wrapped_model().module
+        network.add_module("tail", torch.nn.Linear(4, 5))
+        network.tail.weight = network.body.weight
     with pytest.raises(ValueError, match=message):
-        PersonalModel(torch_model(), personal)
+        PersonalModel(model, personal)
 
 
-def test_batchnorm_is_refused_where_there_is_none() -> None:
-    with pytest.raises(ValueError, match="no layer of the model keeps running statistics"):
-        PersonalModel(linear(), "batchnorm")
-    with pytest.raises(TypeError, match="personal must be a name pattern"):
-        PersonalModel(linear(), 3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="model must be a model of declearn, got str"):
-        PersonalModel("head", "head")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"personal": "batchnorm"}, ValueError, "no layer of the model keeps running statistics"),
+        ({"personal": 3}, TypeError, "personal must be a name pattern"),
+        ({"model": "x", "personal": "x"}, TypeError, "must be a model of declearn, got str"),
+        ({"frozen_batchnorm": "eval"}, ValueError, "for frozen BatchNorm in a network of torch"),
+        ({"frozen_batchnorm": "train"}, ValueError, "must be one of 'eval', got 'train'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    settings: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        PersonalModel(**{"model": linear(), **settings})
 
 
 def test_patterns_of_a_model_without_shapes_are_checked_when_it_has_them() -> None:
@@ -116,6 +117,14 @@ def test_patterns_of_a_model_without_shapes_are_checked_when_it_has_them() -> No
     late = PersonalModel(model, "intercepts")
     with pytest.raises(ValueError, match="'intercepts' matches no tensor"):
         late.initialize({"features_shape": (4,), "classes": {0, 1}})
+    keras = require("keras")
+    from declearn.model.tensorflow import TensorflowModel
+    from declearn.utils import set_device_policy
+
+    set_device_policy(gpu=False)
+    net = keras.Sequential([keras.layers.Dense(5), keras.layers.Dense(2, name="head")])
+    with pytest.raises(ValueError, match=r"begin it with keras\.Input\(shape\)"):
+        PersonalModel(TensorflowModel(net, keras.losses.MeanSquaredError()), "head")
 
 
 def test_a_model_comes_back_from_a_message_and_from_a_file(tmp_path: Path) -> None:
@@ -170,64 +179,84 @@ def test_a_client_of_declearn_is_told_which_one_it_takes() -> None:
 
 
 # -- on a client --------------------------------------------------------------------------------
+@each_framework
 @pytest.mark.parametrize(
     "optim",
     [
-        {},
         {"w_decay": 0.01, "regularizers": [("fedprox", {"alpha": 0.1})], "modules": ["momentum"]},
         {"modules": [["norm-clip", {"max_norm": 0.1, "scope": ["head", "body"]}], "adam"]},
     ],
 )
-def test_the_average_is_that_of_models_without_the_head(optim: dict[str, Any]) -> None:
+def test_the_average_is_that_of_models_without_the_head(
+    framework: str, optim: dict[str, Any]
+) -> None:
     """Each client trains as declearn would alone; the others' clipped bodies are averaged."""
-    require("torch")
-    server = PersonalModel(torch_model(), "head")
+    server = made(framework)
+    start = weights(server)
     shared, alone = [], []
     for i in range(N):
-        node = client(i)
-        trained = manager(node, PersonalModel(torch_model(), "head"), clipped(), **optim)
+        trained = manager(client(i), server, Aggregator.from_config(CLIPPED), **optim)
+        # Keras and Haiku begin with the server's values of what it never sends.
+        assert {n: weights(trained.model)[n] for n in server.own} == {
+            n: start[n] for n in server.own
+        }
         reply = trained.training_round(request(server))
         assert isinstance(reply, TrainReply), reply
         shared.append(reply.updates)
-        whole = torch_model()
-        start = whole.get_weights(trainable=True)
-        other = manager(client(i), whole, **optim)
-        other.training_round(request())
-        end = whole.get_weights(trainable=True)
-        assert weights(trained.model) == weights(whole)
-        body = {n: np.asarray((start - end).coefs[n], np.float64) for n in BODY}
-        alone.append(clipped().prepare_for_sharing(updates=NumpyVector(body), n_steps=3))
-    found = clipped().finalize_updates(sum(shared))
-    right = clipped().finalize_updates(sum(alone))
-    assert list(found.coefs) == BODY
-    for name in BODY:
-        np.testing.assert_allclose(np.asarray(found.coefs[name]), right.coefs[name], atol=1e-6)
+        whole = MODELS[framework]()
+        whole.set_weights(server.get_weights())
+        begun = whole.get_weights(trainable=True)
+        manager(client(i), whole, **optim).training_round(request())
+        ended = whole.get_weights(trainable=True)
+        for name, array in trained.model.get_weights().coefs.items():
+            np.testing.assert_allclose(array, whole.get_weights().coefs[name], atol=1e-5)
+        body = begun - ended
+        kept = {n: np.asarray(a, float) for n, a in body.coefs.items() if n not in server.own}
+        clip = Aggregator.from_config(CLIPPED)
+        alone.append(clip.prepare_for_sharing(updates=NumpyVector(kept), n_steps=3))
+    found, right = (
+        Aggregator.from_config(CLIPPED).finalize_updates(sum(x)) for x in (shared, alone)
+    )
+    assert found.coefs.keys() == right.coefs.keys()
+    for name, array in right.coefs.items():
+        np.testing.assert_allclose(np.asarray(found.coefs[name]), array, atol=1e-6)
 
 
-def clipped() -> Any:
-    return Aggregator.from_config({**CLIPPED, "max_norm": 0.05})
-
-
-def test_own_layers_survive_rounds_evaluation_and_stop() -> None:
-    require("torch")
-    server = PersonalModel(torch_model(), "head")
-    node = client()
-    trained = manager(node, PersonalModel(torch_model(), "head"))
+@each_framework
+def test_own_layers_survive_rounds_evaluation_and_stop(
+    framework: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = made(framework)
+    node = client(checkpoint=None)
+    trained = manager(node, server)
     trained.training_round(request(server))
-    own = weights(trained.model)
-    assert all(own[name] != weights(server)[name] for name in HEAD)
-    ask: dict[str, Any] = {
-        "round_i": 1,
-        "batches": {"batch_size": 24},
-        "n_steps": None,
-        "timeout": None,
-    }
+    after = weights(trained.model)
+    own = {n: after[n] for n in server.own}
+    assert all(own[n] != weights(server)[n] for n in own if not n.endswith("running_mean"))
+    ask: dict[str, Any] = {"round_i": 1, "batches": {"batch_size": 24}}
     shared = server.get_weights(trainable=True)
-    trained.evaluation_round(EvaluationRequest(weights=shared, **ask))
-    assert all(weights(trained.model)[name] == own[name] for name in HEAD)
-    assert all(weights(trained.model)[name] == weights(server)[name] for name in BODY)
+    evaluation = EvaluationRequest(weights=shared, n_steps=None, timeout=None, **ask)
+    trained.evaluation_round(evaluation)
     stop(node, StopTraining(weights=shared, loss=0.1, rounds=1))
-    assert all(weights(trained.model)[name] == own[name] for name in HEAD)
+    assert "not evaluated together" not in caplog.text
+    assert {n: weights(trained.model)[n] for n in own} == own
+    assert all(weights(trained.model)[n] == weights(server)[n] for n in shared.coefs)
+    stop(node, StopTraining(weights=shared * 2, loss=0.1, rounds=1))
+    assert "not evaluated together" in caplog.text
+    assert {n: weights(trained.model)[n] for n in own} == own
+
+
+@each_framework
+def test_an_update_of_nan_leaves_own_layers_as_they_were(framework: str, tmp_path: Path) -> None:
+    server = made(framework)
+    trained = manager(client(checkpoint=str(tmp_path)), server)
+    trained.training_round(request(server))
+    before, file = weights(trained.model), tmp_path / "personal_layers.mpk"
+    bits, broken = file.read_bytes(), request(server)
+    broken.weights = broken.weights * float("nan")
+    assert isinstance(trained.training_round(broken), TrainReply)
+    assert {n: weights(trained.model)[n] for n in server.own} == {n: before[n] for n in server.own}
+    assert file.read_bytes() == bits
 
 
 def stop(node: Any, message: StopTraining) -> None:
@@ -255,19 +284,13 @@ def test_own_layers_survive_a_restart_bit_for_bit(
     lost = started(None)
     assert weights(lost.model) == weights(server)
     assert "own layers are lost when the process ends" in caplog.text
+    with pytest.raises(fedclip.StateError, match="is it of another model"):
+        manager(
+            client(layers=tmp_path / "personal_layers.mpk"), PersonalModel(server.model, "body")
+        )
     (tmp_path / "personal_layers.mpk").write_bytes(b"cut")
     with pytest.raises(fedclip.StateError, match="can not be read as layers"):
         started(tmp_path)
-
-
-def test_layers_of_another_model_are_refused(tmp_path: Path) -> None:
-    require("torch")
-    file = tmp_path / "folder" / "mine.mpk"
-    trained = manager(client(layers=file), PersonalModel(torch_model(), "head"))
-    trained.training_round(request(PersonalModel(torch_model(), "head")))
-    assert file.exists()
-    with pytest.raises(fedclip.StateError, match="is it of another model"):
-        manager(client(layers=file), PersonalModel(torch_model(), "body"))
 
 
 def test_a_server_that_shares_what_a_client_keeps_is_refused_before_any_step() -> None:
@@ -279,7 +302,11 @@ def test_a_server_that_shares_what_a_client_keeps_is_refused_before_any_step() -
         manager(client(personal="batchnorm"), PersonalModel(plain, "head"))
     with pytest.raises(ValueError, match="personal pattern 'foot' matches no tensor"):
         manager(client(personal="foot"), PersonalModel(plain, "head"))
-    # One that sends values for them in a later round is refused as well.
+    # A server that has another head, which it does not train, under the name of the right one.
+    decoy = torch_model()
+    decoy.get_wrapped_model().module.head.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"the server's model trains none of 'module.head.bias'"):
+        manager(client(personal="head"), decoy)
     trained = manager(client(), PersonalModel(plain, "head"))
     before = weights(trained.model)
     reply = trained.training_round(request(torch_model(1)))
@@ -299,20 +326,25 @@ def test_the_client_and_the_server_both_say_what_stays() -> None:
 def test_modules_that_share_gradients_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     require("torch")
     model = PersonalModel(torch_model(), "head")
-    trained = manager(client(), model, modules=["scaffold-client"])
-    reply = trained.training_round(request(model))
+    reply = manager(client(), model, modules=["scaffold-client"]).training_round(request(model))
     assert isinstance(reply, Error)
     assert "modules that share gradients, such as scaffold" in reply.message
     assert "Not sent, as it names 'module.head.bias'" in caplog.text
+    # An error that would quote a name is sent without it.
+    wrong = [["norm-clip", {"max_norm": 1, "scope": ["foot"]}]]
+    reply = manager(client(), model, modules=wrong).training_round(request(model))
+    assert reply.message.startswith("an error that names layers which stay on this client")
 
 
-def test_errors_that_name_own_layers_are_not_sent() -> None:
+@pytest.mark.parametrize("scope", ["tensor", "layer", ["head"]])
+def test_norms_of_own_layers_alone_are_not_counted_for_the_server(scope: Any) -> None:
     require("torch")
     model = PersonalModel(torch_model(), "head")
-    trained = manager(client(), model, modules=[["norm-clip", {"max_norm": 1, "scope": ["foot"]}]])
-    reply = trained.training_round(request(model))
-    assert isinstance(reply, Error)
-    assert reply.message.startswith("an error that names layers which stay on this client")
+    shared = {"shared": True, "scope": scope}
+    with pytest.raises(ValueError, match=r"zscore-clip has shared = true and a group '.*head"):
+        manager(client(), model, modules=[["zscore-clip", shared]])
+    for fine in ({"scope": "tensor", "exclude": "head"}, {"scope": ["*bias"]}, {}):
+        manager(client(), model, modules=[["zscore-clip", {"shared": True, **fine}]])
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -320,8 +352,7 @@ def test_errors_that_name_own_layers_are_not_sent() -> None:
 def test_rounds_without_a_step_or_with_nan_send_nothing_of_them(steps: int, finite: bool) -> None:
     require("torch")
     model = PersonalModel(torch_model(), "head")
-    node = client()
-    trained = manager(node, model, Aggregator.from_config(CLIPPED))
+    trained = manager(client(), model, Aggregator.from_config(CLIPPED))
     inner = trained.model
     start = inner.get_weights(trainable=True)
     if not finite:
@@ -338,134 +369,13 @@ def test_rounds_without_a_step_or_with_nan_send_nothing_of_them(steps: int, fini
         kept = [np.asarray(vector.coefs[name]) for name in HEAD]
         assert not any(value.any() and value.tobytes() in sent for value in kept)
     assert not any(name.encode() in sent for name in HEAD)
-    assert all(name.encode() in sent for name in BODY)
     arrived: Any = SerializedMessage.from_bin_message(sent).deserialize()
     assert set(arrived.updates.updates.coefs) == {*BODY}
     # NaN in a head makes the gradients of the body NaN, and its update zeros.
     assert arrived.updates.n_zeroed == int(not finite and steps > 0)
-    moved = any(np.asarray(a).any() for a in arrived.updates.updates.coefs.values())
-    assert moved == (finite and steps > 0)
-    if moved:
-        assert np.asarray(reply.updates.updates.coefs[BODY[0]]).tobytes() in sent
-
-
-# -- frozen layers, and tensors without use ----------------------------------------------------
-def frozen_bn() -> Any:
-    model = torch_model()
-    bn = model.get_wrapped_model().module.bn
-    bn.requires_grad_(False)
-    bn.running_mean += 0.5
-    return model
-
-
-@pytest.mark.filterwarnings("ignore:PyTorch JSON serialization")
-@pytest.mark.parametrize("personal", [None, "head"])
-def test_frozen_batchnorm_keeps_its_statistics_and_uses_them(personal: Any) -> None:
-    require("torch")
-    import torch
-
-    sent = msgpack_serialize(PersonalModel(frozen_bn(), personal, frozen_batchnorm="eval"))
-    model = msgpack_deserialize(sent)
-    before = weights(model)
-    trained = manager(client(), model)
-    assert isinstance(trained.training_round(request(model)), TrainReply)
-    after = weights(trained.model)
-    assert all(after[name] == before[name] for name in before if ".bn." in name)
-    assert after[BODY[0]] != before[BODY[0]]
-    network = trained.model.get_wrapped_model()
-    x = torch.full((2, 4), 0.25)
-    assert torch.equal(network.train()(x), network.eval()(x))
-    # Without it, they move though the layer is frozen.
-    drifting = manager(client(), frozen_bn())
-    drifting.training_round(request())
-    name = "module.bn.running_mean"
-    assert weights(drifting.model)[name] != weights(frozen_bn())[name]
-
-
-def test_frozen_batchnorm_is_refused_where_there_is_none() -> None:
-    with pytest.raises(ValueError, match="for frozen BatchNorm in a network of torch"):
-        PersonalModel(linear(), frozen_batchnorm="eval")
-    with pytest.raises(ValueError, match="must be one of 'eval', got 'train'"):
-        PersonalModel(linear(), frozen_batchnorm="train")
-    require("torch")
-    with pytest.raises(ValueError, match="there is none in this model: freeze it first"):
-        PersonalModel(torch_model(), frozen_batchnorm="eval")
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (torch_model, True),
-        (lambda: PersonalModel(torch_model(), "head"), True),
-        (lambda: PersonalModel(torch_model(), "batchnorm"), False),
-        (lambda: PersonalModel(frozen_bn(), frozen_batchnorm="eval"), False),
-    ],
-)
-def test_a_client_says_that_running_statistics_are_not_sent(
-    make: Any, said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    require("torch")
-    manager(client(), make())
-    assert ("running statistics are never sent ('module.bn.running_mean')" in caplog.text) == said
-
-
-@pytest.mark.parametrize("personal", [None, "head"])
-def test_a_tensor_that_is_trained_and_not_used_is_named(personal: Any) -> None:
-    require("torch")
-    import torch
-
-    model = torch_model()
-    model.get_wrapped_model().module.body.extra = torch.nn.Parameter(torch.zeros(2))
-    given = model if personal is None else PersonalModel(model, personal)
-    reply = manager(client(), given).training_round(request())
-    assert isinstance(reply, Error)
-    assert "'module.body.extra' of the model are trained, and not used by it" in reply.message
-
-
-def test_a_layer_that_is_frozen_on_one_client_is_named() -> None:
-    require("torch")
-    model = PersonalModel(torch_model(), "head")
-    trained = manager(client(), PersonalModel(torch_model(), "head"))
-    trained.model.get_wrapped_model().module.body.bias.requires_grad_(False)
-    reply = trained.training_round(request(model))
-    assert isinstance(reply, Error)
-    assert "differ in 'module.body.bias': is a layer frozen on one side only?" in reply.message
-
-
-MODEL = """
-import torch
-from declearn.model.torch import TorchModel
-from parts import body
-
-head = torch.nn.Linear(8, 2)
-net = torch.nn.Sequential(body.requires_grad_(False), torch.nn.BatchNorm1d(8), head)
-model = TorchModel(net, torch.nn.CrossEntropyLoss())
-"""
-
-
-def test_plan_and_check_count_what_is_trained(tmp_path: Path) -> None:
-    require("torch")
-    (tmp_path / "parts.py").write_text("import torch\nbody = torch.nn.Linear(100, 8)\n")
-    file = tmp_path / "model.py"
-    file.write_text(MODEL)
-    budget = [*("--epsilon", "8", "--rounds", "100"), *("--clients", "100")]
-    said = CliRunner().invoke(app, ["privacy", "plan", *budget, "--model", str(file)])
-    count = "34 of the model's 859 values are trained and shared"
-    assert said.output.startswith(f"{count}.\n"), said.output
-    right = CliRunner().invoke(app, ["privacy", "plan", *budget, "--values", "34"])
-    assert said.output.endswith(right.output)
-    both = CliRunner().invoke(
-        app, ["privacy", "plan", *budget, "--values", "3", "--model", str(file)]
-    )
-    assert both.exit_code == 2
-    example = Path(__file__).parents[1] / "examples" / "quickrun" / "config.toml"
-    shutil.copy(example, tmp_path)
-    notes = [f.message for f in check_config(tmp_path / "config.toml").findings]
-    assert count in notes
-    assert any(note.startswith("running statistics are never sent") for note in notes)
-    file.write_text("from declearn.model.sklearn import SklearnSGDModel as S\nmodel = S(None)")
-    shown = CliRunner().invoke(app, ["privacy", "plan", *budget, "--model", str(file)])
-    assert shown.exit_code == 2
+    first = np.asarray(reply.updates.updates.coefs[BODY[0]])
+    assert first.any() == (finite and steps > 0)
+    assert first.tobytes() in sent
 
 
 # -- in federations -----------------------------------------------------------------------------
@@ -490,33 +400,37 @@ NOISED: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("secagg", [None, "masking", "joye-libert"])
+@pytest.mark.parametrize(
+    ("framework", "secagg"),
+    [
+        *(("torch", secagg) for secagg in (None, "masking", "joye-libert")),
+        ("tensorflow", "masking"),
+        ("jax", None),
+    ],
+)
 def test_a_federation_sends_no_name_and_no_value_of_own_layers(
-    tmp_path: Path, secagg: str | None
+    tmp_path: Path, framework: str, secagg: str | None
 ) -> None:
-    require("torch")
-    model = PersonalModel(torch_model(), ["head", "batchnorm"])
+    model = made(framework, "head" if framework == "jax" else ["head", "batchnorm"])
     start = weights(model)
     run = Federation(model, NOISED, secagg)
     run.run(tmp_path, rounds=2, personal="head")
     after = weights(run.server.model)
     own = [name for name in after if name in model.own]
-    assert len(own) == 7
-    assert all(after[name] == start[name] for name in own)
-    assert all(after[name] != start[name] for name in BODY[:2])
+    assert all((after[name] == start[name]) == (name in own) for name in after)
     heads = []
     for node in run.clients:
         assert node.trainmanager is not None
         trained = weights(node.trainmanager.model)
         heads.append(tuple(trained[name] for name in own))
-        assert all(trained[name] != start[name] for name in HEAD)
+        assert all(trained[name] != start[name] for name in own if "head" in name)
         # What another run would begin with.
         assert (tmp_path / node.netwk.name / "personal_layers.mpk").exists()
     assert len({*heads}) == N
     replies = [text for message, text in run.sent if "TrainReply" in type(message).__name__]
     assert len(replies) == 2 * N
     for text in replies:
-        assert b"module.body.weight" in text
+        assert b"body" in text
         assert not any(name.encode() in text for name in own)
         for head in heads:
             assert not any(value in text for value in head if len(value) >= 8)
@@ -606,28 +520,3 @@ def test_fairness_is_refused() -> None:
     with pytest.raises(RuntimeError, match="fairness rounds replace"):
         asyncio.run(node._initialize_fairness())
     assert "refused by fedclip" in said[0].message
-
-
-def test_a_client_without_personal_layers_is_declearns_own() -> None:
-    node = client()
-    trained = manager(node, linear())
-    assert isinstance(trained.aggrg, AveragingAggregator)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_the_example_with_adapters_counts_what_is_shared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    require("torch")
-    pytest.importorskip("peft")
-    pytest.importorskip("opacus")
-    example = Path(__file__).parents[1] / "examples" / "adapters" / "run.py"
-    made = runpy.run_path(str(example))
-    monkeypatch.setitem(made["main"].__globals__, "SITES", 4)
-    monkeypatch.setitem(made["main"].__globals__, "ROUNDS", 1)
-    made["main"]()
-    logging.disable(logging.NOTSET)
-    lines = capsys.readouterr().out.splitlines()
-    found = {line.split()[0]: line.split()[1] for line in lines[1:4]}
-    assert found == {"head": "132", "adapters": "1,156", "all": "20,068"}

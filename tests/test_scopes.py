@@ -42,8 +42,10 @@ def test_groups(scope: Any, groups: dict[str, list[str]]) -> None:
 
 
 def test_layers_of_tensorflow_and_haiku_names() -> None:
-    found = resolve("layer", None, ["mlp/dense/kernel", "mlp/dense/bias", "alone"])
-    assert found.labels == ("mlp/dense", "alone")
+    found = resolve("layer", None, ["mlp/dense/kernel:0", "mlp/dense/bias:0", "a"])
+    assert found.labels == ("mlp/dense", "a")
+    found = resolve("layer", None, ["net/one:w", "net/one:b", "net/two:w", "alone:w"])
+    assert found.labels == ("net/one", "net/two", "alone")
 
 
 @pytest.mark.parametrize("scope", ["global", "tensor", "layer", ["*.weight"], ["enc.*"]])
@@ -214,13 +216,15 @@ def test_patterns_match_as_fnmatch_does(names: list[str], patterns: list[str]) -
 @pytest.mark.parametrize(
     ("pattern", "found"),
     [
-        ("head", [1, 2, 4]),
-        ("head.*", [1, 2, 4]),
-        ("head.weight", [1, 4]),
+        ("head", [1, 2]),
+        ("head.*", [1, 2]),
+        ("out.weight", [4]),
         ("lora_A", []),
         ("*.lora_A.weight", [3]),
         ("enc", [0, 3]),
         ("module.enc.*", [0]),
+        ("out/kernel:0", [6]),
+        ("net/~/linear", [7]),
     ],
 )
 def test_patterns_ignore_what_wrappers_add_to_names(pattern: str, found: list[int]) -> None:
@@ -229,14 +233,28 @@ def test_patterns_ignore_what_wrappers_add_to_names(pattern: str, found: list[in
         "module.head.weight",
         "module._orig_mod.head.bias",
         "module.base_model.model.enc.lora_A.default.weight",
-        "base_model.model.head.modules_to_save.default.weight",
+        "base_model.model.out.modules_to_save.default.weight",
         "header.weight",
+        "sequential_1/out/kernel:0",
+        "net/~/linear:w",
     ]
     if not found:
         with pytest.raises(ValueError, match="matches no tensor"):
             resolve([pattern], None, names)
         return
     assert [i for i, name in enumerate(names) if name in matched("", [pattern], names)] == found
+
+
+@pytest.mark.parametrize(
+    "twin",
+    ["module.module.head.weight", "module._orig_mod.head.weight", "module.head.default.weight"],
+)
+@pytest.mark.parametrize("pattern", ["head", "head.*", "head.weight"])
+def test_names_that_only_wrappers_tell_apart_are_not_guessed(pattern: str, twin: str) -> None:
+    names = ["module.head.weight", twin]
+    with pytest.raises(ValueError, match=f"finds 'module.head.weight', '{twin}', some of which"):
+        matched("scope", [pattern], names)
+    assert [*matched("scope", [names[0]], names)] == names[:1]
 
 
 def test_thousands_of_patterns_and_names_are_matched_in_one_pass() -> None:
@@ -250,6 +268,8 @@ def test_a_tensor_called_all_is_not_the_whole_gradient() -> None:
     look = NoOp(scope="tensor")
     look.run(to_vector({"all": np.array([3.0]), "b": np.array([4.0])}))
     assert {r.group: r.norm_max for r in look.rounds} == {"all": 5.0, "'all'": 3.0, "b": 4.0}
+    clip = NormClip(9.0, scope={"all": 0.5})
+    assert clip.run(to_vector({"all": np.array([3.0])})).coefs["all"] == pytest.approx(0.5)
 
 
 def test_statistics_of_names_that_never_come_back_are_dropped() -> None:

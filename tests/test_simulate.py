@@ -94,22 +94,28 @@ def write(tmp_path: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "personal"),
     [
-        "",
-        ", weights = {a = 1.0, b = 5.0, c = 2.0}, max_share = 0.5",
-        ", weights = 'steps', max_steps = 6",
-        ", combine = 'arc', n_hostile = 1",
-        ", combine = 'trimmed', n_hostile = 1",
+        ("", False),
+        ("", True),
+        (", weights = {a = 1.0, b = 5.0, c = 2.0}, max_share = 0.5", False),
+        (", weights = 'steps', max_steps = 6", False),
+        (", combine = 'arc', n_hostile = 1", False),
+        (", combine = 'trimmed', n_hostile = 1", False),
     ],
 )
 def test_a_run_over_the_network_has_the_same_bounds_losses_model_and_records(
-    write: Any, settings: str
+    write: Any, settings: str, personal: bool
 ) -> None:
     """With five steps, three and seven in a round."""
     changes = {"aggregator": f"{{name = 'clipped-averaging'{settings}}}"}
     changes["client"] = '["zscore-clip", "update-clip-client"]'
     file = write(port=free_port(), rounds=4, training="n_epoch = 1", **changes)
+    if personal:
+        with (file.parent / "model.py").open("a") as text:
+            text.write(
+                "from fedclip import PersonalModel\nmodel = PersonalModel(model, 'intercept')\n"
+            )
     federation = Federation(file)
     asyncio.run(federation.run(seed=5))
     there = read_report(federation.results)
@@ -125,13 +131,11 @@ def test_a_run_over_the_network_has_the_same_bounds_losses_model_and_records(
             found, wanted = (r.record.as_dict() for r in (row, other))
             assert found == pytest.approx(wanted, rel=1e-5)
     losses = [
-        [
-            curve.points
-            for curve in report.curves
-            if (curve.node, curve.metric) == ("server", "loss")
-        ]
+        [curve.points for curve in sorted(report.curves) if curve.metric == "loss"]
         for report in (there, here)
     ]
+    # The server's, and those that the sites have measured, of their own models.
+    assert len(losses[0]) == 4
     np.testing.assert_allclose(*losses)
     models = [
         msgpack_load(f"{federation.results}/{node}/model_state_best.mpk").coefs
@@ -139,6 +143,8 @@ def test_a_run_over_the_network_has_the_same_bounds_losses_model_and_records(
     ]
     for name, values in models[0].items():
         np.testing.assert_allclose(models[1][name], values, atol=1e-5)
+    labelled = [*file.parent.glob("out/**/server/about_these_models.txt")]
+    assert len(labelled) == 2 * personal
 
 
 def test_its_records_are_reported(write: Any) -> None:

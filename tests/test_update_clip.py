@@ -92,13 +92,48 @@ def test_scopes(scope: Any, expected: list[float]) -> None:
     assert norms == pytest.approx(expected, rel=1e-9)
 
 
-def test_groups_of_a_bound_from_the_server_stay_within_it_together() -> None:
-    for scope in ("tensor", ["layer0.*"]):
-        clients = Clients(1, ADAPTIVE, {**CLIPPED, "scope": scope})
-        reply = clients.round(0, {"update-clip": UpdateClipBound(1.0)}, vector(3.0, 4.0))
-        norms = [float(np.linalg.norm(v)) for v in reply.updates.updates.coefs.values()]
-        assert norms == pytest.approx([0.5**0.5, 0.5**0.5])
-        assert norm(reply.updates.updates) <= 1.0
+@pytest.mark.parametrize(
+    ("scope", "parts"),
+    [
+        ("tensor", [0.5**0.5, 0.5**0.5]),
+        (["layer0.*"], [0.5**0.5, 0.5**0.5]),
+        ({"layer0.*": 3.0, "*": 4.0}, [0.6, 0.8]),
+        ({"layer0.*": 3.0, "layer1.*": 4.0, "*": 12.0}, [0.6, 0.8]),
+    ],
+)
+def test_groups_of_a_bound_from_the_server_stay_within_it_together(
+    scope: Any, parts: list[float]
+) -> None:
+    clients = Clients(1, ADAPTIVE, {**CLIPPED, "scope": scope})
+    reply = clients.round(0, {"update-clip": UpdateClipBound(1.0)}, vector(3.0, 4.0))
+    norms = [float(np.linalg.norm(v)) for v in reply.updates.updates.coefs.values()]
+    assert norms == pytest.approx(parts)
+    assert norm(reply.updates.updates) <= 1.0
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor", {"layer0.*": 0.3, "*": 0.4}])
+def test_the_noise_of_a_released_sum_is_scaled_to_what_one_client_adds(scope: Any) -> None:
+    """Its groups' limits together are the bound; with learning_rate = 0, those of the table."""
+    m, bound, config = 4, 0.5, {**CLIPPED, "scope": scope}
+    noise = {"noise_multiplier": 2.0, "expected_clients": m, "learning_rate": 0.0}
+    # The last one would move both tensors as far as it may; the others, by anything.
+    lengths = [*np.random.default_rng(1).lognormal(0, 3, (m - 1, 2)), (1e5, 1e5)]
+
+    def released(clients: int, draw: float) -> Any:
+        server = Server([("update-clip-server", {"start_norm": bound, **noise})], config)
+        module: Any = server.optim.modules[0]
+        module.budget._draws = lambda *_: lambda size: np.full(size, draw)
+        site, aux = Clients(m, ADAPTIVE, config), server.start()
+        return server.finish([site.round(i, aux, vector(*lengths[i])) for i in range(clients)])
+
+    moved = m * norm(released(m, 0.0) - released(m - 1, 0.0))
+    # What is released lies on a grid, which the noise is wide enough for.
+    assert moved == pytest.approx(bound, rel=1e-6)
+    if isinstance(scope, dict):
+        parts = (released(m, 0.0) - released(m - 1, 0.0)).coefs.values()
+        assert [m * np.linalg.norm(part) for part in parts] == pytest.approx([0.3, 0.4])
+    std = (released(m, 1.0) - released(m, 0.0)).coefs["layer0.w"]
+    np.testing.assert_allclose(std, 2.0 * bound / m, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +206,7 @@ def test_no_reply_at_all_is_a_sentence() -> None:
         ({"max_norm": 0}, ValueError, "max_norm must be a finite number > 0"),
         ({"max_norm": True}, TypeError, "max_norm"),
         ({"max_nrom": 1.0}, TypeError, "did you mean 'max_norm'"),
-        ({"scope": {"a": 1.0}}, ValueError, "need max_norm"),
+        ({"scope": {"a": 1.0}}, ValueError, "the table scope=.* in proportion to which"),
         ({"zeroing_factor": 1.0}, ValueError, "zeroing_factor must be a finite number > 1"),
         ({"secagg_range": "1e5"}, TypeError, "secagg_range"),
         ({"on_nonfinite": "propagate"}, ValueError, "on_nonfinite"),

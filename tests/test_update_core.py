@@ -84,8 +84,9 @@ def by_the_plugins(bound: dict[str, Any], client: dict[str, Any]) -> list[Any]:
         ({"start_norm": 0.5, "expected_clients": 5, **NOISE}, {"zeroing_norm": 1e3}),
         ({"expected_clients": 6, "relation": "replace-one", **NOISE}, {"scope": ["a"]}),
         ({"start_norm": 2.0, "learning_rate": 0.0}, {"zeroing_norm": 9.0, "zeroing_ord": 2}),
+        ({"expected_clients": 5, **NOISE}, {"scope": {"a": 1.0, "*": 3.0}}),
     ],
-    ids=["adaptive", "search", "groups", "noise", "search with noise", "fixed"],
+    ids=["adaptive", "search", "groups", "noise", "search with noise", "fixed", "table"],
 )
 def test_the_core_and_the_plugins_give_the_same(
     bound: dict[str, Any], client: dict[str, Any]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a network of torch does beside its gradients: running statistics, tensors without use."""
+"""What a network of torch has beside gradients: running statistics, idle and tied tensors."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["hold_statistics", "unused"]
+__all__ = ["hold_statistics", "tied", "unused"]
 
 
 def hold_statistics(network: Any) -> list[str]:
@@ -43,3 +43,14 @@ def unused(network: Any) -> list[str]:
     grads = {name: weight.grad for name, weight in weights if weight.requires_grad}
     lacking = [name for name, grad in grads.items() if grad is None]
     return lacking if len(lacking) < len(grads) else []
+
+
+def tied(network: Any) -> list[tuple[str, str]]:
+    """Return the pairs of names of weights that have two; trained is the first one."""
+    if not hasattr(network, "named_modules"):
+        return []
+    first: dict[int, str] = {}
+    names = (
+        (first.setdefault(id(w), n), n) for n, w in network.named_parameters(remove_duplicate=False)
+    )
+    return [(one, other) for one, other in names if one != other]

@@ -20,16 +20,31 @@ from declearn.typing import Batch
 from declearn.utils import DevicePolicy
 
 from fedclip import parameters
-from fedclip.arrays.frozen import hold_statistics
-from fedclip.scopes import check_exclude, matched
+from fedclip.arrays.frozen import hold_statistics, tied
+from fedclip.scopes import check_exclude, matched, within
 
-__all__ = ["BATCHNORM", "PersonalModel", "astray", "chosen", "listed", "part"]
+__all__ = [
+    "BARE",
+    "BATCHNORM",
+    "PersonalModel",
+    "astray",
+    "chosen",
+    "listed",
+    "merged",
+    "part",
+    "unsent",
+]
 
 BATCHNORM = "batchnorm"
 """Stands for all tensors of the layers that keep running statistics."""
 
-STATISTICS = re.compile(r"^(.*[./])?(?:running|moving)_mean(?::\d+)?$")
+STATISTICS = re.compile(
+    r"^(.*[./])?(?:(?:running|moving)_(?:mean|var(?:iance)?)|num_batches_tracked)(?::\d+)?$"
+)
 """The name of running statistics; its group is the layer."""
+
+BARE = ("tensorflow", "haiku")
+"""declearn's models that go to the clients without their weights."""
 
 
 def chosen(personal: Sequence[str], names: Collection[str]) -> frozenset[str]:
@@ -52,28 +67,75 @@ def chosen(personal: Sequence[str], names: Collection[str]) -> frozenset[str]:
             raise ValueError(f"{why}; the names are {listed(names)}")
         found = {n for n in names if n[: len(n) - len(re.split(r"[./]", n)[-1])] in layers}
     patterns = [pattern for pattern in personal if pattern != BATCHNORM]
-    return frozenset(found | matched("personal", patterns, [*names]).keys())
+    found |= matched("personal", patterns, [*names]).keys()
+    # A wildcard may match one name as it is, and another without its wrappers: both stay.
+    wild = [pattern for pattern in patterns if pattern not in names]
+    return frozenset(found.union(*(within(pattern, [*names]) for pattern in wild)))
 
 
 def astray(model: Model[Any]) -> str:
     """Return what goes wrong with running statistics, which declearn never sends; "" if nothing."""
-    own: set[str] = set()
+    net = model.model if isinstance(model, PersonalModel) else model
+    names, bare = net.get_weights().coefs, net.typekey in BARE
+    own, held = frozenset[str](), set[str]()
     if isinstance(model, PersonalModel):
-        own = {*model.own, *(f"{layer}.running_mean" for layer in model.held)}
-    found = [n for n in model.get_weights().coefs if STATISTICS.match(n) and n not in own]
+        own, held = model.own, {f"{layer}." for layer in model.held}
+        if bare:
+            # Keras' frozen layers keep their statistics, and the wrapper has sent them.
+            still = names.keys() - net.get_weights(trainable=True).coefs.keys()
+            held = {re.split(r"[^./]*$", n)[0] for n in still if not STATISTICS.match(n)}
+    found = {m[1] or "" for n in names if n not in own and (m := STATISTICS.match(n))} - held
+    if not found:
+        return ""
+    layers = [layer[:-1] for layer in found]
+    frozen = "PersonalModel(model) keeps them" if bare else "give it frozen_batchnorm='eval'"
+    return (
+        f"running statistics are never sent ({listed(layers)}): each client has its own, and the "
+        "server's model those that it began with, so that its checkpoints are wrong. Let these "
+        f"layers stay at each site, PersonalModel(model, 'batchnorm'); for frozen ones, {frozen}"
+    )
+
+
+def unsent(model: Model[Any]) -> str:
+    """Return which weights a client would not have as the server has them; "" if all are sent."""
+    if model.typekey not in BARE:
+        return ""
+    names, trained = (model.get_weights(trainable=only).coefs for only in (False, True))
+    found = [n for n in names if n not in trained and not STATISTICS.match(n)]
     if not found:
         return ""
     return (
-        f"running statistics are never sent ({listed(found)}): each client has its own, and the "
-        "server's model those that it began with, so that its checkpoints are wrong. Let these "
-        "layers stay at each site, PersonalModel(model, 'batchnorm'); for frozen ones, give it "
-        "frozen_batchnorm='eval'"
+        f"{listed(found)} are frozen, and declearn sends Keras' and Haiku's models without their "
+        "weights: each client would have random ones. Wrap the model, PersonalModel(model), which "
+        "brings them"
     )
 
 
 def part(vector: Vector[Any], names: Iterable[str]) -> Vector[Any]:
     """Return some of the arrays of a vector, as a vector."""
     return type(vector)({name: vector.coefs[name] for name in names})
+
+
+def merged(model: Model[Any], own: Collection[str], shared: Vector[Any]) -> Vector[Any]:
+    """Return all trained weights of a model: the shared ones as given, the others as they are.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If these are not all but the model's `own`.
+    """
+    mine: Vector[Any] = model.get_weights(trainable=True)
+    if not isinstance(shared, type(mine)):
+        given = type(shared).__name__
+        raise TypeError(f"weights must be a {type(mine).__name__}, got {given}")
+    if kept := shared.coefs.keys() & own:
+        raise ValueError(f"weights for {listed(kept)} were sent, which stay on each client")
+    if differing := shared.coefs.keys() ^ (mine.coefs.keys() - own):
+        raise ValueError(
+            f"what is shared and what was sent differ in {listed(differing)}: is a layer "
+            "frozen, or named otherwise, on one side only?"
+        )
+    return type(mine)({**mine.coefs, **shared.coefs})
 
 
 def listed(names: Collection[str]) -> str:
@@ -95,7 +157,7 @@ class PersonalModel(Model[Any]):
     personal : pattern or list of patterns
         Names of the tensors that stay, as in `fedclip.scopes`: ``"head"`` or ``["head.*"]``; the
         word ``"batchnorm"`` stands for all tensors of layers that keep running statistics. None,
-        if `frozen_batchnorm` is what the wrapper is for.
+        if the wrapper is for `frozen_batchnorm`, or for frozen layers of Keras or Haiku.
     frozen_batchnorm : {"eval"} or None, default=None
         In networks of torch: "eval" lets frozen BatchNorm normalise by its statistics and leave
         them as they are, as in evaluation. None: they move with each step, though the layer is
@@ -112,6 +174,10 @@ class PersonalModel(Model[Any]):
     Clients start with the server's values of their own layers. In the server's model these never
     change, so what it computes is no one's model: each site's own is in the site's checkpoints,
     and its metrics are those that the site reports.
+
+    declearn's configurations of Keras' and Haiku's models have no weights. This one brings those
+    that are never sent afterwards: personal and frozen ones, and running statistics; and which
+    ones of Haiku are frozen.
     """
 
     typekey: ClassVar[str] = "fedclip-personal"
@@ -129,8 +195,14 @@ class PersonalModel(Model[Any]):
         self.frozen_batchnorm = parameters.optional(
             parameters.choice, ("eval",), frozen_batchnorm=frozen_batchnorm
         )
-        if not self.personal and self.frozen_batchnorm is None:
+        self.bare = model.typekey in BARE
+        if not self.personal and self.frozen_batchnorm is None and not self.bare:
             raise ValueError("personal names no tensor: use the model as it is, without a wrapper")
+        if model.typekey == "tensorflow" and model.required_data_info:
+            raise ValueError(
+                "the Keras model has no shapes yet, and its tensors would be named otherwise on "
+                "clients: begin it with keras.Input(shape)"
+            )
         super().__init__(model.get_wrapped_model())
         self.model = model
         self.held = self._hold()
@@ -145,7 +217,7 @@ class PersonalModel(Model[Any]):
         if not held:
             raise ValueError(
                 "frozen_batchnorm='eval' is for frozen BatchNorm in a network of torch, and there "
-                "is none in this model: freeze it first, or leave it out"
+                "is none in this model: freeze it first, or leave it out (Keras needs no option)"
             )
         return held
 
@@ -164,31 +236,20 @@ class PersonalModel(Model[Any]):
             how = "nothing would be shared" if kept else "what it matches is never shared, anyway"
             text = f"matches {'all' if kept else 'none'} of what is trained, {listed(trained)}"
             raise ValueError(f"personal={self.personal} {text}: {how}")
+        for name, other in tied(self.get_wrapped_model()):
+            if (name in self.own) != (other in self.own):
+                raise ValueError(
+                    f"{name!r} and {other!r} are one tensor, and personal={self.personal} matches "
+                    "one name only: it would be shared under the other; name both, or neither"
+                )
 
     def shared(self, vector: Vector[Any]) -> Vector[Any]:
         """Return the arrays of a vector that do not stay."""
         return part(vector, [name for name in vector.coefs if name not in self.own])
 
     def whole(self, shared: Vector[Any]) -> Vector[Any]:
-        """Return all trained weights: the shared ones as given, the others as they are.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If these are not the shared ones.
-        """
-        mine: Vector[Any] = self.model.get_weights(trainable=True)
-        if not isinstance(shared, type(mine)):
-            given = type(shared).__name__
-            raise TypeError(f"weights must be a {type(mine).__name__}, got {given}")
-        if kept := shared.coefs.keys() & self.own:
-            raise ValueError(f"weights for {listed(kept)} were sent, which stay on each client")
-        if differing := shared.coefs.keys() ^ (mine.coefs.keys() - self.own):
-            raise ValueError(
-                f"what is shared and what was sent differ in {listed(differing)}: is a layer "
-                "frozen on one side only?"
-            )
-        return type(mine)({**mine.coefs, **shared.coefs})
+        """Return all trained weights, as `merged` does."""
+        return merged(self.model, self.own, shared)
 
     # -- what declearn's server asks for --------------------------------------------------------
     def get_weights(self, trainable: bool = False) -> Vector[Any]:
@@ -212,7 +273,12 @@ class PersonalModel(Model[Any]):
     def get_config(self, allow_bin: bool = False) -> dict[str, Any]:
         """Return the model and the patterns; declearn encodes a model that is within another."""
         model = self.model if allow_bin else self.model.get_config()
-        own = {"personal": self.personal, "frozen_batchnorm": self.frozen_batchnorm}
+        own: dict[str, Any]
+        own = {"personal": self.personal, "frozen_batchnorm": self.frozen_batchnorm, "unsent": None}
+        if self.bare and not self.required_data_info:
+            trained, weights = self.model.get_weights(trainable=True), self.get_weights()
+            left = [n for n in weights.coefs if n in self.own or n not in trained.coefs]
+            own |= {"trained": [*trained.coefs], "unsent": part(weights, left)}
         return {**super().get_config(), "model": model, **own}
 
     @classmethod
@@ -221,6 +287,11 @@ class PersonalModel(Model[Any]):
         model = config["model"]
         if not isinstance(model, Model):
             model = Model.from_config(model, allow_bin)
+        if config["unsent"] is not None:
+            if hasattr(model, "set_trainable_weights"):
+                model.set_trainable_weights(config["trained"])
+            weights = model.get_weights()
+            model.set_weights(type(weights)({**weights.coefs, **config["unsent"].coefs}))
         return cls(model, config["personal"], frozen_batchnorm=config["frozen_batchnorm"])
 
     # -- what is done on a client, by the model within ------------------------------------------

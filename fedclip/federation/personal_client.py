@@ -31,8 +31,16 @@ from declearn.utils.serialize import msgpack_dump, msgpack_load
 
 from fedclip.arrays.frozen import unused
 from fedclip.errors import StateError
-from fedclip.federation.personal import PersonalModel, astray, chosen, listed, part
-from fedclip.scopes import check_exclude
+from fedclip.federation.personal import (
+    PersonalModel,
+    astray,
+    chosen,
+    listed,
+    merged,
+    part,
+    unsent,
+)
+from fedclip.scopes import check_exclude, resolve
 
 __all__ = ["FILE", "PersonalFederatedClient"]
 
@@ -73,6 +81,8 @@ class PersonalFederatedClient(FederatedClient):
         self._manager: TrainingManager | None = None
         # The server's model, if it has personal layers.
         self._kept: PersonalModel | None = None
+        # Its layers at the start of the round.
+        self._before: Vector[Any] | None = None
         super().__init__(*args, **settings)
         self.layers = None if layers is None else Path(layers)
         if self.layers is None and self.ckptr is not None:
@@ -97,6 +107,7 @@ class PersonalFederatedClient(FederatedClient):
             if wrong := astray(self._kept or manager.model):
                 self.logger.warning("%s.", wrong)
             if self._kept is not None:
+                self._refuse_counts(self._kept, manager.optim.modules)
                 self._restore(self._kept)
                 sharing: Any = _Sharing(manager.aggrg, self._kept, self._store)
                 manager.model, manager.aggrg = self._kept.model, sharing
@@ -105,8 +116,14 @@ class PersonalFederatedClient(FederatedClient):
 
     def _agreed(self, model: Model[Any]) -> PersonalModel | None:
         """Return the model, if it has personal layers; refuse one that shares this client's."""
+        if lacking := unsent(model):
+            raise ValueError(lacking)
         mine = self.personal or []
         own = chosen(mine, model.get_weights().coefs)
+        within: Model[Any] = model.model if isinstance(model, PersonalModel) else model
+        if mine and not own & within.get_weights(trainable=True).coefs.keys():
+            why = f"the server's model trains none of {listed(own)}, which this client keeps"
+            raise ValueError(f"{why}: has what is meant another name there?")
         if asked := own & model.get_weights(trainable=True).coefs.keys():
             raise ValueError(
                 f"the server's model shares {listed(asked)}, which this client keeps for itself: "
@@ -124,12 +141,25 @@ class PersonalFederatedClient(FederatedClient):
             self.logger.warning("Its own layers are lost when the process ends: %s.", why)
         return kept
 
+    @staticmethod
+    def _refuse_counts(kept: PersonalModel, modules: Sequence[Any]) -> None:
+        """Refuse to count, for the server, the norms of groups of which it knows nothing."""
+        names = [*kept.model.get_weights(trainable=True).coefs]
+        for module in (m for m in modules if getattr(m, "shared", False)):
+            groups = resolve(module.scope, module.exclude, names)
+            for label, members in zip(groups.labels, groups.members, strict=True):
+                if kept.own.issuperset(groups.names[i] for i in members):
+                    raise ValueError(
+                        f"{module.name} has shared = true and a group {label!r}, which stays on "
+                        'each client: give it scope = "global", or exclude that group'
+                    )
+
     def _restore(self, kept: PersonalModel) -> None:
         """Take up the layers that were kept before, if there are any."""
         if not kept.own or self.layers is None or not self.layers.exists():
             return
         weights = kept.get_weights()
-        wanted = part(weights, sorted(kept.own)).shapes()
+        wanted = _own(kept).shapes()
         try:
             found = msgpack_load(str(self.layers))
             shapes = found.shapes()
@@ -145,24 +175,28 @@ class PersonalFederatedClient(FederatedClient):
 
     def _store(self, kept: PersonalModel) -> None:
         """Keep the layers, so that a crash leaves those of this round or of the last one."""
-        if not kept.own or self.layers is None:
-            return
-        self.layers.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.layers.with_name(f"{self.layers.name}.new")
-        msgpack_dump(part(kept.get_weights(), sorted(kept.own)), str(fresh))
-        with fresh.open("rb") as file:
-            os.fsync(file.fileno())
-        fresh.replace(self.layers)
+        own, before = _own(kept), self._before
+        if before is not None and _is_finite(before) and not _is_finite(own):
+            kept.set_weights(type(own)({**kept.get_weights().coefs, **before.coefs}))
+            self.logger.warning("Its own layers came to NaN or infinity: the last ones are kept.")
+        elif kept.own and self.layers is not None:
+            self.layers.parent.mkdir(parents=True, exist_ok=True)
+            fresh = self.layers.with_name(f"{self.layers.name}.new")
+            msgpack_dump(own, str(fresh))
+            with fresh.open("rb") as file:
+                os.fsync(file.fileno())
+            fresh.replace(self.layers)
 
     def _round(self, model: Model[Any], run: Callable[[Any], Any], message: Any) -> Any:
         """Run a round with the server's weights and this client's own layers."""
         own = frozenset() if self._kept is None else self._kept.own
-        if message.weights is not None and self._kept is not None:
+        if message.weights is not None:
             try:
-                message.weights = self._kept.whole(message.weights)
+                message.weights = merged(model, own, message.weights)
             except (TypeError, ValueError) as exc:
                 self.logger.error("Refused: %s.", exc)
                 return Error(f"refused by fedclip: {exc}")
+        self._before = None if self._kept is None else _own(self._kept)
         reply = run(message)
         if isinstance(reply, Error) and (idle := unused(model.get_wrapped_model())):
             reply = Error(
@@ -183,6 +217,10 @@ class PersonalFederatedClient(FederatedClient):
     async def stop_training(self, message: StopTraining) -> None:
         """Take the final weights, and leave this client's own layers as they are."""
         if self._kept is not None:
+            last = self._kept.get_weights(trainable=True)
+            if self._kept.own and message.weights != last:
+                why = "are of declearn's best round, and this client's own layers of the last one"
+                self.logger.warning("The final weights %s: not evaluated together.", why)
             message.weights = self._kept.whole(message.weights)
         await super().stop_training(message)
 
@@ -209,6 +247,15 @@ class _Sharing(NamedTuple):
         self.store(self.kept)
         shared = self.kept.shared(updates)
         return self.aggregator.prepare_for_sharing(updates=shared, n_steps=n_steps)
+
+
+def _own(kept: PersonalModel) -> Vector[Any]:
+    return part(kept.get_weights(), sorted(kept.own))
+
+
+def _is_finite(vector: Vector[Any]) -> bool:
+    # NaN, as of infinity times 0, is not equal to itself, in any framework.
+    return bool(vector * 0 == vector * 0)
 
 
 def _named(value: Any, names: frozenset[str]) -> set[str]:

@@ -13,7 +13,7 @@ from fedclip.modules.base import Clipper
 from fedclip.parameters import boolean, choice, integer, limit, non_negative, parameter
 from fedclip.rules import Rule
 from fedclip.rules.constant import Constant
-from fedclip.scopes import Groups, check_scope
+from fedclip.scopes import Groups, check_scope, in_table
 from fedclip.transforms import Action, NormClipping, SliceClipping, Transform
 from fedclip.transforms.slice import check_dims, check_slices
 
@@ -81,7 +81,7 @@ class FixedClipper(SlicedClipper, ExactClipper, register=False):
         # A dict, as `check_scope` returns: to ask for a Mapping takes five times as long.
         if not isinstance(self.scope, dict):
             return self._transform
-        limits = tuple(self.scope.get(label, rest) for label in groups.labels)
+        limits = tuple(in_table(self.scope, label, rest) for label in groups.labels)
         return replace(self._transform, rule=Constant(limits))  # type: ignore[type-var]
 
 

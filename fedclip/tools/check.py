@@ -140,6 +140,8 @@ def _check_model(check: Check, model: Section) -> None:
         check.note("[model]", str(found))
     if found.wrong:
         check.note("[model]", found.wrong)
+    if found.lacking:
+        check.problem("[model]", found.lacking)
 
 
 def _with_files(check: Check, config: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from declearn.training import TrainingManager
 from declearn.utils import TomlConfig
 
 from fedclip import UpdateClipClient
+from fedclip.federation.personal import PersonalModel
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.quickrun import Experiment
 
@@ -132,10 +133,12 @@ class Crowd:
         if model.required_data_info:
             model.initialize(aggregate_clients_data_info(self._specs(), model.required_data_info))
         self._effort = training.message_params
+        # Personal layers are trained too, by the model within.
+        whole = model.model if isinstance(model, PersonalModel) else model
         self.model, self._manager = (
             model,
             TrainingManager(
-                *(model, self.optimizer(0), optim.aggregator, self.data[0][0]),
+                *(whole, self.optimizer(0), optim.aggregator, self.data[0][0]),
                 metrics=experiment.metrics,
                 verbose=False,
             ),
@@ -185,7 +188,7 @@ class Crowd:
         manager.optim.start_round()
         batches, *limits = self._effort.values()
         effort = manager.train_under_constraints(batches, *limits)
-        self.model.collect_training_losses()  # they would pile up
+        manager.model.collect_training_losses()  # they would pile up
         if self._apart:
             self._kept[client] = self.model.get_weights()
         update = start - self.model.get_weights(trainable=True)

@@ -37,6 +37,7 @@ import fedclip
 from fedclip.federation.quorum import Members
 from fedclip.federation.serving import guarded, watchful
 from fedclip.tools.progress import latest, progress
+from fedclip.tools.trained import label
 
 __all__ = ["Experiment", "Federation", "QuickrunError", "run"]
 
@@ -100,12 +101,15 @@ class Experiment:
 
 
 class _Watched(FederatedServer):
-    """A server that tells of each round that it has ended."""
+    """A server that tells of each round that it has ended, and labels its checkpoints."""
 
     told: Callable[[int], None]
 
     async def evaluation_round(self, round_i: int, *args: Any, **kwargs: Any) -> None:
         """Run the evaluation that ends a round."""
+        # By now the model knows its shapes.
+        if round_i == 1 and self.ckptr and (said := label(self.ckptr.folder, self.model)):
+            _LOGGER.warning("Checkpoints of the server: %s.", said)
         await super().evaluation_round(round_i, *args, **kwargs)
         self.told(round_i)
 

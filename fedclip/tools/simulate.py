@@ -41,6 +41,7 @@ from fedclip.scopes import resolve
 from fedclip.tools.crowd import Crowd, SimulateConfig, Trained, Weights
 from fedclip.tools.progress import latest, progress
 from fedclip.tools.quickrun import Experiment, QuickrunError
+from fedclip.tools.trained import label
 
 __all__ = ["Simulated", "Simulation", "run"]
 
@@ -202,6 +203,7 @@ class Simulation:
         self._keep_records()
         self.crowd.hand_over(None, self.best)
         Checkpointer(str(self.folder / "server")).save_model(self.model, timestamp="best")
+        label(self.folder / "server", self.model)
         best = self.folder / "server" / "model_state_best.mpk"
         for node in self.folder.iterdir():
             if node != best.parent:

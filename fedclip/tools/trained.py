@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model file trains and shares: that many values have noise, and not those it holds."""
+"""What a model file trains and shares: that many values have noise, and not those it holds.
+
+And what of a server's checkpoints is no client's: `label` says it in a file beside them.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,12 @@ from typing import Any, NamedTuple
 from declearn.model.api import Model
 from declearn.utils import make_importable
 
-from fedclip.federation.personal import astray
+from fedclip.federation.personal import PersonalModel, astray, listed, unsent
 
-__all__ = ["Trained", "trained"]
+__all__ = ["LABEL", "Trained", "label", "trained"]
+
+LABEL = "about_these_models.txt"
+"""The file beside a server's checkpoints that says what of them is no client's."""
 
 
 class Trained(NamedTuple):
@@ -27,11 +33,14 @@ class Trained(NamedTuple):
         How many it holds, with running statistics.
     wrong
         What goes wrong with running statistics; "" if nothing does.
+    lacking
+        Which weights clients would not have; "" if they have all.
     """
 
     shared: int
     values: int
     wrong: str
+    lacking: str
 
     def __str__(self) -> str:
         return f"{self.shared:,} of the model's {self.values:,} values are trained and shared"
@@ -54,4 +63,19 @@ def trained(file: Path, name: str = "model") -> Trained:
         raise ValueError(f"{str(file)!r} has no model of declearn called {name!r}, {why}")
     sizes = [model.get_weights(trainable=trainable).shapes() for trainable in (True, False)]
     shared, values = (sum(map(math.prod, shapes.values())) for shapes in sizes)
-    return Trained(shared, values, astray(model))
+    return Trained(shared, values, astray(model), unsent(model))
+
+
+def label(folder: str | Path, model: Model[Any]) -> str:
+    """Write, beside a server's checkpoints, what of them is no client's, and return it."""
+    said = [astray(model)]
+    if isinstance(model, PersonalModel) and model.own:
+        said += [
+            f"{listed(model.own)} have the values with which all sites began: they are trained at "
+            "each site, whose checkpoints have the site's own"
+        ]
+    text, file = "; ".join(filter(None, said)), Path(folder, LABEL)
+    file.unlink(missing_ok=True)
+    if text:
+        file.write_text(f"The server's models: {text}.\n", encoding="utf-8")
+    return text

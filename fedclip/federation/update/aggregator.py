@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -21,7 +21,7 @@ from fedclip.federation.update.clipping import UpdateClient
 from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.coupling import CLIENT, under_way
 from fedclip.federation.update.exchange import SentBound
-from fedclip.federation.update.limits import OTHER_TENSORS, signature, warn_of
+from fedclip.federation.update.limits import OTHER_TENSORS, check_whole, signature, warn_of
 from fedclip.federation.update.messages import ClippedUpdates, zeros_like
 from fedclip.federation.update.shares import WITH_NOISE, Share, Shares, Weights
 from fedclip.federation.version import VERSION, Versioned
@@ -58,7 +58,9 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         Which tensors share a norm. `max_norm` is the limit of each group (k groups together may
         reach ``max_norm * sqrt(k)``), and a table ``{"head.*" = 0.1}`` gives groups their own
         limits. A bound C from the server is for the whole update: each of k groups gets
-        ``C / sqrt(k)``.
+        ``C / sqrt(k)``. With a table, which then has ``"*"`` for the other tensors, a group gets
+        ``C * t / sqrt(sum of t^2)`` for its number t: with ``{"head.*" = 3.0, "*" = 4.0}`` that
+        is 0.6 C and 0.8 C. Noise is scaled to C.
     exclude : pattern, list of patterns or None, default=None
         Tensors that are shared unchanged. With them, the update has no bound.
     zeroing_norm : float or None, default=None
@@ -187,11 +189,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             zeroing_ord=zeroing_ord,
             on_nonfinite=on_nonfinite,
         )
-        if isinstance(self.scope, Mapping) and self.max_norm is None:
-            raise ValueError(
-                "a table in scope gives fixed limits, and the tensors that it does not name need "
-                f"max_norm; for a bound from update-clip-server, write scope={list(self.scope)!r}"
-            )
+        if self.max_norm is None:
+            check_whole(self.scope)
         self.secagg_range = parameters.optional(parameters.positive, secagg_range=secagg_range)
         self.shares = Shares(weights, max_share, max_steps)
         self.weights = self.shares.table or weights

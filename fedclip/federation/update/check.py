@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -95,6 +96,11 @@ def _bounds(aggregator: ClippedAveraging, client: list[Any], server: list[Any]) 
             "another bound: leave max_norm out, or the modules"
         )
         return [("problem", AGGREGATOR, text)]
+    if aggregator.max_norm is None and isinstance(aggregator.scope, Mapping):
+        length = math.sqrt(sum(part**2 for part in aggregator.scope.values()))
+        parts = (f"{name!r} {part / length:.3g} C" for name, part in aggregator.scope.items())
+        text = f"a bound C of the whole update is split by the table: {', '.join(parts)}"
+        return [("note", AGGREGATOR, f"{text}; noise, if there is any, is scaled to C")]
     return []
 
 

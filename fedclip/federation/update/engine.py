@@ -29,7 +29,7 @@ from fedclip.federation.update.exchange import (
     SentBound,
     is_one_of,
 )
-from fedclip.federation.update.limits import Limits, warn_of
+from fedclip.federation.update.limits import Limits, check_whole, warn_of
 from fedclip.federation.update.shares import WITH_NOISE, Shares
 from fedclip.scopes import Scope, check_exclude, check_scope
 
@@ -83,7 +83,8 @@ class UpdateServer:
             raise ValueError(why)
         if self.shares.kind != "equal" and bound.budget is not None:
             raise ValueError(WITH_NOISE)
-        self.limits = Limits(check_scope(scope), check_exclude(exclude), bound.name)
+        self.limits = Limits(check_scope(scope, limits=True), check_exclude(exclude), bound.name)
+        check_whole(self.limits.scope)
         if self.limits.exclude and bound.budget is not None:
             raise ValueError(
                 f"noise can not be sized on what exclude={self.limits.exclude} leaves without a "

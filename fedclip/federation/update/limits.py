@@ -12,7 +12,7 @@ from fedclip.federation.update.exchange import Arrays, Reply
 from fedclip.measures import Order
 from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
-from fedclip.scopes import Groups, Scope, resolve
+from fedclip.scopes import Groups, Scope, in_table, resolve
 from fedclip.transforms import Gradient, NormClipping, NotFiniteError
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
@@ -53,6 +53,16 @@ def warn_of(
             warn(f"the update of {who} counts as zero: {fault}")
 
 
+def check_whole(scope: Scope) -> None:
+    """Refuse a table that gives some tensors no part of a bound of the whole update."""
+    if isinstance(scope, Mapping) and "*" not in scope:
+        raise ValueError(
+            f"the table scope={dict(scope)!r} does not say what the other tensors may have: give "
+            'max_norm, which is theirs; or, for a bound from update-clip-server, "*" = a number in '
+            "the table, in proportion to which the bound is split"
+        )
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits for the groups of a scope; `called` is what messages call this kind of clipping."""
@@ -64,12 +74,15 @@ class Limits:
     def of(self, groups: Groups, bound: float, whole: bool) -> tuple[float, ...]:
         """Return the limit of each group.
 
-        A bound C of the `whole` update gives each of k groups C / sqrt(k).
+        A bound C of the `whole` update gives each of k groups C / sqrt(k); a group that has t in
+        the table, ``C * t / sqrt(sum of t^2)``. Together they are C, which noise is scaled to.
         """
-        if whole:
-            return (bound / math.sqrt(max(1, len(groups))),) * len(groups)
         table = self.scope if isinstance(self.scope, Mapping) else {}
-        return tuple(table.get(label, bound) for label in groups.labels)
+        if not whole:
+            return tuple(in_table(table, label, bound) for label in groups.labels)
+        parts = [in_table(table, label, 0.0) if table else 1.0 for label in groups.labels]
+        length = math.sqrt(sum(part * part for part in parts))
+        return tuple(bound / (length / part) if part else 0.0 for part in parts)
 
     def groups(self, arrays: Arrays) -> Groups:
         """Return the groups of an update."""
