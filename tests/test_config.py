@@ -18,8 +18,8 @@ from helpers import SPECIMENS, Specimen, apply, gradient, specimens
 
 from fedclip import Clipper, NormClip, ValueClip, ZScoreClip, to_toml
 from fedclip.modules.common import ExactClipper
-from fedclip.parameters.docstring import docstring_of
 from fedclip.parameters import integer, parameter, positive, signature_of
+from fedclip.parameters.docstring import docstring_of
 from fedclip.rules.constant import Constant
 from fedclip.testing import check_config_round_trip, to_vector
 from fedclip.tools.catalogue import is_ours
