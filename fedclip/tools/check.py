@@ -109,6 +109,9 @@ def _check_quickrun(check: Check, config: dict[str, Any]) -> None:
     if isinstance(config.get("optim"), dict):
         wrong = any(finding.where.startswith("[run") for finding in check.problems)
         _check_optim(check, config["optim"], {} if wrong else run, prefix="optim.")
+    if isinstance(config.get("run"), dict) and "register" not in run:
+        text = "this section is missing: write in min_clients how many clients to wait for"
+        check.problem("[run.register]", text)
     register = _section(run, "register")
     if register.get("timeout") and not register.get("max_clients"):
         text = "without max_clients, registration lasts the whole timeout"
@@ -158,7 +161,7 @@ def _without_network(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration as it is in one process, with as many clients as it says."""
     crowd = _section(config, "simulate")
     network = {"protocol": "websockets", "host": "127.0.0.1", "port": 1}
-    run = {key: value for key, value in _section(config, "run").items() if key != "register"}
+    run = {**_section(config, "run"), "register": {}}
     sampler = {"n_samples": crowd.get("sampled", crowd.get("clients"))}
     return {**config, "network": network, "run": run, "client_sampler": sampler}
 
