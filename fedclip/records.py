@@ -54,9 +54,9 @@ class StepRecord:
     def __init__(
         self,
         groups: tuple[str, ...],
-        norms: Any = (),
-        limit: Any = (),
-        clipped: Any = (),
+        norms: object = (),
+        limit: object = (),
+        clipped: object = (),
         nonfinite: tuple[str, ...] = (),
     ) -> None:
         self.groups = groups
@@ -142,7 +142,7 @@ def _finite(numbers: Mapping[str, float | None], prefix: str) -> dict[str, float
     return {prefix + k: x for k, x in numbers.items() if x is not None and math.isfinite(x)}
 
 
-def _plain(numbers: Any) -> tuple[Any, ...]:
+def _plain(numbers: object) -> tuple[Any, ...]:
     return numbers if isinstance(numbers, tuple) else tuple(on_host(numbers).tolist())
 
 
@@ -432,7 +432,7 @@ class Recorder:
                 del self._done[round_, group]
 
 
-def _table(column: Sequence[Any]) -> np.ndarray[Any, Any]:
+def _table(column: Sequence[object]) -> np.ndarray[Any, Any]:
     """Return numbers, or arrays of numbers, of some steps as an array of (steps, groups)."""
     if isinstance(column[0], (bool, float)):
         return np.array(column).reshape(-1, 1)
@@ -443,7 +443,7 @@ _INTS = ("round", "steps", "clipped", "nonfinite", "fixed", "learnt", "warmup")
 _FLOATS = ("norm_min", "norm_max", "limit", "limit_min", "limit_max")
 
 
-def read_rounds(state: Mapping[str, Any]) -> list[RoundRecord]:
+def read_rounds(state: Mapping[str, object]) -> list[RoundRecord]:
     """Return the round records in the state of any fedclip clipper; none in other states.
 
     Raises
@@ -457,7 +457,7 @@ def read_rounds(state: Mapping[str, Any]) -> list[RoundRecord]:
     return [_read(row) for row in rows]
 
 
-def _read(row: Any) -> RoundRecord:
+def _read(row: object) -> RoundRecord:
     if not isinstance(row, Mapping) or set(row) != set(RoundRecord.__dataclass_fields__):
         raise StateError(f"a record must have the fields of RoundRecord, got {row!r:.200}")
     for key in _INTS:
@@ -479,5 +479,5 @@ def _read(row: Any) -> RoundRecord:
     return RoundRecord(**{**row, "buckets": buckets, "counts": counts})
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

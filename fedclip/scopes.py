@@ -99,7 +99,7 @@ class Groups:
         return result
 
 
-def check_scope(scope: Any, *, limits: bool = False) -> Scope:
+def check_scope(scope: object, *, limits: bool = False) -> Scope:
     """Return `scope` if it is well formed; `limits` allows a table {pattern = limit}."""
     allowed = "'global', 'tensor', 'layer' or a list of name patterns"
     if limits:
@@ -117,7 +117,7 @@ def check_scope(scope: Any, *, limits: bool = False) -> Scope:
     raise TypeError(f"scope must be {allowed}, got {scope!r} ({type(scope).__name__})")
 
 
-def check_exclude(exclude: Any, parameter: str = "exclude") -> list[str] | None:
+def check_exclude(exclude: object, parameter: str = "exclude") -> list[str] | None:
     """Return `exclude`, or another parameter, as a list of patterns, or None."""
     if exclude is None:
         return None
@@ -132,7 +132,7 @@ def check_exclude(exclude: Any, parameter: str = "exclude") -> list[str] | None:
     return list(patterns)
 
 
-def _check_patterns(parameter: str, patterns: Sequence[Any], allowed: str) -> None:
+def _check_patterns(parameter: str, patterns: Sequence[object], allowed: str) -> None:
     if not patterns:
         raise ValueError(f"{parameter} must be {allowed}, got an empty one")
     for pattern in patterns:

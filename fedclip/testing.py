@@ -98,7 +98,7 @@ def _vector_class(framework: str) -> type[Vector[Any]]:
     return cls
 
 
-def _array(value: Any, framework: str, dtype: str | None) -> Any:
+def _array(value: object, framework: str, dtype: str | None) -> Any:
     value = np.asarray(value)
     dtype = dtype or str(value.dtype)
     if framework == "torch":
@@ -131,7 +131,7 @@ def to_numpy(gradients: Vector[Any]) -> dict[str, np.ndarray[Any, Any]]:
     return {name: _as_numpy(value) for name, value in gradients.coefs.items()}
 
 
-def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
+def _as_numpy(value: object) -> np.ndarray[Any, Any]:
     if _dtype(value) != "bfloat16":
         return np.asarray(value)
     # torch can not convert bfloat16 to NumPy; a 0-d tensor of TensorFlow needs `.numpy()`.
@@ -512,14 +512,14 @@ def _changed(state: Any, path: tuple[Any, ...], *replacement: Any) -> Any:
     return copy
 
 
-def _serialised(value: Any) -> list[tuple[str, Any]]:
+def _serialised(value: object) -> list[tuple[str, Any]]:
     return [
         ("JSON", json_deserialize(json_serialize(value))),
         ("msgpack", msgpack_deserialize(msgpack_serialize(value))),
     ]
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     """Return whether two nested values are equal; a list equals a tuple."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
@@ -530,7 +530,7 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     """Return the number of values, without the records of rounds."""
     if isinstance(value, dict):
         return sum(_count(v) for key, v in value.items() if key != "rounds")

@@ -30,7 +30,7 @@ def clipper_of(spec: Spec) -> Clipper | AGC:
     return check_clipper(spec)
 
 
-def check_clipper(given: Any) -> Clipper | AGC:
+def check_clipper(given: object) -> Clipper | AGC:
     """Return a clipper; raise a TypeError for what is none."""
     if isinstance(given, (Clipper, AGC)):
         return given

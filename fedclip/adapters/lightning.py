@@ -110,11 +110,11 @@ class ClipCallback(Callback):  # type: ignore[misc]
         for handle in self._handles:
             handle._release()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
         """Let go of the clippers."""
         self.teardown(trainer, pl_module, "fit")
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: object, pl_module: object) -> None:
         """Begin a round of the records."""
         for clipper in self.clippers:
             clipper.on_round_start()

@@ -25,7 +25,7 @@ class Noise(Protocol):
     def get_state(self) -> dict[str, Any]:
         """Return what has to outlive a restart."""
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, object]) -> None:
         """Take over what `get_state` returned."""
 
 
@@ -49,5 +49,5 @@ class IndependentNoise:
         """Return nothing: no draw depends on another."""
         return {}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, object]) -> None:
         """Take over nothing."""

@@ -52,7 +52,7 @@ class Records:
         another kind raises while it is read.
     """
 
-    def __init__(self, dataset: Dataset, like: Any = None) -> None:
+    def __init__(self, dataset: Dataset, like: object = None) -> None:
         self._alone: Any
         if isinstance(dataset, InMemoryDataset):
             self._alone = _MemoryRecords(dataset, like)
@@ -143,7 +143,7 @@ class _MemoryRecords:
     def __getitem__(self, position: int) -> Any:
         return self.rows([position])
 
-    def rows(self, positions: Any) -> tuple[Any, ...]:
+    def rows(self, positions: object) -> tuple[Any, ...]:
         parts = (_rows(part, positions) for part in self._data)
         return tuple(map(_brought, parts, self._dtypes))
 
@@ -173,7 +173,7 @@ class _TorchRecords:
         return record
 
 
-def _leaves(data: Any) -> list[Any]:
+def _leaves(data: object) -> list[Any]:
     if isinstance(data, (list, tuple)):
         return [leaf for one in data for leaf in _leaves(one)]
     return [] if data is None else [data]

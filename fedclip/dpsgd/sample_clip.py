@@ -150,7 +150,7 @@ class SampleClip(Documented, OptiModule):  # type: ignore[type-arg]
         """Return the adaptive bound."""
         return {"bound": self.bound}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, object]) -> None:
         """Take over the adaptive bound.
 
         Raises

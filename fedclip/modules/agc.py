@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from declearn.model.api import Vector
 
 
-def _check_axis(axis: Any) -> int:
+def _check_axis(axis: object) -> int:
     """Return `axis` if it is an int."""
     if isinstance(axis, bool) or not isinstance(axis, int):
         raise TypeError(
@@ -233,7 +233,7 @@ class AGC(Documented, Regularizer):
         """Return the dims over which a unit of a tensor of this shape spans; None: left alone."""
         return self._slices(()).axes(shape)
 
-    def _slices(self, limits: Any) -> SliceClipping:
+    def _slices(self, limits: object) -> SliceClipping:
         return SliceClipping(limits, None, action=Action(self.eps), span=self._span)
 
     def _span(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -103,7 +103,7 @@ class Clipper(Documented, OptiModule, register=False):
     keep_memory: bool = parameter(boolean, default=True)
     """Whether to keep the memory of an output for the next one (see `fedclip.modules.Clipper`)."""
 
-    def __init_subclass__(cls, register: bool = True, **kwargs: Any) -> None:
+    def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
         """Register the class with declearn: now, or as soon as declearn is imported."""
         if register and cls.__module__.split(".")[0] != __name__.split(".")[0]:
             # So that a name of fedclip's own is refused here, and not when that is imported.
@@ -146,12 +146,12 @@ class Clipper(Documented, OptiModule, register=False):
             changing = {key: copy.deepcopy(vars(self)[key]) for key in _CHANGING}
             return {k: v for k, v in vars(self).items() if k != "lock"} | changing
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Mapping[str, object]) -> None:
         """Take over the result of `__getstate__`, and make a new lock."""
         vars(self).update({"on_record": None, **state}, lock=threading.RLock())
 
     @classmethod
-    def preset(cls, name: str, **config: Any) -> Self:
+    def preset(cls, name: str, **config: object) -> Self:
         """Return the clipper with the published defaults of a paper or package.
 
         ``fedclip translate`` prints the same as a line of TOML.
@@ -208,7 +208,7 @@ class Clipper(Documented, OptiModule, register=False):
                 **self._recorder.get_state(),
             }
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, object]) -> None:
         """Take over a state that `get_state` of the same clipper returned, on any framework.
 
         Raises
@@ -219,7 +219,7 @@ class Clipper(Documented, OptiModule, register=False):
         """
         self._take_over(state, self._transform)
 
-    def _take_over(self, state: Any, transform: Transform) -> None:
+    def _take_over(self, state: object, transform: Transform) -> None:
         statistics, arrays, round_, rounds = self._check_state(state, transform)
         with self.lock:
             self._transform = transform
@@ -520,7 +520,7 @@ class Clipper(Documented, OptiModule, register=False):
         return {**self._absent, **present}
 
     def _check_state(
-        self, state: Any, transform: Transform
+        self, state: object, transform: Transform
     ) -> tuple[Statistics, Statistics, int, list[RoundRecord]]:
         if not isinstance(state, Mapping):
             raise StateError(f"a state must be a dict, got {type(state).__name__}")

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
 
 from fedclip.measures import Order, check_order
 from fedclip.modules.base import Clipper
@@ -94,7 +93,7 @@ class LimitedClipper(ExactClipper, register=False):
     on_spike: str = parameter(choice, ("clip", "skip"), default="clip")
     """What becomes of a group that is over its limit: it is clipped, or set to zero ("skip")."""
 
-    def with_rule(self, rule: Callable[..., Rule], **own: Any) -> NormClipping:
+    def with_rule(self, rule: Callable[..., Rule], **own: object) -> NormClipping:
         """Return the transform that brings norms to the limits of a rule.
 
         The rule gets the clipper's parameters of the same names, except for those given.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fedclip.modules.base import Preset
 from fedclip.modules.common import ORD_VAR, MeasuredClipper
@@ -22,7 +22,7 @@ from fedclip.transforms import Transform
 from fedclip.transforms.average import AverageClipping
 
 
-def _check_init(init: Any) -> float | str:
+def _check_init(init: object) -> float | str:
     """Return the first value of the averages, or "first"."""
     if isinstance(init, str):
         return choice(("first",), init=init)

@@ -97,7 +97,7 @@ class SharedClipper(LimitedClipper, register=False):
         shared = {} if self.sharing is None else {"shared": self.sharing.get_state()}
         return {**super().get_state(), **shared}
 
-    def _take_over(self, state: Any, transform: Transform) -> None:
+    def _take_over(self, state: object, transform: Transform) -> None:
         version = None
         if self.sharing is not None and isinstance(state, Mapping):
             version = self.sharing.check_state(state.get("shared"))

@@ -93,7 +93,7 @@ def _divided(module: Any, context: Context, each: float, forgets: float = 1.0) -
     return replace(result, bound=bound, formula=formula)
 
 
-def _adagrad(module: Any, context: Context) -> Map:
+def _adagrad(module: object, context: Context) -> Map:
     """Return the map of AdaGrad: no element is above 1.
 
     The divisor is the root of a sum of squares, the present one among them:
@@ -136,7 +136,7 @@ def _adam(module: Any, context: Context) -> Map:
     return _divided(module, context, each, min(1.0 - a, 1.0 - b))
 
 
-def _yogi(module: Any, context: Context) -> Map:
+def _yogi(module: object, context: Context) -> Map:
     return _divided(module, context, math.inf)
 
 

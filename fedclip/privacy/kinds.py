@@ -225,7 +225,7 @@ def box(clipper: Any, context: Context) -> Map:
     return replace(result, bound=bound, formula=formula)
 
 
-def own_percentile(clipper: Any, context: Context) -> Map:
+def own_percentile(clipper: object, context: Context) -> Map:
     """Return the map of a limit at a percentile of the gradient that it clips."""
     return replace(
         _followed(clipper, context, ""),
@@ -234,17 +234,17 @@ def own_percentile(clipper: Any, context: Context) -> Map:
     )
 
 
-def past_values(clipper: Any, context: Context) -> Map:
+def past_values(clipper: object, context: Context) -> Map:
     """Return the map of a limit that follows only the gradients of earlier steps."""
     return _followed(clipper, context, _LEARNT)
 
 
-def present_values(clipper: Any, context: Context) -> Map:
+def present_values(clipper: object, context: Context) -> Map:
     """Return the map of a limit that follows all gradients, the one that it clips included."""
     return _followed(clipper, context, f"{_LEARNT} {_PRESENT}")
 
 
-def divided_by_average(clipper: Any, context: Context) -> Map:
+def divided_by_average(clipper: object, context: Context) -> Map:
     """Return the map of a division by an average of norms, the current one included."""
     return replace(present_values(clipper, context), growth=math.inf)
 

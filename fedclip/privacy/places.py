@@ -27,13 +27,13 @@ __all__ = ["in_words", "warnings"]
 
 
 def in_words(
-    client: Sequence[Any],
-    server: Sequence[Any],
-    aggregator: Any = None,
+    client: Sequence[object],
+    server: Sequence[object],
+    aggregator: object = None,
     *,
-    optim: Mapping[str, Any] = MappingProxyType({}),
-    steps: Any = None,
-    privacy: Mapping[str, Any] | None = None,
+    optim: Mapping[str, object] = MappingProxyType({}),
+    steps: object = None,
+    privacy: Mapping[str, object] | None = None,
 ) -> list[str]:
     """Return one line for each place: what is clipped there.
 
@@ -81,7 +81,7 @@ def _noised(client: Sequence[Any], privacy: Mapping[str, Any]) -> str:
     return said
 
 
-def _step(client: Sequence[Any], optim: Mapping[str, Any], steps: Any) -> str:
+def _step(client: Sequence[object], optim: Mapping[str, object], steps: object) -> str:
     if not client:
         return "nothing is clipped."
     rates = optim.get("lrate"), optim.get("w_decay", 0.0)
@@ -139,7 +139,7 @@ def _update(aggregator: Any, server: Sequence[Any]) -> str:
     )
 
 
-def _aggregate(server: Sequence[Any]) -> str:
+def _aggregate(server: Sequence[object]) -> str:
     if not server:
         return "nothing is clipped."
     found = analyse(server)

@@ -46,7 +46,7 @@ def registries() -> dict[str, Mapping[str, Any]]:
     }
 
 
-def build(kind: str, name: str, config: Mapping[str, Any]) -> Any:
+def build(kind: str, name: str, config: Mapping[str, object]) -> Any:
     """Return a plug-in of fedclip or declearn, made as declearn makes it from a file."""
     return registries()[kind][name](**config)
 

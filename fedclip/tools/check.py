@@ -24,7 +24,7 @@ import dataclasses
 import difflib
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +251,7 @@ def _records(check: Check) -> int | None:
         return None
 
 
-def _check_optim(check: Check, optim: dict[str, Any], run: Section, prefix: str) -> None:
+def _check_optim(check: Check, optim: Mapping[str, object], run: Section, prefix: str) -> None:
     known = [field.name for field in dataclasses.fields(FLOptimConfig)]
     before = len(check.problems)
     plugins: dict[str, list[Any]] = {}
@@ -359,7 +359,7 @@ def _check_updates(check: Check, optim: Section, setting: Setting, prefix: str) 
         )
 
 
-def _count(value: Any) -> int | None:
+def _count(value: object) -> int | None:
     """Return a number of rounds or clients; None if the value is not valid."""
     return value if type(value) is int and 0 < value < 2**63 else None
 

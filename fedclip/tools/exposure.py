@@ -125,7 +125,7 @@ def _central(module: Any, server: Sequence[Any], rounds: Any) -> Iterator[Found]
     yield from _absurd(spent, what, SERVER)
 
 
-def _chooses(sampler: Any) -> bool:
+def _chooses(sampler: object) -> bool:
     """Whether a client sampler, or one inside it, goes by what clients have sent."""
     match sampler:
         case {"strategy": "criterion"}:

@@ -117,7 +117,7 @@ def plan(
     return runs
 
 
-def _label(parsed: Sequence[tuple[str, Any]], values: Sequence[Any]) -> str:
+def _label(parsed: Sequence[tuple[str, Any]], values: Sequence[object]) -> str:
     """Return a name for the settings that a folder can have."""
     words = [
         f"{key.rpartition('.')[2]}={value if isinstance(value, str) else json.dumps(value)}"

@@ -75,7 +75,7 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
     return dict(zip(plain, tensors, strict=True))
 
 
-def _check_given(parameters: Iterable[Any], given: Sequence[Any]) -> None:
+def _check_given(parameters: Iterable[object], given: Sequence[object]) -> None:
     """Raise an error for what is neither pairs nor tensors."""
     if not given and iter(parameters) is parameters:
         raise ValueError(

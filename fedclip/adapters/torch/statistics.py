@@ -53,5 +53,5 @@ def load_state(clipper: Clipper | AGC, state: Mapping[str, Any] | None) -> None:
     clipper.set_state(dict(state))
 
 
-def _array(value: Any) -> Any:
+def _array(value: object) -> Any:
     return value.cpu().numpy() if isinstance(value, torch.Tensor) else value

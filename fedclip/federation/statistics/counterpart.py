@@ -81,7 +81,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
     guarantee = kinds.unchanged
     auxvar_cls = FedclipSharedState
 
-    def __init_subclass__(cls, register: bool = True, **kwargs: Any) -> None:
+    def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
         """Give the class its signature and its docstring."""
         super().__init_subclass__(register=register, **kwargs)
         summary, _, notes = (inspect.getdoc(cls) or "").partition("\n\n")
@@ -95,7 +95,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         )
 
     def __init__(
-        self, *, max_steps: int = MAX_STEPS, shared_name: str | None = None, **settings: Any
+        self, *, max_steps: int = MAX_STEPS, shared_name: str | None = None, **settings: object
     ) -> None:
         parameters.refuse_unknown(type(self), settings)
         self.max_steps = parameters.integer(1, max_steps=max_steps)
@@ -169,7 +169,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         """Return the shared state by group, as plain numbers, strings and lists."""
         return {"clipper": self.name, **self.shared_state.get_state(), "refused": self._refused}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, object]) -> None:
         """Take over a state that `get_state` of the same module returned.
 
         Raises

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fedclip.federation.update.aggregator import ClippedAveraging
@@ -25,13 +25,13 @@ Problem = tuple[str, str, str]
 
 
 def update_problems(
-    plugins: Mapping[str, Iterable[Any]],
-    aggregator: Any,
-    optim: Mapping[str, Any],
+    plugins: Mapping[str, Iterable[object]],
+    aggregator: object,
+    optim: Mapping[str, object],
     *,
-    rounds: Any = None,
-    clients: Any = None,
-    secagg: Mapping[str, Any] | None = None,
+    rounds: object = None,
+    clients: object = None,
+    secagg: Mapping[str, object] | None = None,
     named: bool = True,
 ) -> list[Problem]:
     """Return problems and notes about the clipping of round updates.
@@ -77,7 +77,9 @@ def update_problems(
     return found
 
 
-def _bounds(aggregator: ClippedAveraging, client: list[Any], server: list[Any]) -> list[Problem]:
+def _bounds(
+    aggregator: ClippedAveraging, client: Sequence[object], server: Sequence[object]
+) -> list[Problem]:
     if aggregator.max_norm is None and not client and not server:
         text = (
             "clipped-averaging has no bound: give it max_norm, or put update-clip-client into "
@@ -93,7 +95,9 @@ def _bounds(aggregator: ClippedAveraging, client: list[Any], server: list[Any]) 
     return []
 
 
-def _weights(shares: Shares, noise: bool, clients: Any, secure: bool, named: bool) -> list[Problem]:
+def _weights(
+    shares: Shares, noise: bool, clients: object, secure: bool, named: bool
+) -> list[Problem]:
     """Say what weights can not go with, what they reveal, and what one site may do."""
     if shares.kind == "equal":
         return []
@@ -142,8 +146,8 @@ def _noise(
     aggregator: ClippedAveraging,
     module: UpdateClipServer,
     changed: bool,
-    rounds: Any,
-    clients: Any,
+    rounds: object,
+    clients: object,
 ) -> list[Problem]:
     if module.budget is None:
         return []
