@@ -27,9 +27,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedclip import parameters
 from fedclip.errors import nearest
@@ -74,7 +75,7 @@ class Groups:
     labels: tuple[str, ...]
     members: tuple[tuple[int, ...], ...]
     excluded: frozenset[str] = frozenset()
-    index: np.ndarray[Any, np.dtype[np.intp]] = field(init=False, repr=False, compare=False)
+    index: NDArray[np.intp] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         index = np.zeros(len(self.names), dtype=np.intp)
@@ -91,12 +92,11 @@ class Groups:
         owners = {i: group for group, members in enumerate(self.members) for i in members}
         return [owners[i] for i in range(len(self.names))]
 
-    def sums(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def sums(self, values: Sequence[float]) -> NDArray[np.float64]:
         """Return, for each group, the sum of the values of its arrays."""
         weights = np.array(values, dtype=np.float64)
-        result: np.ndarray[Any, np.dtype[np.float64]]
-        result = np.bincount(self.index, weights=weights, minlength=len(self.labels))  # type: ignore[assignment]
-        return result
+        sums = np.bincount(self.index, weights=weights, minlength=len(self.labels))
+        return sums.astype(np.float64, copy=False)
 
 
 def check_scope(scope: object, *, limits: bool = False) -> Scope:

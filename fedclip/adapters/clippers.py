@@ -11,7 +11,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from fedclip.arrays import Array, Backend
 from fedclip.errors import nearest
-from fedclip.modules import AGC, Clipper, NormClip, by_name
+from fedclip.modules import by_name
+from fedclip.modules.agc import AGC
+from fedclip.modules.base import Clipper
+from fedclip.modules.norm_clip import NormClip
 
 Spec: TypeAlias = Clipper | AGC | float | str | tuple[str, Mapping[str, Any]]
 """A clipper, a fixed limit of the norm, or a name or (name, config) as in a configuration."""

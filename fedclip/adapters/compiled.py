@@ -11,8 +11,8 @@ import numpy as np
 
 from fedclip import states
 from fedclip.arrays import Array, Backend
-from fedclip.modules import AGC, Clipper
-from fedclip.modules.agc import weights_of
+from fedclip.modules.agc import AGC, weights_of
+from fedclip.modules.base import Clipper
 from fedclip.records import RoundRecord, StepRecord
 from fedclip.scopes import Groups
 from fedclip.transforms import Carried, Outcome, SliceClipping, Transform, carried
@@ -53,7 +53,7 @@ class ClipState(NamedTuple):
 
 def check_compilable(clipper: Clipper | AGC) -> None:
     """Raise an error for a clipper that compiled code can not follow."""
-    from fedclip.modules import OwnLimit
+    from fedclip.modules.own_limit import OwnLimit
 
     if isinstance(clipper, OwnLimit):
         raise NotImplementedError(

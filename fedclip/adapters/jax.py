@@ -23,8 +23,9 @@ from fedclip.adapters.compiled import ClipState, groups_of
 from fedclip.arrays import Array
 from fedclip.arrays.jax import JaxBackend
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
-from fedclip.dpsgd.step import private_mean
-from fedclip.modules import AGC, Clipper
+from fedclip.dpsgd.step import PrivateMean
+from fedclip.modules.agc import AGC
+from fedclip.modules.base import Clipper
 from fedclip.scopes import Groups, resolve
 from fedclip.transforms import Carried, NormClipping, SliceClipping, Transform, clip_on_device
 
@@ -342,7 +343,7 @@ def private_gradients(
     batch
         A pytree of arrays whose first axis is the records; there may be none.
     max_norm, noise_multiplier, expected_batch_size, **settings
-        Those of `fedclip.dpsgd.step.private_mean`; settings are ``mode`` and ``noise``.
+        Those of `fedclip.dpsgd.step.PrivateMean`; settings are ``mode`` and ``noise``.
     micro_batch
         How many records are in memory at once, at most.
 
@@ -369,7 +370,7 @@ def private_gradients(
 
     shapes = {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)}
     sizes = (max_norm, noise_multiplier, expected_batch_size)
-    found = private_mean(stacks(), shapes, *sizes, **settings)
+    found = PrivateMean(*sizes, **settings)(stacks(), shapes)
     pairs = zip(names, leaves, strict=True)
     return jax.tree.unflatten(tree, [jnp.asarray(found[n], like.dtype) for n, like in pairs])
 

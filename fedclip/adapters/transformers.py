@@ -23,7 +23,7 @@ from fedclip.adapters.clippers import Spec, clipper_of, hold, release
 from fedclip.adapters.torch import load_state
 from fedclip.adapters.torch.clip import clip_named
 from fedclip.adapters.torch.names import check_sharding, named
-from fedclip.modules import AGC
+from fedclip.modules.agc import AGC
 
 __all__ = ["ClipCallback", "attach"]
 

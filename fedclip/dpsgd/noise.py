@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedclip.privacy.noise import Normals, noised, secure_normals
 
 __all__ = ["IndependentNoise", "Noise", "Sums"]
 
-Sums = Mapping[str, "np.ndarray[Any, np.dtype[np.float64]]"]
+Sums = Mapping[str, NDArray[np.float64]]
 """Float64 arrays by name."""
 
 

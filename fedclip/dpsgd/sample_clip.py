@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from declearn.model.api import Vector
-from declearn.optimizer.modules import OptiModule
+from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.parameters import choice, integer, optional, parameter, positive, unit_interval
@@ -40,7 +40,7 @@ def _mode(mode: str | Sequence[str]) -> str | Sequence[str] | Mapping[str, float
     return check_scope(scope=mode)
 
 
-class SampleClip(Documented, OptiModule):  # type: ignore[type-arg]
+class SampleClip(Documented, OptiModule[AuxVar]):
     """Marks where DP-SGD clips records, and says how; for `fedclip.PrivateFederatedClient`.
 
     ::

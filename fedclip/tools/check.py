@@ -39,7 +39,7 @@ from fedclip.errors import nearest
 from fedclip.federation.quorum import unfit
 from fedclip.federation.senders import NamedClients
 from fedclip.federation.statistics.check import is_shared
-from fedclip.federation.update.check import update_problems
+from fedclip.federation.update.check import Known, update_problems
 from fedclip.privacy import places
 from fedclip.tools.adapting import steps_of, stuck
 from fedclip.tools.catalogue import is_ours
@@ -342,10 +342,12 @@ def _check_updates(check: Check, optim: Section, setting: Setting, prefix: str) 
         setting.plugins,
         setting.aggregator if ours else getattr(setting.aggregator, "name", None),
         optim,
-        rounds=_count(_section(check.config, "run").get("rounds")),
-        clients=setting.clients,
-        secagg=setting.secagg,
-        named=bool(prefix) or watched or (vetted and setting.secagg is None),
+        Known(
+            _count(_section(check.config, "run").get("rounds")),
+            setting.clients,
+            setting.secagg,
+            named=bool(prefix) or watched or (vetted and setting.secagg is None),
+        ),
     )
     for level, section, message in found:
         check.add("note" if level == "note" else "problem", f"[{prefix}{section}]", message)

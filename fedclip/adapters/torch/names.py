@@ -26,7 +26,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fedclip.adapters.clippers import unique
-from fedclip.modules import AGC, Clipper
+from fedclip.modules.agc import AGC
+from fedclip.modules.base import Clipper
 from fedclip.scopes import resolve
 
 __all__ = ["Parameters", "check_remembered", "check_sharding", "named"]

@@ -12,7 +12,8 @@ import torch
 from fedclip import states
 from fedclip.adapters.clippers import reset
 from fedclip.errors import FedclipWarning
-from fedclip.modules import AGC, Clipper
+from fedclip.modules.agc import AGC
+from fedclip.modules.base import Clipper
 
 __all__ = ["load_state", "state"]
 

@@ -61,7 +61,7 @@ def _told(fault: str, senders: Sequence[str]) -> str:
     return f"{fault} ({len(senders)}×{': ' if names else ''}{names})"
 
 
-class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
+class SharedServer(OptiModule[FedclipSharedState], register=False):
     """Counterpart of a shared clipper: merges the clients' counts, and sends the state back.
 
     ::
@@ -78,6 +78,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
 
     clipper: ClassVar[Any]
     """The clipper of this counterpart, a `fedclip.modules.sharing.SharedClipper`."""
+    __signature__: ClassVar[inspect.Signature]
     guarantee = kinds.unchanged
     auxvar_cls = FedclipSharedState
 
@@ -90,7 +91,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         own = inspect.signature(SharedServer.__init__).parameters
         chosen = [theirs[name] for name in cls.clipper.shared_settings()] + [own[n] for n in _OWN]
         keyword = inspect.Parameter.KEYWORD_ONLY
-        cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        cls.__signature__ = inspect.Signature(
             [parameter.replace(kind=keyword) for parameter in chosen]
         )
 
@@ -104,7 +105,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         # The clipper checks the parameters, and makes the rule.
         clipper = self.clipper(shared=True, shared_name=shared_name, **settings)
         self.shared_name = clipper.shared_name
-        self.aux_name = clipper.aux_name  # type: ignore[misc]
+        vars(self)["aux_name"] = clipper.aux_name
         self.settings: dict[str, Any] = clipper.sharing.settings
         self.shared_state = SharedState(clipper.sharing.rule.rule, self.max_steps)
         self._refused = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 from fedclip.federation.update.aggregator import ClippedAveraging
 from fedclip.federation.update.client import UpdateClipClient
@@ -24,22 +24,28 @@ Problem = tuple[str, str, str]
 """Level ("problem" or "note"), section, message."""
 
 
+class Known(NamedTuple):
+    """What is known of a run, beside its optimizers."""
+
+    rounds: object = None
+    """The largest number."""
+    clients: object = None
+    """The largest number in a round."""
+    secagg: Mapping[str, float] | None = None
+    named: bool = True
+    """Whether the server knows who sends which reply, and clients their names."""
+
+
 def update_problems(
     plugins: Mapping[str, Iterable[object]],
     aggregator: object,
     optim: Mapping[str, object],
-    *,
-    rounds: object = None,
-    clients: object = None,
-    secagg: Mapping[str, object] | None = None,
-    named: bool = True,
+    known: Known,
 ) -> list[Problem]:
     """Return problems and notes about the clipping of round updates.
 
     The `plugins` are those of the sections client_opt and server_opt. The `aggregator` is a name if
     it is not fedclip's, and None for declearn's default. `optim` is the section of the optimizers.
-    `rounds`, and `clients` in a round, are the largest numbers, if known. `named` says whether the
-    server knows who sends which reply, and clients their names.
     """
     found: list[Problem] = []
     client = [p for p in plugins.get(CLIENT, ()) if isinstance(p, UpdateClipClient)]
@@ -69,11 +75,13 @@ def update_problems(
         changed = next(iter(plugins[SERVER])) is not module or (
             isinstance(section, Mapping) and bool(section.get("regularizers"))
         )
-        found += _noise(aggregator, module, changed, rounds, clients)
+        found += _noise(aggregator, module, changed, known.rounds, known.clients)
     noise = any(module.budget is not None for module in server)
-    found += _weights(aggregator.shares, noise, clients, secagg is not None, named)
+    found += _weights(
+        aggregator.shares, noise, known.clients, known.secagg is not None, known.named
+    )
     limit = server[0].max_norm if server else aggregator.max_norm
-    found += _range(aggregator, limit, secagg)
+    found += _range(aggregator, limit, known.secagg)
     return found
 
 
@@ -216,7 +224,7 @@ def _search(module: UpdateClipServer) -> list[Problem]:
 
 
 def _range(
-    aggregator: ClippedAveraging, limit: float | None, secagg: Mapping[str, Any] | None
+    aggregator: ClippedAveraging, limit: float | None, secagg: Mapping[str, float] | None
 ) -> list[Problem]:
     """Compare the bound with the range of secure aggregation."""
     if limit is None:

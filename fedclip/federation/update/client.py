@@ -20,7 +20,7 @@ from fedclip.rules import FIXED, LEARNT
 from fedclip.states import check_count
 
 
-class UpdateClipClient(Versioned, OptiModule):  # type: ignore[type-arg]
+class UpdateClipClient(Versioned, OptiModule[UpdateClipVotes]):
     """Bring the bound of this round to `clipped-averaging`, and the vote back.
 
     ::

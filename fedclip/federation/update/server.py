@@ -22,7 +22,7 @@ from fedclip.federation.update.messages import (
 from fedclip.privacy import kinds
 
 
-class UpdateClipServer(AdaptiveBound, OptiModule):  # type: ignore[type-arg]
+class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
     """A bound of the clients' updates that follows a quantile of their norms; central noise.
 
     ::
