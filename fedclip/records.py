@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedclip.arrays import on_host
 from fedclip.errors import StateError
@@ -30,8 +31,8 @@ _GROUP_ROUNDS = 2
 _BUFFER = 256
 _LAZY_BUFFER = 4096
 
-Floats = np.ndarray[Any, np.dtype[np.float64]]
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 Basis = tuple[float, str, float]
 """Where limits come from: a `fedclip.rules.Basis`."""
 LEARNT: Basis = (math.inf, "", 0.0)
@@ -347,19 +348,19 @@ class Recorder:
         *,
         warm: float | Floats = 0.0,
         basis: Basis = LEARNT,
-        lazy: bool = False,
     ) -> None:
         """Note one step: one number for each label.
 
         `warm` says how far the warm-up was before the step, in the terms of the `basis`.
-        Numbers on a device are `lazy`: they stay there until somebody looks (or for thousands of
+        Numbers on a device stay there until somebody looks (or for thousands of
         steps), and may turn out to belong to a step that was not finite.
         """
         if labels != self._labels or basis is not self._basis:
             self._flush()
             self._labels, self._basis = labels, basis
         self._buffer.append((norms, limits, clipped, warm))
-        if len(self._buffer) >= (_LAZY_BUFFER if lazy else _BUFFER):
+        host = isinstance(norms, (float, np.ndarray))
+        if len(self._buffer) >= (_BUFFER if host else _LAZY_BUFFER):
             self._flush()
 
     def add_nonfinite(self) -> None:

@@ -12,8 +12,7 @@ import math
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 
@@ -56,15 +55,6 @@ _MOST_ABSENT = 1000
 _CHANGING = ("_absent", "_arrays", "_recorder", "_transform")
 
 
-class Preset(NamedTuple):
-    """Published defaults, as arguments of `fedclip.compat.translate`."""
-
-    peer: str
-    cls: str
-    config: Mapping[str, Any] = MappingProxyType({})
-    """Values for parameters without a published default."""
-
-
 class Clipper(Documented, OptiModule, register=False):
     """Base of fedclip's clippers: a subclass says in `build` which transform it is made of.
 
@@ -78,8 +68,6 @@ class Clipper(Documented, OptiModule, register=False):
     round: at most one gradient's size, and only what nobody holds any more.
     """
 
-    presets: ClassVar[Mapping[str, Preset]] = {}
-    """Names that `preset` knows, and where `fedclip.compat` has their defaults."""
     common_order: ClassVar[Sequence[str]] = (
         *("dims", "inverse_dims", "min_size"),
         *("include_current", "warmup", "warmup_norm", "warmup_factor", "max_norm", "on_spike"),
@@ -99,9 +87,9 @@ class Clipper(Documented, OptiModule, register=False):
     """Names, or patterns of names, of the tensors that are left alone."""
     on_nonfinite: str = parameter(choice, ("skip", "raise", "propagate"), default="skip")
     """What becomes of a gradient with NaN or infinity: it is set to zero and counted, it raises an
-    error, or it passes (see `fedclip.modules.Clipper`)."""
+    error, or it passes (see `fedclip.Clipper`)."""
     keep_memory: bool = parameter(boolean, default=True)
-    """Whether to keep the memory of an output for the next one (see `fedclip.modules.Clipper`)."""
+    """Whether to keep the memory of an output for the next one (see `fedclip.Clipper`)."""
 
     def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
         """Register the class with declearn: now, or as soon as declearn is imported."""
@@ -159,15 +147,16 @@ class Clipper(Documented, OptiModule, register=False):
         Parameters
         ----------
         name : str
-            One of the keys of `presets`.
+            One of those in `fedclip.compat.presets`.
         **config
             Parameters that replace the published ones.
         """
         # Imported here: hardly any program needs other packages' defaults.
         from fedclip.compat import translate
+        from fedclip.compat.presets import PRESETS
 
-        choice(tuple(cls.presets), preset=name)
-        return cls(**{**translate(*cls.presets[name])[2], **config})
+        known = PRESETS.get(cls.name, {})
+        return cls(**{**translate(*known[choice(tuple(known), preset=name)])[2], **config})
 
     def build(self) -> Transform:
         """Return the transform of the clipper, whose parameters are all set."""
@@ -180,7 +169,7 @@ class Clipper(Documented, OptiModule, register=False):
         """Return the clipped gradients; the very same object if nothing is clipped."""
         coefs = gradients.coefs
         outputs = self.clip(coefs)
-        return gradients if outputs is coefs else type(gradients)(outputs)  # type: ignore[arg-type]
+        return gradients if outputs is coefs else type(gradients)(dict(outputs))
 
     def on_round_start(self) -> None:
         """Begin the records of a new round; the statistics stay."""
@@ -297,7 +286,7 @@ class Clipper(Documented, OptiModule, register=False):
         self._state = self._moved(transform, gradient)
         gradient.kept = self._arrays
         outcome = gradient.clipped(transform, self._state, self.on_nonfinite)
-        self._note(transform, outcome, groups, lazy=not gradient.on_host)
+        self._note(transform, outcome, groups)
         return outcome.outputs, gradient.rest_after(outcome, self.on_nonfinite)
 
     def _moved(self, transform: Transform, gradient: Gradient) -> Any:
@@ -313,14 +302,12 @@ class Clipper(Documented, OptiModule, register=False):
         like, xp = gradient.arrays[0], gradient.xp
         return type(self._state)(*(xp.asarray(column, like=like) for column in self._state))
 
-    def _note(
-        self, transform: Transform, outcome: Outcome, groups: Groups, lazy: bool = False
-    ) -> None:
+    def _note(self, transform: Transform, outcome: Outcome, groups: Groups) -> None:
         basis = transform.basis
         warm = getattr(self._state, basis.field) if basis.field else 0.0
         _, self._state, norms, limits, clipped, _ = outcome
         self._last = (groups.labels, norms, limits, clipped)
-        self._recorder.add(groups.labels, norms, limits, clipped, warm=warm, basis=basis, lazy=lazy)
+        self._recorder.add(groups.labels, norms, limits, clipped, warm=warm, basis=basis)
         if self.on_record is not None:
             self._tell()
 

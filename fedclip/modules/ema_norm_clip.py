@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
-from fedclip.modules.base import Preset
-from fedclip.modules.common import ORD_VAR, MeasuredClipper
+from fedclip.modules.families import ORD_VAR, MeasuredClipper
 from fedclip.parameters import (
     at_least_one,
     boolean,
@@ -70,10 +66,9 @@ class EmaNormClip(MeasuredClipper):
     array([1.5])
     """
 
-    name: ClassVar[str] = "ema-norm-clip"
-    presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "ClipNormByEMA")}
+    name = "ema-norm-clip"
     guarantee = kinds.present_values
-    _rescale: ClassVar[bool] = False
+    _rescale = False
 
     decay: float = parameter(unit_interval, default=0.99, kw_only=False)
     """Weight of the past in the average, in (0, 1); 0.99 remembers some 100 steps."""

@@ -165,15 +165,6 @@ def choice(allowed: Sequence[str], **values: object) -> str:
     return value
 
 
-def raw_if_current(include_current: bool, feedback: str, seen_by: str = "statistics have") -> None:
-    """Raise a ValueError if a rule should learn a norm before clipping, but the clipped norm."""
-    if include_current and feedback != "raw":
-        raise ValueError(
-            f"include_current=True needs feedback='raw': a norm that the {seen_by} already seen "
-            f"can not be fed back clipped; got feedback={feedback!r}"
-        )
-
-
 def signature_of(cls: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters that a plug-in's constructor takes, by name."""
     # Look at `__init__`, not at `__new__`: a plug-in's `__new__` takes anything, to refuse typos.
@@ -277,6 +268,7 @@ class Configured:
     common_order: ClassVar[Sequence[str]] = ()
     """The order of the common ones, which follow."""
     _signature: ClassVar[inspect.Signature]
+    __signature__: ClassVar[inspect.Signature]
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Collect the parameters, of the bases too."""
@@ -298,7 +290,7 @@ class Configured:
         if cls.__init__ is not Configured.__init__:
             written = inspect.signature(cls.__init__).parameters
             shown = inspect.Signature([*written.values()][1:])
-        cls.__signature__ = shown  # type: ignore[attr-defined]
+        cls.__signature__ = shown
 
     def __new__(cls, *args: object, **config: object) -> Self:
         """Refuse unknown parameters, with the nearest name."""
