@@ -14,13 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import catalogue
 import pictures
 from website import table
 
 import fedclip  # noqa: F401  (registers the clippers)
 from fedclip.parameters import signature_of
 from fedclip.toml import toml_value
-from fedclip.tools.catalogue import catalogue
 
 DOCS = Path(__file__).parent
 PAGES = DOCS / "clippers"
@@ -157,7 +157,7 @@ def updated(page: str, kind: str, name: str) -> str:
 
 def listed(page: str, row: str) -> str:
     """Return a page with its list of clippers as it is now; `row` is the form of one line."""
-    rows = "".join(row.format(**entry) + "\n" for entry in catalogue())
+    rows = "".join(row.format(**entry) + "\n" for entry in catalogue.registered())
     first = re.escape(row.partition("{")[0])
     changed, count = re.subn(rf"(^{first}[\w-]+`\]\(.*\n)+", lambda _: rows, page, flags=re.M)
     if count != 1:
@@ -167,7 +167,8 @@ def listed(page: str, row: str) -> str:
 
 def main() -> None:
     """Rewrite all pages, and start those that are missing."""
-    entries: list[dict[str, Any]] = catalogue()
+    catalogue.write()
+    entries = catalogue.registered()
     for file, row in LISTS.items():
         file.write_text(listed(file.read_text(encoding="utf-8"), row), encoding="utf-8")
     for entry in entries:

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from catalogue import registered
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 from declearn.utils import access_registered
 
 import fedclip  # noqa: F401  (registers the clippers)
 from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.tools.catalogue import catalogue
 
 Series: TypeAlias = dict[str, list[float]]
 """The numbers of a picture, by what they are."""
@@ -293,7 +293,7 @@ OTHERS = {
 """The pictures of clippers that neither limit by norms nor serve those that do."""
 PICTURES = {
     name: OTHERS.get(name, SHARED if name.endswith("-server") else NORMS)
-    for name in (entry["name"] for entry in catalogue())
+    for name in (entry["name"] for entry in registered())
 }
 
 

@@ -11,12 +11,12 @@ Each name is imported when it is first used, so that a part can be imported alon
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from fedclip.errors import hint_at_imports, part_of
-from fedclip.modules import HOMES as CLIPPERS
 from fedclip.modules import by_name
 from fedclip.registration import enter, register_when_possible
 
@@ -35,32 +35,38 @@ if TYPE_CHECKING:
     from fedclip.federation.update.aggregator import ClippedAveraging as ClippedAveraging
     from fedclip.federation.update.client import UpdateClipClient as UpdateClipClient
     from fedclip.federation.update.server import UpdateClipServer as UpdateClipServer
-    from fedclip.modules import AGC as AGC
-    from fedclip.modules import AdaptiveClip as AdaptiveClip
-    from fedclip.modules import AutoClip as AutoClip
-    from fedclip.modules import Centralize as Centralize
-    from fedclip.modules import Clipper as Clipper
-    from fedclip.modules import EmaClip as EmaClip
-    from fedclip.modules import EmaNormalize as EmaNormalize
-    from fedclip.modules import EmaNormClip as EmaNormClip
-    from fedclip.modules import EmaValueClip as EmaValueClip
-    from fedclip.modules import GrowthClip as GrowthClip
-    from fedclip.modules import GrowthValueClip as GrowthValueClip
-    from fedclip.modules import MadClip as MadClip
-    from fedclip.modules import NoOp as NoOp
-    from fedclip.modules import Normalize as Normalize
-    from fedclip.modules import NormClip as NormClip
-    from fedclip.modules import OwnLimit as OwnLimit
-    from fedclip.modules import PercentileClip as PercentileClip
-    from fedclip.modules import PercentileNormClip as PercentileNormClip
-    from fedclip.modules import Standardize as Standardize
-    from fedclip.modules import ValueClip as ValueClip
-    from fedclip.modules import ZScoreClip as ZScoreClip
+    from fedclip.modules.adaptive_clip import AdaptiveClip as AdaptiveClip
+    from fedclip.modules.agc import AGC as AGC
+    from fedclip.modules.auto_clip import AutoClip as AutoClip
+    from fedclip.modules.base import Clipper as Clipper
+    from fedclip.modules.centralize import Centralize as Centralize
+    from fedclip.modules.ema_clip import EmaClip as EmaClip
+    from fedclip.modules.ema_norm_clip import EmaNormClip as EmaNormClip
+    from fedclip.modules.ema_normalize import EmaNormalize as EmaNormalize
+    from fedclip.modules.ema_value_clip import EmaValueClip as EmaValueClip
+    from fedclip.modules.growth_clip import GrowthClip as GrowthClip
+    from fedclip.modules.growth_value_clip import GrowthValueClip as GrowthValueClip
+    from fedclip.modules.mad_clip import MadClip as MadClip
+    from fedclip.modules.no_op import NoOp as NoOp
+    from fedclip.modules.norm_clip import NormClip as NormClip
+    from fedclip.modules.normalize import Normalize as Normalize
+    from fedclip.modules.own_limit import OwnLimit as OwnLimit
+    from fedclip.modules.percentile_clip import PercentileClip as PercentileClip
+    from fedclip.modules.percentile_norm_clip import PercentileNormClip as PercentileNormClip
+    from fedclip.modules.standardize import Standardize as Standardize
+    from fedclip.modules.value_clip import ValueClip as ValueClip
+    from fedclip.modules.zscore_clip import ZScoreClip as ZScoreClip
     from fedclip.records import RoundRecord as RoundRecord
     from fedclip.records import StepRecord as StepRecord
     from fedclip.toml import to_toml as to_toml
 
 __version__ = "0.1.0"
+
+_CLIPPERS = (
+    "AGC AdaptiveClip AutoClip Centralize EmaClip EmaNormClip EmaNormalize EmaValueClip "
+    "GrowthClip GrowthValueClip MadClip NoOp NormClip Normalize OwnLimit PercentileClip "
+    "PercentileNormClip Standardize ValueClip ZScoreClip"
+)
 
 # The module of each name. A test compares it with the imports above, which type checkers read.
 _HOMES = {
@@ -76,11 +82,15 @@ _HOMES = {
         "federation.update.aggregator": "ClippedAveraging",
         "federation.update.client": "UpdateClipClient",
         "federation.update.server": "UpdateClipServer",
-        "modules": " ".join(CLIPPERS),
+        "modules.base": "Clipper",
         "records": "RoundRecord StepRecord",
         "toml": "to_toml",
     }.items()
     for name in names.split()
+}
+_HOMES |= {
+    name: f"modules.{re.sub('(?<=[a-z])(?=[A-Z])', '_', name).lower()}"
+    for name in _CLIPPERS.split()
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

@@ -42,7 +42,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return the repr of a value, shortened; Python refuses to write an int of 5,000 digits."""
     try:
         text = repr(value)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedclip.arrays import on_host
 from fedclip.errors import StateError
@@ -30,8 +31,8 @@ _GROUP_ROUNDS = 2
 _BUFFER = 256
 _LAZY_BUFFER = 4096
 
-Floats = np.ndarray[Any, np.dtype[np.float64]]
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 Basis = tuple[float, str, float]
 """Where limits come from: a `fedclip.rules.Basis`."""
 LEARNT: Basis = (math.inf, "", 0.0)
@@ -54,9 +55,9 @@ class StepRecord:
     def __init__(
         self,
         groups: tuple[str, ...],
-        norms: Any = (),
-        limit: Any = (),
-        clipped: Any = (),
+        norms: object = (),
+        limit: object = (),
+        clipped: object = (),
         nonfinite: tuple[str, ...] = (),
     ) -> None:
         self.groups = groups
@@ -142,7 +143,7 @@ def _finite(numbers: Mapping[str, float | None], prefix: str) -> dict[str, float
     return {prefix + k: x for k, x in numbers.items() if x is not None and math.isfinite(x)}
 
 
-def _plain(numbers: Any) -> tuple[Any, ...]:
+def _plain(numbers: object) -> tuple[Any, ...]:
     return numbers if isinstance(numbers, tuple) else tuple(on_host(numbers).tolist())
 
 
@@ -347,19 +348,19 @@ class Recorder:
         *,
         warm: float | Floats = 0.0,
         basis: Basis = LEARNT,
-        lazy: bool = False,
     ) -> None:
         """Note one step: one number for each label.
 
         `warm` says how far the warm-up was before the step, in the terms of the `basis`.
-        Numbers on a device are `lazy`: they stay there until somebody looks (or for thousands of
+        Numbers on a device stay there until somebody looks (or for thousands of
         steps), and may turn out to belong to a step that was not finite.
         """
         if labels != self._labels or basis is not self._basis:
             self._flush()
             self._labels, self._basis = labels, basis
         self._buffer.append((norms, limits, clipped, warm))
-        if len(self._buffer) >= (_LAZY_BUFFER if lazy else _BUFFER):
+        host = isinstance(norms, (float, np.ndarray))
+        if len(self._buffer) >= (_BUFFER if host else _LAZY_BUFFER):
             self._flush()
 
     def add_nonfinite(self) -> None:
@@ -432,7 +433,7 @@ class Recorder:
                 del self._done[round_, group]
 
 
-def _table(column: Sequence[Any]) -> np.ndarray[Any, Any]:
+def _table(column: Sequence[object]) -> np.ndarray[Any, Any]:
     """Return numbers, or arrays of numbers, of some steps as an array of (steps, groups)."""
     if isinstance(column[0], (bool, float)):
         return np.array(column).reshape(-1, 1)
@@ -443,7 +444,7 @@ _INTS = ("round", "steps", "clipped", "nonfinite", "fixed", "learnt", "warmup")
 _FLOATS = ("norm_min", "norm_max", "limit", "limit_min", "limit_max")
 
 
-def read_rounds(state: Mapping[str, Any]) -> list[RoundRecord]:
+def read_rounds(state: Mapping[str, object]) -> list[RoundRecord]:
     """Return the round records in the state of any fedclip clipper; none in other states.
 
     Raises
@@ -457,7 +458,7 @@ def read_rounds(state: Mapping[str, Any]) -> list[RoundRecord]:
     return [_read(row) for row in rows]
 
 
-def _read(row: Any) -> RoundRecord:
+def _read(row: object) -> RoundRecord:
     if not isinstance(row, Mapping) or set(row) != set(RoundRecord.__dataclass_fields__):
         raise StateError(f"a record must have the fields of RoundRecord, got {row!r:.200}")
     for key in _INTS:
@@ -479,5 +480,5 @@ def _read(row: Any) -> RoundRecord:
     return RoundRecord(**{**row, "buckets": buckets, "counts": counts})
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -28,9 +28,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedclip import parameters
 from fedclip.errors import nearest
@@ -76,7 +77,7 @@ class Groups:
     labels: tuple[str, ...]
     members: tuple[tuple[int, ...], ...]
     excluded: frozenset[str] = frozenset()
-    index: np.ndarray[Any, np.dtype[np.intp]] = field(init=False, repr=False, compare=False)
+    index: NDArray[np.intp] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         index = np.zeros(len(self.names), dtype=np.intp)
@@ -93,15 +94,14 @@ class Groups:
         owners = {i: group for group, members in enumerate(self.members) for i in members}
         return [owners[i] for i in range(len(self.names))]
 
-    def sums(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def sums(self, values: Sequence[float]) -> NDArray[np.float64]:
         """Return, for each group, the sum of the values of its arrays."""
         weights = np.array(values, dtype=np.float64)
-        result: np.ndarray[Any, np.dtype[np.float64]]
-        result = np.bincount(self.index, weights=weights, minlength=len(self.labels))  # type: ignore[assignment]
-        return result
+        sums = np.bincount(self.index, weights=weights, minlength=len(self.labels))
+        return sums.astype(np.float64, copy=False)
 
 
-def check_scope(scope: Any, *, limits: bool = False) -> Scope:
+def check_scope(scope: object, *, limits: bool = False) -> Scope:
     """Return `scope` if it is well formed; `limits` allows a table {pattern = limit}."""
     allowed = "'global', 'tensor', 'layer' or a list of name patterns"
     if limits:
@@ -124,7 +124,7 @@ def in_table(table: Mapping[str, float], label: str, rest: float) -> float:
     return table.get(_WHOLE if label == repr(_WHOLE) else label, rest)
 
 
-def check_exclude(exclude: Any, parameter: str = "exclude") -> list[str] | None:
+def check_exclude(exclude: object, parameter: str = "exclude") -> list[str] | None:
     """Return `exclude`, or another parameter, as a list of patterns, or None."""
     if exclude is None:
         return None
@@ -139,7 +139,7 @@ def check_exclude(exclude: Any, parameter: str = "exclude") -> list[str] | None:
     return list(patterns)
 
 
-def _check_patterns(parameter: str, patterns: Sequence[Any], allowed: str) -> None:
+def _check_patterns(parameter: str, patterns: Sequence[object], allowed: str) -> None:
     if not patterns:
         raise ValueError(f"{parameter} must be {allowed}, got an empty one")
     for pattern in patterns:

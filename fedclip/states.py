@@ -55,7 +55,7 @@ def each(arrays: Mapping[str, Any], turned: Callable[[Any], Any]) -> Statistics:
     }
 
 
-def check_count(name: str, value: Any) -> int:
+def check_count(name: str, value: object) -> int:
     """Return a whole number of a state if it is one, and not below 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise StateError(f"{name!r} must be an int >= 0, got {value!r}")
@@ -76,7 +76,7 @@ def check_groups(groups: Any, one: Any) -> Statistics:
     return {str(label): dict(values) for label, values in groups.items()}
 
 
-def _check_number(label: Any, field: str, value: Any, shape: tuple[int, ...]) -> None:
+def _check_number(label: object, field: str, value: object, shape: tuple[int, ...]) -> None:
     count = field == "count"
     try:
         values = np.asarray(value) if isinstance(value, (int, float, list, tuple)) else None
@@ -93,7 +93,7 @@ def _check_number(label: Any, field: str, value: Any, shape: tuple[int, ...]) ->
         raise StateError(f"{field!r} of group {label!r} must be {what} >= 0, got {value!r:.200}")
 
 
-def check_arrays(arrays: Any, fields: Sequence[str]) -> Statistics:
+def check_arrays(arrays: object, fields: Sequence[str]) -> Statistics:
     """Return copies of arrays by tensor if each tensor has all the fields, finite."""
     if not isinstance(arrays, Mapping):
         raise StateError(f"'arrays' must be a dict, got {type(arrays).__name__}")

@@ -33,6 +33,7 @@ from declearn.utils.serialize import (
     msgpack_deserialize,
     msgpack_serialize,
 )
+from numpy.typing import NDArray
 
 from fedclip.errors import FedclipWarning
 from fedclip.privacy import Context, kinds
@@ -59,7 +60,9 @@ __all__ = [
     "to_vector",
 ]
 
-Arrays: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
+Host: TypeAlias = NDArray[Any]
+Arrays: TypeAlias = Mapping[str, Host]
+Gradient: TypeAlias = Vector[Any]
 Plugin: TypeAlias = Any
 """An `OptiModule` or a `Regularizer`."""
 Factory: TypeAlias = Callable[[], Plugin]
@@ -98,7 +101,7 @@ def _vector_class(framework: str) -> type[Vector[Any]]:
     return cls
 
 
-def _array(value: Any, framework: str, dtype: str | None) -> Any:
+def _array(value: object, framework: str, dtype: str | None) -> Any:
     value = np.asarray(value)
     dtype = dtype or str(value.dtype)
     if framework == "torch":
@@ -117,7 +120,7 @@ def _array(value: Any, framework: str, dtype: str | None) -> Any:
     return np.array(value, dtype=dtype)
 
 
-def to_vector(arrays: Arrays, framework: str = "numpy", dtype: str | None = None) -> Vector[Any]:
+def to_vector(arrays: Arrays, framework: str = "numpy", dtype: str | None = None) -> Gradient:
     """Return a declearn Vector of the framework, in the arrays' own dtypes or in `dtype`.
 
     All frameworks but NumPy have "bfloat16".
@@ -126,12 +129,12 @@ def to_vector(arrays: Arrays, framework: str = "numpy", dtype: str | None = None
     return cls({name: _array(value, framework, dtype) for name, value in arrays.items()})
 
 
-def to_numpy(gradients: Vector[Any]) -> dict[str, np.ndarray[Any, Any]]:
+def to_numpy(gradients: Gradient) -> dict[str, Host]:
     """Return the values of a Vector as NumPy arrays; bfloat16 as float32."""
     return {name: _as_numpy(value) for name, value in gradients.coefs.items()}
 
 
-def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
+def _as_numpy(value: object) -> Host:
     if _dtype(value) != "bfloat16":
         return np.asarray(value)
     # torch can not convert bfloat16 to NumPy; a 0-d tensor of TensorFlow needs `.numpy()`.
@@ -146,7 +149,7 @@ def _dtype(value: Any) -> str:
     return str(getattr(value.dtype, "name", value.dtype)).removeprefix("torch.")
 
 
-def gradient_stream(steps: int = 20, seed: int = 0) -> list[dict[str, np.ndarray[Any, Any]]]:
+def gradient_stream(steps: int = 20, seed: int = 0) -> list[dict[str, Host]]:
     """Return float64 gradients of norm about 1.6, with a spike of 16 at every sixth step."""
     rng = np.random.default_rng(seed)
     return [
@@ -158,13 +161,13 @@ def gradient_stream(steps: int = 20, seed: int = 0) -> list[dict[str, np.ndarray
     ]
 
 
-def _weights(framework: str, dtype: str | None = None) -> Vector[Any]:
+def _weights(framework: str, dtype: str | None = None) -> Gradient:
     rng = np.random.default_rng(12345)
     arrays = {name: np.asarray(rng.normal(0, 1, shape)) for name, shape in SHAPES.items()}
     return to_vector(arrays, framework, dtype)
 
 
-def apply(clipper: Plugin, gradients: Vector[Any], weights: Vector[Any] | None = None) -> Any:
+def apply(clipper: Plugin, gradients: Gradient, weights: Gradient | None = None) -> Any:
     """Return the output of the clipper; only regularizers use the weights."""
     if isinstance(clipper, Regularizer):
         return clipper.run(gradients, gradients if weights is None else weights)
@@ -173,12 +176,12 @@ def apply(clipper: Plugin, gradients: Vector[Any], weights: Vector[Any] | None =
 
 def _run(
     clipper: Plugin, steps: Sequence[Arrays], framework: str = "numpy", dtype: str | None = None
-) -> list[dict[str, np.ndarray[Any, Any]]]:
+) -> list[dict[str, Host]]:
     weights = _weights(framework, dtype)
     return [to_numpy(apply(clipper, to_vector(s, framework, dtype), weights)) for s in steps]
 
 
-def differences(gradients: Vector[Any], output: Vector[Any]) -> Iterator[tuple[str, str]]:
+def differences(gradients: Gradient, output: Gradient) -> Iterator[tuple[str, str]]:
     """Yield what an output must share with its gradient and does not, and what was seen."""
     if type(output) is not type(gradients) or list(output.coefs) != list(gradients.coefs):
         yield "same names", f"the output has other names, or is of another kind: {output!r:.100}"
@@ -512,14 +515,14 @@ def _changed(state: Any, path: tuple[Any, ...], *replacement: Any) -> Any:
     return copy
 
 
-def _serialised(value: Any) -> list[tuple[str, Any]]:
+def _serialised(value: object) -> list[tuple[str, Any]]:
     return [
         ("JSON", json_deserialize(json_serialize(value))),
         ("msgpack", msgpack_deserialize(msgpack_serialize(value))),
     ]
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     """Return whether two nested values are equal; a list equals a tuple."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
@@ -530,7 +533,7 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     """Return the number of values, without the records of rounds."""
     if isinstance(value, dict):
         return sum(_count(v) for key, v in value.items() if key != "rounds")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["to_toml", "toml_item", "toml_line", "toml_value", "value_of"]
 
 
-def toml_value(value: Any) -> str:
+def toml_value(value: object) -> str:
     """Return a value as TOML, tables inline; None becomes nan, which declearn reads as None.
 
     Examples
@@ -29,7 +29,7 @@ def toml_value(value: Any) -> str:
     return str(toml_item(value).as_string())
 
 
-def toml_item(value: Any) -> Any:
+def toml_item(value: object) -> Any:
     """Return a value as tomlkit has it; see `toml_value`."""
     if value is None:
         return tomlkit.item(float("nan"))
@@ -46,7 +46,7 @@ def toml_item(value: Any) -> Any:
     return tomlkit.item(value)
 
 
-def toml_line(kind: str, name: str, config: Mapping[str, Any]) -> str:
+def toml_line(kind: str, name: str, config: Mapping[str, object]) -> str:
     """Return the line that adds a plug-in to an optimizer's section, or an aggregator.
 
     Examples

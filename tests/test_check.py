@@ -124,6 +124,7 @@ def test_a_good_file_has_no_problem(problems: Messages) -> None:
         ("modules =", "module =", "unknown field 'module'; did you mean"),
         ('"averaging"', '"avraging"', "did you mean 'averaging'?"),
         ("batch_size = 8", "", "[run.training] batch_size is missing"),
+        ("[run.register]", "[run.fairness]", "[run.register] this section is missing: write in"),
         ('"websockets"', "1", "[network]"),
         ('["norm-clip"]', '["zscor-clip"]', "unknown module 'zscor-clip'; did you mean 'zscore-"),
         ('["norm-clip"]', '["xyzzy"]', "unknown module 'xyzzy'; `fedclip list` shows the names"),

@@ -88,6 +88,7 @@ def test_version() -> None:
     [
         (["--version"], 0, {"declearn", "torch", "numpy", "rich"}),
         (["--help"], 0, {"declearn", "torch", "numpy"}),
+        (["list"], 0, {"declearn", "torch", "numpy"}),
         (["report", "nowhere"], 2, {"declearn", "torch"}),
     ],
 )

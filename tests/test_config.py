@@ -17,7 +17,7 @@ from declearn.optimizer.modules import OptiModule
 from helpers import SPECIMENS, Specimen, apply, gradient, specimens
 
 from fedclip import Clipper, NormClip, ValueClip, ZScoreClip, to_toml
-from fedclip.modules.common import ExactClipper
+from fedclip.modules.families import ExactClipper
 from fedclip.parameters import integer, parameter, positive, signature_of
 from fedclip.parameters.docstring import docstring_of
 from fedclip.rules.constant import Constant

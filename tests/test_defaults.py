@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedclip
-from fedclip import Clipper, compat, modules
+from fedclip import compat
 from fedclip.arrays import backend_named
+from fedclip.compat.presets import PRESETS
+from fedclip.modules import by_name
 from fedclip.rules import state_of, updated
 from fedclip.rules.protection import Protection
 
@@ -188,18 +190,14 @@ def test_no_limit_is_fixed_by_default() -> None:
         assert getattr(clipper, "std_eps", 0.0) == clipper.eps == 0.0
 
 
-WITH_PRESETS = [
-    (cls, name)
-    for cls in vars(modules).values()
-    if isinstance(cls, type) and issubclass(cls, Clipper)
-    for name in cls.presets
-]
+WITH_PRESETS = [(clipper, name) for clipper, known in PRESETS.items() for name in known]
 
 
-@pytest.mark.parametrize(("cls", "name"), WITH_PRESETS)
-def test_a_preset_is_what_translate_prints(cls: Any, name: str) -> None:
-    kind, registered, config = compat.translate(*cls.presets[name])
-    assert (kind, registered) == ("module", cls.name)
+@pytest.mark.parametrize(("clipper", "name"), WITH_PRESETS)
+def test_a_preset_is_what_translate_prints(clipper: str, name: str) -> None:
+    kind, registered, config = compat.translate(*PRESETS[clipper][name])
+    cls: Any = by_name()[clipper]
+    assert (kind, registered) == ("module", clipper)
     assert cls.preset(name).get_config() == cls(**config).get_config()
     assert cls.preset(name, on_nonfinite="raise").on_nonfinite == "raise"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import json
 import re
 import shutil
 import sys
@@ -208,6 +209,13 @@ def test_page_of_a_clipper_is_its_docstring(entry: dict[str, Any]) -> None:
     current = pages_tool().updated(page, entry["kind"], entry["name"])
     assert page == current, "the docstring has changed; run: python docs/clippers.py"
     assert "To be written." not in page, "write the section 'When to use it'"
+
+
+def test_list_says_what_is_registered() -> None:
+    pages_tool()
+    registered: Any = sys.modules["catalogue"].registered()
+    current = json.loads(json.dumps(registered, default=str))
+    assert fedclip.tools.catalogue.catalogue() == current, "run: python docs/clippers.py"
 
 
 def test_each_picture_is_drawn_from_the_numbers_of_today() -> None:

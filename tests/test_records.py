@@ -32,7 +32,7 @@ from fedclip import (
     ValueClip,
     ZScoreClip,
 )
-from fedclip.modules import Clipper
+from fedclip.modules.base import Clipper
 from fedclip.records import Recorder, read_rounds
 from fedclip.testing import gradient_stream, to_vector
 

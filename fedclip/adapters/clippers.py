@@ -11,7 +11,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from fedclip.arrays import Array, Backend
 from fedclip.errors import nearest
-from fedclip.modules import AGC, Clipper, NormClip, by_name
+from fedclip.modules import by_name
+from fedclip.modules.agc import AGC
+from fedclip.modules.base import Clipper
+from fedclip.modules.norm_clip import NormClip
 
 Spec: TypeAlias = Clipper | AGC | float | str | tuple[str, Mapping[str, Any]]
 """A clipper, a fixed limit of the norm, or a name or (name, config) as in a configuration."""
@@ -30,7 +33,7 @@ def clipper_of(spec: Spec) -> Clipper | AGC:
     return check_clipper(spec)
 
 
-def check_clipper(given: Any) -> Clipper | AGC:
+def check_clipper(given: object) -> Clipper | AGC:
     """Return a clipper; raise a TypeError for what is none."""
     if isinstance(given, (Clipper, AGC)):
         return given

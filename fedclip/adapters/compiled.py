@@ -11,8 +11,8 @@ import numpy as np
 
 from fedclip import states
 from fedclip.arrays import Array, Backend
-from fedclip.modules import AGC, Clipper
-from fedclip.modules.agc import weights_of
+from fedclip.modules.agc import AGC, weights_of
+from fedclip.modules.base import Clipper
 from fedclip.records import RoundRecord, StepRecord
 from fedclip.scopes import Groups
 from fedclip.transforms import Carried, Outcome, SliceClipping, Transform, carried
@@ -53,7 +53,7 @@ class ClipState(NamedTuple):
 
 def check_compilable(clipper: Clipper | AGC) -> None:
     """Raise an error for a clipper that compiled code can not follow."""
-    from fedclip.modules import OwnLimit
+    from fedclip.modules.own_limit import OwnLimit
 
     if isinstance(clipper, OwnLimit):
         raise NotImplementedError(
@@ -93,7 +93,7 @@ def kind_of(clipper: Clipper | AGC, groups: Groups) -> Kind:
     return Kind(len(groups), type(first), tuple(np.size(c) for c in first), arrays)
 
 
-def check_state(state: Any, kind: Kind | None, name: str) -> None:
+def check_state(state: object, kind: Kind | None, name: str) -> None:
     """Raise a TypeError for what is no state of compiled code of the clipper of this name.
 
     A state of another number of groups raises a ValueError. Without a kind, nothing is known but
@@ -161,7 +161,7 @@ def first_state(
     return carried(clipper.transform(groups), tensors, groups, backend, first, kept)
 
 
-def parts(statistics: Any) -> Carried:
+def parts(statistics: object) -> Carried:
     """Return the numbers of the groups, and the arrays that are kept for each tensor, if any."""
     return statistics if isinstance(statistics, Carried) else Carried(statistics, {})
 
@@ -179,7 +179,7 @@ def after(state: ClipState, step: Outcome) -> ClipState:
     )
 
 
-def load(clipper: Clipper | AGC, statistics: Any, labels: Sequence[str]) -> None:
+def load(clipper: Clipper | AGC, statistics: object, labels: Sequence[str]) -> None:
     """Put the statistics of compiled code into a clipper; `agc` has none."""
     if isinstance(clipper, AGC):
         return

@@ -23,8 +23,9 @@ from fedclip.adapters.compiled import ClipState, groups_of
 from fedclip.arrays import Array
 from fedclip.arrays.jax import JaxBackend
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
-from fedclip.dpsgd.step import private_mean
-from fedclip.modules import AGC, Clipper
+from fedclip.dpsgd.step import PrivateMean
+from fedclip.modules.agc import AGC
+from fedclip.modules.base import Clipper
 from fedclip.scopes import Groups, resolve
 from fedclip.transforms import Carried, NormClipping, SliceClipping, Transform, clip_on_device
 
@@ -34,7 +35,7 @@ __all__ = ["ClipState", "as_optax", "load_state", "private_gradients", "stats"]
 def as_optax(
     clipper: Spec,
     *,
-    max_norm: Any = None,
+    max_norm: object = None,
     axis_name: str | Sequence[str] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the clipper as a gradient transformation.
@@ -114,7 +115,7 @@ def as_optax(
         updates: optax.Updates,
         state: ClipState | None,
         params: optax.Params | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[optax.Updates, ClipState | None]:
         leaves = _by_name(updates)
         groups = groups_of(clipper, leaves)
@@ -157,7 +158,7 @@ def _promoting(function: Callable[..., Any]) -> Any:
     """Return the function, which mixes ranks and dtypes though a session may forbid it."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             return function(*args, **kwargs)
 
@@ -177,7 +178,7 @@ def _limited(transform: Transform, clipper: Clipper | AGC, max_norm: Array) -> T
     raise TypeError(f"{clipper.name} has no single max_norm that could be replaced")
 
 
-def _is_float0(leaf: Any) -> bool:
+def _is_float0(leaf: object) -> bool:
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
@@ -203,7 +204,7 @@ def _like(leaf: Array, clipped: Array) -> Array:
 
 
 def stats(
-    clipper: Clipper | AGC, state: Any, params: optax.Params, prefix: str = ""
+    clipper: Clipper | AGC, state: object, params: optax.Params, prefix: str = ""
 ) -> dict[str, float]:
     """Return plain numbers for a logger: of the last step, and of all (``round/...``).
 
@@ -232,7 +233,7 @@ def stats(
     return compiled.of_state(*_labelled(clipper, state, params), prefix)
 
 
-def load_state(clipper: Clipper | AGC, state: Any, params: optax.Params) -> None:
+def load_state(clipper: Clipper | AGC, state: object, params: optax.Params) -> None:
     """Put the statistics of a transformation's state, or of a chain's, into a clipper.
 
     A federated client can then continue with what a notebook has learnt; ``get_state`` of the
@@ -248,7 +249,7 @@ def load_state(clipper: Clipper | AGC, state: Any, params: optax.Params) -> None
 
 
 def _labelled(
-    clipper: Clipper | AGC, state: Any, params: optax.Params
+    clipper: Clipper | AGC, state: object, params: optax.Params
 ) -> tuple[ClipState, tuple[str, ...]]:
     """Return the one `ClipState` in a state, and the labels of its groups."""
     leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ClipState))
@@ -266,17 +267,17 @@ def _labelled(
     return one, labels
 
 
-def _is_variable(node: Any) -> bool:
+def _is_variable(node: object) -> bool:
     """Whether this is a variable, in which NNX wraps an array at times."""
     return hasattr(node, "__jax_array__") and len(jax.tree.leaves(node)) == 1
 
 
-def _names(tree: Any) -> list[str]:
+def _names(tree: object) -> list[str]:
     paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]
     return unique(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
 
 
-def _parameters(clipper: Clipper | AGC, params: Any) -> dict[str, Any]:
+def _parameters(clipper: Clipper | AGC, params: object) -> dict[str, Any]:
     """Return the parameters by name; integers, which have gradients of float0, if excluded."""
     leaves = _by_name(params)
     excluded = groups_of(clipper, leaves).excluded if leaves else frozenset()
@@ -284,13 +285,13 @@ def _parameters(clipper: Clipper | AGC, params: Any) -> dict[str, Any]:
     return {name: leaf for name, leaf in leaves.items() if name in excluded or name in chosen}
 
 
-def _by_name(tree: Any) -> dict[str, Any]:
+def _by_name(tree: object) -> dict[str, Any]:
     """Return the leaves by name, without those of float0."""
     pairs = zip(_names(tree), jax.tree.leaves(tree), strict=True)
     return {name: _array(name, leaf) for name, leaf in pairs if not _is_float0(leaf)}
 
 
-def _array(name: str, leaf: Any) -> Any:
+def _array(name: str, leaf: object) -> Any:
     # What jax.eval_shape returns has shape and dtype alone; see `_shown`.
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
@@ -303,7 +304,7 @@ def _array(name: str, leaf: Any) -> Any:
         ) from error
 
 
-def _shown(leaf: Any) -> Any:
+def _shown(leaf: object) -> Any:
     """Return a leaf; for shape and dtype alone, zeros that take no memory."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
@@ -342,7 +343,7 @@ def private_gradients(
     batch
         A pytree of arrays whose first axis is the records; there may be none.
     max_norm, noise_multiplier, expected_batch_size, **settings
-        Those of `fedclip.dpsgd.step.private_mean`; settings are ``mode`` and ``noise``.
+        Those of `fedclip.dpsgd.step.PrivateMean`; settings are ``mode`` and ``noise``.
     micro_batch
         How many records are in memory at once, at most.
 
@@ -369,7 +370,7 @@ def private_gradients(
 
     shapes = {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)}
     sizes = (max_norm, noise_multiplier, expected_batch_size)
-    found = private_mean(stacks(), shapes, *sizes, **settings)
+    found = PrivateMean(*sizes, **settings)(stacks(), shapes)
     pairs = zip(names, leaves, strict=True)
     return jax.tree.unflatten(tree, [jnp.asarray(found[n], like.dtype) for n, like in pairs])
 

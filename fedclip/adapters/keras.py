@@ -8,7 +8,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 try:
     import keras
@@ -23,16 +23,21 @@ import numpy as np
 from fedclip.adapters import compiled
 from fedclip.adapters.clippers import Spec, clipper_of, unique
 from fedclip.adapters.variables import HeldClipper, Operations, Told
-from fedclip.arrays import backend_named
-from fedclip.modules import AGC, Clipper
+from fedclip.arrays import Array, backend_named
+from fedclip.modules.agc import AGC
+from fedclip.modules.base import Clipper
 from fedclip.transforms import clip_on_device
 
 __all__ = ["ClipHistory", "ClippedOptimizer"]
 
+Variable: TypeAlias = Array
+Optimizer: TypeAlias = Any
+"""Of Keras, which has no types."""
+
 _CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
-def _chain(optimizer: Any) -> list[Any]:
+def _chain(optimizer: Optimizer) -> list[Optimizer]:
     """Return an optimizer and those inside of it; the last is the one that steps."""
     found = [optimizer]
     while hasattr(found[-1], "inner_optimizer"):
@@ -40,7 +45,7 @@ def _chain(optimizer: Any) -> list[Any]:
     return found
 
 
-def _checked(optimizer: Any) -> Any:
+def _checked(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that steps, if it would be clipped, and not be clipped twice."""
     *outer, stepping = _chain(optimizer)
     if hasattr(stepping, "optimizers"):
@@ -67,13 +72,13 @@ def _checked(optimizer: Any) -> Any:
     return stepping
 
 
-def _check_options(stepping: Any) -> None:
+def _check_options(stepping: Optimizer) -> None:
     for option in _CLIPS:
         if getattr(stepping, option, None) is not None:
             raise ValueError(f"{option} of the inner optimizer would clip twice: leave it out")
 
 
-def _value(variable: Any) -> Any:
+def _value(variable: Variable) -> Array:
     """Return the value of a variable of Keras or TensorFlow as a tensor."""
     return keras.ops.stop_gradient(variable)
 
@@ -85,21 +90,21 @@ class _Hook:
     steps, and not for variables that they overwrite; `_apply` notes for which variables.
     """
 
-    def __init__(self, stepping: Any, clipper: Clipper | AGC) -> None:
+    def __init__(self, stepping: Optimizer, clipper: Clipper | AGC) -> None:
         self.stepping = stepping
         backend = backend_named(keras.backend.backend())
         self._float = backend.dtype(backend.asarray([0.0]))
         take = functools.partial(keras.ops.take, axis=-1)
         operations = Operations(self._make, _value, take, keras.ops.cast)
         self.held = HeldClipper(clipper, backend, operations)
-        self._names: dict[Any, str] = {}
+        self._names: dict[Variable, str] = {}
         # Strategies of TensorFlow run each replica in a thread.
         self._now = threading.local()
         self._apply, self._clip = stepping._backend_apply_gradients, stepping._clip_gradients
         stepping._backend_apply_gradients = self.apply
         stepping._clip_gradients = self.clip
 
-    def _make(self, values: np.ndarray[Any, Any], name: str) -> Any:
+    def _make(self, values: np.ndarray[Any, Any], name: str) -> Variable:
         kind = "int" if values.dtype.kind == "i" else self._float
         return self.stepping.add_variable(
             values.shape,
@@ -109,7 +114,7 @@ class _Hook:
             name=re.sub(r"\W", "_", f"{self.held.clipper.name}_{name}"),
         )
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[Variable]) -> None:
         """Make the variables of the clipper."""
         names = unique(getattr(v, "path", None) or v.name.removesuffix(":0") for v in variables)
         keys = map(self.stepping._var_key, variables)
@@ -119,7 +124,7 @@ class _Hook:
             {n: v for n, v in pairs if not getattr(v, "overwrite_with_gradient", False)}
         )
 
-    def apply(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    def apply(self, gradients: Sequence[Array], variables: Sequence[Variable]) -> None:
         """Note the variables, and let the optimizer step."""
         if any(self.stepping._var_key(v) not in self._names for v in variables):
             raise ValueError(
@@ -135,7 +140,7 @@ class _Hook:
                 "where Keras' optimizers clip: call it in _backend_apply_gradients"
             )
 
-    def clip(self, gradients: Sequence[Any]) -> Any:
+    def clip(self, gradients: Sequence[Array]) -> Array:
         """Return the clipped gradients."""
         variables, self._now.clipped = self._now.variables, True
         names = [self._names[self.stepping._var_key(v)] for v in variables]
@@ -144,7 +149,7 @@ class _Hook:
         clipped = self.held.clip(dict(zip(names, whole, strict=True)), weights)
         return self._clip([share(clipped[name]) for name in names])
 
-    def clip_alone(self, gradients: Sequence[Any]) -> list[Any]:
+    def clip_alone(self, gradients: Sequence[Array]) -> list[Array]:
         """Return gradients of all variables clipped, outside of a step.
 
         Before `build` they have no names but "0", "1", ...
@@ -165,7 +170,7 @@ class _Hook:
         return [*clip_on_device(transform, named, groups, backend, first, policy)[0].values()]
 
 
-def _tensors(gradients: Sequence[Any]) -> list[Any]:
+def _tensors(gradients: Sequence[Array]) -> list[Array]:
     """Return NumPy's arrays and JAX's sparse ones as tensors, and other gradients as they are."""
     return [
         keras.ops.convert_to_tensor(g, sparse=False)
@@ -175,7 +180,9 @@ def _tensors(gradients: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _of_all_replicas(gradients: Sequence[Any]) -> tuple[Sequence[Any], Callable[[Any], Any]]:
+def _of_all_replicas(
+    gradients: Sequence[Array],
+) -> tuple[Sequence[Array], Callable[[Array], Array]]:
     """Return the sums of the replicas' gradients, and how to get a replica's share of a sum.
 
     Keras adds the replicas' gradients up after the clip.
@@ -197,7 +204,7 @@ def _inner(option: str) -> Any:
     def get(self: Any) -> Any:
         return getattr(self.inner_optimizer, option)
 
-    def put(self: Any, value: Any) -> None:
+    def put(self: Any, value: object) -> None:
         # Keras' constructor sets defaults, before there is an inner optimizer.
         if "inner_optimizer" in vars(self):
             setattr(self.inner_optimizer, option, value)
@@ -208,7 +215,7 @@ def _inner(option: str) -> Any:
 def _none(option: str) -> Any:
     """Return a property that is None: the clipper clips."""
 
-    def put(self: Any, value: Any) -> None:
+    def put(self: Any, value: object) -> None:
         if value is not None:
             raise ValueError(
                 f"{option} of a ClippedOptimizer would clip nothing: put the limit into its clipper"
@@ -218,7 +225,7 @@ def _none(option: str) -> Any:
 
 
 @keras.saving.register_keras_serializable(package="fedclip")
-class ClippedOptimizer(Told, keras.optimizers.Optimizer):  # type: ignore[misc]
+class ClippedOptimizer(Told, keras.optimizers.Optimizer):
     """A Keras optimizer that clips where the inner one would, for ``model.compile``.
 
     ::
@@ -263,7 +270,7 @@ class ClippedOptimizer(Told, keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def __init__(
         self,
-        inner_optimizer: Any,
+        inner_optimizer: Optimizer,
         clipper: Spec,
         name: str = "clipped_optimizer",
     ) -> None:
@@ -278,7 +285,7 @@ class ClippedOptimizer(Told, keras.optimizers.Optimizer):  # type: ignore[misc]
         self.inner_optimizer = inner_optimizer
         self.built = False
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[Variable]) -> None:
         """Make the variables of the inner optimizer and of the clipper."""
         if self.built:
             return
@@ -288,24 +295,29 @@ class ClippedOptimizer(Told, keras.optimizers.Optimizer):  # type: ignore[misc]
         self.built = True
 
     @property
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[Variable]:
         """The variables of the inner optimizer, those of the clipper among them."""
         return [*self._variables, *self.inner_optimizer.variables]
 
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+    def apply(
+        self, grads: Sequence[Array], trainable_variables: Sequence[Variable] | None = None
+    ) -> None:
         """Let the inner optimizer step, with clipped gradients."""
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             self.build(trainable_variables)
         self.inner_optimizer.apply(grads, trainable_variables)
 
-    def _clip_gradients(self, grads: Sequence[Any]) -> list[Any]:
+    def _clip_gradients(self, grads: Sequence[Array]) -> list[Array]:
         # The inner optimizer's steps call the clipper; Keras' own method would clip nothing here.
         return self._hook.clip_alone(grads)
 
     def stateless_apply(
-        self, optimizer_variables: Sequence[Any], grads: Any, trainable_variables: Any
-    ) -> tuple[Any, list[Any]]:
+        self,
+        optimizer_variables: Sequence[Variable],
+        grads: Sequence[Array],
+        trainable_variables: Sequence[Variable],
+    ) -> tuple[list[Array], list[Array]]:
         """Return new weights and new variables, as Keras on JAX needs them."""
         own = len(self._variables)
         weights, inner = self.inner_optimizer.stateless_apply(
@@ -313,19 +325,19 @@ class ClippedOptimizer(Told, keras.optimizers.Optimizer):  # type: ignore[misc]
         )
         return weights, [*map(_value, optimizer_variables[:own]), *inner]
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: Array) -> Array:
         """Return the loss as the inner optimizer scales it."""
         return self.inner_optimizer.scale_loss(loss)
 
-    def finalize_variable_values(self, var_list: Any) -> None:
+    def finalize_variable_values(self, var_list: object) -> None:
         """Let the inner optimizer put its moving averages into the weights."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
-    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+    def exclude_from_weight_decay(self, var_list: object = None, var_names: object = None) -> None:
         """Exclude variables from the inner optimizer's weight decay."""
         self._hook.stepping.exclude_from_weight_decay(var_list, var_names)
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
+    def set_weights(self, weights: Sequence[Variable]) -> None:
         """Set all `variables`."""
         own = len(self._variables)
         super().set_weights(weights[:own])
@@ -340,7 +352,7 @@ class ClippedOptimizer(Told, keras.optimizers.Optimizer):  # type: ignore[misc]
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> ClippedOptimizer:
+    def from_config(cls, config: dict[str, Any], custom_objects: object = None) -> ClippedOptimizer:
         """Return the optimizer of a configuration."""
         inner = keras.saving.deserialize_keras_object(
             config["inner_optimizer"], custom_objects=custom_objects
@@ -368,7 +380,7 @@ for _option in _CLIPS:
     setattr(ClippedOptimizer, _option, _none(_option))
 
 
-class ClipHistory(keras.callbacks.Callback):  # type: ignore[misc]
+class ClipHistory(keras.callbacks.Callback):
     """Add norm, limit and counts to the logs after each epoch, and so to ``fit``'s history.
 
     ::
@@ -379,7 +391,7 @@ class ClipHistory(keras.callbacks.Callback):  # type: ignore[misc]
     The names are those of `ClippedOptimizer.stats`. Put it before callbacks that read them.
     """
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Add what the clipper did in the last step, and since the first."""
         for optimizer in _chain(self.model.optimizer):
             if isinstance(optimizer, ClippedOptimizer) and logs is not None:

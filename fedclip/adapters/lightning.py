@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -27,7 +27,7 @@ except ImportError:
         ) from error
 
 
-class ClipCallback(Callback):  # type: ignore[misc]
+class ClipCallback(Callback):
     """Clip before each optimizer step of a Lightning Trainer.
 
     ::
@@ -110,11 +110,11 @@ class ClipCallback(Callback):  # type: ignore[misc]
         for handle in self._handles:
             handle._release()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
         """Let go of the clippers."""
         self.teardown(trainer, pl_module, "fit")
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: object, pl_module: object) -> None:
         """Begin a round of the records."""
         for clipper in self.clippers:
             clipper.on_round_start()
@@ -144,6 +144,7 @@ class LightningClipping:
     """
 
     clipper: Spec | list[Spec]
+    configure_callbacks: Callable[..., Any]
     _clip_callback: ClipCallback | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -164,4 +165,4 @@ class LightningClipping:
                 callbacks.append(self._clip_callback)
             return callbacks
 
-        cls.configure_callbacks = configure_callbacks  # type: ignore[attr-defined]
+        cls.configure_callbacks = configure_callbacks

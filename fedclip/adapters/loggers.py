@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from fedclip.records import RoundRecord, StepRecord
 
 __all__ = ["log"]
 
 
-def log(record: StepRecord | RoundRecord | None, to: Any, step: int, prefix: str = "clip/") -> None:
+def log(
+    record: StepRecord | RoundRecord | None, to: object, step: int, prefix: str = "clip/"
+) -> None:
     """Send the numbers of a record's ``as_dict`` to a logger.
 
     Parameters

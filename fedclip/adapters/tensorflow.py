@@ -19,7 +19,8 @@ from fedclip.adapters.clippers import Spec, check_clipper, clipped, clipper_of, 
 from fedclip.adapters.keras import ClippedOptimizer
 from fedclip.adapters.variables import HeldClipper, Operations, Told
 from fedclip.arrays import Array, backend_named
-from fedclip.modules import AGC, Clipper
+from fedclip.modules.agc import AGC
+from fedclip.modules.base import Clipper
 
 __all__ = ["ClippedOptimizer", "CompiledClipper", "clip"]
 
@@ -74,7 +75,7 @@ def _by_name(pairs: Sequence[tuple[Array, Any]]) -> tuple[dict[str, Array], dict
     return gradients, {n: v for n, (_, v) in zip(names, pairs, strict=True)}
 
 
-class CompiledClipper(Told, tf.Module):  # type: ignore[misc]
+class CompiledClipper(Told, tf.Module):
     """A clipper whose statistics are TensorFlow variables, for use in a ``tf.function``.
 
     It is a `tf.Module`, so ``tf.train.Checkpoint`` saves and restores it.
@@ -103,7 +104,7 @@ class CompiledClipper(Told, tf.Module):  # type: ignore[misc]
         return _compiled[clipper]
 
     # What AutoGraph would rewrite branches on no tensor.
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def __call__(self, grads_and_vars: Iterable[tuple[Array, Any]]) -> list[tuple[Array, Any]]:
         """Clip (gradient, variable) pairs, and update the statistics."""
         pairs = list(grads_and_vars)

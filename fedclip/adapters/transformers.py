@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -22,7 +23,7 @@ from fedclip.adapters.clippers import Spec, clipper_of, hold, release
 from fedclip.adapters.torch import load_state
 from fedclip.adapters.torch.clip import clip_named
 from fedclip.adapters.torch.names import check_sharding, named
-from fedclip.modules import AGC
+from fedclip.modules.agc import AGC
 
 __all__ = ["ClipCallback", "attach"]
 
@@ -94,7 +95,9 @@ class ClipCallback(TrainerCallback, ExportableState):
         """Let go of the clipper, for another Trainer."""
         release(self.clipper, self)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(
+        self, args: object, state: object, control: object, **kwargs: object
+    ) -> None:
         """Begin a round of the records, unless the run is resumed within an epoch."""
         if not self._within:
             self.clipper.on_round_start()
@@ -151,7 +154,7 @@ class ClipCallback(TrainerCallback, ExportableState):
         return _each_array(self.clipper.get_state(), _to_text)
 
     @clipper_state.setter
-    def clipper_state(self, state: dict[str, Any]) -> None:
+    def clipper_state(self, state: Mapping[str, object]) -> None:
         load_state(self.clipper, _read(state))
 
 

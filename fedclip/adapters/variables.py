@@ -12,7 +12,8 @@ from fedclip import states
 from fedclip.adapters import compiled
 from fedclip.adapters.clippers import reset
 from fedclip.arrays import NUMPY, Array, Backend
-from fedclip.modules import AGC, Clipper
+from fedclip.modules.agc import AGC
+from fedclip.modules.base import Clipper
 from fedclip.records import StepRecord
 from fedclip.transforms import Carried, clip_on_device
 

@@ -31,7 +31,9 @@ PEERS: Peers = {
 """The classes of other packages, by package, and why some have no translation."""
 
 
-def translate(package: str, cls: str, config: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+def translate(
+    package: str, cls: str, config: Mapping[str, object]
+) -> tuple[str, str, dict[str, Any]]:
     """Return the clipper of fedclip that does the same as another package's.
 
     Parameters
@@ -74,7 +76,7 @@ def translate(package: str, cls: str, config: Mapping[str, Any]) -> tuple[str, s
     return found.kind, found.name, found.config
 
 
-def notes(package: str, cls: str, config: Mapping[str, Any]) -> list[str]:
+def notes(package: str, cls: str, config: Mapping[str, object]) -> list[str]:
     """Return how the translation differs from the original: one sentence for each difference.
 
     It takes the same arguments as `translate`, and raises the same errors.
@@ -105,7 +107,7 @@ def known() -> dict[str, list[str]]:
     }
 
 
-def _translation(package: str, cls: str, config: Mapping[str, Any]) -> Translation:
+def _translation(package: str, cls: str, config: Mapping[str, object]) -> Translation:
     if package not in PEERS:
         raise ValueError(unknown("there is no translation from", package, PEERS))
     if cls not in PEERS[package]:

@@ -83,14 +83,14 @@ def renamed(c: Given, names: str) -> Given:
 _KINDS = {"agc": "regularizer", "clipped-averaging": "aggregator"}
 
 
-def to(name: str, *notes: str | None, **config: Any) -> Translation:
+def to(name: str, *notes: str | None, **config: object) -> Translation:
     """Return the translation to a registered name and its parameters."""
     kind = _KINDS.get(name, "module")
     return Translation(kind, name, config, [note for note in notes if note])
 
 
 def checked(
-    package: str, cls: str, parameters: Mapping[str, Any], given: Mapping[str, Any]
+    package: str, cls: str, parameters: Mapping[str, object], given: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return the values of all parameters, those left out at their defaults.
 

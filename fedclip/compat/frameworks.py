@@ -11,7 +11,7 @@ from fedclip.compat.words import dims, order, word
 __all__ = ["PEERS"]
 
 
-def _optax_agc(clipping: Any, eps: Any = 1e-3, axis: Any = None) -> Translation:
+def _optax_agc(clipping: object, eps: object = 1e-3, axis: object = None) -> Translation:
     along = dims("axis", axis)
     note = "tensors without these axes are left alone, 0-d ones are one unit; optax raises on both"
     if along is None:
@@ -29,7 +29,7 @@ def _torch_norm(
     return to("norm-clip", max_norm=max_norm, ord=ord, eps=1e-6, **config)
 
 
-def _tf_by_norm(clip_norm: Any, axes: Any = None) -> Translation:
+def _tf_by_norm(clip_norm: object, axes: object = None) -> Translation:
     along = dims("axes", axes)
     note = "tensors without these axes are left alone; TensorFlow raises"
     if along is None:
@@ -62,7 +62,10 @@ def _lightning(gradient_clip_val: Any = None, gradient_clip_algorithm: Any = Non
 
 
 def _fabric(
-    clip_val: Any = None, max_norm: Any = None, norm_type: Any = 2.0, error_if_nonfinite: Any = True
+    clip_val: object = None,
+    max_norm: object = None,
+    norm_type: object = 2.0,
+    error_if_nonfinite: object = True,
 ) -> Translation:
     if (clip_val is None) == (max_norm is None):
         raise ValueError("clip_gradients of Fabric takes one of clip_val and max_norm")
@@ -74,7 +77,7 @@ def _fabric(
 _RECORDS = "it clips record by record, as sample-clip does in fedclip's DP-SGD (docs/dp-sgd.md)"
 
 
-def _norm_clip(max_norm: Any) -> Translation:
+def _norm_clip(max_norm: object) -> Translation:
     return to("norm-clip", max_norm=max_norm)
 
 

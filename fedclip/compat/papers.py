@@ -28,7 +28,7 @@ def _zclip(c: Given) -> Translation:
     )
 
 
-def _autoclip(clip_percentile: Any) -> Translation:
+def _autoclip(clip_percentile: object) -> Translation:
     return to(
         "percentile-norm-clip",
         "a gradient is not clipped while the percentile is 0; the paper's code erases it",

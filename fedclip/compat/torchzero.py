@@ -70,7 +70,7 @@ _MEASURES = {
 }
 
 
-def _measured(name: str, c: Given, **limits: Any) -> Translation:
+def _measured(name: str, c: Given, **limits: object) -> Translation:
     """Translate a class that measures along dims."""
     ord, spanned = order(c["ord"]), _spanned(c)
     notes = [_dims_note(c), _MEASURES.get(ord), _target_note(c)]
@@ -96,7 +96,7 @@ def _centralize(c: Given) -> Translation:
     return to("centralize", _dims_note(c), _target_note(c), **{"min_size": 1, **spanned})
 
 
-def _alone(**modules: Any) -> None:
+def _alone(**modules: object) -> None:
     for name, module in modules.items():
         if module is not None:
             raise ValueError(
@@ -117,7 +117,7 @@ def _by_ema(name: str, c: Given) -> Translation:
     )
 
 
-def _start(init: Any, ema_init: Any, first: float | str) -> Any:
+def _start(init: object, ema_init: object, first: float | str) -> Any:
     """Return the start of an average; `first` means the first update."""
     words = {"zeros": 0.0, "update": first}
     if ema_init is not None:

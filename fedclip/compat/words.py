@@ -12,13 +12,13 @@ from fedclip.errors import nearest, shown
 __all__ = ["at_least", "dims", "is_number", "made", "order", "parsed", "unknown", "word"]
 
 
-def unknown(what: str, given: object, allowed: Mapping[str, Any]) -> str:
+def unknown(what: str, given: object, allowed: Mapping[str, object]) -> str:
     """Return a sentence about what is not allowed, with the nearest that is."""
     hint = nearest(str(given), allowed) or f"; it must be one of {', '.join(allowed) or 'none'}"
     return f"{what} {given!r}{hint}"
 
 
-def word(parameter: str, given: Any, words: Mapping[str, Any] | str) -> Any:
+def word(parameter: str, given: object, words: Mapping[str, object] | str) -> Any:
     """Return our value for a word of the peer, or the word itself if we have the same `words`."""
     if isinstance(words, str):
         words = {word: word for word in words.split()}
@@ -42,7 +42,7 @@ def order(value: float | str) -> float | str:
     return int(number) if number.is_integer() else number
 
 
-def dims(parameter: str, value: Any) -> list[int] | None:
+def dims(parameter: str, value: object) -> list[int] | None:
     """Return dimensions, given as an int or as ints, as a list; None for None."""
     values = [value] if isinstance(value, int) else value
     if value is None:
@@ -52,7 +52,7 @@ def dims(parameter: str, value: Any) -> list[int] | None:
     return list(values)
 
 
-def at_least(low: int, **values: Any) -> None:
+def at_least(low: int, **values: object) -> None:
     """Raise an error for a value that is no whole number from `low` on."""
     for name, value in values.items():
         if type(value) is not int or value < low:
@@ -60,7 +60,7 @@ def at_least(low: int, **values: Any) -> None:
 
 
 def made(
-    parameter: str, value: Any, classes: Mapping[str, Mapping[str, Any]], hint: str
+    parameter: str, value: object, classes: Mapping[str, Mapping[str, object]], hint: str
 ) -> tuple[str, dict[str, Any]]:
     """Return the class, and what it was given, of an object that is the value of a parameter.
 
@@ -104,6 +104,6 @@ def _plain(node: ast.expr) -> Any:
         return text.rpartition(".")[2] if isinstance(node, ast.Attribute) else text
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether a value is a number, and not True or False."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from fedclip import parameters
 from fedclip.privacy.accounting import Cost, Release, account, noise_multiplier
@@ -124,7 +123,10 @@ class Calibration:
 
 
 def steps_of_a_round(
-    records: int, batches: Mapping[str, Any], n_epoch: int | None = None, n_steps: int | None = None
+    records: int,
+    batches: Mapping[str, object],
+    n_epoch: int | None = None,
+    n_steps: int | None = None,
 ) -> int | None:
     """Return how many steps a round has; None if neither epochs nor steps limit it."""
     size = parameters.integer(1, batch_size=batches["batch_size"])

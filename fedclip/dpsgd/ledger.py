@@ -130,7 +130,7 @@ def total(entries: Iterable[Entry]) -> Accountant:
     return accountant
 
 
-def fingerprint(dataset: Any, records: int) -> str:
+def fingerprint(dataset: object, records: int) -> str:
     """Return names and sizes of a declearn `Dataset`, and nothing that follows a record.
 
     That leaves out its own specifications: a single record can change types and classes.

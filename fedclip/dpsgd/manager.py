@@ -213,7 +213,7 @@ class PrivateTrainingManager(DPTrainingManager):
         # would tell how many records were drawn, and how long they are.
         return {"n_epoch": epochs, "n_steps": max(allowed, 1), "t_spent": 0.0}
 
-    def run_train_step(self, batches: Any) -> None:
+    def run_train_step(self, batches: object) -> None:
         """Take one step on a Poisson sample of the records, as `Records.take` returns them.
 
         Raises

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedclip.privacy.noise import Normals, noised, secure_normals
 
 __all__ = ["IndependentNoise", "Noise", "Sums"]
 
-Sums = Mapping[str, "np.ndarray[Any, np.dtype[np.float64]]"]
+Sums = Mapping[str, NDArray[np.float64]]
 """Float64 arrays by name."""
 
 
@@ -25,7 +26,7 @@ class Noise(Protocol):
     def get_state(self) -> dict[str, Any]:
         """Return what has to outlive a restart."""
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, object]) -> None:
         """Take over what `get_state` returned."""
 
 
@@ -49,5 +50,5 @@ class IndependentNoise:
         """Return nothing: no draw depends on another."""
         return {}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, object]) -> None:
         """Take over nothing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from declearn.dataset import Dataset, InMemoryDataset
@@ -22,7 +22,11 @@ __all__ = ["Batch", "Records", "first_records"]
 _TRIED = 16
 
 
-class Batch(tuple[Any, ...]):
+Data: TypeAlias = Any
+"""A dataset, or what it holds: arrays of whatever library, lists, or tables."""
+
+
+class Batch(tuple[Data, ...]):
     """Inputs, targets and weights (or None), as declearn has them, and whose they are."""
 
     positions: Sequence[int] = ()
@@ -52,8 +56,8 @@ class Records:
         another kind raises while it is read.
     """
 
-    def __init__(self, dataset: Dataset, like: Any = None) -> None:
-        self._alone: Any
+    def __init__(self, dataset: Dataset, like: object = None) -> None:
+        self._alone: Data
         if isinstance(dataset, InMemoryDataset):
             self._alone = _MemoryRecords(dataset, like)
         elif hasattr(dataset, "collate_to_batch"):
@@ -85,7 +89,7 @@ class Records:
         """
         if getattr(self._alone, "plain", False) and len(positions):
             return [_batch(self._alone.rows(positions), positions)]
-        alike: dict[Any, list[tuple[int, Any]]] = {}
+        alike: dict[Any, list[tuple[int, Data]]] = {}
         for position in map(int, positions):
 
             def work(start: int, stop: int) -> None:
@@ -106,7 +110,7 @@ class Records:
         return batches
 
 
-def first_records(dataset: Any) -> list[Any]:
+def first_records(dataset: Data) -> list[Data]:
     """Return up to three batches of one record each.
 
     Raises
@@ -121,7 +125,7 @@ def first_records(dataset: Any) -> list[Any]:
     return [*islice(dataset.generate_batches(batch_size=1), 3)]
 
 
-def _batch(parts: Any, positions: Sequence[int]) -> Batch:
+def _batch(parts: Data, positions: Sequence[int]) -> Batch:
     batch = Batch(parts)
     batch.positions = positions
     return batch
@@ -130,7 +134,7 @@ def _batch(parts: Any, positions: Sequence[int]) -> Batch:
 class _MemoryRecords:
     """The records of arrays in memory; `plain` where none can raise."""
 
-    def __init__(self, dataset: InMemoryDataset, like: Any) -> None:
+    def __init__(self, dataset: InMemoryDataset, like: Data) -> None:
         self._data = (dataset.feats, dataset.target, dataset.weights)
         self._dtypes = [getattr(one, "dtype", None) for one in like or (None,) * 3]
         # Weights need not be in both, and are numbers.
@@ -140,10 +144,10 @@ class _MemoryRecords:
     def __len__(self) -> int:
         return int(self._data[0].shape[0])
 
-    def __getitem__(self, position: int) -> Any:
+    def __getitem__(self, position: int) -> Data:
         return self.rows([position])
 
-    def rows(self, positions: Any) -> tuple[Any, ...]:
+    def rows(self, positions: object) -> tuple[Data, ...]:
         parts = (_rows(part, positions) for part in self._data)
         return tuple(map(_brought, parts, self._dtypes))
 
@@ -151,7 +155,7 @@ class _MemoryRecords:
 class _TorchRecords:
     """The records of a torch dataset, each made a batch of its own."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Data) -> None:
         if not hasattr(dataset.dataset, "__len__"):
             raise TypeError(
                 f"{type(dataset.dataset).__name__} has no length, and records are drawn by "
@@ -162,7 +166,7 @@ class _TorchRecords:
     def __len__(self) -> int:
         return len(self._dataset.dataset)
 
-    def __getitem__(self, position: int) -> Any:
+    def __getitem__(self, position: int) -> Data:
         record = self._dataset.collate_to_batch([self._dataset.dataset[position]])
         for leaf in _leaves(record):
             if tuple(leaf.shape[:1]) != (1,):
@@ -173,13 +177,13 @@ class _TorchRecords:
         return record
 
 
-def _leaves(data: Any) -> list[Any]:
+def _leaves(data: object) -> list[Data]:
     if isinstance(data, (list, tuple)):
         return [leaf for one in data for leaf in _leaves(one)]
     return [] if data is None else [data]
 
 
-def _kind(data: Any) -> Any:
+def _kind(data: Data) -> Any:
     if isinstance(data, (list, tuple)):
         return (type(data), *map(_kind, data))
     if data is None:
@@ -188,7 +192,7 @@ def _kind(data: Any) -> Any:
     return (type(data), tuple(data.shape), *known)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _joined(parts: Sequence[Data]) -> Data:
     first = parts[0]
     if first is None:
         return None
@@ -204,13 +208,13 @@ def _joined(parts: Sequence[Any]) -> Any:
     return whole
 
 
-def _rows(data: Any, positions: Any) -> Any:
+def _rows(data: Data, positions: object) -> Data:
     if data is None:
         return None
     return data.iloc[positions].to_numpy() if hasattr(data, "iloc") else data[positions]
 
 
-def _plain(data: Any, dtype: Any) -> bool:
+def _plain(data: Data, dtype: object) -> bool:
     """Whether no row can fail to be brought to a dtype, whatever it holds."""
     if data is None:
         return True
@@ -222,7 +226,7 @@ def _plain(data: Any, dtype: Any) -> bool:
     )
 
 
-def _brought(rows: Any, dtype: Any) -> Any:
+def _brought(rows: Data, dtype: object) -> Data:
     """Return rows in a dtype of NumPy's that holds numbers, if it is one."""
     if rows is None or not isinstance(dtype, np.dtype) or dtype.kind not in "biufc":
         return rows

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from declearn.model.api import Vector
-from declearn.optimizer.modules import OptiModule
+from declearn.optimizer.modules import AuxVar, OptiModule
 
-from fedclip import parameters
 from fedclip.dpsgd.clipping import MODES, SampleClipping
+from fedclip.parameters import choice, integer, optional, parameter, positive, unit_interval
+from fedclip.parameters.docstring import Documented
 from fedclip.privacy import Context, Map, analyse
 from fedclip.privacy.maps import Shapes
 from fedclip.scopes import check_scope
@@ -31,7 +32,15 @@ def unfit(before: Sequence[OptiModule[Any]], shapes: Shapes | None = None) -> st
     return ""
 
 
-class SampleClip(parameters.Configured, OptiModule):  # type: ignore[type-arg]
+def _mode(mode: str | Sequence[str]) -> str | Sequence[str] | Mapping[str, float]:
+    if isinstance(mode, str):
+        return choice(MODES, mode=mode)
+    if isinstance(mode, Mapping):
+        raise TypeError(f"mode must be one of {MODES} or a list of patterns, got {mode!r}")
+    return check_scope(scope=mode)
+
+
+class SampleClip(Documented, OptiModule[AuxVar]):
     """Marks where DP-SGD clips records, and says how; for `fedclip.PrivateFederatedClient`.
 
     ::
@@ -43,25 +52,6 @@ class SampleClip(parameters.Configured, OptiModule):  # type: ignore[type-arg]
                 g *= factor(norm(g))                       (fedclip.dpsgd.clipping)
             grads = (sum of g + noise) / expected batch size
             apply what stands after sample-clip to grads
-
-    Parameters
-    ----------
-    max_norm : float or None, default=None
-        Bound C on the norm of a record's gradient, > 0; the start of the bound if
-        ``mode="adaptive"``. None: the server's ``sclip_norm``; another number than the server's
-        is refused.
-    mode : {"flat", "tensor", "layer", "automatic", "adaptive"} or list of patterns, default="flat"
-        How records are clipped: one norm over all tensors, or one for each group, whose bounds
-        are C / √k; "automatic" and "adaptive" divide the update by C, so that the learning rate
-        need not follow it.
-    micro_batch : int, default=128
-        How many records are in memory at once, >= 1; fewer, if their gradients are large.
-    gamma : float, default=0.01
-        Stability constant of "automatic", > 0, in the units of the gradient.
-    quantile : float, default=0.5
-        Fraction of the records that the adaptive bound leaves alone, in (0, 1).
-    rate : float, default=0.2
-        Size of the adaptive bound's steps, in logarithms, > 0.
 
     Raises
     ------
@@ -90,30 +80,30 @@ class SampleClip(parameters.Configured, OptiModule):  # type: ignore[type-arg]
 
     name: ClassVar[str] = "sample-clip"
 
-    def __init__(
-        self,
-        max_norm: float | None = None,
-        mode: str | Sequence[str] = "flat",
-        *,
-        micro_batch: int = 128,
-        gamma: float = 0.01,
-        quantile: float = 0.5,
-        rate: float = 0.2,
-    ) -> None:
-        self.max_norm = parameters.optional(parameters.positive, max_norm=max_norm)
-        self.mode = mode
-        if isinstance(mode, str):
-            parameters.choice(MODES, mode=mode)
-        elif isinstance(mode, Mapping):
-            raise TypeError(f"mode must be one of {MODES} or a list of patterns, got {mode!r}")
-        else:
-            self.mode = check_scope(scope=mode)  # type: ignore[assignment]
-        self.micro_batch = parameters.integer(1, micro_batch=micro_batch)
-        self.gamma = parameters.positive(gamma=gamma)
-        self.quantile = parameters.unit_interval(quantile=quantile)
-        self.rate = parameters.positive(rate=rate)
-        self.bound: float | None = None
-        """The adaptive bound, once there was a step."""
+    max_norm: float | None = parameter(positive, default=None, kw_only=False)
+    """Bound C on the norm of a record's gradient, > 0; the start of the bound if
+    ``mode="adaptive"``. None: the server's ``sclip_norm``; another number than the server's is
+    refused."""
+    mode: str | Sequence[str] = parameter(
+        _mode,
+        default="flat",
+        kw_only=False,
+        kind='{"flat", "tensor", "layer", "automatic", "adaptive"} or list of patterns',
+    )
+    """How records are clipped: one norm over all tensors, or one for each group, whose bounds are
+    C / √k; "automatic" and "adaptive" divide the update by C, so that the learning rate need not
+    follow it."""
+    micro_batch: int = parameter(integer, 1, default=128)
+    """How many records are in memory at once, >= 1; fewer, if their gradients are large."""
+    gamma: float = parameter(positive, default=0.01)
+    """Stability constant of "automatic", > 0, in the units of the gradient."""
+    quantile: float = parameter(unit_interval, default=0.5)
+    """Fraction of the records that the adaptive bound leaves alone, in (0, 1)."""
+    rate: float = parameter(positive, default=0.2)
+    """Size of the adaptive bound's steps, in logarithms, > 0."""
+
+    bound: float | None = None
+    """The adaptive bound, once there was a step."""
 
     @property
     def clipping(self) -> SampleClipping:
@@ -160,7 +150,7 @@ class SampleClip(parameters.Configured, OptiModule):  # type: ignore[type-arg]
         """Return the adaptive bound."""
         return {"bound": self.bound}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, object]) -> None:
         """Take over the adaptive bound.
 
         Raises
@@ -170,4 +160,4 @@ class SampleClip(parameters.Configured, OptiModule):  # type: ignore[type-arg]
         """
         if "bound" not in state:
             raise KeyError(f"the state of sample-clip lacks 'bound'; it has {sorted(state)}")
-        self.bound = parameters.optional(parameters.positive, bound=state["bound"])
+        self.bound = optional(positive, bound=state["bound"])

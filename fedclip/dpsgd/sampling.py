@@ -6,19 +6,20 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedclip import parameters
 
 __all__ = ["Bits", "PoissonSampler", "secure_bits"]
 
-Bits: TypeAlias = Callable[[int], "np.ndarray[Any, np.dtype[np.uint64]]"]
+Bits: TypeAlias = Callable[[int], NDArray[np.uint64]]
 """A function that returns so many words of 64 random bits."""
 
 
-def secure_bits(size: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def secure_bits(size: int) -> NDArray[np.uint64]:
     """Return so many words of 64 random bits from the operating system."""
     return np.frombuffer(os.urandom(8 * size), dtype=np.uint64)
 
@@ -56,7 +57,7 @@ class PoissonSampler:
         self.rate = self.expected / self.records
         self._bits = bits
 
-    def draw(self) -> np.ndarray[Any, np.dtype[np.intp]]:
+    def draw(self) -> NDArray[np.intp]:
         """Return the positions of the records of one batch, in order; there may be none."""
         if self.rate == 1.0:
             return np.arange(self.records)

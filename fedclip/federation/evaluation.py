@@ -112,7 +112,7 @@ def _state_fault(state: Any, like: MetricState) -> str:
     return "" if fixed or len(shapes) < 2 else "has arrays of different lengths"
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.number)):
         return f"is no number, but {_brief(value)}"
     return "" if abs(float(value)) <= _LARGEST else f"is {float(value)!r}"

@@ -96,7 +96,7 @@ def _who(name: str | None) -> str:
 class _Handler(MessagesHandler):
     """declearn's handler, which takes no message that nobody has asked for."""
 
-    async def handle_message(self, bin_msg: bytes, context: Any) -> Any:
+    async def handle_message(self, bin_msg: bytes, context: object) -> Any:
         """Return the answer to what a client, or a stranger, has sent."""
         reply = await super().handle_message(bin_msg, context)
         if isinstance(reply, Reject) and reply.flag == flags.INVALID_MESSAGE:
@@ -104,7 +104,7 @@ class _Handler(MessagesHandler):
             _LOGGER.warning("%s sent what is no message", who)
         return reply
 
-    async def _handle_join_request(self, message: Join, context: Any) -> Any:
+    async def _handle_join_request(self, message: Join, context: object) -> Any:
         name: Any = message.name
         sound = isinstance(name, str) and name.isprintable() and not {"/", "\\"} & set(name)
         message.version = plain(message.version, 60)

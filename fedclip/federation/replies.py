@@ -63,7 +63,7 @@ def expected() -> Mapping[str, Expected]:
 
 
 def note(
-    reply: Any, senders: dict[str, list[Sender]], blank: Callable[[], Any] | None = None
+    reply: object, senders: dict[str, list[Sender]], blank: Callable[[], Any] | None = None
 ) -> None:
     """Note, for each key, the senders in the order in which replies are added up.
 

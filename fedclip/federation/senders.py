@@ -171,7 +171,7 @@ class NamedClients(ClientSampler):
                     kept[key] = awaited[key].abstention()
             reply.aux_var = kept
 
-    def _receives(self, key: Any, message: Any, votes: int, clients: int) -> bool:
+    def _receives(self, key: object, message: object, votes: int, clients: int) -> bool:
         if not isinstance(key, str) or not isinstance(message, AuxVar):
             return False
         if isinstance(message, (FromServer, UpdateClipVotes, FedclipSharedCounts)):

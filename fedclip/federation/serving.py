@@ -28,7 +28,7 @@ def watchful(network: NetworkServerConfig) -> NetworkServerConfig:
 def guarded(
     network: NetworkServerConfig,
     optim: FLOptimConfig,
-    sampler: Mapping[str, Any] | ClientSampler | None = None,
+    sampler: Mapping[str, object] | ClientSampler | None = None,
 ) -> dict[str, Any]:
     """Return a network and a sampler for `FederatedServer`, in place of the given ones.
 

@@ -40,7 +40,7 @@ class FromServer(AuxVar, register=False):
         return {**self.rest, **known}
 
     @classmethod
-    def from_dict(cls, data: Any) -> Self:
+    def from_dict(cls, data: object) -> Self:
         """Make a message from anything that came over the wire."""
         found = dict(data) if isinstance(data, Mapping) else {}
         result = cls(**{f.name: found.pop(f.name, None) for f in fields(cls) if f.init})

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from importlib import metadata
-from typing import Any, Self
+from typing import Self
 
 from fedclip import parameters
 
@@ -24,7 +24,7 @@ def other(theirs: object) -> str:
 class Versioned(parameters.Configured):
     """Base of plug-ins that a server sets up for its clients, with its own version of fedclip."""
 
-    def __new__(cls, *args: Any, **config: Any) -> Self:
+    def __new__(cls, *args: object, **config: object) -> Self:
         """Refuse unknown parameters, and say whose they may be."""
         try:
             return super().__new__(cls, *args, **config)

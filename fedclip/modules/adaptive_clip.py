@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar
 
-from fedclip.modules.base import Preset
 from fedclip.modules.sharing import SharedClipper
 from fedclip.parameters import (
     at_least_one,
@@ -69,23 +66,10 @@ class AdaptiveClip(SharedClipper):
     True
     """
 
-    name: ClassVar[str] = "adaptive-clip"
+    name = "adaptive-clip"
     guarantee = kinds.learnt_limit
-    presets: ClassVar[Mapping[str, Preset]] = {
-        "opacus": Preset(
-            "opacus",
-            "AdaClipDPOptimizer",
-            {
-                "clipbound_learning_rate": 0.2,
-                "target_unclipped_quantile": 0.5,
-                "initial": 0.1,
-                "min_clipbound": 1e-6,
-                "max_clipbound": None,
-            },
-        )
-    }
-    apart: ClassVar[tuple[str, ...]] = ("warmup_factor",)
-    agreed: ClassVar[tuple[str, ...]] = ("max_norm", *SharedClipper.agreed)
+    apart = ("warmup_factor",)
+    agreed = ("max_norm", *SharedClipper.agreed)
 
     quantile: float = parameter(unit_interval, default=0.5, kw_only=False)
     """Target for the fraction of the norms that are at most the limit, in (0, 1)."""

@@ -6,14 +6,14 @@ from __future__ import annotations
 import glob
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedclip.arrays import NUMPY, Arithmetic, Array, Backend, NumpyBackend, backend_of
 from fedclip.errors import FedclipWarning
 from fedclip.modules.base import Clipper
-from fedclip.modules.common import as_tuple
+from fedclip.modules.families import as_tuple
 from fedclip.parameters import boolean, choice, non_negative, parameter, positive
 from fedclip.parameters.docstring import Documented
 from fedclip.privacy import kinds
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from declearn.model.api import Vector
 
 
-def _check_axis(axis: Any) -> int:
+def _check_axis(axis: object) -> int:
     """Return `axis` if it is an int."""
     if isinstance(axis, bool) or not isinstance(axis, int):
         raise TypeError(
@@ -99,7 +99,7 @@ class AGC(Documented, Regularizer):
            [0. , 1. ]])
     """
 
-    name: ClassVar[str] = "agc"
+    name = "agc"
     guarantee = kinds.weight_limit
 
     ratio: float = parameter(positive, default=0.01, kw_only=False)
@@ -130,7 +130,7 @@ class AGC(Documented, Regularizer):
     """Tensors left alone; the paper leaves out the last layer."""
     on_nonfinite: str = parameter(choice, ("skip", "raise", "propagate"), default="skip")
     """What becomes of a gradient with NaN or infinity: it is set to zero and counted, it raises
-    an error, or it passes (see `fedclip.modules.Clipper`)."""
+    an error, or it passes (see `fedclip.Clipper`)."""
 
     def __post_init__(self) -> None:
         """Check what goes together, and make the clipper inside."""
@@ -158,7 +158,7 @@ class AGC(Documented, Regularizer):
         *,
         backend: Backend | None = None,
     ) -> Mapping[str, Array]:
-        """Return the clipped arrays, by name; see `fedclip.modules.Clipper.clip`."""
+        """Return the clipped arrays, by name; see `fedclip.Clipper.clip`."""
         with self.lock:
             self._clipper.weights = weights
             try:
@@ -233,7 +233,7 @@ class AGC(Documented, Regularizer):
         """Return the dims over which a unit of a tensor of this shape spans; None: left alone."""
         return self._slices(()).axes(shape)
 
-    def _slices(self, limits: Any) -> SliceClipping:
+    def _slices(self, limits: object) -> SliceClipping:
         return SliceClipping(limits, None, action=Action(self.eps), span=self._span)
 
     def _span(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -249,7 +249,7 @@ class AGC(Documented, Regularizer):
 
     @property
     def lock(self) -> Any:
-        """Held while it clips; see `fedclip.modules.Clipper`."""
+        """Held while it clips; see `fedclip.Clipper`."""
         return self._clipper.lock
 
     def on_round_start(self) -> None:
@@ -307,7 +307,7 @@ def _check_real(weights: Sequence[Array], groups: Groups, backend: Backend) -> N
 class _WeightClipper(Clipper, register=False):
     """The clipper inside `AGC`; its limits follow from the weights that it was given last."""
 
-    name: ClassVar[str] = AGC.name
+    name = AGC.name
 
     agc: AGC = parameter(kw_only=False)
     """Whose limits they are."""

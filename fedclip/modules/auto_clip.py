@@ -3,17 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
-from fedclip.modules.base import Preset
 from fedclip.modules.sharing import HistoryClipper
 from fedclip.parameters import (
     choice,
     non_negative,
     parameter,
     positive,
-    raw_if_current,
     unit_interval,
     window_size,
 )
@@ -66,8 +61,7 @@ class AutoClip(HistoryClipper):
     2.25
     """
 
-    name: ClassVar[str] = "auto-clip"
-    presets: ClassVar[Mapping[str, Preset]] = {"smartclip": Preset("smartclip", "AutoClip")}
+    name = "auto-clip"
     guarantee = kinds.learnt_limit
 
     std_factor: float = parameter(positive, default=3.0, kw_only=False)
@@ -96,7 +90,6 @@ class AutoClip(HistoryClipper):
                 f"window goes with median='window' only, got window={self.window!r} "
                 f"with median={self.median!r}"
             )
-        raw_if_current(self.include_current, self.feedback)
         exact = self.median == "window"
         median = Window(0.5, self.window or 64) if exact else Markers(0.5)
         return self.with_rule(Auto, median=median)

@@ -12,8 +12,7 @@ import math
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 
@@ -56,15 +55,6 @@ _MOST_ABSENT = 1000
 _CHANGING = ("_absent", "_arrays", "_recorder", "_transform")
 
 
-class Preset(NamedTuple):
-    """Published defaults, as arguments of `fedclip.compat.translate`."""
-
-    peer: str
-    cls: str
-    config: Mapping[str, Any] = MappingProxyType({})
-    """Values for parameters without a published default."""
-
-
 class Clipper(Documented, OptiModule, register=False):
     """Base of fedclip's clippers: a subclass says in `build` which transform it is made of.
 
@@ -78,8 +68,6 @@ class Clipper(Documented, OptiModule, register=False):
     round: at most one gradient's size, and only what nobody holds any more.
     """
 
-    presets: ClassVar[Mapping[str, Preset]] = {}
-    """Names that `preset` knows, and where `fedclip.compat` has their defaults."""
     common_order: ClassVar[Sequence[str]] = (
         *("dims", "inverse_dims", "min_size"),
         *("include_current", "warmup", "warmup_norm", "warmup_factor", "max_norm", "on_spike"),
@@ -99,11 +87,11 @@ class Clipper(Documented, OptiModule, register=False):
     """Names, or patterns of names, of the tensors that are left alone."""
     on_nonfinite: str = parameter(choice, ("skip", "raise", "propagate"), default="skip")
     """What becomes of a gradient with NaN or infinity: it is set to zero and counted, it raises an
-    error, or it passes (see `fedclip.modules.Clipper`)."""
+    error, or it passes (see `fedclip.Clipper`)."""
     keep_memory: bool = parameter(boolean, default=True)
-    """Whether to keep the memory of an output for the next one (see `fedclip.modules.Clipper`)."""
+    """Whether to keep the memory of an output for the next one (see `fedclip.Clipper`)."""
 
-    def __init_subclass__(cls, register: bool = True, **kwargs: Any) -> None:
+    def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
         """Register the class with declearn: now, or as soon as declearn is imported."""
         if register and cls.__module__.split(".")[0] != __name__.split(".")[0]:
             # So that a name of fedclip's own is refused here, and not when that is imported.
@@ -146,12 +134,12 @@ class Clipper(Documented, OptiModule, register=False):
             changing = {key: copy.deepcopy(vars(self)[key]) for key in _CHANGING}
             return {k: v for k, v in vars(self).items() if k != "lock"} | changing
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Mapping[str, object]) -> None:
         """Take over the result of `__getstate__`, and make a new lock."""
         vars(self).update({"on_record": None, **state}, lock=threading.RLock())
 
     @classmethod
-    def preset(cls, name: str, **config: Any) -> Self:
+    def preset(cls, name: str, **config: object) -> Self:
         """Return the clipper with the published defaults of a paper or package.
 
         ``fedclip translate`` prints the same as a line of TOML.
@@ -159,15 +147,16 @@ class Clipper(Documented, OptiModule, register=False):
         Parameters
         ----------
         name : str
-            One of the keys of `presets`.
+            One of those in `fedclip.compat.presets`.
         **config
             Parameters that replace the published ones.
         """
         # Imported here: hardly any program needs other packages' defaults.
         from fedclip.compat import translate
+        from fedclip.compat.presets import PRESETS
 
-        choice(tuple(cls.presets), preset=name)
-        return cls(**{**translate(*cls.presets[name])[2], **config})
+        known = PRESETS.get(cls.name, {})
+        return cls(**{**translate(*known[choice(tuple(known), preset=name)])[2], **config})
 
     def build(self) -> Transform:
         """Return the transform of the clipper, whose parameters are all set."""
@@ -180,7 +169,7 @@ class Clipper(Documented, OptiModule, register=False):
         """Return the clipped gradients; the very same object if nothing is clipped."""
         coefs = gradients.coefs
         outputs = self.clip(coefs)
-        return gradients if outputs is coefs else type(gradients)(outputs)  # type: ignore[arg-type]
+        return gradients if outputs is coefs else type(gradients)(dict(outputs))
 
     def on_round_start(self) -> None:
         """Begin the records of a new round; the statistics stay."""
@@ -208,7 +197,7 @@ class Clipper(Documented, OptiModule, register=False):
                 **self._recorder.get_state(),
             }
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, object]) -> None:
         """Take over a state that `get_state` of the same clipper returned, on any framework.
 
         Raises
@@ -219,7 +208,7 @@ class Clipper(Documented, OptiModule, register=False):
         """
         self._take_over(state, self._transform)
 
-    def _take_over(self, state: Any, transform: Transform) -> None:
+    def _take_over(self, state: object, transform: Transform) -> None:
         statistics, arrays, round_, rounds = self._check_state(state, transform)
         with self.lock:
             self._transform = transform
@@ -297,7 +286,7 @@ class Clipper(Documented, OptiModule, register=False):
         self._state = self._moved(transform, gradient)
         gradient.kept = self._arrays
         outcome = gradient.clipped(transform, self._state, self.on_nonfinite)
-        self._note(transform, outcome, groups, lazy=not gradient.on_host)
+        self._note(transform, outcome, groups)
         return outcome.outputs, gradient.rest_after(outcome, self.on_nonfinite)
 
     def _moved(self, transform: Transform, gradient: Gradient) -> Any:
@@ -313,14 +302,12 @@ class Clipper(Documented, OptiModule, register=False):
         like, xp = gradient.arrays[0], gradient.xp
         return type(self._state)(*(xp.asarray(column, like=like) for column in self._state))
 
-    def _note(
-        self, transform: Transform, outcome: Outcome, groups: Groups, lazy: bool = False
-    ) -> None:
+    def _note(self, transform: Transform, outcome: Outcome, groups: Groups) -> None:
         basis = transform.basis
         warm = getattr(self._state, basis.field) if basis.field else 0.0
         _, self._state, norms, limits, clipped, _ = outcome
         self._last = (groups.labels, norms, limits, clipped)
-        self._recorder.add(groups.labels, norms, limits, clipped, warm=warm, basis=basis, lazy=lazy)
+        self._recorder.add(groups.labels, norms, limits, clipped, warm=warm, basis=basis)
         if self.on_record is not None:
             self._tell()
 
@@ -520,7 +507,7 @@ class Clipper(Documented, OptiModule, register=False):
         return {**self._absent, **present}
 
     def _check_state(
-        self, state: Any, transform: Transform
+        self, state: object, transform: Transform
     ) -> tuple[Statistics, Statistics, int, list[RoundRecord]]:
         if not isinstance(state, Mapping):
             raise StateError(f"a state must be a dict, got {type(state).__name__}")

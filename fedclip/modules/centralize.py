@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from fedclip.modules.common import SlicedClipper, as_tuple
+from fedclip.modules.families import SlicedClipper, as_tuple
 from fedclip.parameters import parameter
 from fedclip.privacy import kinds
 from fedclip.transforms import Transform
@@ -54,7 +52,7 @@ class Centralize(SlicedClipper):
            [ 0.,  0.]])
     """
 
-    name: ClassVar[str] = "centralize"
+    name = "centralize"
     guarantee = kinds.centred
 
     inverse_dims = parameter()

@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
-from fedclip.modules.base import Preset
 from fedclip.modules.sharing import HistoryClipper
-from fedclip.parameters import choice, parameter, positive, raw_if_current, unit_interval
+from fedclip.parameters import choice, parameter, positive, unit_interval
 from fedclip.privacy import kinds
 from fedclip.rules.adagc import JointEma, Smallest
 from fedclip.rules.ema import Average, Ema
@@ -61,14 +57,9 @@ class EmaClip(HistoryClipper):
     2.0
     """
 
-    name: ClassVar[str] = "ema-clip"
-    presets: ClassVar[Mapping[str, Preset]] = {
-        "adagc": Preset("adagc", "AdaGC"),
-        "adagc-global": Preset("adagc", "GlobalAdaGC"),
-        "drytorch": Preset("drytorch", "HistClipper", {"criterion": "EMACriterion"}),
-    }
+    name = "ema-clip"
     guarantee = kinds.learnt_limit
-    apart: ClassVar[tuple[str, ...]] = ("action", "warmup_scope")
+    apart = ("action", "warmup_scope")
 
     ratio: float = parameter(positive, default=2.0, kw_only=False)
     """A norm above this multiple of the mean is a spike, > 0; less than 1 needs
@@ -94,7 +85,6 @@ class EmaClip(HistoryClipper):
                 "ratio < 1 needs feedback='raw': a mean that learns clipped norms only would fall "
                 f"to 0; got ratio={self.ratio!r} with feedback={self.feedback!r}"
             )
-        raw_if_current(self.include_current, self.feedback)
         if self.warmup_scope == "global" and self.ord != 2:
             raise ValueError(
                 "warmup_scope='global' needs ord=2: only L2 norms of groups add up to the norm of "

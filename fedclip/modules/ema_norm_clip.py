@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
-from fedclip.modules.base import Preset
-from fedclip.modules.common import ORD_VAR, MeasuredClipper
+from fedclip.modules.families import ORD_VAR, MeasuredClipper
 from fedclip.parameters import (
     at_least_one,
     boolean,
@@ -22,7 +18,7 @@ from fedclip.transforms import Transform
 from fedclip.transforms.average import AverageClipping
 
 
-def _check_init(init: Any) -> float | str:
+def _check_init(init: object) -> float | str:
     """Return the first value of the averages, or "first"."""
     if isinstance(init, str):
         return choice(("first",), init=init)
@@ -70,10 +66,9 @@ class EmaNormClip(MeasuredClipper):
     array([1.5])
     """
 
-    name: ClassVar[str] = "ema-norm-clip"
-    presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "ClipNormByEMA")}
+    name = "ema-norm-clip"
     guarantee = kinds.present_values
-    _rescale: ClassVar[bool] = False
+    _rescale = False
 
     decay: float = parameter(unit_interval, default=0.99, kw_only=False)
     """Weight of the past in the average, in (0, 1); 0.99 remembers some 100 steps."""

@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
-from fedclip.modules.base import Preset
 from fedclip.modules.ema_norm_clip import EmaNormClip
 from fedclip.privacy import kinds
 
@@ -51,7 +47,6 @@ class EmaNormalize(EmaNormClip):
     array([0.6])
     """
 
-    name: ClassVar[str] = "ema-normalize"
-    presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "NormalizeByEMA")}
+    name = "ema-normalize"
     guarantee = kinds.divided_by_average
-    _rescale: ClassVar[bool] = True
+    _rescale = True

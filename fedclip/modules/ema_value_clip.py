@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
-from fedclip.modules.base import Clipper, Preset
+from fedclip.modules.base import Clipper
 from fedclip.parameters import boolean, non_negative, parameter, unit_interval
 from fedclip.privacy import kinds
 from fedclip.rules.elementwise import EmaValue
@@ -55,8 +52,7 @@ class EmaValueClip(Clipper):
     array([-5.])
     """
 
-    name: ClassVar[str] = "ema-value-clip"
-    presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "ClipValueByEMA")}
+    name = "ema-value-clip"
     guarantee = kinds.present_values
 
     decay: float = parameter(unit_interval, default=0.99, kw_only=False)

@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
-from fedclip.modules.base import Preset
-from fedclip.modules.common import LimitedClipper
+from fedclip.modules.families import LimitedClipper
 from fedclip.parameters import at_least_one, limit, parameter, positive
 from fedclip.privacy import kinds
 from fedclip.rules.growth import Growth
@@ -56,8 +52,7 @@ class GrowthClip(LimitedClipper):
     2.25
     """
 
-    name: ClassVar[str] = "growth-clip"
-    presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "ClipNormGrowth")}
+    name = "growth-clip"
     guarantee = kinds.learnt_limit
 
     mul: float | None = parameter(at_least_one, default=1.5, kw_only=False)

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
-from fedclip.modules.base import Clipper, Preset
+from fedclip.modules.base import Clipper
 from fedclip.parameters import at_least_one, non_negative, parameter, positive
 from fedclip.privacy import kinds
 from fedclip.rules.elementwise import GrowthValue
@@ -53,8 +50,7 @@ class GrowthValueClip(Clipper):
     array([-2.25])
     """
 
-    name: ClassVar[str] = "growth-value-clip"
-    presets: ClassVar[Mapping[str, Preset]] = {"torchzero": Preset("torchzero", "ClipValueGrowth")}
+    name = "growth-value-clip"
     guarantee = kinds.past_values
 
     mul: float | None = parameter(positive, default=1.5, kw_only=False)

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from fedclip.modules.sharing import HistoryClipper
 from fedclip.parameters import (
     choice,
     non_negative,
     parameter,
     positive,
-    raw_if_current,
     window_size,
 )
 from fedclip.privacy import kinds
@@ -63,7 +60,7 @@ class MadClip(HistoryClipper):
     1.4448
     """
 
-    name: ClassVar[str] = "mad-clip"
+    name = "mad-clip"
     guarantee = kinds.learnt_limit
 
     mad_factor: float = parameter(positive, default=3.0, kw_only=False)
@@ -77,5 +74,4 @@ class MadClip(HistoryClipper):
     """What the history learns from a spike: twice its limit, its norm, or nothing."""
 
     def build(self) -> Transform:
-        raw_if_current(self.include_current, self.feedback)
         return self.with_rule(Mad, history=Window(0.5, self.window))

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from fedclip.arrays import Array
-from fedclip.modules.common import ORD_VAR, MeasuredClipper
+from fedclip.modules.families import ORD_VAR, MeasuredClipper
 from fedclip.parameters import choice, limit, parameter
 from fedclip.privacy import kinds
 from fedclip.rules.constant import Constant
@@ -38,7 +37,7 @@ class NoOp(MeasuredClipper):
     (5.0, 1)
     """
 
-    name: ClassVar[str] = "no-op"
+    name = "no-op"
     guarantee = kinds.unchanged
 
     max_norm: float | None = parameter(limit, default=None, kw_only=False)

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
-from fedclip.modules.common import FixedClipper
+from fedclip.modules.families import FixedClipper
 from fedclip.parameters import limit, parameter
 from fedclip.privacy import kinds
 from fedclip.scopes import Groups
@@ -59,7 +58,7 @@ class NormClip(FixedClipper):
     (5.0,)
     """
 
-    name: ClassVar[str] = "norm-clip"
+    name = "norm-clip"
     guarantee = kinds.fixed_limit
 
     max_norm: float | None = parameter(limit, default=1.0, kw_only=False)

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from fedclip.modules.common import FixedClipper
+from fedclip.modules.families import FixedClipper
 from fedclip.parameters import limit, parameter
 from fedclip.privacy import kinds
 from fedclip.scopes import Groups
@@ -55,7 +53,7 @@ class Normalize(FixedClipper):
     array([0.6, 0.8])
     """
 
-    name: ClassVar[str] = "normalize"
+    name = "normalize"
     guarantee = kinds.brought_to_norm
 
     norm: float = parameter(limit, default=1.0, kw_only=False)

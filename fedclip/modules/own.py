@@ -7,11 +7,11 @@
 from fedclip.arrays import Arithmetic as Arithmetic
 from fedclip.arrays import Array as Array
 from fedclip.modules.base import Clipper as Clipper
-from fedclip.modules.common import ExactClipper as ExactClipper
-from fedclip.modules.common import FixedClipper as FixedClipper
-from fedclip.modules.common import LimitedClipper as LimitedClipper
-from fedclip.modules.common import MeasuredClipper as MeasuredClipper
-from fedclip.modules.common import SlicedClipper as SlicedClipper
+from fedclip.modules.families import ExactClipper as ExactClipper
+from fedclip.modules.families import FixedClipper as FixedClipper
+from fedclip.modules.families import LimitedClipper as LimitedClipper
+from fedclip.modules.families import MeasuredClipper as MeasuredClipper
+from fedclip.modules.families import SlicedClipper as SlicedClipper
 from fedclip.modules.norm_clip import NormClip as NormClip
 from fedclip.modules.own_limit import OwnLimit as OwnLimit
 from fedclip.modules.sharing import HistoryClipper as HistoryClipper

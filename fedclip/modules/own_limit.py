@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, ClassVar
+from typing import Any
 
 from fedclip.modules.base import Clipper
-from fedclip.modules.common import ExactClipper
+from fedclip.modules.families import ExactClipper
 from fedclip.parameters import parameter
 from fedclip.rules.own import Limit, Own
 from fedclip.transforms import Action, NormClipping, Transform
@@ -50,7 +50,7 @@ class OwnLimit(ExactClipper, register=False):
     (5.0,)
     """
 
-    name: ClassVar[str] = "own-limit"
+    name = "own-limit"
 
     limit: Limit = parameter(kw_only=False)
     """From the norm of a group and a dict of what is known before it to the limit, > 0;

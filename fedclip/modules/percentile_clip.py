@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import ClassVar
 
 from fedclip.modules.base import Clipper
 from fedclip.parameters import choice, number, parameter
@@ -60,7 +59,7 @@ class PercentileClip(Clipper):
     array([-2.,  1.,  2.])
     """
 
-    name: ClassVar[str] = "percentile-clip"
+    name = "percentile-clip"
     guarantee = kinds.own_percentile
 
     percentile: float = parameter(number, "a number in [0, 100]", 0, 100, default=95, kw_only=False)

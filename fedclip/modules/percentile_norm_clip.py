@@ -3,16 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
-from fedclip.modules.base import Preset
 from fedclip.modules.sharing import HistoryClipper
 from fedclip.parameters import (
     LARGEST_WINDOW,
     choice,
     parameter,
-    raw_if_current,
     unit_interval,
     up_to,
     window_size,
@@ -72,12 +67,9 @@ class PercentileNormClip(HistoryClipper):
     1.0
     """
 
-    name: ClassVar[str] = "percentile-norm-clip"
-    presets: ClassVar[Mapping[str, Preset]] = {
-        "autoclip": Preset("autoclip", "autoclip_gradient", {"clip_percentile": 10.0})
-    }
+    name = "percentile-norm-clip"
     guarantee = kinds.learnt_limit
-    apart: ClassVar[tuple[str, ...]] = ("rate", "decay")
+    apart = ("rate", "decay")
 
     percentile: float = parameter(up_to, 100, default=95.0, kw_only=False)
     """Percentage of the past norms that are at most the limit, in (0, 100]. The lower, the more
@@ -117,7 +109,6 @@ class PercentileNormClip(HistoryClipper):
                     f"{key} goes with history={needed!r} only, got {key}={getattr(self, key)!r} "
                     f"with history={self.history!r}"
                 )
-        raw_if_current(self.include_current, self.feedback, "history has")
         if self.shared and self.history == "stream":
             raise ValueError(
                 "shared=True does not go with history='stream', which depends on the order of the "

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from fedclip.federation.statistics.counterpart import SharedServer
 from fedclip.modules.adaptive_clip import AdaptiveClip
 from fedclip.modules.auto_clip import AutoClip
@@ -23,7 +21,7 @@ class ZScoreClipServer(SharedServer):
     It is exact to 1e-12, for any number of clients.
     """
 
-    name: ClassVar[str] = "zscore-clip-server"
+    name = "zscore-clip-server"
     clipper = ZScoreClip
 
 
@@ -34,7 +32,7 @@ class EmaClipServer(SharedServer):
     the smallest m; afterwards ``mean <- decay^N mean + (1 - decay^N) m``. It is exact to 1e-12.
     """
 
-    name: ClassVar[str] = "ema-clip-server"
+    name = "ema-clip-server"
     clipper = EmaClip
 
 
@@ -45,7 +43,7 @@ class AutoClipServer(SharedServer):
     last rounds that hold `window` norms, comes from a sketch, within 3 %.
     """
 
-    name: ClassVar[str] = "auto-clip-server"
+    name = "auto-clip-server"
     clipper = AutoClip
 
 
@@ -56,7 +54,7 @@ class PercentileNormClipServer(SharedServer):
     sketch: within 3 % for norms between 1e-8 and 2e5.
     """
 
-    name: ClassVar[str] = "percentile-norm-clip-server"
+    name = "percentile-norm-clip-server"
     clipper = PercentileNormClip
 
 
@@ -67,7 +65,7 @@ class MadClipServer(SharedServer):
     and the deviation within 3 % of its norms.
     """
 
-    name: ClassVar[str] = "mad-clip-server"
+    name = "mad-clip-server"
     clipper = MadClip
 
 
@@ -78,5 +76,5 @@ class AdaptiveClipServer(SharedServer):
     once there are `every` norms.
     """
 
-    name: ClassVar[str] = "adaptive-clip-server"
+    name = "adaptive-clip-server"
     clipper = AdaptiveClip

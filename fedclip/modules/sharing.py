@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedclip import parameters
 from fedclip.federation.statistics.client import SharedStatistics
-from fedclip.modules.common import LimitedClipper
+from fedclip.modules.families import LimitedClipper
 from fedclip.parameters import boolean, integer, parameter
 from fedclip.transforms import Transform
 
@@ -54,7 +54,7 @@ class SharedClipper(LimitedClipper, register=False):
                 "of the round's start, which has not seen the current norm"
             )
         # Set on the instance, where declearn looks: two pairs of one kind can have two names.
-        self.aux_name = self.shared_name or f"{self.name}-shared"  # type: ignore[misc]
+        vars(self)["aux_name"] = self.shared_name or f"{self.name}-shared"
         settings = {key: getattr(self, key) for key in self.shared_settings()}
         self.sharing = SharedStatistics(self.name, self._transform, settings)
 
@@ -63,7 +63,7 @@ class SharedClipper(LimitedClipper, register=False):
         super().collect_aux_var()
         if not self._on_client:
             # A clipper on the server shares nothing; the clients' counts are for the counterpart.
-            self.aux_name = None  # type: ignore[misc]
+            vars(self)["aux_name"] = None
         elif self.sharing is not None and self.sharing.heard():
             with self.lock:
                 counts, statistics = self.sharing.collect(self._statistics())
@@ -97,7 +97,7 @@ class SharedClipper(LimitedClipper, register=False):
         shared = {} if self.sharing is None else {"shared": self.sharing.get_state()}
         return {**super().get_state(), **shared}
 
-    def _take_over(self, state: Any, transform: Transform) -> None:
+    def _take_over(self, state: object, transform: Transform) -> None:
         version = None
         if self.sharing is not None and isinstance(state, Mapping):
             version = self.sharing.check_state(state.get("shared"))
@@ -125,3 +125,13 @@ class HistoryClipper(SharedClipper, register=False):
     above it is a spike: the statistics learn it as 1.1 medians, and they do not learn the first
     five norms (see `fedclip.rules.protection`). None for no limit: they learn all norms as
     they are."""
+
+    def __post_init__(self) -> None:
+        """Check that a norm is learnt as it was seen."""
+        feedback = getattr(self, "feedback", "clipped")
+        if self.include_current and feedback != "raw":
+            raise ValueError(
+                "include_current=True needs feedback='raw': a norm that has been learnt already "
+                f"can not be fed back clipped; got feedback={feedback!r}"
+            )
+        super().__post_init__()

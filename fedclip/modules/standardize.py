@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
-from fedclip.modules.base import Clipper, Preset
+from fedclip.modules.base import Clipper
 from fedclip.parameters import non_negative, parameter
 from fedclip.privacy import kinds
 from fedclip.transforms import Transform
@@ -55,10 +52,7 @@ class Standardize(Clipper):
     array([-1.,  0.,  1.])
     """
 
-    name: ClassVar[str] = "standardize"
-    presets: ClassVar[Mapping[str, Preset]] = {
-        "drytorch": Preset("drytorch", "GradZScoreNormalizer")
-    }
+    name = "standardize"
     guarantee = kinds.standardised
 
     eps: float = parameter(non_negative, default=0.0, kw_only=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from fedclip.modules.base import Clipper
-from fedclip.modules.common import SCOPE_TABLE
+from fedclip.modules.families import SCOPE_TABLE
 from fedclip.parameters import number, parameter, positive
 from fedclip.privacy import kinds
 from fedclip.scopes import Groups
@@ -43,7 +43,7 @@ class ValueClip(Clipper):
     array([-1. ,  0.5])
     """
 
-    name: ClassVar[str] = "value-clip"
+    name = "value-clip"
     guarantee = kinds.box
 
     max_value: float = parameter(default=1.0, kw_only=False)

@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-from fedclip.modules.base import Preset
 from fedclip.modules.sharing import HistoryClipper
 from fedclip.parameters import (
     choice,
     non_negative,
     parameter,
     positive,
-    raw_if_current,
     unit_interval,
 )
 from fedclip.privacy import kinds
@@ -73,14 +70,9 @@ class ZScoreClip(HistoryClipper):
     (True,)
     """
 
-    name: ClassVar[str] = "zscore-clip"
+    name = "zscore-clip"
     guarantee = kinds.learnt_limit
-    presets: ClassVar[Mapping[str, Preset]] = {
-        "zclip": Preset("zclip", "ZClip"),
-        "drytorch": Preset("drytorch", "HistClipper"),
-        "smartclip": Preset("smartclip", "ZScoreClip"),
-    }
-    apart: ClassVar[tuple[str, ...]] = ("action",)
+    apart = ("action",)
 
     z_max: float = parameter(positive, default=2.5, kw_only=False)
     """Number of standard deviations above which a norm is a spike, > 0."""
@@ -110,7 +102,6 @@ class ZScoreClip(HistoryClipper):
                 f"factor goes with action='reciprocal' only, got factor={self.factor!r} "
                 f"with action={self.action!r}"
             )
-        raw_if_current(self.include_current, self.feedback)
         estimators: Any = {"zclip": ZClip, "drytorch": Drytorch, "smartclip": Smartclip}
         rule = ZScore if self.action == "max" and not self.std_eps else Reciprocal
         moments = estimators[self.estimator](self.decay, self.warmup)

@@ -39,12 +39,12 @@ _NOTHING = inspect.Parameter.empty
 _BY_PLACE = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
-def _typed(value: Any) -> str:
+def _typed(value: object) -> str:
     """Return the repr of a value, and its type."""
     return f"{shown(value)} ({type(value).__name__})"
 
 
-def _one(values: dict[str, Any]) -> tuple[str, Any]:
+def _one(values: Mapping[str, object]) -> tuple[str, Any]:
     ((name, value),) = values.items()
     return name, value
 
@@ -56,7 +56,7 @@ def number(
     *,
     open_low: bool = False,
     open_high: bool = False,
-    **values: Any,
+    **values: object,
 ) -> float:
     """Return the one keyword value as a finite float inside [low, high] (or open ends)."""
     name, value = _one(values)
@@ -75,7 +75,7 @@ def number(
     return result
 
 
-def optional(check: Callable[..., T], *allowed: Any, **values: Any) -> T | None:
+def optional(check: Callable[..., T], *allowed: object, **values: object) -> T | None:
     """Return None for None, and ``check(*allowed, ...)`` for anything else."""
     return None if any(v is None for v in values.values()) else check(*allowed, **values)
 
@@ -122,7 +122,7 @@ def unit_interval(**values: Any) -> float:
     )
 
 
-def integer(low: int, **values: Any) -> int:
+def integer(low: int, **values: object) -> int:
     """Return the one keyword value as an int from low to 2^63 - 1; 25.0 is not an int."""
     name, value = _one(values)
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -134,7 +134,7 @@ def integer(low: int, **values: Any) -> int:
     return int(value)
 
 
-def boolean(**values: Any) -> bool:
+def boolean(**values: object) -> bool:
     """Return the one keyword value if it is True or False; 1 and "true" are not."""
     name, value = _one(values)
     if not isinstance(value, bool):
@@ -142,7 +142,7 @@ def boolean(**values: Any) -> bool:
     return value
 
 
-def name(**values: Any) -> str:
+def name(**values: object) -> str:
     """Return the one keyword value if it is a string that is not empty."""
     key, value = _one(values)
     if not isinstance(value, str):
@@ -152,7 +152,7 @@ def name(**values: Any) -> str:
     return value
 
 
-def choice(allowed: Sequence[str], **values: Any) -> str:
+def choice(allowed: Sequence[str], **values: object) -> str:
     """Return the one keyword value if it is one of the `allowed` words."""
     name, value = _one(values)
     words = ", ".join(repr(word) for word in allowed)
@@ -163,15 +163,6 @@ def choice(allowed: Sequence[str], **values: Any) -> str:
             f"{name} must be one of {words}, got {shown(value)}{nearest(value, allowed)}"
         )
     return value
-
-
-def raw_if_current(include_current: bool, feedback: str, seen_by: str = "statistics have") -> None:
-    """Raise a ValueError if a rule should learn a norm before clipping, but the clipped norm."""
-    if include_current and feedback != "raw":
-        raise ValueError(
-            f"include_current=True needs feedback='raw': a norm that the {seen_by} already seen "
-            f"can not be fed back clipped; got feedback={feedback!r}"
-        )
 
 
 def signature_of(cls: Any) -> dict[str, inspect.Parameter]:
@@ -207,7 +198,7 @@ class Parameter:
     common: bool = False
     """Whether it comes from a base class without a name, which many plug-ins have."""
 
-    def over(self, before: Parameter | None, annotation: Any, common: bool) -> Parameter:
+    def over(self, before: Parameter | None, annotation: object, common: bool) -> Parameter:
         """Return the parameter as a class has it; what is not said is as in the class before."""
         if annotation is not None and not isinstance(annotation, str):
             annotation = inspect.formatannotation(annotation)
@@ -222,7 +213,7 @@ class Parameter:
             annotation=annotation or before.annotation,
         )
 
-    def checked(self, name: str, value: Any) -> Any:
+    def checked(self, name: str, value: object) -> Any:
         """Return the value as it is kept."""
         optional = "None" in self.annotation or "Optional" in self.annotation
         if self.check is None or (value is None and optional):
@@ -237,8 +228,8 @@ class Parameter:
 
 def parameter(
     check: Callable[..., Any] | None = None,
-    *allowed: Any,
-    default: Any = _NOTHING,
+    *allowed: object,
+    default: object = _NOTHING,
     kw_only: bool = True,
     kind: str = "",
 ) -> Any:
@@ -277,8 +268,9 @@ class Configured:
     common_order: ClassVar[Sequence[str]] = ()
     """The order of the common ones, which follow."""
     _signature: ClassVar[inspect.Signature]
+    __signature__: ClassVar[inspect.Signature]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Collect the parameters, of the bases too."""
         super().__init_subclass__(**kwargs)
         found: dict[str, Parameter] = {}
@@ -298,16 +290,16 @@ class Configured:
         if cls.__init__ is not Configured.__init__:
             written = inspect.signature(cls.__init__).parameters
             shown = inspect.Signature([*written.values()][1:])
-        cls.__signature__ = shown  # type: ignore[attr-defined]
+        cls.__signature__ = shown
 
-    def __new__(cls, *args: Any, **config: Any) -> Self:
+    def __new__(cls, *args: object, **config: object) -> Self:
         """Refuse unknown parameters, with the nearest name."""
         # Not in __init__: here a typo gets an answer with the nearest name in Python, in
         # declearn's specs and in TOML.
         refuse_unknown(cls, config)
         return super().__new__(cls)
 
-    def __init__(self, *args: Any, **values: Any) -> None:
+    def __init__(self, *args: object, **values: object) -> None:
         bound = self._signature.bind(*args, **values)
         bound.apply_defaults()
         for name, value in bound.arguments.items():
@@ -322,7 +314,7 @@ class Configured:
         return config_of(self)
 
 
-def config_of(plugin: Any) -> dict[str, Any]:
+def config_of(plugin: object) -> dict[str, Any]:
     """Return the parameters of a plug-in, which keeps them under their own names."""
     return {name: getattr(plugin, name) for name in signature_of(type(plugin))}
 

@@ -45,7 +45,7 @@ _OR_SHAPE = ", or its shape is not that of the state"
 class Documented(Configured):
     """Base of plug-ins whose docstrings are completed."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Complete the docstring of a class with a name, when it is first read."""
         super().__init_subclass__(**kwargs)
         if hasattr(cls, "name") and (text := cls.__dict__.get("__doc__")):
@@ -58,7 +58,7 @@ class Docstring:
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def __get__(self, instance: object, cls: Any) -> str:
+    def __get__(self, instance: object, cls: object) -> str:
         """Return the whole docstring."""
         cls.__doc__ = docstring_of(cls, self.text)
         return str(cls.__doc__)

@@ -181,7 +181,7 @@ def _checked(release: Release) -> Release:
     )
 
 
-def _probability(sampling: Any) -> float:
+def _probability(sampling: object) -> float:
     """Return the sampling probability if it is in (0, 1]."""
     whole = sampling == 1 and not isinstance(sampling, bool)
     return 1.0 if whole else parameters.unit_interval(sampling=sampling)
@@ -516,7 +516,7 @@ class Accountant:
             for z, steps, sampling in self.spent
         ]
 
-    def set_state(self, spent: Any) -> None:
+    def set_state(self, spent: object) -> None:
         """Take over what `get_state` returned; what was counted here before stays counted.
 
         Of two histories of which one begins like the other, that one is a part of it. Others are
@@ -527,7 +527,7 @@ class Accountant:
             self.spent = found if _begins(self.spent, found) else [*self.spent, *found]
 
     @staticmethod
-    def check_state(spent: Any) -> list[Release]:
+    def check_state(spent: object) -> list[Release]:
         """Return the releases of a state if it is well formed.
 
         Raises

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from fedclip.privacy import kinds
 from fedclip.privacy.lengths import SINGLE, number, outwards, root_of_squares
-from fedclip.privacy.maps import Context, Guarantee, Map
+from fedclip.privacy.maps import Context, Guarantee, Map, Plugin
 
 __all__ = ["MAPS", "look_up"]
 
@@ -18,7 +17,7 @@ _PASSED = "it passes NaN and infinity on, which have no norm; for finite gradien
 _CARRIED = "it carries the gradients of earlier steps along"
 
 
-def _penalty(regularizer: Any, context: Context) -> Map:
+def _penalty(regularizer: Plugin, context: Context) -> Map:
     return Map(
         regularizer.name,
         lipschitz=1.0,
@@ -28,7 +27,7 @@ def _penalty(regularizer: Any, context: Context) -> Map:
 
 
 # -- declearn's modules -----------------------------------------------------------------------
-def _declearn_clip(module: Any, context: Context) -> Map:
+def _declearn_clip(module: Plugin, context: Context) -> Map:
     result = Map(module.name, lipschitz=1.0, growth=1.0, finite=context.finite)
     noun = "tensor" if module.name == "l2-clipping" else ""
     limit = float(module.max_norm)
@@ -44,7 +43,7 @@ def _declearn_clip(module: Any, context: Context) -> Map:
     return replace(result, bound=bound, formula=formula)
 
 
-def _linear_memory(module: Any, context: Context) -> Map:
+def _linear_memory(module: Plugin, context: Context) -> Map:
     beta = module.beta
     gain = 1.0 if module.name == "ewma" else 1.0 / (1.0 - beta)
     result = Map(
@@ -68,7 +67,7 @@ _HIDDEN = 2.0**-62
 _LEAST_EPS = 1e-10
 
 
-def _divided(module: Any, context: Context, each: float, forgets: float = 1.0) -> Map:
+def _divided(module: Plugin, context: Context, each: float, forgets: float = 1.0) -> Map:
     """Return the map of a division by the root of past squares; no element is above `each`.
 
     `forgets` is the least share of the past that a step forgets. Rounding adds up over the steps
@@ -93,7 +92,7 @@ def _divided(module: Any, context: Context, each: float, forgets: float = 1.0) -
     return replace(result, bound=bound, formula=formula)
 
 
-def _adagrad(module: Any, context: Context) -> Map:
+def _adagrad(module: object, context: Context) -> Map:
     """Return the map of AdaGrad: no element is above 1.
 
     The divisor is the root of a sum of squares, the present one among them:
@@ -102,7 +101,7 @@ def _adagrad(module: Any, context: Context) -> Map:
     return _divided(module, context, 1.0)
 
 
-def _rmsprop(module: Any, context: Context) -> Map:
+def _rmsprop(module: Plugin, context: Context) -> Map:
     """Return the map of RMSProp: no element is above ``1 / sqrt(1 - beta)``.
 
     ``v_t >= (1 - beta) g_t^2``, as nothing else in it is negative; reached by the first gradient
@@ -114,7 +113,7 @@ def _rmsprop(module: Any, context: Context) -> Map:
     return _divided(module, context, 1.0 / math.sqrt(1.0 - beta), 1.0 - beta)
 
 
-def _adam(module: Any, context: Context) -> Map:
+def _adam(module: Plugin, context: Context) -> Map:
     r"""Return the map of Adam: no element is above c, if ``beta_1^2 < beta_2``.
 
     With a and b for ``beta_1`` and ``beta_2``, and ``r = a^2 / b``::
@@ -136,16 +135,16 @@ def _adam(module: Any, context: Context) -> Map:
     return _divided(module, context, each, min(1.0 - a, 1.0 - b))
 
 
-def _yogi(module: Any, context: Context) -> Map:
+def _yogi(module: object, context: Context) -> Map:
     return _divided(module, context, math.inf)
 
 
-def _yogi_momentum(module: Any, context: Context) -> Map:
+def _yogi_momentum(module: Plugin, context: Context) -> Map:
     why = "what it keeps grows without end under a constant gradient"
     return Map(module.name, unbounded=why, shared=_CARRIED, expands=why)
 
 
-def _scaffold(module: Any, context: Context) -> Map:
+def _scaffold(module: Plugin, context: Context) -> Map:
     why = "it adds a correction that the other nodes determine"
     return Map(module.name, unbounded=why, shared=why, expands=why)
 
@@ -173,7 +172,7 @@ fedclip's clippers have that method. An entry in this table comes before it; you
 plug-in of your own."""
 
 
-def look_up(plugin: Any, context: Context) -> Map:
+def look_up(plugin: Plugin, context: Context) -> Map:
     """Return what a plug-in guarantees: no bound if neither the plug-in nor the table has one."""
     kind = MAPS.get(plugin.name)
     if kind is not None:

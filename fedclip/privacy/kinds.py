@@ -23,7 +23,7 @@ from fedclip.privacy.lengths import (
     slope,
     stretch,
 )
-from fedclip.privacy.maps import Context, Map
+from fedclip.privacy.maps import Context, Map, Plugin
 from fedclip.scopes import resolve
 
 
@@ -66,12 +66,12 @@ class _Scoped(NamedTuple):
     alone: str = ""
 
 
-def _finite(clipper: Any, context: Context, alone: object) -> bool:
+def _finite(clipper: Plugin, context: Context, alone: object) -> bool:
     """Whether the output is finite, where tensors that are left `alone` come out as they are."""
     return context.finite or (clipper.on_nonfinite != "propagate" and not alone)
 
 
-def _scoped(clipper: Any, limit: float, context: Context) -> _Scoped:
+def _scoped(clipper: Plugin, limit: float, context: Context) -> _Scoped:
     """Return the groups of a clipper, each with its own limit, else `limit`."""
     scope, shapes = clipper.scope, context.shapes
     sliced = getattr(clipper, "dims", None) is not None or getattr(clipper, "min_size", 1) > 1
@@ -100,7 +100,7 @@ def _scoped(clipper: Any, limit: float, context: Context) -> _Scoped:
     return _Scoped(pieces, noun, _alone(alone))
 
 
-def _without_shapes(clipper: Any, limit: float, noun: str, sliced: bool) -> _Scoped:
+def _without_shapes(clipper: Plugin, limit: float, noun: str, sliced: bool) -> _Scoped:
     alone = ""
     if clipper.exclude:
         alone = _LEFT_ALONE.format(f"tensors like {', '.join(map(repr, clipper.exclude))} are")
@@ -122,7 +122,7 @@ def _alone(names: Sequence[str]) -> str:
 
 
 # -- limits on norms --------------------------------------------------------------------------
-def _limited(clipper: Any, limit: float, context: Context) -> Map:
+def _limited(clipper: Plugin, limit: float, context: Context) -> Map:
     """Return the map of a clipper that scales each group down to a limit."""
     ord: Order = clipper.ord
     pieces, noun, alone = _scoped(clipper, limit, context)
@@ -153,7 +153,7 @@ def _limited(clipper: Any, limit: float, context: Context) -> Map:
     return replace(result, bound=bound, formula=formula)
 
 
-def fixed_limit(clipper: Any, context: Context) -> Map:
+def fixed_limit(clipper: Plugin, context: Context) -> Map:
     """Return the map of a fixed limit on norms; it may also scale small norms up."""
     limit = math.inf if clipper.max_norm is None else clipper.max_norm
     result = _limited(clipper, limit, context)
@@ -167,7 +167,7 @@ def fixed_limit(clipper: Any, context: Context) -> Map:
     )
 
 
-def brought_to_norm(clipper: Any, context: Context) -> Map:
+def brought_to_norm(clipper: Plugin, context: Context) -> Map:
     """Return the map of a division by the norm."""
     result = _limited(clipper, clipper.norm, context)
     why = "short gradients are scaled up, in every direction"
@@ -188,7 +188,7 @@ def brought_to_norm(clipper: Any, context: Context) -> Map:
     )
 
 
-def learnt_limit(clipper: Any, context: Context) -> Map:
+def learnt_limit(clipper: Plugin, context: Context) -> Map:
     """Return the map of a limit that follows gradients; only `max_norm` bounds it."""
     limit = math.inf if clipper.max_norm is None else clipper.max_norm
     result = _limited(clipper, limit, context)
@@ -201,7 +201,7 @@ def learnt_limit(clipper: Any, context: Context) -> Map:
 
 
 # -- limits on values -------------------------------------------------------------------------
-def box(clipper: Any, context: Context) -> Map:
+def box(clipper: Plugin, context: Context) -> Map:
     """Return the map of fixed limits on values."""
     low = -clipper.max_value if clipper.min_value is None else clipper.min_value
     high = clipper.max_value
@@ -225,7 +225,7 @@ def box(clipper: Any, context: Context) -> Map:
     return replace(result, bound=bound, formula=formula)
 
 
-def own_percentile(clipper: Any, context: Context) -> Map:
+def own_percentile(clipper: object, context: Context) -> Map:
     """Return the map of a limit at a percentile of the gradient that it clips."""
     return replace(
         _followed(clipper, context, ""),
@@ -234,22 +234,22 @@ def own_percentile(clipper: Any, context: Context) -> Map:
     )
 
 
-def past_values(clipper: Any, context: Context) -> Map:
+def past_values(clipper: object, context: Context) -> Map:
     """Return the map of a limit that follows only the gradients of earlier steps."""
     return _followed(clipper, context, _LEARNT)
 
 
-def present_values(clipper: Any, context: Context) -> Map:
+def present_values(clipper: object, context: Context) -> Map:
     """Return the map of a limit that follows all gradients, the one that it clips included."""
     return _followed(clipper, context, f"{_LEARNT} {_PRESENT}")
 
 
-def divided_by_average(clipper: Any, context: Context) -> Map:
+def divided_by_average(clipper: object, context: Context) -> Map:
     """Return the map of a division by an average of norms, the current one included."""
     return replace(present_values(clipper, context), growth=math.inf)
 
 
-def _followed(clipper: Any, context: Context, learnt: str) -> Map:
+def _followed(clipper: Plugin, context: Context, learnt: str) -> Map:
     return Map(
         clipper.name,
         growth=1.0,
@@ -261,7 +261,7 @@ def _followed(clipper: Any, context: Context, learnt: str) -> Map:
 
 
 # -- means and deviations ---------------------------------------------------------------------
-def centred(clipper: Any, context: Context) -> Map:
+def centred(clipper: Plugin, context: Context) -> Map:
     """Return the map that subtracts the mean."""
     return Map(
         clipper.name,
@@ -273,7 +273,7 @@ def centred(clipper: Any, context: Context) -> Map:
     )
 
 
-def standardised(clipper: Any, context: Context) -> Map:
+def standardised(clipper: Plugin, context: Context) -> Map:
     """Return the map that subtracts the mean and divides by the standard deviation."""
     pieces, noun, alone = _scoped(clipper, 1.0, context)
     finite = _finite(clipper, context, alone)
@@ -300,7 +300,7 @@ def standardised(clipper: Any, context: Context) -> Map:
     return replace(result, bound=bound, formula=formula if noun else "√(d - 1) for d elements")
 
 
-def unchanged(clipper: Any, context: Context) -> Map:
+def unchanged(clipper: Plugin, context: Context) -> Map:
     """Return the map of a plug-in that leaves gradients as they are."""
     return Map(
         clipper.name,
@@ -312,7 +312,7 @@ def unchanged(clipper: Any, context: Context) -> Map:
 
 
 # -- the regularizers -------------------------------------------------------------------------
-def weight_limit(regularizer: Any, context: Context) -> Map:
+def weight_limit(regularizer: Plugin, context: Context) -> Map:
     """Return the map of limits relative to the norms of weights."""
     shapes = context.shapes
     if shapes is not None:
@@ -340,14 +340,14 @@ def weight_limit(regularizer: Any, context: Context) -> Map:
     return replace(result, bound=bound, formula=formula)
 
 
-def _unit_axes(regularizer: Any) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:
+def _unit_axes(regularizer: Plugin) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:
     if regularizer.unit == "output":
         axes: Callable[[tuple[int, ...]], tuple[int, ...] | None] = regularizer.axes
         return axes
     return lambda shape: tuple(range(len(shape or (1,))))
 
 
-def _unit_limits(regularizer: Any, weights: Mapping[str, Any]) -> list[tuple[float, int]]:
+def _unit_limits(regularizer: Plugin, weights: Mapping[str, Any]) -> list[tuple[float, int]]:
     """Return the limits of the units at these weights, and how many units have each."""
     norms = []
     axes_of = _unit_axes(regularizer)
@@ -363,18 +363,18 @@ def _unit_limits(regularizer: Any, weights: Mapping[str, Any]) -> list[tuple[flo
     return [(outwards(value), 1) for value in limit]
 
 
-def noise(module: Any, context: Context) -> Map:
+def noise(module: Plugin, context: Context) -> Map:
     """Return the map of a plug-in that adds noise."""
     return Map(module.name, noise=True, unbounded="noise is of any size", expands="it adds noise")
 
 
-def unchanged_or_noise(module: Any, context: Context) -> Map:
+def unchanged_or_noise(module: Plugin, context: Context) -> Map:
     """Return the map of a module of update clipping: no change of the step, or only noise."""
     noisy = getattr(module, "noise_multiplier", 0.0)
     return noise(module, context) if noisy else unchanged(module, context)
 
 
-def unknown(plugin: Any, context: Context) -> Map:
+def unknown(plugin: Plugin, context: Context) -> Map:
     """Return the map of a plug-in that states no guarantee."""
     why = "fedclip does not know what it does"
     return Map(plugin.name, unbounded=why, shared=why, expands=why)

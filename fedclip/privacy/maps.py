@@ -97,5 +97,7 @@ class Map:
     expands: str = ""
 
 
-Guarantee: TypeAlias = Callable[[Any, Context], Map]
+Plugin: TypeAlias = Any
+"""A clipper, module or regularizer of whatever class, by the names of its parameters."""
+Guarantee: TypeAlias = Callable[[Plugin, Context], Map]
 """A function that returns what a plug-in guarantees."""

@@ -30,15 +30,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedclip.arrays import Array, backend_of, narrowed
 
 __all__ = ["Normals", "add_noise", "insecure_normals", "noised", "secure_normals"]
 
-Float64: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+Float64: TypeAlias = NDArray[np.float64]
 
 Normals: TypeAlias = Callable[[int], Float64]
 """A function that returns a given number of standard normal draws."""
@@ -62,7 +63,7 @@ def secure_normals(size: int) -> Float64:
     return result[:size]
 
 
-def _exponentials(bits: np.ndarray[Any, np.dtype[np.uint64]]) -> Float64:
+def _exponentials(bits: NDArray[np.uint64]) -> Float64:
     """Return -ln((k + 1) / 2^64), finely spaced in the tail and near 0 too."""
     result = -np.log((bits.astype(np.float64) + 1.0) * 2.0**-64)
     (tail,) = np.nonzero(bits < 1 << 32)
@@ -74,7 +75,7 @@ def _exponentials(bits: np.ndarray[Any, np.dtype[np.uint64]]) -> Float64:
     return result
 
 
-def _random_bits(size: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _random_bits(size: int) -> NDArray[np.uint64]:
     return np.frombuffer(os.urandom(8 * size), dtype=np.uint64)
 
 

@@ -73,7 +73,7 @@ def analyse(
     return compose(tuple(maps), lrate, w_decay)
 
 
-def _checked(shapes: Any) -> Shapes | None:
+def _checked(shapes: object) -> Shapes | None:
     if shapes is None:
         return None
     allowed = "shapes must be a dict of tuples of ints, such as {'w': (3, 2)}"
@@ -87,7 +87,7 @@ def _checked(shapes: Any) -> Shapes | None:
     return {name: tuple(shape) for name, shape in shapes.items()}
 
 
-def _plugins(pipeline: Any) -> tuple[list[Any], float | None, float | None]:
+def _plugins(pipeline: object) -> tuple[list[Any], float | None, float | None]:
     """Return the plug-ins in the order in which they act, the learning rate, the weight decay."""
     if isinstance(pipeline, Optimizer):
         config = pipeline.get_config()

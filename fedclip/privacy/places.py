@@ -20,6 +20,7 @@ from typing import Any
 from declearn.optimizer.regularizers import Regularizer
 
 from fedclip.privacy.lengths import COARSEST, number
+from fedclip.privacy.maps import Plugin
 from fedclip.privacy.pipeline import analyse
 from fedclip.privacy.sensitivity import Analysis
 
@@ -27,13 +28,13 @@ __all__ = ["in_words", "warnings"]
 
 
 def in_words(
-    client: Sequence[Any],
-    server: Sequence[Any],
-    aggregator: Any = None,
+    client: Sequence[object],
+    server: Sequence[object],
+    aggregator: object = None,
     *,
-    optim: Mapping[str, Any] = MappingProxyType({}),
+    optim: Mapping[str, object] = MappingProxyType({}),
     steps: Any = None,
-    privacy: Mapping[str, Any] | None = None,
+    privacy: Mapping[str, object] | None = None,
 ) -> list[str]:
     """Return one line for each place: what is clipped there.
 
@@ -48,7 +49,7 @@ def in_words(
     ]
 
 
-def _noised(client: Sequence[Any], privacy: Mapping[str, Any]) -> str:
+def _noised(client: Sequence[Plugin], privacy: Mapping[str, Any]) -> str:
     """Return what DP-SGD does to a batch, and what the plug-ins before and after its noise do."""
     limit = privacy.get("sclip_norm")
     shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
@@ -81,7 +82,7 @@ def _noised(client: Sequence[Any], privacy: Mapping[str, Any]) -> str:
     return said
 
 
-def _step(client: Sequence[Any], optim: Mapping[str, Any], steps: Any) -> str:
+def _step(client: Sequence[object], optim: Mapping[str, object], steps: Any) -> str:
     if not client:
         return "nothing is clipped."
     rates = optim.get("lrate"), optim.get("w_decay", 0.0)
@@ -111,7 +112,7 @@ def _round(found: Analysis, steps: Any) -> str:
     return f"A round's update is at most {rate} times {steps} steps times that, {shown}."
 
 
-def _update(aggregator: Any, server: Sequence[Any]) -> str:
+def _update(aggregator: Plugin, server: Sequence[Plugin]) -> str:
     if aggregator is None or aggregator.name != "clipped-averaging":
         return "nothing is clipped before a client shares its update."
     adaptive = next((p for p in server if p.name == "update-clip-server"), None)
@@ -142,7 +143,7 @@ def _update(aggregator: Any, server: Sequence[Any]) -> str:
     )
 
 
-def _aggregate(server: Sequence[Any]) -> str:
+def _aggregate(server: Sequence[object]) -> str:
     if not server:
         return "nothing is clipped."
     found = analyse(server)
@@ -151,7 +152,7 @@ def _aggregate(server: Sequence[Any]) -> str:
     return f"{found.bound_in_words} {found.aggregate_in_words}"
 
 
-def warnings(plugins: Sequence[Any]) -> list[str]:
+def warnings(plugins: Sequence[Plugin]) -> list[str]:
     """Return warnings about plug-ins of an optimizer that may not do what the user expects."""
     names = [p.name for p in plugins]
     if "sample-clip" in names:

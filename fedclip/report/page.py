@@ -40,7 +40,7 @@ class Run(NamedTuple):
     """Whether the federations of the report are shown as one, such as several seeds."""
 
 
-def page_of(runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, Any]] = ()) -> str:
+def page_of(runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, object]] = ()) -> str:
     """Return the page.
 
     `tables` come first on it, each with a caption, heads and rows of text.
@@ -85,7 +85,7 @@ def _file(name: str) -> str:
     return (files("fedclip.report") / name).read_text(encoding="utf-8")
 
 
-def _numbers(experiment: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers(experiment: Mapping[str, object]) -> dict[str, Any]:
     """Return the part of an experiment that the charts need."""
     return {key: experiment[key] for key in ("name", "metrics", "clippers")}
 

@@ -193,7 +193,7 @@ def _key(row: Row) -> tuple[int, str, str, int]:
     return row.position, row.name, row.record.group, row.record.round
 
 
-def _rounds(state: Any, field: str = "round") -> list[int]:
+def _rounds(state: object, field: str = "round") -> list[int]:
     """Return the rounds, or their steps, in a clipper's state; none in that of another module."""
     return [row[field] for row in state.get("rounds", ())] if isinstance(state, dict) else []
 

@@ -130,7 +130,7 @@ def number(value: float | None) -> str:
     return f"{value:.3g}" if abs(value) < 1e5 else f"{value:.2e}"
 
 
-def write_csv(columns: Iterable[str], rows: Iterable[Mapping[str, Any]], file: TextIO) -> None:
+def write_csv(columns: Iterable[str], rows: Iterable[Mapping[str, object]], file: TextIO) -> None:
     """Write rows as CSV; what else they hold is left out, and a missing number an empty cell.
 
     An apostrophe stands before text that a spreadsheet would take for a formula.
@@ -141,6 +141,6 @@ def write_csv(columns: Iterable[str], rows: Iterable[Mapping[str, Any]], file: T
         writer.writerow({name: _inert(cell) for name, cell in row.items()})
 
 
-def _inert(cell: Any) -> Any:
+def _inert(cell: object) -> Any:
     formula = isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
     return f"'{cell}" if formula else cell

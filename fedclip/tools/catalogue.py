@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists what fedclip has registered with declearn, and the installed versions."""
+"""What fedclip has registered with declearn, and the installed versions."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import json
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import fedclip
-from fedclip import parameters
 
 __all__ = [
-    *("NEEDS_DECLEARN", "build", "catalogue", "documentation", "fits", "is_ours"),
-    *("version", "versions"),
+    *("FILE", "NEEDS_DECLEARN", "build", "catalogue", "documentation", "fits", "is_ours"),
+    *("registries", "version", "versions"),
 ]
+
+FILE = Path(__file__).with_name("catalogue.json")
+"""What each plug-in is, in a line; written by ``python docs/clippers.py``."""
 
 OLDEST_DECLEARN = (2, 9, 1)
 _WANTED = f"declearn>={'.'.join(map(str, OLDEST_DECLEARN))},<3"
@@ -42,19 +46,15 @@ def registries() -> dict[str, Mapping[str, Any]]:
     }
 
 
-def build(kind: str, name: str, config: Mapping[str, Any]) -> Any:
+def build(kind: str, name: str, config: Mapping[str, object]) -> Any:
     """Return a plug-in of fedclip or declearn, made as declearn makes it from a file."""
     return registries()[kind][name](**config)
 
 
 def catalogue() -> list[dict[str, Any]]:
-    """Return what fedclip has registered with declearn, as plain data."""
-    return [
-        _entry(kind, name, cls)
-        for kind, registry in registries().items()
-        for name, cls in sorted(registry.items())
-        if is_ours(cls)
-    ]
+    """Return what `FILE` says of each plug-in: no clipper is imported to be listed."""
+    found: list[dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found
 
 
 def documentation(kind: str, name: str) -> str:
@@ -62,23 +62,11 @@ def documentation(kind: str, name: str) -> str:
     return inspect.getdoc(registries()[kind][name]) or ""
 
 
-def _entry(kind: str, name: str, cls: type) -> dict[str, Any]:
-    known = parameters.signature_of(cls).items()
-    own = {key: p.default for key, p in known if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    required = [key for key, default in own.items() if default is inspect.Parameter.empty]
-    return {
-        "name": name,
-        "kind": kind,
-        "summary": (inspect.getdoc(cls) or "").partition("\n")[0],
-        "parameters": {**own, **dict.fromkeys(required)},
-        "required": required,
-    }
-
-
 def versions() -> dict[str, Any]:
     """Return the facts for a bug report: versions, frameworks, registered names."""
     try:
-        registered = [entry["name"] for entry in catalogue()]
+        known = registries().values()
+        registered = [n for names in known for n in sorted(names) if is_ours(names[n])]
     except ImportError:
         registered = []
     return {

@@ -24,7 +24,7 @@ import dataclasses
 import difflib
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from fedclip.errors import nearest
 from fedclip.federation.quorum import unfit
 from fedclip.federation.senders import NamedClients
 from fedclip.federation.statistics.check import is_shared
-from fedclip.federation.update.check import update_problems
+from fedclip.federation.update.check import Known, update_problems
 from fedclip.privacy import places
 from fedclip.tools.adapting import steps_of, stuck
 from fedclip.tools.catalogue import is_ours
@@ -109,6 +109,9 @@ def _check_quickrun(check: Check, config: dict[str, Any]) -> None:
     if isinstance(config.get("optim"), dict):
         wrong = any(finding.where.startswith("[run") for finding in check.problems)
         _check_optim(check, config["optim"], {} if wrong else run, prefix="optim.")
+    if isinstance(config.get("run"), dict) and "register" not in run:
+        text = "this section is missing: write in min_clients how many clients to wait for"
+        check.problem("[run.register]", text)
     register = _section(run, "register")
     if register.get("timeout") and not register.get("max_clients"):
         text = "without max_clients, registration lasts the whole timeout"
@@ -160,7 +163,7 @@ def _without_network(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration as it is in one process, with as many clients as it says."""
     crowd = _section(config, "simulate")
     network = {"protocol": "websockets", "host": "127.0.0.1", "port": 1}
-    run = {key: value for key, value in _section(config, "run").items() if key != "register"}
+    run = {**_section(config, "run"), "register": {}}
     sampler = {"n_samples": crowd.get("sampled", crowd.get("clients"))}
     return {**config, "network": network, "run": run, "client_sampler": sampler}
 
@@ -250,7 +253,7 @@ def _records(check: Check) -> int | None:
         return None
 
 
-def _check_optim(check: Check, optim: dict[str, Any], run: Section, prefix: str) -> None:
+def _check_optim(check: Check, optim: Mapping[str, object], run: Section, prefix: str) -> None:
     known = [field.name for field in dataclasses.fields(FLOptimConfig)]
     before = len(check.problems)
     plugins: dict[str, list[Any]] = {}
@@ -344,10 +347,12 @@ def _check_updates(check: Check, optim: Section, setting: Setting, prefix: str) 
         setting.plugins,
         setting.aggregator if ours else getattr(setting.aggregator, "name", None),
         optim,
-        rounds=_count(_section(check.config, "run").get("rounds")),
-        clients=setting.clients,
-        secagg=setting.secagg,
-        named=bool(prefix) or watched or (vetted and setting.secagg is None),
+        Known(
+            _count(_section(check.config, "run").get("rounds")),
+            setting.clients,
+            setting.secagg,
+            named=bool(prefix) or watched or (vetted and setting.secagg is None),
+        ),
     )
     for level, section, message in found:
         check.add("note" if level == "note" else "problem", f"[{prefix}{section}]", message)
@@ -361,7 +366,7 @@ def _check_updates(check: Check, optim: Section, setting: Setting, prefix: str) 
         )
 
 
-def _count(value: Any) -> int | None:
+def _count(value: object) -> int | None:
     """Return a number of rounds or clients; None if the value is not valid."""
     return value if type(value) is int and 0 < value < 2**63 else None
 

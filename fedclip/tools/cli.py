@@ -86,7 +86,7 @@ def list_(
             fail(f"there is no clipper {name!r}{nearest(name, names)}", code=2)
         entries = [entries[names.index(name)]]
     if as_json:
-        print(json.dumps(entries, indent=2, default=str))
+        print(json.dumps(entries, indent=2))
         return
     if name is not None:
         typer.echo(documentation(entries[0]["kind"], name))

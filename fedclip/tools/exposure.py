@@ -150,7 +150,7 @@ def _by_turns(setting: Setting) -> Iterator[Found]:
         yield "note", "secagg", _NO_EVALUATION
 
 
-def _chooses(sampler: Any) -> bool:
+def _chooses(sampler: object) -> bool:
     """Whether a client sampler, or one inside it, goes by what clients have sent."""
     match sampler:
         case {"strategy": "criterion"}:

@@ -98,7 +98,7 @@ class Check:
         self.add("note", where, message)
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """Return a value as it is written, cut off if it is long.
 
     Examples

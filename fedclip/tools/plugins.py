@@ -25,7 +25,7 @@ from fedclip.tools.settings import argument_faults, fits
 __all__ = ["check_aggregator", "check_counterparts", "check_optimizer"]
 
 
-def check_optimizer(check: Check, value: Any, key: str, where: str) -> list[Any]:
+def check_optimizer(check: Check, value: object, key: str, where: str) -> list[Any]:
     """Check one optimizer in any of the forms it may take; return the plug-ins it holds."""
     if isinstance(value, str):
         # Like declearn, look in the working directory, not in that of the file.
@@ -151,7 +151,7 @@ def _check_plugin(
     return None
 
 
-def check_aggregator(check: Check, value: Any, where: str) -> Any:
+def check_aggregator(check: Check, value: object, where: str) -> Any:
     """Check the aggregator; return it, or None where there is none, or none that can be built."""
     if value is None:
         return None

@@ -94,7 +94,7 @@ def _faults(section: str, cls: Any, values: Mapping[str, Any]) -> Faults:
             yield section, f"{name} is missing"
 
 
-def _types(hint: Any) -> tuple[Any, ...]:
+def _types(hint: object) -> tuple[Any, ...]:
     return hint, *typing.get_args(hint)
 
 
@@ -109,7 +109,7 @@ def _out_of_range(key: str, value: Any, hint: Any) -> str:
     return ""
 
 
-def _network(values: Mapping[str, Any]) -> Iterator[str]:
+def _network(values: Mapping[str, object]) -> Iterator[str]:
     port, protocol, host = (values.get(key) for key in ("port", "protocol", "host"))
     known = sorted(list_available_protocols())
     if isinstance(port, int) and port > 65535:
@@ -136,7 +136,7 @@ def _network(values: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{exc}, in kwargs"
 
 
-def _privacy(values: Mapping[str, Any]) -> Iterator[str]:
+def _privacy(values: Mapping[str, object]) -> Iterator[str]:
     """Yield what declearn refuses in words of its own."""
     budget, limit = values.get("budget"), values.get("sclip_norm")
     if isinstance(limit, (int, float)) and not 0 < limit < math.inf:
@@ -184,7 +184,7 @@ def argument_faults(cls: Any, config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is missing"
 
 
-def fits(value: Any, hint: Any) -> bool:
+def fits(value: object, hint: object) -> bool:
     """Whether a value from a file is of an annotated type; True for types that no file holds."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedclip.report import Reader, Report, ReportError, Run, number, page_of, read_report
 from fedclip.report.rows import Key
@@ -181,7 +181,7 @@ def save_plot(result: Report, file: Path) -> None:
 def save_page(
     reports: Sequence[tuple[str, Path, Report]],
     file: Path,
-    tables: Sequence[Mapping[str, Any]] = (),
+    tables: Sequence[Mapping[str, object]] = (),
     title: str = "",
 ) -> None:
     """Write one page of all reports, by name and folder, with what they spent of their budgets.

@@ -203,7 +203,7 @@ def rounded(value: float) -> float:
     return near if near >= value else round(near + 10.0**-digits, digits)
 
 
-def _modules(place: str, rows: Sequence[Row], ord_: Mapping[str, Any]) -> Iterator[Proposal]:
+def _modules(place: str, rows: Sequence[Row], ord_: Mapping[str, object]) -> Iterator[Proposal]:
     """Yield proposals of modules, for the clients' steps or the server's."""
     section = PLACES[place]
     limit = rounded(pooled(row.record for row in rows).norm_quantile(0.95) or 0.0)
@@ -229,7 +229,7 @@ def _updates(rows: Sequence[Row]) -> Iterator[Proposal]:
     yield _adaptive({"start_norm": rounded(whole.norm_median or 0.0)}, "median", 0.5)
 
 
-def _adaptive(server: Mapping[str, Any], kind: str, share: float | None) -> Proposal:
+def _adaptive(server: Mapping[str, object], kind: str, share: float | None) -> Proposal:
     lines: Lines = {
         "aggregator": ("clipped-averaging", {}),
         "client_opt": ("update-clip-client", {}),
@@ -350,7 +350,7 @@ def rewritten(text: str, proposal: Proposal) -> str:
     return str(tomlkit.dumps(document))
 
 
-def _insert(optim: Any, section: str, name: str, config: Mapping[str, Any]) -> None:
+def _insert(optim: object, section: str, name: str, config: Mapping[str, object]) -> None:
     modules = _modules_of(optim, section)
     item = toml_item([name, config] if config else name)
     for place, _ in _alike(modules, name):

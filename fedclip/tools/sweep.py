@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,7 +117,7 @@ def plan(
     return runs
 
 
-def _label(parsed: Sequence[tuple[str, Any]], values: Sequence[Any]) -> str:
+def _label(parsed: Sequence[tuple[str, Any]], values: Sequence[object]) -> str:
     """Return a name for the settings that a folder can have."""
     words = [
         f"{key.rpartition('.')[2]}={value if isinstance(value, str) else json.dumps(value)}"
@@ -133,8 +133,8 @@ def _set(document: Any, key: str, value: Any) -> None:
     table = document
     for name in way:
         table = table.get(name) if isinstance(table, Mapping) else None
-    if isinstance(table, Mapping) and way:
-        table[last] = value  # type: ignore[index]
+    if isinstance(table, MutableMapping) and way:
+        table[last] = value
         return
     found = [*_modules(document)]
     places = [(modules, i) for name, modules, i in found if [name] == way]

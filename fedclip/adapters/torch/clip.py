@@ -14,7 +14,9 @@ from fedclip.adapters.torch.apart import are_apart, part
 from fedclip.adapters.torch.names import Parameters, check_remembered, check_sharding, named
 from fedclip.adapters.torch.steps import uncompiled
 from fedclip.arrays.torch import TorchInPlace
-from fedclip.modules import AGC, Clipper, NormClip
+from fedclip.modules.agc import AGC
+from fedclip.modules.base import Clipper
+from fedclip.modules.norm_clip import NormClip
 from fedclip.records import StepRecord
 
 __all__ = ["clip_", "clip_grad_norm_", "clip_named"]

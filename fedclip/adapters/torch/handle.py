@@ -98,7 +98,7 @@ class ClipHandle:
         """Return the clipper's statistics; see `fedclip.adapters.torch.state`."""
         return state(self.clipper)
 
-    def load_state(self, state: dict[str, Any] | None) -> None:
+    def load_state(self, state: Mapping[str, object] | None) -> None:
         """Take over statistics; see `fedclip.adapters.torch.load_state`."""
         load_state(self.clipper, state)
 
@@ -246,7 +246,7 @@ class _Attached:
         for handle in self.handles:
             handle._clip(optimizer)
 
-    def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _end(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if self._steps.end():
             for handle in self.handles:
                 handle._end()
@@ -344,7 +344,7 @@ def attached(
     return handle
 
 
-def _saves(optimizer: Any, handle: ClipHandle) -> bool:
+def _saves(optimizer: object, handle: ClipHandle) -> bool:
     """Return whether the statistics are in an optimizer's state, or none can be seen."""
     if not hasattr(optimizer, "state_dict"):
         return True

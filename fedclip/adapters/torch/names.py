@@ -26,7 +26,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fedclip.adapters.clippers import unique
-from fedclip.modules import AGC, Clipper
+from fedclip.modules.agc import AGC
+from fedclip.modules.base import Clipper
 from fedclip.scopes import resolve
 
 __all__ = ["Parameters", "check_remembered", "check_sharding", "named"]
@@ -75,7 +76,7 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
     return dict(zip(plain, tensors, strict=True))
 
 
-def _check_given(parameters: Iterable[Any], given: Sequence[Any]) -> None:
+def _check_given(parameters: Iterable[object], given: Sequence[object]) -> None:
     """Raise an error for what is neither pairs nor tensors."""
     if not given and iter(parameters) is parameters:
         raise ValueError(

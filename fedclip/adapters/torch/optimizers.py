@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 
 __all__ = ["called", "check_step", "held", "is_hooked", "levels_of"]
 
 
-def called(optimizer: Any) -> str:
+def called(optimizer: object) -> str:
     """Return what an optimizer is called in errors."""
     return f"an optimizer ({type(optimizer).__name__})"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fedclip.dpsgd.persample import torch_check, torch_records, torch_stacks
-from fedclip.dpsgd.step import private_mean
+from fedclip.dpsgd.step import PrivateMean
 
 
 def private_gradients(
@@ -45,7 +45,7 @@ def private_gradients(
     inputs, targets
         Tensors whose first axis is the records; there may be none.
     max_norm, noise_multiplier, expected_batch_size, **settings
-        Those of `fedclip.dpsgd.step.private_mean`; settings are ``mode`` and ``noise``.
+        Those of `fedclip.dpsgd.step.PrivateMean`; settings are ``mode`` and ``noise``.
     micro_batch
         How many records are in memory at once, at most.
 
@@ -72,10 +72,9 @@ def private_gradients(
         return loss(run(tuple(own)), target).mean()
 
     weights = torch_records.trained(module)
-    found = private_mean(
+    mean = PrivateMean(max_norm, noise_multiplier, expected_batch_size, **settings)
+    found = mean(
         torch_stacks.record_stacks(module, of, (*given, targets), micro_batch),
         {name: tuple(weight.shape) for name, weight in weights.items()},
-        *(max_norm, noise_multiplier, expected_batch_size),
-        **settings,
     )
     return torch_records.restored(found, weights)

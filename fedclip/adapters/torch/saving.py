@@ -72,7 +72,7 @@ class Saving:
         return found
 
 
-def is_in(saved: Any, keys: Iterable[str]) -> bool:
+def is_in(saved: object, keys: Iterable[str]) -> bool:
     """Return whether all these keys are somewhere in a nested dict."""
     return isinstance(saved, Mapping) and all(
         key in saved or any(is_in(value, [key]) for value in saved.values()) for key in keys

@@ -12,7 +12,8 @@ import torch
 from fedclip import states
 from fedclip.adapters.clippers import reset
 from fedclip.errors import FedclipWarning
-from fedclip.modules import AGC, Clipper
+from fedclip.modules.agc import AGC
+from fedclip.modules.base import Clipper
 
 __all__ = ["load_state", "state"]
 
@@ -53,5 +54,5 @@ def load_state(clipper: Clipper | AGC, state: Mapping[str, Any] | None) -> None:
     clipper.set_state(dict(state))
 
 
-def _array(value: Any) -> Any:
+def _array(value: object) -> Any:
     return value.cpu().numpy() if isinstance(value, torch.Tensor) else value

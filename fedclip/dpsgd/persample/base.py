@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedclip import parameters
 
@@ -16,8 +17,9 @@ __all__ = [
     *("at_once", "padded", "shapes", "spare", "spread", "try_out"),
 ]
 
-Float64: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
-Arrays: TypeAlias = Mapping[str, "np.ndarray[Any, Any]"]
+Float64: TypeAlias = NDArray[np.float64]
+Host: TypeAlias = NDArray[Any]
+Arrays: TypeAlias = Mapping[str, Host]
 """Arrays by the names of the model's trainable weights."""
 Failed: TypeAlias = Callable[[int, BaseException], object]
 """Called with a record that is left out, and what it raised."""
@@ -40,7 +42,7 @@ def at_once(size: int, elements: int) -> int:
     return max(1, min(size, MOST // max(elements, 1)))
 
 
-def padded(many: int, together: int) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+def padded(many: int, together: int) -> Iterator[tuple[Host, int]]:
     """Yield the rows of so many records at a time, always as many, and how many of them count.
 
     So that nothing is compiled again, the last one stands for those that are lacking.
@@ -53,9 +55,7 @@ def padded(many: int, together: int) -> Iterator[tuple[np.ndarray[Any, Any], int
         yield np.minimum(np.arange(start, start + together), start + count - 1), count
 
 
-def spread(
-    factors: Mapping[str, Float64], sound: np.ndarray[Any, Any], size: int
-) -> tuple[Float64, np.ndarray[Any, Any]]:
+def spread(factors: Mapping[str, Float64], sound: Host, size: int) -> tuple[Float64, Host]:
     """Return factors (names, size) and which are sound; those of records that do not count are 0.
 
     >>> spread({"w": np.ones(2)}, np.array([True, True]), 3)
@@ -152,6 +152,6 @@ class HostStack:
         return self._arrays
 
 
-def _rows(array: np.ndarray[Any, Any]) -> Float64:
+def _rows(array: Host) -> Float64:
     size = math.prod(array.shape[1:])
     return np.asarray(array.reshape(len(array), size), dtype=np.float64)

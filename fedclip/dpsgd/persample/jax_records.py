@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedclip.dpsgd.persample.base import Float64, at_once, padded, spread
+from fedclip.dpsgd.persample.base import Float64, Host, at_once, padded, spread
 
 __all__ = ["JaxStack", "micro_batches"]
 
@@ -46,7 +46,7 @@ class JaxStack:
             start = [totals.get(name, jnp.zeros(array.shape[1:])) for name, array in pairs]
             totals.update(zip(names, _sums(start, arrays, scales, kept), strict=True))
 
-    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+    def arrays(self) -> dict[str, Host]:
         return {
             n: np.asarray(a, dtype=_wide(a.dtype))[: self._size] for n, a in self._arrays.items()
         }

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from declearn.model.tensorflow import TensorflowModel, TensorflowVector
 
-from fedclip.dpsgd.persample.base import Float64, Unfit, at_once, padded, spread, try_out
+from fedclip.dpsgd.persample.base import Float64, Host, Unfit, at_once, padded, spread, try_out
 
 __all__ = ["TensorflowStack", "check", "shapes", "stacks", "try_out", "vector"]
 
@@ -102,12 +102,12 @@ class TensorflowStack:
         ]
         totals.update(zip(names, _sums(start, arrays, scales, kept), strict=True))
 
-    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+    def arrays(self) -> dict[str, Host]:
         return {name: _host(array)[: self._size] for name, array in self._arrays.items()}
 
 
 # Without being compiled, it takes three times as long.
-@tf.function(jit_compile=True)  # type: ignore[untyped-decorator]
+@tf.function(jit_compile=True)
 def _sums(totals: list[Any], arrays: list[Any], scales: Any, kept: Any) -> list[Any]:
     sums = []
     for i, array in enumerate(arrays):
@@ -153,7 +153,7 @@ def _together(model: TensorflowModel) -> Any:
     return together
 
 
-def _host(array: Any) -> np.ndarray[Any, Any]:
+def _host(array: Any) -> Host:
     return np.asarray(tf.cast(array, tf.float32) if array.dtype == tf.bfloat16 else array)
 
 
@@ -162,7 +162,7 @@ def _random(variable: Any) -> bool:
     return "seed_generator_state" in variable.name
 
 
-def _unchanged(before: list[tuple[Any, np.ndarray[Any, Any]]]) -> None:
+def _unchanged(before: list[tuple[Any, Host]]) -> None:
     changed = [(v, a) for v, a in before if not np.array_equal(a, v.numpy(), equal_nan=True)]
     for variable, array in changed:
         variable.assign(array)

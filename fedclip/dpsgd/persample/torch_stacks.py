@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedclip.dpsgd.persample.base import Float64
+from fedclip.dpsgd.persample.base import Float64, Host
 from fedclip.dpsgd.persample.torch_layers import Part
 from fedclip.dpsgd.persample.torch_plan import Loss, Tensors
 from fedclip.dpsgd.persample.torch_records import record_parts, trained
@@ -46,10 +46,10 @@ class TorchStack:
             found = part.sum(scale.to(like.device)).view(like.shape)
             totals[name] = totals[name] + found if name in totals else found
 
-    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+    def arrays(self) -> dict[str, Host]:
         return {name: _host(part) for name, part in self._parts.items()}
 
 
-def _host(part: Any) -> np.ndarray[Any, Any]:
+def _host(part: Any) -> Host:
     rows = part.rows.detach().cpu()
     return np.asarray((rows.float() if rows.dtype is torch.bfloat16 else rows).numpy())

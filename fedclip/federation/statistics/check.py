@@ -11,7 +11,7 @@ from fedclip.federation.statistics.counterpart import SharedServer
 CLIENT, SERVER = "client_opt", "server_opt"
 
 
-def is_shared(plugin: Any) -> bool:
+def is_shared(plugin: object) -> bool:
     """Whether a plug-in is a clipper with ``shared = true``, or the counterpart of one."""
     return isinstance(plugin, SharedServer) or getattr(plugin, "sharing", None) is not None
 

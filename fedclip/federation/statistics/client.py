@@ -44,7 +44,7 @@ def tally_of(counters: tuple[str, ...]) -> Tally:
     return Tally(counters)
 
 
-def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(fields: Mapping[str, object]) -> dict[str, Any]:
     """Return the fields of one group as plain values."""
     return {name: np.asarray(column)[..., 0].tolist() for name, column in fields.items()}
 
@@ -182,7 +182,7 @@ class SharedStatistics:
         """Return what a checkpoint needs besides the statistics; None without a counterpart yet."""
         return None if self.version is None else {"version": self.version}
 
-    def check_state(self, state: Any) -> int | None:
+    def check_state(self, state: object) -> int | None:
         """Return the version in a result of `get_state`."""
         if state is None:
             return None
@@ -194,7 +194,7 @@ class SharedStatistics:
     def _nothing(self) -> dict[str, Any]:
         return _plain(self.rule.tally.init(1, NUMPY))
 
-    def _compare(self, theirs: Mapping[str, Any]) -> None:
+    def _compare(self, theirs: Mapping[str, object]) -> None:
         for name, mine in self.settings.items():
             given = theirs.get(name)
             # An array is equal to nothing that a setting can be.

@@ -61,7 +61,7 @@ def _told(fault: str, senders: Sequence[str]) -> str:
     return f"{fault} ({len(senders)}×{': ' if names else ''}{names})"
 
 
-class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
+class SharedServer(OptiModule[FedclipSharedState], register=False):
     """Counterpart of a shared clipper: merges the clients' counts, and sends the state back.
 
     ::
@@ -78,10 +78,11 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
 
     clipper: ClassVar[Any]
     """The clipper of this counterpart, a `fedclip.modules.sharing.SharedClipper`."""
+    __signature__: ClassVar[inspect.Signature]
     guarantee = kinds.unchanged
     auxvar_cls = FedclipSharedState
 
-    def __init_subclass__(cls, register: bool = True, **kwargs: Any) -> None:
+    def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
         """Give the class its signature and its docstring."""
         super().__init_subclass__(register=register, **kwargs)
         summary, _, notes = (inspect.getdoc(cls) or "").partition("\n\n")
@@ -90,12 +91,12 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         own = inspect.signature(SharedServer.__init__).parameters
         chosen = [theirs[name] for name in cls.clipper.shared_settings()] + [own[n] for n in _OWN]
         keyword = inspect.Parameter.KEYWORD_ONLY
-        cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        cls.__signature__ = inspect.Signature(
             [parameter.replace(kind=keyword) for parameter in chosen]
         )
 
     def __init__(
-        self, *, max_steps: int = MAX_STEPS, shared_name: str | None = None, **settings: Any
+        self, *, max_steps: int = MAX_STEPS, shared_name: str | None = None, **settings: object
     ) -> None:
         parameters.refuse_unknown(type(self), settings)
         self.max_steps = parameters.integer(1, max_steps=max_steps)
@@ -104,7 +105,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         # The clipper checks the parameters, and makes the rule.
         clipper = self.clipper(shared=True, shared_name=shared_name, **settings)
         self.shared_name = clipper.shared_name
-        self.aux_name = clipper.aux_name  # type: ignore[misc]
+        vars(self)["aux_name"] = clipper.aux_name
         self.settings: dict[str, Any] = clipper.sharing.settings
         self.shared_state = SharedState(clipper.sharing.rule.rule, self.max_steps)
         self._refused = 0
@@ -169,7 +170,7 @@ class SharedServer(OptiModule, register=False):  # type: ignore[type-arg]
         """Return the shared state by group, as plain numbers, strings and lists."""
         return {"clipper": self.name, **self.shared_state.get_state(), "refused": self._refused}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, object]) -> None:
         """Take over a state that `get_state` of the same module returned.
 
         Raises

@@ -262,7 +262,7 @@ def _number(digits: Sequence[int], scale: int) -> Fraction:
     return Fraction(whole, 2**scale)
 
 
-def counts_of(members: Any, counts: Any, shape: tuple[int, int]) -> tuple[Counts | None, str]:
+def counts_of(members: object, counts: object, shape: tuple[int, int]) -> tuple[Counts | None, str]:
     """Return the counts of several clients as an array, or None and what is wrong with them.
 
     A client may have sent anything, of any size: this never raises.

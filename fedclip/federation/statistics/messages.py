@@ -73,18 +73,18 @@ class FedclipSharedCounts(AuxVar):
         return {"counts": np.asarray(self.counts).ravel().tolist()}
 
     @classmethod
-    def from_dict(cls, data: Any) -> Self:
+    def from_dict(cls, data: object) -> Self:
         """Make the message of one client from what came over the wire, unchecked."""
         return cls(1, data.get("counts") if isinstance(data, Mapping) else None)
 
-    def aggregate(self, other: Any) -> Self:
+    def aggregate(self, other: object) -> Self:
         """Put another client's message next to this one, in constant time."""
         if self.parts is None:
             return type(self)(0, None, parts=[self, other])
         self.parts.append(other)
         return self
 
-    def __radd__(self, other: Any) -> Self:
+    def __radd__(self, other: object) -> Self:
         """Take ``0 + message``, and a message of another kind that came first."""
         if isinstance(other, int) and other == 0:
             return self

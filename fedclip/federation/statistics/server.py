@@ -221,7 +221,7 @@ class SharedState:
             "version": self.version,
         }
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, object]) -> None:
         """Take over what `get_state` returned.
 
         Raises

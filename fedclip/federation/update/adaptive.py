@@ -244,7 +244,7 @@ class AdaptiveBound(Documented):
         return record
 
     def release(
-        self, average: Mapping[str, Any], exact: Mapping[str, Float64] | None = None
+        self, average: Mapping[str, object], exact: Mapping[str, Float64] | None = None
     ) -> Arrays:
         """Close the round; return its average with noise, the same object if there is none.
 
@@ -306,7 +306,7 @@ class AdaptiveBound(Documented):
             return spread(self.quantile, votes, 0.0)
         return spread(self.quantile, self.budget.clients, self.budget.bits_noise)
 
-    def _report(self, record: Mapping[str, Any], silent: int, clients: int) -> None:
+    def _report(self, record: Mapping[str, object], silent: int, clients: int) -> None:
         share = record["share"]
         parts = [f"{self.name}: round {self.round}, bound {record['bound']:.4g}"]
         if share is not None:
@@ -329,7 +329,7 @@ class AdaptiveBound(Documented):
         state = {"bound": self.bound, "round": self.round, "spent": spent, "search": search}
         return state | {"evidence": self.evidence}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, object]) -> None:
         """Take over a state that `get_state` returned; what was spent here stays spent.
 
         Raises

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class Search(NamedTuple):
     """Whether both nearly all and nearly none have been within the bound."""
 
     @classmethod
-    def of(cls, state: Any) -> Search | None:
+    def of(cls, state: object) -> Search | None:
         """Return the search of a state; None if there is none."""
         match state:
             case None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from fedclip.federation.update.aggregator import ClippedAveraging
 from fedclip.federation.update.arc import brought
@@ -28,22 +28,28 @@ Problem = tuple[str, str, str]
 """Level ("problem" or "note"), section, message."""
 
 
+class Known(NamedTuple):
+    """What is known of a run, beside its optimizers."""
+
+    rounds: object = None
+    """The largest number."""
+    clients: object = None
+    """The largest number in a round."""
+    secagg: Mapping[str, float] | None = None
+    named: bool = True
+    """Whether the server knows who sends which reply, and clients their names."""
+
+
 def update_problems(
-    plugins: Mapping[str, Iterable[Any]],
-    aggregator: Any,
-    optim: Mapping[str, Any],
-    *,
-    rounds: Any = None,
-    clients: Any = None,
-    secagg: Mapping[str, Any] | None = None,
-    named: bool = True,
+    plugins: Mapping[str, Iterable[object]],
+    aggregator: object,
+    optim: Mapping[str, object],
+    known: Known,
 ) -> list[Problem]:
     """Return problems and notes about the clipping of round updates.
 
     The `plugins` are those of the sections client_opt and server_opt. The `aggregator` is a name if
     it is not fedclip's, and None for declearn's default. `optim` is the section of the optimizers.
-    `rounds`, and `clients` in a round, are the largest numbers, if known. `named` says whether the
-    server knows who sends which reply, and clients their names.
     """
     found: list[Problem] = []
     client = [p for p in plugins.get(CLIENT, ()) if isinstance(p, UpdateClipClient)]
@@ -73,17 +79,22 @@ def update_problems(
         changed = next(iter(plugins[SERVER])) is not module or (
             isinstance(section, Mapping) and bool(section.get("regularizers"))
         )
-        found += _noise(aggregator, module, changed, rounds, clients)
+        found += _noise(aggregator, module, changed, known.rounds, known.clients)
     noise = any(module.budget is not None for module in server)
-    found += _weights(aggregator.shares, noise, clients, secagg is not None, named)
+    found += _weights(
+        aggregator.shares, noise, known.clients, known.secagg is not None, known.named
+    )
     follows = server[0].quantile if server else None
-    found += _combining(aggregator.combining, noise, clients, secagg is not None, follows)
+    secure = known.secagg is not None
+    found += _combining(aggregator.combining, noise, known.clients, secure, follows)
     limit = server[0].max_norm if server else aggregator.max_norm
-    found += _range(aggregator, limit, secagg)
+    found += _range(aggregator, limit, known.secagg)
     return found
 
 
-def _bounds(aggregator: ClippedAveraging, client: list[Any], server: list[Any]) -> list[Problem]:
+def _bounds(
+    aggregator: ClippedAveraging, client: Sequence[object], server: Sequence[object]
+) -> list[Problem]:
     if aggregator.max_norm is None and not client and not server:
         text = (
             "clipped-averaging has no bound: give it max_norm, or put update-clip-client into "
@@ -104,7 +115,9 @@ def _bounds(aggregator: ClippedAveraging, client: list[Any], server: list[Any]) 
     return []
 
 
-def _weights(shares: Shares, noise: bool, clients: Any, secure: bool, named: bool) -> list[Problem]:
+def _weights(
+    shares: Shares, noise: bool, clients: object, secure: bool, named: bool
+) -> list[Problem]:
     """Say what weights can not go with, what they reveal, and what one site may do."""
     if shares.kind == "equal":
         return []
@@ -155,7 +168,7 @@ def _weights(shares: Shares, noise: bool, clients: Any, secure: bool, named: boo
 
 
 def _combining(
-    combining: Combining, noise: bool, clients: Any, secure: bool, quantile: float | None
+    combining: Combining, noise: bool, clients: object, secure: bool, quantile: float | None
 ) -> list[Problem]:
     """Say what a mean that resists can not go with, and what one site may do.
 
@@ -187,8 +200,8 @@ def _noise(
     aggregator: ClippedAveraging,
     module: UpdateClipServer,
     changed: bool,
-    rounds: Any,
-    clients: Any,
+    rounds: object,
+    clients: object,
 ) -> list[Problem]:
     if module.budget is None:
         return []
@@ -242,7 +255,7 @@ def _noise(
     return found
 
 
-def _turns(module: UpdateClipServer, rounds: Any, clients: Any) -> list[Problem]:
+def _turns(module: UpdateClipServer, rounds: object, clients: object) -> list[Problem]:
     """Say whether clients take turns as far apart as noise is accounted for."""
     assert module.expected_clients is not None
     found: list[Problem] = []
@@ -283,7 +296,7 @@ def _search(module: UpdateClipServer) -> list[Problem]:
 
 
 def _range(
-    aggregator: ClippedAveraging, limit: float | None, secagg: Mapping[str, Any] | None
+    aggregator: ClippedAveraging, limit: float | None, secagg: Mapping[str, float] | None
 ) -> list[Problem]:
     """Compare the bound with the range of secure aggregation."""
     if limit is None:

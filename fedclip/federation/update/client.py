@@ -20,7 +20,7 @@ from fedclip.rules import FIXED, LEARNT
 from fedclip.states import check_count
 
 
-class UpdateClipClient(Versioned, OptiModule):  # type: ignore[type-arg]
+class UpdateClipClient(Versioned, OptiModule[UpdateClipVotes]):
     """Bring the bound of this round to `clipped-averaging`, and the vote back.
 
     ::
@@ -83,7 +83,7 @@ class UpdateClipClient(Versioned, OptiModule):  # type: ignore[type-arg]
         """Return the gradients unchanged: the aggregator clips the round's update."""
         return gradients
 
-    def process_aux_var(self, aux_var: Any) -> None:
+    def process_aux_var(self, aux_var: object) -> None:
         """Receive the bound of this round."""
         self._round = None
         CLIENT.set(None)
@@ -140,7 +140,7 @@ class UpdateClipClient(Versioned, OptiModule):  # type: ignore[type-arg]
         """Return the records of the rounds."""
         return self.recorder.get_state()
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, object]) -> None:
         """Take over the records of the rounds."""
         found = state.get("round") if isinstance(state, Mapping) else None
         round_ = check_count("round", found)

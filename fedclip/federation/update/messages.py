@@ -111,12 +111,12 @@ class UpdateClipVotes(AuxVar):
         return UpdateClipVotes(**{key: mine[key] + others[key] for key in mine})
 
     @classmethod
-    def among(cls, messages: Sequence[Any]) -> UpdateClipVotes:
+    def among(cls, messages: Sequence[object]) -> UpdateClipVotes:
         """Return the sum of the votes among messages of any kind; the others are abstentions."""
         votes = [one if isinstance(one, cls) else cls(n_faults=1) for one in messages]
         return sum(votes[1:], start=votes[0])
 
-    def __radd__(self, other: Any) -> UpdateClipVotes:
+    def __radd__(self, other: object) -> UpdateClipVotes:
         """Add to 0, as declearn does, or to a client's object of another type."""
         return self if isinstance(other, int) and not other else self.aggregate(other)
 
@@ -192,7 +192,7 @@ class ClippedUpdates(ModelUpdates):
         result.fault = fault
         return result
 
-    def aggregate(self, other: Any) -> ClippedUpdates:
+    def aggregate(self, other: object) -> ClippedUpdates:
         """Return both replies, side by side, with the counts added up."""
         if not isinstance(other, ClippedUpdates):
             other = ClippedUpdates.refused(None, _stranger(other))
@@ -206,7 +206,7 @@ class ClippedUpdates(ModelUpdates):
         total._gathered = self.parts + other.parts
         return total
 
-    def __radd__(self, other: Any) -> ClippedUpdates:
+    def __radd__(self, other: object) -> ClippedUpdates:
         """Add to 0, as `sum` does, or to a reply of another type."""
         if isinstance(other, int) and not other:
             return self
@@ -251,5 +251,5 @@ def zeros_like(vector: Vector[Any]) -> Vector[Any]:
     return type(vector)(zeros(vector.coefs))
 
 
-def _stranger(reply: Any) -> str:
+def _stranger(reply: object) -> str:
     return f"it is of type {type(reply).__name__}"

@@ -23,7 +23,7 @@ from fedclip.federation.update.turns import DUE
 from fedclip.privacy import kinds
 
 
-class UpdateClipServer(AdaptiveBound, OptiModule):  # type: ignore[type-arg]
+class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
     """A bound of the clients' updates that follows a quantile of their norms; central noise.
 
     ::
@@ -128,7 +128,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule):  # type: ignore[type-arg]
         self._message = UpdateClipBound(sent.bound, sent.adaptive, sent.private, sent.stop)
         return self._message
 
-    def process_aux_var(self, aux_var: Any) -> None:
+    def process_aux_var(self, aux_var: object) -> None:
         """Count the votes and set the next bound; this round's noise still uses the one sent."""
         SERVER.set(self._round)
         self._message = None

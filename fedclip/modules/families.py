@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several clippers have in common: parameters, and what is built from them."""
+"""Families of clippers: which parameters they share, and what is built from these."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from fedclip.measures import Order, check_order
+from fedclip.measures import MEANS, Order, check_order, degree
 from fedclip.modules.base import Clipper
 from fedclip.parameters import boolean, choice, integer, limit, non_negative, parameter
 from fedclip.rules import Rule
@@ -17,7 +17,14 @@ from fedclip.scopes import Groups, check_scope, in_table
 from fedclip.transforms import Action, NormClipping, SliceClipping, Transform
 from fedclip.transforms.slice import check_dims, check_slices
 
-ORD_VAR = parameter(check_order, default=2, kind='float or {"inf", "rms", "mad", "std", "var"}')
+_NORMS = [word for word in MEANS if degree(word) == 1]
+
+
+def _orders(words: Sequence[str]) -> str:
+    return "float or {" + ", ".join(f'"{word}"' for word in ("inf", *words)) + "}"
+
+
+ORD_VAR = parameter(check_order, default=2, kind=_orders(MEANS))
 """Orders with the variance, for limits that are fixed."""
 SCOPE_TABLE = parameter(
     partial(check_scope, limits=True),
@@ -51,7 +58,7 @@ class SlicedClipper(Clipper, register=False):
 class MeasuredClipper(Clipper, register=False):
     """Base of clippers that measure a norm."""
 
-    ord: Order = parameter(check_order, default=2, kind='float or {"inf", "rms", "mad", "std"}')
+    ord: Order = parameter(check_order, default=2, kind=_orders(_NORMS))
     """Which norm is measured: 2 is the Euclidean one; `fedclip.measures` has the others."""
 
 
@@ -79,10 +86,10 @@ class FixedClipper(SlicedClipper, ExactClipper, register=False):
     def _by_table(self, groups: Groups, rest: float) -> Transform:
         """Return the transform with the limits of a table in `scope`, if it is one."""
         # A dict, as `check_scope` returns: to ask for a Mapping takes five times as long.
-        if not isinstance(self.scope, dict):
+        if not isinstance(self.scope, dict) or not isinstance(self._transform, NormClipping):
             return self._transform
         limits = tuple(in_table(self.scope, label, rest) for label in groups.labels)
-        return replace(self._transform, rule=Constant(limits))  # type: ignore[type-var]
+        return replace(self._transform, rule=Constant(limits))
 
 
 class LimitedClipper(ExactClipper, register=False):
@@ -94,11 +101,11 @@ class LimitedClipper(ExactClipper, register=False):
     on_spike: str = parameter(choice, ("clip", "skip"), default="clip")
     """What becomes of a group that is over its limit: it is clipped, or set to zero ("skip")."""
 
-    def with_rule(self, rule: Callable[..., Rule], **own: Any) -> NormClipping:
+    def with_rule(self, rule: Callable[..., Rule], **own: object) -> NormClipping:
         """Return the transform that brings norms to the limits of a rule.
 
         The rule gets the clipper's parameters of the same names, except for those given.
         """
-        names = [f.name for f in fields(rule) if f.name not in own]  # type: ignore[arg-type]
+        names = [name for name in inspect.signature(rule).parameters if name not in own]
         made = rule(**{name: getattr(self, name) for name in names}, **own)
         return NormClipping(made, self.ord, Action(self.eps, skip=self.on_spike == "skip"))
