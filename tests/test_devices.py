@@ -188,7 +188,7 @@ def dispatched(call: Callable[[], Any]) -> int:
         (EmaNormalize, 75, 0),
         # The extremes of each tensor.
         (partial(ValueClip, 1.0), 29, 0),
-        (Standardize, 69, 0),
+        (Standardize, 71, 0),
         (EmaValueClip, 62, 0),
         # Why these grow is in `GROWS`.
         (Centralize, 70, 2),
