@@ -301,7 +301,10 @@ class TorchBackend(Backend):
                 # On the CPU, vectors are faster.
                 peaks = self.max(abs(x))
             _put(found, places, peaks.tensors if isinstance(peaks, Many) else [peaks])
-        return self.asarray(torch.stack([x.to(found[0]) for x in found]), like=found[0])
+        # One dtype need not hold the numbers of another.
+        like, wide = found[0], _widest(found[0].device)
+        dtype = like.dtype if len({x.dtype for x in found}) == 1 else wide
+        return torch.stack([x.to(like.device, dtype) for x in found]).to(wide)
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         values = [values_of(t) for t in columns[0]]
