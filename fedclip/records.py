@@ -435,8 +435,8 @@ class Recorder:
 
 def _table(column: Sequence[object]) -> np.ndarray[Any, Any]:
     """Return numbers, or arrays of numbers, of some steps as an array of (steps, groups)."""
-    if isinstance(column[0], (bool, float)):
-        return np.array(column).reshape(-1, 1)
+    if isinstance(column[0], (bool, float, np.ndarray)):
+        return np.array(column).reshape(len(column), -1)
     return np.stack([on_host(numbers) for numbers in column])
 
 

@@ -30,9 +30,6 @@ from fnmatch import translate
 from functools import lru_cache
 from typing import TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fedclip import parameters
 from fedclip.errors import nearest
 
@@ -71,34 +68,23 @@ class Groups:
         For each group, the positions of its arrays in `names`.
     excluded
         Names of the arrays that are not clipped.
+    owners
+        The group of each array.
     """
 
     names: tuple[str, ...]
     labels: tuple[str, ...]
     members: tuple[tuple[int, ...], ...]
     excluded: frozenset[str] = frozenset()
-    index: NDArray[np.intp] = field(init=False, repr=False, compare=False)
+    owners: list[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        index = np.zeros(len(self.names), dtype=np.intp)
-        for group, members in enumerate(self.members):
-            index[list(members)] = group
-        object.__setattr__(self, "index", index)
+        # In plain Python, which torch.compile can follow.
+        found = {i: group for group, members in enumerate(self.members) for i in members}
+        object.__setattr__(self, "owners", [found[i] for i in range(len(self.names))])
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    @property
-    def owners(self) -> list[int]:
-        """The group of each array, in plain Python, which torch.compile can follow."""
-        owners = {i: group for group, members in enumerate(self.members) for i in members}
-        return [owners[i] for i in range(len(self.names))]
-
-    def sums(self, values: Sequence[float]) -> NDArray[np.float64]:
-        """Return, for each group, the sum of the values of its arrays."""
-        weights = np.array(values, dtype=np.float64)
-        sums = np.bincount(self.index, weights=weights, minlength=len(self.labels))
-        return sums.astype(np.float64, copy=False)
 
 
 def check_scope(scope: object, *, limits: bool = False) -> Scope:

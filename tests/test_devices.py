@@ -177,7 +177,7 @@ def dispatched(call: Callable[[], Any]) -> int:
         (partial(NormClip, 1.0, on_nonfinite="propagate"), 24, 0),
         (partial(NormClip, 1.0), 22, 0),
         (partial(ZScoreClip, on_nonfinite="propagate"), 63, 0),
-        (partial(ZScoreClip), 60, 0),
+        (partial(ZScoreClip), 61, 0),
         (EmaClip, 57, 0),
         (AdaptiveClip, 79, 0),
         (PercentileNormClip, 83, 0),
@@ -187,15 +187,15 @@ def dispatched(call: Callable[[], Any]) -> int:
         (Normalize, 34, 0),
         (EmaNormalize, 75, 0),
         # The extremes of each tensor.
-        (partial(ValueClip, 1.0), 28, 0),
-        (Standardize, 67, 0),
+        (partial(ValueClip, 1.0), 29, 0),
+        (Standardize, 71, 0),
         (EmaValueClip, 62, 0),
         # Why these grow is in `GROWS`.
-        (Centralize, 69, 2),
-        (GrowthValueClip, 125, 4),
-        (PercentileClip, 95, 3),
+        (Centralize, 70, 2),
+        (GrowthValueClip, 129, 4),
+        (PercentileClip, 96, 3),
         # Two norms for each tensor: of its units, and of those of its weights.
-        (partial(AGC, 0.1), 105, 2),
+        (partial(AGC, 0.1), 106, 2),
     ],
 )
 @pytest.mark.parametrize("in_place", [False, True])

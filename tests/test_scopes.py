@@ -210,7 +210,7 @@ def test_patterns_match_as_fnmatch_does(names: list[str], patterns: list[str]) -
         return
     groups = resolve(patterns, None, names)
     first = [next((p for p in patterns if n in hits(p)), "*") for n in names]
-    assert [groups.labels[group] for group in groups.index] == first
+    assert [groups.labels[group] for group in groups.owners] == first
 
 
 @pytest.mark.parametrize(

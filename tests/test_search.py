@@ -12,7 +12,7 @@ import pytest
 from declearn.model.sklearn import NumpyVector
 from helpers import BACKENDS, each_framework, needs
 
-from fedclip import EmaNormClip, EmaValueClip, FedclipWarning, NormClip
+from fedclip import Centralize, EmaNormClip, EmaValueClip, FedclipWarning, NormClip, Standardize
 from fedclip.testing import to_vector
 
 # The benchmarks are no part of the package.
@@ -238,6 +238,14 @@ def test_nan_in_an_excluded_tensor_is_skipped_beside_an_empty_one() -> None:
     with pytest.warns(FedclipWarning, match="NaN or infinity in 'v'"):
         output = clip.run(to_vector({"w": np.zeros(0), "v": np.array([np.nan])}))
     assert output.coefs["v"].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("clip", [Standardize(), Centralize(dims=0)], ids=lambda c: c.name)
+def test_the_largest_numbers_have_a_mean(clip: Any) -> None:
+    column = np.array([[-8.5e307], [-9.5e307], [1.48e308], [-9.8e307], [-8e307]])
+    output = clip.clip({"w": column})["w"]
+    assert np.isfinite(output).all()
+    assert output[0] < 0 < output[2]
 
 
 def test_a_state_of_empty_tensors_is_taken_back() -> None:

@@ -12,26 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays.base import LARGEST, Arithmetic, Array, Backend, HostView
-from fedclip.arrays.blocks import Float64, encode
-from fedclip.arrays.memory import Memory
-from fedclip.arrays.numpy import NumpyBackend
-
-__all__ = [
-    "LARGEST",
-    "NUMPY",
-    "Arithmetic",
-    "Array",
-    "Backend",
-    "Float64",
-    "HostView",
-    "Memory",
-    "NumpyBackend",
-    "backend_named",
-    "backend_of",
-    "narrowed",
-    "on_host",
-]
+from fedclip.arrays.base import LARGEST as LARGEST
+from fedclip.arrays.base import Arithmetic as Arithmetic
+from fedclip.arrays.base import Array as Array
+from fedclip.arrays.base import Arrays as Arrays
+from fedclip.arrays.base import Backend as Backend
+from fedclip.arrays.base import HostView as HostView
+from fedclip.arrays.base import Repeated as Repeated
+from fedclip.arrays.base import unit_of as unit_of
+from fedclip.arrays.blocks import Float64 as Float64
+from fedclip.arrays.blocks import encode
+from fedclip.arrays.memory import Memory as Memory
+from fedclip.arrays.numpy import NumpyBackend as NumpyBackend
 
 NUMPY = NumpyBackend()
 
@@ -74,7 +66,7 @@ def backend_of(value: Any) -> Backend:
 
 def on_host(numbers: Any) -> HostView:
     """Return a number, or an array of numbers of any framework, as a NumPy array."""
-    if isinstance(numbers, (bool, int, float, np.ndarray)):
+    if isinstance(numbers, (bool, int, float, np.generic, np.ndarray)):
         return np.atleast_1d(numbers)
     return np.atleast_1d(backend_of(numbers).to_host(numbers))
 

@@ -15,11 +15,9 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-
-__all__ = ["LARGEST", "UNDERFLOW", "Arithmetic", "Array", "Backend", "HostView"]
 
 UNDERFLOW = 2.0**-70
 """Below this sum, float32 squares may have been lost (each at least 2^-126, of up to 2^35)."""
@@ -35,8 +33,29 @@ LARGEST = {
 Array: TypeAlias = Any
 """An array of any of the supported frameworks."""
 
+Arrays: TypeAlias = Sequence[Any]
+"""One array for each tensor; or one array of numbers, one for each."""
+
+Call: TypeAlias = Callable[..., Any]
+
 HostView: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 """A NumPy view; of bfloat16 data it shows the bits, as uint16 (`fedclip.arrays.blocks.decode`)."""
+
+
+class Repeated(NamedTuple):
+    """The owners of numbers of which each tensor has several, one after the other."""
+
+    owners: Sequence[int]
+    times: Sequence[int]
+
+
+Owners: TypeAlias = Sequence[int] | Repeated
+"""The group of each number; of numbers that are not one for each tensor, a `Repeated`."""
+
+
+def index_of(owners: Owners) -> Any:
+    """Return the group of each number, of NumPy or as it is."""
+    return np.repeat(*owners) if isinstance(owners, Repeated) else owners
 
 
 class Arithmetic:
@@ -81,16 +100,11 @@ class Arithmetic:
         ordered = self.sort(self.where(_rows(table, self) < held, table, math.inf))
         return self.pick(ordered, rank), self.pick(ordered, self.minimum(rank + 1.0, held - 1.0))
 
-    def choose(
-        self,
-        conditions: Sequence[Array],
-        yes: Sequence[Array],
-        no: Sequence[Array],
-    ) -> Sequence[Array]:
+    def choose(self, conditions: Arrays, yes: Arrays, no: Arrays) -> Arrays:
         """Return ``where(condition, y, n)`` of each three, which are all finite."""
         return [self.where(c, y, n) for c, y, n in zip(conditions, yes, no, strict=True)]
 
-    def lerp(self, old: Sequence[Array], new: Sequence[Array], weight: Any) -> Sequence[Array]:
+    def lerp(self, old: Arrays, new: Arrays, weight: Any) -> Arrays:
         """Return ``old + weight * (new - old)`` of each pair."""
         return [x + weight * (y - x) for x, y in zip(old, new, strict=True)]
 
@@ -131,7 +145,7 @@ class Backend(Arithmetic, ABC):
         """Return the number of elements: an int, or a traced number in compiled code."""
         return math.prod(array.shape)
 
-    def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
+    def prepared(self, arrays: Arrays) -> Arrays:
         """Return arrays with repeated rows merged, in the machine's byte order; most as they are.
 
         The norm of a sum is not the norm of its parts.
@@ -143,7 +157,7 @@ class Backend(Arithmetic, ABC):
         return array
 
     @abstractmethod
-    def views(self, arrays: Sequence[Array]) -> Sequence[HostView | None]:
+    def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         """Return a NumPy view of each array, or None for one that is not in host memory.
 
         The view of a sparse array shows its values, of bfloat16 the bits.
@@ -154,7 +168,7 @@ class Backend(Arithmetic, ABC):
         """Return the values as NumPy (bfloat16 as bits), copied from a device if need be."""
 
     @abstractmethod
-    def from_host(self, values: Sequence[HostView], likes: Sequence[Array]) -> Sequence[Array]:
+    def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
         """Return values, laid out as `views` shows them, as arrays like these.
 
         A dense `like` may be of another byte order. The arrays may share the values' memory.
@@ -170,46 +184,32 @@ class Backend(Arithmetic, ABC):
         return x
 
     @abstractmethod
-    def group_max(
-        self, values: Array, owners: Sequence[int], groups: int, times: Sequence[int] | None = None
-    ) -> Array:
-        """Return the largest value of each group; no more than any number for one without values.
-
-        The values are of tensors, whose groups are the owners; with `times`, each tensor has so
-        many values, one after the other.
-        """
+    def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
+        """Return the largest value of each group; smaller than any number if it has none."""
 
     @abstractmethod
-    def group_sum(
-        self, values: Array, owners: Sequence[int], groups: int, times: Sequence[int] | None = None
-    ) -> Array:
-        """Return the sum of the values of each group, as in `group_max`."""
+    def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
+        """Return the sum of the values of each group."""
 
     @abstractmethod
-    def take(
-        self, values: Array, owners: Sequence[int], times: Sequence[int] | None = None
-    ) -> Array:
-        """Return the value of its group for each tensor; with `times`, so many times."""
+    def take(self, values: Array, owners: Owners) -> Array:
+        """Return for each owner the value of that group."""
 
     @abstractmethod
-    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Sequence[Array]:
+    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
         """Return a flat array cut into arrays of these shapes, or that broadcast like them."""
 
     @abstractmethod
-    def joined(self, arrays: Sequence[Array]) -> Array:
+    def joined(self, arrays: Arrays) -> Array:
         """Return all elements of dense arrays as one flat array of the widest dtype among them."""
 
     # -- measures of gradients ----------------------------------------------------------------
     @abstractmethod
-    def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+    def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         """Return the L2 norm of each group; it may not be finite beyond the float64 numbers."""
 
     def sharpened(
-        self,
-        norms: Array,
-        limits: Array,
-        arrays: Sequence[Array],
-        members: Sequence[Sequence[int]],
+        self, norms: Array, limits: Array, arrays: Arrays, members: Sequence[Sequence[int]]
     ) -> Array:
         """Return the norms, on the host measured again in float64 where they are near a limit.
 
@@ -218,26 +218,32 @@ class Backend(Arithmetic, ABC):
         return norms
 
     @abstractmethod
-    def peaks(self, arrays: Sequence[Array]) -> Array:
+    def peaks(self, arrays: Arrays) -> Array:
         """Return the largest absolute element of each array; 0 of one without any."""
 
     @abstractmethod
-    def summed(self, call: Callable[..., Array], columns: Sequence[Sequence[Array]]) -> Array:
+    def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         """Return for each array the sum of ``call(elements, ...)``, in the widest float.
 
         The columns are those of `mapped`. The elements come in the widest float.
         """
 
-    @abstractmethod
-    def slice_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> Array:
+    def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
         """Return the L2 norms of the slices of dense arrays as one flat array, array by array.
 
         A slice spans the axes of its array.
         """
+        found = []
+        for array, some in zip(arrays, axes, strict=True):
+            wide = self.cast(array, "float64")
+            unit = unit_of(self.max(abs(wide), some), self)
+            wide = wide / unit
+            found.append(unit * self.sqrt(self.sum(wide * wide, some)))
+        return self.joined(found)
 
     # -- new gradients ------------------------------------------------------------------------
     @abstractmethod
-    def scale(self, arrays: Sequence[Array], factors: Sequence[Array]) -> Sequence[Array]:
+    def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
         """Return ``array * factor`` of each pair, in the dtype and shape of the array.
 
         A factor is of shape (), or broadcasts against a dense array. On the host, a factor of 1
@@ -247,11 +253,7 @@ class Backend(Arithmetic, ABC):
 
     @abstractmethod
     def mapped(
-        self,
-        call: Callable[..., Any],
-        columns: Sequence[Sequence[Array]],
-        moved: Array | None = None,
-        wide: bool = False,
+        self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
     ) -> Sequence[Any]:
         """Return the results of ``call(elements, ...)``, a list of arrays for each result.
 
@@ -268,5 +270,14 @@ class Backend(Arithmetic, ABC):
         """
 
     @abstractmethod
-    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> Sequence[Array]:
+    def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         """Return the arrays, or zeros if the condition, of shape (), does not hold."""
+
+
+def unit_of(peaks: Array, xp: Backend) -> Array:
+    """Return what to divide by so that no square overflows or underflows: mostly the peak.
+
+    Its reciprocal is a normal number, as compilers multiply by that. No derivative depends on it.
+    """
+    far = 2.0**1000 if xp.dtype(peaks) == "float64" else 2.0**120
+    return xp.constant(xp.minimum(xp.maximum(peaks, 1 / far), far))

@@ -115,9 +115,9 @@ def _rows(size: int) -> tuple[int, int]:
     return size // row, row
 
 
-def square_sums(views: Sequence[HostView]) -> Float64:
+def square_sums(views: Sequence[HostView]) -> list[float]:
     """Return the sum of squares of each view, over all cores; it may over- or underflow."""
-    sums = np.zeros(len(views))
+    sums = [0.0] * len(views)
     small: list[HostView] = []
     places: list[int] = []
     rows: list[tuple[int, HostView]] = []
@@ -142,41 +142,47 @@ def square_sums(views: Sequence[HostView]) -> Float64:
     if small:
         values = np.concatenate(small, axis=None, dtype=np.float64)
         np.multiply(values, values, out=values)
-        starts = list(accumulate([v.size for v in small[:-1]], initial=0))
-        # An array may have elements left over from its rows here too.
-        np.add.at(sums, places, np.add.reduceat(values, starts))
+        _add_up(sums, places, values, [v.size for v in small])
     return sums
 
 
 def _add_rows(
-    sums: Float64,
+    sums: list[float],
     rows: Sequence[tuple[int, HostView]],
     calls: list[Callable[[], object]],
     threads: int,
 ) -> None:
     """Add the square sums of rows of up to one block, and make the calls, over so many threads."""
+    sizes = [len(table) for _, table in rows]
     wide = np.float64 if any(table.itemsize == 8 for _, table in rows) else np.float32
-    starts = list(accumulate([len(table) for _, table in rows], initial=0))
     # One array for all: many small arrays would break up the memory that gradients need.
-    dots = np.empty(starts.pop(), wide)
-    for start, (_, table) in zip(starts, rows, strict=True):
+    dots, stop = np.empty(sum(sizes), wide), 0
+    for (_, table), size in zip(rows, sizes, strict=True):
+        into, stop = dots[stop : stop + size], stop + size
         if threads < 2:
-            np.vecdot(table, table, dots[start : start + len(table)])
+            np.vecdot(table, table, into)
             continue
-        parts = max(1, len(table) // _ROWS)
-        edges = [len(table) * part // parts for part in range(parts + 1)]
+        parts = max(1, size // _ROWS)
+        edges = [size * part // parts for part in range(parts + 1)]
         for low, high in pairwise(edges):
-            some, into = table[low:high], dots[start + low : start + high]
-            calls.append(partial(np.vecdot, some, some, into))
+            some = table[low:high]
+            calls.append(partial(np.vecdot, some, some, into[low:high]))
     each(calls, threads)
     if rows:
-        sums[[i for i, _ in rows]] += np.add.reduceat(dots.astype(np.float64), starts)
+        _add_up(sums, [i for i, _ in rows], dots.astype(np.float64), sizes)
 
 
-def _add_half(sums: Float64, i: int, view: HostView) -> None:
+def _add_up(sums: list[float], places: Sequence[int], values: Float64, sizes: list[int]) -> None:
+    """Add to the sum at each place so many values, at least one."""
+    starts = [0, *accumulate(sizes[:-1])]
+    for place, total in zip(places, np.add.reduceat(values, starts).tolist(), strict=True):
+        sums[place] += total
+
+
+def _add_half(sums: list[float], i: int, view: HostView) -> None:
     elements = flat(view)
     chunks = (decode(elements[k : k + CHUNK]) for k in range(0, view.size, CHUNK))
-    sums[i] = math.fsum(float(square_sums([chunk])[0]) for chunk in chunks)
+    sums[i] = math.fsum(square_sums([chunk])[0] for chunk in chunks)
 
 
 def blocks(view: HostView) -> Iterator[Float64]:
@@ -201,7 +207,7 @@ def exact_norm(views: Sequence[HostView]) -> float:
         return peak
     exponent = math.frexp(peak)[1]
     scaled = (np.ldexp(b, -exponent) for view in views for b in blocks(view))
-    root = math.sqrt(math.fsum(float(square_sums([b])[0]) for b in scaled))
+    root = math.sqrt(math.fsum(square_sums([b])[0] for b in scaled))
     return float(np.ldexp(root, exponent))
 
 

@@ -7,7 +7,7 @@ It knows neither groups of tensors nor limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -17,7 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView
+from fedclip.arrays.base import (
+    UNDERFLOW,
+    Array,
+    Arrays,
+    Backend,
+    Call,
+    HostView,
+    Owners,
+    index_of,
+    unit_of,
+)
 from fedclip.arrays.numpy import bits, dtype_name
 
 __all__ = ["JaxBackend"]
@@ -104,12 +114,6 @@ def _sqrt(x: Array) -> Array:
     return jnp.where(nothing, 0.0, jnp.sqrt(jnp.where(nothing, 1.0, x)))
 
 
-def _unit(peak: Array) -> Array:
-    """Return what to divide float64 by so that no square overflows or underflows."""
-    # Nothing depends on the unit, and the square of its reciprocal may overflow.
-    return jax.lax.stop_gradient(jnp.clip(peak, 2.0**-1000, 2.0**1000))
-
-
 def _is_split(array: Array) -> bool:
     """Return whether an array is split over explicit axes of a mesh, so that it keeps its shape."""
     sharding = getattr(jax.typeof(array), "sharding", None)
@@ -164,7 +168,7 @@ class JaxBackend(Backend):
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)
 
-    def views(self, arrays: Sequence[Array]) -> Sequence[HostView | None]:
+    def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         return [self._view(a) for a in arrays]
 
     def _view(self, array: Array) -> HostView | None:
@@ -176,7 +180,7 @@ class JaxBackend(Backend):
     def to_host(self, array: Array) -> HostView:
         return np.asarray(array)
 
-    def from_host(self, values: Sequence[HostView], likes: Sequence[Array]) -> Sequence[Array]:
+    def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
         typed = [v.view(x.dtype) for v, x in zip(values, likes, strict=True)]
         places = [x.sharding if x.committed else None for x in likes]
         # One call for all takes a tenth as long as one for each.
@@ -223,27 +227,20 @@ class JaxBackend(Backend):
     def constant(self, x: Array) -> Array:
         return jax.lax.stop_gradient(x)
 
-    def group_max(
-        self, values: Array, owners: Sequence[int], groups: int, times: Sequence[int] | None = None
-    ) -> Array:
-        return jax.ops.segment_max(values, _index(owners, times), groups)
+    def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
+        return jax.ops.segment_max(values, _index(owners), groups)
 
-    def group_sum(
-        self, values: Array, owners: Sequence[int], groups: int, times: Sequence[int] | None = None
-    ) -> Array:
-        return jax.ops.segment_sum(values, _index(owners, times), groups)
+    def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
+        return jax.ops.segment_sum(values, _index(owners), groups)
 
-    def take(
-        self, values: Array, owners: Sequence[int], times: Sequence[int] | None = None
-    ) -> Array:
-        return values[_index(owners, times)]
+    def take(self, values: Array, owners: Owners) -> Array:
+        return values[_index(owners)]
 
-    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Sequence[Array]:
-        stops = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
-        parts = zip([0, *stops[:-1]], stops, shapes, strict=True)
-        return [flat[start:stop].reshape(shape) for start, stop, shape in parts]
+    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
+        parts = jnp.split(flat, np.cumsum([*map(math.prod, shapes)])[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def joined(self, arrays: Sequence[Array]) -> Array:
+    def joined(self, arrays: Arrays) -> Array:
         widest = max((a.dtype for a in arrays), key=lambda dtype: dtype.itemsize)
         if len({a.dtype for a in arrays}) > 1:
             # Neither kind of half precision holds the other.
@@ -251,12 +248,12 @@ class JaxBackend(Backend):
         return jnp.concatenate([_flat(a).astype(widest) for a in arrays])
 
     # -- measures of gradients ----------------------------------------------------------------
-    def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+    def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         widest = _widest()
         with float64(True):
             return self._group_norms(arrays, members).astype(widest)
 
-    def _group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+    def _group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         few = sum(math.prod(a.shape) for a in arrays) < _FEW
         if few and not self._axes and not any(map(_is_split, arrays)):
             wide = [a.ravel().astype(float) for a in arrays]
@@ -268,15 +265,15 @@ class JaxBackend(Backend):
         sound = jnp.all((sums >= UNDERFLOW) & (sums < jnp.inf))
         return jax.lax.cond(sound, lambda: _sqrt(sums), lambda: self._scaled_norms(arrays, members))
 
-    def _scaled_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+    def _scaled_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         peaks = [*map(self._peak, arrays)]
-        units = [_unit(jnp.max(jnp.stack([peaks[i] for i in some]))) for some in members]
+        units = [unit_of(jnp.max(jnp.stack([peaks[i] for i in some])), self) for some in members]
         of = {i: unit for some, unit in zip(members, units, strict=True) for i in some}
         squares = [_sum_of_squares(a.astype(float) / of[i]) for i, a in enumerate(arrays)]
         return jnp.stack(units) * _sqrt(self._group_sums(squares, arrays, members))
 
     def _group_sums(
-        self, numbers: Sequence[Array], arrays: Sequence[Array], members: Sequence[Sequence[int]]
+        self, numbers: Arrays, arrays: Arrays, members: Sequence[Sequence[int]]
     ) -> Array:
         """Return the sum of each group's numbers, one of each array, over all shards."""
         alike: dict[tuple[str, ...], list[int]] = {}
@@ -302,22 +299,20 @@ class JaxBackend(Backend):
         peak = jnp.max(jnp.abs(array), initial=0.0).astype(float)
         return _over(jax.lax.pmax, peak, self._axes_of(array))
 
-    def peaks(self, arrays: Sequence[Array]) -> Array:
+    def peaks(self, arrays: Arrays) -> Array:
         return jnp.stack([*map(self._peak, arrays)])
 
-    def summed(self, call: Callable[..., Array], columns: Sequence[Sequence[Array]]) -> Array:
+    def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         rows = zip(*columns, strict=True)
         return jnp.stack([self.sum(call(*(x.astype(float) for x in row))) for row in rows])
 
-    def slice_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> Array:
+    def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
         widest = _widest()
         with float64(True):
-            return jnp.concatenate(
-                [_slice_norms(a, some) for a, some in zip(arrays, axes, strict=True)]
-            ).astype(widest)
+            return super().slice_norms(arrays, axes).astype(widest)
 
     # -- new gradients ------------------------------------------------------------------------
-    def scale(self, arrays: Sequence[Array], factors: Sequence[Array]) -> Sequence[Array]:
+    def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
         # Mostly there is one factor for all. Without the barrier, the compiler computes it again
         # for each array.
         different = {id(k): k for k in factors}
@@ -325,11 +320,7 @@ class JaxBackend(Backend):
         return [_multiply(a, made[id(k)]) for a, k in zip(arrays, factors, strict=True)]
 
     def mapped(
-        self,
-        call: Callable[..., Any],
-        columns: Sequence[Sequence[Array]],
-        moved: Array | None = None,
-        wide: bool = False,
+        self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
     ) -> Sequence[Any]:
         found = []
         for row in zip(*columns, strict=True):
@@ -348,17 +339,11 @@ class JaxBackend(Backend):
         ]
         return [outputs, *rest]
 
-    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> Sequence[Array]:
+    def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         if condition is not False:
             condition = jax.lax.optimization_barrier(condition)  # type: ignore[no-untyped-call]
         return [jnp.where(condition, a, jnp.zeros_like(a)) for a in arrays]
 
 
-def _index(owners: Sequence[int], times: Sequence[int] | None) -> Array:
-    return np.asarray(owners if times is None else np.repeat(owners, times), np.int32)
-
-
-def _slice_norms(array: Array, axes: tuple[int, ...]) -> Array:
-    wide = array.astype(float)
-    unit = _unit(jnp.max(jnp.abs(wide), axis=axes, keepdims=True))
-    return _flat(unit * _sqrt(jnp.sum(jnp.square(wide / unit), axis=axes, keepdims=True)))
+def _index(owners: Owners) -> Array:
+    return np.asarray(index_of(owners), np.int32)

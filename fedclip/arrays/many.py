@@ -22,6 +22,14 @@ import torch
 __all__ = ["Many"]
 
 
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: _apply(function, self, *others)
+
+
+def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: _apply(function, other, self)
+
+
 class Many:
     """Tensors of one dtype and device, as one; `numbers`, if they are, as one tensor."""
 
@@ -72,9 +80,8 @@ class Many:
 
     def norm(self, ord: float) -> Many:
         """Return the norm of each."""
-        return (
-            abs(self) if self.numbers is not None else Many(torch._foreach_norm(self.tensors, ord))
-        )
+        one = self.numbers is not None
+        return abs(self) if one else Many(torch._foreach_norm(self.tensors, ord))
 
     def masked_fill(self, condition: Many, number: float) -> Many:
         """Return them with a number where the condition holds."""
@@ -86,47 +93,14 @@ class Many:
     ) -> Many:
         return _apply(function, *args, **(kwargs or {}))
 
-    def __abs__(self) -> Many:
-        return _apply(torch.abs, self)
-
-    def __neg__(self) -> Many:
-        return _apply(torch.neg, self)
-
-    def __add__(self, other: Any) -> Many:
-        return _apply(torch.add, self, other)
-
-    def __sub__(self, other: Any) -> Many:
-        return _apply(torch.sub, self, other)
-
-    def __mul__(self, other: Any) -> Many:
-        return _apply(torch.mul, self, other)
-
-    def __truediv__(self, other: Any) -> Many:
-        return _apply(torch.div, self, other)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __rsub__(self, other: Any) -> Many:
-        return _apply(operator.sub, other, self)
-
-    def __rtruediv__(self, other: Any) -> Many:
-        return _apply(operator.truediv, other, self)
-
-    def __pow__(self, other: Any) -> Many:
-        return _apply(torch.pow, self, other)
-
-    def __rpow__(self, other: Any) -> Many:
-        return _apply(operator.pow, other, self)
-
-    def __lt__(self, other: Any) -> Many:
-        return _apply(torch.lt, self, other)
-
-    def __gt__(self, other: Any) -> Many:
-        return _apply(torch.gt, self, other)
-
-    def __eq__(self, other: object) -> Many:  # type: ignore[override]
-        return _apply(torch.eq, self, other)
-
+    __abs__, __neg__ = _method(torch.abs), _method(torch.neg)
+    __add__ = __radd__ = _method(torch.add)
+    __mul__ = __rmul__ = _method(torch.mul)
+    __sub__, __rsub__ = _method(torch.sub), _reflected(operator.sub)
+    __truediv__, __rtruediv__ = _method(torch.div), _reflected(operator.truediv)
+    __pow__, __rpow__ = _method(torch.pow), _reflected(operator.pow)
+    __lt__, __gt__ = _method(torch.lt), _method(torch.gt)
+    __eq__ = _method(torch.eq)
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -155,19 +129,17 @@ def _apply(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Many:
     """Return a function of each: in one operation on numbers, or if torch has one for many."""
     many = [x for x in (*args, *kwargs.values()) if isinstance(x, Many)]
     if all(x.numbers is not None for x in many):
-        return Many(
-            None, function(*map(_numbers, args), **{k: _numbers(x) for k, x in kwargs.items()})
-        )
-    form = _FORMS.get(function)
-    if form is not None:
-        return Many(form(*map(_tensors, args), **{k: _tensors(x) for k, x in kwargs.items()}))
+        return Many(None, _called(function, "numbers", args, kwargs))
+    if function in _FORMS:
+        return Many(_called(_FORMS[function], "tensors", args, kwargs))
     rows = zip(*(x.tensors if isinstance(x, Many) else repeat(x) for x in args), strict=False)
     return Many([function(*row, **kwargs) for row in rows])
 
 
-def _numbers(x: Any) -> Any:
-    return x.numbers if isinstance(x, Many) else x
+def _called(function: Callable[..., Any], kind: str, args: Any, kwargs: Any) -> Any:
+    """Call a function on the numbers, or the tensors, of all that are many."""
 
+    def given(x: Any) -> Any:
+        return getattr(x, kind) if isinstance(x, Many) else x
 
-def _tensors(x: Any) -> Any:
-    return x.tensors if isinstance(x, Many) else x
+    return function(*map(given, args), **{name: given(x) for name, x in kwargs.items()})

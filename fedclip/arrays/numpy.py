@@ -9,14 +9,23 @@ and memory, but neither groups of tensors nor limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView
+from fedclip.arrays.base import (
+    UNDERFLOW,
+    Array,
+    Arrays,
+    Backend,
+    Call,
+    HostView,
+    Owners,
+    index_of,
+)
 from fedclip.arrays.blocks import (
     CHUNK,
     UNCERTAINTY,
@@ -36,6 +45,7 @@ FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
 """The dtypes of views that show numbers as they are."""
 
 _ARRAY, _dtype = {np.ndarray}, attrgetter("dtype")
+_BITS = np.dtype(np.uint16)
 _CLOSE = 2 * UNCERTAINTY
 
 
@@ -85,11 +95,11 @@ class NumpyBackend(Backend):
         return not issubclass(cls, np.ma.MaskedArray)
 
     def dtype(self, array: Array) -> str:
-        if self._native is not None and array.dtype == np.uint16:
+        if self._native is not None and array.dtype == _BITS:
             return "bfloat16"
         return dtype_name(array.dtype)
 
-    def views(self, arrays: Sequence[Array]) -> Sequence[HostView | None]:
+    def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         if {*map(type, arrays)} <= _ARRAY and {*map(_dtype, arrays)} <= FLOATS:
             return arrays
         return [bits(np.asarray(a, a.dtype.newbyteorder("="))) for a in arrays]
@@ -97,9 +107,9 @@ class NumpyBackend(Backend):
     def to_host(self, array: Array) -> HostView:
         return np.asarray(array)
 
-    def from_host(self, values: Sequence[HostView], likes: Sequence[Array]) -> Sequence[Array]:
+    def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
         return [
-            v.view(x.dtype) if v.dtype == np.uint16 else v.astype(x.dtype, copy=False)
+            v if v.dtype == x.dtype else v.view(x.dtype) if v.dtype == _BITS else v.astype(x.dtype)
             for v, x in zip(values, likes, strict=True)
         ]
 
@@ -117,7 +127,7 @@ class NumpyBackend(Backend):
 
     def sum(self, x: Array, axes: tuple[int, ...] | None = None) -> Array:
         wide = x if self._native is None else decode(x)
-        return np.sum(wide, axis=axes, keepdims=axes is not None, dtype=np.float64)
+        return wide.sum(axes, np.float64, keepdims=axes is not None)
 
     def max(self, x: Array, axes: tuple[int, ...] | None = None) -> Array:
         return np.max(x, axis=axes, keepdims=axes is not None) if np.size(x) else np.float64(0.0)
@@ -146,59 +156,46 @@ class NumpyBackend(Backend):
     def cast(self, x: Array, dtype: str) -> Array:
         return (x if self._native is None else decode(x)).astype(dtype, copy=False)
 
-    def group_max(
-        self, values: Array, owners: Sequence[int], groups: int, times: Sequence[int] | None = None
-    ) -> Array:
+    def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
         result = np.full(groups, -np.inf)
-        np.maximum.at(result, owners if times is None else np.repeat(owners, times), values)
+        np.maximum.at(result, index_of(owners), values)
         return result
 
-    def group_sum(
-        self, values: Array, owners: Sequence[int], groups: int, times: Sequence[int] | None = None
-    ) -> Array:
-        index = owners if times is None else np.repeat(owners, times)
-        return np.bincount(index, weights=values, minlength=groups)
+    def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
+        return np.bincount(index_of(owners), weights=values, minlength=groups)
 
-    def take(
-        self, values: Array, owners: Sequence[int], times: Sequence[int] | None = None
-    ) -> Array:
-        return values[owners if times is None else np.repeat(owners, times)]
+    def take(self, values: Array, owners: Owners) -> Array:
+        return values[index_of(owners)]
 
-    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Sequence[Array]:
-        stops = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
-        starts = [0, *stops[:-1]]
-        return [
-            flat[start:stop].reshape(shape)
-            for start, stop, shape in zip(starts, stops, shapes, strict=True)
-        ]
+    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
+        if not any(shapes):
+            # 0-d arrays, which NumPy handles faster than its numbers.
+            return [flat[i, ...] for i in range(len(flat))]
+        parts = np.split(flat, np.cumsum([*map(math.prod, shapes)])[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def joined(self, arrays: Sequence[Array]) -> Array:
+    def joined(self, arrays: Arrays) -> Array:
         return np.concatenate([np.ravel(decode(a)) for a in arrays])
 
     # -- measures of gradients ----------------------------------------------------------------
-    def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
-        each_sum = square_sums(arrays).tolist()
-        sums = [math.fsum([each_sum[i] for i in some]) for some in members]
-        # If a sum has overflowed or underflowed, the group is scaled and measured again: 1e20 in
-        # float32, 1e200 in float64 and 1e-30 give the right norm.
-        norms = [
-            math.sqrt(total)
-            if UNDERFLOW <= total < math.inf
-            else exact_norm([arrays[i] for i in some])
-            for total, some in zip(sums, members, strict=True)
-        ]
+    def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
+        each_sum, norms = square_sums(arrays), []
+        for some in members:
+            total = math.fsum([each_sum[i] for i in some])
+            # If a sum has overflowed or underflowed, the group is scaled and measured again: 1e20
+            # in float32, 1e200 in float64 and 1e-30 give the right norm.
+            if UNDERFLOW <= total < math.inf:
+                norms.append(math.sqrt(total))
+            else:
+                norms.append(exact_norm([arrays[i] for i in some]))
         return np.array(norms)
 
     def sharpened(
-        self,
-        norms: Array,
-        limits: Array,
-        arrays: Sequence[Array],
-        members: Sequence[Sequence[int]],
+        self, norms: Array, limits: Array, arrays: Arrays, members: Sequence[Sequence[int]]
     ) -> Array:
         result = norms
         # Not of the limits, which may be infinite.
-        for group in np.flatnonzero(np.abs(norms - limits) <= _CLOSE * norms).tolist():
+        for group in (abs(norms - limits) <= _CLOSE * norms).nonzero()[0].tolist():
             some = [arrays[i] for i in members[group]]
             # Arrays of float64 have been measured in float64 already.
             if any(view.itemsize < 8 for view in some):
@@ -206,40 +203,45 @@ class NumpyBackend(Backend):
                 result[group] = exact_norm(some)
         return result
 
-    def peaks(self, arrays: Sequence[Array]) -> Array:
+    def peaks(self, arrays: Arrays) -> Array:
         return np.abs([extremes(a) for a in arrays]).max(axis=1)
 
-    def summed(self, call: Callable[..., Array], columns: Sequence[Sequence[Array]]) -> Array:
+    def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         sums = np.zeros(len(columns[0]))
         for i, row in enumerate(zip(*columns, strict=True)):
             for _, some in _parts(row, wide=True):
                 sums[i] += np.sum(call(*some))
         return sums
 
-    def slice_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> Array:
+    def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
         return np.concatenate([slice_norms(a, some) for a, some in zip(arrays, axes, strict=True)])
 
     # -- new gradients ------------------------------------------------------------------------
-    def scale(self, arrays: Sequence[Array], factors: Sequence[Array]) -> Sequence[Array]:
+    def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
         # Mostly there is one factor for all.
-        different = {id(k): k for k in factors}
-        ones = {key for key, k in different.items() if (k == 1.0).all()}
+        ones = {key for key, k in {id(k): k for k in factors}.items() if (k == 1.0).all()}
         places = [i for i, k in enumerate(factors) if id(k) not in ones]
         if not places:
             return arrays
         outputs, some = list(arrays), [arrays[i] for i in places]
-        results = self._outputs(some)
-        pairs = [(a, factors[i]) for a, i in zip(some, places, strict=True)]
-        for i, result in zip(places, _multiplied(pairs, results), strict=True):
-            outputs[i] = result
+        threads = worthwhile([a.nbytes for a in some])
+        calls: list[Call] = []
+        for i, array, out in zip(places, some, self._outputs(some), strict=True):
+            half = array.itemsize == 2
+            # NumPy handles a 0-d array faster than a scalar, whose type it has to find out.
+            k = np.asarray(factors[i], np.float32 if half else array.dtype)
+            if threads < 2 and not half:
+                outputs[i] = np.asarray(np.multiply(array, k, out))
+                continue
+            outputs[i] = out = np.empty_like(array) if out is None else out
+            call: Call = _multiply_half if half else np.multiply
+            pairs = _cut(array, out, CHUNK if half else PIECE) if not k.ndim else [(array, out)]
+            calls += [partial(call, source, k, target) for source, target in pairs]
+        each(calls, threads)
         return outputs
 
     def mapped(
-        self,
-        call: Callable[..., Any],
-        columns: Sequence[Sequence[Array]],
-        moved: Array | None = None,
-        wide: bool = False,
+        self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
     ) -> Sequence[Any]:
         rows = []
         for i, row in enumerate(zip(*columns, strict=True)):
@@ -248,9 +250,7 @@ class NumpyBackend(Backend):
         results = [*zip(*rows, strict=True)]
         return [np.array(r) if type(r[0]) is float else r for r in results]
 
-    def _mapped(
-        self, call: Callable[..., Any], row: Sequence[Array], left: bool, wide: bool
-    ) -> tuple[Any, ...]:
+    def _mapped(self, call: Call, row: Arrays, left: bool, wide: bool) -> tuple[Any, ...]:
         given = row[0]
         output: HostView | None = None
         others: list[Any] = []
@@ -267,7 +267,10 @@ class NumpyBackend(Backend):
                 else:
                     others[j] = max(others[j], float(x))
             if output is None and result is not some[0] and (result != some[0]).any():
-                (output,) = self._outputs([given], flat=True)
+                (output,) = self._outputs([given])
+                if output is None or not output.flags.c_contiguous:
+                    output = np.empty(given.size, given.dtype)
+                output = output.reshape(-1)
                 output[: piece.start] = given.reshape(-1)[: piece.start]
             if output is not None:
                 output[piece] = encode(result.reshape(-1), given.dtype, towards_zero=True)
@@ -279,7 +282,7 @@ class NumpyBackend(Backend):
             given[...] = output
         return given if self.in_place else output, *shaped
 
-    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> Sequence[Array]:
+    def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         if condition:
             return arrays
         if self.in_place:
@@ -288,25 +291,20 @@ class NumpyBackend(Backend):
             return arrays
         return [np.zeros_like(a, subok=False) for a in arrays]
 
-    def _outputs(self, arrays: Sequence[Array], *, flat: bool = False) -> list[HostView]:
-        """Return where to write the outputs for some arrays, laid out like them, or `flat`."""
-        outs: Sequence[HostView | None] = [None] * len(arrays)
+    def _outputs(self, arrays: Arrays) -> Sequence[HostView | None]:
+        """Return where to write the outputs for some arrays, laid out like them; None for new."""
         if self.in_place:
-            outs = [a if not flat or a.flags.c_contiguous else None for a in arrays]
-        elif self._memory is not None:
+            return arrays
+        outs: Sequence[HostView | None] = [None] * len(arrays)
+        if self._memory is not None and self._memory.serves([v.nbytes for v in self._views]):
             self._places = self._places or {id(v): i for i, v in enumerate(self._views)}
             places = [self._places.get(id(a), -1) for a in arrays]
-            if min(places) >= 0 and self._memory.serves([v.nbytes for v in self._views]):
+            if min(places) >= 0:
                 outs = self._memory.like(places, self._views)
-        return [self._output(a, out, flat) for a, out in zip(arrays, outs, strict=True)]
-
-    def _output(self, array: HostView, out: HostView | None, flat: bool) -> HostView:
-        if out is not None and (not flat or out.flags.c_contiguous):
-            return out.reshape(-1) if flat else out
-        like = array.reshape(-1) if flat else array
-        if self.aligned and in_memory_order(like) is not None:
-            return aligned(like)
-        return np.empty_like(like, subok=False)
+        if not self.aligned:
+            return outs
+        pairs = zip(arrays, outs, strict=True)
+        return [aligned(a) if o is None and in_memory_order(a) is not None else o for a, o in pairs]
 
 
 def _parts(
@@ -339,30 +337,15 @@ def _decoded(columns: Sequence[Any], wide: bool) -> list[Any]:
     return [x if type(x) is float else x.astype(np.float64, copy=False) for x in some]
 
 
-def _multiplied(
-    pairs: Sequence[tuple[Array, Array]], outs: Sequence[HostView]
-) -> Sequence[HostView]:
-    """Return ``array * factor`` of each pair, in these outputs; large ones over all cores."""
-    threads = worthwhile([a.nbytes for a, _ in pairs])
-    calls: list[Callable[[], object]] = []
-    for (array, k), out in zip(pairs, outs, strict=True):
-        call: Callable[..., object] = np.multiply
-        if array.dtype.itemsize == 2:
-            call, k = _multiply_half, np.asarray(k, np.float32)
-        else:
-            # NumPy handles a 0-d array faster than a scalar, whose type it has to find out.
-            k = np.asarray(k, array.dtype)
-        step = PIECE if call is np.multiply else CHUNK
-        source, target = in_memory_order(array), in_memory_order(out)
-        if k.ndim or array.size <= step or source is None or target is None:
-            calls.append(partial(call, array, k, out))
-            continue
-        source, target = source.reshape(-1), target.reshape(-1)
-        for start in range(0, array.size, step):
-            piece = slice(start, start + step)
-            calls.append(partial(call, source[piece], k, target[piece]))
-    each(calls, threads)
-    return outs
+def _cut(array: HostView, out: HostView, step: int) -> Iterator[tuple[HostView, HostView]]:
+    """Yield pieces of both, in the order of memory; both whole if they have gaps."""
+    source, target = in_memory_order(array), in_memory_order(out)
+    if source is None or target is None:
+        yield array, out
+        return
+    source, target = source.reshape(-1), target.reshape(-1)
+    for start in range(0, array.size, step):
+        yield source[start : start + step], target[start : start + step]
 
 
 def _multiply_half(array: HostView, factor: HostView, out: HostView) -> None:

@@ -8,17 +8,16 @@ r"""PyTorch's DTensors: each process holds a part of each tensor, and all clip b
     output = this process's part, clipped
 
 ``w`` is 1 over the number of processes that hold the same part, so that each part counts once,
-and NaN on one of several processes is NaN on all. A plain tensor among DTensors counts as one
-that every process holds. Partial sums are added up first. Largest elements are the maximum over
-all processes. So groups, limits and statistics are the same on each process, and those of the
-unsharded run to 2^-46; parts may be uneven or empty. What needs whole arrays gets them on the
-host, all of a gradient by one all-reduce.
+and NaN on one of them is NaN on all. A plain tensor counts as one that every process holds. So
+groups, limits and statistics are the same on each process, and those of the unsharded run to
+2^-46; parts may be uneven or empty. What needs whole arrays gets them on the host, all of a
+gradient by one all-reduce.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -29,22 +28,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fedclip.arrays.base import Array, HostView
+from fedclip.arrays.base import Array, Arrays, Call, HostView
 from fedclip.arrays.torch import TorchBackend, TorchInPlace, values_of
 
 __all__ = ["ShardedBackend", "ShardedInPlace", "replicated", "summed"]
 
 
 class _Layout(NamedTuple):
-    """The processes that hold the tensors of a gradient."""
+    """The processes that hold the tensors of a gradient.
+
+    A sum over each group of processes in turn is one over all of them.
+    """
 
     size: int
     groups: Sequence[Any]
-    """Process groups; a sum over each in turn is one over all the processes."""
     device: str
 
     def reduce(self, values: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Return the values, summed up over all processes, on the device where they were."""
+        if op == "max":
+            # The maximum of some communication libraries loses NaN, so infinity stands for it.
+            values = torch.where(torch.isnan(values), math.inf, values)
         there = values if values.device.type == self.device else values.to(self.device)
         for group in self.groups:
             # The form that DTensors use, that compiled code can follow and that torch counts.
@@ -117,8 +121,8 @@ def _own(values: Any, array: Array) -> Any:
     return values
 
 
-class _OnShards(TorchBackend):
-    """The operations on whole arrays, by what each process does with its parts.
+class ShardedBackend(TorchBackend):
+    """DTensors of PyTorch: operations on whole arrays, by what each process does with its parts.
 
     It works for one gradient, some of whose arrays are DTensors; or for any that has no others.
     """
@@ -136,33 +140,21 @@ class _OnShards(TorchBackend):
             raise TypeError("none of these arrays is a DTensor, and others of the gradient are")
         return layout
 
-    def views(self, arrays: Sequence[Array]) -> Sequence[HostView | None]:
+    def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         return [None] * len(arrays)
 
-    def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
+    def prepared(self, arrays: Arrays) -> Arrays:
         return [summed(t) for t in arrays]
 
     # -- each process for itself --------------------------------------------------------------
-    def _each(
-        self, call: Callable[[list[Array]], Sequence[Array]], arrays: Sequence[Array]
-    ) -> list[Array]:
-        locals_ = call([_local(t) for t in arrays])
-        return [_like(part, t) for part, t in zip(locals_, arrays, strict=True)]
-
-    def scale(self, arrays: Sequence[Array], factors: Sequence[Array]) -> Sequence[Array]:
-        scale = super().scale
+    def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
         own = [_own(k, t) for k, t in zip(factors, arrays, strict=True)]
-        return self._each(lambda parts: scale(parts, own), arrays)
+        parts = super().scale([_local(t) for t in arrays], own)
+        return [_like(part, t) for part, t in zip(parts, arrays, strict=True)]
 
-    def keep_if(self, condition: Any, arrays: Sequence[Array]) -> Sequence[Array]:
-        keep_if = super().keep_if
-        return self._each(lambda parts: keep_if(condition, parts), arrays)
-
-    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Sequence[Array]:
-        if not any(shapes):
-            return torch.unbind(flat)
-        parts = flat.split([math.prod(shape) for shape in shapes])
-        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+    def keep_if(self, condition: Any, arrays: Arrays) -> Arrays:
+        parts = super().keep_if(condition, [_local(t) for t in arrays])
+        return [_like(part, t) for part, t in zip(parts, arrays, strict=True)]
 
     # -- whole arrays on the host -------------------------------------------------------------
     def to_host(self, array: Array) -> HostView:
@@ -174,7 +166,7 @@ class _OnShards(TorchBackend):
         self._wholes = self._wholes or self._gathered(self._gradient)
         return self._wholes[place]
 
-    def _gathered(self, arrays: Sequence[Array]) -> list[HostView]:
+    def _gathered(self, arrays: Arrays) -> list[HostView]:
         """Return whole arrays by one all-reduce, in which each process gives what it holds."""
         parts = [values_of(_local(t)) for t in arrays]
         wide = torch.float64 if any(t.dtype == torch.float64 for t in arrays) else torch.float32
@@ -183,46 +175,40 @@ class _OnShards(TorchBackend):
         wholes = [w.view(t.shape) for w, t in zip(torch.split(joined, sizes), arrays, strict=True)]
         for whole, part, array in zip(wholes, parts, arrays, strict=True):
             if part.numel():
-                # NaN in one of several copies counts on all processes. The maximum of some
-                # communication libraries loses NaN, so infinity stands for it.
+                # NaN, and -infinity, in one of several copies count on all processes.
                 _own(whole, array).copy_(torch.where(part.isfinite(), part, math.inf))
         joined = self._layout(arrays).reduce(joined, "max")
         wholes = [w.view(t.shape) for w, t in zip(torch.split(joined, sizes), arrays, strict=True)]
         pairs = zip(wholes, arrays, strict=True)
-        return [super(_OnShards, self).to_host(whole.to(t.dtype)) for whole, t in pairs]
+        return [super(ShardedBackend, self).to_host(whole.to(t.dtype)) for whole, t in pairs]
 
-    def from_host(self, values: Sequence[HostView], likes: Sequence[Array]) -> Sequence[Array]:
+    def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
         made = [torch.from_numpy(v).view(x.dtype) for v, x in zip(values, likes, strict=True)]
-        parts = [_own(v, x).to(x.device) for v, x in zip(made, likes, strict=True)]
-        if self.in_place:
-            return [x.copy_(_like(v, x)) for v, x in zip(parts, likes, strict=True)]
-        return [_like(v, x) for v, x in zip(parts, likes, strict=True)]
+        parts = [_like(_own(v, x).to(x.device), x) for v, x in zip(made, likes, strict=True)]
+        return [x.copy_(v) for v, x in zip(parts, likes, strict=True)] if self.in_place else parts
 
     # -- all processes together ---------------------------------------------------------------
-    def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+    def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         norms = self._norms([values_of(_local(t)) for t in arrays])
         owners = {i: group for group, some in enumerate(members) for i in some}
         squares = self._weighted(norms * norms, arrays)
         sums = self.group_sum(squares, [owners[i] for i in range(len(arrays))], len(members))
         return self._layout(arrays).reduce(sums).sqrt()
 
-    def _weighted(self, values: torch.Tensor, arrays: Sequence[Array]) -> torch.Tensor:
+    def _weighted(self, values: torch.Tensor, arrays: Arrays) -> torch.Tensor:
         size = self._layout(arrays).size
         weights: torch.Tensor = self.asarray([_weight(t, size) for t in arrays], like=values)
         return values * weights
 
-    def summed(self, call: Callable[..., Array], columns: Sequence[Sequence[Array]]) -> Array:
+    def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         arrays = columns[0]
         found = super().summed(call, [[_local(t) for t in arrays], *columns[1:]])
         return self._layout(arrays).reduce(self._weighted(found, arrays))
 
-    def peaks(self, arrays: Sequence[Array]) -> Array:
-        peaks = super().peaks([_local(t) for t in arrays])
-        # The maximum of some communication libraries loses NaN.
-        peaks = torch.where(torch.isnan(peaks), math.inf, peaks)
-        return self._layout(arrays).reduce(peaks, "max")
+    def peaks(self, arrays: Arrays) -> Array:
+        return self._layout(arrays).reduce(super().peaks([_local(t) for t in arrays]), "max")
 
-    def slice_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> Array:
+    def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
         squares = []
         size = self._layout(arrays).size
         for array, spanned in zip(arrays, axes, strict=True):
@@ -231,31 +217,21 @@ class _OnShards(TorchBackend):
             whole = torch.zeros(shape, dtype=torch.float64, device=part.device)
             if part.numel():
                 own = _own(whole, array)
-                own.copy_(self._slice_norms(part, spanned).reshape(own.shape))
+                own.copy_(self._norm(part, spanned).reshape(own.shape))
             squares.append((whole * whole).reshape(-1) * _weight(array, size))
         return self._layout(arrays).reduce(self.joined(squares)).sqrt()
 
     def mapped(
-        self,
-        call: Callable[..., Any],
-        columns: Sequence[Sequence[Array]],
-        moved: Array | None = None,
-        wide: bool = False,
+        self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
     ) -> Sequence[Any]:
         arrays = columns[0]
-        outputs, *numbers = super().mapped(
-            call, [[_local(t) for t in arrays], *columns[1:]], moved, wide
-        )
-        layout = self._layout(arrays)
-        shared = [layout.reduce(torch.where(torch.isnan(x), math.inf, x), "max") for x in numbers]
+        columns = [[_local(t) for t in arrays], *columns[1:]]
+        outputs, *numbers = super().mapped(call, columns, moved, wide)
+        shared = [self._layout(arrays).reduce(x, "max") for x in numbers]
         return [[_like(x, t) for x, t in zip(outputs, arrays, strict=True)], *shared]
 
 
-class ShardedBackend(_OnShards):
-    """DTensors of PyTorch."""
-
-
-class ShardedInPlace(_OnShards, TorchInPlace):
+class ShardedInPlace(ShardedBackend, TorchInPlace):
     """DTensors that fedclip changes in place: the gradients of a training loop."""
 
 

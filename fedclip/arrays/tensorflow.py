@@ -7,7 +7,7 @@ On the CPU it only makes NumPy's views. It knows neither groups of tensors nor l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,17 @@ from tensorflow.python.eager.forwardprop_util import pack_tangents
 from tensorflow.python.eager.record import could_possibly_record, should_record_backprop
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from fedclip.arrays.base import UNDERFLOW, Array, Backend, HostView
+from fedclip.arrays.base import (
+    UNDERFLOW,
+    Array,
+    Arrays,
+    Backend,
+    Call,
+    HostView,
+    Owners,
+    index_of,
+    unit_of,
+)
 from fedclip.arrays.memory import is_aligned
 from fedclip.arrays.numpy import bits
 
@@ -129,12 +139,6 @@ def _square_sum(tensor: Array) -> Array:
     return tf.reduce_sum(tf.square(tf.cast(rows, tf.float64)))
 
 
-def _unit(peak: Array) -> Array:
-    """Return what to divide float64 by so that no square overflows or underflows."""
-    # Nothing depends on the unit, and the square of its reciprocal may overflow.
-    return tf.stop_gradient(tf.clip_by_value(peak, 2.0**-1000, 2.0**1000))
-
-
 class TensorflowBackend(Backend):
     """Tensors of TensorFlow."""
 
@@ -157,7 +161,7 @@ class TensorflowBackend(Backend):
         known = values.shape.num_elements()
         return tf.cast(tf.size(values), tf.float64) if known is None else known
 
-    def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
+    def prepared(self, arrays: Arrays) -> Arrays:
         if not any(isinstance(t, tf.IndexedSlices) for t in arrays):
             return arrays
         return [_merged(t) if isinstance(t, tf.IndexedSlices) else t for t in arrays]
@@ -175,7 +179,7 @@ class TensorflowBackend(Backend):
         dense.set_shape(array.shape)
         return dense
 
-    def views(self, arrays: Sequence[Array]) -> Sequence[HostView | None]:
+    def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         # The usual case first, without a method call for each of hundreds of tensors.
         usual = {*map(type, arrays)} == _EAGER and _only_cpu() and not _recorded([*arrays])
         return [bits(_numpy(t)) for t in arrays] if usual else [self._view(t) for t in arrays]
@@ -193,7 +197,7 @@ class TensorflowBackend(Backend):
     def to_host(self, array: Array) -> HostView:
         return _numpy(_values(array))
 
-    def from_host(self, values: Sequence[HostView], likes: Sequence[Array]) -> Sequence[Array]:
+    def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
         # A tape would miss what is shared.
         shares = not could_possibly_record()
         return [self._from_host(v, x, shares) for v, x in zip(values, likes, strict=True)]
@@ -252,28 +256,22 @@ class TensorflowBackend(Backend):
     def constant(self, x: Array) -> Array:
         return tf.stop_gradient(x)
 
-    def group_max(
-        self, values: Array, owners: Sequence[int], groups: int, times: Sequence[int] | None = None
-    ) -> Array:
+    def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
         # It would pass over NaN.
         sound = tf.where(tf.math.is_nan(values), tf.constant(np.inf, values.dtype), values)
-        return tf.math.unsorted_segment_max(sound, _index(owners, times), groups)
+        return tf.math.unsorted_segment_max(sound, _index(owners), groups)
 
-    def group_sum(
-        self, values: Array, owners: Sequence[int], groups: int, times: Sequence[int] | None = None
-    ) -> Array:
-        return tf.math.unsorted_segment_sum(values, _index(owners, times), groups)
+    def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
+        return tf.math.unsorted_segment_sum(values, _index(owners), groups)
 
-    def take(
-        self, values: Array, owners: Sequence[int], times: Sequence[int] | None = None
-    ) -> Array:
-        return tf.gather(values, _index(owners, times))
+    def take(self, values: Array, owners: Owners) -> Array:
+        return tf.gather(values, _index(owners))
 
-    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Sequence[Array]:
+    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
         parts = tf.split(flat, [math.prod(shape) for shape in shapes])
         return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def joined(self, arrays: Sequence[Array]) -> Array:
+    def joined(self, arrays: Arrays) -> Array:
         values = [_values(t) for t in arrays]
         widest = max((v.dtype for v in values), key=lambda dtype: dtype.size)
         if len({v.dtype for v in values}) > 1:
@@ -283,7 +281,7 @@ class TensorflowBackend(Backend):
         return tf.concat([tf.cast(v, widest) for v in flat], axis=0)
 
     # -- measures of gradients ----------------------------------------------------------------
-    def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+    def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         values = [_values(t) for t in arrays]
         sizes = [v.shape.num_elements() for v in values]
         if all(n is not None for n in sizes) and sum(sizes) < _SMALL:
@@ -296,16 +294,16 @@ class TensorflowBackend(Backend):
         sound = tf.reduce_all((sums >= UNDERFLOW) & (sums < np.inf))
         return tf.cond(sound, lambda: _sqrt(sums), lambda: self._scaled_norms(values, members))
 
-    def _scaled_norms(self, values: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+    def _scaled_norms(self, values: Arrays, members: Sequence[Sequence[int]]) -> Array:
         zero, found = tf.zeros(1, tf.float64), []
         for some in members:
             flat = [tf.reshape(tf.cast(values[i], tf.float64), [-1]) for i in some]
             joined = tf.concat([zero, *flat], axis=0)
-            unit = _unit(tf.reduce_max(tf.abs(joined)))
+            unit = unit_of(tf.reduce_max(tf.abs(joined)), self)
             found.append(unit * _sqrt(tf.reduce_sum(tf.square(joined / unit))))
         return tf.stack(found)
 
-    def peaks(self, arrays: Sequence[Array]) -> Array:
+    def peaks(self, arrays: Arrays) -> Array:
         zero, found = tf.zeros(1, tf.float64), []
         for tensor in map(_values, arrays):
             peak = tf.cast(tf.abs(tensor), tf.float64)
@@ -315,29 +313,16 @@ class TensorflowBackend(Backend):
             found.append(tf.reduce_max(peak))
         return tf.stack(found)
 
-    def summed(self, call: Callable[..., Array], columns: Sequence[Sequence[Array]]) -> Array:
+    def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         rows = zip([*map(_values, columns[0])], *map(_rows, columns[1:]), strict=True)
         return tf.stack([self.sum(call(*(tf.cast(x, tf.float64) for x in row))) for row in rows])
 
-    def slice_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> Array:
-        found = []
-        for array, some in zip(arrays, axes, strict=True):
-            wide = tf.cast(array, tf.float64)
-            unit = _unit(tf.reduce_max(tf.abs(wide), axis=some, keepdims=True))
-            squares = tf.reduce_sum(tf.square(wide / unit), axis=some, keepdims=True)
-            found.append(tf.reshape(unit * _sqrt(squares), [-1]))
-        return tf.concat(found, axis=0)
-
     # -- new gradients ------------------------------------------------------------------------
-    def scale(self, arrays: Sequence[Array], factors: Sequence[Array]) -> Sequence[Array]:
+    def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
         return [_multiply(t, k) for t, k in zip(arrays, factors, strict=True)]
 
     def mapped(
-        self,
-        call: Callable[..., Any],
-        columns: Sequence[Sequence[Array]],
-        moved: Array | None = None,
-        wide: bool = False,
+        self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
     ) -> Sequence[Any]:
         found = []
         for tensor, *row in zip(*map(_rows, columns), strict=True):
@@ -357,7 +342,7 @@ class TensorflowBackend(Backend):
             for column, number in zip(zip(*rest, strict=True), numbers[0], strict=True)
         ]
 
-    def keep_if(self, condition: Array, arrays: Sequence[Array]) -> Sequence[Array]:
+    def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         values = [_values(t) for t in arrays]
         kept = [tf.where(condition, v, tf.zeros_like(v)) for v in values]
         return [_like(t, v) for t, v in zip(arrays, kept, strict=True)]
@@ -370,10 +355,10 @@ def _merged(slices: Any) -> Any:
     return tf.IndexedSlices(values, rows, slices.dense_shape)
 
 
-def _rows(column: Sequence[Array]) -> Sequence[Array]:
+def _rows(column: Arrays) -> Arrays:
     """Return one array of numbers as a list of numbers."""
     return tf.unstack(column) if tf.is_tensor(column) else column
 
 
-def _index(owners: Sequence[int], times: Sequence[int] | None) -> Array:
-    return tf.constant(np.asarray(owners if times is None else np.repeat(owners, times), np.int32))
+def _index(owners: Owners) -> Array:
+    return tf.constant(np.asarray(index_of(owners), np.int32))

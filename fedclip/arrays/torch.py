@@ -8,13 +8,22 @@ is a launch. This file knows tensors, but neither groups of them nor limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 
-from fedclip.arrays.base import LARGEST, Array, Backend, HostView
+from fedclip.arrays.base import (
+    LARGEST,
+    Array,
+    Arrays,
+    Backend,
+    Call,
+    HostView,
+    Owners,
+    Repeated,
+)
 from fedclip.arrays.many import Many
 
 __all__ = ["TorchBackend", "TorchInPlace", "TorchRecorded", "recorded"]
@@ -28,36 +37,6 @@ _VIEWED = {torch.uint16, *_NAMES}
 # stays in the cache, or takes little memory.
 _MOST = {True: 1 << 17, False: 1 << 24}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# One operation for many tensors: torch has none that makes numbers of NaN, so multiply the bits.
-_LIBRARY: Any = torch.library.Library("fedclip", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("keep_if(Tensor[] tensors, Tensor condition) -> Tensor[]")
-_LIBRARY.define("keep_if_(Tensor(a!)[] tensors, Tensor condition) -> ()")
-
-
-def _bits(tensors: list[torch.Tensor]) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
-    """Yield the places of tensors of one size of elements, and their bits as integers."""
-    for size, dtype in _BITS.items():
-        places = [i for i, t in enumerate(tensors) if t.dtype.itemsize == size]
-        if places:
-            yield places, [tensors[i].view(dtype) for i in places]
-
-
-def _keep_if(tensors: list[torch.Tensor], condition: torch.Tensor) -> list[torch.Tensor]:
-    result = list(tensors)
-    for places, bits in _bits(tensors):
-        kept = torch._foreach_mul(bits, condition.to(bits[0].dtype))
-        for i, values in zip(places, kept, strict=True):
-            result[i] = values.view(tensors[i].dtype)
-    return result
-
-
-def _keep_if_(tensors: list[torch.Tensor], condition: torch.Tensor) -> None:
-    for _, bits in _bits(tensors):
-        torch._foreach_mul_(bits, condition.to(bits[0].dtype))
-
-
-_LIBRARY.impl("keep_if", _keep_if, "CompositeExplicitAutograd")
-_LIBRARY.impl("keep_if_", _keep_if_, "CompositeExplicitAutograd")
 
 
 def _is_batched(tensor: torch.Tensor) -> bool:
@@ -72,11 +51,14 @@ def recorded(tensors: Iterable[torch.Tensor]) -> bool:
     # While torch compiles, the stack always has an interpreter: the one that compiles.
     if torch.compiler.is_compiling():
         return False
-    # Private names: torch has no public ones.
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
+    # A private name: torch has no public one.
+    return _is_transformed() or torch.autograd.forward_ad._current_level >= 0
+
+
+def _is_transformed() -> bool:
+    """Return whether this is called in `torch.func`: `vmap`, `grad` and their like."""
+    # A private name: torch has no public one.
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,7 +102,7 @@ class TorchBackend(Backend):
     def size(self, array: Array) -> Any:
         return values_of(array).numel()
 
-    def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
+    def prepared(self, arrays: Arrays) -> Arrays:
         if all(t.layout is torch.strided for t in arrays):
             return arrays
         return [t.coalesce() if t.layout is torch.sparse_coo else t for t in arrays]
@@ -128,7 +110,7 @@ class TorchBackend(Backend):
     def dense(self, array: Array) -> Array:
         return array if array.layout == torch.strided else array.to_dense()
 
-    def views(self, arrays: Sequence[Array]) -> Sequence[HostView | None]:
+    def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         try:
             # The usual case: dense CPU tensors of a dtype that NumPy has.
             return [t.numpy() for t in arrays]
@@ -151,9 +133,13 @@ class TorchBackend(Backend):
         view: HostView = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
         return view
 
-    def from_host(self, values: Sequence[HostView], likes: Sequence[Array]) -> Sequence[Array]:
-        pairs = zip(map(torch.from_numpy, values), likes, strict=True)
-        return [_sparse(v.view(x.dtype).to(x.device), x) for v, x in pairs]
+    def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
+        result = []
+        for value, like in zip(map(torch.from_numpy, values), likes, strict=True):
+            # To ask is faster than to call torch, which takes its time for each small tensor.
+            value = value if value.dtype == like.dtype else value.view(like.dtype)
+            result.append(_sparse(value if like.is_cpu else value.to(like.device), like))
+        return result
 
     # -- arithmetic ---------------------------------------------------------------------------
     def asarray(self, values: Any, like: Array | None = None) -> Array:
@@ -212,37 +198,25 @@ class TorchBackend(Backend):
     def pick(self, table: Array, row: Array) -> Array:
         return torch.gather(table, 0, row.round().long().reshape(1, -1))[0]
 
-    def choose(
-        self, conditions: Sequence[Array], yes: Sequence[Array], no: Sequence[Array]
-    ) -> Sequence[Array]:
+    def choose(self, conditions: Arrays, yes: Arrays, no: Arrays) -> Arrays:
+        if not self._foreach([*yes, *no]):
+            triples = zip(conditions, yes, no, strict=True)
+            return [torch.where(c.to(n.device), y.to(n.dtype), n) for c, y, n in triples]
         chosen: list[Any] = [None] * len(no)
-        alike: dict[torch.dtype, list[int]] = {}
-        for i, tensor in enumerate(no):
-            alike.setdefault(tensor.dtype, []).append(i)
-        together = self._foreach([*yes, *no])
-        for dtype, places in alike.items():
-            triples = [(conditions[i], yes[i].to(dtype), no[i]) for i in places]
-            if not together:
-                _put(chosen, places, [torch.where(c.to(n.device), y, n) for c, y, n in triples])
-                continue
+        for dtype in dict.fromkeys(tensor.dtype for tensor in no):
+            places = [i for i, tensor in enumerate(no) if tensor.dtype == dtype]
             # As many operations for all pairs as for one. Between finite numbers, the weights 0
             # and 1 give one of the two to the bit.
-            different = {id(c): c for c, _, _ in triples}
-            weights = {key: c.to(dtype) for key, c in different.items()}
-            _, new, old = zip(*triples, strict=True)
-            _put(
-                chosen,
-                places,
-                torch._foreach_lerp(old, new, [weights[id(c)] for c, _, _ in triples]),
-            )
+            weights = {id(c): c.to(dtype) for c in {id(c): c for c in conditions}.values()}
+            old, new = [no[i] for i in places], [yes[i].to(dtype) for i in places]
+            each = [weights[id(conditions[i])] for i in places]
+            _put(chosen, places, torch._foreach_lerp(old, new, each))
         return chosen
 
-    def lerp(self, old: Sequence[Array], new: Sequence[Array], weight: Any) -> Sequence[Array]:
+    def lerp(self, old: Arrays, new: Arrays, weight: Any) -> Arrays:
         if not self._foreach(old) or not isinstance(weight, torch.Tensor):
             return [torch.lerp(x, y, weight) for x, y in zip(old, new, strict=True)]
-        moved: Sequence[torch.Tensor] = torch._foreach_lerp(
-            list(old), list(new), [weight] * len(old)
-        )
+        moved: Arrays = torch._foreach_lerp(list(old), list(new), [weight] * len(old))
         return moved
 
     # -- numbers ------------------------------------------------------------------------------
@@ -253,51 +227,41 @@ class TorchBackend(Backend):
     def constant(self, x: Array) -> Array:
         return x.detach() if x.requires_grad else x
 
-    def group_max(
-        self, values: Array, owners: Sequence[int], groups: int, times: Sequence[int] | None = None
-    ) -> Array:
+    def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
         if groups == 1:
             return values.amax(0, keepdim=True)
-        if times is None and [*owners] == [*range(groups)]:
+        if _are_single(owners, groups):
             return values
         lowest = values.new_full((groups,), -math.inf)
-        return lowest.scatter_reduce(0, self._index(owners, times, values), values, "amax")
+        return lowest.scatter_reduce(0, self._index(owners, values), values, "amax")
 
-    def group_sum(
-        self, values: Array, owners: Sequence[int], groups: int, times: Sequence[int] | None = None
-    ) -> Array:
+    def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
         if groups == 1:
             return values.sum(0, keepdim=True)
-        if times is None and [*owners] == [*range(groups)]:
+        if _are_single(owners, groups):
             return values
-        return values.new_zeros(groups).index_add(0, self._index(owners, times, values), values)
+        return values.new_zeros(groups).index_add(0, self._index(owners, values), values)
 
-    def take(
-        self, values: Array, owners: Sequence[int], times: Sequence[int] | None = None
-    ) -> Array:
+    def take(self, values: Array, owners: Owners) -> Array:
         if len(values) == 1:
-            return values.expand(len(owners) if times is None else sum(times))
-        if times is None and [*owners] == [*range(len(values))]:
-            return values
-        return values[self._index(owners, times, values)]
+            return values.expand(sum(owners.times) if isinstance(owners, Repeated) else len(owners))
+        return values if _are_single(owners, len(values)) else values[self._index(owners, values)]
 
-    def _index(self, owners: Sequence[int], times: Sequence[int] | None, like: Array) -> Array:
-        if times is None:
-            return self.asarray([*owners], like=like).long()
-        table = self.asarray([[*owners], [*times]], like=like).long()
-        return table[0].repeat_interleave(table[1], output_size=sum(times))
+    def _index(self, owners: Owners, like: Array) -> Array:
+        table = self.asarray(
+            [*map(list, owners)] if isinstance(owners, Repeated) else [*owners], like=like
+        ).long()
+        if not isinstance(owners, Repeated):
+            return table
+        return table[0].repeat_interleave(table[1], output_size=sum(owners.times))
 
-    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Sequence[Array]:
+    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
         if not any(shapes):
             return torch.unbind(flat)
         parts = flat.split([math.prod(shape) for shape in shapes])
-        # What has one dimension longer than 1, the last, broadcasts as it is.
-        return [
-            part if shape and len(part) == shape[-1] else part.reshape(shape)
-            for part, shape in zip(parts, shapes, strict=True)
-        ]
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def joined(self, arrays: Sequence[Array]) -> Array:
+    def joined(self, arrays: Arrays) -> Array:
         if not any(t.dim() for t in arrays):
             return torch.stack(list(arrays))
         values = map(values_of, arrays)
@@ -305,30 +269,28 @@ class TorchBackend(Backend):
         return torch.cat([t.to(flat[0].device) for t in flat]) if len(flat) > 1 else flat[0]
 
     # -- measures of gradients ----------------------------------------------------------------
-    def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+    def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         values = [values_of(t) for t in arrays]
         per = self._norms(values)
         if all(tuple(m) == (i,) for i, m in enumerate(members)):
             return per
+        parts = [per] if len(members) == 1 else [per[list(m)] for m in members]
+        if any(v.dtype == per.dtype for v in values):
+            return self.slice_norms(parts, [(0,)] * len(parts))
         # Squares of what narrower numbers can add up to stay within the floats.
-        far = any(v.dtype == per.dtype for v in values)
-        whole = (
-            partial(_norm, axes=(0,)) if far else partial(torch.linalg.vector_norm, keepdim=True)
-        )
-        if len(members) == 1:
-            return whole(per)
-        return torch.cat([whole(per[list(m)]) for m in members])
+        found = [torch.linalg.vector_norm(part, keepdim=True) for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _norms(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of each tensor, in the widest float."""
         wide = _widest(values[0].device)
         if not self._foreach(values) or any(v.dtype == wide or not v.numel() for v in values):
-            found: Any = [_norm(v.reshape(1, -1), (1,))[0] for v in values]
+            found: Any = [self._norm(v.reshape(1, -1), (1,))[0] for v in values]
         else:
             found = torch._foreach_norm(list(values), 2, dtype=wide)
         return torch.stack([n.to(values[0].device) for n in found])
 
-    def peaks(self, arrays: Sequence[Array]) -> Array:
+    def peaks(self, arrays: Arrays) -> Array:
         values = [values_of(t) for t in arrays]
         found: list[Any] = [None] * len(values)
         for places in self._bundles(values):
@@ -339,9 +301,12 @@ class TorchBackend(Backend):
                 # On the CPU, vectors are faster.
                 peaks = self.max(abs(x))
             _put(found, places, peaks.tensors if isinstance(peaks, Many) else [peaks])
-        return self.asarray(torch.stack([x.to(found[0]) for x in found]), like=found[0])
+        # One dtype need not hold the numbers of another.
+        like, wide = found[0], _widest(found[0].device)
+        dtype = like.dtype if len({x.dtype for x in found}) == 1 else wide
+        return torch.stack([x.to(like.device, dtype) for x in found]).to(wide)
 
-    def summed(self, call: Callable[..., Array], columns: Sequence[Sequence[Array]]) -> Array:
+    def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         values = [values_of(t) for t in columns[0]]
         found: list[Any] = [None] * len(values)
         for places in self._bundles(values):
@@ -355,15 +320,21 @@ class TorchBackend(Backend):
                 _put(found, places, [self.sum(x)])
         return torch.stack([x.to(found[0].device) for x in found])
 
-    def slice_norms(self, arrays: Sequence[Array], axes: Sequence[tuple[int, ...]]) -> Array:
+    def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
         pairs = zip(arrays, axes, strict=True)
-        return self.joined([self._slice_norms(array, some) for array, some in pairs])
+        return self.joined([self._norm(array, some) for array, some in pairs])
 
-    def _slice_norms(self, array: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
-        return _norm(array, axes)
+    def _norm(self, tensor: torch.Tensor, axes: tuple[int, ...]) -> Any:
+        """Return the L2 norms along the axes, flat, in the widest float."""
+        wide = _widest(tensor.device)
+        if tensor.dtype == wide and tensor.numel():
+            return super().slice_norms([tensor], [axes])
+        # No square of a narrower dtype overflows or underflows.
+        found = torch.linalg.vector_norm(tensor, dim=axes, dtype=wide)
+        return found if found.dim() == 1 else found.reshape(-1)
 
     # -- new gradients ------------------------------------------------------------------------
-    def scale(self, arrays: Sequence[Array], factors: Sequence[Array]) -> Sequence[Array]:
+    def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
         outputs: list[Any] = list(arrays)
         alike: dict[Any, list[int]] = {}
         for i, (array, k) in enumerate(zip(arrays, factors, strict=True)):
@@ -372,29 +343,21 @@ class TorchBackend(Backend):
         for places in alike.values():
             some = [arrays[i] for i in places]
             k = factors[places[0]]
-            wide = torch.float64 if some[0].dtype == torch.float64 else torch.float32
-            given = (
-                [factors[i].to(some[0].device, wide) for i in places]
-                if k.dim()
-                else [k.to(some[0].device, wide)]
-            )
+            to = some[0].device, torch.float64 if some[0].dtype == torch.float64 else torch.float32
+            given: Any = [factors[i].to(*to) for i in places] if k.dim() else k.to(*to)
             _put(outputs, places, self._multiplied(some, given))
         return outputs
 
-    def _multiplied(
-        self, tensors: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
+    def _multiplied(self, tensors: Arrays, factors: Any) -> Arrays:
         """Return products of tensors of one dtype and device, with one factor or one for each."""
         half = tensors[0].dtype == torch.float16
         if not self._foreach(tensors):
-            each = [*factors] * len(tensors) if len(factors) == 1 else factors
-            pairs = zip(tensors, each, strict=True)
-            return [self._product(t, k, half) for t, k in pairs]
-        many: Any = factors if len(factors) > 1 or factors[0].dim() else factors[0]
-        if not half:
-            products = torch._foreach_mul(list(tensors), many)
+            each = repeat(factors) if isinstance(factors, torch.Tensor) else factors
+            products = [self._product(t, k, half) for t, k in zip(tensors, each, strict=False)]
             return self._stored(products, tensors)
-        wide = torch._foreach_mul(Many(tensors).to(torch.float32).tensors, many)
+        if not half:
+            return self._stored(self._times(list(tensors), factors), tensors)
+        wide = torch._foreach_mul(Many(tensors).to(torch.float32).tensors, factors)
         torch._foreach_mul_(wide, 2.0**24)
         torch._foreach_trunc_(wide)
         torch._foreach_mul_(wide, 2.0**-24)
@@ -411,14 +374,10 @@ class TorchBackend(Backend):
             product = product + (kept - product.detach())
         return _sparse(product.to(tensor.dtype), tensor)
 
-    def _stored(
-        self, values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
+    def _stored(self, values: Arrays, likes: Arrays) -> Arrays:
         """Return values rounded to the dtype of the tensors that they are the outputs for."""
-        if values[0].dtype == likes[0].dtype:
-            # The product of two 0-d tensors is as wide as the factor.
-            return [v.to(x.dtype) for v, x in zip(values, likes, strict=True)]
-        if not self._foreach(likes):
+        # The product of two 0-d tensors is as wide as the factor.
+        if values[0].dtype == likes[0].dtype or not self._foreach(likes):
             return [v.to(x.dtype) for v, x in zip(values, likes, strict=True)]
         # A copy is the cast that torch has for many.
         outputs = torch._foreach_clone(list(likes))
@@ -426,11 +385,7 @@ class TorchBackend(Backend):
         return list(outputs)
 
     def mapped(
-        self,
-        call: Callable[..., Any],
-        columns: Sequence[Sequence[Array]],
-        moved: Array | None = None,
-        wide: bool = False,
+        self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
     ) -> Sequence[Any]:
         given = [*columns[0]]
         values = [values_of(t) for t in given]
@@ -468,9 +423,7 @@ class TorchBackend(Backend):
             for j, r in enumerate(results)
         ]
 
-    def _narrowed(
-        self, values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
+    def _narrowed(self, values: Arrays, likes: Arrays) -> Arrays:
         """Return values in the dtype of these tensors: half precision rounded towards zero."""
         dtype = likes[0].dtype
         if values[0].dtype == dtype:
@@ -483,15 +436,25 @@ class TorchBackend(Backend):
             return self._stored(bounded.tensors, likes)
         return self._stored([v.clamp(-top, top) for v in values], likes)
 
-    def keep_if(self, condition: Any, arrays: Sequence[Array]) -> Sequence[Array]:
+    def keep_if(self, condition: Any, arrays: Arrays) -> Arrays:
         if condition is False:
             return [torch.zeros_like(t) for t in arrays]
-        if self._foreach(arrays):
-            kept: list[torch.Tensor] = torch.ops.fedclip.keep_if(
-                list(arrays), condition.to(arrays[0].device)
+        if not self._foreach(arrays):
+            return [self._kept(condition.to(t.device), t) for t in arrays]
+        result = list(arrays)
+        for dtype in dict.fromkeys(t.dtype for t in arrays):
+            places = [i for i, t in enumerate(arrays) if t.dtype == dtype]
+            # Torch has no operation for many that makes zeros of NaN: multiply the bits.
+            number = _BITS[dtype.itemsize]
+            bits = self._times(
+                [arrays[i].view(number) for i in places], condition.to(arrays[0].device, number)
             )
-            return kept
-        return [self._kept(condition.to(t.device), t) for t in arrays]
+            _put(result, places, [values.view(dtype) for values in bits])
+        return result
+
+    @staticmethod
+    def _times(tensors: list[torch.Tensor], factor: Any) -> Arrays:
+        return torch._foreach_mul(tensors, factor)
 
     @staticmethod
     def _kept(condition: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -505,9 +468,7 @@ class TorchBackend(Backend):
     def _foreach(arrays: Sequence[torch.Tensor]) -> bool:
         """Return whether one operation may work on all these tensors."""
         # `vmap` has no rules for such operations, and compilers fuse single ones by themselves.
-        if torch.compiler.is_compiling() or not arrays:
-            return False
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch.compiler.is_compiling() or not arrays or _is_transformed():
             return False
         dense = all(t.layout is torch.strided for t in arrays)
         return dense and len({t.device for t in arrays}) == 1
@@ -555,16 +516,9 @@ def _widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _norm(tensor: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
-    """Return the L2 norms along the axes, flat, in the widest float."""
-    wide = _widest(tensor.device)
-    if tensor.dtype != wide or not tensor.numel():
-        # No square of a narrower dtype overflows or underflows.
-        found: torch.Tensor = torch.linalg.vector_norm(tensor, dim=axes, dtype=wide)
-        return found if found.dim() == 1 else found.reshape(-1)
-    unit = tensor.abs().amax(dim=axes, keepdim=True).clamp(2.0**-1000, 2.0**1000)
-    found = unit * torch.linalg.vector_norm(tensor / unit, dim=axes, keepdim=True)
-    return found.reshape(-1)
+def _are_single(owners: Owners, groups: int) -> bool:
+    """Return whether each number is a group, in order."""
+    return not isinstance(owners, Repeated) and [*owners] == [*range(groups)]
 
 
 def _towards_zero(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -584,7 +538,7 @@ class TorchRecorded(TorchBackend):
     nothing follows from it.
     """
 
-    def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
+    def prepared(self, arrays: Arrays) -> Arrays:
         if any(t.layout is not torch.strided for t in arrays):
             raise NotImplementedError(
                 "torch has no second derivatives of sparse tensors: make them dense, detach them, "
@@ -609,17 +563,13 @@ class TorchRecorded(TorchBackend):
     def constant(self, x: Array) -> Array:
         return x.detach()
 
-    def group_norms(self, arrays: Sequence[Array], members: Sequence[Sequence[int]]) -> Array:
+    def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         # All tensors of a group together: the norm of one that is zero has no derivative.
         zero = arrays[0].new_zeros(1)
         joined = [self.joined([zero, *(arrays[i] for i in some)]) for some in members]
-        return torch.cat([self._slice_norms(values, (0,)) for values in joined])
+        return self.slice_norms(joined, [(0,)] * len(joined))
 
-    def _slice_norms(self, array: Array, axes: tuple[int, ...]) -> Array:
-        wide = array.to(_widest(array.device))
-        unit = wide.detach().abs().amax(dim=axes, keepdim=True).clamp(2.0**-1000, 2.0**1000)
-        norms = unit * self.sqrt((wide / unit).square().sum(dim=axes, keepdim=True))
-        return norms.reshape(-1)
+    slice_norms = Backend.slice_norms
 
 
 class TorchInPlace(TorchBackend):
@@ -627,39 +577,34 @@ class TorchInPlace(TorchBackend):
 
     in_place = True
 
-    def prepared(self, arrays: Sequence[Array]) -> Sequence[Array]:
+    def prepared(self, arrays: Arrays) -> Arrays:
         for tensor in arrays:
             if tensor.layout is torch.sparse_coo and not tensor.is_coalesced():
                 tensor.copy_(tensor.coalesce())
         return arrays
 
-    def from_host(self, values: Sequence[HostView], likes: Sequence[Array]) -> Sequence[Array]:
+    def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
         made = super().from_host(values, likes)
         return [like.copy_(value) for value, like in zip(made, likes, strict=True)]
 
-    def _multiplied(
-        self, tensors: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        if self._foreach(tensors) and tensors[0].dtype != torch.float16:
-            many: Any = factors if len(factors) > 1 or factors[0].dim() else factors[0]
-            torch._foreach_mul_(list(tensors), many)
-            return tensors
-        products = super()._multiplied(tensors, factors)
-        return [t.copy_(p) if p is not t else t for t, p in zip(tensors, products, strict=True)]
+    @staticmethod
+    def _times(tensors: list[torch.Tensor], factor: Any) -> Arrays:
+        torch._foreach_mul_(tensors, factor)
+        return tensors
 
-    def _stored(
-        self, values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
+    def _stored(self, values: Arrays, likes: Arrays) -> Arrays:
+        if values[0] is likes[0]:
+            return likes
         if self._foreach(likes):
             torch._foreach_copy_(list(likes), list(values))
             return likes
         return [like.copy_(value) for value, like in zip(values, likes, strict=True)]
 
-    def keep_if(self, condition: Any, arrays: Sequence[Array]) -> Sequence[Array]:
+    def keep_if(self, condition: Any, arrays: Arrays) -> Arrays:
         if condition is False:
             return [t.zero_() for t in arrays]
         if self._foreach(arrays):
-            torch.ops.fedclip.keep_if_(list(arrays), condition.to(arrays[0].device))
+            super().keep_if(condition, arrays)
             return arrays
         for tensor in arrays:
             values = tensor if tensor.layout == torch.strided else tensor._values()

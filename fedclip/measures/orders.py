@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fedclip.arrays import LARGEST, Array, Backend
+from fedclip.arrays import LARGEST, Array, Arrays, Backend, unit_of
 from fedclip.errors import nearest, shown
 from fedclip.scopes import Groups
 
@@ -56,7 +56,7 @@ def degree(ord: Order) -> int:
     return 2 if ord == "var" else 1
 
 
-def measure(arrays: Sequence[Array], groups: Groups, ord: Order, xp: Backend) -> Array:
+def measure(arrays: Arrays, groups: Groups, ord: Order, xp: Backend) -> Array:
     """Return the measure of each group of arrays, which are dense for `MEANS`.
 
     NaN and infinity give a measure that is not finite.
@@ -86,7 +86,7 @@ def measure(arrays: Sequence[Array], groups: Groups, ord: Order, xp: Backend) ->
 
 
 def slice_measures(
-    arrays: Sequence[Array], axes: Sequence[tuple[int, ...]], ord: Order, xp: Backend
+    arrays: Arrays, axes: Sequence[tuple[int, ...]], ord: Order, xp: Backend
 ) -> Array:
     """Return the measures of the slices of dense arrays as one flat array, array by array.
 
@@ -109,15 +109,6 @@ def _slices(array: Array, axes: tuple[int, ...], ord: Order, xp: Backend) -> Arr
         scaled = scaled - xp.sum(scaled, axes) / size
         return _found(ord, unit, xp.sum(scaled * scaled, axes), max(size - 1.0, 1.0), xp)
     return _found(ord, unit, xp.sum(_power(scaled, ord), axes), size, xp)
-
-
-def unit_of(peaks: Array, xp: Backend) -> Array:
-    """Return what to divide by so that no square overflows or underflows: mostly the peak.
-
-    Its reciprocal is a normal number, as compilers multiply by that.
-    """
-    far = 2.0**1000 if xp.dtype(peaks) == "float64" else 2.0**120
-    return xp.constant(xp.minimum(xp.maximum(peaks, 1 / far), far))
 
 
 def _power(scaled: Array, ord: Order) -> Array:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fedclip.arrays import LARGEST, Arithmetic, Array
+from fedclip.arrays import LARGEST, Arithmetic, Array, Backend
 from fedclip.parameters import LEAST
 
 MARGIN = {
@@ -47,20 +47,20 @@ class Decision(NamedTuple):
     target: Array
     base: Array
 
-    def factors(self, dtype: str, degree: int, xp: Arithmetic, peaks: Array | None = None) -> Array:
-        """Return the factor for the tensors of a dtype: 1 where not moved.
+    def factors(self, dtype: str, degree: int, xp: Backend, peaks: Array | None = None) -> Array:
+        """Return the factor for the tensors of a dtype, 1 where not moved; half ones' in float32.
 
         `peaks`, the largest elements, keep products within the dtype; None if none is longer.
         """
-        target = xp.where(self.target < LEAST, 0.0, self.target)
-        k = target / xp.where(self.moved, self.base, 1.0)
+        k = self.target / xp.where(self.moved, self.base, 1.0)
         k = xp.sqrt(k) if degree == 2 else k
         far = 1022 if dtype == "float64" else 126
         if peaks is not None:
             # No factor may leave the range of float32 either, in which products are made.
             k = xp.minimum(k, LARGEST[dtype] / xp.maximum(peaks, LARGEST[dtype] * 2.0**-far))
         k = k * (1.0 - MARGIN[dtype])
-        return xp.where(self.moved, xp.where(k < 2.0**-far, 0.0, k), 1.0)
+        k = xp.where((self.target < LEAST) | (k < 2.0**-far), 0.0, k)
+        return xp.cast(xp.where(self.moved, k, 1.0), "float64" if dtype == "float64" else "float32")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from fedclip.rules.elementwise import blend, step_size
 from fedclip.scopes import Groups
 from fedclip.states import Statistics
 from fedclip.transforms.action import Action
-from fedclip.transforms.base import Gradient, Outcome, Transform
+from fedclip.transforms.base import Gradient, Outcome, Transform, by_tensor
 from fedclip.transforms.norm import NormClipping
 from fedclip.transforms.past import PAST, counts_of, recall, remember
 
@@ -81,8 +81,7 @@ class AverageClipping(Transform):
             allowed = xp.maximum(before * self.max_growth, self.min_norm or 0.0)
             factors = xp.where(sizes > allowed, allowed / xp.where(sizes > 0, sizes, 1.0), 1.0)
             factors = xp.sqrt(factors) if degree(self.ord) == 2 else factors
-            each = xp.pieces(factors, [()] * len(groups))
-            means = xp.scale(means, [each[group] for group in groups.owners])
+            means = xp.scale(means, by_tensor(factors, groups, xp))
             sizes = xp.minimum(sizes, allowed)
         if self.ord == 2:
             # Norms close to a limit are measured again: then the limit is, too.

@@ -28,6 +28,7 @@ import numpy as np
 from fedclip.arrays import (
     NUMPY,
     Array,
+    Arrays,
     Backend,
     HostView,
     Memory,
@@ -57,7 +58,7 @@ class NotFiniteError(Exception):
 class Outcome(NamedTuple):
     """What one step did: new arrays, state, and one number for each group."""
 
-    outputs: Sequence[Array]
+    outputs: Arrays
     """The new arrays; on the host the very same array where nothing changes."""
     state: State
     norms: Array
@@ -90,24 +91,9 @@ class Gradient:
         one of them is NaN in the gradient.
     """
 
-    __slots__ = (
-        "_finite",
-        "_given",
-        "_native",
-        "_norms",
-        "arrays",
-        "backend",
-        "groups",
-        "kept",
-        "on_host",
-        "rest",
-        "waits",
-        "xp",
-    )
-
     def __init__(
         self,
-        arrays: Sequence[Array],
+        arrays: Arrays,
         groups: Groups,
         backend: Backend,
         rest: Mapping[str, Array] | None = None,
@@ -183,7 +169,7 @@ class Gradient:
         self._norms, self._finite = norms, total < math.inf
         if not self.waits:
             return xp.where(self._finite, norms, 0.0)
-        if not on_host(self._finite).all() or (self.on_host and not self.rest_is_finite()):
+        if not self._finite or (self.on_host and not self.rest_is_finite()):
             raise NotFiniteError
         return norms
 
@@ -230,11 +216,11 @@ class Gradient:
             outputs = self._settled(outputs, on_nonfinite, moved)
         return Outcome(outputs, after, norms, outcome.limits, clipped, finite)
 
-    def unchanged(self) -> tuple[Sequence[Array], Mapping[str, Array]]:
+    def unchanged(self) -> tuple[Arrays, Mapping[str, Array]]:
         """Return outputs and excluded tensors of a step that changes nothing."""
         return self._given, self.rest
 
-    def replaced(self, on_nonfinite: str) -> tuple[Sequence[Array], Mapping[str, Array]]:
+    def replaced(self, on_nonfinite: str) -> tuple[Arrays, Mapping[str, Array]]:
         """Return outputs and excluded tensors in the place of a step that was not taken."""
         outputs, xp, backend = list(self.arrays), self.xp, self.backend
         if on_nonfinite == "skip":
@@ -245,11 +231,10 @@ class Gradient:
         norms = np.zeros(len(self.groups)) if self._norms is None else on_host(self._norms)
         fine = np.isfinite(norms)
         fine = fine if not fine.all() or self.rest else ~fine
-        factors = xp.pieces(np.where(fine, 1.0, math.nan), [()] * len(fine))
-        nothing = xp.scale(outputs, [factors[group] for group in self.groups.owners])
-        return self._returned(nothing), self.rest
+        factors = by_tensor(np.where(fine, 1.0, math.nan), self.groups, xp)
+        return self._returned(xp.scale(outputs, factors)), self.rest
 
-    def _returned(self, outputs: Sequence[HostView]) -> Sequence[Array]:
+    def _returned(self, outputs: Sequence[HostView]) -> Arrays:
         """Return outputs of the host as arrays of the framework; the very same where unchanged."""
         # What was made dense to change it in place is new.
         given = self._native if self.xp.in_place else self._given
@@ -265,7 +250,7 @@ class Gradient:
             result[i] = array
         return result
 
-    def _settled(self, outputs: Sequence[Array], on_nonfinite: str, moved: bool) -> Sequence[Array]:
+    def _settled(self, outputs: Arrays, on_nonfinite: str, moved: bool) -> Arrays:
         """Return the outputs of a step on a device, as `on_nonfinite` wants them.
 
         `moved` says whether a step that is not finite may have changed other groups.
@@ -283,11 +268,10 @@ class Gradient:
             for i, array in zip(dense, chosen, strict=True):
                 result[i] = array
         # NaN and infinity make NaN.
-        factors = xp.pieces(1.0 + 0.0 * self._norms, [()] * len(self.groups))
-        return xp.scale(result, [factors[group] for group in self.groups.owners])
+        return xp.scale(result, by_tensor(1.0 + 0.0 * self._norms, self.groups, xp))
 
     def result(
-        self, arrays: Mapping[str, Array], outputs: Sequence[Array], rest: Mapping[str, Array]
+        self, arrays: Mapping[str, Array], outputs: Arrays, rest: Mapping[str, Array]
     ) -> Mapping[str, Array]:
         """Return the outputs and the excluded tensors by name; `arrays` if nothing has changed."""
         if outputs is self._given and rest is self.rest:
@@ -317,7 +301,13 @@ class Gradient:
         return tuple(i for i, a in enumerate(arrays) if not _is_finite(a, self.backend))
 
 
-def _prepared(given: Sequence[Array], transform: Transform, backend: Backend) -> Sequence[Array]:
+def by_tensor(numbers: Array, groups: Groups, xp: Backend) -> list[Array]:
+    """Return for each tensor the number of its group."""
+    each = xp.pieces(numbers, [()] * len(groups))
+    return [each[group] for group in groups.owners]
+
+
+def _prepared(given: Arrays, transform: Transform, backend: Backend) -> Arrays:
     arrays = backend.prepared(given)
     return [*map(backend.dense, arrays)] if transform.dense else arrays
 
@@ -345,12 +335,8 @@ def _rest_norms(rest: Mapping[str, Array], xp: Backend) -> Array:
     return xp.group_norms(xp.prepared(real), [range(len(real))])
 
 
-def _split(
-    arrays: Mapping[str, Array], groups: Groups
-) -> tuple[Sequence[Array], Mapping[str, Array]]:
+def _split(arrays: Mapping[str, Array], groups: Groups) -> tuple[Arrays, Mapping[str, Array]]:
     """Return the arrays of the groups, and the excluded ones that can hold NaN or infinity."""
-    if not groups.excluded:
-        return [arrays[name] for name in groups.names], {}
     rest = {n: a for n, a in arrays.items() if n in groups.excluded and _can_be_nan(a)}
     return [arrays[name] for name in groups.names], rest
 
@@ -472,7 +458,7 @@ def _can_be_nan(array: Array) -> bool:
     return dtype in DTYPES or dtype.startswith(("complex", "float128"))
 
 
-def _backend(names: Sequence[str], values: Sequence[Array]) -> Backend:
+def _backend(names: Sequence[str], values: Arrays) -> Backend:
     backend = backend_of(values[0]) if values else NUMPY
     if len({*map(type, values)}) > 1:
         others = [n for n, v in zip(names, values, strict=False) if backend_of(v) is not backend]
@@ -484,7 +470,7 @@ def _backend(names: Sequence[str], values: Sequence[Array]) -> Backend:
     return backend
 
 
-def _check_dtypes(clipper: str, names: Sequence[str], arrays: Sequence[Array]) -> None:
+def _check_dtypes(clipper: str, names: Sequence[str], arrays: Arrays) -> None:
     for name, array in zip(names, arrays, strict=True):
         dtype = backend_of(array).dtype(array)
         if dtype not in DTYPES:

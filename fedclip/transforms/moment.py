@@ -11,8 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fedclip.arrays import LARGEST, Array
-from fedclip.measures.orders import unit_of
+from fedclip.arrays import LARGEST, Array, unit_of
 from fedclip.rules import FIXED, Basis, State
 from fedclip.transforms.base import Gradient, Outcome, Transform
 from fedclip.transforms.slice import spanned
@@ -77,7 +76,11 @@ class Centralizing(Transform):
         """Return the mean of each slice of an array, with the dims that it spans kept as 1."""
         axes, xp = self._axes(tuple(array.shape)) or (), gradient.xp
         size = math.prod([array.shape[a] for a in axes])
-        return xp.sum(array, axes) / size
+        if xp.dtype(array) != "float64":
+            return xp.sum(array, axes) / size
+        # By a power of two, so that the sum of the largest numbers does not overflow.
+        part = 2.0 ** -size.bit_length()
+        return xp.sum(array * part, axes) / (size * part)
 
     def _means(self, gradient: Gradient) -> Array:
         """Return the mean of each group; 0 of one that is left alone."""
@@ -120,10 +123,11 @@ class Standardizing(Transform):
         # One by itself has no deviation, and stays as it is.
         alone = (sizes < 2) | (peaks == 0)
         divisors = xp.where(equal, math.inf, deviations + self.eps)
-        columns = [xp.where(alone, 0.0, unit * means), xp.where(alone, 1.0, divisors)]
+        # Halves: the difference of two of the largest numbers overflows.
+        columns = [xp.where(alone, 0.0, 0.5 * unit * means), xp.where(alone, 0.5, 0.5 * divisors)]
 
         def standardise(values: Array, mean: Any, divisor: Any) -> tuple[Array]:
-            return ((values - mean) / divisor,)
+            return ((0.5 * values - mean) / divisor,)
 
         columns = [arrays, *(xp.take(c, owners) for c in columns)]
         (outputs,) = xp.mapped(standardise, columns, wide=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fedclip.arrays import Array, Backend
+from fedclip.arrays import Array, Arrays, Backend, Repeated
 from fedclip.measures import Order, degree, slice_measures
 from fedclip.rules import FIXED, LEARNT, Basis, State
 from fedclip.transforms.action import SCALE_DOWN, Action, Decision
@@ -98,13 +98,13 @@ class SliceClipping(Transform):
         size = math.prod([shape[a] for a in axes])
         return axes if axes and size and math.prod(shape) and size >= self.min_size else None
 
-    def measure(self, arrays: Sequence[Array], xp: Backend, ord: Order | None = None) -> Array:
+    def measure(self, arrays: Arrays, xp: Backend, ord: Order | None = None) -> Array:
         """Return the measures of all slices, flat; of arrays of which some are not left alone."""
         spans = self._spans(arrays)
         some = [arrays[i] if len(arrays[i].shape) else arrays[i][None] for i in spans]
         return slice_measures(some, [*spans.values()], self.ord if ord is None else ord, xp)
 
-    def _spans(self, arrays: Sequence[Array]) -> dict[int, tuple[int, ...]]:
+    def _spans(self, arrays: Arrays) -> dict[int, tuple[int, ...]]:
         """Return the dims that the slices span, of the arrays that are not left alone."""
         found = ((i, self.axes(tuple(array.shape))) for i, array in enumerate(arrays))
         return {i: axes for i, axes in found if axes is not None}
@@ -115,27 +115,26 @@ class SliceClipping(Transform):
         spans = self._spans(arrays)
         # Arrays that are not clipped are only checked for NaN and infinity.
         alone = [i for i in range(len(arrays)) if i not in spans]
-        owners = [groups.owners[i] for i in [*spans, *alone]]
+        tensors, number = [groups.owners[i] for i in [*spans, *alone]], len(groups)
         shapes = [_counts(tuple(arrays[i].shape), axes) for i, axes in spans.items()]
         many = [*map(math.prod, shapes)]
         measured = [self.measure(arrays, xp)] if spans else []
         peaks = [xp.peaks([arrays[i] for i in alone])] if alone else []
         flat, times = xp.joined([*measured, *peaks]), [*many, *([1] * len(alone))]
-        sound = gradient.sound(xp.group_max(flat, owners, len(groups), times))
+        sound = gradient.sound(xp.group_max(flat, Repeated(tensors, times), number))
         if not spans:
             nothing = 0.0 * sound
             return Outcome([*arrays], state, nothing, nothing + math.inf, nothing > 0)
-        norms, owners, times = measured[0], owners[: len(spans)], many
+        norms, owners = measured[0], Repeated(tensors[: len(spans)], many)
         limits = self.limit + 0.0 * norms
         decision = self.action.decide(norms, limits, xp)
         outputs = self._scaled(gradient, decision, spans, shapes)
         # Record the slice that is furthest over its limit, or nearest to it.
         ratios = norms / limits
-        most = xp.group_max(ratios, owners, len(groups), times)
-        behind = ratios < xp.take(most, owners, times)
+        most = xp.group_max(ratios, owners, number)
+        behind = ratios < xp.take(most, owners)
         worst, bounds = (
-            xp.group_max(xp.where(behind, 0.0, x), owners, len(groups), times)
-            for x in (norms, limits)
+            xp.group_max(xp.where(behind, 0.0, x), owners, number) for x in (norms, limits)
         )
         worst = xp.where(most < 0, 0.0, worst)
         free = math.inf if not isinstance(self.limit, float) else self.limit
@@ -148,14 +147,13 @@ class SliceClipping(Transform):
         decision: Decision,
         spans: Mapping[int, tuple[int, ...]],
         shapes: Sequence[tuple[int, ...]],
-    ) -> Sequence[Array]:
+    ) -> Arrays:
         arrays, xp = gradient.arrays, gradient.xp
         names, outputs = {i: xp.dtype(arrays[i]) for i in spans}, list(arrays)
         peaks = self.measure(arrays, xp, "inf") if self.action.raises else None
         for dtype in sorted({*names.values()}):
             # A factor for each slice, as if all arrays had this dtype.
             flat = decision.factors(dtype, degree(self.ord), xp, peaks)
-            flat = xp.cast(flat, "float64" if dtype == "float64" else "float32")
             factors = dict(zip(spans, xp.pieces(flat, shapes), strict=True))
             places = [i for i in spans if names[i] == dtype]
             some = xp.scale([arrays[i] for i in places], [factors[i] for i in places])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from fedclip.arrays import LARGEST, Array, Backend
+from fedclip.arrays import LARGEST, Array, Arrays, Backend
 from fedclip.rules import FIXED, Basis, State
 from fedclip.transforms.base import Gradient, Outcome, Transform
 
@@ -99,7 +99,7 @@ class PercentileClipping(Transform):
         ends = xp.where(wide > 0, ends, _single(ends, xp))
         return _boxed(gradient, [-ends, ends], peaks, limits, state)
 
-    def _limit(self, arrays: Sequence[Array], xp: Backend) -> Array:
+    def _limit(self, arrays: Arrays, xp: Backend) -> Array:
         """Return the percentile, in an array of shape (1,)."""
         # A number of elements that is known only as the step runs is a float, exact as an int is.
         size = sum([xp.size(array) for array in arrays])
