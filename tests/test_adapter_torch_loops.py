@@ -1,7 +1,6 @@
 """Each ordinary PyTorch loop is clipped right, or refused in words."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -11,7 +10,6 @@ torch = require("torch")
 
 from fedclip import (  # noqa: E402
     AGC,
-    EmaValueClip,
     FedclipWarning,
     NormClip,
     ZScoreClip,
@@ -22,10 +20,7 @@ from fedclip.adapters.torch import (  # noqa: E402
     attach_update,
     clip_,
     handles,
-    load_state,
-    reset,
     state,
-    stats,
 )
 from fedclip.adapters.torch.apart import are_apart  # noqa: E402
 
@@ -170,15 +165,6 @@ def test_names_that_the_optimizer_has_or_numbers():
         attach(plain, NormClip(1.0, scope="layer"))
 
 
-def test_two_models_with_the_same_names_are_both_clipped():
-    pair = [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
-    for layer in pair:
-        layer(torch.ones(1, 2)).sum().backward()
-    named = [pair_ for layer in pair for pair_ in layer.named_parameters()]
-    assert clip_(named, NormClip(0.1, scope="tensor")).groups == ("weight", "weight#1")
-    assert all(float(layer.weight.grad.double().norm()) <= 0.1 for layer in pair)
-
-
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda held: pickle.loads(pickle.dumps(held))])
 def test_a_copy_of_the_optimizer_and_its_handles_clips_too(how):
     model, optimizer = build(optimizer=torch.optim.Adam)
@@ -234,43 +220,6 @@ def test_a_state_from_before_is_a_fresh_start_said_once():
         optimizer.load_state_dict(saved)
     assert len(said) == 1
     assert handle.state() == state(ZScoreClip())
-
-
-def test_arrays_in_a_state_are_tensors():
-    model, optimizer = build()
-    handle = attach(optimizer, EmaValueClip(), model)
-    for _ in range(2):
-        optimizer.step(closure_of(model, optimizer))
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    kept = handle.clipper.get_state()["arrays"]["0.weight"]["past"]
-    handle.reset()
-    optimizer.load_state_dict(saved)
-    assert (handle.clipper.get_state()["arrays"]["0.weight"]["past"] == kept).all()
-
-
-def test_the_verbs():
-    model, _ = build()
-    clipper = ZScoreClip()
-    assert stats(clipper) == {}
-    loss_of(model).backward()
-    before = total(model)
-    clip_(model, clipper)
-    found = stats(clipper, "clip/")
-    assert found["clip/norm"] == pytest.approx(before)
-    assert found["clip/round/steps"] == 1
-    other = ZScoreClip()
-    load_state(other, state(clipper))
-    assert other.get_state() == clipper.get_state()
-    reset(other)
-    assert other.get_state() == ZScoreClip().get_state()
-    with pytest.warns(FedclipWarning, match="starts anew"):
-        load_state(clipper, None)
-    assert state(AGC()) == {}
-    load_state(AGC(), {})
-    reset(AGC())
 
 
 # -- graphs, pure functions, updates -------------------------------------------------------------

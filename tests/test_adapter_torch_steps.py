@@ -84,23 +84,7 @@ class Fails(Twice):
         return loss
 
 
-class Blocks(SGD):
-    """Steps for each half of its parameters."""
-
-    def step(self, closure=None):
-        loss = closure() if closure is not None else None
-        for held in (self.param_groups[0]["params"][i::2] for i in (0, 1)):
-            others = [p for p in self.param_groups[0]["params"] if all(p is not q for q in held)]
-            kept = [p.grad for p in others]
-            for p in others:
-                p.grad = None
-            super().step()
-            for p, gradient in zip(others, kept, strict=True):
-                p.grad = gradient
-        return loss
-
-
-@pytest.mark.parametrize("kind", [Derived, Twice, Bare, Fails, Blocks])
+@pytest.mark.parametrize("kind", [Derived, Twice, Bare, Fails])
 @pytest.mark.parametrize(
     ("closure", "scheduler"),
     [(False, "none"), (False, "before"), (True, "after")],
@@ -183,20 +167,6 @@ def test_an_update_is_that_of_the_outermost_step(kind):
     assert handle.stats()["round/steps"] == (2 if kind is Fails else 3)
 
 
-def test_an_update_without_gradients_is_clipped_too():
-    class Draws(SGD):
-        @torch.no_grad()
-        def step(self, closure=None):
-            for p in self.param_groups[0]["params"]:
-                p.add_(torch.ones_like(p))
-
-    model = build()
-    optimizer = Draws(model.parameters(), lr=0.1)
-    with attach_update(optimizer, NormClip(0.01), model) as handle:
-        optimizer.step()
-    assert handle.stats()["round/clipped"] == 1
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
 @pytest.mark.parametrize("how", [attach, attach_update, None])
@@ -265,25 +235,7 @@ class Forgets(Nested):
         return {"slow": {}}
 
 
-class Picks(torch.optim.Optimizer):
-    """Saves what it knows of the optimizer inside, and lets that one load it."""
-
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr})
-        self.base_optimizer = SGD(self.param_groups, lr=lr)
-
-    def step(self, closure=None):
-        return self.base_optimizer.step(closure)
-
-    def state_dict(self):
-        inside = self.base_optimizer.state_dict()
-        return {"base": {key: inside[key] for key in ("state", "param_groups")}}
-
-    def load_state_dict(self, state_dict):
-        self.base_optimizer.load_state_dict(state_dict["base"])
-
-
-@pytest.mark.parametrize("kind", [OwnBoth, Nested, Picks])
+@pytest.mark.parametrize("kind", [OwnBoth, Nested])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_what_is_saved_comes_back_by_the_optimizers_own_loader(kind, wrapped):
     def made():
@@ -398,18 +350,6 @@ def _pasts_hooks(model, optimizer):
     return lambda: (backward(model), optimizer.step())
 
 
-def _in_backward(model, optimizer):
-    each = {p: SGD([p], lr=1e-3) for p in model.parameters()}
-
-    def use(p):
-        each[p].step()
-        each[p].zero_grad()
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(use)
-    return lambda: backward(model)
-
-
 def _without_grad(model, optimizer):
     @torch.no_grad()
     def round_():
@@ -425,7 +365,6 @@ def _without_grad(model, optimizer):
 
 PAST = {
     "a step past the hooks": _pasts_hooks,
-    "in backward": _in_backward,
     "no .grad": _without_grad,
 }
 
