@@ -44,8 +44,6 @@ class Twice(nn.Module):  # type: ignore[misc]
 
 
 class Penalised(nn.Module):  # type: ignore[misc]
-    """Uses the weights of a layer besides."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 2)
@@ -55,8 +53,6 @@ class Penalised(nn.Module):  # type: ignore[misc]
 
 
 class Mixing(nn.Module):  # type: ignore[misc]
-    """Takes the mean over a batch away."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 2)
@@ -67,8 +63,6 @@ class Mixing(nn.Module):  # type: ignore[misc]
 
 
 class Tied(nn.Module):  # type: ignore[misc]
-    """Gives the weights of one layer to another."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
@@ -90,8 +84,6 @@ class Folded(nn.Module):  # type: ignore[misc]
 
 
 class Scaled(nn.Module):  # type: ignore[misc]
-    """Has a parameter that is a number."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.layer = nn.Parameter(torch.tensor(2.0)), nn.Linear(6, 2)
@@ -101,8 +93,6 @@ class Scaled(nn.Module):  # type: ignore[misc]
 
 
 class Halved(nn.Linear):  # type: ignore[misc]
-    """Is a linear layer, but for its forward."""
-
     def forward(self, x: Any) -> Any:
         return 0.5 * super().forward(x)
 
@@ -126,10 +116,9 @@ def frozen() -> Any:
 # Module, shape of a record, layers that are taken apart.
 MODULES: dict[str, tuple[Callable[[], Any], tuple[int, ...], int]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), (6,), 2),
-    "no bias": (lambda: nn.Linear(6, 2, bias=False), (6,), 1),
     "short sequence": (lambda: nn.Linear(20, 20), (3, 20), 1),
     "long sequence": (lambda: nn.Linear(6, 2), (30, 6), 1),
-    "planes": (lambda: nn.Linear(6, 2), (3, 4, 6), 1),
+    "planes": (lambda: nn.Linear(6, 2, bias=False), (3, 4, 6), 1),
     "embedding": (Tokens, (7,), 1),
     "padding": (lambda: Tokens(padding_idx=1), (7,), 1),
     "by frequency": (lambda: Tokens(scale_grad_by_freq=True), (7,), 0),
@@ -147,7 +136,6 @@ MODULES: dict[str, tuple[Callable[[], Any], tuple[int, ...], int]] = {
     "conv3d, few places": (lambda: nn.Conv3d(6, 6, 3, 1), (6, 3, 3, 4), 1),
     "layer norm": (lambda: nn.Sequential(nn.LayerNorm((4, 6)), nn.Linear(6, 2)), (3, 4, 6), 2),
     "group norm": (lambda: nn.GroupNorm(2, 6), (6, 5, 4), 1),
-    "group norm of vectors": (lambda: nn.GroupNorm(2, 6), (6,), 1),
     "twice": (Twice, (6,), 1),
     "penalised": (Penalised, (6,), 0),
     "tied": (Tied, (6,), 0),
