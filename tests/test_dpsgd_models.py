@@ -58,19 +58,6 @@ def lstm() -> Any:
     )
 
 
-def attention() -> Any:
-    return Calls(
-        lambda net, x: net.out(
-            net.mix(*[net.embed(x)] * 3, key_padding_mask=x == 0)[0]
-            .masked_fill((x == 0)[:, :, None], 0.0)
-            .mean(1)
-        ),
-        embed=nn.Embedding(11, 6, padding_idx=0),
-        mix=nn.MultiheadAttention(6, 2, batch_first=True),
-        out=nn.Linear(6, 3),
-    )
-
-
 def encoder() -> Any:
     layer = nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True, norm_first=True)
     return Calls(
@@ -144,7 +131,6 @@ def checkpointed() -> Any:
 # Module, shape of a record or what tokens it has, loss.
 ZOO: dict[str, tuple[Callable[[], Any], Any, Any]] = {
     "lstm": (lstm, 7, None),
-    "attention": (attention, 7, None),
     "encoder": (encoder, 7, None),
     "two inputs": (two_inputs, [7, (4,)], None),
     "two outputs": (two_outputs, (4,), TwoLosses()),
@@ -207,31 +193,6 @@ def test_sums_are_those_of_records_alone(kind: str, many: int) -> None:
         np.testing.assert_allclose(sums[name], array, rtol=0, atol=1e-6)
 
 
-def test_half_precision_inside_of_a_model() -> None:
-    torch.manual_seed(0)
-
-    def call(net: Any, x: Any) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return net.layer(x).float()
-
-    model = model_of(Calls(call, layer=nn.Linear(4, 3)))
-    x, y = data_of((4,)), torch.randint(0, 3, (N,))
-    sums, _ = clipped_sum(model, [(x, y, None)], flat)
-    for name, array in alone(model, x, y).items():
-        np.testing.assert_allclose(sums[name], array, rtol=0, atol=N * C * 2.0**-8)
-
-
-class Counting(nn.Module):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: Any) -> Any:
-        self.seen += len(x)
-        return self.layer(x)
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -251,23 +212,3 @@ def test_what_can_not_be_private_is_refused_by_name(make: Any, words: str) -> No
 def test_a_compiled_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"compiled by torch\.jit"):
         check(model_of(torch.jit.script(nn.Linear(4, 3))))
-
-
-def test_what_fails_for_a_record_fails_before_anything_is_paid(tmp_path: Any) -> None:
-    pytest.importorskip("opacus")
-    from declearn.aggregator import AveragingAggregator
-    from declearn.dataset import InMemoryDataset
-    from declearn.optimizer import Optimizer
-    from test_dpsgd_manager import request
-
-    from fedclip.dpsgd.manager import PrivateTrainingManager
-
-    records = InMemoryDataset(np.ones((60, 4), "float32"), target=np.zeros(60, int))
-    made = PrivateTrainingManager(
-        *(model_of(Counting()), Optimizer(lrate=1.0), AveragingAggregator(), records, records),
-        verbose=False,
-    )
-    with pytest.raises(ValueError, match="training changes the buffer 'seen'"):
-        made.make_private(request(), path=tmp_path / "spent.json")
-    assert not [*tmp_path.iterdir()]
-    assert not made.model._raw_model.module.seen.any()  # type: ignore[attr-defined]
