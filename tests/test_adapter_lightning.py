@@ -22,7 +22,6 @@ lightning = pytest.importorskip("lightning.pytorch")
 
 from fedclip import AGC, EmaNormClip, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.adapters.lightning import ClipCallback, LightningClipping  # noqa: E402
-from fedclip.adapters.torch import attach  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -217,20 +216,6 @@ def test_the_mixin_clips_in_either_order_of_the_bases(
 
 
 # -- one clipper, one place ----------------------------------------------------------------------
-def test_the_clipper_of_the_mixin_is_attached_nowhere_else(tmp_path: Path) -> None:
-    class Twice(Mixed):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            attach(optimizer, self.clipper, self)
-            return optimizer
-
-    model = Twice(ZScoreClip())
-    with pytest.raises(ValueError, match="zscore-clip is attached to an optimizer"):
-        fit(tmp_path, model)
-    assert model.norms == [[]]
-    clipper = ZScoreClip()
-    with pytest.raises(ValueError, match="zscore-clip is attached to an optimizer"):
-        fit(tmp_path, Model(manual="step", optimizers=2), ClipCallback([clipper, clipper]))
 
 
 def test_a_clipper_goes_from_one_trainer_to_the_next(tmp_path: Path) -> None:
