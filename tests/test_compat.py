@@ -265,8 +265,7 @@ def test_smartclips_layers_are_told_on_torch_only() -> None:
             {"min_value": float("-inf"), "max_value": 0.25},
         ),
         ("torchzero", "ClipNormGrowth", {"parameterwise": False}, {"scope": "global"}),
-        ("torchzero", "ClipNormByEMA", {"ema_init": "update"}, {"init": "first"}),
-        ("torchzero", "NormalizeByEMA", {"ema_init": "zeros", "inner": None}, {"init": 0.0}),
+        ("torchzero", "NormalizeByEMA", {"ema_init": "update"}, {"init": "first"}),
         ("torchzero", "ClipValueByEMA", {"init": "update", "ema_tfm": None}, {"init": 1.0}),
         ("torchzero", "ClipValueGrowth", {"target": "grad"}, {"mul": 1.5}),
         ("smartclip", "ZScoreClip", {"warmup_steps": 8, "min_history": 5}, {"warmup": 8}),
@@ -285,12 +284,6 @@ def test_smartclips_layers_are_told_on_torch_only() -> None:
         ("lightning", "Fabric.clip_gradients", {"clip_val": 0.1}, {"max_value": 0.1}),
         ("lightning", "Fabric.clip_gradients", {"max_norm": 3, "norm_type": 1.0}, {"ord": 1}),
         ("flower", "fixedclipping_mod", {"clipping_norm": 4.0}, {"max_norm": 4.0}),
-        (
-            "flower",
-            "DifferentialPrivacyServerSideFixedClipping",
-            {"noise_multiplier": 1.1, "clipping_norm": 4.0, "num_sampled_clients": 20},
-            {"start_norm": 4.0, "learning_rate": 0.0, "expected_clients": 20},
-        ),
         (
             "flower",
             "DifferentialPrivacyClientSideAdaptiveClipping",
@@ -323,13 +316,10 @@ def test_what_peers_take_besides(
         ("torchzero", "ClipNorm", {"max_norm": 1, "ord": False}, "ord must be a number or a word"),
         ("torchzero", "ClipNorm", {"max_norm": 1, "dim": "globl"}, "did you mean 'global'?"),
         ("torchzero", "ClipNorm", {"max_norm": 1, "dim": [0.5]}, "dim must be an int, a list of"),
-        ("torchzero", "ClipNorm", {"max_norm": 1, "target": "closure"}, "target can not be"),
         ("torchzero", "ClipNormByEMA", {"ema_init": "one"}, "ema_init can not be 'one'"),
-        ("torchzero", "ClipNormByEMA", {"inner": "Adam()"}, "inner can only be None"),
         ("torchzero", "ClipValueByEMA", {"eps": 1e-6}, "has no parameter 'eps'"),
         ("torchlean", "clipByPercentileSpec", {"pct": 0.5}, "pct must be a whole number >= 0"),
         ("smartclip", "ZScoreClip", {"scope": "per_parm"}, "did you mean 'per_param'?"),
-        ("smartclip", "AGC", {"warmup_steps": -1}, "warmup_steps must be a whole number >= 0"),
         ("smartclip", "AGC", {"exclude_bias_bn": "no"}, "must be True or False, got 'no'"),
         ("smartclip", "AutoClip", {"percentile": 0}, "percentile must be in (0, 100]"),
         ("drytorch", "HistClipper", {"criterion": "zsta"}, "did you mean 'zstat'?"),
@@ -344,12 +334,6 @@ def test_what_peers_take_besides(
             "alpha of EMACriterion is given twice",
         ),
         ("drytorch", "HistClipper", {"criterion": "ema(0.9, alpha=0.9)"}, "a parameter twice"),
-        (
-            "drytorch",
-            "HistClipper",
-            {"warmup_clip_strategy": "HistClipper(ema(), GradNormClipper(1))"},
-            "warmup_clip_strategy can not be 'HistClipper'",
-        ),
         (
             "drytorch",
             "HistClipper",
@@ -381,6 +365,8 @@ def test_noise_is_as_large_as_in_flower() -> None:
     given: dict[str, Any] = {"noise_multiplier": 1.1, "num_sampled_clients": 20}
     fixed = "DifferentialPrivacyServerSideFixedClipping"
     _, _, found = compat.translate("flower", fixed, {**given, "clipping_norm": 4.0})
+    wanted = {"start_norm": 4.0, "learning_rate": 0.0, "expected_clients": 20}
+    assert wanted.items() <= found.items()
     assert UpdateClipServer(**found).noise == 1.1
     said = " ".join(compat.notes("flower", fixed, {**given, "clipping_norm": 4.0}))
     assert "the noise on the sum of the updates is Flower's" in said
