@@ -1,7 +1,7 @@
 """A private federation in processes, whose clients' data differ in one record; what they send.
 
-All clients draw the same samples and the same noise, which nobody may do in earnest, so that only
-what depends on that record can differ. Each writes what it sends to ``NAME.sent``.
+All clients draw the same samples and the same noise, so that only what depends on that record can
+differ. Each writes what it sends to ``NAME.sent``.
 """
 
 from __future__ import annotations
@@ -128,23 +128,30 @@ def _server(settings: dict[str, Any]) -> None:
     FederatedServer(model=model, netwk=address, optim=settings["optim"]).run(settings["run"])
 
 
+def seeded(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Let private clients draw samples and noise from seeds, which nobody may do in earnest."""
+    from fedclip.dpsgd import manager, noise, sampling
+    from fedclip.privacy.noise import insecure_normals
+
+    bits, normals = np.random.default_rng(2), insecure_normals(2)
+    replace(manager, "IndependentNoise", lambda: noise.IndependentNoise(normals))
+    replace(manager, "secure_normals", insecure_normals(3))
+
+    def sampler(*size: int) -> Any:
+        return sampling.PoissonSampler(*size, lambda n: bits.integers(0, 2**64, n, dtype=np.uint64))
+
+    replace(manager, "PoissonSampler", sampler)
+
+
 def _client(name: str, settings: dict[str, Any]) -> None:
     from declearn.communication.websockets import WebsocketsClient
     from declearn.dataset import InMemoryDataset
     from declearn.utils import setup_client_loggers
 
     import fedclip
-    from fedclip.dpsgd import manager, noise, sampling
-    from fedclip.privacy.noise import insecure_normals
 
     setup_client_loggers(name)
-    bits = np.random.default_rng(2)
-    made: Any = manager
-    made.IndependentNoise = lambda: noise.IndependentNoise(insecure_normals(2))
-    made.secure_normals = insecure_normals(3)
-    made.PoissonSampler = lambda *size: sampling.PoissonSampler(
-        *size, lambda n: bits.integers(0, 2**64, n, dtype=np.uint64)
-    )
+    seeded()
     network = {"protocol": "websockets", "server_uri": f"ws://127.0.0.1:{settings['port']}"}
     x, y = arrays(20, seed=1)
     node = fedclip.PrivateFederatedClient(

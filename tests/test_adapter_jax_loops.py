@@ -1,7 +1,4 @@
-"""JAX as it is used: donated states, meshes, shard_map, schedules, complex numbers, other pytrees.
-
-The expectations of optax's own tests of its clippers stand at the end, in sentences of our own.
-"""
+"""JAX as it is used: donated states, meshes, shard_map, schedules, complex numbers, pytrees."""
 
 import dataclasses
 import json
@@ -23,7 +20,6 @@ from fedclip import (  # noqa: E402
     AGC,
     EmaNormClip,
     EmaValueClip,
-    MadClip,
     NormClip,
     ValueClip,
     ZScoreClip,
@@ -42,7 +38,6 @@ CLIPPERS = {
     "norm": lambda: NormClip(1.0),
     "values": lambda: ValueClip(0.5),
     "slices": lambda: NormClip(0.5, dims=[0]),
-    "z-score": lambda: ZScoreClip(warmup=2),
     "z-score by tensor": lambda: ZScoreClip(warmup=2, scope="tensor"),
     "agc": lambda: AGC(0.1),
 }
@@ -72,26 +67,8 @@ def test_states_can_be_donated(name):
         close(found, expected, 1e-5)
 
 
-def test_nnx_modules_and_their_optimizers():
-    nnx = pytest.importorskip("flax.nnx")
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(
-        model, optax.chain(as_optax(NormClip(0.1)), optax.sgd(1.0)), wrt=nnx.Param
-    )
-    before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-
-    @nnx.jit
-    def step(model, optimizer):
-        gradients = nnx.grad(lambda m: jnp.sum(m(jnp.ones((4, 3))) ** 2))(model)
-        optimizer.update(model, gradients)
-
-    step(model, optimizer)
-    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    assert norm(jax.tree.map(jnp.subtract, after, before)) == pytest.approx(0.1, rel=1e-4)
-
-
 @pytest.mark.parametrize("make", [partial(ZScoreClip, scope="tensor"), EmaValueClip])
-def test_nnx_shows_one_name_for_a_variable_and_its_array(make):
+def test_nnx_modules_show_one_name_for_a_variable_and_its_array(make):
     nnx = pytest.importorskip("flax.nnx")
     model, clipper = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), make(exclude="bias")
     optimizer = nnx.Optimizer(model, as_optax(clipper), wrt=nnx.Param)
@@ -176,7 +153,7 @@ def test_a_state_may_be_left_out_if_there_is_nothing_to_learn():
         as_optax(ZScoreClip()).update(GRADS[2], None)
 
 
-@pytest.mark.parametrize("name", ["norm", "slices", "z-score"])
+@pytest.mark.parametrize("name", ["norm", "slices"])
 def test_a_schedule_sets_the_limit(name):
     limits = [0.5, 2.0, 0.25, 1.0, 0.125]
     schedule = lambda count: jnp.asarray(limits)[count]  # noqa: E731
@@ -194,16 +171,16 @@ def test_a_schedule_sets_the_limit(name):
 
 
 def test_limits_that_can_not_be_set_are_refused_and_negative_ones_are_zero():
-    for clipper in (ValueClip(1.0), AGC(0.1), NormClip(1.0, scope={"w": 1.0, "b": 2.0})):
+    for clipper in (AGC(0.1), NormClip(1.0, scope={"w": 1.0, "b": 2.0})):
         with pytest.raises(TypeError, match="no single max_norm"):
             as_optax(clipper, max_norm=1.0).update(GRADS[0], None, PARAMS)
     updates, _ = as_optax(NormClip(1.0), max_norm=-1.0).update(GRADS[0], None)
     assert norm(updates) == 0.0
 
 
-@pytest.mark.parametrize("name", ["z-score", "agc"])
-def test_accumulated_steps_are_clipped_once(name):
-    inner = as_optax(CLIPPERS[name]())
+def test_accumulated_steps_are_clipped_once():
+    clipper = ZScoreClip(warmup=2)
+    inner = as_optax(clipper)
     every = optax.MultiSteps(inner, 2).gradient_transformation()
     state, update = every.init(PARAMS), jax.jit(every.update)
     expected_state = inner.init(PARAMS)
@@ -214,19 +191,12 @@ def test_accumulated_steps_are_clipped_once(name):
         mean = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
         expected, expected_state = inner.update(mean, expected_state, PARAMS)
         close(found, expected, 1e-5)
-    assert stats(CLIPPERS[name](), state, PARAMS)["round/steps"] == 2
+    assert stats(clipper, state, PARAMS)["round/steps"] == 2
 
 
-@pytest.mark.parametrize("name", ["slices", "z-score by tensor", "agc"])
-def test_many_models_at_once_by_vmap_and_scan(name):
-    transform = as_optax(CLIPPERS[name]())
+def test_many_steps_at_once_by_scan():
+    transform = as_optax(CLIPPERS["z-score by tensor"]())
     many = jax.tree.map(lambda *leaves: jnp.stack(leaves), *GRADS)
-    states = jax.vmap(lambda g: transform.init(PARAMS))(many)
-    found, after = jax.jit(jax.vmap(lambda g, s: transform.update(g, s, PARAMS)))(many, states)
-    for i, gradient in enumerate(GRADS):
-        expected, _ = transform.update(gradient, transform.init(PARAMS), PARAMS)
-        close(jax.tree.map(lambda leaf, i=i: leaf[i], found), expected, 1e-5)
-    assert after.steps.tolist() == [1] * len(GRADS)
 
     def step(state, gradient):
         updates, state = transform.update(gradient, state, PARAMS)
@@ -255,9 +225,9 @@ def test_the_verbs():
     assert found["clip/round/steps"] == 5
     assert "clip/round/learnt" not in found
     load_state(clipper, state, PARAMS)
+    assert clipper.get_state()["groups"]
+    close(chain.init(PARAMS)[0].statistics, state[0].statistics)
     load_state(AGC(0.1), as_optax(AGC(0.1)).init(PARAMS), PARAMS)
-    again = chain.init(PARAMS) if clipper.get_state()["groups"] else None
-    close(again[0].statistics, state[0].statistics)
     with pytest.raises(ValueError, match="holds 0"):
         stats(clipper, optax.sgd(0.1).init(PARAMS), PARAMS)
 
@@ -282,24 +252,7 @@ def test_meshes_and_shard_map_do_what_one_device_does():
     assert result.stdout.splitlines()[-1] == "all as on one device"
 
 
-# -- what optax's own tests expect of its clippers ----------------------------------------------
-UPDATES = (jnp.array([0.3, 0.5]), jnp.array([1.5, -2.5, 0.0]))
-THEIRS = [
-    (optax.clip, lambda limit: ValueClip(limit), (1.0,)),
-    (optax.clip_by_global_norm, lambda limit: NormClip(limit), (0.1, 2.9, 100.0)),
-    (optax.clip_by_block_rms, lambda x: NormClip(x, ord="rms", scope="tensor"), (0.05, 0.6, 1e3)),
-]
-
-
-@pytest.mark.parametrize(("theirs", "ours", "limits"), THEIRS)
-def test_clips_are_those_of_optax(theirs, ours, limits):
-    for limit in limits:
-        expected, _ = theirs(limit).update(UPDATES, None)
-        clip = as_optax(ours(limit))
-        found, state = jax.jit(clip.update)(UPDATES, None)
-        close(found, expected, 3e-6)
-        twice, _ = clip.update(found, state)
-        close(twice, found)
+# -- per-example clips, and what is refused ----------------------------------------------------
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
@@ -315,25 +268,6 @@ def test_per_example_clips_are_a_vmap(by_layer):
     clipped, state = jax.jit(jax.vmap(lambda g: as_optax(clipper).update(g, None)))(batch)
     close(jax.tree.map(lambda leaf: leaf.sum(0), clipped), jax.tree.unflatten(tree, expected), 1e-5)
     assert by_layer or int(state.clipped.sum()) == int(count)
-
-
-def test_adaptive_grad_clip_is_that_of_optax():
-    params = {
-        "dense": jnp.asarray(RNG.standard_normal((5, 3)), jnp.float32),
-        "conv": jnp.asarray(RNG.standard_normal((3, 3, 2, 4)), jnp.float32),
-        "bias": jnp.zeros(3),
-        "scale": jnp.float32(2.0),
-    }
-    gradient = jax.tree.map(lambda p: 3 * jnp.ones_like(p), params)
-    theirs = optax.adaptive_grad_clip(0.1, 1e-3)
-    expected, _ = theirs.update(gradient, theirs.init(params), params)
-    transform = as_optax(AGC(0.1, min_norm=1e-3))
-    found, state = jax.jit(transform.update)(gradient, transform.init(params), params)
-    close(found, expected, 3e-6)
-    twice, _ = transform.update(found, state, params)
-    close(twice, found)
-    with pytest.raises(ValueError, match=r"agc has no weights for .*; it was given none"):
-        transform.update(gradient, state)
 
 
 def test_nan_in_complex_numbers_that_are_excluded_skips_the_step():
@@ -366,11 +300,7 @@ def test_a_state_is_read_with_the_parameters_that_it_is_of():
     assert not clipper.get_state()["groups"]
     with pytest.raises(TypeError, match="needs the ClipState that init returned"):
         transform.update(GRADS[0], optax.EmptyState(), PARAMS)
-    for other in (
-        NormClip(1.0, scope="tensor"),
-        EmaNormClip(scope="tensor"),
-        MadClip(window=8, scope="tensor"),
-    ):
+    for other in (NormClip(1.0, scope="tensor"), EmaNormClip(scope="tensor")):
         with pytest.raises(TypeError, match="another clipper's, or of zscore-clip with"):
             jax.jit(transform.update)(GRADS[0], as_optax(other).init(PARAMS), PARAMS)
 
@@ -380,7 +310,7 @@ def test_what_is_no_array_is_refused_by_name():
         as_optax(NormClip(1.0)).init({"w": jnp.ones(2), "act": jax.nn.relu})
 
 
-@specimens()
+@specimens(sampled=True)
 def test_a_state_of_shapes_alone(specimen: Specimen):
     transform = as_optax(specimen.make())
     params = {name: jnp.ones(shape, jnp.float32) for name, shape in SHAPES.items()}

@@ -13,7 +13,7 @@ import warnings
 
 import numpy as np
 import pytest
-from helpers import require
+from helpers import PATIENCE, require
 
 keras = require("keras")
 require("tensorflow")
@@ -73,14 +73,8 @@ INNER = {
     "adam": lambda **kw: optimizers.Adam(0.1, **kw),
     "adamw, decayed": lambda **kw: optimizers.AdamW(0.1, weight_decay=0.1, **kw),
     "moving average": lambda **kw: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, **kw),
-    "overwriting average": lambda **kw: optimizers.SGD(
-        0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2, **kw
-    ),
     "accumulation": lambda **kw: optimizers.Adam(0.1, gradient_accumulation_steps=3, **kw),
     "loss scale": lambda **kw: optimizers.SGD(0.1, loss_scale_factor=8.0, **kw),
-    "schedule": lambda **kw: optimizers.SGD(
-        optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), **kw
-    ),
     "callable rate": lambda **kw: optimizers.SGD(lambda: 0.05, **kw),
 }
 
@@ -146,42 +140,10 @@ def test_what_gradients_overwrite_is_neither_measured_nor_clipped():
     assert np.linalg.norm(held[0].numpy() - before) == pytest.approx(0.5, rel=1e-4)
 
 
-def test_a_variable_without_a_gradient_keeps_its_statistics():
-    held = variables()
-    clipper = ZScoreClip(warmup=1, warmup_factor=None, scope="tensor")
-    optimizer = ClippedOptimizer(optimizers.SGD(0.1), clipper)
-    gradients = next(stream())
-    optimizer.apply(gradients, held)
-    before = optimizer.state()["groups"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer.apply([gradients[0], None, gradients[2]], held)
-    after = optimizer.state()["groups"]
-    assert [groups["count"] for groups in after.values()] == [2, 1, 2]
-    assert after["bias"] == before["bias"]
-
-
-def test_missing_gradients_constraints_and_rates_are_as_keras_has_them():
-    held = variables()
-    held[0].constraint = keras.constraints.NonNeg()
-    optimizer = ClippedOptimizer(optimizers.SGD(1e-4), NormClip(1.0))
-    with pytest.raises(ValueError, match="No gradients provided"):
-        optimizer.apply([None] * 3, held)
-    with pytest.warns(UserWarning, match="Gradients do not exist"):
-        optimizer.apply([keras.ops.ones(held[0].shape), None, None], held)
-    assert held[0].numpy().min() >= 0.0
-    optimizer.learning_rate = 0.5
-    assert float(optimizer.inner_optimizer.learning_rate) == 0.5
-    assert int(optimizer.iterations) == 1
-
-
-@pytest.mark.parametrize("unit", ["output", "global"])
-def test_agc_takes_the_weights(unit):
-    make = lambda: AGC(0.1, unit=unit)  # noqa: E731
-    optimizer = ClippedOptimizer(optimizers.SGD(0.1), make())
+def test_agc_takes_the_weights():
+    optimizer, agc = ClippedOptimizer(optimizers.SGD(0.1), AGC(0.1)), AGC(0.1)
     found = trained(optimizer)
     weights = {name: v.numpy() for name, v in zip(SHAPES, variables(), strict=True)}
-    agc = make()
     for gradients in stream():
         arrays = {n: np.asarray(g) for n, g in zip(SHAPES, gradients, strict=True)}
         clipped = agc.clip(arrays, weights)
@@ -190,35 +152,27 @@ def test_agc_takes_the_weights(unit):
     assert optimizer.state() == {}
 
 
-def test_one_clipper_after_another():
-    inner = ClippedOptimizer(optimizers.SGD(1.0), NormClip(LIMIT))
-    optimizer = ClippedOptimizer(inner, ValueClip(1.0))
-    held = variables()
-    before = [v.numpy() for v in held]
+@pytest.mark.parametrize("clip", CLIPS)
+def test_gradients_are_clipped_outside_of_a_step_as_keras_clips_them(clip):
+    optimizer = ClippedOptimizer(optimizers.SGD(0.1), CLIPS[clip]())
     gradients = list(stream())[1]
-    optimizer.apply(gradients, held)
-    gradients = [np.asarray(g) for g in gradients]
-    boxed = [np.clip(g, -1, 1) for g in gradients]
-    assert optimizer.stats()["norm"] == pytest.approx(max(np.abs(g).max() for g in gradients))
-    norm = np.sqrt(sum(np.sum(np.square(g)) for g in boxed))
-    assert inner.stats()["norm"] == pytest.approx(norm, rel=1e-5)
-    close(
-        [v.numpy() for v in held],
-        [b - g * LIMIT / norm for b, g in zip(before, boxed, strict=True)],
-    )
-
-
-@pytest.mark.parametrize("option", ["clipnorm"])
-def test_keras_own_clip_set_later_is_refused(option):
-    optimizer = norm_clipped()
-    with pytest.raises(ValueError, match=f"{option} of a ClippedOptimizer would clip nothing"):
-        setattr(optimizer, option, 0.1)
-    setattr(optimizer.inner_optimizer, option, 0.1)
-    with pytest.raises(ValueError, match=f"{option} of the inner optimizer would clip twice"):
-        optimizer.build(variables())
+    expected = optimizers.SGD(0.1, **{clip: LIMIT})._clip_gradients(gradients)
+    close(map(np.asarray, optimizer._clip_gradients(gradients)), map(np.asarray, expected))
+    assert optimizer.last is None
+    # Those that learn or need weights do not.
+    for clipper in (ZScoreClip(), EmaValueClip(), AGC()):
+        optimizer = ClippedOptimizer("sgd", clipper)
+        with pytest.raises(RuntimeError, match=f"{clipper.name} clips in steps"):
+            optimizer._clip_gradients(gradients)
 
 
 def test_what_would_clip_twice_or_not_at_all_is_refused():
+    optimizer = norm_clipped()
+    with pytest.raises(ValueError, match="clipnorm of a ClippedOptimizer would clip nothing"):
+        optimizer.clipnorm = 0.1
+    optimizer.inner_optimizer.clipnorm = 0.1
+    with pytest.raises(ValueError, match="clipnorm of the inner optimizer would clip twice"):
+        optimizer.build(variables())
     for option in ("clipnorm", "global_clipnorm", "clipvalue"):
         inner = optimizers.SGD(0.1, **{option: 1.0})
         with pytest.raises(ValueError, match=f"{option} of the inner optimizer"):
@@ -234,41 +188,6 @@ def test_what_would_clip_twice_or_not_at_all_is_refused():
         ClippedOptimizer(several, NormClip(1.0))
     with pytest.raises(TypeError, match="does not step as Keras' optimizers do"):
         ClippedOptimizer(object(), NormClip(1.0))
-
-
-@pytest.mark.parametrize("clip", CLIPS)
-def test_gradients_are_clipped_outside_of_a_step_as_keras_clips_them(clip):
-    optimizer = ClippedOptimizer(optimizers.SGD(0.1), CLIPS[clip]())
-    gradients = list(stream())[1]
-    expected = optimizers.SGD(0.1, **{clip: LIMIT})._clip_gradients(gradients)
-    expected = [np.asarray(g) for g in expected]
-    close(map(np.asarray, optimizer._clip_gradients(gradients)), expected)
-    optimizer.build(variables())
-    close(map(np.asarray, optimizer._clip_gradients(gradients)), expected)
-    assert optimizer.last is None
-
-
-@pytest.mark.parametrize("clipper", [ZScoreClip(), EmaValueClip(), AGC()])
-def test_clippers_that_learn_or_need_weights_refuse_to_clip_outside_of_a_step(clipper):
-    optimizer = ClippedOptimizer(optimizers.SGD(0.1), clipper)
-    with pytest.raises(RuntimeError, match=f"{clipper.name} clips in steps"):
-        optimizer._clip_gradients(next(stream()))
-
-
-def test_the_inner_optimizer_may_be_a_name():
-    optimizer = ClippedOptimizer("adam", "norm-clip")
-    assert isinstance(optimizer.inner_optimizer, keras.optimizers.Adam)
-    with pytest.raises(ValueError, match="adamm"):
-        ClippedOptimizer("adamm", "norm-clip")
-
-
-def test_gradients_may_be_arrays_of_numpy():
-    found, expected = variables(), variables()
-    gradients = [np.full(shape, 3.0, "float32") for shape in SHAPES.values()]
-    ClippedOptimizer(optimizers.SGD(0.1), NormClip(LIMIT)).apply(gradients, found)
-    tensors = [keras.ops.convert_to_tensor(g) for g in gradients]
-    optimizers.SGD(0.1, global_clipnorm=LIMIT).apply(tensors, expected)
-    close([v.numpy() for v in found], [v.numpy() for v in expected])
 
 
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="sparse arrays of JAX")
@@ -310,10 +229,14 @@ def test_the_optimizer_inside_does_not_step_before_the_clipper_is_built():
     assert outer.stats()["round/steps"] == 1
 
 
-def test_several_optimizers_may_each_be_clipped():
-    clipped = {
-        name: ClippedOptimizer(optimizers.SGD(1.0), NormClip(LIMIT)) for name in ("kernel", "rest")
-    }
+def test_several_optimizers_may_each_be_clipped_and_share_nothing():
+    clipper, learnt = ZScoreClip(), ZScoreClip()
+    learnt.clip({"w": np.ones(3)})
+    clipped = {name: ClippedOptimizer("sgd", clipper) for name in ("kernel", "rest")}
+    clipped["rest"].load_state(learnt.get_state())
+    assert clipped["rest"].state()["groups"]
+    assert not clipped["kernel"].state()["groups"]
+    clipped["rest"].reset()
     choose = lambda v: clipped["kernel" if v.name == "kernel" else "rest"]  # noqa: E731
     optimizer = optimizers.MultiOptimizer(choose)
     held = variables()
@@ -325,18 +248,10 @@ def test_several_optimizers_may_each_be_clipped():
     np.testing.assert_allclose(found, sizes, rtol=1e-5)
 
 
-def test_optimizers_of_one_clipper_share_nothing():
-    clipper, learnt = ZScoreClip(), ZScoreClip()
-    learnt.clip({"w": np.ones(3)})
-    first, second = (ClippedOptimizer("sgd", clipper) for _ in range(2))
-    first.load_state(learnt.get_state())
-    assert first.state()["groups"] == learnt.get_state()["groups"]
-    assert not second.state()["groups"]
-    assert not clipper.get_state()["groups"]
-
-
 def test_the_verbs():
-    optimizer = ClippedOptimizer(optimizers.SGD(0.1), ZScoreClip(warmup=1, warmup_factor=None))
+    with pytest.raises(ValueError, match="adamm"):
+        ClippedOptimizer("adamm", "norm-clip")
+    optimizer = ClippedOptimizer("sgd", ZScoreClip(warmup=1, warmup_factor=None))
     assert optimizer.last is None
     assert optimizer.stats()["round/steps"] == 0
     assert "norm" not in optimizer.stats()
@@ -346,13 +261,11 @@ def test_the_verbs():
     assert stats["clip/norm"] == float(optimizer.last)
     assert stats["clip/round/steps"] == 7
     state = optimizer.state()
-    clipper = ZScoreClip(warmup=1, warmup_factor=None)
-    clipper.set_state(state)
     optimizer.reset()
     assert optimizer.last is None
     assert optimizer.state()["groups"]["all"]["count"] == 0
     optimizer.load_state(state)
-    assert optimizer.state()["groups"] == state["groups"] == clipper.get_state()["groups"]
+    assert optimizer.state()["groups"] == state["groups"]
 
 
 # -- in fit -----------------------------------------------------------------------------------
@@ -376,12 +289,7 @@ def norm_clipped(inner=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "jit"),
-    [
-        ({}, False),
-        ({"gradient_accumulation_steps": 2}, True),
-        ({"use_ema": True}, "auto"),
-    ],
+    ("options", "jit"), [({"gradient_accumulation_steps": 2}, True), ({"use_ema": True}, "auto")]
 )
 def test_fit_does_what_keras_own_clip_does(options, jit):
     if jit is True and keras.backend.backend() == "torch":
@@ -406,55 +314,32 @@ def test_norm_and_limit_are_in_the_history_and_in_the_variables():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "clipper"),
-    [("save", ZScoreClip(warmup=2)), ("pickle", AGC(0.1)), ("save", EmaValueClip())],
+    ("how", "clipper", "epochs"),
+    [
+        ("save", ZScoreClip(warmup=2), 0),
+        ("pickle", ZScoreClip(warmup=2), 2),
+        ("save", EmaValueClip(), 2),
+    ],
 )
-def test_fitted_models_resume_bit_for_bit(how, clipper, tmp_path):
+def test_models_resume_bit_for_bit(how, clipper, epochs, tmp_path):
     net = model(ClippedOptimizer(optimizers.Adam(0.01), clipper))
-    fit(net, 2)
-    if how == "save":
-        net.save(tmp_path / "model.keras")
-        again = keras.models.load_model(tmp_path / "model.keras")
-    else:
-        again = pickle.loads(pickle.dumps(net))
+    if epochs:
+        fit(net, epochs)
+    with warnings.catch_warnings():
+        # Before the first step, Keras says of each of its optimizers that there are no variables.
+        warnings.filterwarnings("ignore", "Skipping variable loading", UserWarning)
+        if how == "save":
+            net.save(tmp_path / "model.keras")
+            again = keras.models.load_model(tmp_path / "model.keras")
+        else:
+            again = pickle.loads(pickle.dumps(net))
     assert isinstance(again.optimizer, ClippedOptimizer)
     assert again.optimizer.clipper.get_config() == net.optimizer.clipper.get_config()
-    assert again.optimizer.last.norm_before == net.optimizer.last.norm_before
-    assert again.optimizer.stats()["round/steps"] == 8
+    assert again.optimizer.stats()["round/steps"] == 4 * epochs
     fit(net)
     fit(again)
     for a, b in zip(net.get_weights(), again.get_weights(), strict=True):
         assert np.array_equal(a, b)
-
-
-@pytest.mark.slow
-def test_models_that_were_never_fitted_are_saved(tmp_path):
-    net = model(ClippedOptimizer(optimizers.Adam(0.01), ZScoreClip(warmup=2)))
-    with warnings.catch_warnings():
-        # Keras says so of each of its optimizers: there are no variables yet.
-        warnings.filterwarnings("ignore", "Skipping variable loading", UserWarning)
-        net.save(tmp_path / "model.keras")
-        again = keras.models.load_model(tmp_path / "model.keras")
-    fit(net)
-    fit(again)
-    for a, b in zip(net.get_weights(), again.get_weights(), strict=True):
-        assert np.array_equal(a, b)
-
-
-@only_tensorflow
-def test_a_checkpoint_of_tensorflow_holds_the_statistics(tmp_path):
-    import tensorflow as tf
-
-    held = variables()
-    optimizer = ClippedOptimizer(optimizers.Adam(0.1), ZScoreClip(warmup=1))
-    for gradients in stream():
-        optimizer.apply(gradients, held)
-    expected = optimizer.state()["groups"]
-    path = tf.train.Checkpoint(optimizer=optimizer).save(str(tmp_path / "c"))
-    other = ClippedOptimizer(optimizers.Adam(0.1), ZScoreClip(warmup=1))
-    other.build(held)
-    tf.train.Checkpoint(optimizer=other).restore(path).assert_existing_objects_matched()
-    assert other.state()["groups"] == expected
 
 
 @pytest.mark.slow
@@ -463,8 +348,10 @@ def test_a_checkpoint_of_tensorflow_holds_the_statistics(tmp_path):
 def test_the_same_on_other_backends(backend):
     require(backend)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", "-m", ""]
+    # Where fedclip or Keras does something else on each: steps, fit, variables, sparse arrays.
+    parts = "own_clip or loss_scale or accumulated or agc or resume or history or sparse"
     result = subprocess.run(
-        [*command, __file__],
+        [*command, "-k", parts, __file__],
         # What Keras calls is the same with and without; it compiles in less time.
         env={
             **os.environ,
@@ -473,7 +360,7 @@ def test_the_same_on_other_backends(backend):
         },
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=PATIENCE,
     )
     assert result.returncode == 0, result.stdout[-5000:]
 
@@ -499,11 +386,9 @@ def run(strategy, make):
 
 SGD, Scaled = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer
 makers = {
-    "norm": lambda: ClippedOptimizer(SGD(0.1), NormClip(0.1)),
     "z-score": lambda: ClippedOptimizer(SGD(0.1), ZScoreClip(warmup=1, scope="tensor")),
     "agc": lambda: ClippedOptimizer(SGD(0.1), AGC(0.01)),
-    "scaled inside": lambda: ClippedOptimizer(Scaled(SGD(0.1)), NormClip(0.1)),
-    "scaled outside": lambda: Scaled(ClippedOptimizer(SGD(0.1), NormClip(0.1))),
+    "scaled": lambda: Scaled(ClippedOptimizer(SGD(0.1), NormClip(0.1))),
     "keras": lambda: SGD(0.1, global_clipnorm=0.1),
 }
 two = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -534,23 +419,11 @@ def test_sparse_gradients_of_an_embedding():
 @pytest.mark.slow
 def test_two_replicas_clip_the_sum_of_their_gradients_as_one_would():
     result = subprocess.run(
-        [sys.executable, "-c", MIRRORED], capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", MIRRORED], capture_output=True, text=True, timeout=PATIENCE
     )
     assert result.returncode == 0, result.stderr[-5000:]
     found = dict(line.split("=") for line in result.stdout.splitlines() if "=" in line)
     # Keras' own clip is of each replica's part, which changes the step by more than a tenth.
     assert float(found.pop("keras")) > 1e-3
-    assert len(found) == 5
+    assert len(found) == 3
     assert all(float(difference) < 1e-6 for difference in found.values()), found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ema-norm-clip", "ema-value-clip"])
-def test_a_model_that_fit_builds_has_its_arrays_too(name):
-    net = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
-    net.compile(ClippedOptimizer(keras.optimizers.SGD(0.01), name), loss="mse")
-    x = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
-    net.fit(x, np.ones((8, 1)), batch_size=4, epochs=2, verbose=0)
-    assert net.optimizer.last.norm > 0
-    shapes = [tuple(v.shape) for v in net.optimizer.variables if "kernel_past" in v.path]
-    assert sorted(shapes) == [(3, 1), (4, 3)]

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import warnings
-from functools import partial
 
 import numpy as np
 import pytest
@@ -14,13 +13,10 @@ torch = require("torch")
 from declearn.model.torch import TorchVector  # noqa: E402
 
 from fedclip import (  # noqa: E402
-    AdaptiveClip,
-    AutoClip,
     EmaNormClip,
     EmaValueClip,
     FedclipWarning,
     GrowthValueClip,
-    MadClip,
     NonFiniteError,
     NoOp,
     NormClip,
@@ -31,22 +27,14 @@ from fedclip import (  # noqa: E402
 from fedclip.adapters.torch import PureClipping, attach, clip_, stats  # noqa: E402
 from fedclip.arrays.torch import TorchBackend, TorchInPlace  # noqa: E402
 
+# Arithmetic on devices and in compiled code is compared with all clippers in test_compiled.py.
 CLIPPERS = {
     "norm by table": lambda **kw: NormClip(1.0, scope={"1.*": 0.5}, **kw),
     "norm, both sides": lambda **kw: NormClip(2.0, min_norm=1.5, scope="tensor", **kw),
     "values": lambda **kw: ValueClip(0.5, **kw),
-    "z-score": lambda **kw: ZScoreClip(warmup=4, max_norm=None, **kw),
     "z-score by layer": lambda **kw: ZScoreClip(warmup=4, max_norm=None, scope="layer", **kw),
     "z-score, skip": lambda **kw: ZScoreClip(warmup=4, max_norm=None, on_spike="skip", **kw),
     "no-op": lambda **kw: NoOp(1.0),
-    **{
-        cls.name: partial(cls, **config)
-        for cls, config in (
-            (AdaptiveClip, {}),
-            (AutoClip, {"median": "p2"}),
-            (MadClip, {"warmup": 4, "window": 8}),
-        )
-    },
 }
 
 
@@ -121,10 +109,14 @@ def test_with_raise_what_lies_on_a_device_is_measured_there(backend, scope):
 
 
 @pytest.mark.parametrize(
-    ("policy", "backend"), [("skip", DeviceInPlace()), ("propagate", Device())]
+    ("name", "policy"),
+    [
+        *(("norm by table", "skip"), ("z-score by layer", "skip")),
+        *(("values", "propagate"), ("z-score by layer", "propagate")),
+    ],
 )
-@pytest.mark.parametrize("name", CLIPPERS)
-def test_what_stays_on_its_device_gives_the_same(name, policy, backend):
+def test_what_stays_on_its_device_gives_the_same(name, policy):
+    backend = DeviceInPlace() if policy == "skip" else Device()
     on_host, on_device = CLIPPERS[name](on_nonfinite=policy), CLIPPERS[name](on_nonfinite=policy)
     for t, gradient in enumerate(stream()):
         if t == 20:
@@ -132,7 +124,9 @@ def test_what_stays_on_its_device_gives_the_same(name, policy, backend):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FedclipWarning)
             expected = on_host.clip(gradient)
-        found = on_device.clip({k: v.clone() for k, v in gradient.items()}, backend=backend)
+        # What was learnt on a device goes on on the host.
+        there = backend if t < 25 else None
+        found = on_device.clip({k: v.clone() for k, v in gradient.items()}, backend=there)
         for key, value in expected.items():
             if t == 20 and policy == "propagate":
                 assert torch.isnan(found[key]).any() == torch.isnan(value).any() or name == "values"
@@ -148,54 +142,9 @@ def test_what_stays_on_its_device_gives_the_same(name, policy, backend):
         assert one.norm_max == pytest.approx(other.norm_max)
 
 
-def test_a_state_learnt_on_a_device_goes_on_on_the_host():
-    both, host = ZScoreClip(warmup=4, max_norm=None), ZScoreClip(warmup=4, max_norm=None)
-    for t, gradient in enumerate(stream()):
-        expected = host.clip(gradient)
-        found = both.clip(gradient, backend=Device() if t < 15 else None)
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-9, atol=0)
-
-
-@pytest.mark.parametrize("settings", [{"scope": ["w*"]}, {"exclude": ["b"]}])
-def test_names_are_needed_where_the_clipper_knows_names(settings):
-    layer = torch.nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="named_parameters"):
-        clip_(layer.parameters(), NormClip(1.0, **settings))
-    with pytest.raises(TypeError, match="got int among list"):
-        clip_([3], NormClip(1.0))
-
-
-def test_parameters_without_gradient_and_tied_ones():
-    layer = torch.nn.Linear(2, 1, bias=False)
-    assert clip_(layer.named_parameters(), NormClip(1.0)) is None
-    layer.weight.grad = torch.tensor([[3.0, 4.0]])
-    tied = [("a", layer.weight), ("b", layer.weight), ("c", torch.nn.Parameter(torch.ones(3)))]
-    assert clip_(tied, NormClip(1.0)).norm_before == (5.0,)
-
-
-def test_sparse_gradients_are_clipped_by_their_merged_rows():
-    table = torch.nn.Embedding(10, 3, sparse=True)
-    table(torch.tensor([1, 1, 2])).sum().backward()
-    record = clip_(table.named_parameters(), NormClip(1.0))
-    assert record.norm_before == pytest.approx((15**0.5,))
-    assert table.weight.grad.is_sparse
-    dense = table.weight.grad.to_dense()
-    assert 1 - 2e-6 <= float(dense.double().norm()) <= 1
-    table.weight.grad = None
-    (5 * table(torch.tensor([1, 1, 2])).sum()).backward()
-    clip_(table.named_parameters(), ValueClip(1.0))
-    assert table.weight.grad.to_dense()[1].tolist() == [1.0, 1.0, 1.0]
-
-
-def build(seed=0):
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-    return model, torch.optim.Adam(model.parameters(), lr=0.01)
-
-
 def test_gradients_that_are_still_scaled_are_refused():
-    model, optimizer = build()
+    model = torch.nn.Linear(5, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     attach(optimizer, NormClip(1.0), model.named_parameters())
     model(torch.ones(1, 5)).sum().backward()
     # What GradScaler.step does to optimizers that unscale by themselves.
@@ -210,11 +159,12 @@ def test_compiled_once_without_graph_breaks():
 
     torch._dynamo.reset()
     counters.clear()
-    clipper, reference = CLIPPERS["z-score"](), CLIPPERS["z-score"]()
+    clipper, reference, elsewhere = (CLIPPERS["z-score by layer"]() for _ in range(3))
     pure = PureClipping(clipper)
-    update = torch.compile(pure.update, fullgraph=True, backend="aot_eager")
-    state = pure.init(next(stream()))
-    for gradient in stream(steps=100):
+    update = torch.compile(pure.update, fullgraph=True, backend="eager")
+    # A state from elsewhere.
+    state = PureClipping(elsewhere).init(next(stream()))
+    for gradient in stream(steps=20):
         found, state = update(gradient, state)
         for key, value in reference.clip(gradient).items():
             torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
@@ -236,24 +186,18 @@ def test_pure_clipping_gives_each_group_its_own_statistics():
             pure.update(others, state)
 
 
-@pytest.mark.parametrize(
-    ("scope", "compiled"),
-    [("global", False), ("tensor", False), pytest.param("tensor", True, marks=pytest.mark.slow)],
-)
-def test_pure_clipping_tells_what_happened(scope, compiled):
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_pure_clipping_tells_what_happened(scope):
     clipper = ZScoreClip(warmup=2, scope=scope)
     reference = ZScoreClip(warmup=2, scope=scope)
     pure = PureClipping(clipper)
-    update = (
-        torch.compile(pure.update, fullgraph=True, backend="eager") if compiled else pure.update
-    )
     gradients = {"a": torch.ones(3), "b": torch.full((2, 2), 2.0)}
     state = pure.init(gradients)
     assert pure.stats(state, gradients)["round/steps"] == 0
     assert "norm" not in pure.stats(state, gradients)
     for factor in (1.0, 1.1, 0.9, 50.0, math.nan, 60.0):
         given = {name: factor * gradient for name, gradient in gradients.items()}
-        _, state = update(given, state)
+        _, state = pure.update(given, state)
         finite = math.isfinite(factor)
         with contextlib.nullcontext() if finite else pytest.warns(FedclipWarning, match="NaN"):
             reference.clip(given)
@@ -277,7 +221,6 @@ STATES = {
     "z-score": ZScoreClip,
     "window": lambda: PercentileNormClip(window=8),
     "longer": lambda: PercentileNormClip(window=16),
-    "mad": lambda: MadClip(window=8),
     "averages": EmaNormClip,
     "values": GrowthValueClip,
 }
@@ -294,18 +237,6 @@ def test_pure_clipping_refuses_the_state_of_another_clipper(name):
     for wrong in (None, (), given[0]):
         with pytest.raises(TypeError, match="needs the ClipState that init returned"):
             pure.update(gradients, wrong)
-
-
-@pytest.mark.parametrize("name", ["z-score", "window", "values"])
-def test_a_state_from_elsewhere_goes_on_in_compiled_code(name):
-    torch._dynamo.reset()
-    gradients = {"w": torch.ones(2)}
-    state = PureClipping(STATES[name]()).init(gradients)
-    expected, after = PureClipping(STATES[name]()).update(gradients, state)
-    update = torch.compile(PureClipping(STATES[name]()).update, fullgraph=True, backend="eager")
-    found, again = update(gradients, state)
-    torch.testing.assert_close(found, expected)
-    assert int(again.steps) == int(after.steps) == 1
 
 
 def _filled(model, without=()):

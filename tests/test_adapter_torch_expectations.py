@@ -15,12 +15,10 @@ torch = require("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from fedclip import (  # noqa: E402
-    AGC,
     FedclipWarning,
     NonFiniteError,
     NormClip,
     ValueClip,
-    ZScoreClip,
 )
 from fedclip.adapters.torch import clip_, clip_grad_norm_  # noqa: E402
 
@@ -40,7 +38,7 @@ def norm_of(parameters, order):
 
 
 LARGE = torch.arange(1.0, 101).view(10, 10), torch.ones(10) / 1000
-SMALL = torch.rand(10, 10) / 10_000, torch.ones(10) / 500
+SMALL = torch.eye(10) / 10_000, torch.ones(10) / 500
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -65,18 +63,14 @@ def test_small_gradients_are_left_as_they_are(order):
         assert torch.equal(parameter.grad, gradient.view_as(parameter))
 
 
-def test_a_tensor_and_a_list_of_it_are_clipped_alike():
-    alone, listed = torch.nn.Parameter(torch.zeros(10, 10)), torch.nn.Parameter(torch.zeros(10, 10))
-    alone.grad, listed.grad = LARGE[0].clone(), LARGE[0].clone()
-    clip_grad_norm_(alone, 0.5)
-    clip_grad_norm_([listed], 0.5)
-    assert torch.equal(alone.grad, listed.grad)
-
-
-def test_parameters_without_a_gradient_are_left_out():
+def test_a_tensor_is_taken_and_parameters_without_a_gradient_are_left_out():
+    alone = torch.nn.Parameter(torch.zeros(10, 10))
+    alone.grad = LARGE[0].clone()
+    clip_grad_norm_(alone, 1.0)
     layer = layer_with(LARGE[0], None)
     assert float(clip_grad_norm_(layer.parameters(), 1.0)) == pytest.approx(float(LARGE[0].norm()))
     assert layer.bias.grad is None
+    assert torch.equal(alone.grad, layer.weight.grad)
     assert float(clip_grad_norm_(layer_with(None, None).parameters(), 1.0)) == 0.0
 
 
@@ -91,8 +85,10 @@ def test_values_are_brought_into_the_range(second):
     assert layer.weight.grad[5, 1] == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("order", [0.1, 1, 2, 3.5, math.inf])
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("order", "bad"),
+    [(0.1, math.inf), (1, math.nan), (2, -math.inf), (2, math.nan), (math.inf, math.nan)],
+)
 def test_an_error_if_not_finite(order, bad):
     gradient = torch.ones(10)
     gradient[3] = bad
@@ -131,7 +127,7 @@ def test_an_iterator_that_is_used_up_warns_as_in_torch():
             clip_(parameters, NormClip(1.0))
 
 
-@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("foreach", [False, True])
 def test_foreach_is_taken_and_changes_nothing(foreach):
     layer, other = layer_with(*LARGE), layer_with(*LARGE)
     norms = clip_grad_norm_(layer, 1.0, foreach=foreach), clip_grad_norm_(other, 1.0)
@@ -147,17 +143,9 @@ def test_the_norm_has_the_dtype_of_the_gradient(dtype):
     # torch: float16 too, which ends at 65,504.
     assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert norm == 5.0
+    assert 0.99 < norm_of([parameter], 2) <= 1.0
     parameter.grad = None
     assert clip_grad_norm_(parameter, 1.0).dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_each_dtype_and_a_mix(dtype):
-    parameters = [torch.nn.Parameter(torch.zeros(4, dtype=d)) for d in (dtype, torch.float32)]
-    for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, 3.0)
-    assert float(clip_grad_norm_(parameters, 1.0)) == pytest.approx(72**0.5)
-    assert 0.99 < norm_of(parameters, 2) <= 1.0
 
 
 # -- operations on a device ----------------------------------------------------------------------
@@ -185,27 +173,8 @@ def on_meta(count):
     return parameters
 
 
-@pytest.mark.parametrize("count", [20, 200])
-@pytest.mark.parametrize(
-    ("make", "most"),
-    # Operations for each tensor, and besides.
-    [
-        (lambda: NormClip(1.0), (0, 30)),
-        (lambda: ZScoreClip(), (0, 150)),
-        (lambda: ValueClip(1.0), (8, 40)),
-        (lambda: AGC(), (4, 70)),
-    ],
-)
-def test_operations_on_a_device_without_a_synchronisation(make, most, count):
-    parameters, clipper = on_meta(count), make()
-    clip_(parameters, clipper)
-    with Counted() as ours:
-        clip_(parameters, clipper)
-    assert ours.total() <= most[0] * count + most[1], ours.names
-
-
-@pytest.mark.parametrize("count", [20, 200, 1000])
-def test_no_more_operations_on_a_device_than_torch(count):
+@pytest.mark.parametrize("count", [20, 1000])
+def test_no_more_operations_on_a_device_than_torch_and_no_synchronisation(count):
     parameters, clipper = on_meta(count), NormClip(1.0)
     clip_(parameters, clipper)
     with Counted() as ours:

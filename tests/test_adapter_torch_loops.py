@@ -1,7 +1,6 @@
 """Each ordinary PyTorch loop is clipped right, or refused in words."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -11,12 +10,8 @@ torch = require("torch")
 
 from fedclip import (  # noqa: E402
     AGC,
-    EmaValueClip,
     FedclipWarning,
-    GrowthValueClip,
     NormClip,
-    PercentileClip,
-    ValueClip,
     ZScoreClip,
 )
 from fedclip.adapters.torch import (  # noqa: E402
@@ -24,12 +19,8 @@ from fedclip.adapters.torch import (  # noqa: E402
     attach,
     attach_update,
     clip_,
-    clip_grad_norm_,
     handles,
-    load_state,
-    reset,
     state,
-    stats,
 )
 from fedclip.adapters.torch.apart import are_apart  # noqa: E402
 
@@ -174,59 +165,30 @@ def test_names_that_the_optimizer_has_or_numbers():
         attach(plain, NormClip(1.0, scope="layer"))
 
 
-def test_two_models_with_the_same_names_are_both_clipped():
-    pair = [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
-    for layer in pair:
-        layer(torch.ones(1, 2)).sum().backward()
-    named = [pair_ for layer in pair for pair_ in layer.named_parameters()]
-    assert clip_(named, NormClip(0.1, scope="tensor")).groups == ("weight", "weight#1")
-    assert all(float(layer.weight.grad.double().norm()) <= 0.1 for layer in pair)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
-}
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copy_of_the_optimizer_clips_too(how):
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda held: pickle.loads(pickle.dumps(held))])
+def test_a_copy_of_the_optimizer_and_its_handles_clips_too(how):
     model, optimizer = build(optimizer=torch.optim.Adam)
     attach(optimizer, ZScoreClip(warmup=2, max_norm=0.5, scope="layer"), model)
-    attach(optimizer, NormClip(0.4), model)
+    handle = attach(optimizer, NormClip(0.4), model)
+    attach_update(optimizer, NormClip(0.1), model)
     for _ in range(3):
         optimizer.step(closure_of(model, optimizer))
-    other, twin = COPIES[how]((model, optimizer))
-    assert [h.clipper.name for h in handles(twin)] == ["zscore-clip", "norm-clip"]
-    first, second = handles(twin)
+    second, other, twin = how((handle, model, optimizer))
+    first, norm, update = handles(twin)
+    assert norm is second
     assert first.state() == handles(optimizer)[0].state()
     assert first.clipper is not handles(optimizer)[0].clipper
     twin.step(closure_of(other, twin))
+    assert (update.stats()["round/steps"], handle.stats()["round/steps"]) == (4, 3)
     optimizer.step(closure_of(model, optimizer))
     assert total(other) <= 0.4
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
-    second.remove()
-    first.remove()
-    assert handles(twin) == []
-    assert handles(copy.deepcopy(twin)) == []
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_a_handle_is_copied_with_its_optimizer(how):
-    model, optimizer = build()
-    attach(optimizer, ZScoreClip(), model)
-    handle = attach(optimizer, NormClip(0.4), model)
-    optimizer.step(closure_of(model, optimizer))
-    first, other, twin = COPIES[how]((handle, model, optimizer))
-    assert first is handles(twin)[1]
-    twin.step(closure_of(other, twin))
-    assert total(other) <= 0.4
-    assert (first.stats()["round/steps"], handle.stats()["round/steps"]) == (2, 1)
-    assert COPIES[how](handle).state() == handle.state()
-    handle.remove()
+    for held in (update, second, first):
+        held.remove()
+    assert handles(twin) == handles(copy.deepcopy(twin)) == []
     with pytest.raises(TypeError, match=r"norm-clip is in no optimizer .* keep handle\.state"):
-        COPIES[how](handle)
+        how(second)
 
 
 def test_wrapped_and_compiled_models_have_the_same_names():
@@ -248,8 +210,6 @@ def test_wrapped_and_compiled_models_have_the_same_names():
 
 
 # -- states --------------------------------------------------------------------------------------
-
-
 def test_a_state_from_before_is_a_fresh_start_said_once():
     model, optimizer = build()
     saved = optimizer.state_dict()
@@ -262,102 +222,7 @@ def test_a_state_from_before_is_a_fresh_start_said_once():
     assert handle.state() == state(ZScoreClip())
 
 
-def test_arrays_in_a_state_are_tensors():
-    model, optimizer = build()
-    handle = attach(optimizer, EmaValueClip(), model)
-    for _ in range(2):
-        optimizer.step(closure_of(model, optimizer))
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    kept = handle.clipper.get_state()["arrays"]["0.weight"]["past"]
-    handle.reset()
-    assert not handle.state()["arrays"]
-    optimizer.load_state_dict(saved)
-    assert (handle.clipper.get_state()["arrays"]["0.weight"]["past"] == kept).all()
-
-
-def test_the_verbs():
-    model, _ = build()
-    clipper = ZScoreClip()
-    assert stats(clipper) == {}
-    loss_of(model).backward()
-    before = total(model)
-    clip_(model, clipper)
-    found = stats(clipper, "clip/")
-    assert found["clip/norm"] == pytest.approx(before)
-    assert found["clip/round/steps"] == 1
-    other = ZScoreClip()
-    load_state(other, state(clipper))
-    assert other.get_state() == clipper.get_state()
-    reset(other)
-    assert other.get_state() == ZScoreClip().get_state()
-    with pytest.warns(FedclipWarning, match="starts anew"):
-        load_state(clipper, None)
-    assert state(AGC()) == {}
-    load_state(AGC(), {})
-    reset(AGC())
-
-
-def test_a_handle_as_a_context():
-    model, optimizer = build()
-    with attach(optimizer, NormClip(1e-3), model) as handle:
-        optimizer.step(closure_of(model, optimizer))
-        assert total(model) <= 1e-3
-    optimizer.step(closure_of(model, optimizer))
-    assert total(model) > 1
-    assert handle.stats()["round/steps"] == 1
-    handle.remove()
-    handle = attach(optimizer, AGC(0.01), model)
-    for nothing in ({"closure": None}, {}):
-        optimizer.step(**nothing)
-    optimizer.step(None)
-    assert (handle.stats()["round/steps"], handle.stats()["round/clipped"]) == (3, 1)
-    assert set(optimizer.state_dict()) == {"state", "param_groups"}
-
-
-# -- the one-liner -------------------------------------------------------------------------------
-def test_the_one_liner_returns_the_norm():
-    model, _ = build()
-    loss_of(model).backward()
-    before = total(model)
-    norm = clip_grad_norm_(model.parameters(), 1.0)
-    assert norm.shape == ()
-    assert float(norm) == pytest.approx(before)
-    assert total(model) <= 1.0
-    assert float(clip_grad_norm_(model, ZScoreClip(scope="layer"))) == pytest.approx(1.0, rel=2e-6)
-    assert float(clip_grad_norm_([torch.nn.Parameter(torch.ones(2))], 1.0)) == 0.0
-    with pytest.raises(TypeError, match="give value-clip its own parameters"):
-        clip_grad_norm_(model, ValueClip(1.0), norm_type=1.0)
-
-
-# -- what wraps the optimizer --------------------------------------------------------------------
-
-
-# -- compiled and captured steps -----------------------------------------------------------------
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
-@pytest.mark.parametrize("make", [PercentileClip, GrowthValueClip])
-def test_a_compiled_step_clips_as_an_eager_one(make):
-    found = []
-    for compiled in (False, True):
-        model, optimizer = build()
-        clipper = make()
-
-        def step(model=model, optimizer=optimizer, clipper=clipper):
-            clip_(model, clipper)
-            optimizer.step()
-
-        step = torch.compile(step, backend="eager") if compiled else step
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            step()
-        found.append((state(clipper), [*model.parameters()]))
-    (eager, expected), (learnt, weights) = found
-    assert repr(learnt) == repr(eager)
-    assert all(map(torch.equal, weights, expected))
+# -- graphs, pure functions, updates -------------------------------------------------------------
 
 
 def test_a_step_that_a_cuda_graph_captures_is_refused(monkeypatch):
@@ -371,26 +236,20 @@ def test_a_step_that_a_cuda_graph_captures_is_refused(monkeypatch):
             clip_([weight], NormClip(1.0))
 
 
-# -- pure functions ------------------------------------------------------------------------------
-@pytest.mark.parametrize("settings", [{"axis": 0}, {"unit": "global"}])
-def test_pure_clipping_with_agc(settings):
+def test_pure_clipping_with_agc():
     model, _ = build()
     loss_of(model).backward()
     weights = {n: p.detach() for n, p in model.named_parameters()}
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
-    pure = PureClipping(AGC(0.05, **settings))
+    pure = PureClipping(AGC(0.05, axis=0))
     update = torch.compile(pure.update, fullgraph=True, backend="eager")
     found, after = update(gradients, pure.init(gradients), weights)
-    clip_(model, AGC(0.05, **settings))
+    clip_(model, AGC(0.05, axis=0))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=3e-6, atol=0)
-    assert not after.statistics
     assert pure.stats(after, gradients)["round/clipped"] == 1
     with pytest.raises(ValueError, match=r"agc has no weights for .*; it was given none"):
         pure.update(gradients, after)
-
-
-# -- clipping of updates -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "rate"), [("Adam", 5.0), ("LBFGS", 1.0)])
@@ -406,20 +265,7 @@ def test_updates_are_clipped_after_the_optimizer(kind, rate):
     assert handle.stats()["round/clipped"] > 0
     optimizer.step(closure_of(model, optimizer))
     assert handle.stats()["round/steps"] == 5
-
-
-def test_a_copy_of_an_optimizer_clips_updates_too():
-    layer = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=100.0)
-    attach_update(optimizer, NormClip(0.5), layer)
-    other, copied = copy.deepcopy([layer, optimizer])
-    before = other.weight.detach().clone()
-    other(torch.ones(1, 3)).sum().backward()
-    copied.step()
-    assert 0 < float((other.weight.detach() - before).norm()) <= 0.5 * (1 + 1e-5)
-
-
-# -- parts of arrays: more in test_adapter_torch_sharded.py --------------------------------------
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}
 
 
 class Wrapper:

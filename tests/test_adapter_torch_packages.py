@@ -93,21 +93,18 @@ def test_bitsandbytes(name):
     clips_and_comes_back(lambda m: getattr(optim, name)(m.parameters(), lr=0.01, **settings))
 
 
-@pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
-@pytest.mark.parametrize("closure", ["", "Closure"])
-def test_schedulefree(name, closure):
+def test_schedulefree():
     package = pytest.importorskip("schedulefree")
 
-    def loop(model, optimizer):
-        if closure:
-            by_closure(model, optimizer)
-        else:
-            optimizer.train()
-            once(model, optimizer)
-            optimizer.eval()
+    def by_turns(model, optimizer):
+        optimizer.train()
+        once(model, optimizer)
+        optimizer.eval()
 
-    make = getattr(package, name + closure)
-    clips_and_comes_back(lambda m: make(m.parameters(), lr=0.01), loop)
+    for kind in ("AdamW", "SGD", "RAdam"):
+        for end, loop in (("", by_turns), ("Closure", by_closure)):
+            make = getattr(package, f"{kind}ScheduleFree{end}")
+            clips_and_comes_back(lambda m, make=make: make(m.parameters(), lr=0.01), loop)
     wrap = package.ScheduleFreeWrapper
     clips_and_comes_back(lambda m: wrap(SGD(m.parameters(), lr=0.01)), once)
 

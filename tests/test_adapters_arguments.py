@@ -1,102 +1,79 @@
 """Every adapter takes a clipper, or its name, in the same way, and nothing else."""
 
-from __future__ import annotations
-
-import importlib
 from functools import partial
+from importlib import import_module
 
 import numpy as np
 import pytest
 
 from fedclip import AGC, EmaNormClip, EmaValueClip, NormClip, OwnLimit, ZScoreClip
 
+pytestmark = pytest.mark.slow
+
 
 def keras_optimizer(spec):
     keras = pytest.importorskip("keras")
-    made = importlib.import_module("fedclip.adapters.keras").ClippedOptimizer
-    return made(keras.optimizers.SGD(), spec).clipper
+    return import_module("fedclip.adapters.keras").ClippedOptimizer(keras.optimizers.SGD(), spec)
 
 
 def torch_handle(spec, how="attach"):
     torch = pytest.importorskip("torch")
     layer = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    attach = getattr(importlib.import_module("fedclip.adapters.torch"), how)
-    return attach(optimizer, spec, layer).clipper
-
-
-def pure(spec):
-    pytest.importorskip("torch")
-    return importlib.import_module("fedclip.adapters.torch").PureClipping(spec).clipper
-
-
-def lightning_callback(spec):
-    pytest.importorskip("lightning")
-    (clipper,) = importlib.import_module("fedclip.adapters.lightning").ClipCallback(spec).clippers
-    return clipper
-
-
-def transformers_callback(spec):
-    pytest.importorskip("transformers")
-    return importlib.import_module("fedclip.adapters.transformers").ClipCallback(spec).clipper
-
-
-def compiled(spec):
-    pytest.importorskip("tensorflow")
-    return importlib.import_module("fedclip.adapters.tensorflow").CompiledClipper(spec).clipper
+    return getattr(import_module("fedclip.adapters.torch"), how)(optimizer, spec, layer)
 
 
 def of_optax(spec):
     pytest.importorskip("optax")
-    jnp = importlib.import_module("jax.numpy")
-    transformation = importlib.import_module("fedclip.adapters.jax").as_optax(spec)
-    transformation.init({"w": jnp.zeros(2)})
+    jnp = import_module("jax.numpy")
+    import_module("fedclip.adapters.jax").as_optax(spec).init({"w": jnp.zeros(2)})
+
+
+def of(adapter, kind, package):
+    """Return what makes an object of an adapter."""
+
+    def make(spec):
+        pytest.importorskip(package)
+        return getattr(import_module(f"fedclip.adapters.{adapter}"), kind)(spec)
+
+    return make
 
 
 MAKERS = {
     "attach": torch_handle,
-    "attach_update": lambda spec: torch_handle(spec, "attach_update"),
-    "PureClipping": pure,
+    "attach_update": partial(torch_handle, how="attach_update"),
+    "PureClipping": of("torch", "PureClipping", "torch"),
     "as_optax": of_optax,
-    "CompiledClipper": compiled,
+    "CompiledClipper": of("tensorflow", "CompiledClipper", "tensorflow"),
     "keras": keras_optimizer,
-    "lightning": lightning_callback,
-    "transformers": transformers_callback,
+    "lightning": of("lightning", "ClipCallback", "lightning"),
+    "transformers": of("transformers", "ClipCallback", "transformers"),
 }
-pytestmark = pytest.mark.slow
+every = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
-@pytest.fixture(params=MAKERS.values(), ids=MAKERS)
-def make(request):
-    return request.param
+@every
+def test_what_is_not_a_clipper_is_refused_at_once_with_the_nearest_name(make):
+    for given in (NormClip, None):
+        with pytest.raises(TypeError, match=r"is not a clipper of fedclip: give one, such as"):
+            make(given)
+    for name, hint in (("norm-clop", "did you mean 'norm-clip'"), ("adam", "")):
+        with pytest.raises(ValueError, match=f"no clipper is called '{name}'.*{hint}"):
+            make(name)
 
 
-@pytest.mark.parametrize("given", [NormClip, None])
-def test_what_is_not_a_clipper_is_refused_at_once(make, given):
-    with pytest.raises(TypeError, match=r"is not a clipper of fedclip: give one, such as"):
-        make(given)
-
-
-@pytest.mark.parametrize("name", ["norm-clop", "adam"])
-def test_an_unknown_name_is_refused_with_the_nearest(make, name):
-    hint = "did you mean 'norm-clip'" if name == "norm-clop" else ""
-    with pytest.raises(ValueError, match=f"no clipper is called '{name}'.*{hint}"):
-        make(name)
-
-
-@pytest.mark.parametrize(
-    ("spec", "kind"),
-    [
+@every
+def test_a_name_makes_a_clipper(make):
+    for spec, kind in (
         ("zscore-clip", ZScoreClip),
         (("norm-clip", {"max_norm": 2.0}), NormClip),
         (("agc", {"ratio": 0.1}), AGC),
-    ],
-)
-def test_a_name_makes_a_clipper(make, spec, kind):
-    clipper = make(spec)
-    assert clipper is None or (type(clipper) is kind)
-    if kind is NormClip and clipper is not None:
-        assert clipper.max_norm == 2.0
+    ):
+        made = make(spec)
+        if made is not None:
+            (clipper,) = getattr(made, "clippers", None) or [made.clipper]
+            assert type(clipper) is kind
+            assert getattr(clipper, "max_norm", 2.0) == 2.0 or kind is not NormClip
 
 
 @pytest.mark.parametrize("name", ["PureClipping", "as_optax", "CompiledClipper", "keras"])
@@ -109,19 +86,17 @@ def test_what_compiled_code_can_not_do_is_refused(name):
 
 def test_arguments_in_another_order_are_refused_in_words():
     torch = pytest.importorskip("torch")
-    adapter = importlib.import_module("fedclip.adapters.torch")
+    adapter = import_module("fedclip.adapters.torch")
     layer = torch.nn.Linear(2, 1)
     with pytest.raises(TypeError, match="first argument must be a torch optimizer, got Linear"):
         adapter.attach(layer, NormClip(1.0))
     with pytest.raises(TypeError, match=r"Linear.* is not a clipper"):
         adapter.clip_(NormClip(1.0), layer)
+    # The statistics of a clipper by name would be forgotten at each step.
     with pytest.raises(TypeError, match="'norm-clip' is not a clipper"):
-        adapter.clip_(layer, "norm-clip")  # its statistics would be forgotten at each step
-
-
-def test_tensorflow_clips_with_an_object_only():
+        adapter.clip_(layer, "norm-clip")
     tf = pytest.importorskip("tensorflow")
-    clip = importlib.import_module("fedclip.adapters.tensorflow").clip
+    clip = import_module("fedclip.adapters.tensorflow").clip
     with pytest.raises(TypeError, match="'norm-clip' is not a clipper"):
         clip([(tf.ones(2), tf.Variable([0.0, 0.0]))], "norm-clip")
 
@@ -129,20 +104,19 @@ def test_tensorflow_clips_with_an_object_only():
 # -- the first step after a state was loaded -----------------------------------------------------
 def begin_pure(clipper):
     torch = pytest.importorskip("torch")
-    module = importlib.import_module("fedclip.adapters.torch")
-    module.PureClipping(clipper).init({"w": torch.ones(2)})
+    import_module("fedclip.adapters.torch").PureClipping(clipper).init({"w": torch.ones(2)})
 
 
 def begin_compiled(clipper):
     tf = pytest.importorskip("tensorflow")
-    module = importlib.import_module("fedclip.adapters.tensorflow")
-    module.CompiledClipper(clipper)([(tf.ones(2), tf.Variable([0.0, 0.0], name="w"))])
+    step = import_module("fedclip.adapters.tensorflow").CompiledClipper(clipper)
+    step([(tf.ones(2), tf.Variable([0.0, 0.0], name="w"))])
 
 
 def begin_keras(clipper):
     keras = pytest.importorskip("keras")
-    module = importlib.import_module("fedclip.adapters.keras")
-    module.ClippedOptimizer("sgd", clipper).build([keras.Variable([0.0, 0.0], name="w")])
+    made = import_module("fedclip.adapters.keras").ClippedOptimizer("sgd", clipper)
+    made.build([keras.Variable([0.0, 0.0], name="w")])
 
 
 @pytest.mark.parametrize(

@@ -21,45 +21,16 @@ INDEX = json.loads((Path(__file__).parent / "golden" / "index.json").read_text()
 
 
 @pytest.mark.parametrize(
-    ("peer", "cls", "config", "name", "expected"),
-    [
-        ("drytorch", "NoOp", {}, "no-op", {}),
-        ("torch", "clip_grad_value_", {"clip_value": 2}, "value-clip", {"max_value": 2}),
-        (
-            "torch",
-            "clip_grad_norm_",
-            {"max_norm": 2, "error_if_nonfinite": True},
-            "norm-clip",
-            {"max_norm": 2, "ord": 2.0, "eps": 1e-6, "on_nonfinite": "raise"},
-        ),
-        ("declearn", "L2GlobalClipping", {}, "norm-clip", {"max_norm": 1.0}),
-        ("timm", "adaptive_clip_grad", {}, "agc", {"ratio": 0.01, "min_norm": 1e-3, "axis": 0}),
-    ],
-)
-def test_translation(
-    peer: str, cls: str, config: dict[str, Any], name: str, expected: dict[str, Any]
-) -> None:
-    kind = "regularizer" if name == "agc" else "module"
-    assert compat.translate(peer, cls, config) == (kind, name, expected)
-
-
-@pytest.mark.parametrize(
     ("given", "ord"),
     [
-        (2, 2),
         (2.0, 2),
-        ("2", 2),
         ("2.0", 2),
-        ("l2", 2),
         ("l1", 1),
-        (0.5, 0.5),
         ("0.5", 0.5),
-        ("inf", "inf"),
         ("linf", "inf"),
         (float("inf"), "inf"),
         ("mad", "mad"),
         ("std", "std"),
-        ("var", "var"),
     ],
 )
 def test_every_way_to_write_an_order(given: Any, ord: Any) -> None:
@@ -71,10 +42,8 @@ def test_every_way_to_write_an_order(given: Any, ord: Any) -> None:
     ("dim", "inverse", "expected"),
     [
         ("global", False, {"scope": "global"}),
-        (None, False, {"scope": "tensor", "min_size": 1}),
         (1, False, {"scope": "tensor", "dims": [1], "inverse_dims": False, "min_size": 1}),
-        ([0, 1], True, {"scope": "tensor", "dims": [0, 1], "inverse_dims": True, "min_size": 1}),
-        ((0,), False, {"scope": "tensor", "dims": [0], "inverse_dims": False, "min_size": 1}),
+        ((0, 1), True, {"scope": "tensor", "dims": [0, 1], "inverse_dims": True, "min_size": 1}),
         ([], True, {"scope": "tensor", "min_size": 1}),
     ],
 )
@@ -84,6 +53,13 @@ def test_every_way_to_write_dims(dim: Any, inverse: bool, expected: dict[str, An
     assert name == "norm-clip"
     assert config == {"max_norm": 1, "ord": 2, **expected}
     OptiModule.from_specs(name, config)
+
+
+def test_the_callers_config_is_not_changed() -> None:
+    given = {"max_norm": 1, "dim": [0, 1]}
+    _, _, config = compat.translate("torchzero", "ClipNorm", given)
+    config["dims"].append(7)
+    assert given == {"max_norm": 1, "dim": [0, 1]}
 
 
 @pytest.mark.parametrize("given", [{"inverse_dims": True}, {"dim": []}, {"ord": 0}])
@@ -139,47 +115,28 @@ def test_every_translation_of_defaults_makes_a_clipper(peer: str, cls: str) -> N
         assert spec == (name if not config else [name, spec[1]])
 
 
-@pytest.mark.parametrize(
-    ("peer", "cls", "config", "words"),
-    [
-        ("torchzeo", "ClipNorm", {}, "no translation from 'torchzeo'; did you mean 'torchzero'?"),
-        ("numpy", "clip", {}, "no translation from 'numpy'; it must be one of drytorch, smartclip"),
-        ("optax", "clip_by_norm", {}, "optax has no clipper 'clip_by_norm'; did you mean"),
-        ("optax", "clip", {"max_delt": 1}, "no parameter 'max_delt'; did you mean 'max_delta'?"),
-        ("optax", "clip", {}, "clip of optax needs 'max_delta'"),
-        ("torchzero", "ClipNorm", {"max_norm": 1, "ord": "stdd"}, "did you mean 'std'?"),
-        ("torchzero", "ClipNorm", {"max_norm": 1, "dim": "globl"}, "did you mean 'global'?"),
-        ("drytorch", "HistClipper", {"criterion": "zsta"}, "did you mean 'zstat'?"),
-        ("smartclip", "ZScoreClip", {"scope": "per_parm"}, "did you mean 'per_param'?"),
-        ("zclip", "ZClip", {"mode": "z-score"}, "did you mean 'zscore'?"),
-        ("timm", "adaptive_clip_grad", {"norm_type": 1}, "norm_type must be 2"),
-        ("drytorch", "HistClipper", {"r_thresh": 2}, "did you mean 'z_thresh'?"),
-        ("drytorch", "HistClipper", {"criterion": "EMACriterio(0.9)"}, "did you mean 'EMACriter"),
-        ("drytorch", "EMACriterion", {"r_tresh": 2}, "did you mean 'r_thresh'?"),
-    ],
-)
-def test_what_is_unknown_is_answered_with_the_nearest_name(
-    peer: str, cls: str, config: dict[str, Any], words: str
-) -> None:
-    for function in (compat.translate, compat.notes):
-        with pytest.raises(ValueError, match=re.escape(words)):
-            function(peer, cls, config)
-
-
 EMA = {"ratio": 1.2, "decay": 0.9, "action": "mean", "warmup": 20, "warmup_norm": 5}
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "warmup"),
     [
-        {"criterion": "ema", "alpha": 0.9, "thresh": 1.2, "clipping_function": "mean"},
-        {"criterion": "EMACriterion", "alpha": 0.9, "r_thresh": 1.2, "clipping_function": "mean"},
-        {"criterion": "EMACriterion(0.9, 1.2)", "clipping_function": "mean_clipping"},
-        {"criterion": "ops.EMACriterion(0.9, clipping_function=ops.mean_clipping)", "thresh": 1.2},
+        (
+            {"criterion": "ema", "alpha": 0.9, "thresh": 1.2, "clipping_function": "mean"},
+            "GradNormClipper(5)",
+        ),
+        (
+            {"criterion": "EMACriterion(0.9, 1.2)", "clipping_function": "mean_clipping"},
+            "GradNormClipper(threshold=5)",
+        ),
+        (
+            {
+                "criterion": "ops.EMACriterion(0.9, clipping_function=ops.mean_clipping)",
+                "r_thresh": 1.2,
+            },
+            " ops.GradNormClipper( 5 )",
+        ),
     ],
-)
-@pytest.mark.parametrize(
-    "warmup", ["GradNormClipper(5)", "GradNormClipper(threshold=5)", " ops.GradNormClipper( 5 )"]
 )
 def test_drytorch_is_read_in_its_own_words(given: dict[str, Any], warmup: str) -> None:
     _, name, config = compat.translate(
@@ -277,17 +234,11 @@ def test_every_recorded_defect_has_a_note() -> None:
             assert compat.notes(record["peer"], record["cls"], record["config"])
 
 
-def test_smartclips_warm_up_is_told() -> None:
-    given = {"scope": "per_param", "warmup_steps": 8, "min_history": 5}
-    _, _, config = compat.translate("smartclip", "ZScoreClip", given)
-    assert config["warmup"] == 8
-    assert any("counts calls" in note for note in compat.notes("smartclip", "ZScoreClip", given))
-
-
 def test_smartclips_layers_are_told_on_torch_only() -> None:
     def told(peer: str, scope: str) -> str:
-        return " ".join(compat.notes(peer, "AutoClip", {"scope": scope}))
+        return " ".join(compat.notes(peer, "AutoClip", {"scope": scope, "warmup_steps": 8}))
 
+    assert "counts calls" in told("smartclip", "per_param")
     assert "layer of its own" in told("smartclip", "per_layer")
     assert "layer of its own" not in told("smartclip", "per_param") + told("smartclip", "global")
     assert "without a gradient" in told("smartclip", "per_param")
@@ -297,16 +248,15 @@ def test_smartclips_layers_are_told_on_torch_only() -> None:
         assert "without a gradient" not in told("smartclip-tf", scope)
 
 
-def test_the_callers_config_is_not_changed() -> None:
-    given = {"max_norm": 1, "dim": [0, 1]}
-    _, _, config = compat.translate("torchzero", "ClipNorm", given)
-    config["dims"].append(7)
-    assert given == {"max_norm": 1, "dim": [0, 1]}
-
-
 @pytest.mark.parametrize(
     ("peer", "cls", "config", "expected"),
     [
+        (
+            "torch",
+            "clip_grad_norm_",
+            {"max_norm": 2, "error_if_nonfinite": True},
+            {"on_nonfinite": "raise"},
+        ),
         ("torchlean", "clipGradientsSpec", {"max_norm": -2.5}, {"max_norm": 2.5}),
         (
             "tensorflow",
@@ -315,23 +265,16 @@ def test_the_callers_config_is_not_changed() -> None:
             {"min_value": float("-inf"), "max_value": 0.25},
         ),
         ("torchzero", "ClipNormGrowth", {"parameterwise": False}, {"scope": "global"}),
-        ("torchzero", "ClipNormByEMA", {"parameterwise": True, "eps": 1e-6}, {"scope": "tensor"}),
-        ("torchzero", "ClipNormByEMA", {"ema_init": "update"}, {"init": "first"}),
-        ("torchzero", "NormalizeByEMA", {"ema_init": "zeros"}, {"init": 0.0}),
-        ("torchzero", "ClipValueByEMA", {"ema_init": "update"}, {"init": 1.0}),
+        ("torchzero", "NormalizeByEMA", {"ema_init": "update"}, {"init": "first"}),
         ("torchzero", "ClipValueByEMA", {"init": "update", "ema_tfm": None}, {"init": 1.0}),
-        ("torchzero", "ClipNormByEMA", {"init": "zeros", "inner": None}, {"init": 0.0}),
-        ("optax", "adaptive_grad_clip", {"clipping": 1, "axis": (0, 1)}, {"dims": [0, 1]}),
-        ("torchzero", "ClipNorm", {"max_norm": 3, "target": "update"}, {"max_norm": 3}),
         ("torchzero", "ClipValueGrowth", {"target": "grad"}, {"mul": 1.5}),
+        ("smartclip", "ZScoreClip", {"warmup_steps": 8, "min_history": 5}, {"warmup": 8}),
         ("smartclip-tf", "ZScoreClip", {"scope": "per_layer"}, {"scope": "tensor"}),
-        ("smartclip-tf", "AutoClip", {"scope": "global"}, {"scope": "global"}),
         ("keras", "Optimizer", {"clipnorm": 0.7}, {"max_norm": 0.7, "scope": "tensor"}),
         ("keras", "Optimizer", {"global_clipnorm": 0.7}, {"max_norm": 0.7}),
         ("keras", "Optimizer", {"clipvalue": 0.7}, {"max_value": 0.7}),
         ("keras", "Optimizer", {"clipnorm": -1.0}, {}),
         ("lightning", "Trainer", {"gradient_clip_val": 2}, {"max_norm": 2, "eps": 1e-6}),
-        ("lightning", "Trainer", {"gradient_clip_val": 0}, {}),
         (
             "lightning",
             "Trainer",
@@ -339,13 +282,8 @@ def test_the_callers_config_is_not_changed() -> None:
             {"max_value": 2},
         ),
         ("lightning", "Fabric.clip_gradients", {"clip_val": 0.1}, {"max_value": 0.1}),
+        ("lightning", "Fabric.clip_gradients", {"max_norm": 3, "norm_type": 1.0}, {"ord": 1}),
         ("flower", "fixedclipping_mod", {"clipping_norm": 4.0}, {"max_norm": 4.0}),
-        (
-            "flower",
-            "DifferentialPrivacyServerSideFixedClipping",
-            {"noise_multiplier": 1.1, "clipping_norm": 4.0, "num_sampled_clients": 20},
-            {"start_norm": 4.0, "learning_rate": 0.0, "expected_clients": 20},
-        ),
         (
             "flower",
             "DifferentialPrivacyClientSideAdaptiveClipping",
@@ -365,23 +303,28 @@ def test_what_peers_take_besides(
 @pytest.mark.parametrize(
     ("peer", "cls", "config", "words"),
     [
+        ("torchzeo", "ClipNorm", {}, "no translation from 'torchzeo'; did you mean 'torchzero'?"),
+        ("numpy", "clip", {}, "no translation from 'numpy'; it must be one of drytorch, smartclip"),
+        ("optax", "clip_by_norm", {}, "optax has no clipper 'clip_by_norm'; did you mean"),
+        ("optax", "clip", {"max_delt": 1}, "no parameter 'max_delt'; did you mean 'max_delta'?"),
+        ("optax", "clip", {}, "clip of optax needs 'max_delta'"),
         ("optax", "clip", {"max_delta": "abc"}, "max_delta of clip must be a number, got 'abc'"),
-        ("zclip", "ZClip", {"z_thresh": [1]}, "z_thresh of ZClip must be a number, got [1]"),
         ("torch", "clip_grad_norm_", {"max_norm": True}, "max_norm of clip_grad_norm_ must be a"),
-        ("torchzero", "ClipNorm", {"max_norm": 1, "dim": 0.5}, "dim must be an int, a list of"),
-        ("torchzero", "ClipNorm", {"max_norm": 1, "dim": [0.5]}, "dim must be an int, a list of"),
-        ("torchzero", "ClipNorm", {"max_norm": 1, "target": "closure"}, "target can not be"),
-        ("torchzero", "ClipNormByEMA", {"ema_init": "one"}, "ema_init can not be 'one'"),
-        ("torchzero", "ClipNormByEMA", {"inner": "Adam()"}, "inner can only be None"),
-        ("torchzero", "ClipValueByEMA", {"ema_tfm": "EMA()"}, "ema_tfm can only be None"),
-        ("torchzero", "ClipValueByEMA", {"eps": 1e-6}, "has no parameter 'eps'"),
-        ("torchzero", "ClipValueByEMA", {"init": "zero"}, "did you mean 'zeros'?"),
+        ("timm", "adaptive_clip_grad", {"norm_type": 1}, "norm_type must be 2"),
+        ("zclip", "ZClip", {"mode": "z-score"}, "did you mean 'zscore'?"),
+        ("torchzero", "ClipNorm", {"max_norm": 1, "ord": "stdd"}, "did you mean 'std'?"),
         ("torchzero", "ClipNorm", {"max_norm": 1, "ord": False}, "ord must be a number or a word"),
+        ("torchzero", "ClipNorm", {"max_norm": 1, "dim": "globl"}, "did you mean 'global'?"),
+        ("torchzero", "ClipNorm", {"max_norm": 1, "dim": [0.5]}, "dim must be an int, a list of"),
+        ("torchzero", "ClipNormByEMA", {"ema_init": "one"}, "ema_init can not be 'one'"),
+        ("torchzero", "ClipValueByEMA", {"eps": 1e-6}, "has no parameter 'eps'"),
         ("torchlean", "clipByPercentileSpec", {"pct": 0.5}, "pct must be a whole number >= 0"),
-        ("smartclip", "AGC", {"warmup_steps": -1}, "warmup_steps must be a whole number >= 0"),
-        ("smartclip", "AutoClip", {"percentile": 0}, "percentile must be in (0, 100]"),
-        ("smartclip", "AutoClip", {"history": "emma"}, "did you mean 'ema'?"),
+        ("smartclip", "ZScoreClip", {"scope": "per_parm"}, "did you mean 'per_param'?"),
         ("smartclip", "AGC", {"exclude_bias_bn": "no"}, "must be True or False, got 'no'"),
+        ("smartclip", "AutoClip", {"percentile": 0}, "percentile must be in (0, 100]"),
+        ("drytorch", "HistClipper", {"criterion": "zsta"}, "did you mean 'zstat'?"),
+        ("drytorch", "HistClipper", {"criterion": "EMACriterio(0.9)"}, "did you mean 'EMACriter"),
+        ("drytorch", "HistClipper", {"r_thresh": 2}, "did you mean 'z_thresh'?"),
         ("drytorch", "HistClipper", {"warmup_clip_strategy": "GradValueClipper(1)"}, "coming-from"),
         ("drytorch", "HistClipper", {"warmup_clip_strategy": "NoOp(1"}, "must be a name, or a"),
         (
@@ -394,8 +337,8 @@ def test_what_peers_take_besides(
         (
             "drytorch",
             "HistClipper",
-            {"warmup_clip_strategy": "HistClipper(ema(), GradNormClipper(1))"},
-            "warmup_clip_strategy can not be 'HistClipper'",
+            {"warmup_clip_strategy": "GradNormClipper('x')"},
+            "threshold of GradNormClipper must be a number",
         ),
         (
             "drytorch",
@@ -403,23 +346,18 @@ def test_what_peers_take_besides(
             {"clipping_function": "lambda z, limit: 1.0"},
             "OwnLimit of fedclip",
         ),
-        (
-            "drytorch",
-            "HistClipper",
-            {"warmup_clip_strategy": "GradNormClipper('x')"},
-            "threshold of GradNormClipper must be a number",
-        ),
         ("keras", "Optimizer", {"clipnorm": 1, "clipvalue": 1}, "Keras takes one of"),
         ("lightning", "Trainer", {"gradient_clip_algorithm": "nrm"}, "did you mean 'norm'?"),
         ("lightning", "Fabric.clip_gradients", {}, "takes one of clip_val and max_norm"),
         ("flower", "fixedclipping_mod", {}, "needs 'clipping_norm'"),
     ],
 )
-def test_what_a_peer_does_not_take_is_a_sentence(
+def test_what_a_peer_does_not_take_is_a_sentence_with_the_nearest_name(
     peer: str, cls: str, config: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
-        compat.translate(peer, cls, config)
+    for function in (compat.translate, compat.notes):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            function(peer, cls, config)
 
 
 def test_noise_is_as_large_as_in_flower() -> None:
@@ -427,6 +365,8 @@ def test_noise_is_as_large_as_in_flower() -> None:
     given: dict[str, Any] = {"noise_multiplier": 1.1, "num_sampled_clients": 20}
     fixed = "DifferentialPrivacyServerSideFixedClipping"
     _, _, found = compat.translate("flower", fixed, {**given, "clipping_norm": 4.0})
+    wanted = {"start_norm": 4.0, "learning_rate": 0.0, "expected_clients": 20}
+    assert wanted.items() <= found.items()
     assert UpdateClipServer(**found).noise == 1.1
     said = " ".join(compat.notes("flower", fixed, {**given, "clipping_norm": 4.0}))
     assert "the noise on the sum of the updates is Flower's" in said

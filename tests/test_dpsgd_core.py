@@ -20,8 +20,7 @@ from fedclip.dpsgd.calibrate import calibrate, steps_of_a_round, too_few
 from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.dpsgd.ledger import Ledger, fingerprint, read_entries, total
 from fedclip.dpsgd.sampling import PoissonSampler
-from fedclip.privacy import accounting
-from fedclip.privacy.accounting import Cost, Release, epsilon, order_for
+from fedclip.privacy.accounting import Release, epsilon, order_for
 from fedclip.tools.spent import read_spent
 
 
@@ -75,14 +74,6 @@ def test_each_record_is_drawn_at_the_rate_independently_over_steps() -> None:
     assert not faults(PoissonSampler(RECORDS, EXPECTED).draw)
 
 
-def test_small_rates_give_empty_batches_and_full_rates_all_records() -> None:
-    sampler = PoissonSampler(50, 1)
-    empty = np.mean([not len(sampler.draw()) for _ in range(4000)])
-    assert abs(empty - (1 - 1 / 50) ** 50) < 6 * math.sqrt(0.25 / 4000)
-    assert len(PoissonSampler(5, 99).draw()) == 5
-    assert PoissonSampler(5, 99).expected == 5
-
-
 def test_the_rate_in_use_is_never_above_the_one_accounted_for() -> None:
     for records, expected in ((3, 1), (4, 3), (10**6, 1)):
         edge = math.floor(Fraction(PoissonSampler(records, expected).rate) * 2**64)
@@ -90,6 +81,8 @@ def test_the_rate_in_use_is_never_above_the_one_accounted_for() -> None:
         words[1:3] = edge - 1, 0
         sampler = PoissonSampler(records, expected, lambda size, words=words: words)  # type: ignore[misc]
         assert sampler.draw().tolist() == [1, 2]
+    whole = PoissonSampler(5, 99)
+    assert len(whole.draw()) == whole.expected == 5
 
 
 @pytest.mark.parametrize(("records", "expected"), [(0, 1), (3, 0), (2.5, 1), (3, True)])
@@ -109,60 +102,6 @@ def test_a_calibrated_run_costs_its_budget_and_no_more() -> None:
     assert found.drift(200) == pytest.approx(found.noise * math.sqrt(200 / 60))
     whole = calibrate(3.0, 1e-5, 400, 999, 60)
     assert (whole.rate, whole.expected, whole.noise) == (1.0, 400.0, whole.noise_multiplier / 400)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("release", "delta"),
-    [
-        *((Release(1.1, 500, 0.02), 1e-5), (Release(0.8, 100, 0.005), 1e-7)),
-        *((Release(4.0, 2000, 0.05), 1e-5), (Release(2.0, 60, 0.16), 1e-7)),
-    ],
-)
-def test_accountants_agree_with_opacus_and_each_other(release: Release, delta: float) -> None:
-    rdp_of = pytest.importorskip("opacus.accountants").RDPAccountant
-    theirs = rdp_of()
-    theirs.history = [(release.noise_multiplier, release.sampling, release.steps)]
-    orders = [1 + x / 100 for x in range(1, 1000)] + list(range(11, 256))
-    rdp = epsilon([release], delta, accountant="rdp")
-    assert rdp == pytest.approx(theirs.get_epsilon(delta, alphas=orders), rel=1e-3)
-    pld = epsilon([release], delta, accountant="pld")
-    prv = epsilon([release], delta, accountant="prv")
-    # Opacus adds 0.01 for the error of its own.
-    assert prv == pytest.approx(pld, rel=1e-2, abs=0.011)
-    assert min(rdp, prv) >= pld - 1e-3
-
-
-@pytest.mark.parametrize(
-    ("release", "relation"),
-    [
-        *((Release(3.0, 10), "replace-one"), (Release(0.7, 1), "add-remove")),
-        (Release(20.0, 500), "replace-one"),
-    ],
-)
-def test_unsampled_steps_cost_what_the_closed_form_says(release: Release, relation: str) -> None:
-    exact = epsilon([release], 1e-5, relation)
-    pld = epsilon([release], 1e-5, relation, "pld")
-    assert exact - 1e-9 <= pld <= exact * 1.005
-    assert exact <= epsilon([release], 1e-5, relation, "rdp")
-
-
-def test_a_calibration_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = calibrate(1.25, 1e-5, 300, 30, 20)
-
-    def again(*arguments: object) -> float:
-        raise AssertionError(f"accounted again: {arguments}")
-
-    monkeypatch.setitem(accounting._BY_NAME, "pld", again)
-    assert calibrate(1.25, 1e-5, 300, 30, 20) == first
-    ledger = Ledger(9.0, 1e-5)
-    monkeypatch.setitem(accounting._BY_NAME, "pld", lambda *a: Cost(1.0, "pld"))
-    assert ledger.reserve(2.0, 0.1, 5, planned=50) == 5
-    monkeypatch.setitem(accounting._BY_NAME, "pld", again)
-    for _ in range(9):
-        assert ledger.reserve(2.0, 0.1, 5, planned=50) == 5
-        for _ in range(5):
-            ledger.charge(2.0, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -376,29 +315,22 @@ print(taken)
 
 
 LINE = '{"spent": [[1.0, 1]], "delta": 0.1, "relation": "add-remove", "sampling": "Poisson"}'
+SPENT = ["1.0, -1", "NaN, 1", "1.0, true", "true, 1", "1.0, 1, 0", "1.0, 1.5", "1e999, 1", '"ab"']
 
 
 @pytest.mark.parametrize(
     "text",
     [
         *("", "[]", "{}", "1", "\0", LINE[:-1], f"{LINE}\n[]\n", f"hello\n{LINE}\n"),
-        *(LINE.replace("1.0, 1", new) for new in ("1.0, -1", "NaN, 1", "1.0, true", "true, 1")),
-        *(LINE.replace("1.0, 1", new) for new in ("1.0, 1, 0", "1.0, 1, true")),
-        *(
-            LINE.replace("1.0, 1", new)
-            for new in ("1.0, 0", "1.0, 1.5", "-1, 1", "1e999, 1", '"ab"')
-        ),
-        LINE.replace("1.0, 1", f"1.0, {'9' * 30}"),
-        LINE.replace("1.0, 1", f"1.0, {'9' * 5000}"),
+        *(LINE.replace("1.0, 1", new) for new in [*SPENT, f"1.0, {'9' * 5000}"]),
         LINE.replace("add-remove", "add-remov"),
         LINE.replace('"add-remove"', "[]"),
         LINE.replace('"relation": "add-remove", ', ""),
         LINE.replace("Poisson", "shuffled"),
         LINE.replace("0.1", "1"),
-        LINE.replace("[[1.0, 1]]", "[" * 5000 + "]" * 5000),
         LINE.replace("[[1.0, 1]]", "[" * 50_000 + "]" * 50_000),
     ],
-    ids=range(28),
+    ids=range(23),
 )
 def test_a_broken_ledger_is_refused_and_kept(tmp_path: Path, text: str) -> None:
     path = tmp_path / "spent.json"

@@ -23,6 +23,7 @@ from declearn.utils import access_types_mapping, set_device_policy
 from declearn.utils.serialize import json_load, msgpack_load, msgpack_serialize
 from helpers import require
 from test_dpsgd_manager import Silent, client, data, manager, request, train
+from test_dpsgd_persample import MODELS
 
 import fedclip
 from fedclip.dpsgd import persample
@@ -214,16 +215,55 @@ def test_a_record_that_raises_counts_as_zero_and_the_others_as_ever(
     assert ("1 of this step, the first is record 0" in caplog.text) == (kind != "nan")
 
 
-def test_records_that_raise_anywhere_are_spared(caplog: pytest.LogCaptureFixture) -> None:
+def values(**settings: Any) -> Any:
     x, y = wire.arrays()
-    for bad in ([5], [0, 1, 39], [*range(1, 40)]):
-        labels = y.copy()
-        labels[bad] = 9
-        found = total(private(InMemoryDataset(x, target=labels)), np.arange(wire.N))
-        good = [i for i in range(wire.N) if i not in bad]
-        right = total(private(InMemoryDataset(x, target=y)), np.array(good))
-        np.testing.assert_allclose(found, right, rtol=0, atol=1e-6)
-        assert f"{len(bad)} of this step, the first is record {bad[0]}: IndexError" in caplog.text
+    return InMemoryDataset(**{"data": x, "target": y, **settings})
+
+
+def with_labels(make: Any, bad: Any, value: Any) -> Any:
+    labels = make(wire.arrays()[1])
+    labels[bad] = value
+    return values(target=labels)
+
+
+def text_in_a_table() -> Any:
+    frame = pytest.importorskip("pandas").DataFrame(wire.arrays()[0]).astype(object)
+    frame.iloc[4, 1] = wire.SECRET
+    return values(data=frame)
+
+
+def text_for_a_weight() -> Any:
+    # Validation records have none.
+    weights = np.ones(wire.N, dtype=object)
+    weights[4] = wire.SECRET
+    return values(s_wght=weights)
+
+
+def of_pandas(kind: str) -> Any:
+    pandas: Any = pytest.importorskip("pandas")
+    return lambda y: pandas.Series(y).astype(kind)
+
+
+# Data sets, and their bad records.
+BAD: dict[str, tuple[Any, list[int]]] = {
+    "labels": (lambda: with_labels(np.copy, [0, 1, 39], 9), [0, 1, 39]),
+    "nearly all labels": (lambda: with_labels(np.copy, slice(1, 40), 9), [*range(1, 40)]),
+    "a missing number": (lambda: with_labels(of_pandas("float64"), 4, np.nan), [4]),
+    "a missing integer": (lambda: with_labels(of_pandas("Int64"), 4, None), [4]),
+    "a missing category": (lambda: with_labels(of_pandas("category"), 4, None), [4]),
+    "a text in a table": (text_in_a_table, [4]),
+    "a text for a weight": (text_for_a_weight, [4]),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_values_change_their_records_alone(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, bad = BAD[kind]
+    found = total(private(make()), np.arange(wire.N))
+    right = total(private(wire.dataset("plain")), np.delete(np.arange(wire.N), bad))
+    np.testing.assert_allclose(found, right, rtol=0, atol=1e-6)
+    told = f"{len(bad)} of this step, the first is record {bad[0]}: IndexError"
+    assert (told in caplog.text) == ("labels" in kind)
 
 
 def as_lists(x: Any, y: Any) -> Any:
@@ -261,39 +301,17 @@ def test_a_record_of_another_structure_moves_the_sum_by_its_bound_at_most(
     assert np.linalg.norm(found - right) <= plain._bound * (1 + 1e-5)
 
 
-def test_missing_values_of_pandas_own_types_change_one_record() -> None:
-    pandas: Any = pytest.importorskip("pandas")
-    x, y = wire.arrays()
-    labels: dict[str, Any] = {
-        "Int64": pandas.Series(y, dtype="Int64"),
-        "category": pandas.Series(pandas.Categorical(y)),
-    }
-    right = total(private(wire.dataset("plain")), np.delete(np.arange(wire.N), 4))
-    for kind, column in labels.items():
-        column.iloc[4] = None
-        found = total(private(InMemoryDataset(x, target=column)), np.arange(wire.N))
-        np.testing.assert_allclose(found, right, rtol=0, atol=1e-6, err_msg=kind)
-
-
-def test_weights_that_validation_records_have_not_are_numbers() -> None:
-    x, y = wire.arrays()
-    weights = np.ones(wire.N, dtype=object)
-    weights[2] = wire.SECRET
-    found = total(private(InMemoryDataset(x, target=y, s_wght=weights)), np.arange(wire.N))
-    right = total(private(wire.dataset("plain")), np.delete(np.arange(wire.N), 2))
-    np.testing.assert_allclose(found, right, rtol=0, atol=1e-6)
-
-
 def test_types_and_classes_of_training_records_are_not_asked_for() -> None:
     pandas: Any = pytest.importorskip("pandas")
     x, y = wire.arrays()
     labels, frame = y.astype(object), pandas.DataFrame(x).astype({1: object})
     labels[3] = frame.iloc[3, 1] = wire.SECRET
-    held = []
-    for rows, target in ((pandas.DataFrame(x), y), (frame, labels)):
-        source = InMemoryDataset(rows, target=target, expose_classes=True, expose_data_type=True)
-        held.append(private(source).ledger.data)
-    assert held[0] == held[1]
+    shown = {"expose_classes": True, "expose_data_type": True}
+    first, second = (
+        private(InMemoryDataset(rows, target=target, **shown)).ledger.data
+        for rows, target in ((pandas.DataFrame(x), y), (frame, labels))
+    )
+    assert first == second
 
 
 def test_an_interrupt_is_no_record() -> None:
@@ -301,72 +319,34 @@ def test_an_interrupt_is_no_record() -> None:
         raise KeyboardInterrupt
 
     x, y = wire.arrays()
-    made = private(wire.dataset("plain"))
-    made.records = Records.__new__(Records)
-    made.records._alone = [None] * wire.N
     with pytest.raises(KeyboardInterrupt):
         Records(wire._torch_dataset(x, y, stop))
 
 
-def test_a_text_in_a_table_of_numbers_and_a_missing_label_change_one_record() -> None:
-    pandas: Any = pytest.importorskip("pandas")
-    x, y = wire.arrays()
-    frame, labels = pandas.DataFrame(x).astype(object), pandas.Series(y, dtype="float64")
-    frame.iloc[3, 1], labels.iloc[4] = wire.SECRET, np.nan
-    found = total(private(InMemoryDataset(frame, target=labels)), np.arange(wire.N))
-    good = [i for i in range(wire.N) if i not in (3, 4)]
-    right = total(private(InMemoryDataset(x, target=y)), np.array(good))
-    np.testing.assert_allclose(found, right, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("backend", ["sklearn", "sparse", "tensorflow", "jax"])
 def test_records_that_raise_in_other_frameworks(backend: str) -> None:
-    x, y = wire.arrays()
+    model, x, y = MODELS["sklearn" if backend == "sparse" else backend]()
     rows, labels = x.astype(object), y.astype(object)
     rows[3, 1] = wire.SECRET
-    if backend in ("sklearn", "sparse"):
-        from declearn.model.sklearn import SklearnSGDModel
-
-        model: Any = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss")
-        model.initialize({"features_shape": (wire.D,), "classes": {*range(wire.CLASSES)}})
-        if backend == "sparse":
-            x = rows = pytest.importorskip("scipy.sparse").csr_matrix(x)
-            labels[3] = wire.SECRET
-    elif backend == "tensorflow":
-        keras = require("keras")
-        from declearn.model.tensorflow import TensorflowModel
-
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model = TensorflowModel(keras.Sequential([keras.layers.Dense(wire.CLASSES)]), loss)
-        model.initialize({"features_shape": (wire.D,), "data_type": "float32"})
-    else:
-        require("jax")
-        import haiku as hk
-        import jax
-        from declearn.model.haiku import HaikuModel
-
-        def loss_of(found: Any, y: Any) -> Any:
-            return -(jax.nn.log_softmax(found) * jax.nn.one_hot(y, wire.CLASSES)).sum(-1)
-
-        model = HaikuModel(lambda x: hk.Linear(wire.CLASSES)(x), loss_of, seed=0)
-        model.initialize({"features_shape": (wire.D,), "data_type": "float32"})
-    like = (x[:1], y[:1], None)
+    if backend == "sparse":
+        x = rows = pytest.importorskip("scipy.sparse").csr_matrix(x)
+        labels[3] = wire.SECRET
     failed: list[int] = []
 
     def note(record: int, exc: BaseException) -> None:
         failed.append(record)
 
-    records = Records(InMemoryDataset(rows, target=labels), like)
-    batches = records.take(np.arange(wire.N), note)
+    records = Records(InMemoryDataset(rows, target=labels), (x[:1], y[:1], None))
+    batches = records.take(np.arange(len(y)), note)
     found, _ = persample.clipped_sum(model, batches, np.ones_like, failed=note)
-    good = [i for i in range(wire.N) if i != 3]
+    good = np.delete(np.arange(len(y)), 3)
     right, _ = persample.clipped_sum(model, [(x[good], y[good], None)], np.ones_like)
     assert failed == [3]
     for name, array in right.items():
         np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-5)
     if backend == "tensorflow":
         y[5] = 9
-        found, _ = persample.clipped_sum(model, [(x, y, None)], np.ones_like, failed=note)
+        persample.clipped_sum(model, [(x, y, None)], np.ones_like, failed=note)
         assert failed == [3, 5]
 
 
@@ -469,12 +449,6 @@ class Remembers(nn.Module):  # type: ignore[misc]
         return self.layer(self.use(self, x))
 
 
-def last(net: Any, x: Any) -> Any:
-    y = x if net.kept is None else x + net.kept
-    net.kept = x.detach()
-    return y
-
-
 def average(net: Any, x: Any) -> Any:
     net.kept = 0.99 * net.kept + 0.01 * x.detach().mean(0)
     return x - net.kept
@@ -485,45 +459,47 @@ def in_place(net: Any, x: Any) -> Any:
     return x - net.kept
 
 
+def later(count: int, x: Any) -> Any:
+    """Return another value from the hundredth time on."""
+    return x if count < 100 else 2 * x
+
+
 def counted(net: Any, x: Any) -> Any:
     net.kept += 1
-    return x if net.kept < 100 else 2 * x
+    return later(net.kept, x)
 
 
 def by_class(net: Any, x: Any) -> Any:
     type(net).count += 1
-    return x
+    return later(net.count, x)
 
 
-SEEN: list[Any] = []
+HOLDER: Any = SimpleNamespace(kept=0)
 
 
 def in_globals(net: Any, x: Any) -> Any:
-    SEEN.append(0)
-    return x * (1 + len(SEEN))
-
-
-HOLDER = SimpleNamespace(kept=0)
-
-
-def in_an_object(net: Any, x: Any) -> Any:
     HOLDER.kept += 1
-    return x if HOLDER.kept < 100 else 2 * x
+    return later(HOLDER.kept, x)
 
 
 def in_defaults(net: Any, x: Any, *, kept: Any = []) -> Any:  # noqa: B006
-    kept.append(float(len(kept)))
-    return x if len(kept) < 100 else x * kept[-1]
+    kept.append(0)
+    return later(len(kept), x)
 
 
 def boxed(box: Any, net: Any, x: Any) -> Any:
     box["kept"] = box.get("kept", 0) + 1
-    return x if box["kept"] < 100 else 2 * x
+    return later(box["kept"], x)
 
 
 def on_itself(net: Any, x: Any) -> Any:
     on_itself.kept = getattr(on_itself, "kept", 0) + 1  # type: ignore[attr-defined]
-    return x if on_itself.kept < 100 else 2 * x  # type: ignore[attr-defined]
+    return later(on_itself.kept, x)  # type: ignore[attr-defined]
+
+
+def enclosed() -> Any:
+    kept: Any = {}
+    return lambda net, x: boxed(kept, net, x)
 
 
 class Slotted:
@@ -536,17 +512,7 @@ class Slotted:
 
     def __call__(self, net: Any, x: Any) -> Any:
         self.kept += 1
-        return x if self.kept < 100 else 2 * x
-
-
-def enclosed(net: Any = None, seen: Any = None) -> Any:
-    kept: list[Any] = []
-
-    def use(net: Any, x: Any) -> Any:
-        kept.append(float(len(kept)))
-        return x if len(kept) < 100 else x * kept[-1]
-
-    return use
+        return later(self.kept, x)
 
 
 def hooked() -> Any:
@@ -559,37 +525,19 @@ def hooked() -> Any:
     return net
 
 
-class Recurrent(nn.Module):  # type: ignore[misc]
-    """Goes on with the hidden state of the last input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.out = nn.GRU(wire.D, 5, batch_first=True), nn.Linear(5, wire.CLASSES)
-        self.hidden: Any = None
-
-    def forward(self, x: Any) -> Any:
-        found, hidden = self.cell(x[:, None], self.hidden)
-        self.hidden = hidden.detach()
-        return self.out(found[:, -1])
-
-
 REMEMBERING: dict[str, Any] = {
-    "the last": lambda: Remembers(last),
     "an average": lambda: Remembers(average, torch.zeros(wire.D)),
-    "an average in place": lambda: Remembers(in_place, torch.zeros(wire.D)),
     "a counter": lambda: Remembers(counted, 0),
     "a buffer that is set": lambda: Remembers(average, torch.zeros(wire.D), buffer=True),
     "a buffer in place": lambda: Remembers(in_place, torch.zeros(wire.D), buffer=True),
     "a class": lambda: Remembers(by_class),
     "globals": lambda: Remembers(in_globals),
     "a closure": lambda: Remembers(enclosed()),
-    "an object in globals": lambda: Remembers(in_an_object),
     "a default": lambda: Remembers(in_defaults),
     "a part of a call": lambda: Remembers(partial(boxed, {})),
     "a function": lambda: Remembers(on_itself),
     "a slot": lambda: Remembers(Slotted()),
     "a hook": hooked,
-    "a hidden state": Recurrent,
 }
 
 

@@ -49,30 +49,17 @@ class Calls(nn.Module):  # type: ignore[misc]
         return self.call(self, *inputs)
 
 
-def recurrent(kind: Any, width: int = 5, **settings: Any) -> Any:
+def lstm() -> Any:
     return Calls(
         lambda net, x: net.out(net.cell(net.embed(x))[0][:, -1]),
         embed=nn.Embedding(11, 6),
-        cell=kind(6, 5, batch_first=True, **settings),
-        out=nn.Linear(width, 3),
+        cell=nn.LSTM(6, 5, 2, batch_first=True, bidirectional=True),
+        out=nn.Linear(10, 3),
     )
 
 
-def attention() -> Any:
-    return Calls(
-        lambda net, x: net.out(
-            net.mix(*[net.embed(x)] * 3, key_padding_mask=x == 0)[0]
-            .masked_fill((x == 0)[:, :, None], 0.0)
-            .mean(1)
-        ),
-        embed=nn.Embedding(11, 6, padding_idx=0),
-        mix=nn.MultiheadAttention(6, 2, batch_first=True),
-        out=nn.Linear(6, 3),
-    )
-
-
-def encoder(**settings: Any) -> Any:
-    layer = nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True, **settings)
+def encoder() -> Any:
+    layer = nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True, norm_first=True)
     return Calls(
         lambda net, x: net.out(net.mix(net.embed(x) + net.place).mean(1)),
         embed=nn.Embedding(11, 6),
@@ -107,7 +94,7 @@ class TwoLosses(nn.Module):  # type: ignore[misc]
 
 
 class Centred(nn.Module):  # type: ignore[misc]
-    """Has buffers that training does not change."""
+    """Has buffers that training does not change, and is given keywords."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +103,7 @@ class Centred(nn.Module):  # type: ignore[misc]
         self.layer = nn.Linear(4, 3)
 
     def forward(self, x: Any) -> Any:
-        return self.layer((x - self.mean) * self.mask)
+        return self.layer(input=(x - self.mean) * self.mask)
 
 
 def in_place() -> Any:
@@ -131,10 +118,6 @@ def branches() -> Any:
     )
 
 
-def keywords() -> Any:
-    return Calls(lambda net, x: net.layer(input=x), layer=nn.Linear(4, 3))
-
-
 def checkpointed() -> Any:
     return Calls(
         lambda net, x: net.out(
@@ -145,36 +128,22 @@ def checkpointed() -> Any:
     )
 
 
-def images(*layers: Any) -> Any:
-    return nn.Sequential(*layers, nn.Flatten())
-
-
 # Module, shape of a record or what tokens it has, loss.
 ZOO: dict[str, tuple[Callable[[], Any], Any, Any]] = {
-    "Opacus' gru": (lambda: recurrent(pytest.importorskip("opacus.layers").DPGRU), 7, None),
-    "lstm": (lambda: recurrent(nn.LSTM, 10, num_layers=2, bidirectional=True), 7, None),
-    "attention": (attention, 7, None),
-    "encoder": (lambda: encoder(norm_first=True, activation="gelu"), 7, None),
-    "bag": (lambda: nn.Sequential(nn.EmbeddingBag(11, 6, mode="max"), nn.Linear(6, 3)), 7, None),
+    "lstm": (lstm, 7, None),
+    "encoder": (encoder, 7, None),
     "two inputs": (two_inputs, [7, (4,)], None),
     "two outputs": (two_outputs, (4,), TwoLosses()),
-    "transposed": (
-        lambda: images(nn.ConvTranspose2d(1, 2, 2), nn.MaxPool2d(2), nn.Conv2d(2, 3, 3)),
+    "images": (
+        lambda: nn.Sequential(
+            *(nn.ConvTranspose2d(1, 4, 2), nn.InstanceNorm2d(4, affine=True), nn.MaxPool2d(2)),
+            *(nn.Conv2d(4, 3, 3), nn.PReLU(), nn.Flatten()),
+        ),
         *((1, 5, 5), None),
-    ),
-    "instance norm": (
-        lambda: images(nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.Conv2d(4, 3, 3)),
-        *((1, 5, 5), None),
-    ),
-    "rms norm": (lambda: nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 3), nn.PReLU()), (4,), None),
-    "class weights": (
-        lambda: nn.Linear(4, 3),
-        *((4,), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1]))),
     ),
     "buffers": (Centred, (4,), None),
     "in place": (in_place, (4,), None),
     "branches": (branches, (4,), None),
-    "keywords": (keywords, (4,), None),
     "checkpointed": (checkpointed, (4,), None),
 }
 
@@ -224,37 +193,14 @@ def test_sums_are_those_of_records_alone(kind: str, many: int) -> None:
         np.testing.assert_allclose(sums[name], array, rtol=0, atol=1e-6)
 
 
-def test_half_precision_inside_of_a_model() -> None:
-    torch.manual_seed(0)
-
-    def call(net: Any, x: Any) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return net.layer(x).float()
-
-    model = model_of(Calls(call, layer=nn.Linear(4, 3)))
-    x, y = data_of((4,)), torch.randint(0, 3, (N,))
-    sums, _ = clipped_sum(model, [(x, y, None)], flat)
-    for name, array in alone(model, x, y).items():
-        np.testing.assert_allclose(sums[name], array, rtol=0, atol=N * C * 2.0**-8)
-
-
-class Counting(nn.Module):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: Any) -> Any:
-        self.seen += len(x)
-        return self.layer(x)
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), "is a spectral norm"),
         (lambda: nn.Linear(4, 3).requires_grad_(False), "none of the model's weights is trained"),
+        (lambda: nn.Sequential(nn.BatchNorm1d(4)), r"layer '0' \(BatchNorm1d\) mixes the records"),
         (lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)), "mixes the records"),
+        (lambda: nn.InstanceNorm1d(4, track_running_stats=True), "mixes the records"),
     ],
 )
 def test_what_can_not_be_private_is_refused_by_name(make: Any, words: str) -> None:
@@ -266,22 +212,3 @@ def test_what_can_not_be_private_is_refused_by_name(make: Any, words: str) -> No
 def test_a_compiled_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"compiled by torch\.jit"):
         check(model_of(torch.jit.script(nn.Linear(4, 3))))
-
-
-def test_what_fails_for_a_record_fails_before_anything_is_paid(tmp_path: Any) -> None:
-    pytest.importorskip("opacus")
-    from declearn.aggregator import AveragingAggregator
-    from declearn.dataset import InMemoryDataset
-    from declearn.optimizer import Optimizer
-    from test_dpsgd_manager import request
-
-    from fedclip.dpsgd.manager import PrivateTrainingManager
-
-    records = InMemoryDataset(np.ones((60, 4), "float32"), target=np.zeros(60, int))
-    made = PrivateTrainingManager(
-        *(model_of(Counting()), Optimizer(lrate=1.0), AveragingAggregator(), records, records),
-        verbose=False,
-    )
-    with pytest.raises(ValueError, match="training changes the buffer 'seen'"):
-        made.make_private(request(), path=tmp_path / "spent.json")
-    assert not [*tmp_path.iterdir()]

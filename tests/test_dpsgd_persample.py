@@ -13,7 +13,6 @@ from helpers import require
 
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.persample import check, clipped_sum, vector
-from fedclip.scopes import resolve
 
 pytestmark = pytest.mark.slow
 
@@ -35,15 +34,15 @@ def flat(norms: Any) -> Any:
 
 
 # -- models ------------------------------------------------------------------------------------
-def torch_model(dtype: str = "float32") -> Model:
+def torch_model() -> Model:
     require("torch")
     import torch
     from declearn.model.torch import TorchModel
 
     torch.manual_seed(0)
-    nn, kind = torch.nn, getattr(torch, dtype)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 3)).to(kind)
-    x = torch.from_numpy(rng().normal(size=(13, 1, 8, 8))).to(kind)
+    nn = torch.nn
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 3))
+    x: Any = torch.from_numpy(rng().normal(size=(13, 1, 8, 8)).astype("float32"))
     return TorchModel(net, nn.CrossEntropyLoss()), x, rng().integers(0, 3, 13)
 
 
@@ -106,12 +105,14 @@ def numbers(array: Any) -> Any:
     return np.asarray(array, dtype=np.float64)
 
 
-def expected(model: Any, x: Any, y: Any) -> dict[str, Any]:
+def expected(model: Any, x: Any, y: Any, dense: Any = None) -> dict[str, Any]:
     """Return the clipped sum from declearn's own gradients of batches of one record."""
+    dense = dense or (lambda array: array)
     total: dict[str, Any] = {}
     for i in range(len(x)):
         given = (x[i : i + 1], y[i : i + 1], None)
-        grads = {n: numbers(a) for n, a in model.compute_batch_gradients(given).coefs.items()}
+        found = model.compute_batch_gradients(given).coefs
+        grads = {n: numbers(dense(a)) for n, a in found.items()}
         norm = np.sqrt(sum((a**2).sum() for a in grads.values()))
         for name, array in grads.items():
             total[name] = total.get(name, 0.0) + min(1.0, C / norm if norm else 1.0) * array
@@ -171,22 +172,6 @@ def test_closed_forms_are_what_scikit_learn_does(kind: str, loss: str, penalty: 
             np.testing.assert_allclose(array, total.coefs[name], rtol=0, atol=1e-9)
 
 
-# -- what a record can change ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_other_dtypes(dtype: str) -> None:
-    model, x, y = torch_model(dtype)
-    sums = clipped_sum(model, [(x, y, None)], flat, micro_batch=4)[0]
-    for i in range(13):
-        keep = [j for j in range(13) if j != i]
-        less = clipped_sum(model, [(x[keep], y[keep], None)], flat, micro_batch=4)[0]
-        change = np.sqrt(sum(((sums[n] - less[n]) ** 2).sum() for n in sums))
-        total = np.sqrt(sum((sums[n] ** 2).sum() for n in sums))
-        unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float64": 2.0**-53}[dtype]
-        assert change <= C * (1 + 1e-6) + 2 * unit * total
-
-
 @each_model
 def test_no_record_at_all_is_a_sum_of_zeros(name: str) -> None:
     model, x, y = MODELS[name]()
@@ -198,107 +183,30 @@ def test_no_record_at_all_is_a_sum_of_zeros(name: str) -> None:
         assert {n: a.shape for n, a in sums.items()} == {n: tuple(s) for n, s in shapes.items()}
 
 
-def test_what_comes_before_is_applied_to_each_record() -> None:
-    model, x, y = sklearn_model()
-    groups = resolve("tensor", None, ("coef", "intercept"))
-    signs = clipped_sum(
-        *(model, [(x, y, None)], np.ones_like),
-        groups=groups,
-        each=lambda arrays: {n: np.sign(a) for n, a in arrays.items()},
-        micro_batch=5,
-    )[0]
-    right = sum(
-        np.sign(model._compute_sample_gradient(x[i], y[i]).coefs["coef"]) for i in range(13)
-    )
-    np.testing.assert_array_equal(signs["coef"], right)
-
-
-def test_each_record_has_its_own_dropout() -> None:
-    require("torch")
-    import torch
-    from declearn.model.torch import TorchModel
-
-    net = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(64, 1))
-    model = TorchModel(net, torch.nn.MSELoss())
-    x = np.ones((40, 64), dtype="float32")
-    seen: list[Any] = []
-
-    def look(arrays: Any) -> Any:
-        seen.append(arrays["module.1.weight"] != 0)
-        return arrays
-
-    clipped_sum(model, [(x, np.full((40, 1), 9.0, dtype="float32"), None)], flat, each=look)
-    assert len({row.tobytes() for row in seen}) == 40
-
-
-def keras_layers(kind: str) -> Any:
+@pytest.mark.parametrize("kind", ["lstm", "attention"])
+def test_keras_layers_without_a_vectorized_gradient(kind: str) -> None:
+    tf = require("tensorflow")
     import keras
+    from declearn.model.tensorflow import TensorflowModel
 
     layers = keras.layers
     inputs = keras.Input((7,))
-    found = layers.Embedding(11, 6)(inputs)
+    embedded = layers.Embedding(11, 6)(inputs)
     if kind == "attention":
-        found = layers.GlobalAveragePooling1D()(layers.MultiHeadAttention(2, 3)(found, found))
+        found = layers.GlobalAveragePooling1D()(layers.MultiHeadAttention(2, 3)(embedded, embedded))
     else:
-        found = {"lstm": layers.LSTM, "gru": layers.GRU}[kind](5)(found)
-    return keras.Model(inputs, layers.Dense(3)(found))
-
-
-@pytest.mark.parametrize("kind", ["lstm", "gru", "attention"])
-def test_keras_layers_without_a_vectorized_gradient(kind: str) -> None:
-    require("tensorflow")
-    import keras
-    import tensorflow as tf
-    from declearn.model.tensorflow import TensorflowModel
-
+        found = layers.LSTM(5)(embedded)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model = TensorflowModel(keras_layers(kind), loss)
+    model = TensorflowModel(keras.Model(inputs, layers.Dense(3)(found)), loss)
     model.initialize({"features_shape": (7,)})
     x, y = rng().integers(0, 11, (13, 7)), rng().integers(0, 3, 13)
     sums, _ = clipped_sum(model, [(x, y, None)], flat, micro_batch=5)
-    total: dict[str, Any] = {}
-    for i in range(13):
-        grads = model.compute_batch_gradients((x[i : i + 1], y[i : i + 1], None)).coefs
-        dense = {n: numbers(tf.convert_to_tensor(a)) for n, a in grads.items()}
-        factor = min(1.0, C / np.sqrt(sum((a**2).sum() for a in dense.values())))
-        for name, array in dense.items():
-            total[name] = total.get(name, 0.0) + factor * array
-    for name, array in total.items():
+    for name, array in expected(model, x, y, tf.convert_to_tensor).items():
         np.testing.assert_allclose(sums[name], array, rtol=0, atol=1e-6)
 
 
-def test_each_record_has_its_own_dropout_in_keras_and_haiku() -> None:
-    require("tensorflow")
-    require("jax")
-    import haiku as hk
-    import keras
-    from declearn.model.haiku import HaikuModel
-    from declearn.model.tensorflow import TensorflowModel
-
-    net = keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(1, use_bias=False)])
-
-    def dropped(x: Any) -> Any:
-        return hk.Linear(1, with_bias=False)(hk.dropout(hk.next_rng_key(), 0.5, x))
-
-    models: list[Any] = [
-        TensorflowModel(net, keras.losses.MeanSquaredError()),
-        HaikuModel(dropped, lambda found, y: ((found - y) ** 2).sum(-1), seed=0),
-    ]
-    batch = (np.ones((40, 64), "float32"), np.full((40, 1), 9.0, "float32"), None)
-    for model in models:
-        model.initialize({"features_shape": (64,), "data_type": "float32"})
-        seen: list[Any] = []
-
-        def look(arrays: Any, seen: list[Any] = seen) -> Any:
-            seen.append(next(iter(arrays.values())) != 0)
-            return arrays
-
-        clipped_sum(model, [batch], flat, each=look)
-        assert len({row.tobytes() for row in seen}) == 40
-
-
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
-def test_a_seed_which_the_server_knows_foretells_no_dropout(backend: str) -> None:
+def test_each_record_has_its_own_dropout_and_no_seed_foretells_it(backend: str) -> None:
     def one() -> Any:
         if backend == "tensorflow":
             keras = require("keras")
@@ -316,47 +224,21 @@ def test_a_seed_which_the_server_knows_foretells_no_dropout(backend: str) -> Non
 
         return HaikuModel(dropped, lambda found, y: ((found - y) ** 2).sum(-1), seed=0)
 
-    # Of a single record, what is dropped has a gradient of zero.
-    batch = (np.ones((1, 64), "float32"), np.full((1, 1), 9.0, "float32"), None)
-    left = []
+    # What is dropped has a gradient of zero. The server knows the seeds of both models.
+    batch = (np.ones((40, 64), "float32"), np.full((40, 1), 9.0, "float32"), None)
+    seen: list[Any] = []
+
+    def look(arrays: Any) -> Any:
+        seen.append(next(iter(arrays.values())) != 0)
+        return arrays
+
     for model in (one(), one()):
         model.initialize({"features_shape": (64,), "data_type": "float32"})
-        (sums,) = clipped_sum(model, [batch], flat)[0].values()
-        left.append(sums.ravel() != 0)
-    assert not np.array_equal(*left)
+        clipped_sum(model, [batch], flat, each=look)
+    assert len({row.tobytes() for row in seen}) == 80
 
 
 # -- refusals ----------------------------------------------------------------------------------
-def test_layers_that_mix_records_are_refused_by_name() -> None:
-    require("torch")
-    import torch
-    from declearn.model.torch import TorchModel
-
-    for layer in (torch.nn.BatchNorm1d(4), torch.nn.InstanceNorm1d(4, track_running_stats=True)):
-        net = torch.nn.Sequential(torch.nn.Linear(4, 4), layer)
-        with pytest.raises(ValueError, match=r"the layer '1' \(\w+\) mixes the records"):
-            check(TorchModel(net, torch.nn.MSELoss()))
-
-
-def test_a_buffer_that_training_changes_is_refused_by_name() -> None:
-    require("torch")
-    import torch
-    from declearn.model.torch import TorchModel
-
-    class Counting(torch.nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 1)
-            self.register_buffer("seen", torch.zeros(4))
-
-        def forward(self, x: Any) -> Any:
-            self.seen.add_(x.detach().sum(0))
-            return super().forward(x)
-
-    model = TorchModel(Counting(), torch.nn.MSELoss())
-    batch = (np.ones((3, 4), "float32"), np.ones((3, 1), "float32"), None)
-    with pytest.raises(ValueError, match="training changes the buffer 'seen'"):
-        clipped_sum(model, [batch], flat)
-    assert not model._raw_model.module.seen.any()
 
 
 def test_keras_batch_normalization_is_refused_by_name() -> None:
@@ -369,19 +251,6 @@ def test_keras_batch_normalization_is_refused_by_name() -> None:
     model.initialize({"features_shape": (4,)})
     with pytest.raises(ValueError, match=r"the layer 'bn' \(BatchNormalization\) mixes"):
         check(model)
-
-
-def test_haiku_models_with_a_state_are_refused_by_haiku() -> None:
-    require("jax")
-    import haiku as hk
-    from declearn.model.haiku import HaikuModel
-
-    def normed(x: Any) -> Any:
-        return hk.Linear(1)(hk.BatchNorm(True, True, 0.9)(x, is_training=True))
-
-    model = HaikuModel(normed, lambda found, y: found.sum(-1), seed=0)
-    with pytest.raises(ValueError, match="transform_with_state"):
-        model.initialize({"features_shape": (4,), "data_type": "float32"})
 
 
 def test_class_weights_and_other_models_are_refused() -> None:

@@ -48,13 +48,6 @@ class Sentences(torch.utils.data.Dataset):  # type: ignore[misc]
         return self.rows[i]
 
 
-class Noisy(Sentences):
-    """Returns another record each time: data augmentation."""
-
-    def __getitem__(self, i: int) -> Any:
-        return torch.rand(3), torch.tensor(0)
-
-
 class Endless(torch.utils.data.IterableDataset):  # type: ignore[misc]
     def __iter__(self) -> Any:
         return iter([])
@@ -101,9 +94,8 @@ def total(of: Any, batches: Any) -> Any:
     return np.concatenate([a.ravel() for a in sums.values()])
 
 
-@pytest.mark.parametrize("weights", [False, True])
-def test_no_record_depends_on_how_long_others_are(weights: bool) -> None:
-    of, records = model(), Records(dataset(Sentences(weights)))
+def test_no_record_depends_on_how_long_others_are() -> None:
+    of, records = model(), Records(dataset(Sentences(weights=True)))
     each = [total(of, records.take([i])) for i in range(6)]
     np.testing.assert_allclose(total(of, records.take(np.arange(6))), sum(each), atol=1e-6)
     for i in range(6):
@@ -112,7 +104,7 @@ def test_no_record_depends_on_how_long_others_are(weights: bool) -> None:
         np.testing.assert_allclose(change, each[i], atol=1e-6)
     batches = records.take(np.arange(6))
     assert sorted(len(x) for x, _, _ in batches) == [1, 1, 2, 2]
-    assert all((w is not None) == weights for _, _, w in batches)
+    assert all(w is not None for _, _, w in batches)
 
 
 def test_records_of_one_shape_are_one_batch() -> None:
@@ -123,23 +115,6 @@ def test_records_of_one_shape_are_one_batch() -> None:
     assert y.tolist() == [3, 3, 19]
     assert weights is None
     assert records.take([]) == []
-
-
-def test_several_inputs_and_none_to_learn() -> None:
-    class Pairs(Sentences):
-        def __getitem__(self, i: int) -> Any:
-            return ([torch.full((2,), i), torch.full((3,), 0.5)],)
-
-    ((inputs, y, weights),) = Records(dataset(Pairs(), None)).take([4, 1])
-    assert [x.tolist() for x in inputs] == [[[4, 4], [1, 1]], [[0.5] * 3] * 2]
-    assert y is weights is None
-
-
-def test_what_is_random_in_a_record_is_drawn_each_time() -> None:
-    records = Records(dataset(Noisy(), None))
-    ((x, _, _),) = records.take([0, 0])
-    ((again, _, _),) = records.take([0, 0])
-    assert len({*map(tuple, torch.cat([x, again]).tolist())}) == 4
 
 
 def test_datasets_whose_records_can_not_be_drawn_are_refused() -> None:

@@ -99,7 +99,8 @@ def test_noise_is_as_large_as_it_says(framework: str, records: int) -> None:
                 *(_product, {"w": jnp.ones(100_000)}, jnp.zeros((records, 100_000))), **settings
             )["w"]
         )
-    assert found.std() == pytest.approx(1.5 * C / 4, rel=0.01)
+    # Six of its standard deviations, and more.
+    assert found.std() == pytest.approx(1.5 * C / 4, rel=0.014)
 
 
 def _product(params: Any, x: Any) -> Any:

@@ -76,15 +76,7 @@ def test_it_says_when_there_are_too_few_records() -> None:
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [
-        (("--epsilon", 0), "epsilon must be"),
-        (("--records", 0), "records must be"),
-        (("--batch-size", -1), "batch_size must be"),
-        (("--rounds", 0), "rounds must be"),
-        (("--steps", 0), "n_steps must be"),
-        (("--values", 0), "values must be"),
-        (("--delta", 1), "delta must be"),
-    ],
+    [(("--epsilon", 0), "epsilon must be"), (("--values", 0), "values must be")],
 )
 def test_numbers_that_are_not_allowed_are_named(changed: tuple[Any, ...], said: str) -> None:
     done = call(*BUDGET, *changed)
@@ -111,18 +103,6 @@ def test_a_ledger_is_read_and_each_accountant_named(tmp_path: Path) -> None:
     assert other["epsilons"]["pld"] == epsilon([Release(2.0, 30, 0.16)], 1e-3)
 
 
-def test_a_servers_checkpoint_is_read(tmp_path: Path) -> None:
-    settings = {"noise_multiplier": 2.0, "expected_clients": 20, "delta": 1e-3}
-    optimizer = Optimizer(lrate=1.0, modules=[("update-clip-server", settings)])
-    budget: Any = optimizer.modules[0].budget  # type: ignore[attr-defined]
-    budget.accountant.add(2.0, 7)
-    Checkpointer(str(tmp_path / "server")).save_optimizer(optimizer)
-    (found,) = json.loads(call("spent", tmp_path, "--json").stdout)
-    assert (found["protects"], found["delta"]) == ("client", 1e-3)
-    assert found["epsilons"]["closed form"] == epsilon([Release(2.0, 7)], 1e-3)
-    assert "prv" not in found["epsilons"]
-
-
 def test_the_name_of_a_checkpoint_need_not_be_the_newest(tmp_path: Path) -> None:
     """Local time goes back by an hour in autumn."""
     settings = {"noise_multiplier": 2.0, "expected_clients": 20, "delta": 1e-3}
@@ -134,7 +114,9 @@ def test_the_name_of_a_checkpoint_need_not_be_the_newest(tmp_path: Path) -> None
         budget.accountant.add(2.0, 3)
         saved.save_optimizer(optimizer, timestamp=stamp)
     (found,) = json.loads(call("spent", tmp_path, "--json").stdout)
+    assert (found["protects"], found["delta"]) == ("client", 1e-3)
     assert found["epsilons"]["closed form"] == epsilon([Release(2.0, 6)], 1e-3, "replace-one")
+    assert "prv" not in found["epsilons"]
     rows = [*csv.DictReader(io.StringIO(call("spent", tmp_path, "--csv").stdout))]
     assert [(row["what"], row["steps"], row["relation"]) for row in rows[:2]] == [
         ("release", "6", "replace-one"),
@@ -198,7 +180,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize(
     ("command", "value"),
-    [(command, ENDS[(i + 3 * j) % 10]) for i, command in enumerate(COMMANDS) for j in range(4)],
+    [(command, ENDS[(i + 3 * j) % 10]) for i, command in enumerate(COMMANDS) for j in range(2)],
 )
 def test_the_ends_of_numbers_are_a_number_or_a_sentence(command: str, value: str) -> None:
     done = call(*command.format(value).split())
@@ -210,18 +192,6 @@ def test_the_ends_of_numbers_are_a_number_or_a_sentence(command: str, value: str
     else:
         assert "nan" not in done.stdout
         assert "inf" not in done.stdout.replace("infinite", "")
-
-
-def test_a_ledger_of_huge_noise_has_spent_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "privacy_spent.json"
-    Ledger(3.0, 1e-5, path).reserve(1e308, 0.16, 9)
-    (found,) = json.loads(call("spent", path, "--json").stdout)
-    assert found["epsilons"]["closed form"] == 0.0
-
-
-def test_a_plan_of_a_tiny_budget_says_that_delta_covers_it() -> None:
-    text = call("plan", "--epsilon", 1e-12, "--rounds", 10, "--clients", 10).stdout
-    assert "cost no epsilon: all that they give away is within delta" in text
 
 
 def test_a_batch_of_all_records_is_no_sample() -> None:
@@ -237,14 +207,6 @@ def test_a_plan_needs_no_file() -> None:
     right = epsilon([Release(2.0, 5, 0.1)], 1e-5, "replace-one")
     assert found["epsilons"]["pld"] == right
     assert "take 'pld'" in found["epsilons"]["prv"]
-
-
-def test_what_has_no_finite_epsilon_is_no_number() -> None:
-    plan = ("spent", "--noise-multiplier", 1e-200, "--steps", 10, "--rate", 1)
-    printed = call(*plan, "--json").stdout
-    assert "Infinity" not in printed
-    assert json.loads(printed)[0]["epsilons"]["closed form"] == "no finite epsilon"
-    assert "no finite epsilon" in call(*plan).stdout
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import PATIENCE
 
 from fedclip import NormClip
 from fedclip.adapters.loggers import log
@@ -54,7 +55,9 @@ def test_wandb(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wandb = pytest.importorskip("wandb")
-        run = wandb.init(mode="offline", dir=str(tmp_path), settings={"silent": True})
+        run = wandb.init(
+            mode="offline", dir=str(tmp_path), settings={"silent": True, "init_timeout": PATIENCE}
+        )
         clipper = steps(run)
         # W&B takes a step down when the next one comes.
         run.log({}, step=4)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
@@ -42,10 +43,6 @@ def rows():
     return x, y
 
 
-def clipper():
-    return ZScoreClip(warmup=3)
-
-
 def trained(folder):
     """Train with the Trainer, on as many processes as there are."""
     x, y = rows()
@@ -64,7 +61,7 @@ def trained(folder):
         save_strategy="no",
     )
     data = [{"x": x[i], "y": y[i]} for i in range(len(x))]
-    callback = ClipCallback(clipper())
+    callback = ClipCallback(ZScoreClip(warmup=3))
     trainer = InOrder(Model(), arguments, train_dataset=data, callbacks=[callback])
     trainer.train()
     return trainer.model, callback.clipper
@@ -83,7 +80,7 @@ def shard(monkeypatched=Accelerator.__init__):
 
 def looped():
     """Train in a loop of Accelerate."""
-    engine, model, used = Accelerator(cpu=True), Model(), clipper()
+    engine, model, used = Accelerator(cpu=True), Model(), ZScoreClip(warmup=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer = engine.prepare(model, optimizer)
     attach(optimizer, used, model)
@@ -98,17 +95,21 @@ def looped():
 
 def main():
     """Train, and write weights and statistics of this process."""
-    kind, folder = sys.argv[1:]
-    if "sharded" in kind:
-        shard()
-    model, used = looped() if "loop" in kind else trained(folder)
-    values = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    found = {
-        "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
-        "weights": [v.detach().flatten().tolist() for v in values],
-        "state": used.get_state()["groups"],
-        "clipped": used.rounds[-1].clipped,
-    }
+    (folder,) = sys.argv[1:]
+    runs = {"trainer": trained(folder)}
+    AcceleratorState._reset_state()
+    shard()
+    runs |= {"trainer, sharded": trained(folder)}
+    runs |= {"loop, sharded": looped()}
+    found = {}
+    for kind, (model, used) in runs.items():
+        values = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+        found[kind] = {
+            "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
+            "weights": [v.detach().flatten().tolist() for v in values],
+            "state": used.get_state()["groups"],
+            "clipped": used.rounds[-1].clipped,
+        }
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
