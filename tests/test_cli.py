@@ -19,7 +19,7 @@ from pathlib import Path
 import msgpack
 import pytest
 from declearn.optimizer import list_optim_modules
-from helpers import FRAMEWORK_MODULES, PATIENCE, hiding
+from helpers import PATIENCE, free_port, hiding
 from report_runs import Node, large_run
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -77,10 +77,6 @@ def config(modules: str = "[]", port: int = 1) -> str:
 
 
 # ---------------------------------------------------------------------------- list, doctor
-
-
-def test_version() -> None:
-    assert call("--version").stdout == f"fedclip {fedclip.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -166,20 +162,6 @@ def test_doctor_tells_the_versions_without_declearn(monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------------------- translate
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("optax clip_by_global_norm max_norm=0.5", 'modules = [["norm-clip", {max_norm = 0.5}]]'),
-        ("torch clip_grad_norm_ max_norm=1 norm_type=inf", 'ord = "inf"'),
-    ],
-)
-def test_translate_prints_toml(words: str, line: str) -> None:
-    result = call("translate", *words.split())
-    assert result.exit_code == 0, result.stderr
-    assert line in result.stdout
-    assert tomllib.loads(result.stdout)
-
-
 def test_translate_of_nothing_known() -> None:
     result = call("translate", "optax", "clip_by_globl_norm")
     assert result.exit_code == 1
@@ -196,10 +178,7 @@ def test_translate_of_nothing_known() -> None:
         "optax clip_by_global_norm max_norm=0",
         "torch clip_grad_norm_ max_norm=-2",
         "tensorflow clip_by_value clip_value_min=2 clip_value_max=1",
-        "tensorflow clip_by_value clip_value_min=-inf clip_value_max=inf",
-        "drytorch HistClipper alpha=1.5",
         "torchzero ClipNorm max_norm=1 dim={a=1}",
-        f"optax clip max_delta={'9' * 4000}",
         f"optax clip max_delta={'9' * 9000}",
     ],
 )
@@ -294,16 +273,6 @@ def test_check_notes_what_costs_time_or_means_something_else(write: Write) -> No
     assert result.exit_code == 0
 
 
-def test_check_notes_a_section_that_would_be_ignored(write: Write) -> None:
-    result = call("check", write(config() + "[optim.sever_opt]\nlrate = 1.0\n"))
-    assert "[optim.sever_opt] declearn ignores this section; did you mean 'server_opt'?" in (
-        result.stdout
-    )
-    assert result.exit_code == 1
-    result = call("check", write("client_opt = 0.1\nserver_op = 1.0\nrounds = 3\n"))
-    assert result.stdout.count("declearn ignores") == 1
-
-
 def test_usage_errors_are_2() -> None:
     assert call("frobnicate").exit_code == 2
     assert call("check").exit_code == 2
@@ -327,15 +296,17 @@ def test_quickrun_says_that_its_port_is_taken(write: Write) -> None:
     assert f"port {port} on 127.0.0.1 is in use" in one_sentence(result)
 
 
-def test_quickrun_says_what_is_not_there(write: Write, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    file = write(config(port=port))
-    assert "[data] No folder starting with 'data'" in one_sentence(call("quickrun", file))
-    client = tmp_path / "data" / "c0"
+def write_data(folder: Path) -> None:
+    client = folder / "data" / "c0"
     client.mkdir(parents=True)
     for part in ("train_data", "train_target", "valid_data", "valid_target"):
         (client / f"{part}.npy").touch()
+
+
+def test_quickrun_says_what_is_not_there(write: Write, tmp_path: Path) -> None:
+    file = write(config(port=free_port()))
+    assert "[data] No folder starting with 'data'" in one_sentence(call("quickrun", file))
+    write_data(tmp_path)
     assert "there is no model file" in one_sentence(call("quickrun", file))
     (tmp_path / "model.txt").touch()
     file.write_text(file.read_text() + f"[model]\nmodel_file = '{tmp_path / 'model.txt'}'\n")
@@ -350,13 +321,8 @@ def test_quickrun_that_is_interrupted_points_to_the_report(
     async def interrupted(federation: object, seed: object) -> None:
         raise KeyboardInterrupt
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    file = write(config(port=port) + '[experiment]\ncheckpoint = "results/today"\n')
-    client = tmp_path / "data" / "c0"
-    client.mkdir(parents=True)
-    for part in ("train_data", "train_target", "valid_data", "valid_target"):
-        (client / f"{part}.npy").touch()
+    file = write(config(port=free_port()) + '[experiment]\ncheckpoint = "results/today"\n')
+    write_data(tmp_path)
     (tmp_path / "model.py").touch()
     monkeypatch.setattr(fedclip.tools.quickrun.Federation, "run", interrupted)
     result = call("quickrun", file)
@@ -452,27 +418,6 @@ def test_report_writes_csv(checkpoints: Path, tmp_path: Path) -> None:
     file = tmp_path / "r.csv"
     assert call("report", checkpoints, "--csv", file).exit_code == 0
     assert file.read_text() == to_stdout
-    result = call("report", checkpoints, "--csv", tmp_path / "no" / "r.csv")
-    assert result.exit_code == 1
-    assert "can not write" in one_sentence(result)
-
-
-@pytest.mark.slow
-def test_report_writes_a_plot(checkpoints: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "r.png"
-    assert call("report", checkpoints, "--plot", file).exit_code == 0
-    assert file.read_bytes().startswith(b"\x89PNG")
-    assert "can not write" in one_sentence(call("report", checkpoints, "--plot", "r.xyz"))
-
-
-def test_report_says_how_to_get_matplotlib(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = call("report", checkpoints, "--plot", "r.png")
-    assert result.exit_code == 1
-    assert "pip install matplotlib" in one_sentence(result)
 
 
 def test_report_shows_other_peoples_names_as_they_are(tmp_path: Path) -> None:
@@ -566,9 +511,6 @@ def test_a_run_that_ended_without_records_is_not_followed(tmp_path: Path) -> Non
     Node(tmp_path, ["momentum"]).round([1.0])
     (tmp_path / "model_state_best.mpk").touch()
     assert "no records" in one_sentence(call("report", tmp_path, "--follow"))
-
-
-def test_a_file_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     assert "is no folder" in one_sentence(call("report", tmp_path / "run", "--follow"))
 
@@ -593,20 +535,10 @@ ROUND = {
 LONG = "x" * 5_000
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["report", LONG], 2),
-        (["check", LONG], 2),
-        (["check", "a/" * 2_500], 2),
-        (["quickrun", LONG], 2),
-        (["run", LONG], 2),
-        (["demo", LONG], 1),
-    ],
-)
-def test_a_path_that_no_system_takes_is_a_sentence(words: list[str], code: int) -> None:
-    result = call(*words)
-    assert result.exit_code == code, result.output
+@pytest.mark.parametrize("command", ["report", "check", "quickrun", "run", "demo"])
+def test_a_path_that_no_system_takes_is_a_sentence(command: str) -> None:
+    result = call(command, LONG)
+    assert result.exit_code == (1 if command == "demo" else 2), result.output
     one_sentence(result)
 
 
@@ -639,32 +571,3 @@ def test_report_in_a_pipe_and_at_80_columns_keeps_its_numbers(tmp_path: Path) ->
     narrow = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, narrow.splitlines())) <= 80
     assert len(re.findall(r"100 +12345 +100% +- +1\.23e\+10 +1\.23e-05", narrow)) == 8
-
-
-# --------------------------------------------------------------------------- without extras
-
-
-@pytest.mark.slow
-def test_it_works_without_torch_tensorflow_and_jax() -> None:
-    code = """
-    import sys
-    import numpy as np
-    from declearn.model.sklearn import NumpyVector
-    from declearn.optimizer import Optimizer
-    from fedclip.tools.cli import app
-    (clipper,) = Optimizer(0.1, modules=["norm-clip"]).modules
-    print(clipper.run(NumpyVector({"w": np.array([3.0, 4.0])})).coefs["w"].round(3))
-    assert not {"torch", "tensorflow", "jax"} & set(sys.modules)
-    app(["list"])
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=hiding(*FRAMEWORK_MODULES, "opacus", "matplotlib"),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("[0.6 0.8]\n")
-    assert "zscore-clip" in done.stdout
