@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,16 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what stays: tests and frameworks are millions of objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def no_round_left_open() -> Iterator[None]:
+    """Forget, after a test, the round of update clipping that it has begun."""
+    yield
+    from fedclip.federation.update.coupling import CLIENT, SERVER
+
+    for variable in (CLIENT, SERVER):
+        variable.set(None)
 
 
 @pytest.fixture(scope="session")

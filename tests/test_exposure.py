@@ -11,16 +11,10 @@ from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 
 from fedclip import UpdateClipServer
-from fedclip.federation.update.coupling import SERVER
 from fedclip.modules.servers import ZScoreClipServer
 from fedclip.tools.check import Check, check_config
 
-
-@pytest.fixture(autouse=True)
-def _no_round_left_open() -> Any:
-    yield
-    for variable in (SERVER,):
-        variable.set(None)
+pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 
 NOISE = '["update-clip-server", {{noise_multiplier = 5.0, expected_clients = 10{}}}]'

@@ -27,7 +27,6 @@ from federation_liars import anything, forge
 
 import fedclip
 from fedclip.federation.evaluation import counted, nothing
-from fedclip.federation.update.coupling import CLIENT, SERVER
 
 N = 4
 CLIPPED = {"name": "clipped-averaging"}
@@ -111,12 +110,10 @@ def table() -> Table:
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Any:
+def _quiet(no_round_left_open: None) -> Any:
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
-    for variable in (CLIENT, SERVER):
-        variable.set(None)
 
 
 def clipped(sizes: list[float]) -> float:

@@ -17,7 +17,6 @@ from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_message
 from federation_helpers import Clients, Server, norm
 from helpers import each_framework, to_numpy, to_vector
 
-from fedclip.federation.update.coupling import CLIENT, SERVER
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
 from fedclip.federation.update.secagg import inside, plan
 
@@ -25,11 +24,7 @@ CLIPPED = {"name": "clipped-averaging"}
 KINDS = ["masking", "joye-libert"]
 
 
-@pytest.fixture(autouse=True)
-def _no_round_left_open() -> Any:
-    yield
-    for variable in (CLIENT, SERVER):
-        variable.set(None)
+pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 
 class Channel:

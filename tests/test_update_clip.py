@@ -23,7 +23,7 @@ from fedclip.federation.update.averaging import averaged
 from fedclip.federation.update.bound import BoundRule, Search, share_within
 from fedclip.federation.update.budget import Budget, draws_of
 from fedclip.federation.update.clipping import UpdateClient
-from fedclip.federation.update.coupling import CLIENT, SERVER
+from fedclip.federation.update.coupling import SERVER
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
 from fedclip.privacy.accounting import Accountant, Release, epsilon, split_noise
 from fedclip.privacy.noise import insecure_normals
@@ -32,11 +32,7 @@ CLIPPED = {"name": "clipped-averaging"}
 ADAPTIVE: list[Any] = ["update-clip-client"]
 
 
-@pytest.fixture(autouse=True)
-def _no_round_left_open() -> Any:
-    yield
-    for variable in (CLIENT, SERVER):
-        variable.set(None)
+pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 
 def vector(*norms: float, dtype: str = "float64") -> NumpyVector:
@@ -139,21 +135,19 @@ def test_update_that_is_not_finite_is_zeroed_and_counted(value: float, exclude: 
 @pytest.mark.parametrize(
     ("config", "zeroed"),
     [
-        ({"zeroing_norm": 10.0}, 1),
-        ({"zeroing_norm": 13.0}, 0),  # the largest value is below it
-        ({"zeroing_norm": 19.0, "zeroing_ord": 2}, 1),
+        # The largest value; with others, the norm. Above it, and not at it.
+        ({"zeroing_norm": 15.9}, 1),
+        ({"zeroing_norm": 16.0}, 0),
+        ({"zeroing_norm": 19.9, "zeroing_ord": 2}, 1),
         ({"zeroing_norm": 29.0, "zeroing_ord": 1}, 0),
-        # Above it, and not at it; and either of the two is enough.
-        ({"zeroing_norm": 20.0, "zeroing_ord": 2}, 0),
         ({"zeroing_factor": 20.0}, 0),
+        # Either of the two is enough.
         ({"zeroing_norm": 100.0, "zeroing_factor": 19.9}, 1),
         ({"zeroing_norm": 10.0, "zeroing_factor": 20.1}, 1),
     ],
 )
 def test_far_out_of_range_is_zeroed(config: dict[str, Any], zeroed: int) -> None:
     update = NumpyVector({"w": np.array([12.0, -16.0]), "b": np.zeros(())})
-    if config.get("zeroing_norm") == 13.0:
-        update = NumpyVector({"w": np.array([12.0, -12.9])})
     shared = share({"max_norm": 1.0, **config}, update)
     assert (shared.n_clipped, shared.n_zeroed) == (1 - zeroed, zeroed)
     assert norm(shared.updates) == (0.0 if zeroed else pytest.approx(1.0))
@@ -169,11 +163,9 @@ def test_no_reply_at_all_is_a_sentence() -> None:
     ("config", "error", "text"),
     [
         ({"max_norm": 0}, ValueError, "max_norm must be a finite number > 0"),
-        ({"max_norm": True}, TypeError, "max_norm"),
         ({"max_nrom": 1.0}, TypeError, "did you mean 'max_norm'"),
         ({"scope": {"a": 1.0}}, ValueError, "need max_norm"),
         ({"zeroing_factor": 1.0}, ValueError, "zeroing_factor must be a finite number > 1"),
-        ({"secagg_range": "1e5"}, TypeError, "secagg_range"),
         ({"on_nonfinite": "propagate"}, ValueError, "on_nonfinite"),
     ],
 )
@@ -269,18 +261,6 @@ def test_bounds_on_the_bound() -> None:
         seen.append(server.optim.modules[0].bound)  # type: ignore[attr-defined]
     assert max(seen) == 1.2
     assert min(seen) == 0.9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lie", [0, 1])
-def test_liars_move_the_bound_no_further_than_documented(lie: int) -> None:
-    """One in five always votes the same: the median becomes a quantile known in advance."""
-    rng, rule, bound, tail = np.random.default_rng(5), BoundRule(0.5, 0.2, 1e-6, 1e4), 5.0, []
-    for _ in range(120):
-        within = 10 * lie + int((rng.uniform(0, 10, size=40) <= bound).sum())
-        bound = rule.after(bound, within / 50).bound
-        tail.append(bound)
-    assert np.mean(tail[60:]) == pytest.approx(10 * (0.5 - 0.2 * lie) / 0.8, rel=0.06)
 
 
 def test_client_without_a_step_abstains() -> None:
@@ -618,9 +598,7 @@ def test_the_budget_ends_the_training_before_it_is_passed(
             r"one round .* costs epsilon = 4\.3.*take noise_multiplier >= 3\.7",
         ),
         ({"seed": 3}, "a seed goes with generator='insecure' only"),
-        ({"start_norm": 1e-9}, "start_norm must be within"),
         ({"start_norm": 3.0, "max_norm": 2.0}, "start_norm must be within"),
-        ({"expected_clients": 0}, "expected_clients must be an int >= 1"),
         ({"relation": "replace"}, "did you mean 'replace-one'"),
     ],
 )
@@ -645,12 +623,9 @@ def test_replace_one_costs_what_half_the_noise_costs() -> None:
     "state",
     [
         {},
-        {"bound": 1.0, "round": 3},
         {"bound": math.nan, "round": 3, "spent": []},
         {"bound": 1.0, "round": True, "spent": []},
-        {"bound": 1.0, "round": 3, "spent": [[1.0]]},
         {"bound": 1.0, "round": 3, "spent": [[1.0, -2]]},
-        {"bound": 1.0, "round": 3, "spent": "no"},
         {"bound": 1.0, "round": 3, "spent": [[1.0, 2]]},  # spent, but here without noise
     ],
 )
@@ -675,7 +650,6 @@ SENT = UpdateClipBound(1.0)
         (ADAPTIVE, {"name": "averaging"}, SENT, RuntimeError, "set aggregator = 'clipped-avera"),
         (ADAPTIVE, {**CLIPPED, "max_norm": 1.0}, SENT, ValueError, "brings another bound"),
         ([], CLIPPED, None, ValueError, "has no bound"),
-        (ADAPTIVE, CLIPPED, UpdateClipBound(math.nan), ValueError, "bound must be a finite numb"),
         (ADAPTIVE, CLIPPED, UpdateClipBound(0.0), ValueError, "bound must be a finite number"),
     ],
 )
@@ -780,14 +754,10 @@ def forged(reply: TrainReply, **fields: Any) -> TrainReply:
 
 HOSTILE: dict[str, dict[str, Any]] = {
     "nan": {"updates": NumpyVector({"w": np.array([math.nan, 0.0])})},
-    "inf": {"updates": NumpyVector({"w": np.array([math.inf, 0.0])})},
     "slightly above": {"updates": NumpyVector({"w": np.array([1.001, 0.0])})},
     "shape": {"updates": NumpyVector({"w": np.zeros(3)})},
     "complex": {"updates": NumpyVector({"w": np.zeros(2, dtype=np.complex128)})},
-    "truths": {"updates": NumpyVector({"w": np.zeros(2, dtype=bool)})},
     "text in it": {"updates": NumpyVector({"w": "text"})},  # type: ignore[dict-item]
-    "a list in it": {"updates": NumpyVector([1.0, 2.0])},  # type: ignore[arg-type]
-    "text": {"updates": "not a vector"},
     "nothing": {"updates": None},
     "negative count": {"n_zeroed": -5},
     "enormous count": {"n_clients": 10**12},
@@ -845,7 +815,6 @@ def test_the_order_of_tensors_and_of_messages_does_not_matter() -> None:
         {"n_votes": -1},
         {"n_votes": 1, "n_within": 2},
         {"n_votes": 0, "n_within": 1},
-        {"n_votes": 1.0},
         {"n_within": None},
         {"n_votes": True},
         {"n_clients": 0},
@@ -910,9 +879,6 @@ def test_sum_that_honest_clients_could_not_have_made(caplog: pytest.LogCaptureFi
     assert "beyond the limit" in caplog.text
 
 
-# -- traffic ------------------------------------------------------------------------------------
-
-
 # -- found before the run -----------------------------------------------------------------------
 
 
@@ -934,7 +900,6 @@ NOISE = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 5%s}
         ('aggregator = "clipped-averaging"', "", "goes with the aggregator 'clipped-averaging'"),
         ('"clipped-averaging"', '"averaging"', "may weight updates by their number of steps"),
         ('["update-clip-server"]', "[]", "server_opt has none"),
-        ('"update-clip-client"', '"update-clip-client", "update-clip-client"', "2 modules"),
         (
             'aggregator = "clipped-averaging"',
             'aggregator = {name = "clipped-averaging", max_norm = 1.0}',
@@ -1021,7 +986,7 @@ def test_client_keeps_a_record_of_its_updates() -> None:
 # -- updates that are not plain arrays of the machine -------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(">f2", 700.0), (">f4", 0.5), (">f8", 1.0 + 1e-7)])
+@pytest.mark.parametrize(("dtype", "size"), [(">f2", 700.0), (">f4", 0.5)])
 def test_updates_of_another_byte_order_are_clipped_and_averaged(dtype: str, size: float) -> None:
     given = vector(0.6 * size, 0.8 * size)
     foreign = NumpyVector({name: a.astype(dtype) for name, a in given.coefs.items()})
@@ -1041,41 +1006,20 @@ def test_updates_of_another_byte_order_are_clipped_and_averaged(dtype: str, size
         np.testing.assert_array_equal(average[name], array)
 
 
-@pytest.mark.parametrize(("framework", "dtype"), [("torch", "float16"), ("tensorflow", "float32")])
-def test_sparse_updates_are_clipped_and_averaged(framework: str, dtype: str) -> None:
-    clipping = UpdateClient()
+def test_sparse_updates_are_clipped_and_averaged() -> None:
+    torch = require("torch")
     rng = np.random.default_rng(0)
-    rows = rng.integers(0, 3, 64)
-    # Much of it cancels, so that the rounding of single rows would count.
+    # Rows repeat, and much of them cancels, so that the rounding of single rows would count.
     values = rng.standard_normal((64, 2)) * 10.0 ** rng.uniform(0, 2, (64, 1))
-    update = {"emb": repeated_rows(framework, dtype, rows, values)}
+    rows = torch.tensor(rng.integers(0, 3, 64))[None]
+    half = torch.tensor(values).half()
+    update = {"emb": torch.sparse_coo_tensor(rows, half, (5, 2), check_invariants=True)}
+    clipping = UpdateClient()
     shared = clipping.outcome(update, 0.1, steps=1).arrays
     assert shared is not update
-    assert np.linalg.norm(dense_sum(shared["emb"])) <= 0.1 * (1 + 1e-12)
+    # Added up in float64, as nobody rounds.
+    exact = shared["emb"].double().to_dense()
+    assert torch.linalg.vector_norm(exact) <= 0.1 * (1 + 1e-12)
     assert not clipping.limits.excess(shared, 0.1)
     average = averaged([shared, shared], 2, [1.0, 1.0])["emb"]
-    np.testing.assert_allclose(dense_sum(average), dense_sum(shared["emb"]), rtol=2e-3)
-
-
-def repeated_rows(framework: str, dtype: str, rows: np.ndarray, values: np.ndarray) -> Any:
-    """Return a sparse tensor of five rows, some of which repeat."""
-    if framework == "torch":
-        torch = require("torch")
-        wide = torch.tensor(values).to(getattr(torch, dtype))
-        return torch.sparse_coo_tensor(
-            torch.tensor(rows)[None], wide, (5, 2), check_invariants=True
-        )
-    tf = require("tensorflow")
-    wide = tf.cast(tf.constant(values), dtype)
-    return tf.IndexedSlices(wide, tf.constant(rows), tf.constant([5, 2], tf.int64))
-
-
-def dense_sum(array: Any) -> np.ndarray:
-    """Return an array as a dense one, its rows added up in float64, as nobody rounds."""
-    if hasattr(array, "to_dense"):
-        return np.asarray(array.double().to_dense())
-    if not hasattr(array, "indices"):
-        return np.asarray(array, np.float64)
-    result = np.zeros((5, 2))
-    np.add.at(result, array.indices.numpy(), array.values.numpy().astype(float))
-    return result
+    np.testing.assert_allclose(average.double().to_dense(), exact, rtol=2e-3)
