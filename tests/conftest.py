@@ -6,8 +6,9 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,19 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what stays: tests and frameworks are millions of objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def checked(tmp_path: Path) -> Callable[[str], Any]:
+    """Return what `fedclip check` finds in a file of this text."""
+    from fedclip.tools.check import check_config
+
+    def checked(text: str) -> Any:
+        file = tmp_path / "config.toml"
+        file.write_text(text, encoding="utf-8")
+        return check_config(file)
+
+    return checked
 
 
 @pytest.fixture

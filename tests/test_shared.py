@@ -38,7 +38,6 @@ from fedclip.federation.statistics.counts import (
 )
 from fedclip.federation.statistics.messages import FedclipSharedCounts
 from fedclip.rules.sharing import Judgement
-from fedclip.tools.check import check_config
 
 Steps = Sequence[float | Mapping[str, float]]
 
@@ -638,6 +637,13 @@ def test_a_group_without_norms_stands_still(name: str) -> None:
     assert state["groups"]["a"] != begun["groups"]["a"]
     assert state["version"] == 2
     assert fed.clipper("client_0").get_state()["shared"] == {"version": 1}
+    # To the last bit, whatever it has learnt.
+    rng = np.random.default_rng(10)
+    for _ in range(4):
+        fed.round({c: [{"a": x} for x in draw(rng, 3)] for c in fed.clients})
+        before = fed.group("a")
+        fed.round({c: [{"b": 1.0}] for c in fed.clients})
+        assert fed.group("a") == before
     # An older state is taken as it is.
     fed.counterpart.set_state(begun)
     assert fed.counterpart.get_state() == begun
@@ -864,6 +870,9 @@ def test_without_a_counterpart_it_warns_once_and_sends_nothing() -> None:
     assert f"add '{name}-server' to the modules of server_opt" in str(warning.message)
 
 
+OPTIM = "[client_opt]\nlrate = 0.1\nmodules = [{}]\n[server_opt]\nlrate = 1.0\nmodules = [{}]\n"
+
+
 @pytest.mark.parametrize(
     ("client", "server", "message"),
     [
@@ -898,31 +907,19 @@ def test_without_a_counterpart_it_warns_once_and_sends_nothing() -> None:
     ],
 )
 def test_check_finds_it_before_the_run(
-    client: str, server: str, message: str, tmp_path: Any
+    client: str, server: str, message: str, checked: Any
 ) -> None:
-    file = tmp_path / "optim.toml"
-    text = "[client_opt]\nlrate = 0.1\nmodules = [{}]\n[server_opt]\nlrate = 1.0\nmodules = [{}]\n"
-    file.write_text(text.format(client, server))
-    found = check_config(file)
+    found = checked(OPTIM.format(client, server))
     assert any(message in problem.message for problem in found.problems), found.problems
 
 
-def test_check_is_content_with_a_pair(tmp_path: Any) -> None:
-    file = tmp_path / "optim.toml"
-    file.write_text(
-        """
-        [client_opt]
-        lrate = 0.1
-        modules = [["zscore-clip", {shared = true, decay = 0.9}], "ema-clip",
-            ["ema-clip", {shared = true, shared_name = "a"}],
-            ["ema-clip", {shared = true, shared_name = "b", ratio = 2}]]
-        [server_opt]
-        lrate = 1.0
-        modules = [["zscore-clip-server", {decay = 0.9}], ["ema-clip-server", {shared_name = "a"}],
-            ["ema-clip-server", {shared_name = "b", ratio = 2.0}], ["zscore-clip", {shared = true}]]
-        """
-    )
-    assert check_config(file).ok, check_config(file).problems
+def test_check_is_content_with_pairs(checked: Any) -> None:
+    client = """["zscore-clip", {shared = true, decay = 0.9}], "ema-clip",
+        ["ema-clip", {shared = true, shared_name = "a"}],
+        ["ema-clip", {shared = true, shared_name = "b", ratio = 2}]"""
+    server = """["zscore-clip-server", {decay = 0.9}], ["ema-clip-server", {shared_name = "a"}],
+        ["ema-clip-server", {shared_name = "b", ratio = 2.0}], ["zscore-clip", {shared = true}]"""
+    assert checked(OPTIM.format(client, server)).ok
 
 
 # -- the server's own steps -----------------------------------------------------------------
