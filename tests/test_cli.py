@@ -20,9 +20,9 @@ import msgpack
 import pytest
 from declearn.optimizer import list_optim_modules
 from helpers import PATIENCE, free_port, hiding
-from report_runs import Node, large_run
+from report_runs import Node, call, large_run
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import fedclip
 import fedclip.tools.cli
@@ -49,10 +49,6 @@ max_clients = 1
 [run.training]
 batch_size = 8
 """
-
-
-def call(*args: object) -> Result:
-    return CliRunner().invoke(fedclip.tools.cli.app, [str(arg) for arg in args])
 
 
 def one_sentence(result: Result) -> str:

@@ -6,25 +6,18 @@ import json
 import math
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from declearn.main.config import FLOptimConfig
-from typer.testing import CliRunner
+from report_runs import call
 
 from fedclip import UpdateClipServer
 from fedclip.privacy.gaussian import mu_of
 from fedclip.privacy.planning import plan
 from fedclip.tools.check import check_config
-from fedclip.tools.cli import app
 
-
-def call(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["privacy", "plan", *arguments])
-
-
-BUDGET = ("--epsilon", "8", "--rounds", "100", "--clients", "100")
+BUDGET = ("privacy", "plan", "--epsilon", "8", "--rounds", "100", "--clients", "100")
 
 
 @pytest.mark.parametrize("relation", ["add-remove", "replace-one"])

@@ -50,19 +50,11 @@ def test_on_a_terminal_a_line_is_written_over(monkeypatch: pytest.MonkeyPatch) -
     assert last == "[/red]: 100 of 100 done, loss \\x1b[31m\n"
 
 
-def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    tell = progress({"a": 1}, quiet=True)
-    tell("a", 1, "")
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("timestamp,accuracy,loss\n1,0.5,2.0\n2,0.6,1.5\n", "loss 1.5, accuracy 0.6"),
         ("timestamp,loss\n1,2.0\n2", "loss 2"),
-        ("timestamp,r2\n1,0.5\n", "r2 0.5"),
-        ("", ""),
     ],
 )
 def test_the_last_loss_is_said(tmp_path: Path, text: str, said: str) -> None:
