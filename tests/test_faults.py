@@ -6,7 +6,6 @@ Servers and clients are declearn's, over websockets, each a process; faults are 
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 from federation_faults import EVALUATIONS
 from federation_runs import ADAPTIVE, Run, running
-from test_network import WATCHFUL, ended, until
+from test_network import WATCHFUL, ended, signalled, until
 
 pytestmark = pytest.mark.slow
 
@@ -231,17 +230,9 @@ def test_all_clients_lack_fedclip(tmp_path: Path) -> None:
 def test_a_server_that_is_frozen(tmp_path: Path) -> None:
     """Clients end by themselves; that of declearn's plain protocol would wait for ever."""
     settings: dict[str, Any] = {"client_network": {"kwargs": {"patience": 15.0}}}
-    with running(
-        tmp_path,
-        protocol=WATCHFUL,
-        server_protocol="websockets",
-        run={"rounds": 100_000},
-        **settings,
-    ) as run:
-        until(run, "Initiating training round 2")
-        pid = run.processes["server"].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+    settings |= {"server_protocol": "websockets", "run": {"rounds": 100_000}}
+    with running(tmp_path, protocol=WATCHFUL, **settings) as run:
+        signalled(run, "server", signal.SIGSTOP)
         ended(run, "client_0", "client_1", "client_2")
     for name in ("client_0", "client_1", "client_2"):
         assert "no message from the server in 15 s" in run.said(name)
@@ -255,8 +246,7 @@ def test_a_name_that_no_file_can_have_does_not_join(tmp_path: Path) -> None:
 def test_who_left_does_not_come_back(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"run": {"rounds": 100_000}, "network": QUORUM}
     with running(tmp_path, protocol=WATCHFUL, **settings) as run:
-        until(run, "Initiating training round 2")
-        run.processes["client_1"].kill()
+        signalled(run, "client_1", signal.SIGKILL)
         until(run, "the connection of 'client_1' has ended; the run goes on without it")
         run._start("client_1")
         until(run, "refused 'client_1': registration is over, for those that have left too")
