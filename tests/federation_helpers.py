@@ -49,8 +49,18 @@ class Server:
         self.optim = Optimizer(lrate=1.0, modules=list(modules))
         self.aggregator = Aggregator.from_config(aggregator)
 
+    @property
+    def module(self) -> Any:
+        """The first of its modules."""
+        return self.optim.modules[0]
+
     def start(self) -> dict[str, Any]:
         return self.optim.collect_aux_var()
+
+    def round(self, clients: Clients, updates: Sequence[Update]) -> NumpyVector:
+        """Return what a round comes to in which each client has one of the updates."""
+        aux = self.start()
+        return self.finish([clients.round(i, aux, update) for i, update in enumerate(updates)])
 
     def finish(self, replies: Sequence[TrainReply]) -> NumpyVector:
         """Do what `FederatedServer._conduct_global_update` does, short of the model."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,20 +186,6 @@ def test_a_plug_in_that_can_not_be_built_is_the_only_error(
     text = f"[client_opt]\nlrate = 0.1\nmodules = [{client}]\n"
     text += f"[server_opt]\nlrate = 1.0\nmodules = [{server}]\n"
     assert len(problems(text)) == 1
-
-
-def test_without_opacus_no_false_error_follows_a_true_one(
-    problems: Messages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [n for n in sys.modules if n.partition(".")[0] == "opacus"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "opacus", None)
-    monkeypatch.setitem(sys.modules, "opacus.accountants", None)
-    noise = "{noise_multiplier = 1.0, expected_clients = 3, delta = 1e-5, sampling_rate = 0.5}"
-    text = "[client_opt]\nlrate = 0.1\nmodules = ['update-clip-client']\n"
-    text += f"[server_opt]\nlrate = 1.0\nmodules = [['update-clip-server', {noise}]]\n"
-    text += "[aggregator]\nname = 'clipped-averaging'\n"
-    assert len(problems(text)) <= 1
 
 
 def write_clients(folder: Path, *names: str) -> None:

@@ -223,15 +223,6 @@ def test_a_server_refuses_them_before_its_first_message() -> None:
     server.collect_aux_var()
 
 
-def test_what_unnoised_may_be() -> None:
-    config: dict[str, Any] = {"noise_multiplier": 1.0, "expected_clients": 3}
-    assert UpdateClipServer(**config, unnoised="a").get_config()["unnoised"] == ["a"]
-    with pytest.raises(ValueError, match="unnoised goes with noise_multiplier > 0"):
-        UpdateClipServer(unnoised=["a"])
-    with pytest.raises((TypeError, ValueError), match="unnoised"):
-        UpdateClipServer(**config, unnoised=[3])
-
-
 # -- numbers that guarantee nothing -----------------------------------------------------------
 
 
@@ -330,12 +321,6 @@ def test_what_becomes_of_each_record(check: Any, mode: str, text: str) -> None:
     assert "max_budget = (epsilon, delta)" in words
     assert "evaluation loss and metrics" in words
     assert "lets its bound be exceeded" not in words
-
-
-def test_a_file_of_optimizers_alone_says_what_the_run_needs(checked: Any) -> None:
-    found = checked('[client_opt]\nlrate = 0.5\nmodules = ["sample-clip"]\n')
-    assert found.ok
-    assert "sample-clip needs [run.privacy]" in said(found)
 
 
 # -- noise modules ----------------------------------------------------------------------------

@@ -102,19 +102,6 @@ def test_without_shapes(spec: Any, bound: float | None, formula: str) -> None:
     assert str(found)
 
 
-def test_shapes_give_what_the_formula_says() -> None:
-    found = analyse([("norm-clip", {"scope": "tensor"}), ("value-clip", {"max_value": 0.01})])
-    assert found.l2_bound is None
-    assert found.per_record_safe
-    assert found.sensitivity("add-remove") is None
-    assert found.explain("add-remove") == "There is no sensitivity to state without shapes."
-    same = analyse(
-        [("norm-clip", {"scope": "tensor"}), ("value-clip", {"max_value": 0.01})], SHAPES
-    )
-    assert same.l2_bound == pytest.approx(0.01 * 12**0.5, rel=1e-12)
-    assert same.formula == "0.01·√d for d elements"
-
-
 # -- weights ----------------------------------------------------------------------------------
 def test_agc_is_judged_at_its_weights() -> None:
     weights = {"w": np.array([[3.0, 0.0], [4.0, 0.0]]), "b": np.array([0.0, 0.0])}
@@ -220,13 +207,6 @@ def test_no_number_is_below_the_truth(limit: float, size: int, ord: Any) -> None
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        (
-            ("norm-clip", {"scope": "tensor"}),
-            "norm-clip: the L2 norm is at most 1.73205 (1·√k for k tensors). Per record: the "
-            "sensitivity of a sum is 1.73205 if a record is added or removed, and twice that if "
-            "one is replaced. On an aggregate: it makes no sensitivity larger (it is "
-            "non-expansive).",
-        ),
         (
             ["norm-clip", "momentum"],
             "norm-clip, momentum: the L2 norm is at most 10 (10 times 1). Not safe per record "

@@ -878,16 +878,10 @@ OPTIM = "[client_opt]\nlrate = 0.1\nmodules = [{}]\n[server_opt]\nlrate = 1.0\nm
     [
         ('["zscore-clip", {shared = true}]', '"no-op"', "lacks 'zscore-clip-server'"),
         ('"zscore-clip"', '"zscore-clip-server"', "needs 'zscore-clip' with shared = true"),
-        ('"zscore-clip-server"', '"zscore-clip-server"', "belongs in server_opt"),
         (
             '["zscore-clip", {shared = true, decay = 0.5}]',
             '"zscore-clip-server"',
             "has decay = 0.5, its counterpart in server_opt 0.97",
-        ),
-        (
-            '["zscore-clip", {shared = true}], ["zscore-clip", {shared = true}]',
-            '"zscore-clip-server"',
-            "2 modules exchange 'zscore-clip-shared'",
         ),
         (
             '["zscore-clip", {shared = true, shared_name = "a"}]',

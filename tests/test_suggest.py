@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from report_runs import Node, call, record_of, write_states
+from report_runs import Node, call
 
 from fedclip.report import read_report
 from fedclip.tools.check import check_config
-from fedclip.tools.suggest import Place, Proposal, rewritten, suggestions
+from fedclip.tools.suggest import Place, suggestions
 
 CONFIG = """\
 # a comment on top
@@ -85,15 +85,6 @@ def test_each_proposal_says_what_it_would_have_clipped(looked: Path) -> None:
     assert all(p.reveals for p in found.values())
 
 
-def test_updates_start_at_their_median(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        records = [record_of(r, [3.0], 1.0) for r in range(1, 31)]
-        write_states(tmp_path / name, "update-clip-client", records)
-    fixed, adaptive = places(tmp_path)["update"].proposals
-    assert fixed.plugins["aggregator"] == ("clipped-averaging", {"max_norm": 3.0})
-    assert adaptive.plugins["server_opt"] == ("update-clip-server", {"start_norm": 3.0})
-
-
 @pytest.mark.parametrize(
     ("module", "norms", "words"),
     [
@@ -144,24 +135,6 @@ def test_another_proposal_takes_the_place_of_the_first(looked: Path, tmp_path: P
     config = tomllib.loads(file.read_text())
     assert [m[0] for m in config["optim"]["client_opt"]["modules"]] == ["norm-clip", "momentum"]
     assert config["optim"]["server_opt"]["modules"] == []
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('["adam"]', '[["norm-clip", {}], "adam"]'),
-        ('[ "adam", "momentum" ]', '[ ["norm-clip", {}], "adam", "momentum" ]'),
-        ('[\n    "adam", # 1\n]', '[\n    ["norm-clip", {}],\n    "adam", # 1\n]'),
-        ("[]", '[["norm-clip", {}]]'),
-    ],
-)
-def test_a_list_is_written_as_people_write_it(old: str, new: str) -> None:
-    proposal = Proposal(
-        "step.fixed", {"client_opt": ("norm-clip", {"max_norm": 1.0})}, None, "", ""
-    )
-    text = "[client_opt]\nmodules = {}  # here\n"
-    new = new.replace("{}", "{max_norm = 1.0}")
-    assert rewritten(text.format(old), proposal) == text.format(new)
 
 
 def test_a_learning_rate_becomes_a_section(looked: Path, tmp_path: Path) -> None:

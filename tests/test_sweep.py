@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import Node, call, large_run
+from report_runs import call, large_run
 from scipy import stats
 
 import fedclip.tools.sweep
@@ -77,14 +77,6 @@ def test_a_seed_that_diverged_is_not_left_out_of_a_mean(tmp_path: Path) -> None:
     (setting,) = json.loads(call("compare", tmp_path / "runs", "--json").stdout)["settings"]
     assert setting["nonfinite"] == {"loss": 1, "accuracy": 1}
     assert "loss" not in setting["values"]
-
-
-def test_two_folders_of_one_name_are_two_settings(tmp_path: Path) -> None:
-    for above in ("x", "y"):
-        Node(tmp_path / above / "run" / "c0", ["no-op"]).round([1.0])
-    result = call("compare", tmp_path / "x" / "run", tmp_path / "y" / "run", "--json")
-    names = [setting["name"] for setting in json.loads(result.stdout)["settings"]]
-    assert names == ["run", str(tmp_path / "y" / "run")]
 
 
 # -- sweep --------------------------------------------------------------------------------------

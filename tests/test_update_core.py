@@ -60,14 +60,13 @@ def by_the_plugins(bound: dict[str, Any], client: dict[str, Any]) -> list[Any]:
     aggregator = {"name": "clipped-averaging", **client}
     server = Server([("update-clip-server", bound)], aggregator)
     clients, seen = Clients(5, ["update-clip-client"], aggregator), []
-    module: Any = server.optim.modules[0]
     for round_, given in enumerate(updates()):
         aux = server.start()
         kept = given[: 4 if round_ % 3 == 2 else 5]
         replies = [clients.round(i, aux, NumpyVector(dict(u)), 2) for i, u in enumerate(kept)]
         average = server.finish(replies)
-        seen.append((module.bound, average.coefs))
-    return [*seen, module.get_state()]
+        seen.append((server.module.bound, average.coefs))
+    return [*seen, server.module.get_state()]
 
 
 @pytest.mark.parametrize(
