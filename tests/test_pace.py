@@ -132,11 +132,15 @@ def test_a_factor_of_ten_within_eight_rounds(what: str, clients: int) -> None:
 @pytest.mark.parametrize("what", ["nothing else", "noise, drop-out", ALL])
 def test_no_more_unrest_at_the_target(what: str, clients: int) -> None:
     """Than without evidence, which is the rule of Andrew et al."""
-    told = Federation(clients, **HARD[what])
-    here, plain = (told.bounds(0.0, 300, 20, forget=forget)[50:] for forget in (False, True))
-    now, before = float(here.std()), float(plain.std())
-    assert abs(here.mean()) < 0.1
-    assert now <= min(before * 1.08, {FIVE: 0.1, TWENTY: 0.05, HUNDRED: 0.03}[clients])
+    for sigma in (0.3, 1.0):
+        told = Federation(clients, **HARD[what], sigma=sigma)
+        here, plain = (told.bounds(0.0, 300, 20, forget=forget)[50:] for forget in (False, True))
+        now, before = float(here.std()), float(plain.std())
+        assert abs(here.mean()) < 0.1
+        # Five votes may all be on one side where norms are that far apart.
+        assert now <= before * (1.2 if clients == FIVE and sigma == 1.0 else 1.08)
+        if sigma == 0.3:
+            assert now <= {FIVE: 0.1, TWENTY: 0.05, HUNDRED: 0.03}[clients]
 
 
 @pytest.mark.slow
