@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import PATIENCE
 from report_runs import Node, call, large_run
 
 from fedclip.report import Run, page_of, read_report
@@ -104,13 +105,20 @@ ARGUMENTS = [
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def new_tab() -> Iterator[Callable[..., Any]]:
     playwright = pytest.importorskip("playwright.sync_api")
     path = shutil.which("chromium")
     if path is None:
         pytest.skip("there is no chromium")
     with playwright.sync_playwright() as started:
-        yield started.chromium.launch(executable_path=path, args=ARGUMENTS)
+        browser = started.chromium.launch(executable_path=path, args=ARGUMENTS)
+
+        def new_tab(**options: Any) -> Any:
+            tab = browser.new_page(**options)
+            tab.set_default_timeout(1000 * PATIENCE)
+            return tab
+
+        yield new_tab
 
 
 OVERLAPS = """() => [...document.querySelectorAll(".chart svg")].flatMap((svg) => {
@@ -126,12 +134,12 @@ OVERLAPS = """() => [...document.querySelectorAll(".chart svg")].flatMap((svg) =
 
 
 @pytest.mark.slow
-def test_a_dark_page_is_printed_in_the_colours_of_paper(browser: Any, small: Path) -> None:
+def test_a_dark_page_is_printed_in_the_colours_of_paper(new_tab: Any, small: Path) -> None:
     file = small.parent / "printed.html"
     file.write_text(page(small), encoding="utf-8")
     shades = []
     for scheme, media in (("light", "screen"), ("dark", "print"), ("dark", "screen")):
-        tab = browser.new_page(color_scheme=scheme)
+        tab = new_tab(color_scheme=scheme)
         tab.emulate_media(media=media, color_scheme=scheme)
         tab.goto(file.as_uri())
         style = "getComputedStyle(document.documentElement).getPropertyValue('{}').trim()"
@@ -140,11 +148,11 @@ def test_a_dark_page_is_printed_in_the_colours_of_paper(browser: Any, small: Pat
 
 
 @pytest.mark.slow
-def test_a_single_round_shows_norms_and_limit(browser: Any, tmp_path: Path) -> None:
+def test_a_single_round_shows_norms_and_limit(new_tab: Any, tmp_path: Path) -> None:
     large_run(tmp_path / "run", 1, 4)
     file = tmp_path / "r.html"
     file.write_text(page(tmp_path / "run"), encoding="utf-8")
-    tab = browser.new_page()
+    tab = new_tab()
     tab.goto(file.as_uri())
     tab.wait_for_selector("[data-norms] svg .mark-rect path")
     drawn = tab.eval_on_selector_all(
@@ -153,19 +161,18 @@ def test_a_single_round_shows_norms_and_limit(browser: Any, tmp_path: Path) -> N
     )
     # Two bands and two limits, and the share.
     assert len(drawn) >= 5
-    tab.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 1400])
-def test_a_large_run_in_a_browser(browser: Any, tmp_path: Path, width: int) -> None:
+def test_a_large_run_in_a_browser(new_tab: Any, tmp_path: Path, width: int) -> None:
     folder = large_run(tmp_path / "run", 300, 100 if width == 1400 else 6)
     file = tmp_path / "r.html"
     file.write_text(page(folder), encoding="utf-8")
     assert file.stat().st_size < 5e6
     asked: list[str] = []
     wrong: list[str] = []
-    tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark")
+    tab = new_tab(viewport={"width": width, "height": 900}, color_scheme="dark")
     tab.on("request", lambda request: asked.append(request.url))
     tab.on("console", lambda message: wrong.append(message.text))
     tab.on("pageerror", lambda error: wrong.append(str(error)))
@@ -191,19 +198,17 @@ def test_a_large_run_in_a_browser(browser: Any, tmp_path: Path, width: int) -> N
         "(before) => document.querySelector('[data-norms] svg')?.innerHTML !== before", arg=before
     )
     assert not wrong
-    tab.close()
 
 
 @pytest.mark.slow
-def test_names_run_nothing_in_a_browser(browser: Any, tmp_path: Path) -> None:
+def test_names_run_nothing_in_a_browser(new_tab: Any, tmp_path: Path) -> None:
     file = tmp_path / "r.html"
     file.write_text(page(of_others(tmp_path)), encoding="utf-8")
     alerts: list[str] = []
-    tab = browser.new_page()
+    tab = new_tab()
     tab.on("dialog", lambda dialog: (alerts.append(dialog.message), dialog.dismiss()))
     tab.on("pageerror", lambda error: alerts.append(str(error)))
     tab.goto(file.as_uri())
     tab.wait_for_function("document.querySelectorAll('.chart svg').length > 3")
     assert alerts == []
     assert tab.locator("img").count() == 0
-    tab.close()
