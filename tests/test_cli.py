@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,14 +121,6 @@ def test_list_explains_one_clipper() -> None:
     assert "did you mean 'zscore-clip'?" in one_sentence(wrong)
 
 
-def test_doctor_names_versions_and_clippers() -> None:
-    result = call("doctor")
-    assert result.exit_code == 0
-    for word in (fedclip.__version__, "declearn", "torch", "zscore-clip"):
-        assert word in result.stdout
-    assert json.loads(call("doctor", "--json").stdout)["ok"]
-
-
 def test_doctor_refuses_an_old_declearn(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
     monkeypatch.setattr(
@@ -158,11 +149,6 @@ def test_translate_of_nothing_known() -> None:
     result = call("translate", "optax", "clip_by_global_norm", "0.5")
     assert result.exit_code == 2
     assert "'0.5' must be PARAMETER=VALUE" in one_sentence(result)
-
-
-def test_toml_is_what_toml_reads_back() -> None:
-    value = {"a": [1, 2.5, True], "head.*": {"b": 'quote " and \\'}, "c": float("inf")}
-    assert tomllib.loads(f"v = {fedclip.toml.toml_value(value)}")["v"] == value
 
 
 # ----------------------------------------------------------------------------------- check
@@ -331,20 +317,7 @@ def test_run_shows_the_traceback_of_the_script(tmp_path: Path) -> None:
     assert done.stderr.rstrip().endswith("RuntimeError: mine")
 
 
-def test_run_of_nothing() -> None:
-    result = call("run", "nowhere.py")
-    assert result.exit_code == 2
-    assert "no script 'nowhere.py'" in one_sentence(result)
-
-
 # ---------------------------------------------------------------------------------- report
-
-
-def test_report_of_a_wrong_folder(tmp_path: Path) -> None:
-    assert call("report", tmp_path / "no").exit_code == 2
-    result = call("report", tmp_path)
-    assert result.exit_code == 1
-    assert "holds no optimizer_state" in one_sentence(result)
 
 
 @pytest.fixture

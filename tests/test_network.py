@@ -17,7 +17,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from declearn.communication import NetworkClientConfig, NetworkServerConfig
+from declearn.communication import NetworkServerConfig
 from declearn.communication.api.backend.actions import Drop, Join
 from declearn.messaging import Error, EvaluationReply, InitReply
 from declearn.metrics._mean import MeanState
@@ -107,7 +107,7 @@ def test_a_client_that_sends_anything_ends_nothing(
     tmp_path: Path, protocol: str, seed: int
 ) -> None:
     """Over real sockets, from the first round on; honest clients are not even warned of."""
-    rounds = 40
+    rounds = 25
     run = complete(
         tmp_path,
         protocol=protocol,
@@ -136,16 +136,6 @@ def test_an_interrupt_of_the_server_ends_everybody(tmp_path: Path) -> None:
         signalled(run, "server", signal.SIGINT)
         ended(run, *run.processes)
     assert len(run.processes) == N + 1
-
-
-@pytest.mark.parametrize(("name", "value"), [("patience", 0), ("min_replies", 0)])
-def test_settings_that_can_not_be(name: str, value: Any) -> None:
-    server = NetworkServerConfig(WATCHFUL, "127.0.0.1", 8765, kwargs={name: value})
-    with pytest.raises(ValueError, match=f"{name} must be"):
-        server.build_server()
-    client = NetworkClientConfig(WATCHFUL, "ws://127.0.0.1:1", "a", kwargs={"patience": 0})
-    with pytest.raises(ValueError, match="patience must be"):
-        client.build_client()
 
 
 @pytest.mark.filterwarnings("ignore:Argument 'logger'")

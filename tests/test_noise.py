@@ -272,11 +272,6 @@ def test_without_packages_samples_are_refused_or_left_to_another(
 def test_what_can_not_be_accounted(release: Release, options: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         epsilon([release], **{"delta": 1e-5, **options})
-    if release.noise_multiplier == 1.0:
-        with pytest.raises(ValueError, match=text):
-            noise_multiplier(
-                1.0, steps=release.steps, sampling=release.sampling, **{"delta": 1e-5, **options}
-            )
 
 
 def test_delta_is_left_to_what_transforms_may_round(monkeypatch: pytest.MonkeyPatch) -> None:

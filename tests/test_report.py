@@ -130,15 +130,6 @@ def test_files_that_hold_no_records_are_not_called_damaged(tmp_path: Path) -> No
         read_report(tmp_path)
 
 
-def test_two_clippers_are_told_apart(tmp_path: Path) -> None:
-    Node(tmp_path, ["no-op", ["norm-clip", {"max_norm": 1.0}], "norm-clip"]).round([2.0])
-    assert [row.module for row in read_report(tmp_path).rows] == [
-        "no-op",
-        "norm-clip",
-        "norm-clip#2",
-    ]
-
-
 @pytest.mark.parametrize("name", ["=cmd()", "+1", "-1", "@sum"])
 def test_no_name_is_a_formula_in_a_spreadsheet(name: str, tmp_path: Path) -> None:
     Node(tmp_path / name, ["norm-clip"]).round([2.0])
@@ -170,14 +161,6 @@ def test_a_norm_above_the_last_limit_is_not_called_below_it(tmp_path: Path) -> N
     node.round(40 * [1.0])
     (said,) = [f.text for f in read_report(tmp_path).findings() if f.kind == "inert"]
     assert "within the limit of its own step, even the largest, 9." in said
-
-
-@pytest.mark.filterwarnings("ignore::fedclip.errors.FedclipWarning")
-def test_nonfinite_steps_are_said_and_shown(tmp_path: Path) -> None:
-    Node(tmp_path, ["norm-clip"]).round([0.5, float("nan")])
-    report = read_report(tmp_path)
-    assert "non-finite" in text(report)
-    assert report.in_words()[-1].startswith("1 step had a gradient with NaN or infinity")
 
 
 # -- which limit binds --------------------------------------------------------------------------

@@ -73,18 +73,6 @@ def test_other_peoples_names_are_shown_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_page_of_seeds_has_their_mean_and_their_band(tmp_path: Path) -> None:
-    for seed in (1, 2, 3):
-        large_run(tmp_path / f"seed-{seed}", 4, 2, seed=seed)
-    (experiment,) = data_of(page(tmp_path, together=True))["experiments"]
-    loss = experiment["metrics"]["loss"]
-    assert loss["of"] == "runs"
-    for (_, mean), (_, low, high) in zip(loss["server"], loss["band"], strict=True):
-        assert low <= mean <= high
-    assert len(data_of(page(tmp_path))["experiments"]) == 3
-
-
-@pytest.mark.slow
 def test_what_was_spent_is_on_the_page(tmp_path: Path) -> None:
     from fedclip.dpsgd.ledger import FILE, Ledger
 

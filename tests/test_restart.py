@@ -45,11 +45,6 @@ def loaded(folder: Path) -> tuple[float, float]:
     return float(round_.model.get_weights().coefs["intercept"][0]), state["bound"] - 1.0
 
 
-def test_the_newest_round(folder: Path) -> None:
-    assert loaded(folder) == (3.0, 3.0)
-    assert load_round(str(folder)).timestamp == NAMES[3]
-
-
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
