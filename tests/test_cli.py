@@ -23,8 +23,6 @@ from report_runs import Node, call, large_run
 from rich.console import Console
 from typer.testing import Result
 
-import fedclip
-import fedclip.tools.cli
 from fedclip.report import read_report
 
 Write = Callable[..., Path]
@@ -111,16 +109,6 @@ def test_list_has_every_clipper_and_none_of_declearns() -> None:
     assert any(line.startswith("norm-clip  ") for line in shown)
 
 
-def test_list_explains_one_clipper() -> None:
-    shown = call("list", "zscore-clip").stdout
-    assert shown.startswith("Limit at a number of standard deviations")
-    assert "z_max : float" in shown
-    assert len(json.loads(call("list", "agc", "--json").stdout)) == 1
-    wrong = call("list", "zscore-clp")
-    assert wrong.exit_code == 2
-    assert "did you mean 'zscore-clip'?" in one_sentence(wrong)
-
-
 def test_doctor_refuses_an_old_declearn(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
     monkeypatch.setattr(
@@ -152,16 +140,6 @@ def test_translate_of_nothing_known() -> None:
 
 
 # ----------------------------------------------------------------------------------- check
-
-
-def test_check_of_a_good_file(write: Write) -> None:
-    result = call("check", write(config('["zscore-clip", ["norm-clip", {max_norm = 2}]]')))
-    assert result.exit_code == 0
-    assert "ok      [optim.client_opt] norm-clip {max_norm = 2}" in result.stdout
-    assert f"clients need fedclip>={fedclip.__version__} for zscore-clip, norm-clip" in (
-        result.stdout
-    )
-    assert result.stdout.endswith("No problem, 1 note.\n")
 
 
 def test_check_counts_notes_and_is_strict_if_asked(write: Write) -> None:

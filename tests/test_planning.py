@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from pathlib import Path
@@ -62,19 +61,3 @@ def test_the_lines_of_a_plan_are_a_configuration(tmp_path: Path) -> None:
     said = [f.message for f in checked.findings]
     assert any("100 rounds cost epsilon = 7.999 at delta = 1e-05" in m for m in said)
     assert not any("in name only" in m for m in said)
-
-
-def test_what_a_plan_says() -> None:
-    little = call(*BUDGET, "--values", "100").stdout
-    assert "that is little: expect about the accuracy that the bound alone gives" in little
-    much = call(*BUDGET, "--values", "1000000").stdout
-    assert "more than the updates can move it: with 6,932 clients it would be a tenth" in much
-    enough = plan(8.0, 1e-5, 100, 6932, values=10**6)
-    assert enough.drift is not None
-    assert enough.drift <= 0.1
-    assert "give --values" in call(*BUDGET).stdout
-    for delta in ("0.02", "0.01"):
-        assert "delta is not below 1 / clients" in call(*BUDGET, "--delta", delta).stdout
-    facts = json.loads(call(*BUDGET, "--json").stdout)
-    assert facts["noise_multiplier"] == 6.003
-    assert facts["toml"][-1].startswith("modules = ")

@@ -11,18 +11,6 @@ import pytest
 from fedclip.tools.progress import latest, progress
 
 
-def test_lines_say_how_much_is_done_and_left(capsys: pytest.CaptureFixture[str]) -> None:
-    tell = progress({"[/red]": 100})
-    for done in (1, 2, 5, 6, 100, 100):
-        tell("[/red]", done, "loss 1")
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" done")[0] for line in lines] == [
-        f"[/red]: {done} of 100" for done in (5, 100)
-    ]
-    assert ", loss 1, about " in lines[0]
-    assert lines[-1].endswith("loss 1")
-
-
 def test_each_of_several_tasks_has_a_time_of_its_own(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
