@@ -109,6 +109,15 @@ def test_list_has_every_clipper_and_none_of_declearns() -> None:
     assert any(line.startswith("norm-clip  ") for line in shown)
 
 
+def test_list_explains_one_clipper() -> None:
+    shown = call("list", "zscore-clip").stdout
+    assert shown.startswith("Limit at a number of standard deviations")
+    assert "z_max : float" in shown
+    wrong = call("list", "zscore-clp")
+    assert wrong.exit_code == 2
+    assert "did you mean 'zscore-clip'?" in one_sentence(wrong)
+
+
 def test_doctor_refuses_an_old_declearn(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
     monkeypatch.setattr(
