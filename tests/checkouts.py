@@ -6,12 +6,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from helpers import PATIENCE
+from helpers import PATIENCE, free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,9 +23,9 @@ def checkout(folder: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
         shutil.copy(ROOT / name, folder)
     for config in folder.glob("examples/*/config.toml"):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        text = re.sub(r"^port = \d+", f"port = {port}", config.read_text("utf-8"), flags=re.M)
+        text = re.sub(
+            r"^port = \d+", f"port = {free_port()}", config.read_text("utf-8"), flags=re.M
+        )
         config.write_text(text, encoding="utf-8")
 
 

@@ -6,9 +6,12 @@ from __future__ import annotations
 import gc
 import os
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # TensorFlow and XLA write to stderr at import; must be set before anything imports them.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -37,6 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # The same examples each time, however long one takes.
+    settings.register_profile("alike", derandomize=True, deadline=None)
+    settings.load_profile("alike")
     chosen = config.getoption("--backends").split(",")
     # Read by `helpers`, which is not imported here, as it takes seconds.
     os.environ["FEDCLIP_BACKENDS"] = ",".join(chosen)
@@ -84,6 +90,29 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what stays: tests and frameworks are millions of objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def checked(tmp_path: Path) -> Callable[[str], Any]:
+    """Return what `fedclip check` finds in a file of this text."""
+    from fedclip.tools.check import check_config
+
+    def checked(text: str) -> Any:
+        file = tmp_path / "config.toml"
+        file.write_text(text, encoding="utf-8")
+        return check_config(file)
+
+    return checked
+
+
+@pytest.fixture
+def no_round_left_open() -> Iterator[None]:
+    """Forget, after a test, the round of update clipping that it has begun."""
+    yield
+    from fedclip.federation.update.coupling import CLIENT, SERVER
+
+    for variable in (CLIENT, SERVER):
+        variable.set(None)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ come to the end of its run, in ``client_i.json``.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -65,6 +66,8 @@ def server(settings: Settings) -> None:
         checkpoint=settings.get("checkpoint"),
         metrics=settings.get("metrics"),
     )
+    if "held" in settings:
+        hold(settings["held"])
     if saved is not None:
         node.optim.set_state(saved.optimizer.get_state())
     try:
@@ -76,6 +79,19 @@ def server(settings: Settings) -> None:
             "modules": node.optim.get_state()["modules"],
         }
         Path("server.json").write_text(json.dumps(result))
+
+
+def hold(round_i: int) -> None:
+    """Stand still before a round: all that is saved of the last one is written."""
+    honest = FederatedServer.training_round
+
+    async def training_round(self: FederatedServer, number: int, *settings: Any) -> None:
+        if number == round_i:
+            self.logger.info("held before round %d", number)
+            await asyncio.Event().wait()
+        await honest(self, number, *settings)
+
+    FederatedServer.training_round = training_round  # type: ignore[method-assign]
 
 
 class RestartedClient(FederatedClient):

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -97,6 +98,12 @@ def evaluation(what: str, reply: Any) -> None:
     setattr(state, field, values[value])
 
 
+async def server_says(text: str) -> None:
+    """Wait for the server's log, which is in the folder that processes share."""
+    while text not in Path("server.txt").read_text(errors="replace"):
+        await asyncio.sleep(0.02)
+
+
 def show(message_name: str, faults: str | list[str], first: int) -> None:
     """Show a fault in this process, from now on; or one after the other."""
     honest = NetworkClient.send_message
@@ -122,13 +129,13 @@ def show(message_name: str, faults: str | list[str], first: int) -> None:
             )
             os.kill(os.getpid(), signal.SIGSTOP)
         if what == "late":
-            await asyncio.sleep(8.0)
+            await server_says("no answer from")
             await honest(self, message)
             return
         if what == "twice":
             await honest(self, message)
-            # Until the server has taken the first: it would not see two that come at once.
-            await asyncio.sleep(2.0)
+            # The server has taken the first: it would not see two that come at once.
+            await server_says(f"Initiating training round {first + 1}")
             await honest(self, message)
             return
         if what == "breaks the handler":

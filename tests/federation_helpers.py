@@ -11,6 +11,8 @@ from declearn.messaging import SerializedMessage, TrainReply
 from declearn.model.api import Vector
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
+from declearn.secagg.joye_libert import JoyeLibertDecrypter, JoyeLibertEncrypter
+from declearn.secagg.masking import MaskingDecrypter, MaskingEncrypter
 
 Update = Any
 
@@ -49,8 +51,18 @@ class Server:
         self.optim = Optimizer(lrate=1.0, modules=list(modules))
         self.aggregator = Aggregator.from_config(aggregator)
 
+    @property
+    def module(self) -> Any:
+        """The first of its modules."""
+        return self.optim.modules[0]
+
     def start(self) -> dict[str, Any]:
         return self.optim.collect_aux_var()
+
+    def round(self, clients: Clients, updates: Sequence[Update]) -> NumpyVector:
+        """Return what a round comes to in which each client has one of the updates."""
+        aux = self.start()
+        return self.finish([clients.round(i, aux, update) for i, update in enumerate(updates)])
 
     def finish(self, replies: Sequence[TrainReply]) -> NumpyVector:
         """Do what `FederatedServer._conduct_global_update` does, short of the model."""
@@ -74,3 +86,28 @@ def sent(reply: TrainReply) -> TrainReply:
 def norm(vector: NumpyVector) -> float:
     squares = (np.square(v, dtype=np.float64).sum() for v in vector.coefs.values())
     return float(np.sqrt(sum(squares)))
+
+
+def masked(clients: Sequence[str], **settings: Any) -> tuple[dict[str, Any], Any]:
+    """Return the encrypters and the decrypter of a round, as their setup would."""
+    seeds = {
+        (a, b): i + len(clients) * j
+        for i, a in enumerate(clients)
+        for j, b in enumerate(clients)
+        if i < j
+    }
+    return {
+        c: MaskingEncrypter(
+            [seed for (a, _), seed in seeds.items() if a == c],
+            [seed for (_, b), seed in seeds.items() if b == c],
+            **settings,
+        )
+        for c in clients
+    }, MaskingDecrypter(len(clients), **settings)
+
+
+def joye_libert(clients: Sequence[str], **settings: Any) -> tuple[dict[str, Any], Any]:
+    keys = {c: 2**400 + 7**i for i, c in enumerate(clients)}
+    settings["biprime"] = SHORT_BIPRIME
+    encrypters = {c: JoyeLibertEncrypter(key, **settings) for c, key in keys.items()}
+    return encrypters, JoyeLibertDecrypter(-sum(keys.values()), len(clients), **settings)

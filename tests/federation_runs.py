@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
-import socket
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
@@ -17,6 +16,7 @@ from typing import Any
 
 import federated_node
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from helpers import PATIENCE, free_port
 
 N = 3
 ADAPTIVE: dict[str, Any] = {
@@ -25,8 +25,6 @@ ADAPTIVE: dict[str, Any] = {
     "server_opt": {"lrate": 1.0, "modules": [["update-clip-server", {"start_norm": 0.2}]]},
 }
 """The optimizers of a run whose settings name none."""
-PATIENCE = 600.0
-"""Seconds after which a run counts as hanging; a busy machine needs many times what it takes."""
 
 _context: Any = multiprocessing.get_context("forkserver")
 # What a node imports, but for the file next to this one, which the server does not find.
@@ -37,15 +35,12 @@ class Run:
     """The processes of one federation, each with its output in a file."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self.settings = {
             "protocol": "websockets",
             "network": {"heartbeat": 0.02},
-            "port": port,
+            "port": free_port(),
             "optim": ADAPTIVE,
             "keys": [Ed25519PrivateKey.generate().private_bytes_raw().hex() for _ in range(N)],
             **settings,

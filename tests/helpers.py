@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -226,6 +227,18 @@ def hiding(*modules: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(folders),
         "FEDCLIP_HIDDEN": ",".join(modules or FRAMEWORK_MODULES),
     }
+
+
+_HELD: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """Return a port that nobody else is given while this process lasts; a server may take it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _HELD.append(held)
+    return int(held.getsockname()[1])
 
 
 def gradient(seed: int = 0, scale: float = 0.15) -> dict[str, np.ndarray]:

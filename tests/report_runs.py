@@ -13,9 +13,15 @@ import numpy as np
 from declearn.main.utils import Checkpointer
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
+from typer.testing import CliRunner, Result
 
-import fedclip  # noqa: F401
+import fedclip.tools.cli
 from fedclip.records import LEARNT, Recorder, RoundRecord
+
+
+def call(*words: object) -> Result:
+    """Return what a command of fedclip has come to."""
+    return CliRunner().invoke(fedclip.tools.cli.app, [str(word) for word in words])
 
 
 class Node:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,13 +43,8 @@ Messages = Callable[[str], list[str]]
 
 
 @pytest.fixture
-def problems(tmp_path: Path) -> Messages:
-    def problems(text: str) -> list[str]:
-        file = tmp_path / "config.toml"
-        file.write_text(text)
-        return [f"{f.where} {f.message}" for f in check_config(file).problems]
-
-    return problems
+def problems(checked: Any) -> Messages:
+    return lambda text: [f"{f.where} {f.message}" for f in checked(text).problems]
 
 
 def test_a_good_file_has_no_problem(problems: Messages) -> None:
@@ -63,14 +57,10 @@ def test_a_good_file_has_no_problem(problems: Messages) -> None:
         # Unknown keys, with the nearest, or the section where they belong.
         ('checkpoint = "', 'checkpont = "', "[experiment] declearn knows no 'checkpont' here; did"),
         ("batch_size = 8", "batchsize = 8", "knows no 'batchsize' here; did you mean 'batch_size'"),
-        ("batch_size = 32", "batch_sizes = 32", "[run.evaluate] declearn knows no 'batch_sizes'"),
         ("port = 8765", "prt = 8765", "[network] port is missing"),
-        ("rounds = 2", "round = 2", "knows no 'round' here; did you mean 'rounds'?"),
-        ("rounds = 2", "rounds = 2\nmin_clients = 2", "[run] declearn knows no 'min_clients' here"),
         ("rounds = 2", "rounds = 2\nmin_clients = 2", "write it in [run.register]"),
         ("timeout = 10", "frequency2 = 1", "it takes: min_clients, max_clients, timeout"),
         ("[data]", "[data]\nmodel_file = 'm.py'", "; write it in [model]"),
-        ("[data]", "[data]\nfolder = 'm.py'", "knows no 'folder' here"),
         ("[optim.server_opt]", "[optim.servr_opt]", "did you mean 'server_opt'?"),
         ("[experiment]", "[experimnt]", "ignores [experimnt]; did you mean 'experiment'?"),
         # Sections in another file's place.
@@ -84,12 +74,9 @@ def test_a_good_file_has_no_problem(problems: Messages) -> None:
         ),
         # Of another type.
         ("batch_size = 8", 'batch_size = "8"', "batch_size must be an int, got '8'"),
-        ("batch_size = 8", "batch_size = 8.5", "batch_size must be an int, got 8.5"),
         ("batch_size = 8", "batch_size = true", "batch_size must be an int, got True"),
         ("batch_size = 8", "batch_size = nan", "got None (declearn's TOML reads nan as None)"),
         ("n_epoch = 1", "shuffle = 1", "shuffle must be true or false, got 1"),
-        ("port = 8765", 'port = "8765"', "port must be an int, got '8765'"),
-        ("rounds = 2", "rounds = [2]", "rounds must be an int, got [2]"),
         ("rounds = 2", "rounds = 2\nfairness = 5", "[run] fairness must be a section, got 5"),
         ("[data]", "[data]\nclient_names = 'a'", "client_names must be a list, each item a strin"),
         ("\n[network]", "model = 3\n[network]", "[model] must be a section, got 3"),
@@ -98,8 +85,6 @@ def test_a_good_file_has_no_problem(problems: Messages) -> None:
         ('"result"', '"/dev/null/result"', "checkpoint: can not write to the folder"),
         # Impossible values.
         ("rounds = 2", "rounds = 0", "rounds must be at least 1, got 0"),
-        ("batch_size = 8", "batch_size = -8", "batch_size must be at least 1, got -8"),
-        ("timeout = 10", "timeout = -1", "timeout must be at least 1, got -1"),
         ("max_clients = 3", "max_clients = 1", "max_clients = 1 is below min_clients = 2"),
         ("port = 8765", "port = 70000", "port must be at most 65535, got 70000"),
         ("port = 8765", "port = 1\nheartbeat = 0.0", "heartbeat must be > 0 seconds"),
@@ -107,15 +92,11 @@ def test_a_good_file_has_no_problem(problems: Messages) -> None:
         ("n_epoch = 1", "n_epoch = 123456789012345678901234567890", "an int of 64 bits"),
         # Optimizers.
         ("lrate = 0.1", "lrate = -0.5", "lrate must be > 0, got -0.5"),
-        ("lrate = 1.0", "lrate = -1.0", "[optim.server_opt] lrate must be > 0, got -1.0"),
-        ("lrate = 0.1", "lrate = 0.0", "lrate must be > 0, got 0.0"),
         ("lrate = 0.1", "lrate = inf", "lrate must be a finite number, got inf"),
         ("lrate = 0.1", "lrate = nan", "lrate must be a number, got None"),
-        ("lrate = 0.1", "lrate = 'a'", "lrate must be a number, got 'a'"),
         ("lrate = 0.1", "lrate = 0.1\nw_decay = -1.0", "w_decay must be >= 0, got -1.0"),
         ("lrate = 0.1", "lrate = ['linear', {}]", "unknown schedule 'linear'"),
         ("lrate = 0.1", "lrate = ['warmup', {base = 0.1}]", "lrate: warmup: warmup is missing"),
-        ("lrate = 0.1", "lrate = ['warmup', {base = -0.1, warmup = 1}]", "base must be >= 0"),
         ("lrate = 0.1", "lrate = ['a', 'b', 'c']", "must be a number, or [schedule, {parameter"),
         ("[data]\n", "", "[data] this section is missing"),
         ("[optim.client_opt]", "[optim.client_op]", "did you mean 'client_op'?"),
@@ -134,20 +115,11 @@ def test_a_good_file_has_no_problem(problems: Messages) -> None:
         ('["norm-clip"]', '[["norm-clip"]]', "must be a name, or [name, {parameter = value}]"),
         ('["norm-clip"]', '"norm-clip"', "modules must be a list, got 'norm-clip'"),
         ('["norm-clip"]', '["lasso"]', "'lasso' is not one of the modules: put it in regularize"),
-        ('["norm-clip"]', '["scaffold-client"]', "('scaffold-server'), and server_opt has none"),
         ('["norm-clip"]', '[["l2-clipping", {max_norm = nan}]]', "max_norm must be a number, got"),
-        ('["norm-clip"]', '[["l2-global-clipping", {max_norm = -3}]]', "max_norm must be >= 0"),
         ('["norm-clip"]', '[["adam", {beta_1 = "x"}]]', "adam: beta_1 must be a number, got 'x'"),
-        ('["norm-clip"]', '[["adagrad", {eps = inf}]]', "eps must be a finite number, got inf"),
-        ('["norm-clip"]', '[[["a"], {}]]', "must be a name, or [name, {parameter = value}]"),
-        ('["norm-clip"]', "[{name = 'norm-clip'}]", "must be a name, or [name, {parameter"),
         ('["norm-clip"]', "[1, 2.5]", "1 in modules must be a name"),
-        ('["norm-clip"]', "{}", "modules must be a list, got {}"),
-        ('"averaging"', '["averaging"]', "unknown aggregator ['averaging']: give the name of one"),
         ('"averaging"', "{nam = 'sum'}", "unknown aggregator None: give the name of one"),
         ('"averaging"', "{name = 'averaging', steps = 1}", "averaging: unknown parameter 'steps'"),
-        ('"averaging"', "{name = 'averaging', steps_weighted = 1}", "must be true or false, got 1"),
-        ('"averaging"', "7", "unknown aggregator 7"),
     ],
 )
 def test_a_mistake_is_found_where_it_is(
@@ -164,25 +136,17 @@ def test_a_mistake_is_found_where_it_is(
         f"client_opt = {'1' * 5_000}",
         f"[client_opt]\nlrate = {'9' * 4_000}",
         f"client_opt = '{'x' * 5_000}'",
-        f"client_opt = {'[' * 3_000}{']' * 3_000}",
         f"client_opt = {'[' * 200}{']' * 200}",
-        f"client_opt = 0.1\naggregator = {'[' * 200}{']' * 200}",
         "client_opt = 0.1\naggregator = [['a'], {}]",
-        f"client_opt = 0.1\naggregator = '{'y' * 5_000}'",
-        f"[client_opt]\nlrate = 0.1\nmodules = ['{'z' * 5_000}']",
         f"[client_opt]\nlrate = 0.1\nmodules = [['norm-clip', {{max_norm = {'7' * 400}}}]]",
-        f"[client_opt]\nlrate = 0.1\nmodules = [['norm-clip', {{'{'k' * 5_000}' = 1}}]]",
         "client_opt = '/'",
-        "client_opt = '/dev/null'",
         "[client_opt]\nlrate = {a = 1}\nmodules = {b = 2}\nregularizers = 1979-05-27",
         GOOD.replace('"127.0.0.1"', f"'{'h' * 5_000}'"),
         GOOD.replace("[data]", f"[data]\ndata_folder = '{'d' * 5_000}'"),
         GOOD.replace("[data]", "[data]\ndata_folder = '/dev'\nclient_names = ['../..']"),
-        GOOD.replace("rounds = 2", f"rounds = {'5' * 4_000}"),
-        GOOD + f"[model]\nmodel_file = '{'m' * 5_000}'",
         GOOD.replace("[run]", "[secagg]\nclipval = 'a'\nbitsize = []\n[run]"),
     ],
-    ids=range(20),
+    ids=range(12),
 )
 def test_what_is_too_large_or_of_another_kind_is_a_finding(problems: Messages, text: str) -> None:
     found = problems(text)
@@ -190,11 +154,10 @@ def test_what_is_too_large_or_of_another_kind_is_a_finding(problems: Messages, t
     assert all(len(line) < 2_000 for line in found)
 
 
-def test_a_quickrun_file_of_the_optimizer_alone_is_told(tmp_path: Path) -> None:
-    file = tmp_path / "optim.toml"
-    file.write_text("client_opt = 0.1")
-    assert check_config(file).ok
-    found = check_config(file, quickrun=True).problems
+def test_a_quickrun_file_of_the_optimizer_alone_is_told(checked: Any) -> None:
+    found = checked("client_opt = 0.1")
+    assert found.ok
+    found = check_config(found.path, quickrun=True).problems
     assert any("[optim] this section is missing" in f"{f.where} {f.message}" for f in found)
     assert any("for quickrun: write client_opt in [optim]" in f.message for f in found)
 
@@ -224,20 +187,6 @@ def test_a_plug_in_that_can_not_be_built_is_the_only_error(
     text = f"[client_opt]\nlrate = 0.1\nmodules = [{client}]\n"
     text += f"[server_opt]\nlrate = 1.0\nmodules = [{server}]\n"
     assert len(problems(text)) == 1
-
-
-def test_without_opacus_no_false_error_follows_a_true_one(
-    problems: Messages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [n for n in sys.modules if n.partition(".")[0] == "opacus"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "opacus", None)
-    monkeypatch.setitem(sys.modules, "opacus.accountants", None)
-    noise = "{noise_multiplier = 1.0, expected_clients = 3, delta = 1e-5, sampling_rate = 0.5}"
-    text = "[client_opt]\nlrate = 0.1\nmodules = ['update-clip-client']\n"
-    text += f"[server_opt]\nlrate = 1.0\nmodules = [['update-clip-server', {noise}]]\n"
-    text += "[aggregator]\nname = 'clipped-averaging'\n"
-    assert len(problems(text)) <= 1
 
 
 def write_clients(folder: Path, *names: str) -> None:
@@ -289,10 +238,8 @@ OURS = GOOD.replace('"averaging"', '"clipped-averaging"\nmax_norm = 1.0').replac
         (with_quorum(OURS, "patience = 60.0"), ""),
         (with_quorum(OURS, "min_replies = 4"), "a round has at most 3 clients: lower it"),
         (with_quorum(OURS, "min_replies = 0"), "min_replies must be an int >= 1, got 0"),
-        (with_quorum(OURS, "min_replies = 2.0"), "min_replies must be an int >= 1, got 2.0"),
         (with_quorum(OURS, "patience = 0"), "patience must be a finite number > 0, got 0"),
         (OURS.replace("[data]", "patience = 9\n[data]"), "write it in [network.kwargs]"),
-        (OURS.replace("[data]", "min_replies = 2\n[data]"), "write it in [network.kwargs]"),
         (with_quorum(OURS, "min_reply = 2"), "unknown parameter 'min_reply' in kwargs; did you"),
         (with_quorum(OURS).replace("websockets", "grpc"), "goes with protocol = 'fedclip-websoc"),
         (with_quorum(OURS) + "[secagg]\nsecagg_type = 'masking'\n", "does not go with secure agg"),
@@ -316,10 +263,8 @@ def test_a_quorum_is_checked(problems: Messages, text: str, said: str) -> None:
         (with_quorum(OURS, "min_replies = 3"), "registration may end with 2 clients, fewer than"),
     ],
 )
-def test_what_is_worth_knowing_of_a_quorum(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "config.toml").write_text(text)
-    found = check_config(tmp_path / "config.toml")
-    notes = [f.message for f in found.findings if f.level == "note"]
+def test_what_is_worth_knowing_of_a_quorum(checked: Any, text: str, said: str) -> None:
+    notes = [f.message for f in checked(text).findings if f.level == "note"]
     assert any(said in note for note in notes), notes
 
 

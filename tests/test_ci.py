@@ -51,14 +51,5 @@ def test_the_workflow_runs_every_python_that_the_package_names() -> None:
     assert "make extras" in extras["steps"][-1]["run"]
 
 
-def test_the_hooks_are_local_and_take_no_files() -> None:
-    hooks: Any = yaml.safe_load(read(".pre-commit-config.yaml"))
-    (repo,) = hooks["repos"]
-    assert repo["repo"] == "local"
-    for hook in repo["hooks"]:
-        assert hook["entry"] == f"make {hook['id']}"
-        assert (hook["language"], hook["pass_filenames"]) == ("system", False)
-
-
 def test_contributing_names_targets_that_there_are() -> None:
     assert {"lint", "quick", "test", "soak"} <= called("CONTRIBUTING.md") <= targets()

@@ -12,20 +12,17 @@ import socket
 import subprocess
 import sys
 import textwrap
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import msgpack
 import pytest
 from declearn.optimizer import list_optim_modules
-from helpers import FRAMEWORK_MODULES, PATIENCE, hiding
-from report_runs import Node, large_run
+from helpers import PATIENCE, free_port, hiding
+from report_runs import Node, call, large_run
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-import fedclip
-import fedclip.tools.cli
 from fedclip.report import read_report
 
 Write = Callable[..., Path]
@@ -49,10 +46,6 @@ max_clients = 1
 [run.training]
 batch_size = 8
 """
-
-
-def call(*args: object) -> Result:
-    return CliRunner().invoke(fedclip.tools.cli.app, [str(arg) for arg in args])
 
 
 def one_sentence(result: Result) -> str:
@@ -79,41 +72,30 @@ def config(modules: str = "[]", port: int = 1) -> str:
 # ---------------------------------------------------------------------------- list, doctor
 
 
-def test_version() -> None:
-    assert call("--version").stdout == f"fedclip {fedclip.__version__}\n"
+IMPORTED = """
+import sys
+from fedclip.tools.cli import main
+try:
+    main()
+except SystemExit:
+    print(*sorted({"declearn", "torch", "numpy", "rich"} & set(sys.modules)), file=sys.stderr)
+"""
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "heavy"),
-    [
-        (["--version"], 0, {"declearn", "torch", "numpy", "rich"}),
-        (["--help"], 0, {"declearn", "torch", "numpy"}),
-        (["list"], 0, {"declearn", "torch", "numpy"}),
-        (["report", "nowhere"], 2, {"declearn", "torch"}),
-    ],
+    ("words", "needs"),
+    [("--version", ""), ("--help", "rich"), ("list", "rich"), ("report nowhere", "numpy rich")],
 )
-def test_a_command_imports_what_it_needs(words: list[str], code: int, heavy: set[str]) -> None:
-    script = f"""
-        import sys
-        sys.argv = ["fedclip", *{words!r}]
-        from fedclip.tools.cli import main
-        try:
-            main()
-        except SystemExit as exc:
-            assert exc.code == {code}, exc.code
-        found = {heavy!r} & set(sys.modules)
-        assert not found, found
-    """
-    path = os.pathsep.join(p for p in sys.path if p)
+def test_a_command_imports_what_it_needs(words: str, needs: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
+        [sys.executable, "-c", IMPORTED, *words.split()],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert set(done.stderr.splitlines()[-1].split()) <= set(needs.split()), done.stderr
 
 
 def test_list_has_every_clipper_and_none_of_declearns() -> None:
@@ -132,18 +114,9 @@ def test_list_explains_one_clipper() -> None:
     shown = call("list", "zscore-clip").stdout
     assert shown.startswith("Limit at a number of standard deviations")
     assert "z_max : float" in shown
-    assert len(json.loads(call("list", "agc", "--json").stdout)) == 1
     wrong = call("list", "zscore-clp")
     assert wrong.exit_code == 2
     assert "did you mean 'zscore-clip'?" in one_sentence(wrong)
-
-
-def test_doctor_names_versions_and_clippers() -> None:
-    result = call("doctor")
-    assert result.exit_code == 0
-    for word in (fedclip.__version__, "declearn", "torch", "zscore-clip"):
-        assert word in result.stdout
-    assert json.loads(call("doctor", "--json").stdout)["ok"]
 
 
 def test_doctor_refuses_an_old_declearn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,20 +140,6 @@ def test_doctor_tells_the_versions_without_declearn(monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------------------- translate
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("optax clip_by_global_norm max_norm=0.5", 'modules = [["norm-clip", {max_norm = 0.5}]]'),
-        ("torch clip_grad_norm_ max_norm=1 norm_type=inf", 'ord = "inf"'),
-    ],
-)
-def test_translate_prints_toml(words: str, line: str) -> None:
-    result = call("translate", *words.split())
-    assert result.exit_code == 0, result.stderr
-    assert line in result.stdout
-    assert tomllib.loads(result.stdout)
-
-
 def test_translate_of_nothing_known() -> None:
     result = call("translate", "optax", "clip_by_globl_norm")
     assert result.exit_code == 1
@@ -190,42 +149,7 @@ def test_translate_of_nothing_known() -> None:
     assert "'0.5' must be PARAMETER=VALUE" in one_sentence(result)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "optax clip_by_global_norm max_norm=abc",
-        "optax clip_by_global_norm max_norm=0",
-        "torch clip_grad_norm_ max_norm=-2",
-        "tensorflow clip_by_value clip_value_min=2 clip_value_max=1",
-        "tensorflow clip_by_value clip_value_min=-inf clip_value_max=inf",
-        "drytorch HistClipper alpha=1.5",
-        "torchzero ClipNorm max_norm=1 dim={a=1}",
-        f"optax clip max_delta={'9' * 4000}",
-        f"optax clip max_delta={'9' * 9000}",
-    ],
-)
-def test_translate_prints_no_line_that_can_not_be_built(words: str) -> None:
-    result = call("translate", *words.split())
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert len(one_sentence(result)) < 500
-
-
-def test_toml_is_what_toml_reads_back() -> None:
-    value = {"a": [1, 2.5, True], "head.*": {"b": 'quote " and \\'}, "c": float("inf")}
-    assert tomllib.loads(f"v = {fedclip.toml.toml_value(value)}")["v"] == value
-
-
 # ----------------------------------------------------------------------------------- check
-
-
-def test_check_of_a_good_file(write: Write) -> None:
-    result = call("check", write(config('["zscore-clip", ["norm-clip", {max_norm = 2}]]')))
-    assert result.exit_code == 0
-    assert "ok      [optim.client_opt] norm-clip {max_norm = 2}" in result.stdout
-    assert f"clients need fedclip>={fedclip.__version__} for zscore-clip, norm-clip" in (
-        result.stdout
-    )
-    assert result.stdout.endswith("No problem, 1 note.\n")
 
 
 def test_check_counts_notes_and_is_strict_if_asked(write: Write) -> None:
@@ -279,32 +203,6 @@ def test_check_of_a_folder_and_of_nothing(write: Write, tmp_path: Path) -> None:
     assert "no.toml does not exist" in one_sentence(result)
 
 
-def test_check_as_json(write: Write) -> None:
-    result = call("check", write(config('["zscor-clip"]')), "--json")
-    found = json.loads(result.stdout)
-    assert not found["ok"]
-    assert {"level", "where", "message"} == set(found["findings"][0])
-
-
-def test_check_notes_what_costs_time_or_means_something_else(write: Write) -> None:
-    text = config('["no-op"]').replace("max_clients = 1", "timeout = 30")
-    text += "[run.privacy]\nbudget = [1.0, 1e-5]\nsclip_norm = 1.0\nuse_csprng = true\n"
-    result = call("check", write(text))
-    assert "without max_clients" in result.stdout
-    assert "declearn clips each tensor of a sample by itself" in result.stdout
-    assert result.exit_code == 0
-
-
-def test_check_notes_a_section_that_would_be_ignored(write: Write) -> None:
-    result = call("check", write(config() + "[optim.sever_opt]\nlrate = 1.0\n"))
-    assert "[optim.sever_opt] declearn ignores this section; did you mean 'server_opt'?" in (
-        result.stdout
-    )
-    assert result.exit_code == 1
-    result = call("check", write("client_opt = 0.1\nserver_op = 1.0\nrounds = 3\n"))
-    assert result.stdout.count("declearn ignores") == 1
-
-
 def test_usage_errors_are_2() -> None:
     assert call("frobnicate").exit_code == 2
     assert call("check").exit_code == 2
@@ -328,15 +226,17 @@ def test_quickrun_says_that_its_port_is_taken(write: Write) -> None:
     assert f"port {port} on 127.0.0.1 is in use" in one_sentence(result)
 
 
-def test_quickrun_says_what_is_not_there(write: Write, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    file = write(config(port=port))
-    assert "[data] No folder starting with 'data'" in one_sentence(call("quickrun", file))
-    client = tmp_path / "data" / "c0"
+def write_data(folder: Path) -> None:
+    client = folder / "data" / "c0"
     client.mkdir(parents=True)
     for part in ("train_data", "train_target", "valid_data", "valid_target"):
         (client / f"{part}.npy").touch()
+
+
+def test_quickrun_says_what_is_not_there(write: Write, tmp_path: Path) -> None:
+    file = write(config(port=free_port()))
+    assert "[data] No folder starting with 'data'" in one_sentence(call("quickrun", file))
+    write_data(tmp_path)
     assert "there is no model file" in one_sentence(call("quickrun", file))
     (tmp_path / "model.txt").touch()
     file.write_text(file.read_text() + f"[model]\nmodel_file = '{tmp_path / 'model.txt'}'\n")
@@ -351,13 +251,8 @@ def test_quickrun_that_is_interrupted_points_to_the_report(
     async def interrupted(federation: object, seed: object) -> None:
         raise KeyboardInterrupt
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    file = write(config(port=port) + '[experiment]\ncheckpoint = "results/today"\n')
-    client = tmp_path / "data" / "c0"
-    client.mkdir(parents=True)
-    for part in ("train_data", "train_target", "valid_data", "valid_target"):
-        (client / f"{part}.npy").touch()
+    file = write(config(port=free_port()) + '[experiment]\ncheckpoint = "results/today"\n')
+    write_data(tmp_path)
     (tmp_path / "model.py").touch()
     monkeypatch.setattr(fedclip.tools.quickrun.Federation, "run", interrupted)
     result = call("quickrun", file)
@@ -410,20 +305,7 @@ def test_run_shows_the_traceback_of_the_script(tmp_path: Path) -> None:
     assert done.stderr.rstrip().endswith("RuntimeError: mine")
 
 
-def test_run_of_nothing() -> None:
-    result = call("run", "nowhere.py")
-    assert result.exit_code == 2
-    assert "no script 'nowhere.py'" in one_sentence(result)
-
-
 # ---------------------------------------------------------------------------------- report
-
-
-def test_report_of_a_wrong_folder(tmp_path: Path) -> None:
-    assert call("report", tmp_path / "no").exit_code == 2
-    result = call("report", tmp_path)
-    assert result.exit_code == 1
-    assert "holds no optimizer_state" in one_sentence(result)
 
 
 @pytest.fixture
@@ -440,40 +322,12 @@ def checkpoints(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_report_prints_a_table_and_a_sentence(checkpoints: Path) -> None:
-    result = call("report", checkpoints)
-    assert result.exit_code == 0
-    assert "100%" in result.stdout
-    assert result.stdout.rstrip().endswith("sets the length of nearly every step.")
-
-
 def test_report_writes_csv(checkpoints: Path, tmp_path: Path) -> None:
     to_stdout = call("report", checkpoints, "--csv", "-").stdout
     assert to_stdout.startswith("node,module,group,round,")
     file = tmp_path / "r.csv"
     assert call("report", checkpoints, "--csv", file).exit_code == 0
     assert file.read_text() == to_stdout
-    result = call("report", checkpoints, "--csv", tmp_path / "no" / "r.csv")
-    assert result.exit_code == 1
-    assert "can not write" in one_sentence(result)
-
-
-@pytest.mark.slow
-def test_report_writes_a_plot(checkpoints: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "r.png"
-    assert call("report", checkpoints, "--plot", file).exit_code == 0
-    assert file.read_bytes().startswith(b"\x89PNG")
-    assert "can not write" in one_sentence(call("report", checkpoints, "--plot", "r.xyz"))
-
-
-def test_report_says_how_to_get_matplotlib(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = call("report", checkpoints, "--plot", "r.png")
-    assert result.exit_code == 1
-    assert "pip install matplotlib" in one_sentence(result)
 
 
 def test_report_shows_other_peoples_names_as_they_are(tmp_path: Path) -> None:
@@ -567,9 +421,6 @@ def test_a_run_that_ended_without_records_is_not_followed(tmp_path: Path) -> Non
     Node(tmp_path, ["momentum"]).round([1.0])
     (tmp_path / "model_state_best.mpk").touch()
     assert "no records" in one_sentence(call("report", tmp_path, "--follow"))
-
-
-def test_a_file_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     assert "is no folder" in one_sentence(call("report", tmp_path / "run", "--follow"))
 
@@ -594,20 +445,10 @@ ROUND = {
 LONG = "x" * 5_000
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["report", LONG], 2),
-        (["check", LONG], 2),
-        (["check", "a/" * 2_500], 2),
-        (["quickrun", LONG], 2),
-        (["run", LONG], 2),
-        (["demo", LONG], 1),
-    ],
-)
-def test_a_path_that_no_system_takes_is_a_sentence(words: list[str], code: int) -> None:
-    result = call(*words)
-    assert result.exit_code == code, result.output
+@pytest.mark.parametrize("command", ["report", "check", "quickrun", "run", "demo"])
+def test_a_path_that_no_system_takes_is_a_sentence(command: str) -> None:
+    result = call(command, LONG)
+    assert result.exit_code == (1 if command == "demo" else 2), result.output
     one_sentence(result)
 
 
@@ -640,32 +481,3 @@ def test_report_in_a_pipe_and_at_80_columns_keeps_its_numbers(tmp_path: Path) ->
     narrow = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, narrow.splitlines())) <= 80
     assert len(re.findall(r"100 +12345 +100% +- +1\.23e\+10 +1\.23e-05", narrow)) == 8
-
-
-# --------------------------------------------------------------------------- without extras
-
-
-@pytest.mark.slow
-def test_it_works_without_torch_tensorflow_and_jax() -> None:
-    code = """
-    import sys
-    import numpy as np
-    from declearn.model.sklearn import NumpyVector
-    from declearn.optimizer import Optimizer
-    from fedclip.tools.cli import app
-    (clipper,) = Optimizer(0.1, modules=["norm-clip"]).modules
-    print(clipper.run(NumpyVector({"w": np.array([3.0, 4.0])})).coefs["w"].round(3))
-    assert not {"torch", "tensorflow", "jax"} & set(sys.modules)
-    app(["list"])
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=hiding(*FRAMEWORK_MODULES, "opacus", "matplotlib"),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("[0.6 0.8]\n")
-    assert "zscore-clip" in done.stdout

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import csv
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -99,15 +98,6 @@ def test_a_client_that_fails_ends_all_with_a_sentence(
     monkeypatch.setattr(run, "write_data", torn)
     with pytest.raises(DemoError, match=r"^no-clipping failed: \w+Error: "):
         run_demo(tmp_path / "demo")
-
-
-@pytest.mark.slow
-def test_a_taken_port_is_a_sentence(tmp_path: Path) -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        pytest.raises(DemoError, match=r"^port .* is in use"),
-    ):
-        run_demo(tmp_path / "demo", port=server.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -12,22 +12,20 @@ from helpers import require
 LOOPS = Path(__file__).parent.parent / "examples" / "loops"
 
 
-@pytest.fixture
+# What Lightning and Transformers warn of is not ours.
+warned = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+
+@pytest.fixture(autouse=True)
 def _loops_importable(monkeypatch):
     monkeypatch.syspath_prepend(str(LOOPS))
     yield
-    for name in (
-        "task",
-        "torch_loop",
-        "lightning_fit",
-        "transformers_train",
-        "keras_fit",
-        "jax_loop",
-    ):
+    for name in [path.stem for path in LOOPS.glob("*.py")]:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.usefixtures("_loops_importable")
 def test_the_same_clipper_has_the_same_limits_in_each_loop(capsys):
     for framework in ("torch", "keras", "jax", "optax"):
         require(framework)
@@ -49,10 +47,7 @@ def test_the_same_clipper_has_the_same_limits_in_each_loop(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
-)
-@pytest.mark.usefixtures("_loops_importable")
+@warned
 def test_lightning_has_the_limits_of_the_plain_loop():
     require("torch")
     pytest.importorskip("lightning")
@@ -61,10 +56,7 @@ def test_lightning_has_the_limits_of_the_plain_loop():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
-)
-@pytest.mark.usefixtures("_loops_importable")
+@warned
 def test_a_small_transformer_learns_the_digits(capsys):
     require("torch")
     pytest.importorskip("transformers")
@@ -75,7 +67,6 @@ def test_a_small_transformer_learns_the_digits(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_loops_importable")
 def test_four_devices_have_the_limits_of_one():
     for framework in ("torch", "jax", "optax"):
         require(framework)

@@ -11,16 +11,10 @@ from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 
 from fedclip import UpdateClipServer
-from fedclip.federation.update.coupling import SERVER
 from fedclip.modules.servers import ZScoreClipServer
 from fedclip.tools.check import Check, check_config
 
-
-@pytest.fixture(autouse=True)
-def _no_round_left_open() -> Any:
-    yield
-    for variable in (SERVER,):
-        variable.set(None)
+pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 
 NOISE = '["update-clip-server", {{noise_multiplier = 5.0, expected_clients = 10{}}}]'
@@ -40,13 +34,22 @@ batch_size = 8
 """
 
 
+Changes = tuple[str, str]
+
+
 @pytest.fixture
-def check(tmp_path: Path) -> Any:
-    def check(client: str = "", server: str = "", run: str = "", **text: str) -> Check:
+def check(checked: Any) -> Any:
+    def check(
+        client: str = "",
+        server: str = "",
+        run: str = "",
+        aggregator: str = '"averaging"',
+        change: Changes = ("", ""),
+    ) -> Check:
         """Check a quickrun file: a line each in the two optimizers, and what else is in it."""
-        optim = f"""
+        text = f"""{RUN}{run}
         [optim]
-        aggregator = {text.get("aggregator", '"averaging"')}
+        aggregator = {aggregator}
         [optim.client_opt]
         lrate = 0.5
         {client}
@@ -54,9 +57,9 @@ def check(tmp_path: Path) -> Any:
         lrate = 1.0
         {server}
         """
-        path = tmp_path / "config.toml"
-        path.write_text(RUN + run + optim)
-        return check_config(path)
+        assert change[0] in text
+        found: Check = checked(text.replace(*change) if change[0] else text)
+        return found
 
     return check
 
@@ -66,19 +69,12 @@ def said(found: Check, level: str = "note") -> str:
 
 
 def central(
-    check: Any,
-    more: str = "",
-    server: str = "",
-    client: str = "",
-    run: str = "",
-    noise: str = NOISE,
-    aggregator: str = '"clipped-averaging"',
+    check: Any, more: str = "", server: str = "", client: str = "", noise: str = NOISE, **file: Any
 ) -> Any:
     return check(
         client=f'modules = ["update-clip-client"{client}]',
         server=f"modules = [{noise.format(more)}{server}]",
-        aggregator=aggregator,
-        run=run,
+        **{"aggregator": '"clipped-averaging"', **file},
     )
 
 
@@ -227,33 +223,21 @@ def test_a_server_refuses_them_before_its_first_message() -> None:
     server.collect_aux_var()
 
 
-def test_what_unnoised_may_be() -> None:
-    config: dict[str, Any] = {"noise_multiplier": 1.0, "expected_clients": 3}
-    assert UpdateClipServer(**config, unnoised="a").get_config()["unnoised"] == ["a"]
-    with pytest.raises(ValueError, match="unnoised goes with noise_multiplier > 0"):
-        UpdateClipServer(unnoised=["a"])
-    with pytest.raises((TypeError, ValueError), match="unnoised"):
-        UpdateClipServer(**config, unnoised=[3])
-
-
 # -- numbers that guarantee nothing -----------------------------------------------------------
 
 
-def test_a_budget_above_ten_is_a_problem_where_no_rounds_are_known(tmp_path: Path) -> None:
-    file = tmp_path / "optim.toml"
-    noise = NOISE.format(", max_epsilon = {}")
-    file.write_text(
+@pytest.mark.parametrize("most", [50, 8])
+def test_a_budget_above_ten_is_a_problem_where_no_rounds_are_known(checked: Any, most: int) -> None:
+    found = checked(
         "aggregator = 'clipped-averaging'\n[client_opt]\nlrate = 0.5\n"
         "modules = ['update-clip-client']\n[server_opt]\nlrate = 1.0\n"
-        f"modules = [{noise.replace('{}', '50.0')}]\n"
+        f"modules = [{NOISE.format(f', max_epsilon = {most}.0')}]\n"
     )
-    assert "epsilon = 50 for max_epsilon is" in said(check_config(file), "problem")
-    file.write_text(file.read_text().replace("50.0", "8.0"))
-    assert check_config(file).ok
+    assert found.ok == (most == 8)
+    assert found.ok or "epsilon = 50 for max_epsilon is" in said(found, "problem")
 
 
 # -- what declearn releases -------------------------------------------------------------------
-@pytest.mark.slow
 def test_what_declearn_itself_releases_is_named(check: Any) -> None:
     found = said(central(check, run="[run.early_stop]\ntolerance = 0.1\npatience = 3\n"))
     assert "evaluation loss and metrics, its number of steps and of samples, without noise" in found
@@ -317,7 +301,6 @@ def test_delta_is_compared_with_the_records_that_are_there(check: Any, tmp_path:
     [
         ('"flat"', "each record is clipped to 0.5, by one norm over all its tensors"),
         ('"tensor"', "each of the k tensors of a record is clipped to 0.5/√k"),
-        ('["0.*", "*"]', "each of the k groups of tensors of a record is clipped to 0.5/√k"),
         ('"automatic"', "brought to almost C, and the step divided by C"),
         ('"adaptive"', "clipped to C, which starts at 0.5 and follows the 0.5 quantile"),
     ],
@@ -340,14 +323,6 @@ def test_what_becomes_of_each_record(check: Any, mode: str, text: str) -> None:
     assert "lets its bound be exceeded" not in words
 
 
-def test_a_file_of_optimizers_alone_says_what_the_run_needs(tmp_path: Path) -> None:
-    file = tmp_path / "optim.toml"
-    file.write_text('[client_opt]\nlrate = 0.5\nmodules = ["sample-clip"]\n')
-    found = check_config(file)
-    assert found.ok
-    assert "sample-clip needs [run.privacy]" in said(found)
-
-
 # -- noise modules ----------------------------------------------------------------------------
 
 
@@ -358,31 +333,22 @@ def test_privacy_may_be_in_a_file_of_its_own(
     monkeypatch.chdir(tmp_path)
     text = PRIVATE.replace("[3.0", "[30.0")
     Path("p.toml").write_text(text.replace("run.", "") if named else text.partition("\n")[2])
-    file = check('modules = ["norm-clip"]').path
-    file.write_text(file.read_text().replace("rounds", 'privacy = "p.toml"\nrounds'))
-    found = check_config(file)
+    found = check('modules = ["norm-clip"]', change=("rounds", 'privacy = "p.toml"\nrounds'))
     assert "each tensor of each sample to 0.5" in found.places[0]
-    assert "epsilon = 30 for each client's budget is a guarantee in name only" in said(
-        found, "problem"
-    )
+    assert "epsilon = 30 for each client's budget is" in said(found, "problem")
     Path("p.toml").write_text("budget = 3\n")
-    assert "budget must be" in said(check_config(file), "problem")
-    Path("p.toml").unlink()
-    assert not check_config(file).ok
+    assert "budget must be" in said(check_config(found.path), "problem")
 
 
-def test_privacy_beside_optimizers_for_a_script(tmp_path: Path) -> None:
+def test_privacy_beside_optimizers_for_a_script(checked: Any) -> None:
     """A server's script may keep all of its sections in one file."""
-    file = tmp_path / "server.toml"
     optim = 'aggregator = "averaging"\n[client_opt]\nlrate = 0.5\nmodules = ["norm-clip"]\n'
     run = RUN.partition("[data]")[2]
-    file.write_text(f"{optim}{run}{PRIVATE}")
-    found = check_config(file)
+    found = checked(f"{optim}{run}{PRIVATE}")
     assert "each tensor of each sample to 0.5" in found.places[0]
     assert "a sample's gradient reaches 0.5·√k" in said(found)
     # A section of another's is left alone.
-    file.write_text(f"{optim}[run]\nspeed = 3\nprivacy = 'none'\n")
-    found = check_config(file)
+    found = checked(f"{optim}[run]\nspeed = 3\nprivacy = 'none'\n")
     assert found.ok
     assert "norm-clip: the L2 norm is at most 1" in found.places[0]
 
@@ -395,10 +361,6 @@ CRITERION = 'strategy = "criterion", n_samples = 2, criterion = {name = "gradien
     [
         (CRITERION.replace(", ", "\n", 2), False),
         (f'strategy = "named-clients"\nsampler = {{{CRITERION}}}', False),
-        (
-            f'strategy = "composition"\nsamplers = [{{strategy = "default"}}, {{{CRITERION}}}]',
-            False,
-        ),
         ('strategy = "uniform"\nn_samples = 2', True),
     ],
 )
@@ -413,9 +375,9 @@ def test_clients_are_not_chosen_by_what_has_no_noise(check: Any, section: str, o
 def test_a_sampler_in_a_sampler_says_how_many_take_part(check: Any) -> None:
     inner = '[client_sampler]\nstrategy = "named-clients"\nsampler = {strategy = "uniform", '
     for number, ok in ((10, True), (11, False)):
-        file = central(check, run=f"{inner}n_samples = {number}}}\n").path
-        file.write_text(file.read_text().replace("max_clients = 5", "max_clients = 50"))
-        assert check_config(file).ok == ok
+        more = ("max_clients = 5", "max_clients = 50")
+        found = central(check, run=f"{inner}n_samples = {number}}}\n", change=more)
+        assert found.ok == ok
 
 
 ALONE = "nothing bounds what gaussian-noise is added to: no amount of it gives a guarantee"
@@ -433,57 +395,44 @@ def test_noise_on_what_nothing_bounds(check: Any) -> None:
     assert ALONE not in said(central(check, server=', ["gaussian-noise", {std = 5.0}]'))
 
 
-def test_a_number_of_clients_may_stand_for_their_section(check: Any, tmp_path: Path) -> None:
+def test_a_number_of_clients_may_stand_for_their_section(check: Any) -> None:
     """As `register = 50`; no more than expected may come."""
-    central(check)
-    file = tmp_path / "config.toml"
     section = "[run.register]\nmin_clients = 1\nmax_clients = 5\n"
-    file.write_text(
-        file.read_text().replace(section, "").replace("rounds", "register = 50\nrounds")
-    )
-    assert "50 clients may take part in a round" in said(check_config(file), "problem")
+    found = central(check, change=(section, "register = 50\n"))
+    assert "50 clients may take part in a round" in said(found, "problem")
 
 
 def test_fewer_clients_than_averages_are_divided_by(check: Any) -> None:
     few = "their sum is divided by expected_clients"
     assert few not in said(central(check))
-    file = central(check, more=", bits_noise = 9.0").path
-    file.write_text(file.read_text().replace("expected_clients = 10", "expected_clients = 11"))
-    assert "the average is 5 / 11 of theirs" in said(check_config(file))
+    more = ("expected_clients = 10", "expected_clients = 11")
+    found = central(check, more=", bits_noise = 9.0", change=more)
+    assert "the average is 5 / 11 of theirs" in said(found)
 
 
 def test_noise_for_a_budget_needs_a_number_of_steps(check: Any) -> None:
-    modules = 'modules = ["sample-clip"]'
-    file = check(modules, run=PRIVATE).path
-    assert check_config(file).ok
-    size = "batch_size = 8\n"
-    for steps, ok in (("timeout = 9", False), ("n_steps = 4", True)):
-        text = check(modules, run=PRIVATE).path.read_text()
-        file.write_text(text.replace(size, f"{size}n_epoch = nan\n{steps}\n"))
-        found = check_config(file)
-        assert found.ok == ok
-        assert ("needs a number of steps: set n_epoch or n_steps" in said(found, "problem")) != ok
-    file.write_text(text.replace(size, f"{size}timeout = 9\n"))
-    assert "refuse such rounds; leave timeout out" in said(check_config(file), "problem")
+    modules, size = 'modules = ["sample-clip"]', "batch_size = 8\n"
+    assert check(modules, run=PRIVATE).ok
+    for steps, text in (
+        ("n_epoch = nan\ntimeout = 9", "needs a number of steps: set n_epoch or n_steps"),
+        ("n_epoch = nan\nn_steps = 4", ""),
+        ("timeout = 9", "refuse such rounds; leave timeout out"),
+    ):
+        found = check(modules, run=PRIVATE, change=(size, f"{size}{steps}\n"))
+        assert found.ok == (not text)
+        assert text in said(found, "problem")
 
 
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        (
-            "budget = [3.0, 1e-5], sclip_norm = -0.5",
-            "sclip_norm must be a finite number > 0, got -0.5",
-        ),
         ("budget = [3.0, 1e-5], sclip_norm = 0", "sclip_norm must be a finite number > 0, got 0"),
-        ("budget = [0.0, 1e-5], sclip_norm = 0.5", "must be a finite number > 0, got 0.0"),
         ("budget = [inf, 1e-5], sclip_norm = 0.5", "must be a finite number > 0, got inf"),
         ("budget = [-2, 1e-5], sclip_norm = 0.5", "first in budget, must be a finite number > 0"),
     ],
 )
 def test_a_budget_and_a_bound_are_numbers_above_zero(check: Any, setting: str, text: str) -> None:
-    file = check().path
-    file.write_text(file.read_text().replace("rounds", f"privacy = {{{setting}}}\nrounds"))
-    problems = said(check_config(file), "problem")
+    problems = said(check(change=("rounds", f"privacy = {{{setting}}}\nrounds")), "problem")
     assert text in problems
     assert "type constructors" not in problems
 

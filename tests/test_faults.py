@@ -6,7 +6,6 @@ Servers and clients are declearn's, over websockets, each a process; faults are 
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 from federation_faults import EVALUATIONS
 from federation_runs import ADAPTIVE, Run, running
-from test_network import WATCHFUL, ended, until
+from test_network import WATCHFUL, ended, signalled, until
 
 pytestmark = pytest.mark.slow
 
@@ -59,9 +58,9 @@ def told(run: Run, name: str) -> str:
             ],
         ),
         ("no message", ['sent what can not be decoded (KeyError: "No registered Message type']),
-        ("nested", ["sent what can not be decoded"]),
         ("another type", ["sent InitReply in the place of TrainReply"]),
         ("killed while it sends", ["the connection of 'client_1' has ended; the run goes on"]),
+        ("breaks the handler", ["connection of client 'client_1' ends with an error: TypeError"]),
     ],
     ids=str,
 )
@@ -73,11 +72,11 @@ def test_a_round_goes_on_without_a_client(tmp_path: Path, what: Any, said: list[
 
 
 def test_a_client_that_answers_too_late_is_gone(tmp_path: Path) -> None:
-    network = {"heartbeat": 0.02, "kwargs": {"min_replies": 2, "patience": 6.0}}
+    network = {"heartbeat": 0.02, "kwargs": {"min_replies": 2, "patience": 10.0}}
     faults = {"1": ["TrainReply", "late", 2]}
-    run = survived(tmp_path, "client_1", network=network, faults=faults, run={"rounds": 100})
-    assert "no answer from 'client_1' in 6 s; the run goes on without it" in told(run, "client_1")
-    assert run.state()["round"] == 100
+    run = survived(tmp_path, "client_1", network=network, faults=faults, run={"rounds": 20})
+    assert "no answer from 'client_1' in 10 s; the run goes on without it" in told(run, "client_1")
+    assert run.state()["round"] == 20
 
 
 def test_two_clients_fail_at_once_and_too_few_are_left(tmp_path: Path) -> None:
@@ -129,8 +128,8 @@ def test_a_sampler_does_not_choose_a_client_that_has_left(tmp_path: Path) -> Non
     """A round of one client would end the run if it were the one that has left."""
     sampler = {"strategy": "named-clients", "sampler": {"strategy": "uniform", "n_samples": 1}}
     faults = {"1": ["InitReply", "kill", 1]}
-    run = survived(tmp_path, "client_1", sampler=sampler, faults=faults, run={"rounds": 20})
-    assert run.state()["round"] == 20
+    run = survived(tmp_path, "client_1", sampler=sampler, faults=faults, run={"rounds": 10})
+    assert run.state()["round"] == 10
 
 
 EVALUATED = [
@@ -230,26 +229,13 @@ def test_all_clients_lack_fedclip(tmp_path: Path) -> None:
 
 def test_a_server_that_is_frozen(tmp_path: Path) -> None:
     """Clients end by themselves; that of declearn's plain protocol would wait for ever."""
-    settings: dict[str, Any] = {"client_network": {"kwargs": {"patience": 8.0}}}
-    with running(
-        tmp_path,
-        protocol=WATCHFUL,
-        server_protocol="websockets",
-        run={"rounds": 100_000},
-        **settings,
-    ) as run:
-        until(run, "Initiating training round 2")
-        pid = run.processes["server"].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+    settings: dict[str, Any] = {"client_network": {"kwargs": {"patience": 15.0}}}
+    settings |= {"server_protocol": "websockets", "run": {"rounds": 100_000}}
+    with running(tmp_path, protocol=WATCHFUL, **settings) as run:
+        signalled(run, "server", signal.SIGSTOP)
         ended(run, "client_0", "client_1", "client_2")
     for name in ("client_0", "client_1", "client_2"):
-        assert "no message from the server in 8 s" in run.said(name)
-
-
-def test_an_exception_in_a_connection_is_logged(tmp_path: Path) -> None:
-    run = survived(tmp_path, "client_1", faults={"1": ["TrainReply", "breaks the handler", 2]})
-    assert "the connection of client 'client_1' ends with an error: TypeError" in run.said("server")
+        assert "no message from the server in 15 s" in run.said(name)
 
 
 def test_a_name_that_no_file_can_have_does_not_join(tmp_path: Path) -> None:
@@ -260,8 +246,7 @@ def test_a_name_that_no_file_can_have_does_not_join(tmp_path: Path) -> None:
 def test_who_left_does_not_come_back(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"run": {"rounds": 100_000}, "network": QUORUM}
     with running(tmp_path, protocol=WATCHFUL, **settings) as run:
-        until(run, "Initiating training round 2")
-        run.processes["client_1"].kill()
+        signalled(run, "client_1", signal.SIGKILL)
         until(run, "the connection of 'client_1' has ended; the run goes on without it")
         run._start("client_1")
         until(run, "refused 'client_1': registration is over, for those that have left too")

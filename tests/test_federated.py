@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import PATIENCE, hiding
+from helpers import PATIENCE, free_port, hiding
 
 from fedclip.report import read_report
 from fedclip.tools.check import check_config
@@ -65,6 +65,7 @@ client.run()
 PYTHON = [sys.executable]
 FEDCLIP_RUN = [sys.executable, "-m", "fedclip", "run"]
 CLIENTS = ("client_0", "client_1")
+ENVIRONMENT = {**hiding(), "OMP_NUM_THREADS": "1"}
 
 
 class Federation:
@@ -76,9 +77,7 @@ class Federation:
         self.config.write_text(optim)
         (folder / "server.py").write_text(SERVER.replace("PROTOCOL", repr(protocol)))
         (folder / "client.py").write_text(CLIENT)
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = str(sock.getsockname()[1])
+        self.port = str(free_port())
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def listens(self) -> bool:
@@ -106,7 +105,7 @@ class Federation:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**hiding(), "OMP_NUM_THREADS": "1"},
+                env=ENVIRONMENT,
             )
 
     def wait(self, name: str, seconds: float = PATIENCE) -> int:
@@ -176,43 +175,41 @@ def test_a_client_without_fedclip_under_a_server_that_watches(tmp_path: Path) ->
     assert "the server has ended: the connection of 'client_1'" in fed.said("client_0")
 
 
-def test_the_quickrun_example(tmp_path: Path) -> None:
+def call(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=PATIENCE,
+        env=ENVIRONMENT,
+        check=False,
+    )
+
+
+def quickrun_example(tmp_path: Path, rounds: int, kwargs: str = "") -> Path:
+    """Return a copy of the example, with its data."""
     folder = tmp_path / "quickrun"
     shutil.copytree(EXAMPLES / "quickrun", folder, ignore=shutil.ignore_patterns("data", "result"))
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     config = folder / "config.toml"
-    text = config.read_text().replace("port = 8765", f"port = {port}")
-    config.write_text(text.replace("rounds = 5", "rounds = 2"))
+    text = config.read_text().replace("port = 8765", f"port = {free_port()}\n{kwargs}")
+    config.write_text(text.replace("rounds = 5", f"rounds = {rounds}"))
+    assert call(folder, "prepare.py").returncode == 0
+    return folder
 
-    errors: list[str] = []
 
-    def call(*command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=PATIENCE,
-            env={**hiding(), "OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        errors.append(done.stderr)
-        return done.stdout
-
-    call("prepare.py")
-    assert "No problem, 1 note." in call("-m", "fedclip", "check", "config.toml")
-    said = call("-m", "fedclip", "quickrun", "config.toml")
-    assert said == "fedclip: 3 clients; see  fedclip report result\n"
+def test_the_quickrun_example(tmp_path: Path) -> None:
+    folder = quickrun_example(tmp_path, 2)
+    assert "No problem, 1 note." in call(folder, "-m", "fedclip", "check", "config.toml").stdout
+    done = call(folder, "-m", "fedclip", "quickrun", "config.toml")
+    assert done.stdout == "fedclip: 3 clients; see  fedclip report result\n", done.stderr[-2000:]
     # declearn's log goes to files; what remains is one line a round.
-    assert [line[:21] for line in errors[-1].splitlines()] == [
+    assert [line[:21] for line in done.stderr.splitlines()] == [
         f"quickrun: {done} of 2 done" for done in (1, 2)
     ]
     assert "Initiating training round 2" in (folder / "result/server/logs.txt").read_text()
-    shown = call("-m", "fedclip", "report", "result")
+    shown = call(folder, "-m", "fedclip", "report", "result").stdout
     for node in ("client_0", "client_1", "client_2", "server"):
         assert node in shown
 
@@ -238,25 +235,8 @@ print(run(Path("config.toml")))
 @pytest.mark.parametrize("kwargs", ["", "kwargs = { min_replies = 2 }"])
 def test_quickrun_without_a_client(tmp_path: Path, kwargs: str) -> None:
     """In one process too, one client's end is that of the run only where all are needed."""
-    folder = tmp_path / "quickrun"
-    shutil.copytree(EXAMPLES / "quickrun", folder, ignore=shutil.ignore_patterns("data", "result"))
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    config = folder / "config.toml"
-    text = config.read_text().replace("port = 8765", f"port = {port}\n{kwargs}")
-    config.write_text(text.replace("rounds = 5", "rounds = 3"))
-    environment = {**hiding(), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "prepare.py"], cwd=folder, check=True, env=environment)
-    done = subprocess.run(
-        [sys.executable, "-c", BROKEN],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=environment,
-        check=False,
-    )
+    folder = quickrun_example(tmp_path, 3, kwargs)
+    done = call(folder, "-c", BROKEN)
     log = (folder / "result" / "server" / "logs.txt").read_text()
     assert "client 'client_1' has ended: OSError: the disk is full" in log
     assert (done.returncode == 0) == bool(kwargs), done.stderr[-2000:]
@@ -280,12 +260,5 @@ print(NetworkClientConfig("websockets", "ws://127.0.0.1:1", "a").build_client().
 def test_fedclip_run_gives_clients_patience(tmp_path: Path) -> None:
     script = tmp_path / "client.py"
     script.write_text(PATIENT)
-    done = subprocess.run(
-        [*FEDCLIP_RUN, str(script)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=PATIENCE,
-        env=hiding(),
-    )
-    assert done.stdout.split() == ["5.0", "5.0", "10800.0"]
+    done = call(tmp_path, *FEDCLIP_RUN[1:], str(script))
+    assert done.stdout.split() == ["5.0", "5.0", "10800.0"], done.stderr[-2000:]

@@ -26,8 +26,7 @@ from federation_helpers import Clients, Server
 from federation_liars import anything, forge
 
 import fedclip
-from fedclip.federation.evaluation import counted, nothing
-from fedclip.federation.update.coupling import CLIENT, SERVER
+from fedclip.federation.evaluation import counted
 
 N = 4
 CLIPPED = {"name": "clipped-averaging"}
@@ -111,12 +110,10 @@ def table() -> Table:
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Any:
+def _quiet(no_round_left_open: None) -> Any:
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
-    for variable in (CLIENT, SERVER):
-        variable.set(None)
 
 
 def clipped(sizes: list[float]) -> float:
@@ -250,15 +247,3 @@ def test_no_evaluation_ends_a_run() -> None:
         assert math.isfinite(loss), seed
         for value in results.values():
             assert np.asarray(value, dtype=float).size, seed
-
-
-def test_a_round_without_evaluations_has_no_numbers() -> None:
-    metrics = MetricSet.from_specs(["binary-classif", "mse", "r2", ["binary-roc", {"scale": 0.1}]])
-    server: Any = FederatedServer.__new__(FederatedServer)
-    server.logger, server.metrics = logging.getLogger("declearn.server"), metrics
-    with np.errstate(all="ignore"):
-        loss, results = server._aggregate_evaluation_results({"nobody": nothing(metrics)})
-    assert loss == math.inf
-    assert math.isnan(results["accuracy"])
-    assert math.isnan(results["mse"])
-    assert math.isnan(results["r2"])

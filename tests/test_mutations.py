@@ -497,7 +497,7 @@ STATISTICS = {
     "a quantile beyond the last norm": Mutation(
         "federation/statistics/counts.py",
         {"(total - 1)": "total"},
-        "test_shared.py::test_percentile_is_that_of_the_last_rounds",
+        "test_shared.py::test_levels_are_those_of_the_last_rounds",
     ),
     "counts sent twice": Mutation(
         "federation/statistics/client.py",
@@ -517,7 +517,7 @@ STATISTICS = {
     "a round that is not forgotten": Mutation(
         "federation/statistics/server.py",
         {"= self.size": " self.size"},
-        "test_shared.py::test_median_and_median_deviation_are_read_off_one_sketch",
+        "test_shared.py::test_levels_are_those_of_the_last_rounds",
     ),
     "one history for all groups": Mutation(
         "federation/statistics/server.py",

@@ -14,7 +14,7 @@ import pytest
 from fedclip.errors import StateError
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.bound import BoundRule, share_within
-from fedclip.federation.update.pace import paced, pull_of, spread
+from fedclip.federation.update.pace import paced, spread
 
 RULE = BoundRule(0.5, 0.2, 1e-6, 1e6)
 FIVE, TWENTY, HUNDRED, MANY = 5, 20, 100, 1000
@@ -111,9 +111,14 @@ LATE = {
 }
 
 
+SIZES = (FIVE, TWENTY, HUNDRED, MANY)
+# Each difficulty with few clients and with many; all of them with each number.
+HOW_MANY = [(what, SIZES[(i + k) % 4]) for i, what in enumerate(HARD) for k in (0, 2)]
+HOW_MANY += [(ALL, clients) for clients in SIZES if (ALL, clients) not in HOW_MANY]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("clients", [FIVE, TWENTY, HUNDRED, MANY])
-@pytest.mark.parametrize("what", HARD)
+@pytest.mark.parametrize(("what", "clients"), HOW_MANY)
 def test_a_factor_of_ten_within_eight_rounds(what: str, clients: int) -> None:
     """In half of the plays, from the side that takes longer; with 20 clients in 95 %."""
     told = Federation(clients, **HARD[what])
@@ -124,10 +129,10 @@ def test_a_factor_of_ten_within_eight_rounds(what: str, clients: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clients", [FIVE, TWENTY, HUNDRED])
-@pytest.mark.parametrize("what", HARD)
+@pytest.mark.parametrize("what", ["nothing else", "noise, drop-out", ALL])
 def test_no_more_unrest_at_the_target(what: str, clients: int) -> None:
     """Than without evidence, which is the rule of Andrew et al."""
-    for sigma in (0.1, 0.3, 1.0):
+    for sigma in (0.3, 1.0):
         told = Federation(clients, **HARD[what], sigma=sigma)
         here, plain = (told.bounds(0.0, 300, 20, forget=forget)[50:] for forget in (False, True))
         now, before = float(here.std()), float(plain.std())
@@ -139,7 +144,7 @@ def test_no_more_unrest_at_the_target(what: str, clients: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clients", [1, 3, FIVE, TWENTY, MANY])
+@pytest.mark.parametrize("clients", [1, FIVE, MANY])
 def test_a_bound_that_has_passed_its_target_does_not_swing(clients: int) -> None:
     """If updates are all alike, each vote is for a full step."""
     told = Federation(clients, sigma=1e-3)
@@ -188,25 +193,6 @@ def test_steps_by_hand() -> None:
     assert steps_of([1.0] * 9, learning_rate=2.0) == pytest.approx([-1.0] * 9)
 
 
-def test_the_sign_and_the_size_of_a_pull() -> None:
-    assert [pull_of(s, 0.5) for s in (0.0, 0.25, 0.375, 0.5, 0.75, 1.0)] == [-1, -1, -0.5, 0, 1, 1]
-    assert [pull_of(s, 0.8) for s in (0.4, 0.6, 0.85, 0.9)] == pytest.approx([-1, -0.5, 0.5, 1])
-
-
-def test_no_round_moves_the_bound_by_more_than_a_factor_of_two() -> None:
-    rng = np.random.default_rng(0)
-    for quantile in (0.1, 0.5, 0.9):
-        evidence = 0.0
-        for share in np.clip(rng.normal(0.5, 1.0, 2000) + np.sin(np.arange(2000) / 9), 0, 1):
-            before = evidence
-            step, evidence = paced(
-                float(share), before, quantile=quantile, learning_rate=0.2, spread=0.1
-            )
-            assert abs(step) <= math.log(2.0) + 0.2 * abs(share - 0.5)
-            assert abs(evidence) <= 0.2 + math.log2(math.log(4.0) / 0.2) / 6
-            assert step * (share - quantile) <= 0
-
-
 PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "expected_clients": 4}
 
 
@@ -253,17 +239,7 @@ def test_a_restart_mid_run_makes_no_difference(config: dict[str, Any]) -> None:
         assert start + go(second, 20 - cut) == whole
 
 
-def test_a_state_without_evidence_starts_with_none() -> None:
-    bound = AdaptiveBound(1.0)
-    go(bound, 3)
-    assert bound.evidence > 0
-    state = bound.get_state()
-    del state["evidence"]
-    bound.set_state(state)
-    assert bound.evidence == 0.0
-
-
-@pytest.mark.parametrize("evidence", [None, "0", math.nan, math.inf, [0.0], True])
+@pytest.mark.parametrize("evidence", ["0", math.nan, True])
 def test_evidence_that_can_not_be(evidence: Any) -> None:
     bound = AdaptiveBound(1.0)
     before = bound.get_state()

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from declearn.main.config import FLOptimConfig
-from typer.testing import CliRunner
+from report_runs import call
 
 from fedclip import UpdateClipServer
 from fedclip.privacy.gaussian import mu_of
 from fedclip.privacy.planning import plan
 from fedclip.tools.check import check_config
-from fedclip.tools.cli import app
 
-
-def call(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["privacy", "plan", *arguments])
-
-
-BUDGET = ("--epsilon", "8", "--rounds", "100", "--clients", "100")
+BUDGET = ("privacy", "plan", "--epsilon", "8", "--rounds", "100", "--clients", "100")
 
 
 @pytest.mark.parametrize("relation", ["add-remove", "replace-one"])
@@ -69,34 +61,3 @@ def test_the_lines_of_a_plan_are_a_configuration(tmp_path: Path) -> None:
     said = [f.message for f in checked.findings]
     assert any("100 rounds cost epsilon = 7.999 at delta = 1e-05" in m for m in said)
     assert not any("in name only" in m for m in said)
-
-
-def test_what_a_plan_says() -> None:
-    little = call(*BUDGET, "--values", "100").stdout
-    assert "that is little: expect about the accuracy that the bound alone gives" in little
-    much = call(*BUDGET, "--values", "1000000").stdout
-    assert "more than the updates can move it: with 6,932 clients it would be a tenth" in much
-    enough = plan(8.0, 1e-5, 100, 6932, values=10**6)
-    assert enough.drift is not None
-    assert enough.drift <= 0.1
-    assert "give --values" in call(*BUDGET).stdout
-    for delta in ("0.02", "0.01"):
-        assert "delta is not below 1 / clients" in call(*BUDGET, "--delta", delta).stdout
-    facts = json.loads(call(*BUDGET, "--json").stdout)
-    assert facts["noise_multiplier"] == 6.003
-    assert facts["toml"][-1].startswith("modules = ")
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (("--epsilon", "-1"), "epsilon must be"),
-        (("--delta", "1"), "delta must be"),
-        (("--rounds", "0"), "rounds must be an int >= 1"),
-        (("--relation", "add-remov"), "relation must be one of 'add-remove', 'replace-one'"),
-    ],
-)
-def test_what_can_not_be_planned(given: tuple[str, ...], text: str) -> None:
-    done = call(*BUDGET, *given)
-    assert done.exit_code == 2
-    assert text in done.output

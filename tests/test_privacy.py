@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,6 @@ from hypothesis import strategies as st
 from fedclip import AGC, NormClip, ValueClip, ZScoreClip
 from fedclip.privacy import MAPS, Context, Map, analyse
 from fedclip.privacy.lengths import l2_of, stretch
-from fedclip.tools.check import check_config
 
 SHAPES = {"enc.w": (3, 2), "enc.b": (2,), "head.w": (2, 2), "none": (0, 7)}
 
@@ -33,7 +29,6 @@ SHAPES = {"enc.w": (3, 2), "enc.b": (2,), "head.w": (2, 2), "none": (0, 7)}
         ("norm-clip", {"max_norm": 0.5}),
         ["no-op", ["norm-clip", {"max_norm": 0.5}]],
         {"lrate": 0.1, "modules": [["norm-clip", {"max_norm": 0.5}]]},
-        Optimizer(lrate=0.1, modules=[NormClip(max_norm=0.5)]),
         Optimizer(lrate=0.1, regularizers=["ridge"], modules=[NormClip(max_norm=0.5)]),
         Optimizer(lrate=("linear-decay", {"base": 0.1, "rate": 0.01}), modules=[NormClip(0.5)]),
     ],
@@ -61,8 +56,6 @@ def test_a_clipper_answers_for_itself() -> None:
     [
         ((3,), TypeError, "a pipeline is a module"),
         (("norm-clp",), ValueError, "did you mean 'norm-clip'"),
-        (([["norm-clip"]],), TypeError, "a pipeline is a module"),
-        (("norm-clip", [(3, 2)]), TypeError, "shapes must be a dict"),
         (("norm-clip", {"w": "ab"}), TypeError, "got 'ab' for 'w'"),
         (("norm-clip", {"w": (3, -1)}), ValueError, "shapes['w'] must be an int >= 0"),
         ((["norm-clip", {"exclude": "x*"}], {"w": (1,)}), ValueError, "matches no tensor"),
@@ -72,17 +65,6 @@ def test_what_can_not_be_analysed(arguments: Any, error: type, message: str) -> 
     with pytest.raises(error) as caught:
         analyse(*arguments)
     assert message in str(caught.value)
-
-
-def test_what_is_no_sensitivity() -> None:
-    found = analyse("norm-clip", SHAPES)
-    for arguments, message in (
-        (("add-remove", "sum"), "one of 'record', 'aggregate'"),
-        (("add-remove", "record", 1.0), "incoming goes with on='aggregate'"),
-        (("add-remove", "aggregate", math.nan), "incoming must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            found.sensitivity(*arguments)  # type: ignore[arg-type]
 
 
 # -- values that are known without shapes, and formulas ---------------------------------------
@@ -95,8 +77,6 @@ def test_what_is_no_sensitivity() -> None:
         (("norm-clip", {"scope": ["a*", "b*"]}), 3**0.5, "1·√k for k groups"),
         (("norm-clip", {"scope": {"a*": 0.6}, "max_norm": 0.8}), 1.0, "√(Σ Cⱼ²)"),
         (("norm-clip", {"ord": "inf"}), None, "1·√d for d elements"),
-        (("norm-clip", {"ord": "mad"}), None, "1·d for d elements"),
-        (("norm-clip", {"ord": 3}), None, "1·d^(1/2 - 1/3) for d elements"),
         (("norm-clip", {"ord": 4, "scope": "tensor"}), None, "1·√(Σ dⱼ^(1 - 2/4))"),
         (("value-clip", {"max_value": 0.1}), None, "0.1·√d for d elements"),
         (("normalize", {"norm": 0.2, "scope": "tensor"}), None, "0.2·√k for k tensors"),
@@ -106,9 +86,7 @@ def test_what_is_no_sensitivity() -> None:
         ([("value-clip", {}), ("norm-clip", {"scope": "tensor"})], None, "the lesser of"),
         ([("norm-clip", {"scope": "tensor"}), "norm-clip"], 1.0, "the lesser of"),
         (("zscore-clip", {"max_norm": None, "scope": "tensor"}), None, ""),
-        (("norm-clip", {"dims": 0}), None, ""),
         (["norm-clip", "adam"], None, "2.34543·√d for d elements"),
-        (["norm-clip", "yogi"], None, ""),
     ],
     ids=str,
 )
@@ -122,19 +100,6 @@ def test_without_shapes(spec: Any, bound: float | None, formula: str) -> None:
     assert found.formula.startswith(formula)
     assert bool(found.formula) == bool(formula)
     assert str(found)
-
-
-def test_shapes_give_what_the_formula_says() -> None:
-    found = analyse([("norm-clip", {"scope": "tensor"}), ("value-clip", {"max_value": 0.01})])
-    assert found.l2_bound is None
-    assert found.per_record_safe
-    assert found.sensitivity("add-remove") is None
-    assert found.explain("add-remove") == "There is no sensitivity to state without shapes."
-    same = analyse(
-        [("norm-clip", {"scope": "tensor"}), ("value-clip", {"max_value": 0.01})], SHAPES
-    )
-    assert same.l2_bound == pytest.approx(0.01 * 12**0.5, rel=1e-12)
-    assert same.formula == "0.01·√d for d elements"
 
 
 # -- weights ----------------------------------------------------------------------------------
@@ -243,13 +208,6 @@ def test_no_number_is_below_the_truth(limit: float, size: int, ord: Any) -> None
     ("spec", "said"),
     [
         (
-            ("norm-clip", {"scope": "tensor"}),
-            "norm-clip: the L2 norm is at most 1.73205 (1·√k for k tensors). Per record: the "
-            "sensitivity of a sum is 1.73205 if a record is added or removed, and twice that if "
-            "one is replaced. On an aggregate: it makes no sensitivity larger (it is "
-            "non-expansive).",
-        ),
-        (
             ["norm-clip", "momentum"],
             "norm-clip, momentum: the L2 norm is at most 10 (10 times 1). Not safe per record "
             "(momentum: it carries the gradients of earlier steps along). On an aggregate: it can "
@@ -270,41 +228,30 @@ def test_sentences(spec: Any, said: str) -> None:
 
 
 # -- fedclip check ----------------------------------------------------------------------------
-Write = Callable[[str], Path]
+OPTIM = "[client_opt]\nlrate = 0.5\nmodules = "
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def write(text: str) -> Path:
-        (tmp_path / "c.toml").write_text(textwrap.dedent(text))
-        return tmp_path / "c.toml"
-
-    return write
-
-
-def test_check_multiplies_a_fixed_number_of_steps(write: Write) -> None:
-    file = write(
-        """
-        [network]
-        protocol = "websockets"
-        [data]
-        [optim.client_opt]
-        lrate = 0.5
-        modules = ["norm-clip"]
-        [run]
-        rounds = 3
-        [run.register]
-        min_clients = 1
-        [run.training]
-        batch_size = 8
-        n_steps = 14
-        """
-    )
-    assert "at most 0.5 times 14 steps times that, 7." in check_config(file).places[0]
-    file = write(file.read_text() + "[run.privacy]\nbudget = [1.0, 1e-5]\nsclip_norm = 1.0\n")
-    assert "It acts on noise, which [run.privacy] adds first" in check_config(file).places[0]
-    file = write("[client_opt]\nlrate = 0.5\nw_decay = 0.1\nmodules = ['norm-clip']")
-    assert "A round's update has no bound: weight decay" in check_config(file).places[0]
+def test_check_multiplies_a_fixed_number_of_steps(checked: Any) -> None:
+    text = """
+    [network]
+    protocol = "websockets"
+    [data]
+    [optim.client_opt]
+    lrate = 0.5
+    modules = ["norm-clip"]
+    [run]
+    rounds = 3
+    [run.register]
+    min_clients = 1
+    [run.training]
+    batch_size = 8
+    n_steps = 14
+    """
+    assert "at most 0.5 times 14 steps times that, 7." in checked(text).places[0]
+    text += "[run.privacy]\nbudget = [1.0, 1e-5]\nsclip_norm = 1.0\n"
+    assert "It acts on noise, which [run.privacy] adds first" in checked(text).places[0]
+    text = f"{OPTIM}['norm-clip']\nw_decay = 0.1\n"
+    assert "A round's update has no bound: weight decay" in checked(text).places[0]
 
 
 @pytest.mark.parametrize(
@@ -317,15 +264,14 @@ def test_check_multiplies_a_fixed_number_of_steps(write: Write) -> None:
             '[["zscore-clip", {max_norm = 1.0}], "gaussian-noise"]',
             "zscore-clip is an adaptive rule before gaussian",
         ),
-        ('["zscore-clip", "gaussian-noise"]', "nothing bounds what gaussian-noise is added to"),
         (
             '[["norm-clip", {scope = "tensor"}], "gaussian-noise"]',
             "gaussian-noise must be sized on 1·√k for k tensors, not on the limit of one of them",
         ),
     ],
 )
-def test_check_warns_of_what_does_not_hold(write: Write, modules: str, warning: str) -> None:
-    found = check_config(write(f"[client_opt]\nlrate = 0.5\nmodules = {modules}"))
+def test_check_warns_of_what_does_not_hold(checked: Any, modules: str, warning: str) -> None:
+    found = checked(f"{OPTIM}{modules}")
     assert found.ok
     assert any(warning in f.message for f in found.findings if f.level == "note")
 
@@ -335,15 +281,11 @@ def test_check_warns_of_what_does_not_hold(write: Write, modules: str, warning: 
     [
         '["momentum", "norm-clip"]',
         '["norm-clip", "zscore-clip"]',
-        '["norm-clip", ["ewma", {beta = 0.9}]]',
         '["norm-clip", "gaussian-noise", "adam"]',
     ],
 )
-def test_check_does_not_warn_of_what_holds(write: Write, modules: str) -> None:
-    found = check_config(write(f"[client_opt]\nlrate = 0.5\nmodules = {modules}"))
+def test_check_does_not_warn_of_what_holds(checked: Any, modules: str) -> None:
+    found = checked(f"{OPTIM}{modules}")
     # What declearn releases is said of all noise, whatever the clippers before it bound.
     notes = [f.message for f in found.findings if f.level == "note" and "run" not in f.where]
     assert all("clients need fedclip" in note for note in notes)
-
-
-# -- without declearn -------------------------------------------------------------------------

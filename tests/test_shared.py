@@ -17,10 +17,8 @@ import pytest
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 from declearn.optimizer.modules import AuxVar
-from declearn.secagg.joye_libert import JoyeLibertDecrypter, JoyeLibertEncrypter
-from declearn.secagg.masking import MaskingDecrypter, MaskingEncrypter
 from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
-from federation_helpers import SHORT_BIPRIME
+from federation_helpers import joye_libert, masked
 from helpers import each_framework, needs
 
 from fedclip import Clipper, FedclipWarning
@@ -38,7 +36,6 @@ from fedclip.federation.statistics.counts import (
 )
 from fedclip.federation.statistics.messages import FedclipSharedCounts
 from fedclip.rules.sharing import Judgement
-from fedclip.tools.check import check_config
 
 Steps = Sequence[float | Mapping[str, float]]
 
@@ -64,29 +61,6 @@ def pairwise(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
         (names[i % len(names)], *(c[(i + i // len(c)) % len(c)] for c in columns))
         for i in range(rows)
     ]
-
-
-def masked(clients: Sequence[str]) -> tuple[dict[str, Any], Any]:
-    """Return the encrypters and the decrypter of a round, as their setup would."""
-    seeds = {
-        (a, b): i + len(clients) * j
-        for i, a in enumerate(clients)
-        for j, b in enumerate(clients)
-        if i < j
-    }
-    return {
-        c: MaskingEncrypter(
-            [seed for (a, _), seed in seeds.items() if a == c],
-            [seed for (_, b), seed in seeds.items() if b == c],
-        )
-        for c in clients
-    }, MaskingDecrypter(len(clients))
-
-
-def joye_libert(clients: Sequence[str]) -> tuple[dict[str, Any], Any]:
-    keys = {c: 2**400 + 7**i for i, c in enumerate(clients)}
-    encrypters = {c: JoyeLibertEncrypter(key, SHORT_BIPRIME) for c, key in keys.items()}
-    return encrypters, JoyeLibertDecrypter(-sum(keys.values()), len(clients), SHORT_BIPRIME)
 
 
 class Federation:
@@ -226,45 +200,34 @@ def test_moving_averages_are_moved_by_each_norm_once(estimator: str) -> None:
         )
 
 
-@pytest.mark.parametrize(("history", "secagg"), [("window", masked), ("p2", None)])
-def test_percentile_is_that_of_the_last_rounds(history: str, secagg: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "config", "secagg"),
+    [
+        ("percentile-norm-clip", {}, masked),
+        ("percentile-norm-clip", {"history": "p2", "window": 256}, None),
+        ("mad-clip", {}, None),
+    ],
+)
+def test_levels_are_those_of_the_last_rounds(name: str, config: Any, secagg: Any) -> None:
     rng = np.random.default_rng(3)
-    window = {"window": 60} if history == "window" else {"window": 256}
-    fed = Federation(
-        "percentile-norm-clip", history=history, feedback="raw", **window, secagg=secagg
-    )
+    fed = Federation(name, feedback="raw", secagg=secagg, **config)
     rounds: list[list[float]] = []
     for t in range(12):
-        steps = {c: draw(rng, int(rng.integers(0, 20)), 1.2**t) for c in fed.clients}
+        # As many as are kept, every now and then.
+        steps = {c: draw(rng, 5 * int(rng.integers(0, 5)), 1.2**t) for c in fed.clients}
         rounds.append([x for some in steps.values() for x in some])
         fed.round(steps)
         kept: list[float] = []
         for norms in reversed(rounds):
-            if history == "window" and len(kept) >= 60:
+            if "history" not in config and len(kept) >= 60:
                 break
             kept += norms
-        exact = np.quantile(kept, 0.8)
-        assert abs(fed.group()["level"] - exact) <= ERROR * exact
-
-
-def test_median_and_median_deviation_are_read_off_one_sketch() -> None:
-    rng = np.random.default_rng(5)
-    fed = Federation("mad-clip", feedback="raw")
-    rounds: list[list[float]] = []
-    for t in range(8):
-        steps = {c: draw(rng, int(rng.integers(0, 20)), 1.2**t) for c in fed.clients}
-        rounds.append([x for some in steps.values() for x in some])
-        fed.round(steps)
-        kept: list[float] = []
-        for norms in reversed(rounds):
-            if len(kept) >= 60:
-                break
-            kept += norms
-        median = np.median(kept)
-        assert abs(fed.group()["level"] - median) <= ERROR * median
-        # Each distance is known within 3 % of its norm, and the median that it is from too.
-        spread = np.median(abs(kept - median))
-        assert abs(fed.group()["spread"] - spread) <= 2 * ERROR * (median + spread)
+        level = np.quantile(kept, 0.5 if name == "mad-clip" else 0.8)
+        assert abs(fed.group()["level"] - level) <= ERROR * level
+        if name == "mad-clip":
+            # Each distance is known within 3 % of its norm, and the median that it is from too.
+            spread = np.median(abs(kept - level))
+            assert abs(fed.group()["spread"] - spread) <= 2 * ERROR * (level + spread)
 
 
 @pytest.mark.parametrize(("size", "quantile"), [(1, 0.5), (2, 1.0), (5, 0.1), (1000, 0.95)])
@@ -370,9 +333,8 @@ def test_what_is_sent_has_the_same_form_every_round(name: str) -> None:
             client = fed.clients["client_0"]
             client.process_aux_var(fed.server.collect_aux_var())
             client.start_round()
-            fed.steps("client_0", [x for x in norms if np.isfinite(x)])
-            if any(np.isnan(x) for x in norms):
-                fed.clipper("client_0").run(NumpyVector({"w": np.array([np.nan])}))
+            for norm in norms:
+                fed.clipper("client_0").run(NumpyVector({"w": np.array([norm])}))
             (aux,) = client.collect_aux_var().values()
         secret, clear = aux.prepare_for_secagg()
         assert clear is None
@@ -403,20 +365,11 @@ def test_secure_aggregation_gives_the_same_state_to_the_bit(name: str, secagg: A
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("members", 2),
-        ("counts", [[1]]),
-        ("counts", np.array([[-1]])),
-        ("counts", np.array([[2**48]], dtype=np.uint64)),
-    ],
+    ("members", "counts"), [(2, np.uint64([[0]])), (1, [[1]]), (1, np.uint64([[2**48]]))]
 )
-def test_what_encryption_would_spoil_is_refused_by_name(field: str, value: Any) -> None:
-    message = FedclipSharedCounts(1, np.zeros((2, 1), dtype=np.uint64))
-    message.prepare_for_secagg()
-    setattr(message, field, value)
-    with pytest.raises(ValueError, match=field):
-        message.prepare_for_secagg()
+def test_what_encryption_would_spoil_is_refused_by_name(members: int, counts: Any) -> None:
+    with pytest.raises(ValueError, match="members" if members == 2 else "counts"):
+        FedclipSharedCounts(members, counts).prepare_for_secagg()
 
 
 # -- checkpoints ----------------------------------------------------------------------------
@@ -449,9 +402,7 @@ def test_states_that_are_not_sound_are_refused() -> None:
         ("history", {}),
         ("history", {"all": [[[1, 2], [3]]]}),
         ("history", {"all": [[[10_000], [3]]]}),
-        ("history", {"all": [[[1], [-3]]]}),
         ("history", {"all": [[[1], [0]]]}),
-        ("history", {"all": 3}),
         ("version", -1),
         ("refused", None),
     ]:
@@ -662,6 +613,13 @@ def test_a_group_without_norms_stands_still(name: str) -> None:
     assert state["groups"]["a"] != begun["groups"]["a"]
     assert state["version"] == 2
     assert fed.clipper("client_0").get_state()["shared"] == {"version": 1}
+    # To the last bit, whatever it has learnt.
+    rng = np.random.default_rng(10)
+    for _ in range(4):
+        fed.round({c: [{"a": x} for x in draw(rng, 3)] for c in fed.clients})
+        before = fed.group("a")
+        fed.round({c: [{"b": 1.0}] for c in fed.clients})
+        assert fed.group("a") == before
     # An older state is taken as it is.
     fed.counterpart.set_state(begun)
     assert fed.counterpart.get_state() == begun
@@ -758,16 +716,10 @@ def mixture(at_top: float) -> Claims:
     return chosen
 
 
-def at_random(seed: int) -> Claims:
-    rng = np.random.default_rng(seed)
-    return lambda _, size, top, mean: rng.choice([0.0, mean, top], size).tolist()
-
-
 ATTACKS: dict[str, Claims] = {
     **{f"{b:.0%} at the top": mixture(b) for b in (0.0, 0.25, 0.5, 0.75, 1.0)},
     "by turns": lambda t, size, top, _: [top * (t % 2)] * size,
     "the mean": lambda _, size, __, mean: [mean] * size,
-    "random": at_random(0),
 }
 
 
@@ -894,21 +846,18 @@ def test_without_a_counterpart_it_warns_once_and_sends_nothing() -> None:
     assert f"add '{name}-server' to the modules of server_opt" in str(warning.message)
 
 
+OPTIM = "[client_opt]\nlrate = 0.1\nmodules = [{}]\n[server_opt]\nlrate = 1.0\nmodules = [{}]\n"
+
+
 @pytest.mark.parametrize(
     ("client", "server", "message"),
     [
         ('["zscore-clip", {shared = true}]', '"no-op"', "lacks 'zscore-clip-server'"),
         ('"zscore-clip"', '"zscore-clip-server"', "needs 'zscore-clip' with shared = true"),
-        ('"zscore-clip-server"', '"zscore-clip-server"', "belongs in server_opt"),
         (
             '["zscore-clip", {shared = true, decay = 0.5}]',
             '"zscore-clip-server"',
             "has decay = 0.5, its counterpart in server_opt 0.97",
-        ),
-        (
-            '["zscore-clip", {shared = true}], ["zscore-clip", {shared = true}]',
-            '"zscore-clip-server"',
-            "2 modules exchange 'zscore-clip-shared'",
         ),
         (
             '["zscore-clip", {shared = true, shared_name = "a"}]',
@@ -928,31 +877,19 @@ def test_without_a_counterpart_it_warns_once_and_sends_nothing() -> None:
     ],
 )
 def test_check_finds_it_before_the_run(
-    client: str, server: str, message: str, tmp_path: Any
+    client: str, server: str, message: str, checked: Any
 ) -> None:
-    file = tmp_path / "optim.toml"
-    text = "[client_opt]\nlrate = 0.1\nmodules = [{}]\n[server_opt]\nlrate = 1.0\nmodules = [{}]\n"
-    file.write_text(text.format(client, server))
-    found = check_config(file)
+    found = checked(OPTIM.format(client, server))
     assert any(message in problem.message for problem in found.problems), found.problems
 
 
-def test_check_is_content_with_a_pair(tmp_path: Any) -> None:
-    file = tmp_path / "optim.toml"
-    file.write_text(
-        """
-        [client_opt]
-        lrate = 0.1
-        modules = [["zscore-clip", {shared = true, decay = 0.9}], "ema-clip",
-            ["ema-clip", {shared = true, shared_name = "a"}],
-            ["ema-clip", {shared = true, shared_name = "b", ratio = 2}]]
-        [server_opt]
-        lrate = 1.0
-        modules = [["zscore-clip-server", {decay = 0.9}], ["ema-clip-server", {shared_name = "a"}],
-            ["ema-clip-server", {shared_name = "b", ratio = 2.0}], ["zscore-clip", {shared = true}]]
-        """
-    )
-    assert check_config(file).ok, check_config(file).problems
+def test_check_is_content_with_pairs(checked: Any) -> None:
+    client = """["zscore-clip", {shared = true, decay = 0.9}], "ema-clip",
+        ["ema-clip", {shared = true, shared_name = "a"}],
+        ["ema-clip", {shared = true, shared_name = "b", ratio = 2}]"""
+    server = """["zscore-clip-server", {decay = 0.9}], ["ema-clip-server", {shared_name = "a"}],
+        ["ema-clip-server", {shared_name = "b", ratio = 2.0}], ["zscore-clip", {shared = true}]"""
+    assert checked(OPTIM.format(client, server)).ok
 
 
 # -- the server's own steps -----------------------------------------------------------------
@@ -1001,17 +938,11 @@ def test_counting_is_the_same_text_in_every_arithmetic(name: str, framework: str
 # -- traffic --------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["auto-clip", "zscore-clip"])
 def test_traffic_is_below_a_hundredth_of_the_update(name: str) -> None:
-    """Bytes on the wire, against a model of 100,000 float32, each way, in cleartext and masked."""
+    """Bytes on the wire, against a model of 100,000 float32, each way."""
     model = len(msgpack_serialize(NumpyVector({"w": np.zeros(100_000, dtype=np.float32)})))
     fed = Federation(name)
     for _ in range(3):
         fed.round({c: draw(np.random.default_rng(17), 200) for c in fed.clients})
     assert max(fed.wire) < model / 100
-    encrypters, _ = masked(list(fed.clients))
-    client = fed.clients["client_0"]
-    client.process_aux_var(fed.server.collect_aux_var())
-    client.start_round()
-    (aux,) = client.collect_aux_var().values()
-    clip = len(msgpack_serialize(encrypters["client_0"].encrypt_aggregate(aux)))
-    values = encrypters["client_0"].encrypt_vector(NumpyVector({"w": np.zeros(10_000)}))[0]
-    assert clip < 10 * len(msgpack_serialize(values)) / 100
+    # Encrypted, each number takes what a weight does.
+    assert fed.counterpart.shared_state.tally.rows < 100_000 / 100

@@ -7,7 +7,6 @@ import importlib
 import os
 import pkgutil
 import re
-import shutil
 import subprocess
 import sys
 import zlib
@@ -61,20 +60,3 @@ def test_nothing_is_loaded_from_the_network(site: Path) -> None:
         loaded = re.findall(r"<(?:script|img|iframe|source)[^>]* src=\"?([^\" >]+)", text)
         loaded += re.findall(r"<link[^>]* href=\"?([^\" >]+)", text)
         assert not [target for target in loaded if "//" in target], page
-
-
-def test_the_search_works_from_a_folder(site: Path) -> None:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("there is no chromium")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.goto((site / "index.html").as_uri())
-        found = page.locator(".md-search-result__item h1")
-        # The page listens to keys.
-        page.locator("input.md-search__input").press_sequentially("secure aggregation")
-        found.first.wait_for(timeout=PATIENCE * 100)
-        assert "Secure aggregation" in found.all_inner_texts()
-        browser.close()

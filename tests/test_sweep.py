@@ -11,21 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import Node, large_run
+from report_runs import call, large_run
 from scipy import stats
-from typer.testing import CliRunner, Result
 
-import fedclip.tools.cli
 import fedclip.tools.sweep
 from fedclip.report import read_report
 from fedclip.tools.compare import compared, interval, table_rows
 from fedclip.tools.sweep import MARK, Planned, SweepError, plan
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickrun"
-
-
-def call(*args: object) -> Result:
-    return CliRunner().invoke(fedclip.tools.cli.app, [str(arg) for arg in args])
 
 
 @pytest.fixture
@@ -64,32 +58,6 @@ def test_runs_below_a_folder_are_seeds_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compare_prints_a_table_and_json_and_a_page(tmp_path: Path) -> None:
-    for name in ("[red]x", "<script>"):
-        large_run(tmp_path / name, 5, 2)
-    folders = sorted(tmp_path.iterdir())
-    result = call("compare", *folders)
-    assert result.exit_code == 0, result.stderr
-    assert "<script>" in result.stdout
-    assert "[red]x" in result.stdout
-    facts = json.loads(call("compare", *folders, "--json").stdout)
-    assert facts["schema"] == "fedclip-compare/1"
-    assert facts["settings"][0]["values"]["loss"]["half_width"] is None
-    pytest.importorskip("vl_convert")
-    page = tmp_path / "page.html"
-    assert call("compare", *folders, "--html", page).exit_code == 0
-    assert page.read_text().count("<script") == 3
-    assert "&lt;script&gt;" in page.read_text()
-
-
-@pytest.mark.parametrize("words", [["compare"], ["compare", "nowhere"], ["sweep", "nowhere"]])
-def test_a_wrong_call_is_a_sentence(words: list[str]) -> None:
-    result = call(*words)
-    assert result.exit_code == 2
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.slow
 def test_a_seed_that_diverged_is_not_left_out_of_a_mean(tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         large_run(tmp_path / "runs" / f"seed-{seed}", 4, 2, seed=seed)
@@ -111,20 +79,6 @@ def test_a_seed_that_diverged_is_not_left_out_of_a_mean(tmp_path: Path) -> None:
     assert "loss" not in setting["values"]
 
 
-def test_two_folders_of_one_name_are_two_settings(tmp_path: Path) -> None:
-    for above in ("x", "y"):
-        Node(tmp_path / above / "run" / "c0", ["no-op"]).round([1.0])
-    result = call("compare", tmp_path / "x" / "run", tmp_path / "y" / "run", "--json")
-    names = [setting["name"] for setting in json.loads(result.stdout)["settings"]]
-    assert names == ["run", str(tmp_path / "y" / "run")]
-
-
-def test_runs_without_a_server_are_compared_by_what_they_have(tmp_path: Path) -> None:
-    Node(tmp_path / "c0", ["no-op"]).round([1.0])
-    (outcome,) = compared([("x", read_report(tmp_path))])
-    assert set(outcome.values) == {"rounds", "clipped", "largest norm"}
-
-
 # -- sweep --------------------------------------------------------------------------------------
 def test_each_value_is_run_with_each_seed(config: Path, tmp_path: Path) -> None:
     settings = ["optim.client_opt.lrate=0.1,0.5", "zscore-clip.z_max=1.5,3"]
@@ -142,12 +96,6 @@ def test_each_value_is_run_with_each_seed(config: Path, tmp_path: Path) -> None:
     assert "# Three clients" in runs[0].text
 
 
-def test_modules_can_be_swept(config: Path, tmp_path: Path) -> None:
-    setting = 'optim.client_opt.modules=["no-op"],[["norm-clip",{max_norm=1.0}]]'
-    labels = [run.label for run in plan(config, [setting], 1, tmp_path)]
-    assert labels == ["modules=no-op", "modules=norm-clip,_max_norm:_1.0".replace(":", "")]
-
-
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
@@ -155,7 +103,6 @@ def test_modules_can_be_swept(config: Path, tmp_path: Path) -> None:
         ("lrate", "must be KEY=VALUE"),
         ("zscore-clp.z_max=1,2", "did you mean 'zscore-clip'"),
         ("nowhere.key=1", "no section and no module 'nowhere'"),
-        ("run.rounds=2,2", "are the same"),
         ('optim.client_opt.modules=["momentum"]', 'add "no-op"'),
     ],
 )

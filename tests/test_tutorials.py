@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -38,25 +35,7 @@ def typed(page: str, tmp_path: Path) -> Path:
     return folder
 
 
-def in_a_browser(page: Path) -> str | None:
-    """Return what a page has become in a browser; None without one."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        return None
-    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000"]
-    shown = subprocess.run(
-        [chromium, *quiet, "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=True,
-    )
-    return shown.stdout
-
-
-def test_the_first_ten_minutes_in_a_fresh_environment(
-    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_ten_minutes_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkout"
     checkout(folder)
     (wheel,) = built.glob("fedclip-*.whl")
@@ -71,20 +50,10 @@ def test_the_first_ten_minutes_in_a_fresh_environment(
         for words, others in shorter.items():
             line = line.replace(words, others)
         lines.append(line)
-    start = time.monotonic()
     python = tmp_path / "bin"
     shown = type_in(lines, folder, PATH=on_path(python), PIP_CONSTRAINT=constraints, PYTHONPATH="")
-    minutes = (time.monotonic() - start) / 60
-    with capsys.disabled():
-        print(f"\nthe first ten minutes took {minutes:.1f} minutes")
     results = folder / "examples" / "quickrun"
-    seen = in_a_browser(results / "report.html")
-    if seen is None:
-        with capsys.disabled():
-            print("there is no chromium: nobody has looked at report.html")
-    else:
-        # The chart of the norms is drawn, and in it the limit, as a dashed line.
-        assert re.search(r'<path[^>]* stroke-dasharray="7,4"', seen)
+    assert "data-norms" in (results / "report.html").read_text("utf-8")
     assert (folder / "fedclip-demo" / "demo.png").exists()
     assert "mad-clip" in (results / "config.toml").read_text("utf-8")
     assert "before" in shown

@@ -15,7 +15,7 @@ from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 from federation_helpers import Clients, Server, norm, sent
-from helpers import FRAMEWORKS, require, to_numpy, to_vector
+from helpers import each_framework, require, to_numpy, to_vector
 
 import fedclip
 from fedclip.errors import NonFiniteError, StateError
@@ -23,7 +23,7 @@ from fedclip.federation.update.averaging import averaged
 from fedclip.federation.update.bound import BoundRule, Search, share_within
 from fedclip.federation.update.budget import Budget, draws_of
 from fedclip.federation.update.clipping import UpdateClient
-from fedclip.federation.update.coupling import CLIENT, SERVER
+from fedclip.federation.update.coupling import SERVER
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
 from fedclip.privacy.accounting import Accountant, Release, epsilon, split_noise
 from fedclip.privacy.noise import insecure_normals
@@ -32,11 +32,7 @@ CLIPPED = {"name": "clipped-averaging"}
 ADAPTIVE: list[Any] = ["update-clip-client"]
 
 
-@pytest.fixture(autouse=True)
-def _no_round_left_open() -> Any:
-    yield
-    for variable in (CLIENT, SERVER):
-        variable.set(None)
+pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 
 def vector(*norms: float, dtype: str = "float64") -> NumpyVector:
@@ -47,6 +43,12 @@ def vector(*norms: float, dtype: str = "float64") -> NumpyVector:
         direction = rng.normal(size=(3, 4))
         tensors[f"layer{i}.w"] = (size * direction / np.linalg.norm(direction)).astype(dtype)
     return NumpyVector(tensors)
+
+
+def pair(n: int, **config: Any) -> tuple[Server, Clients]:
+    """Return a server whose bound starts at 1, unless config says otherwise, and n clients."""
+    server = Server([("update-clip-server", {"start_norm": 1.0, **config})], CLIPPED)
+    return server, Clients(n, ADAPTIVE, CLIPPED)
 
 
 def share(config: dict[str, Any], update: NumpyVector, n_steps: int = 3) -> ClippedUpdates:
@@ -174,21 +176,19 @@ def test_update_that_is_not_finite_is_zeroed_and_counted(value: float, exclude: 
 @pytest.mark.parametrize(
     ("config", "zeroed"),
     [
-        ({"zeroing_norm": 10.0}, 1),
-        ({"zeroing_norm": 13.0}, 0),  # the largest value is below it
-        ({"zeroing_norm": 19.0, "zeroing_ord": 2}, 1),
+        # The largest value; with others, the norm. Above it, and not at it.
+        ({"zeroing_norm": 15.9}, 1),
+        ({"zeroing_norm": 16.0}, 0),
+        ({"zeroing_norm": 19.9, "zeroing_ord": 2}, 1),
         ({"zeroing_norm": 29.0, "zeroing_ord": 1}, 0),
-        # Above it, and not at it; and either of the two is enough.
-        ({"zeroing_norm": 20.0, "zeroing_ord": 2}, 0),
         ({"zeroing_factor": 20.0}, 0),
+        # Either of the two is enough.
         ({"zeroing_norm": 100.0, "zeroing_factor": 19.9}, 1),
         ({"zeroing_norm": 10.0, "zeroing_factor": 20.1}, 1),
     ],
 )
 def test_far_out_of_range_is_zeroed(config: dict[str, Any], zeroed: int) -> None:
     update = NumpyVector({"w": np.array([12.0, -16.0]), "b": np.zeros(())})
-    if config.get("zeroing_norm") == 13.0:
-        update = NumpyVector({"w": np.array([12.0, -12.9])})
     shared = share({"max_norm": 1.0, **config}, update)
     assert (shared.n_clipped, shared.n_zeroed) == (1 - zeroed, zeroed)
     assert norm(shared.updates) == (0.0 if zeroed else pytest.approx(1.0))
@@ -204,11 +204,9 @@ def test_no_reply_at_all_is_a_sentence() -> None:
     ("config", "error", "text"),
     [
         ({"max_norm": 0}, ValueError, "max_norm must be a finite number > 0"),
-        ({"max_norm": True}, TypeError, "max_norm"),
         ({"max_nrom": 1.0}, TypeError, "did you mean 'max_norm'"),
         ({"scope": {"a": 1.0}}, ValueError, "the table scope=.* in proportion to which"),
         ({"zeroing_factor": 1.0}, ValueError, "zeroing_factor must be a finite number > 1"),
-        ({"secagg_range": "1e5"}, TypeError, "secagg_range"),
         ({"on_nonfinite": "propagate"}, ValueError, "on_nonfinite"),
     ],
 )
@@ -294,33 +292,17 @@ def test_norm_equal_to_the_bound_is_within_it() -> None:
 
 
 def test_bounds_on_the_bound() -> None:
-    config = {"start_norm": 1.0, "min_norm": 0.9, "max_norm": 1.2}
-    server = Server([("update-clip-server", config)], CLIPPED)
-    clients = Clients(3, ADAPTIVE, CLIPPED)
+    server, clients = pair(3, min_norm=0.9, max_norm=1.2)
     seen = []
     for size in [50.0] * 4 + [1e-3] * 8:
-        aux = server.start()
-        server.finish([clients.round(i, aux, np.array([size])) for i in range(3)])
-        seen.append(server.optim.modules[0].bound)  # type: ignore[attr-defined]
+        server.round(clients, [np.array([size])] * 3)
+        seen.append(server.module.bound)
     assert max(seen) == 1.2
     assert min(seen) == 0.9
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lie", [0, 1])
-def test_liars_move_the_bound_no_further_than_documented(lie: int) -> None:
-    """One in five always votes the same: the median becomes a quantile known in advance."""
-    rng, rule, bound, tail = np.random.default_rng(5), BoundRule(0.5, 0.2, 1e-6, 1e4), 5.0, []
-    for _ in range(120):
-        within = 10 * lie + int((rng.uniform(0, 10, size=40) <= bound).sum())
-        bound = rule.after(bound, within / 50).bound
-        tail.append(bound)
-    assert np.mean(tail[60:]) == pytest.approx(10 * (0.5 - 0.2 * lie) / 0.8, rel=0.06)
-
-
 def test_client_without_a_step_abstains() -> None:
-    server = Server([("update-clip-server", {"start_norm": 1.0})], CLIPPED)
-    clients = Clients(3, ADAPTIVE, CLIPPED)
+    server, clients = pair(3)
     for steps, expected in (((0, 0, 0), 1.0), ((0, 0, 5), math.exp(0.1))):
         aux = server.start()
         replies = [
@@ -334,7 +316,7 @@ def test_client_without_a_step_abstains() -> None:
             type(v) is int for r in replies for v in r.aux_var["update-clip"].to_dict().values()
         )
         average = server.finish(replies)
-        assert server.optim.modules[0].bound == pytest.approx(expected)  # type: ignore[attr-defined]
+        assert server.module.bound == pytest.approx(expected)
     assert norm(average) == pytest.approx(1 / 3)
 
 
@@ -348,7 +330,7 @@ def test_bound_that_has_everything_zeroed_finds_its_way_up() -> None:
         if i == 0:
             assert [r.updates.n_zeroed for r in replies] == [1, 1, 1]
         server.finish(replies)
-    assert 1.5 < server.optim.modules[0].bound < 3  # type: ignore[attr-defined]
+    assert 1.5 < server.module.bound < 3
 
 
 @pytest.mark.parametrize("noise", [{}, {"noise_multiplier": 1e-9, "expected_clients": 2}])
@@ -356,8 +338,7 @@ def test_fixed_bound_from_the_server_asks_for_no_votes(
     noise: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = {"start_norm": 2.0, "learning_rate": 0, **noise}
-    server = Server([("update-clip-server", config)], CLIPPED)
-    clients = Clients(2, ADAPTIVE, CLIPPED)
+    server, clients = pair(2, **config)
     aux = server.start()
     replies = [clients.round(i, aux, np.array([9.0])) for i in range(2)]
     assert [r.aux_var["update-clip"] for r in replies] == [UpdateClipVotes()] * 2
@@ -369,29 +350,7 @@ def test_fixed_bound_from_the_server_asks_for_no_votes(
     # Nor is there noise for votes: all that a round is charged is for the updates.
     config |= {"noise_multiplier": 1.0, "expected_clients": 2}
     assert fedclip.UpdateClipServer(**config).noise == 1.0  # type: ignore[arg-type]
-    assert server.optim.modules[0].bound == 2.0  # type: ignore[attr-defined]
-
-
-def test_two_clients_of_one_process_do_not_mix() -> None:
-    """Each in a task of its own, interleaved as far as declearn lets them."""
-    import asyncio
-
-    async def one(bound: float, gate: asyncio.Event) -> float:
-        clients = Clients(1, ADAPTIVE, CLIPPED)
-        norms = []
-        for _ in range(3):
-            await asyncio.sleep(0)
-            reply = clients.round(0, {"update-clip": UpdateClipBound(bound)}, np.array([9.0]))
-            norms.append(norm(reply.updates.updates))
-            gate.set()
-        assert norms == pytest.approx([bound] * 3)
-        return bound
-
-    async def both() -> list[float]:
-        gate = asyncio.Event()
-        return await asyncio.gather(*(one(b, gate) for b in (0.5, 1.0, 2.0)))
-
-    assert asyncio.run(both()) == [0.5, 1.0, 2.0]
+    assert server.module.bound == 2.0
 
 
 # -- noise --------------------------------------------------------------------------------------
@@ -406,21 +365,13 @@ def test_defaults_work_for_three_clients_as_for_a_thousand() -> None:
 
 def test_noise_is_sized_on_the_bound_that_was_sent() -> None:
     m, size = 4, 40_000
-    config = {
-        "start_norm": 1.0,
-        "learning_rate": 5.0,  # so that the next bound is another by far
-        "noise_multiplier": 1.5,
-        "bits_noise": 3.0,
-        "expected_clients": m,
-    }
-    server = Server([("update-clip-server", config)], CLIPPED)
-    clients = Clients(m, ADAPTIVE, CLIPPED)
-    module: Any = server.optim.modules[0]
+    noise = {"noise_multiplier": 1.5, "bits_noise": 3.0, "expected_clients": m}
+    # So fast that the next bound is another by far.
+    server, clients = pair(m, learning_rate=5.0, **noise)
+    module = server.module
     for _ in range(4):
         before = module.bound
-        aux = server.start()
-        assert aux["update-clip"].bound == before
-        out = server.finish([clients.round(i, aux, np.zeros(size)) for i in range(m)])
+        out = server.round(clients, [np.zeros(size)] * m)
         assert module.bound != before
         assert np.std(out.coefs["w"]) == pytest.approx(
             module.budget.update_noise * before / m, rel=0.03
@@ -444,14 +395,12 @@ def test_one_client_moves_the_noised_average_by_its_share_at_most(
     framework: str, dtype: str, spaced: int
 ) -> None:
     """Sums of so many are spaced by the bound: one more makes a tie go the other way."""
-    config = {"noise_multiplier": 1e-9, "expected_clients": 1, "start_norm": 1.0}
     sizes = [1.0] * spaced + [0.5]
 
     def play(sizes: list[float]) -> float:
-        server = Server([("update-clip-server", {**config, "learning_rate": 0.0})], CLIPPED)
+        server, _ = pair(0, noise_multiplier=1e-9, expected_clients=1, learning_rate=0.0)
         server.start()
-        for module in server.optim.modules:
-            module.process_aux_var(UpdateClipVotes(len(sizes)))
+        server.module.process_aux_var(UpdateClipVotes(len(sizes)))
         updates = sum(ClippedUpdates(small_floats(framework, dtype, x), 1) for x in sizes)
         server.aggregator.finalize_updates(updates)
         return float(SERVER.get().exact["w"][0])  # type: ignore[union-attr]
@@ -462,28 +411,23 @@ def test_one_client_moves_the_noised_average_by_its_share_at_most(
 def test_noise_is_added_before_the_average_is_rounded() -> None:
     """One average, held in two dtypes, gives the same draws the same sums."""
     outs = []
+    noise = {"noise_multiplier": 1e-3, "expected_clients": 1, "generator": "insecure", "seed": 1}
     for dtype in ("float64", "float16"):
-        config = {"noise_multiplier": 1e-3, "generator": "insecure", "seed": 1}
-        config |= {"expected_clients": 1, "start_norm": 1.0, "learning_rate": 0.0}
-        server = Server([("update-clip-server", config)], CLIPPED)
+        server, _ = pair(0, **noise, learning_rate=0.0)
         server.start()
-        server.optim.modules[0].process_aux_var(UpdateClipVotes(2))
+        server.module.process_aux_var(UpdateClipVotes(2))
         parts = [NumpyVector({"w": np.full(64, x, dtype)}) for x in (0.0625, 2.0**-15)]
         average = server.aggregator.finalize_updates(sum(ClippedUpdates(x, 1) for x in parts))
-        outs.append(server.optim.modules[0].run(average).coefs["w"])
+        outs.append(server.module.run(average).coefs["w"])
     np.testing.assert_array_equal(outs[0].astype(np.float16), outs[1])
 
 
 def test_a_noised_average_of_whoever_replies_is_the_sum_by_hand() -> None:
     """Round by round: sum, noise, bound and cost are those of the clients that were expected."""
     m, size = 4, 500
-    config: dict[str, Any] = {"start_norm": 0.5, "noise_multiplier": 0.8, "expected_clients": m}
-    config |= {"generator": "insecure", "seed": 3, "bits_noise": 0.6}
-    server, clients = (
-        Server([("update-clip-server", config)], CLIPPED),
-        Clients(m, ADAPTIVE, CLIPPED),
-    )
-    module: Any = server.optim.modules[0]
+    noise = {"noise_multiplier": 0.8, "bits_noise": 0.6, "expected_clients": m, "seed": 3}
+    server, clients = pair(m, start_norm=0.5, generator="insecure", **noise)
+    module = server.module
     rng, bound, ratios = np.random.default_rng(0), 0.5, []
     for round_, replying in enumerate(([0, 1, 2, 3], [0, 2], [3], [1, 2, 3], [2]), start=1):
         module.evidence = 0.0  # no round is faster than the first one
@@ -514,52 +458,35 @@ def test_a_secure_sum_of_votes_that_can_not_be_moves_the_bound_by_one_step_at_mo
     votes: tuple[int, int],
 ) -> None:
     for noise in ({}, {"noise_multiplier": 1e-9, "expected_clients": 3, "bits_noise": 1e-6}):
-        server = Server([("update-clip-server", {"start_norm": 1.0, **noise})], CLIPPED)
+        server, _ = pair(0, **noise)
         server.start()
-        module: Any = server.optim.modules[0]
-        module.process_aux_var(UpdateClipVotes(3, *votes))
-        assert abs(math.log(module.bound)) <= (0.1 + 1e-12 if noise else 0.0)
+        server.module.process_aux_var(UpdateClipVotes(3, *votes))
+        assert abs(math.log(server.module.bound)) <= (0.1 + 1e-12 if noise else 0.0)
 
 
 def test_under_noise_nothing_else_is_counted() -> None:
-    config = {"start_norm": 1.0, "noise_multiplier": 1.0, "expected_clients": 2}
-    server = Server([("update-clip-server", config)], CLIPPED)
-    clients = Clients(1, ADAPTIVE, CLIPPED)
+    server, clients = pair(1, noise_multiplier=1.0, expected_clients=2)
     reply = clients.round(0, server.start(), np.array([50.0]))
     assert (reply.updates.n_clipped, reply.updates.n_zeroed) == (0, 0)
 
 
 def test_insecure_noise_can_be_repeated_and_resumed() -> None:
-    config = {
-        "start_norm": 1.0,
-        "noise_multiplier": 1.0,
-        "expected_clients": 2,
-        "generator": "insecure",
-        "seed": 7,
-    }
+    noise = {"noise_multiplier": 1.0, "expected_clients": 2, "generator": "insecure", "seed": 7}
+    clients = Clients(2, ADAPTIVE, CLIPPED)
 
-    def play(server: Server, rounds: range) -> list[float]:
-        clients = Clients(2, ADAPTIVE, CLIPPED)
-        out = []
-        for _ in rounds:
-            aux = server.start()
-            average = server.finish([clients.round(i, aux, np.array([3.0])) for i in range(2)])
-            out.append(float(average.coefs["w"][0]))
-        return out
+    def play(server: Server, rounds: int) -> list[float]:
+        averages = [server.round(clients, [np.array([3.0])] * 2) for _ in range(rounds)]
+        return [float(average.coefs["w"][0]) for average in averages]
 
-    whole = Server([("update-clip-server", config)], CLIPPED)
-    expected = play(whole, range(6))
-    first = Server([("update-clip-server", config)], CLIPPED)
-    got = play(first, range(3))
-    second = Server([("update-clip-server", config)], CLIPPED)
+    (whole, _), (first, _), (second, _) = (pair(0, **noise) for _ in range(3))
+    expected, got = play(whole, 6), play(first, 3)
     second.optim.set_state(first.optim.get_state())
-    got += play(second, range(3))
-    assert got == expected
-    assert second.optim.modules[0].epsilon == whole.optim.modules[0].epsilon  # type: ignore[attr-defined]
+    assert got + play(second, 3) == expected
+    assert second.module.epsilon == whole.module.epsilon
     assert second.optim.get_state() == whole.optim.get_state()
     # No two rounds have the same noise: it would be gone from their difference.
-    fixed = Server([("update-clip-server", {**config, "learning_rate": 0.0})], CLIPPED)
-    assert len(set(play(fixed, range(6)))) == 6
+    fixed, _ = pair(0, **noise, learning_rate=0.0)
+    assert len(set(play(fixed, 6))) == 6
 
 
 def budget_of(relation: str = "add-remove", noise_multiplier: float = 1.0, **config: Any) -> Budget:
@@ -607,21 +534,14 @@ def test_a_budget_is_spent_to_its_very_end(rounds: int, relation: str) -> None:
 def test_the_budget_ends_the_training_before_it_is_passed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = {
-        "start_norm": 1.0,
-        "noise_multiplier": 2.0,
-        "expected_clients": 2,
-        "max_epsilon": 5.0,
-    }
-    server = Server([("update-clip-server", config)], CLIPPED)
-    module: Any = server.optim.modules[0]
-    clients = Clients(2, ADAPTIVE, CLIPPED)
+    noise = {"noise_multiplier": 2.0, "expected_clients": 2}
+    server, clients = pair(2, **noise, max_epsilon=5.0)
+    module = server.module
     left = module.rounds_left()
     assert 2 < left < 20
     for i in range(left):
         assert module.rounds_left() == left - i
-        aux = server.start()
-        server.finish([clients.round(j, aux, np.array([1.0])) for j in range(2)])
+        server.round(clients, [np.array([1.0])] * 2)
         assert module.epsilon <= 5.0
     spent = module.epsilon
     with caplog.at_level(logging.ERROR):
@@ -634,10 +554,10 @@ def test_the_budget_ends_the_training_before_it_is_passed(
     module.set_state({"bound": 1.0, "round": 1, "spent": [[2.0, 1]]})
     assert module.epsilon == spent
     # A server that is restarted with more to spend goes on from there.
-    richer = Server([("update-clip-server", {**config, "max_epsilon": 9.0})], CLIPPED)
+    richer, _ = pair(0, **noise, max_epsilon=9.0)
     richer.optim.set_state(server.optim.get_state())
-    assert richer.optim.modules[0].epsilon == spent  # type: ignore[attr-defined]
-    assert 0 < richer.optim.modules[0].rounds_left() < 20  # type: ignore[attr-defined]
+    assert richer.module.epsilon == spent
+    assert 0 < richer.module.rounds_left() < 20
 
 
 @pytest.mark.parametrize(
@@ -655,9 +575,7 @@ def test_the_budget_ends_the_training_before_it_is_passed(
             r"one round .* costs epsilon = 4\.3.*take noise_multiplier >= 3\.7",
         ),
         ({"seed": 3}, "a seed goes with generator='insecure' only"),
-        ({"start_norm": 1e-9}, "start_norm must be within"),
         ({"start_norm": 3.0, "max_norm": 2.0}, "start_norm must be within"),
-        ({"expected_clients": 0}, "expected_clients must be an int >= 1"),
         ({"relation": "replace"}, "did you mean 'replace-one'"),
     ],
 )
@@ -682,12 +600,9 @@ def test_replace_one_costs_what_half_the_noise_costs() -> None:
     "state",
     [
         {},
-        {"bound": 1.0, "round": 3},
         {"bound": math.nan, "round": 3, "spent": []},
         {"bound": 1.0, "round": True, "spent": []},
-        {"bound": 1.0, "round": 3, "spent": [[1.0]]},
         {"bound": 1.0, "round": 3, "spent": [[1.0, -2]]},
-        {"bound": 1.0, "round": 3, "spent": "no"},
         {"bound": 1.0, "round": 3, "spent": [[1.0, 2]]},  # spent, but here without noise
     ],
 )
@@ -712,7 +627,6 @@ SENT = UpdateClipBound(1.0)
         (ADAPTIVE, {"name": "averaging"}, SENT, RuntimeError, "set aggregator = 'clipped-avera"),
         (ADAPTIVE, {**CLIPPED, "max_norm": 1.0}, SENT, ValueError, "brings another bound"),
         ([], CLIPPED, None, ValueError, "has no bound"),
-        (ADAPTIVE, CLIPPED, UpdateClipBound(math.nan), ValueError, "bound must be a finite numb"),
         (ADAPTIVE, CLIPPED, UpdateClipBound(0.0), ValueError, "bound must be a finite number"),
     ],
 )
@@ -771,13 +685,11 @@ def test_server_voids_a_round_whose_bound_does_not_hold(
 
 
 def test_what_stops_a_run_is_told_until_another_state_is_loaded() -> None:
-    server = Server([("update-clip-server", {"start_norm": 1.0})], CLIPPED)
-    module: Any = server.optim.modules[0]
+    server, clients = pair(1)
+    module = server.module
     good, update = module.get_state(), NumpyVector({"w": np.ones(2)})
     for _ in range(2):
-        server.start()
-        clients = Clients(1, ADAPTIVE, CLIPPED)
-        server.finish([clients.round(0, server.start(), np.ones(2))])
+        server.round(clients, [np.ones(2)])
         # A round without votes, after one with them, is void; and so is one without a bound.
         server.start()
         assert norm(module.run(update)) == 0
@@ -797,9 +709,8 @@ def test_what_stops_a_run_is_told_until_another_state_is_loaded() -> None:
 
 def test_a_round_ends_with_its_update() -> None:
     """Another aggregator of the same thread does not go by the bound of a round that is over."""
-    server = Server([("update-clip-server", {"start_norm": 0.5})], CLIPPED)
-    clients = Clients(1, ADAPTIVE, CLIPPED)
-    server.finish([clients.round(0, server.start(), np.ones(1))])
+    server, clients = pair(1, start_norm=0.5)
+    server.round(clients, [np.ones(1)])
     alone = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
     shared = alone.prepare_for_sharing(updates=vector(0.9), n_steps=1)
     assert norm(alone.finalize_updates(shared)) == pytest.approx(0.9)
@@ -817,14 +728,10 @@ def forged(reply: TrainReply, **fields: Any) -> TrainReply:
 
 HOSTILE: dict[str, dict[str, Any]] = {
     "nan": {"updates": NumpyVector({"w": np.array([math.nan, 0.0])})},
-    "inf": {"updates": NumpyVector({"w": np.array([math.inf, 0.0])})},
     "slightly above": {"updates": NumpyVector({"w": np.array([1.001, 0.0])})},
     "shape": {"updates": NumpyVector({"w": np.zeros(3)})},
     "complex": {"updates": NumpyVector({"w": np.zeros(2, dtype=np.complex128)})},
-    "truths": {"updates": NumpyVector({"w": np.zeros(2, dtype=bool)})},
     "text in it": {"updates": NumpyVector({"w": "text"})},  # type: ignore[dict-item]
-    "a list in it": {"updates": NumpyVector([1.0, 2.0])},  # type: ignore[arg-type]
-    "text": {"updates": "not a vector"},
     "nothing": {"updates": None},
     "negative count": {"n_zeroed": -5},
     "enormous count": {"n_clients": 10**12},
@@ -835,15 +742,14 @@ HOSTILE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("place", "kind"), [(2 * (i % 3), k) for i, k in enumerate(HOSTILE)])
 def test_hostile_update(kind: str, place: int, caplog: pytest.LogCaptureFixture) -> None:
     """It counts as a zeroed one, and the server's log says so."""
-    server = Server([("update-clip-server", {"start_norm": 1.0})], CLIPPED)
-    clients = Clients(5, ADAPTIVE, CLIPPED)
+    server, clients = pair(5)
     aux = server.start()
     replies = [clients.round(i, aux, np.array([5.0, 0.0])) for i in range(5)]
     replies[place] = forged(replies[place], **HOSTILE[kind])
     with caplog.at_level(logging.INFO):
         out = server.finish([sent(r) for r in replies])
     np.testing.assert_allclose(out.coefs["w"], [0.8, 0.0], rtol=1e-9)
-    assert server.optim.modules[0].bound == pytest.approx(math.exp(0.1))  # type: ignore[attr-defined]
+    assert server.module.bound == pytest.approx(math.exp(0.1))
     assert "1 refused" in caplog.text
     assert "the update of one of 5 replies counts as zero" in caplog.text
     assert server.start()["update-clip"].stop == ""
@@ -863,26 +769,12 @@ def test_groups_that_reach_the_bound_each_by_itself_are_refused(scope: Any) -> N
     assert norm(average) == pytest.approx(0.5)
 
 
-def test_the_order_of_tensors_and_of_messages_does_not_matter() -> None:
-    server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
-    updates = [NumpyVector({k: np.array([0.1 * len(k)]) for k in ks}) for ks in (("a", "bb"),) * 2]
-    updates[1].coefs = dict(reversed(updates[1].coefs.items()))
-    average = server.finalize_updates(sum(ClippedUpdates(x, 1) for x in updates))
-    assert {k: float(v[0]) for k, v in average.coefs.items()} == pytest.approx(
-        {"a": 0.1, "bb": 0.2}
-    )
-    # What is no vote abstains, and its client counts.
-    found = UpdateClipVotes.among(["text", UpdateClipVotes(1, 1, 1), None])
-    assert found == UpdateClipVotes(3, 1, 1, 2)
-
-
 @pytest.mark.parametrize(
     "votes",
     [
         {"n_votes": -1},
         {"n_votes": 1, "n_within": 2},
         {"n_votes": 0, "n_within": 1},
-        {"n_votes": 1.0},
         {"n_within": None},
         {"n_votes": True},
         {"n_clients": 0},
@@ -891,8 +783,7 @@ def test_the_order_of_tensors_and_of_messages_does_not_matter() -> None:
     ids=str,
 )
 def test_hostile_votes(votes: Any, caplog: pytest.LogCaptureFixture) -> None:
-    server = Server([("update-clip-server", {"start_norm": 1.0})], CLIPPED)
-    clients = Clients(3, ADAPTIVE, CLIPPED)
+    server, clients = pair(3)
     aux = server.start()
     replies = [clients.round(i, aux, np.array([5.0])) for i in range(3)]
     if votes == "other type":
@@ -903,20 +794,8 @@ def test_hostile_votes(votes: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         server.finish([sent(r) for r in replies])
     # The two honest ones were clipped: up.
-    assert server.optim.modules[0].bound == pytest.approx(math.exp(0.1))  # type: ignore[attr-defined]
+    assert server.module.bound == pytest.approx(math.exp(0.1))
     assert "no proper vote in 1 of 3 replies" in caplog.text
-
-
-def test_reply_of_another_aggregator() -> None:
-    from declearn.aggregator import ModelUpdates
-
-    server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
-    fine = server.prepare_for_sharing(updates=NumpyVector({"w": np.ones(1)}), n_steps=1)
-    other = ModelUpdates(NumpyVector({"w": np.full(1, 1e6)}), 1e6)
-    for replies in ([fine, other], [other, fine], [fine, other, fine]):
-        out = server.finalize_updates(sum(replies))
-        honest = sum(isinstance(r, ClippedUpdates) for r in replies)
-        assert float(out.coefs["w"][0]) == pytest.approx(honest / len(replies))
 
 
 def test_the_average_is_of_the_kind_of_the_sound_updates() -> None:
@@ -947,9 +826,6 @@ def test_sum_that_honest_clients_could_not_have_made(caplog: pytest.LogCaptureFi
     assert "beyond the limit" in caplog.text
 
 
-# -- traffic ------------------------------------------------------------------------------------
-
-
 # -- found before the run -----------------------------------------------------------------------
 
 
@@ -961,6 +837,8 @@ modules = ["update-clip-client"]
 [server_opt]
 lrate = 1.0
 modules = ["update-clip-server"]
+[run]
+rounds = 40
 """
 NOISE = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 5%s}]"
 
@@ -971,7 +849,6 @@ NOISE = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 5%s}
         ('aggregator = "clipped-averaging"', "", "goes with the aggregator 'clipped-averaging'"),
         ('"clipped-averaging"', '"averaging"', "may weight updates by their number of steps"),
         ('["update-clip-server"]', "[]", "server_opt has none"),
-        ('"update-clip-client"', '"update-clip-client", "update-clip-client"', "2 modules"),
         (
             'aggregator = "clipped-averaging"',
             'aggregator = {name = "clipped-averaging", max_norm = 1.0}',
@@ -987,25 +864,17 @@ NOISE = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 5%s}
         ("[run]\nrounds = 40", "[secagg]\nclipval = 10.0", "do not fit into the range ±10"),
     ],
 )
-def test_check_finds_it_before_the_run(tmp_path: Any, old: str, new: str, text: str) -> None:
-    from fedclip.tools.check import check_config
-
-    path = tmp_path / "optim.toml"
-    path.write_text(PAIR + "[run]\nrounds = 40\n")
-    assert [f.message for f in check_config(path).problems] == []
-    path.write_text((PAIR + "[run]\nrounds = 40\n").replace(old, new))
-    messages = [f.message for f in check_config(path).problems]
+def test_check_finds_it_before_the_run(checked: Any, old: str, new: str, text: str) -> None:
+    assert checked(PAIR).problems == []
+    messages = [f.message for f in checked(PAIR.replace(old, new)).problems]
     assert any(re.search(text, message) for message in messages), messages
 
 
-def test_check_of_a_bound_that_nobody_sends(tmp_path: Any) -> None:
-    from fedclip.tools.check import check_config
-
-    path = tmp_path / "optim.toml"
-    path.write_text('aggregator = "clipped-averaging"\nclient_opt = 0.1\n')
-    assert ["has no bound" in f.message for f in check_config(path).problems] == [True]
-    path.write_text('client_opt = 0.1\n[aggregator]\nname = "clipped-averaging"\nmax_norm = 1.0\n')
-    assert check_config(path).ok
+def test_check_of_a_bound_that_nobody_sends(checked: Any) -> None:
+    found = checked('aggregator = "clipped-averaging"\nclient_opt = 0.1\n')
+    assert ["has no bound" in f.message for f in found.problems] == [True]
+    bound = 'aggregator = {name = "clipped-averaging", max_norm = 1.0}\nclient_opt = 0.1\n'
+    assert checked(bound).ok
 
 
 @pytest.mark.parametrize("name", ["optim.toml", "private.toml"])
@@ -1019,10 +888,10 @@ def test_configurations_of_the_example(name: str) -> None:
 # -- frameworks, records ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@each_framework()
 @pytest.mark.slow
 def test_updates_of_every_framework(framework: str) -> None:
-    clients, server = Clients(2, ADAPTIVE, CLIPPED), Server([NOISY_TINY], CLIPPED)
+    server, clients = pair(2, noise_multiplier=1e-6, expected_clients=2)
     aux = server.start()
     replies = []
     for i in range(2):
@@ -1033,12 +902,6 @@ def test_updates_of_every_framework(framework: str) -> None:
     found = to_numpy(out)
     assert norm(NumpyVector(found)) == pytest.approx(1.0, rel=1e-4)
     assert {v.dtype for v in found.values()} == {np.dtype(np.float32)}
-
-
-NOISY_TINY = (
-    "update-clip-server",
-    {"noise_multiplier": 1e-6, "expected_clients": 2, "start_norm": 1.0},
-)
 
 
 def test_client_keeps_a_record_of_its_updates() -> None:
@@ -1058,61 +921,20 @@ def test_client_keeps_a_record_of_its_updates() -> None:
 # -- updates that are not plain arrays of the machine -------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(">f2", 700.0), (">f4", 0.5), (">f8", 1.0 + 1e-7)])
-def test_updates_of_another_byte_order_are_clipped_and_averaged(dtype: str, size: float) -> None:
-    given = vector(0.6 * size, 0.8 * size)
-    foreign = NumpyVector({name: a.astype(dtype) for name, a in given.coefs.items()})
-    native = NumpyVector({name: a.astype(dtype[1:]) for name, a in given.coefs.items()})
-    aggregator = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
-    shared, expected = (
-        aggregator.prepare_for_sharing(updates=update, n_steps=3) for update in (foreign, native)
-    )
-    assert (shared.n_clipped, shared.n_zeroed) == (expected.n_clipped, 0)
-    assert (shared.updates is foreign) == (expected.updates is native)
-    for name, array in shared.updates.coefs.items():
-        assert array.dtype == np.dtype(dtype)
-        np.testing.assert_array_equal(array, expected.updates.coefs[name])
-    # The server measures what arrives, refuses none of it, and takes the mean.
-    average = aggregator.finalize_updates(shared + shared).coefs
-    for name, array in expected.updates.coefs.items():
-        np.testing.assert_array_equal(average[name], array)
-
-
-@pytest.mark.parametrize(("framework", "dtype"), [("torch", "float16"), ("tensorflow", "float32")])
-def test_sparse_updates_are_clipped_and_averaged(framework: str, dtype: str) -> None:
-    clipping = UpdateClient()
+def test_sparse_updates_are_clipped_and_averaged() -> None:
+    torch = require("torch")
     rng = np.random.default_rng(0)
-    rows = rng.integers(0, 3, 64)
-    # Much of it cancels, so that the rounding of single rows would count.
+    # Rows repeat, and much of them cancels, so that the rounding of single rows would count.
     values = rng.standard_normal((64, 2)) * 10.0 ** rng.uniform(0, 2, (64, 1))
-    update = {"emb": repeated_rows(framework, dtype, rows, values)}
+    rows = torch.tensor(rng.integers(0, 3, 64))[None]
+    half = torch.tensor(values).half()
+    update = {"emb": torch.sparse_coo_tensor(rows, half, (5, 2), check_invariants=True)}
+    clipping = UpdateClient()
     shared = clipping.outcome(update, 0.1, steps=1).arrays
     assert shared is not update
-    assert np.linalg.norm(dense_sum(shared["emb"])) <= 0.1 * (1 + 1e-12)
+    # Added up in float64, as nobody rounds.
+    exact = shared["emb"].double().to_dense()
+    assert torch.linalg.vector_norm(exact) <= 0.1 * (1 + 1e-12)
     assert not clipping.limits.excess(shared, 0.1)
     average = averaged([shared, shared], 2, [1.0, 1.0])["emb"]
-    np.testing.assert_allclose(dense_sum(average), dense_sum(shared["emb"]), rtol=2e-3)
-
-
-def repeated_rows(framework: str, dtype: str, rows: np.ndarray, values: np.ndarray) -> Any:
-    """Return a sparse tensor of five rows, some of which repeat."""
-    if framework == "torch":
-        torch = require("torch")
-        wide = torch.tensor(values).to(getattr(torch, dtype))
-        return torch.sparse_coo_tensor(
-            torch.tensor(rows)[None], wide, (5, 2), check_invariants=True
-        )
-    tf = require("tensorflow")
-    wide = tf.cast(tf.constant(values), dtype)
-    return tf.IndexedSlices(wide, tf.constant(rows), tf.constant([5, 2], tf.int64))
-
-
-def dense_sum(array: Any) -> np.ndarray:
-    """Return an array as a dense one, its rows added up in float64, as nobody rounds."""
-    if hasattr(array, "to_dense"):
-        return np.asarray(array.double().to_dense())
-    if not hasattr(array, "indices"):
-        return np.asarray(array, np.float64)
-    result = np.zeros((5, 2))
-    np.add.at(result, array.indices.numpy(), array.values.numpy().astype(float))
-    return result
+    np.testing.assert_allclose(average, exact, rtol=2e-3)

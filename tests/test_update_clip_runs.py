@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from federation_runs import ADAPTIVE, PATIENCE, N, complete, running
+from federation_runs import ADAPTIVE, N, complete, running
+from test_network import until
 
 from fedclip.federation.restart import load_round
 from fedclip.federation.update.secagg import plan
@@ -80,19 +80,12 @@ def test_ends_in_a_sentence_on_the_server_and_on_each_client(
         assert text in run.said(name), run.said(name)[-3000:]
 
 
-def killed(folder: Path, rounds: int, **settings: Any) -> int:
-    """Kill all processes of a run after so many rounds or more, and return how many are saved."""
-    with running(folder, **{**settings, "checkpoint": "saved"}) as run:
-        end = time.monotonic() + PATIENCE
-        while f"Initiating training round {rounds + 1}" not in run.said("server"):
-            assert time.monotonic() < end, run.said("server")[-3000:]
-            assert run.running("server"), run.said("server")[-3000:]
-            time.sleep(0.02)
-    # A checkpoint takes the place of one of the same second, so that the last one is to be asked.
+def killed(folder: Path, rounds: int, **settings: Any) -> None:
+    """Kill all processes of a run after so many rounds."""
+    with running(folder, **settings, checkpoint="saved", held=rounds + 1) as run:
+        until(run, "held")
     modules = load_round(folder / "saved").optimizer.get_state()["modules"]
-    saved = next(state["round"] for name, state in modules if name == "update-clip-server")
-    assert saved >= rounds
-    return int(saved)
+    assert dict(modules)["update-clip-server"]["round"] == rounds
 
 
 NOISED = server_with(noise_multiplier=2.0, expected_clients=N, generator="insecure", seed=5)
@@ -136,17 +129,14 @@ def test_all_killed_and_restarted_go_on_as_if_uninterrupted(tmp_path: Path) -> N
     name, config = NOISED["server_opt"]["modules"][0]
     noised = [name, {**config, "unnoised": [f"{name}-server" for name, _ in SHARED]}]
     optim["server_opt"] = {"lrate": 1.0, "modules": [noised, *counterparts]}
-    # Rounds that take a second or so, in which no checkpoint is written.
-    training = {"training": {"batch_size": 10, "n_epoch": 12}}
-    settings: dict[str, Any] = {"optim": optim, "run": {**EVERY, **training, "rounds": 1000}}
-    rounds = killed(tmp_path / "first", 2, **settings)
+    settings: dict[str, Any] = {"optim": optim, "run": {**EVERY, "rounds": 5}}
+    killed(tmp_path / "first", 3, **settings)
+    whole = complete(tmp_path / "whole", **settings)
     saved = str(tmp_path / "first" / "saved")
     settings["run"]["rounds"] = 2
     again = complete(tmp_path / "again", **settings, restart=saved, client_restart=saved)
-    settings["run"]["rounds"] = rounds + 2
-    whole = complete(tmp_path / "whole", **settings)
     assert_same(again.result()["modules"], whole.result()["modules"])
-    assert again.state()["spent"] == [[2.0, rounds + 2]]
+    assert again.state()["spent"] == [[2.0, 5]]
     for name, weights in whole.result()["weights"].items():
         np.testing.assert_allclose(again.result()["weights"][name], weights, rtol=1e-9)
     for i in range(N):
