@@ -9,6 +9,7 @@ other: tests ask for a framework through `each_framework`, `needs` and `require`
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -198,6 +199,37 @@ def each_framework(*, oracle: bool = True) -> Any:
     """Return the decorator that runs a test for each framework; NumPy is the oracle."""
     chosen = [name for name in FRAMEWORKS if name in BACKENDS and (oracle or name != "numpy")]
     return pytest.mark.parametrize("framework", chosen)
+
+
+def pairwise(**axes: Sequence[Any]) -> Any:
+    """Return the decorator that runs a test for few rows: each two values of two axes meet in one.
+
+    Of an axis `framework`, only those that are to be tested with count.
+    """
+    tables = [
+        [v for v in values if name != "framework" or v in BACKENDS] for name, values in axes.items()
+    ]
+    cells = [[(axis, i) for i in range(len(table))] for axis, table in enumerate(tables)]
+    missing = [
+        pair
+        for one, other in itertools.combinations(cells, 2)
+        for pair in itertools.product(one, other)
+    ]
+    left, rows = set(missing), []
+    for pair in missing:
+        if pair not in left:
+            continue
+        row = dict(pair)
+        for axis, choices in enumerate(cells):
+            if axis not in row:
+                others = [*row.items()]
+                news = [sum(tuple(sorted((c, o))) in left for o in others) for c in choices]
+                row[axis] = news.index(max(news))
+        left -= {*itertools.combinations(sorted(row.items()), 2)}
+        rows.append([table[row[axis]] for axis, table in enumerate(tables)])
+    return pytest.mark.parametrize(
+        list(axes), rows, ids=lambda value: str(value) if isinstance(value, Specimen) else None
+    )
 
 
 def needs(framework: str) -> None:
