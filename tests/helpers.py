@@ -11,7 +11,9 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,8 +60,6 @@ class Specimen:
         It changes gradients that are not over any limit.
     stateful
         It has statistics.
-    equivariant
-        Scaling all gradients by a power of two scales all outputs by it.
     label
         Tells rows of one clipper apart.
     kind
@@ -73,7 +73,6 @@ class Specimen:
     projection: bool = False
     moves: bool = False
     stateful: bool = False
-    equivariant: bool = False
     label: str = ""
     kind: str = "module"
 
@@ -119,23 +118,21 @@ SPECIMENS = [
         "zscore-clip",
         {"z_max": 1.5, "warmup": 3, "max_norm": None, "scope": "tensor", "std_eps": 0.0},
         stateful=True,
-        equivariant=True,
         label="tensor",
     ),
-    Specimen("no-op", projection=True, equivariant=True),
-    Specimen("percentile-clip", {"percentile": 60}, projection=True, moves=True, equivariant=True),
+    Specimen("no-op", projection=True),
+    Specimen("percentile-clip", {"percentile": 60}, projection=True, moves=True),
     Specimen(
         "percentile-clip",
         {"percentile": 60, "method": "linear", "scope": "layer"},
         moves=True,
-        equivariant=True,
         label="linear",
     ),
     Specimen("normalize", {"norm": 0.7}, bound=0.7, projection=True, moves=True),
     Specimen("normalize", {"scope": "tensor", "ord": "std"}, moves=True, label="std"),
     Specimen("standardize", moves=True),
-    Specimen("centralize", moves=True, equivariant=True),
-    Specimen("centralize", {"scope": "global"}, moves=True, equivariant=True, label="global"),
+    Specimen("centralize", moves=True),
+    Specimen("centralize", {"scope": "global"}, moves=True, label="global"),
     Specimen(
         "ema-clip", {"warmup": 3, "warmup_norm": 1.0, "max_norm": 2.0}, bound=2.0, stateful=True
     ),
@@ -143,7 +140,6 @@ SPECIMENS = [
         "ema-clip",
         {"warmup": 3, "warmup_norm": None, "scope": "tensor"},
         stateful=True,
-        equivariant=True,
         label="tensor",
     ),
     Specimen("auto-clip", {"warmup": 6, "max_norm": 2.0}, bound=2.0, stateful=True),
@@ -181,7 +177,7 @@ SPECIMENS = [
         label="tensor",
     ),
     Specimen("ema-normalize", {"decay": 0.8, "debias": True}, moves=True, stateful=True),
-    Specimen("ema-value-clip", {"decay": 0.8}, moves=True, stateful=True, equivariant=True),
+    Specimen("ema-value-clip", {"decay": 0.8}, moves=True, stateful=True),
     Specimen("growth-value-clip", moves=True, stateful=True),
     Specimen("agc", {"ratio": 0.1}, kind="regularizer"),
     Specimen("agc", {"ratio": 0.1, "unit": "tensor"}, kind="regularizer", label="tensor"),
@@ -193,6 +189,15 @@ def specimens(rows: Sequence[Specimen] = SPECIMENS, **traits: Any) -> Any:
     """Return the decorator that runs a test for each specimen with these traits."""
     chosen = [s for s in rows if all(bool(getattr(s, t)) == v for t, v in traits.items())]
     return pytest.mark.parametrize("specimen", chosen, ids=str)
+
+
+def specimens_by_framework(rows: Sequence[Specimen] = SPECIMENS, **traits: Any) -> Any:
+    """Return the decorator that runs a test for each specimen in one framework, in turn."""
+    chosen = [s for s in rows if all(bool(getattr(s, t)) == v for t, v in traits.items())]
+    in_turn = itertools.cycle(name for name in FRAMEWORKS[1:] + FRAMEWORKS[:1] if name in BACKENDS)
+    return pytest.mark.parametrize(
+        ("specimen", "framework"), [*zip(chosen, in_turn, strict=False)], ids=str
+    )
 
 
 def each_framework(*, oracle: bool = True) -> Any:
@@ -258,6 +263,20 @@ def hiding(*modules: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(folders),
         "FEDCLIP_HIDDEN": ",".join(modules or FRAMEWORK_MODULES),
     }
+
+
+def python(code: str, *hidden: str, options: Sequence[str] = (), **environment: str) -> str:
+    """Return what code prints, in a process that finds none of these modules, or of frameworks."""
+    done = subprocess.run(
+        [sys.executable, *options, "-c", textwrap.dedent(code)],
+        env={**hiding(*hidden), **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
 
 
 def gradient(seed: int = 0, scale: float = 0.15) -> dict[str, np.ndarray]:
