@@ -255,7 +255,6 @@ def test_percentile_is_the_decimal_number_that_was_written() -> None:
     values = np.arange(1.0, 1002.0)
     clipper = PercentileClip(99.9)
     one(clipper, values)
-    assert clipper.last is not None
     assert clipper.last.limit == (1000.0,)
 
 
@@ -308,7 +307,6 @@ def test_average_grows_by_max_growth_at_most() -> None:
     limits = []
     for value in (1e-3, 1.0, 1.0, 1.0, 1e3):
         one(clipper, [value])
-        assert clipper.last is not None
         limits.append(clipper.last.limit[0])
     np.testing.assert_allclose(np.divide(limits[1:], limits[:-1]), 1.5, rtol=1e-9)
 
@@ -356,45 +354,9 @@ def test_percentile_of_indexed_slices_is_that_of_their_rows() -> None:
 
 
 # -- parameters -------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("cls", "config", "message"),
-    [
-        (Normalize, {"norm": 0}, "norm must be a finite number > 0, got 0"),
-        (Normalize, {"min_size": 3}, "min_size=3 needs dims or scope='tensor'"),
-        (Standardize, {"eps": -1}, "eps must be a finite number >= 0"),
-        (Centralize, {"inverse_dims": True}, "inverse_dims=True needs dims"),
-        (PercentileClip, {"percentile": 101}, r"percentile must be a number in \[0, 100\]"),
-        (PercentileClip, {"method": "linaer"}, "did you mean 'linear'"),
-        (EmaValueClip, {"decay": 1.0}, "decay must be a number strictly between 0 and 1"),
-        (EmaValueClip, {"init": 1.0, "debias": True}, "debias=True is for averages"),
-        (EmaNormClip, {"init": "frist"}, "did you mean 'first'"),
-        (EmaNormClip, {"max_growth": 0.9}, "max_growth must be a finite number >= 1"),
-        (GrowthValueClip, {"max_decay": 0.5}, "max_decay must be a finite number >= 1"),
-    ],
-)
-def test_wrong_parameters_are_refused_in_words(cls: Any, config: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        cls(**config)
 
 
 # -- in place ---------------------------------------------------------------------------------
-@each()
-@pytest.mark.parametrize("sparse", [False, True])
-def test_torch_gradients_are_clipped_in_place(name: str, sparse: bool) -> None:
-    torch = require("torch")
-    from fedclip.adapters.torch import clip_
-
-    if sparse and name.startswith(("normalize", "percentile")):
-        pytest.skip("measured over the rows that are there")
-    here, there = ALL[name](), ALL[name]()
-    layer = torch.nn.Embedding(4, 2, sparse=sparse)
-    for scale in (1.0, 3.0, 0.1):
-        layer.weight.grad = None
-        (layer(torch.tensor([2, 0, 2])) * torch.tensor([1.0, scale])).sum().backward()
-        wanted = one(there, layer.weight.grad.to_dense().numpy().copy(), np.float32)
-        clip_(layer.named_parameters(), here)
-        got = layer.weight.grad.to_dense().numpy()
-        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
 
 
 @each_framework()
