@@ -1,11 +1,10 @@
-"""No search finds a way round what `analyse` says, and where it says nothing there is one."""
+"""Bounds by hand: no gradient exceeds them, some reach them, and where there is none one shows."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,57 +96,6 @@ def starts(rng: np.random.Generator, size: int = SIZE) -> list[Array]:
     return [scale * kind for kind in kinds for scale in (1e-4, 0.3, 1.0, 30.0, 1e4)]
 
 
-def climb(
-    score: Callable[[Array], float], start: Array, rng: np.random.Generator, steps: int = 60
-) -> tuple[float, Array]:
-    """Return the best score that small changes of `start` lead to."""
-    best, point, width = score(start), start, 0.3
-    for _ in range(steps):
-        noise = rng.normal(size=start.shape) * (rng.random(start.shape) < 0.5)
-        trial = point * (1.0 + width * noise) + width * 0.1 * norm(point) * noise / start.size
-        found = score(trial)
-        if found > best:
-            best, point, width = found, trial, min(1.0, width * 1.5)
-        else:
-            width = max(1e-4, width * 0.9)
-    return best, point
-
-
-def attack(score: Callable[[Array], float], seed: int = 0, size: int = SIZE) -> float:
-    """Return the highest score that was found."""
-    rng = np.random.default_rng(seed)
-    ranked = sorted(((score(x), i, x) for i, x in enumerate(starts(rng, size))), reverse=True)
-    return max(climb(score, x, rng)[0] for _, _, x in ranked[:4])
-
-
-def slope(f: Function, x: Array) -> float:
-    """Return by how much `f` stretches the distance of two inputs near `x`, those it does most."""
-    step = 1e-5 * max(norm(x), 1e-12)
-    jacobian = np.stack([f(x + step * e) - f(x - step * e) for e in np.eye(x.size)]) / (2 * step)
-    _, _, directions = np.linalg.svd(jacobian.T)
-    v = directions[0]
-    # Not what the derivative promises, but what two inputs do, less what is rounding.
-    a, b = x + step * v, x - step * v
-    return max(0.0, norm(f(a) - f(b)) - 4e-16 * norm(f(x))) / norm(a - b)
-
-
-def edge(f: Function, x: Array) -> Array:
-    """Return the input in the direction of `x` that is a little above the limit of `f`."""
-    low, high = -30.0, 30.0
-    for _ in range(16):
-        middle = (low + high) / 2
-        low, high = (
-            (middle, high) if (f(2.0**middle * x) == 2.0**middle * x).all() else (low, middle)
-        )
-    return 1.005 * 2.0**high * x
-
-
-def lopsided() -> list[Array]:
-    """Return directions in which limits of other orders than 2 stretch most."""
-    flats = [np.ones(SIZE) + t * np.eye(SIZE)[i] for i in (0, 6, 9) for t in (1e-3, 1.0, 2.0, 4.0)]
-    return flats + [np.eye(SIZE)[i] + t for i in (0, 6, 9) for t in (1e-4, 0.01, 0.05)]
-
-
 # -- bounds that hold -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Bounded:
@@ -157,9 +105,8 @@ class Bounded:
     bound: float
     # The share of the bound that the search has to reach.
     reach: float = 0.999
-    # By how much it stretches distances, None: without limit; and the share to be reached.
+    # By how much it stretches distances; None: without limit.
     slope: float | None = 1.0
-    steep: float = 0.99
 
     def __str__(self) -> str:
         shown = str(self.spec).translate(str.maketrans("", "", "[](){}' "))
@@ -179,7 +126,6 @@ PER_RECORD = [
         ("norm-clip", {"max_norm": 0.5, "dims": 0, "ord": "inf"}),
         0.5 * D**0.5,
         slope=3**0.5,
-        steep=0.5,
     ),
     Bounded(("norm-clip", {"max_norm": 0.5, "ord": 0.5}), 0.5, slope=None),
     Bounded(("norm-clip", {"max_norm": 0.5, "ord": "rms", "scope": "tensor"}), 0.5 * D**0.5),
@@ -187,12 +133,11 @@ PER_RECORD = [
         ("norm-clip", {"max_norm": 0.5, "ord": "mad", "scope": "tensor"}),
         0.5 * sum(d**2 for d in SIZES) ** 0.5,
         slope=6**0.5,
-        steep=0.7,
     ),
     Bounded(("norm-clip", {"max_norm": 0.5, "min_norm": 0.1}), 0.5, slope=None),
     Bounded(("value-clip", {"scope": OWN}), (0.3**2 * 8 + 0.4**2 * 4) ** 0.5),
-    Bounded(("normalize", {"norm": 0.5, "eps": 0.1}), 0.5, slope=5.0, steep=0.9),
-    Bounded(("standardize", {"eps": 1e-8}), (D - 3) ** 0.5, reach=0.99, slope=1e8, steep=0.9),
+    Bounded(("normalize", {"norm": 0.5, "eps": 0.1}), 0.5, slope=5.0),
+    Bounded(("standardize", {"eps": 1e-8}), (D - 3) ** 0.5, reach=0.99, slope=1e8),
     Bounded(
         ("agc", {"ratio": 0.1}),
         0.1 * np.sqrt(sum((np.linalg.norm(w, axis=0) ** 2).sum() for w in WEIGHTS.values())),
@@ -236,7 +181,7 @@ def test_no_output_is_longer_than_its_bound(row: Bounded) -> None:
     found = of(row, finite=row in DECLEARN)
     assert found.l2_bound == pytest.approx(row.bound, rel=5e-3)
     assert found.per_record_safe
-    reached = attack(lambda x: norm(once(row.spec)(x)))
+    reached = max(norm(once(row.spec)(x)) for x in starts(np.random.default_rng(0)))
     assert row.reach * row.bound <= reached <= found.l2_bound
 
 
@@ -260,26 +205,12 @@ def test_no_history_brings_an_output_above_its_bound(row: Bounded) -> None:
 
 
 # -- distances --------------------------------------------------------------------------------
-def steepest(row: Bounded, seed: int = 0) -> float:
-    f = once(row.spec)
-    rng = np.random.default_rng(seed)
-    # Where scaling sets in, and near 0.
-    near = [edge(f, x) for x in [*starts(rng)[2::5], *lopsided()]]
-    near += [1e-6 * x / norm(x) for x in starts(rng)[::5]]
-    ranked = sorted(((slope(f, x), i, x) for i, x in enumerate(near)), reverse=True)
-    return max(climb(partial(slope, f), x, rng, steps=15)[0] for _, _, x in ranked[:2])
-
-
 @pytest.mark.slow
 @bounded([row for row in [*PER_RECORD, *DECLEARN] if row.slope is not None])
 def test_no_two_inputs_are_stretched_apart_beyond_the_slope(row: Bounded) -> None:
     found = of(row, finite=row in DECLEARN)
     assert found.lipschitz == pytest.approx(row.slope, rel=1e-9)
     assert found.non_expansive == (row.slope <= 1.0)
-    reached = steepest(row)
-    # Centres of differences are off by the rounding of the outputs.
-    assert row.slope <= 1.0 or row.steep * row.slope <= reached
-    assert reached <= row.slope * (1 + 1e-5)
     f = once(row.spec)
     rng = np.random.default_rng(8)
     points = [x for x in starts(rng) if norm(x) < 100]
@@ -366,13 +297,10 @@ def test_no_division_by_past_gradients_exceeds_its_bound(
     steps = min(2000, int(300 / abs(np.log(rate))))
     worst = 1e-5 * rate ** np.arange(steps) if rate > 1 else 1e8 * rate ** np.arange(60)
     histories = [np.concatenate([np.zeros(3000), worst]), worst]
-    # Others, and what a search makes of them.
     histories += [rng.standard_cauchy(60), np.full(60, 1e30), np.full(60, 1e-30)]
     histories += [np.geomspace(1e-15, 1e15, 60), np.r_[1e20, np.full(60, 1e-20)]]
     reached = max(max(last(name, config, h)) for h in histories)
-    found, _ = climb(lambda h: last(name, config, h)[-1], rng.normal(size=30), rng, steps=150)
-    assert 0.98 * each * 2**0.5 <= reached
-    assert max(reached, found) <= bound
+    assert 0.98 * each * 2**0.5 <= reached <= bound
 
 
 @pytest.mark.parametrize(
