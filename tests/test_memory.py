@@ -21,8 +21,6 @@ from fedclip import Centralize, NormClip, Standardize, ValueClip
 from fedclip.arrays import Memory, memory
 from fedclip.testing import to_numpy, to_vector
 
-MANY = [(1100, 210)] * 37 + [(), (0, 3), (5,)]
-"""Above 32 MiB together, each below 4 MiB."""
 SHAPES: dict[str, tuple[int, ...]] = {
     "wide": (300, 400),
     "middle": (130, 140),
@@ -382,7 +380,6 @@ def test_as_much_as_one_gradient_is_kept() -> None:
     alive = [owner() for owner in owners if owner() is not None]
     # The memory begins at a multiple of 64 bytes.
     assert [array.nbytes for array in alive] == [400_064]
-    assert held is not None
     assert held.base is alive[0]
 
 
@@ -437,21 +434,3 @@ def test_outputs_are_the_same_with_and_without(make: Any, framework: str, dtype:
     for _ in range(3):
         output, expected = clip.run(arrays), plain.run(arrays)
         assert_same([to_numpy(output)], [to_numpy(expected)])
-
-
-@pytest.mark.slow
-@each_framework()
-def test_a_large_gradient_is_clipped_as_a_small_one(framework: str) -> None:
-    needs(framework)
-    rng = np.random.default_rng(7)
-    arrays = {f"t{i}": rng.standard_normal(s).astype(np.float32) for i, s in enumerate(MANY)}
-    arrays["wide"] = rng.standard_normal((1100, 1000)).astype(np.float32)
-    arrays["turned"] = np.asfortranarray(rng.standard_normal((400, 90)).astype(np.float32))
-    before = {name: array.copy() for name, array in arrays.items()}
-    gradient = to_vector(arrays, framework)
-    output = to_numpy(NormClip(0.01).run(gradient))
-    factor = 0.01 / norm(before)
-    for name, expected in before.items():
-        np.testing.assert_array_equal(to_numpy(gradient)[name], expected)
-        assert output[name].shape == expected.shape
-        np.testing.assert_allclose(output[name], expected * factor, rtol=3e-6)
