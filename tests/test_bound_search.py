@@ -163,7 +163,7 @@ def test_it_is_the_default_and_starts_within_its_bounds() -> None:
 
 
 def test_how_many_rounds_it_takes_with_more_noise() -> None:
-    rounds = [RULE.rounds_to_find(noise) for noise in (0.0, 0.1, 0.2, 0.3, 0.5)]
+    rounds = [RULE.rounds_to_find(noise) for noise in (0.0, 0.1, 0.5)]
     assert all(r is not None for r in rounds)
     assert rounds == sorted(rounds)
     assert rounds[1] <= 10

@@ -99,7 +99,7 @@ def test_a_spike_at_each_of_the_first_steps(name: str) -> None:
     assert (limits[START:] < 3.0).all()
 
 
-@pairwise(name=ON_NORMS, sigma=[0.0, 0.1, 0.3], start=[3, 12, 30, 100, 400])
+@pairwise(name=ON_NORMS, sigma=[0.0, 0.1, 0.3], start=[3, 12, 30, 200])
 @pytest.mark.slow
 def test_a_lasting_rise_is_followed(name: str, sigma: float, start: int) -> None:
     norms = usual(sigma, start + 100, start, 20)

@@ -93,16 +93,14 @@ def on_device(clip: Any, arrays: dict[str, Any], framework: str) -> dict[str, An
 @each_framework(oracle=False)
 def test_subnormals_of_one_dtype_leave_no_more_to_the_others_of_a_group(framework: str) -> None:
     needs(framework)
-    for size in (1000, 50_000):
-        for share in np.linspace(0.3, 0.7, 12):
-            half = np.full(size, share / math.sqrt(size)).astype(np.float16)
-            rest = math.sqrt(1.0 - length({"h": half}) ** 2)
-            # Where products of `half` lie above the middle of two of its numbers, all are rounded
-            # up together.
-            output = on_device(
-                NormClip(1e-3), {"h": half, "w": np.array([rest], np.float32)}, framework
-            )
-            assert length(output) <= 1e-3
+    size = 1000
+    for share in np.linspace(0.3, 0.7, 12):
+        half = np.full(size, share / math.sqrt(size)).astype(np.float16)
+        rest = math.sqrt(1.0 - length({"h": half}) ** 2)
+        # Where products of `half` lie above the middle of two of its numbers, all are rounded up
+        # together.
+        arrays = {"h": half, "w": np.array([rest], np.float32)}
+        assert length(on_device(NormClip(1e-3), arrays, framework)) <= 1e-3
 
 
 @each_framework(oracle=False)
