@@ -172,7 +172,6 @@ def _torch_compile(step: Any) -> Any:
 WAYS: dict[str, Any] = {
     "torch.func.vmap": ("torch", lambda f: _torch().func.vmap(f), _torch_both),
     "torch, passed on": ("torch", lambda f: f, None, "propagate"),
-    "jax.jit": ("jax", lambda f: _jax().jit(f), None),
     "jax.vmap": ("jax", lambda f: _jax().jit(_jax().vmap(f)), _jax_both),
     "tf.function": ("tensorflow", lambda f: _tf().function(f.__call__), None),
     "torch.compile": ("torch", _torch_compile, None),

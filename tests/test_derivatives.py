@@ -17,7 +17,7 @@ NAMES = [*SHAPES]
 STEPS = 7
 ZERO = "enc.weight"
 
-SAMPLE = ("norm-clip-l1", "zscore-clip", "ema-value-clip", "agc")
+SAMPLE = ("norm-clip-l1", "ema-value-clip", "agc")
 
 Trees = list[Any]
 
@@ -197,7 +197,7 @@ def test_jax(specimen: Specimen) -> None:
         return jax.jvp(function, (x,), (v,))[1]
 
     with jax.enable_x64(True):
-        values, rng = point(3, zero=True, steps=5), np.random.default_rng(1)
+        values, rng = point(3, zero=True, steps=3), np.random.default_rng(1)
         v = [rng.standard_normal(a.shape) * 0.1 * bool(a.any()) for a in values]
         up, down = (jax.jit(function)(moved(values, v, h)) for h in (1e-6, -1e-6))
         slope, gradient = jax.jit(along)(values, v), jax.jit(jax.grad(function))(values)
