@@ -9,9 +9,12 @@ other: tests ask for a framework through `each_framework`, `needs` and `require`
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import socket
+import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,8 +61,6 @@ class Specimen:
         It changes gradients that are not over any limit.
     stateful
         It has statistics.
-    equivariant
-        Scaling all gradients by a power of two scales all outputs by it.
     label
         Tells rows of one clipper apart.
     kind
@@ -73,7 +74,6 @@ class Specimen:
     projection: bool = False
     moves: bool = False
     stateful: bool = False
-    equivariant: bool = False
     label: str = ""
     kind: str = "module"
 
@@ -119,23 +119,21 @@ SPECIMENS = [
         "zscore-clip",
         {"z_max": 1.5, "warmup": 3, "max_norm": None, "scope": "tensor", "std_eps": 0.0},
         stateful=True,
-        equivariant=True,
         label="tensor",
     ),
-    Specimen("no-op", projection=True, equivariant=True),
-    Specimen("percentile-clip", {"percentile": 60}, projection=True, moves=True, equivariant=True),
+    Specimen("no-op", projection=True),
+    Specimen("percentile-clip", {"percentile": 60}, projection=True, moves=True),
     Specimen(
         "percentile-clip",
         {"percentile": 60, "method": "linear", "scope": "layer"},
         moves=True,
-        equivariant=True,
         label="linear",
     ),
     Specimen("normalize", {"norm": 0.7}, bound=0.7, projection=True, moves=True),
     Specimen("normalize", {"scope": "tensor", "ord": "std"}, moves=True, label="std"),
     Specimen("standardize", moves=True),
-    Specimen("centralize", moves=True, equivariant=True),
-    Specimen("centralize", {"scope": "global"}, moves=True, equivariant=True, label="global"),
+    Specimen("centralize", moves=True),
+    Specimen("centralize", {"scope": "global"}, moves=True, label="global"),
     Specimen(
         "ema-clip", {"warmup": 3, "warmup_norm": 1.0, "max_norm": 2.0}, bound=2.0, stateful=True
     ),
@@ -143,7 +141,6 @@ SPECIMENS = [
         "ema-clip",
         {"warmup": 3, "warmup_norm": None, "scope": "tensor"},
         stateful=True,
-        equivariant=True,
         label="tensor",
     ),
     Specimen("auto-clip", {"warmup": 6, "max_norm": 2.0}, bound=2.0, stateful=True),
@@ -181,7 +178,7 @@ SPECIMENS = [
         label="tensor",
     ),
     Specimen("ema-normalize", {"decay": 0.8, "debias": True}, moves=True, stateful=True),
-    Specimen("ema-value-clip", {"decay": 0.8}, moves=True, stateful=True, equivariant=True),
+    Specimen("ema-value-clip", {"decay": 0.8}, moves=True, stateful=True),
     Specimen("growth-value-clip", moves=True, stateful=True),
     Specimen("agc", {"ratio": 0.1}, kind="regularizer"),
     Specimen("agc", {"ratio": 0.1, "unit": "tensor"}, kind="regularizer", label="tensor"),
@@ -195,10 +192,50 @@ def specimens(rows: Sequence[Specimen] = SPECIMENS, **traits: Any) -> Any:
     return pytest.mark.parametrize("specimen", chosen, ids=str)
 
 
+def specimens_by_framework(rows: Sequence[Specimen] = SPECIMENS, **traits: Any) -> Any:
+    """Return the decorator that runs a test for each specimen in one framework, in turn."""
+    chosen = [s for s in rows if all(bool(getattr(s, t)) == v for t, v in traits.items())]
+    in_turn = itertools.cycle(name for name in FRAMEWORKS[1:] + FRAMEWORKS[:1] if name in BACKENDS)
+    return pytest.mark.parametrize(
+        ("specimen", "framework"), [*zip(chosen, in_turn, strict=False)], ids=str
+    )
+
+
 def each_framework(*, oracle: bool = True) -> Any:
     """Return the decorator that runs a test for each framework; NumPy is the oracle."""
     chosen = [name for name in FRAMEWORKS if name in BACKENDS and (oracle or name != "numpy")]
     return pytest.mark.parametrize("framework", chosen)
+
+
+def pairwise(**axes: Sequence[Any]) -> Any:
+    """Return the decorator that runs a test for few rows: each two values of two axes meet in one.
+
+    Of an axis `framework`, only those that are to be tested with count.
+    """
+    tables = [
+        [v for v in values if name != "framework" or v in BACKENDS] for name, values in axes.items()
+    ]
+    cells = [[(axis, i) for i in range(len(table))] for axis, table in enumerate(tables)]
+    missing = [
+        pair
+        for one, other in itertools.combinations(cells, 2)
+        for pair in itertools.product(one, other)
+    ]
+    left, rows = set(missing), []
+    for pair in missing:
+        if pair not in left:
+            continue
+        row = dict(pair)
+        for axis, choices in enumerate(cells):
+            if axis not in row:
+                others = [*row.items()]
+                news = [sum(tuple(sorted((c, o))) in left for o in others) for c in choices]
+                row[axis] = news.index(max(news))
+        left -= {*itertools.combinations(sorted(row.items()), 2)}
+        rows.append([table[row[axis]] for axis, table in enumerate(tables)])
+    return pytest.mark.parametrize(
+        list(axes), rows, ids=lambda value: str(value) if isinstance(value, Specimen) else None
+    )
 
 
 def needs(framework: str) -> None:
@@ -239,6 +276,20 @@ def free_port() -> int:
     held.bind(("127.0.0.1", 0))
     _HELD.append(held)
     return int(held.getsockname()[1])
+
+
+def python(code: str, *hidden: str, options: Sequence[str] = (), **environment: str) -> str:
+    """Return what code prints, in a process that finds none of these modules, or of frameworks."""
+    done = subprocess.run(
+        [sys.executable, *options, "-c", textwrap.dedent(code)],
+        env={**hiding(*hidden), **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
 
 
 def gradient(seed: int = 0, scale: float = 0.15) -> dict[str, np.ndarray]:

@@ -1,13 +1,13 @@
 """What processes that share a model do, each case on all of them; `test_adapter_torch_sharded`."""
 
 import copy
-import itertools
 import math
 import pickle
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,29 +30,21 @@ CLIPPERS = {
     "norm by layer": lambda: fedclip.NormClip(0.5, scope="layer", exclude="b.bias"),
     "norm by table": lambda: fedclip.NormClip(0.5, scope={"a.*": 0.1}),
     "norm by slices": lambda: fedclip.NormClip(0.2, dims=0),
-    "norm, raise": lambda: fedclip.NormClip(1.0, on_nonfinite="raise"),
-    "norm of order 1": lambda: fedclip.NormClip(1.0, ord=1),
     "norm of order inf": lambda: fedclip.NormClip(0.1, ord="inf"),
     "norm of order 0.5": lambda: fedclip.NormClip(9.0, ord=0.5, scope="layer"),
-    "norm of order 40": lambda: fedclip.NormClip(0.1, ord=40),
     "root mean square": lambda: fedclip.NormClip(0.1, ord="rms", scope="tensor"),
     "mean of absolutes": lambda: fedclip.ZScoreClip(warmup=2, ord="mad"),
     "deviation": lambda: fedclip.NormClip(0.1, ord="std"),
-    "variance by tensor": lambda: fedclip.NormClip(0.1, ord="var", scope="tensor"),
     "norm, both sides": lambda: fedclip.NormClip(2.0, min_norm=1.5, scope="layer"),
     "normalize": lambda: fedclip.Normalize(1.0, scope="tensor"),
     "values": lambda: fedclip.ValueClip(0.3),
     "z-score": lambda: fedclip.ZScoreClip(warmup=2, scope="layer"),
-    "median": lambda: fedclip.MadClip(warmup=2),
-    "percentile of norms": lambda: fedclip.PercentileNormClip(warmup=2),
     "percentile of values": lambda: fedclip.PercentileClip(90),
     "moving average of values": lambda: fedclip.EmaValueClip(),
     "moving average": lambda: fedclip.EmaNormClip(),
-    "growth of values": lambda: fedclip.GrowthValueClip(),
     "standardize": lambda: fedclip.Standardize(),
     "centralize": lambda: fedclip.Centralize(),
     "agc": lambda: fedclip.AGC(0.05),
-    "agc by rows": lambda: fedclip.AGC(0.05, axis=0),
     "agc by tensor": lambda: fedclip.AGC(0.05, unit="tensor"),
     "agc of all": lambda: fedclip.AGC(0.05, unit="global"),
 }
@@ -167,52 +159,19 @@ def run(name, places, dtype=torch.float32):
                 torch.testing.assert_close(*pair, rtol=3e-6, atol=1e-8)
 
 
-def _clipper_case(name):
-    def clips_alike():
-        for _, places in layouts():
-            run(name, places)
-
-    CASES[f"clips alike: {name}"] = clips_alike
+def clips_alike(name):
+    for _, places in layouts():
+        run(name, places)
 
 
-for _name in CLIPPERS:
-    _clipper_case(_name)
-
-
-@case
-def numbers_of_float64_at_both_ends():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for size, order in itertools.product((1e29, 1e-29, 1.0), (2.0, 3.0, math.inf)):
-        parameter = torch.nn.Parameter(distribute_tensor(torch.ones(5).double(), mesh, [Shard(0)]))
-        parameter.grad = distribute_tensor(
-            torch.full((5,), size, dtype=torch.float64), mesh, [Shard(0)]
-        )
-        norm = clip_grad_norm_([parameter], 0.5 * size, norm_type=order)
-        assert math.isclose(norm.item(), 5 ** (1 / order) * size, rel_tol=1e-12), norm
-        left = parameter.grad.full_tensor() / size
-        assert 0.4999 < left.norm(order).item() <= 0.5
-
-
-@case
-def deviations_of_float64_at_both_ends_and_of_equal_numbers():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    numbers = torch.arange(7.0).double()
-    for values in (*(numbers * size for size in (1e300, 1e-200, 1.0)), numbers.new_full((7,), 0.1)):
-        parameter = torch.nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
-        parameter.grad = distribute_tensor(values, mesh, [Shard(0)])
-        clip_([parameter], clipper := fedclip.NormClip(1.0, ord="std"))
-        (found,), expected = clipper.last.norm_before, (values / values.max()).std() * values.max()
-        assert math.isclose(found, expected.item(), rel_tol=1e-12), found
-        if values[0] == values[1]:
-            assert found == 0.0
+CASES |= {f"clips alike: {name}": partial(clips_alike, name) for name in CLIPPERS}
 
 
 @case
 def nan_on_one_process_is_nan_on_all():
     for name, places in layouts():
-        policies = [(policy, None) for policy in ("skip", "raise")]
-        for policy, order in (*policies, ("skip", "std"), ("raise", "std")):
-            clipper = fedclip.ZScoreClip(on_nonfinite=policy, ord=order or 2)
+        for policy, order in (("skip", 2), ("raise", "std"), ("skip", "std")):
+            clipper = fedclip.ZScoreClip(on_nonfinite=policy, ord=order)
             parts = {
                 n: torch.nn.Parameter(shared(w, places[n]))
                 for n, w in weights().items()
@@ -272,11 +231,11 @@ def each_step_needs_one_collective_or_two():
         ones = ("norm by tensor", "z-score", "norm of order inf", "root mean square")
         # These get the arrays whole.
         ones += ("percentile of values", "moving average of values")
-        ones += ("growth of values", "standardize", "centralize", "moving average")
+        ones += ("standardize", "centralize", "moving average")
         twos = ("agc", "normalize", "norm, both sides")
         # The largest element first, in whose unit nothing can overflow.
         twos += ("values", "norm of order 0.5", "mean of absolutes")
-        threes = ("deviation", "variance by tensor")
+        threes = ("deviation",)
         wrong = {}
         counts = {**dict.fromkeys(ones, 1), **dict.fromkeys(twos, 2), **dict.fromkeys(threes, 3)}
         for clipper, most in counts.items():
@@ -360,8 +319,8 @@ def tensor_parallel_and_fully_sharded():
 
     world = dist.get_world_size()
     plane = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-    names = ("norm", "z-score", "values", "agc", "norm by slices", "norm, raise", "deviation")
-    for name in (*names, "normalize", "percentile of values", "moving average of values"):
+    names = ("norm", "z-score", "values", "agc", "norm by slices", "deviation")
+    for name in (*names, "percentile of values"):
         alone = net()
         first = CLIPPERS[name]()
         train(alone, torch.optim.SGD(alone.parameters(), lr=0.01), first)

@@ -69,14 +69,6 @@ def notes(
             },
             "every = 151, and the run has 150 steps of all clients",
         ),
-        # Whichever comes first.
-        (
-            {
-                "client": '[["zscore-clip", {warmup = 200}]]',
-                "training": "n_steps = 10\nn_epoch = 1\ntimeout = 60",
-            },
-            "zscore-clip is still warming up",
-        ),
         ({"client": '["normalize", "mad-clip"]'}, "mad-clip comes after normalize"),
         (
             {

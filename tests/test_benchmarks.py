@@ -45,8 +45,6 @@ def test_they_can_be_imported(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.syspath_prepend(ROOT)
     path = ROOT / "benchmarks" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"benchmark_{name.strip('_')}", path)
-    assert spec is not None
-    assert spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
@@ -70,30 +68,21 @@ def test_models_have_their_published_sizes(
 
 def bench(*options: str) -> str:
     command = [sys.executable, "-m", *options]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE
-    )
-    return done.stdout
+    return subprocess.check_output(command, cwd=ROOT, text=True, timeout=PATIENCE)
 
 
 @pytest.mark.slow
 def test_the_table_has_every_cell_that_was_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "times.json"
-    options = ("--quick", "--gradients", "20 t", "--frameworks", "numpy,torch", "--threads", "1")
+    options = ("--quick", "--gradients", "20 t", "--frameworks", "numpy", "--threads", "1")
     table = bench("benchmarks", *options, "--json", str(file))
     cells = {tuple(row["cell"]): row["times"] for row in json.loads(file.read_text())}
-    assert len(cells) == 4
+    assert len(cells) == 2
     for (_, _, _, mode), times in cells.items():
         assert {"norm-clip", "declearn", "read, one core"} < set(times)
         assert ("multiply" in times) == (mode == "clipped")
         assert min(times["norm-clip"], times["declearn"]) > 0
     assert table.count("norm-clip / floor") == 2
-
-
-@pytest.mark.slow
-def test_every_clipper_is_measured() -> None:
-    out = bench("benchmarks.measure", "numpy", "20 tensors, 2.7k", "clippers", "--seconds", "0")
-    assert {"zscore-clip", "norm-clip", "value-clip"} < set(json.loads(out.splitlines()[-1]))
 
 
 @pytest.mark.slow

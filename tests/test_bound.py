@@ -5,7 +5,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import Specimen, each_framework, gradient, needs, norm, specimens
+from helpers import (
+    Specimen,
+    each_framework,
+    gradient,
+    needs,
+    norm,
+    specimens,
+    specimens_by_framework,
+)
 
 from fedclip import NormClip
 from fedclip.arrays.blocks import exact_norm
@@ -20,15 +28,14 @@ def dtypes_of(framework: str) -> list[str]:
     return [d for d in DTYPES if framework != "numpy" or d != "bfloat16"]
 
 
-@each_framework()
-@specimens(bound=True)
+@specimens_by_framework(bound=True)
 def test_no_output_above_the_bound(specimen: Specimen, framework: str) -> None:
     needs(framework)
     for dtype in dtypes_of(framework):
         clipper = specimen.make()
         for step in gradient_stream(14):
             out = to_numpy(apply(clipper, to_vector(step, framework, dtype)))
-            assert norm(out) <= specimen.bound  # type: ignore[operator]
+            assert norm(out) <= specimen.bound
 
 
 @each_framework()
@@ -51,29 +58,20 @@ def _narrow(dtype: str) -> str:
 @pytest.mark.parametrize(("framework", "dtype"), [(f, d) for f in FRAMEWORKS for d in dtypes_of(f)])
 def test_clipped_norm_is_at_the_limit(framework: str, dtype: str) -> None:
     needs(framework)
-    for seed in range(50):
+    for seed in range(20):
         limit = 10.0 ** np.random.default_rng(seed).uniform(-2, 0)
         out = to_numpy(NormClip(limit).run(to_vector(gradient(seed), framework, dtype)))
         assert limit * (1 - BELOW[dtype]) <= norm(out) <= limit
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_float32_never_above_the_limit(seed: int) -> None:
+def test_float32_never_above_the_limit() -> None:
     # About half of all float32 clips exceed the limit where the factor is only rounded.
-    rng = np.random.default_rng(seed)
-    for _ in range(50):
+    rng = np.random.default_rng(0)
+    for _ in range(500):
         arrays = {"w": rng.normal(size=rng.integers(1, 3000)).astype("float32")}
         if norm(arrays) > 0.5:
             out = NormClip(0.5).run(to_vector(arrays)).coefs
             assert 0.5 * (1 - 2e-6) <= norm(out) <= 0.5
-
-
-def test_direction_is_kept() -> None:
-    arrays = gradient(3)
-    out = NormClip(0.1).run(to_vector(arrays)).coefs
-    ratio = 0.1 / norm(arrays)
-    for name, value in arrays.items():
-        np.testing.assert_allclose(out[name], ratio * value, rtol=1e-12)
 
 
 def test_norm_equal_to_the_limit_is_not_clipped() -> None:
@@ -81,7 +79,6 @@ def test_norm_equal_to_the_limit_is_not_clipped() -> None:
         vector = to_vector({"w": np.array([0.6, 0.8]), "b": np.array(0.0)}, dtype=dtype)
         clip = NormClip(max_norm=norm(vector.coefs))
         assert clip.run(vector) is vector
-        assert clip.last is not None
         assert clip.last.clipped == (False,)
 
 

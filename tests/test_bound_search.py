@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -40,61 +39,29 @@ def play(rng: Any, times: float, spread: float, m: int, noise: float, rounds: in
         within = int((norms <= after[0]).sum())
         drawn = noise * m * float(rng.normal())
         share = share_within(m, within, m if noise else None, drawn)
-        assert share is not None
         after = RULE.after(after[0], share, after[1])
     return float(after[0] / median)
 
 
-@pytest.mark.parametrize("times", [0.01, 0.1, 1.0, 10.0, 100.0])
+CROWDS = [(0.0, 10, 0.1), (0.25, 20, 0.1), (0.5, 100, 0.1), (0.25, 1000, 0.05), (0.25, 5, 0.0)]
+
+
 @pytest.mark.parametrize(
-    ("spread", "m", "noise"),
-    [(0.0, 10, 0.1), (0.25, 20, 0.1), (0.5, 100, 0.1), (0.25, 1000, 0.05), (0.25, 5, 0.0)],
+    ("times", "crowd"),
+    [
+        (times, CROWDS[(i + j) % 5])
+        for i, times in enumerate([0.01, 0.1, 1, 10, 100])
+        for j in (0, 2)
+    ],
 )
 def test_within_a_factor_of_two_after_ten_rounds(
-    times: float, spread: float, m: int, noise: float
+    times: float, crowd: tuple[float, int, float]
 ) -> None:
     """In 95 % of 1,000 searches from up to 100 times too high or too low."""
     rng = np.random.default_rng(7)
-    found = [play(rng, times, spread, m, noise, 10) for _ in range(1000)]
+    found = [play(rng, times, *crowd, 10) for _ in range(1000)]
     good = sum(0.5 <= ratio <= 2.0 for ratio in found)
     assert good >= 950, good
-
-
-@pytest.mark.parametrize("quantile", [0.2, 0.35, 0.65, 0.8])
-def test_other_quantiles_are_found(quantile: float) -> None:
-    rule, rng = BoundRule(quantile, 0.2, 1e-6, 1e4), np.random.default_rng(3)
-    good = 0
-    for play_ in range(1000):
-        norms = np.exp(0.5 * rng.normal(size=200)) * (10.0 if play_ % 2 else 1e-3)
-        target, bound, search = float(np.quantile(norms, quantile)), FIRST, Search()
-        after: Any = (bound, search)
-        for _ in range(10):
-            share = float((norms <= after[0]).mean()) + 0.05 * float(rng.normal())
-            after = rule.after(after[0], min(max(share, 0.0), 1.0), after[1])
-        good += target / 2 <= after[0] <= 2 * target
-    assert good >= 950
-
-
-def test_a_search_ends_and_the_usual_rule_goes_on() -> None:
-    bound, search, rounds = FIRST, Search(), 0
-    state: Any = (bound, search)
-    while state[1] is not None:
-        state = RULE.after(state[0], float(state[0] >= 3.0), state[1])
-        rounds += 1
-        assert rounds < 12
-    assert 1.5 < state[0] < 6.0
-    assert RULE.after(state[0], 0.25).bound == pytest.approx(state[0] * math.exp(0.05))
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_search_ends_where_the_bound_may_not_go_further(share: float) -> None:
-    """Otherwise no average would ever be released again."""
-    state: Any = (FIRST, Search())
-    for _ in range(30):
-        state = RULE.after(state[0], share, state[1])
-    assert state[0] == (1e4 if share == 0.0 else 1e-6)
-    assert state[1] is None
-    assert not state[2]
 
 
 def server_of(**config: Any) -> Server:
@@ -137,15 +104,6 @@ def test_rounds_of_a_search_are_charged() -> None:
         assert module.budget.accountant.rounds == i + 1
 
 
-def test_updates_that_were_far_too_large_are_not_clipped_for_long() -> None:
-    """Norms of 3, from 0.1: two rounds of four times, where a fixed start takes 34 rounds."""
-    server, clients = server_of(), Clients(3, ADAPTIVE, CLIPPED)
-    for _ in range(5):
-        aux = server.start()
-        server.finish([clients.round(i, aux, np.array([3.0 + i])) for i in range(3)])
-    assert 1.5 < server.optim.modules[0].bound < 10.0  # type: ignore[attr-defined]
-
-
 def test_a_search_is_part_of_the_state() -> None:
     sizes = [2.0, 3.0, 5.0]
 
@@ -154,7 +112,7 @@ def test_a_search_is_part_of_the_state() -> None:
         for _ in range(rounds):
             aux = server.start()
             server.finish([clients.round(i, aux, np.array([s])) for i, s in enumerate(sizes)])
-            bounds.append(server.optim.modules[0].bound)  # type: ignore[attr-defined]
+            bounds.append(server.optim.modules[0].bound)
         return bounds
 
     whole = go(server_of(), 9)
@@ -205,12 +163,10 @@ def test_it_is_the_default_and_starts_within_its_bounds() -> None:
 
 
 def test_how_many_rounds_it_takes_with_more_noise() -> None:
-    rounds = [RULE.rounds_to_find(noise) for noise in (0.0, 0.1, 0.2, 0.3, 0.5)]
+    rounds = [RULE.rounds_to_find(noise) for noise in (0.0, 0.1, 0.5)]
     assert all(r is not None for r in rounds)
-    assert rounds == sorted(rounds)  # type: ignore[type-var]
-    assert rounds[1] is not None
+    assert rounds == sorted(rounds)
     assert rounds[1] <= 10
-    assert rounds[-1] is not None
     assert rounds[-1] > 10
     assert RULE.rounds_to_find(3.0) is None
 

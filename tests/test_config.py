@@ -16,12 +16,31 @@ from declearn.optimizer import Optimizer, list_optim_modules
 from declearn.optimizer.modules import OptiModule
 from helpers import SPECIMENS, Specimen, apply, gradient, specimens
 
-from fedclip import Clipper, NormClip, ValueClip, ZScoreClip, to_toml
+from fedclip import (
+    AGC,
+    AdaptiveClip,
+    AutoClip,
+    Centralize,
+    Clipper,
+    EmaClip,
+    EmaNormClip,
+    EmaValueClip,
+    GrowthClip,
+    GrowthValueClip,
+    Normalize,
+    NormClip,
+    PercentileClip,
+    PercentileNormClip,
+    Standardize,
+    ValueClip,
+    ZScoreClip,
+    to_toml,
+)
 from fedclip.modules.families import ExactClipper
-from fedclip.parameters import integer, parameter, positive, signature_of
+from fedclip.parameters import integer, parameter, positive
 from fedclip.parameters.docstring import docstring_of
 from fedclip.rules.constant import Constant
-from fedclip.testing import check_config_round_trip, to_vector
+from fedclip.testing import to_vector
 from fedclip.tools.catalogue import is_ours
 from fedclip.transforms import NormClipping, Transform
 
@@ -32,26 +51,14 @@ NUMBERS = [
     ("norm-clip", "max_norm", ABOVE_0, False),
     ("norm-clip", "min_norm", ABOVE_0, True),
     ("value-clip", "max_value", ABOVE_0, False),
-    ("normalize", "norm", ABOVE_0, False),
-    ("zscore-clip", "z_max", ABOVE_0, False),
     ("zscore-clip", "max_norm", ABOVE_0, True),
-    ("zscore-clip", "warmup_norm", ABOVE_0, True),
-    ("zscore-clip", "factor", ABOVE_0, False),
     ("zscore-clip", "decay", INSIDE_0_1, False),
     ("ema-clip", "ratio", ABOVE_0, False),
-    ("ema-clip", "max_norm", ABOVE_0, True),
-    ("ema-clip", "decay", INSIDE_0_1, False),
-    ("auto-clip", "max_norm", ABOVE_0, True),
-    ("percentile-norm-clip", "max_norm", ABOVE_0, True),
     ("percentile-norm-clip", "decay", INSIDE_0_1, False),
     ("adaptive-clip", "start_norm", ABOVE_0, True),
     ("adaptive-clip", "rate", "a number > 0 and <= 10", False),
-    ("growth-clip", "max_norm", ABOVE_0, True),
     ("ema-norm-clip", "decay", INSIDE_0_1, False),
-    ("ema-normalize", "decay", INSIDE_0_1, False),
-    ("ema-value-clip", "decay", INSIDE_0_1, False),
     ("agc", "ratio", ABOVE_0, False),
-    ("agc", "min_norm", ABOVE_0, False),
 ]
 
 
@@ -61,17 +68,15 @@ def make(name: str, **config: Any) -> Any:
 
 
 @specimens()
-def test_every_parameter_is_in_a_configuration_that_makes_the_same(specimen: Specimen) -> None:
-    check_config_round_trip(specimen.make)
-    clipper = specimen.make()
-    assert list(clipper.get_config()) == list(signature_of(type(clipper)))
-
-
-@specimens()
 def test_a_typo_is_answered_with_the_nearest_name(specimen: Specimen) -> None:
     with pytest.raises(TypeError, match=r"'on_nonfinit'; did you mean 'on_nonfinite'\?") as caught:
         specimen.make(on_nonfinit="skip")
     assert specimen.name in str(caught.value)
+    with pytest.raises(ValueError, match=r"'propagate'.*got 'propagat'; did you mean 'propagate'"):
+        specimen.make(on_nonfinite="propagat")
+    clipper = specimen.make(exclude="enc.wieght")
+    with pytest.raises(ValueError, match=r"'enc\.wieght' matches no tensor.*'enc\.weight'"):
+        apply(clipper, to_vector(gradient()))
 
 
 def test_a_typo_through_declearns_optimizer() -> None:
@@ -79,61 +84,34 @@ def test_a_typo_through_declearns_optimizer() -> None:
         Optimizer(lrate=0.1, modules=[("norm-clip", {"maxnorm": 1.0})])
 
 
-@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, True, "1", None], ids=repr)
 @pytest.mark.parametrize(("name", "parameter", "allowed", "optional"), NUMBERS)
-def test_what_is_no_such_number(
-    name: str, parameter: str, allowed: str, optional: bool, value: Any
-) -> None:
-    if value is None and optional:
-        assert make(name, **{parameter: None}).get_config()[parameter] is None
-        return
-    with pytest.raises((TypeError, ValueError)) as caught:
-        make(name, **{parameter: value})
-    assert str(caught.value).startswith(f"{parameter} must be {allowed}, got {value!r}")
-
-
-@pytest.mark.parametrize("value", [-1, 2.0, True, "3", None], ids=repr)
-@pytest.mark.parametrize("name", ["zscore-clip", "ema-clip", "auto-clip", "percentile-norm-clip"])
-def test_a_warm_up_that_is_no_count(name: str, value: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=re.escape(repr(value))) as caught:
-        make(name, warmup=value)
-    assert "warmup must be an int >= " in str(caught.value)
-
-
-@specimens()
-def test_unknown_scope(specimen: Specimen) -> None:
-    if "scope" not in specimen.make().get_config():
-        return
-    for value in ("globl", "", 3, None, [], [1], [""], ["a", "a"]):
+def test_what_is_no_such_number(name: str, parameter: str, allowed: str, optional: bool) -> None:
+    for value in (0, -1, math.nan, math.inf, True, "1", *[None] * (not optional)):
         with pytest.raises((TypeError, ValueError)) as caught:
-            specimen.make(scope=value)
-        assert "scope" in str(caught.value)
+            make(name, **{parameter: value})
+        assert str(caught.value).startswith(f"{parameter} must be {allowed}, got {value!r}")
+    if optional:
+        assert make(name, **{parameter: None}).get_config()[parameter] is None
+
+
+def test_a_warm_up_that_is_no_count() -> None:
+    for value in (-1, 2.0, True, "3", None):
+        with pytest.raises((TypeError, ValueError), match="warmup must be an int >= ") as caught:
+            make("zscore-clip", warmup=value)
+        assert repr(value) in str(caught.value)
+
+
+def test_unknown_scope() -> None:
+    for value in ("globl", "", 3, None, [], [1], [""], ["a", "a"]):
+        with pytest.raises((TypeError, ValueError), match="scope"):
+            NormClip(scope=value)
     with pytest.raises(ValueError, match=r"'global'.*did you mean 'global'\?"):
-        specimen.make(scope="globl")
+        NormClip(scope="globl")
 
 
-@specimens()
-def test_unknown_policy(specimen: Specimen) -> None:
-    with pytest.raises(ValueError, match=r"'propagate'.*got 'propagat'; did you mean 'propagate'"):
-        specimen.make(on_nonfinite="propagat")
-
-
-@specimens()
-def test_pattern_that_matches_nothing(specimen: Specimen) -> None:
-    clipper = specimen.make(exclude="enc.wieght")
-    with pytest.raises(ValueError, match=r"'enc\.wieght' matches no tensor.*'enc\.weight'"):
-        apply(clipper, to_vector(gradient()))
-
-
-@specimens()
-def test_pattern_of_a_scope_that_matches_nothing(specimen: Specimen) -> None:
-    if not isinstance(specimen.config.get("scope", "global"), str) or specimen.name == "agc":
-        return
-    if specimen.config.get("dims") or specimen.name == "centralize":
-        return
-    clipper = specimen.make(scope=["encoder.*"])
+def test_pattern_of_a_scope_that_matches_nothing() -> None:
     with pytest.raises(ValueError, match=r"scope pattern 'encoder\.\*' matches no tensor"):
-        apply(clipper, to_vector(gradient()))
+        NormClip(scope=["encoder.*"]).run(to_vector(gradient()))
 
 
 @pytest.mark.parametrize(
@@ -142,20 +120,48 @@ def test_pattern_of_a_scope_that_matches_nothing(specimen: Specimen) -> None:
         (NormClip, {"max_norm": 1.0, "min_norm": 2.0}, "min_norm must be <= max_norm"),
         (NormClip, {"ord": "sum"}, "ord must be"),
         (NormClip, {"ord": 0}, "ord must be a number > 0"),
-        (NormClip, {"ord": True}, "ord must be"),
         (NormClip, {"eps": -1e-6}, "eps must be a finite number >= 0"),
-        (NormClip, {"dims": "0"}, "dims must be"),
         (NormClip, {"dims": [0, 0]}, "all different"),
         (NormClip, {"dims": 0, "scope": "layer"}, "scope must be 'tensor'"),
         (NormClip, {"inverse_dims": True}, "inverse_dims=True needs dims"),
         (NormClip, {"inverse_dims": 1, "dims": 0}, "inverse_dims must be True or False"),
         (NormClip, {"min_size": 0}, "min_size must be an int >= 1"),
         (NormClip, {"scope": {"a": 0}}, r"scope\['a'\] must be a finite number > 0"),
-        (NormClip, {"exclude": [3]}, "exclude must be"),
         (ValueClip, {"max_value": 1.0, "min_value": 2.0}, "min_value must be <= max_value"),
         (ZScoreClip, {"include_current": True}, "needs feedback='raw'"),
         (ZScoreClip, {"factor": 2.0, "action": "max"}, "factor goes with"),
         (ZScoreClip, {"action": "recip"}, "did you mean 'reciprocal'"),
+        (Normalize, {"norm": 0}, "norm must be a finite number > 0, got 0"),
+        (Normalize, {"min_size": 3}, "min_size=3 needs dims or scope='tensor'"),
+        (Standardize, {"eps": -1}, "eps must be a finite number >= 0"),
+        (Centralize, {"inverse_dims": True}, "inverse_dims=True needs dims"),
+        (PercentileClip, {"percentile": 101}, r"percentile must be a number in \[0, 100\]"),
+        (PercentileClip, {"method": "linaer"}, "did you mean 'linear'"),
+        (EmaValueClip, {"decay": 1.0}, "decay must be a number strictly between 0 and 1"),
+        (EmaValueClip, {"init": 1.0, "debias": True}, "debias=True is for averages"),
+        (EmaNormClip, {"init": "frist"}, "did you mean 'first'"),
+        (EmaNormClip, {"max_growth": 0.9}, "max_growth must be a finite number >= 1"),
+        (GrowthValueClip, {"max_decay": 0.5}, "max_decay must be a finite number >= 1"),
+        (EmaClip, {"include_current": True}, "needs feedback='raw'"),
+        (EmaClip, {"ratio": 0.9}, "ratio < 1 needs feedback='raw'"),
+        (EmaClip, {"warmup_scope": "global", "ord": "inf"}, "needs ord=2.*got ord=.inf.$"),
+        (AutoClip, {"include_current": True}, "needs feedback='raw'"),
+        (PercentileNormClip, {"include_current": True}, "needs feedback='raw'"),
+        (AutoClip, {"median": "p2", "window": 9}, "window goes with median='window'"),
+        (AutoClip, {"median": "window", "window": 4}, "window must be an int >= 5"),
+        (PercentileNormClip, {"window": 65_537}, "window must be at most 65,536"),
+        (PercentileNormClip, {"percentile": 0}, "percentile must be a number > 0 and <= 100"),
+        (PercentileNormClip, {"percentile": 100, "history": "p2"}, "needs history='window'"),
+        (PercentileNormClip, {"rate": 0.1}, "rate goes with history='stream'"),
+        (PercentileNormClip, {"history": "p2", "window": 9}, "window goes with history='window'"),
+        (AdaptiveClip, {"start_norm": 2.0, "max_norm": 1.0}, "between min_norm and max_norm"),
+        (GrowthClip, {"mul": 0.9}, "mul must be a finite number >= 1"),
+        (AGC, {"ratio": 0}, "ratio must be a finite number > 0"),
+        (AGC, {"unit": "ouput"}, "did you mean 'output'"),
+        (AGC, {"axis": 0, "dims": [1]}, "give axis or dims, not both"),
+        (AGC, {"axis": 0, "unit": "tensor"}, "axis and dims go with unit='output'"),
+        (AGC, {"min_norm": 0}, "min_norm must be a finite number > 0"),
+        (AGC, {"on_nonfinite": "ignore"}, "on_nonfinite must be one of"),
     ],
 )
 def test_what_does_not_go_together(cls: Any, config: dict[str, Any], words: str) -> None:
@@ -192,7 +198,7 @@ def test_a_line_of_toml_holds_what_is_not_the_default(name: str) -> None:
 def test_every_parameter_is_documented(specimen: Specimen) -> None:
     """The docstring has an entry for each parameter of the signature, with its default."""
     cls = type(specimen.make())
-    section = inspect.getdoc(cls).split("\nParameters\n")[1].split("\n\nRaises\n")[0]  # type: ignore[union-attr]
+    section = inspect.getdoc(cls).split("\nParameters\n")[1].split("\n\nRaises\n")[0]
     heads = {
         name.strip(): line.rpartition("default=")[2]
         for line in section.splitlines()
@@ -200,7 +206,7 @@ def test_every_parameter_is_documented(specimen: Specimen) -> None:
         for name in line.partition(" :")[0].split(",")
     }
     parameters = inspect.signature(cls).parameters
-    assert list(heads) == list(parameters)
+    assert list(heads) == list(parameters) == list(specimen.make().get_config())
     for name, formal in parameters.items():
         default = f'"{formal.default}"' if isinstance(formal.default, str) else None
         assert heads[name] in (
@@ -208,14 +214,6 @@ def test_every_parameter_is_documented(specimen: Specimen) -> None:
             repr(formal.default),
             str(formal.default).rstrip(".0"),
         )
-
-
-def test_a_common_parameter_is_checked_once_for_all() -> None:
-    """A clipper's own parameter and a common one are refused in the same words."""
-    with pytest.raises(ValueError, match=r"eps must be a finite number >= 0, got -1"):
-        OptiModule.from_specs("zscore-clip", {"eps": -1})
-    with pytest.raises(ValueError, match="on_nonfinite must be one of 'propagate', 'raise'"):
-        OptiModule.from_specs("no-op", {"on_nonfinite": "skip"})
 
 
 def test_a_clipper_of_ones_own_declares_its_parameters_or_writes_an_init() -> None:
@@ -251,24 +249,20 @@ def test_a_clipper_of_ones_own_declares_its_parameters_or_writes_an_init() -> No
     common = ["scope", "ord", "eps", "exclude", "on_nonfinite", "keep_memory"]
     assert list(Declares().get_config()) == ["limit", "floor", *common]
     assert (Declares(2).limit, Declares().floor, Declares().scope) == (2.0, None, "tensor")
-    assert list(Derived(more=2).get_config().items())[:3] == [
-        ("limit", 3.0),
-        ("floor", None),
-        ("more", 2),
-    ]
+    assert [*Derived(more=2).get_config().values()][:3] == [3.0, None, 2]
     assert "limit : float, default=1.0\n    Limit, > 0.\nfloor" in str(Declares.__doc__)
     assert "more : int\nscope" in docstring_of(Derived, "Sum.")
     assert (Writes("b.*").exclude, Writes("b.*").get_config()) == (["b.*"], {"skipped": "b.*"})
     with pytest.raises(TypeError, match="no parameter 'ords'; did you mean 'ord'"):
-        Declares(ords=1)  # type: ignore[call-arg]
+        Declares(ords=1)
     with pytest.raises(TypeError, match="no parameter 'exclude'; its parameters are skipped"):
-        Writes(exclude="b")  # type: ignore[call-arg]
+        Writes(exclude="b")
     with pytest.raises(TypeError, match="floor must be a finite number > 0, got '1'"):
-        Declares(floor="1")  # type: ignore[arg-type]
+        Declares(floor="1")
     with pytest.raises(TypeError, match="missing a required argument: 'more'"):
-        Derived()  # type: ignore[call-arg]
+        Derived()
     with pytest.raises(TypeError, match="too many positional arguments"):
-        Declares(1.0, 2.0)  # type: ignore[misc]
+        Declares(1.0, 2.0)
 
 
 @pytest.mark.slow
@@ -286,16 +280,14 @@ def test_type_checkers_see_every_parameter() -> None:
     assert found == {str(4 + place) for place in range(len(wrong))}, out
 
 
-@pytest.mark.parametrize("digits", [400, 5000])
 @pytest.mark.parametrize(
-    ("name", "parameter"),
+    ("name", "parameter", "digits"),
     [
-        ("norm-clip", "max_norm"),
-        ("norm-clip", "ord"),
-        ("zscore-clip", "warmup"),
-        ("percentile-norm-clip", "window"),
-        ("percentile-norm-clip", "history"),
-        ("norm-clip", "keep_memory"),
+        ("norm-clip", "max_norm", 400),
+        ("norm-clip", "ord", 5000),
+        ("percentile-norm-clip", "window", 400),
+        ("percentile-norm-clip", "history", 5000),
+        ("norm-clip", "keep_memory", 5000),
     ],
 )
 def test_a_number_of_thousands_of_digits_is_refused_in_words(

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import PATIENCE
+from helpers import python
 
 PACKAGE = Path(__file__).parents[1] / "fedclip"
 
@@ -39,69 +37,6 @@ class Refuse:
         if name.partition(".")[0] in ("declearn", "torch", "tensorflow", "jax", "sklearn"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Refuse())
-"""
-
-# One step of a transform with a rule, its state as plain values and back, and its record.
-STEP = """
-import json
-import numpy as np
-from fedclip import states
-from fedclip.arrays.blocks import exact_norm
-from fedclip.records import Recorder
-from fedclip.rules.growth import Growth
-from fedclip.scopes import resolve
-from fedclip.transforms import Gradient, NormClipping
-
-groups = resolve("layer", None, ["enc.w", "enc.b", "head"])
-assert groups.labels == ("enc", "head")
-clipping = NormClipping(Growth(2.0, None, None, None, None, None, 0.0))
-state, recorder = clipping.init(groups), Recorder()
-recorder.start_round()
-for factor in (1.0, 2.0, 100.0):
-    given = [factor * np.array(v) for v in ([3.0, 4.0], [0.0], [0.1])]
-    named = dict(zip(groups.names, given))
-    gradient = Gradient.of("clip", named, groups, clipping)
-    outcome = gradient.clipped(clipping, state)
-    recorder.add(groups.labels, outcome.norms, outcome.limits, outcome.clipped)
-    plain = json.loads(json.dumps(states.dump(outcome.state, groups.labels)))
-    statistics = states.check_groups(plain, clipping.init(resolve("global", None, ["x"])))
-    state = states.load(clipping.init(groups), statistics, groups.labels)
-assert outcome.clipped.all()
-assert exact_norm(outcome.outputs[:2]) <= outcome.limits[0] < 500
-assert [r.group for r in recorder.rounds()] == ["all", "enc", "head"]
-"""
-
-RULE = """
-import numpy as np
-from fedclip.arrays import NUMPY
-from fedclip.rules.constant import Constant
-
-rule = Constant((1.0, 2.0))
-limits, state = rule(np.array([5.0, 0.5]), rule.init(2, NUMPY), NUMPY)
-assert limits.tolist() == [1.0, 2.0]
-"""
-
-PRIVACY = """
-import numpy as np
-import math
-from fedclip.privacy import Map, RELATIONS
-from fedclip.privacy.accounting import Release, epsilon, noise_multiplier
-from fedclip.privacy.lengths import l2_of
-from fedclip.privacy.noise import add_noise, insecure_normals, secure_normals
-from fedclip.privacy.sensitivity import compose
-
-assert 5.0 <= l2_of("inf", 0.5, 100) < 5.0 + 1e-9
-found = compose((Map("a clip", bound=0.5, formula="0.5", lipschitz=1.0, finite=True),))
-assert found.l2_bound == 0.5
-assert found.sensitivity("replace-one") == 1.0
-spent = epsilon([Release(2.0, 10)], 1e-5)
-assert 0 < spent < epsilon([Release(1.0, 10)], 1e-5)
-assert noise_multiplier(spent, 1e-5, 10) <= 2.0 + 1e-6
-given = {"w": np.zeros(10_000)}
-for normals in (insecure_normals(1), secure_normals):
-    noised = add_noise(given, 0.5, normals)["w"]
-    assert abs(noised.std() - 0.5) < 0.05
-assert not given["w"].any()
 """
 
 # A round of update clipping, by any engine: two of three updates are clipped; the bound goes up.
@@ -173,21 +108,13 @@ def belongs(file: Path, room: str) -> bool:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py") == room
 
 
-def alone(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", REFUSE + code],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=PACKAGE.parent,
-        check=False,
-    )
+def alone(code: str) -> None:
+    python(f"{REFUSE}\n{code}", "nothing", options=["-W", "error"])
 
 
 def test_every_file_of_the_core_is_imported_without_declearn() -> None:
     code = f"import importlib\nfor name in {core()!r}:\n    importlib.import_module(name)"
-    done = alone(code)
-    assert done.returncode == 0, done.stderr[-2000:]
+    alone(code)
 
 
 def test_what_is_named_as_a_shell_is_one() -> None:
@@ -201,15 +128,9 @@ def test_what_is_named_as_a_shell_is_one() -> None:
         "        continue\n"
         "    sys.exit(name + ' needs no declearn')\n"
     )
-    done = alone(code)
-    assert done.returncode == 0, done.stderr[-2000:]
+    alone(code)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [STEP, RULE, CLIPPERS, PRIVACY, ROUND],
-    ids=["a step", "a rule", "clippers", "privacy", "a round"],
-)
+@pytest.mark.parametrize("code", [CLIPPERS, ROUND], ids=["clippers", "a round"])
 def test_it_runs_without_declearn(code: str) -> None:
-    done = alone(code)
-    assert done.returncode == 0, done.stderr[-2000:]
+    alone(code)

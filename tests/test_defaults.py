@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer.modules import OptiModule
-from helpers import needs
+from helpers import each_framework, needs, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,14 +72,12 @@ def with_spikes(norms: np.ndarray, number: int, first: bool, seed: int) -> np.nd
     return spikes
 
 
-@pytest.mark.parametrize("name", ON_NORMS)
-@pytest.mark.parametrize("sigma", [0.0, 0.1, 0.3])
-@pytest.mark.parametrize(
-    ("number", "first"), [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False)]
-)
+@pairwise(name=ON_NORMS, sigma=[0.0, 0.1, 0.3], number=[0, 1, 2, 3], first=[False, True])
 @pytest.mark.slow
 def test_spikes_among_the_first_steps(name: str, sigma: float, number: int, first: bool) -> None:
     """The first norm passes; a later spike of 50 is limited to 10, and no limit stays high."""
+    # Three of the first norms may be spikes: the first and two more.
+    number = max(min(number, 2), 1) if first else number
     norms = usual(sigma, 60, 10 + number)
     spikes = with_spikes(norms, number, first, 7)
     outputs, limits = run(make(name, scope="tensor"), norms)
@@ -92,20 +90,18 @@ def test_spikes_among_the_first_steps(name: str, sigma: float, number: int, firs
 
 
 @pytest.mark.parametrize("name", ON_NORMS)
-@pytest.mark.parametrize("step", range(1, START))
 @pytest.mark.slow
-def test_a_spike_at_each_of_the_first_steps(name: str, step: int) -> None:
-    norms = usual(0.2, 60, step, 20)
-    norms[step] = 50.0
+def test_a_spike_at_each_of_the_first_steps(name: str) -> None:
+    norms = usual(0.2, 60, 1, START - 1)
+    at = range(1, START), range(START - 1)
+    norms[at] = 50.0
     outputs, limits = run(make(name, scope="tensor"), norms)
-    assert (outputs[step] <= 10.0).all()
+    assert (outputs[at] <= 10.0).all()
     assert (limits[5:] <= 5.0).all()
     assert (limits[START:] < 3.0).all()
 
 
-@pytest.mark.parametrize("name", ON_NORMS)
-@pytest.mark.parametrize("sigma", [0.0, 0.1, 0.3])
-@pytest.mark.parametrize("start", [3, 12, 30, 100, 400])
+@pairwise(name=ON_NORMS, sigma=[0.0, 0.1, 0.3], start=[3, 12, 30, 200])
 @pytest.mark.slow
 def test_a_lasting_rise_is_followed(name: str, sigma: float, start: int) -> None:
     norms = usual(sigma, start + 100, start, 20)
@@ -135,8 +131,7 @@ def gradients(seed: int) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("name", SCALED)
-@pytest.mark.parametrize("scope", ["global", "tensor"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("scope", "dtype"), [("global", "float32"), ("tensor", "float64")])
 @settings(deadline=None, max_examples=15)
 @given(exponent=st.floats(-6.0, 6.0), seed=st.integers(0, 10**6))
 @pytest.mark.slow
@@ -156,30 +151,6 @@ def test_scaled_gradients_give_scaled_outputs(
             np.testing.assert_allclose(
                 got.coefs[n].astype(float) / scale, wanted, rtol=1e-6, atol=1e-6 * size
             )
-
-
-@pytest.mark.parametrize("name", ["standardize", "normalize"])
-@settings(deadline=None, max_examples=15)
-@given(exponent=st.floats(-6.0, 6.0), seed=st.integers(0, 10**6))
-def test_outputs_that_have_a_size_of_their_own(name: str, exponent: float, seed: int) -> None:
-    grads = gradients(seed)[0]
-    scaled = {n: 10.0**exponent * g for n, g in grads.items()}
-    got = make(name).run(NumpyVector(scaled)).coefs
-    for n, wanted in make(name).run(NumpyVector(grads)).coefs.items():
-        np.testing.assert_allclose(got[n], wanted, rtol=1e-6, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ON_NORMS)
-def test_resumed_in_the_middle_of_the_warm_up(name: str) -> None:
-    norms = usual(0.3, 40, 3, 3)
-    norms[6] = 50.0
-    for stop in (1, 3, 5, 12, 30):
-        whole, resumed = make(name, scope="tensor"), make(name, scope="tensor")
-        run(whole, norms[:stop])
-        resumed.set_state(json.loads(json.dumps(whole.get_state())))
-        for got, wanted in zip(run(resumed, norms[stop:]), run(whole, norms[stop:]), strict=True):
-            np.testing.assert_array_equal(got, wanted)
-        assert resumed.get_state() == whole.get_state()
 
 
 def test_no_limit_is_fixed_by_default() -> None:
@@ -241,7 +212,7 @@ def federated(server: Any, clippers: list[Any], norms: list[list[float]]) -> lis
 
 
 @pytest.mark.parametrize("name", ON_NORMS)
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e5])
+@pytest.mark.parametrize("scale", [1e-6, 1e5])
 def test_each_client_judges_by_its_own_norms_until_the_first_merge(name: str, scale: float) -> None:
     server, clippers = shared(name)
     rng = np.random.default_rng(4)
@@ -271,10 +242,9 @@ def test_one_norm_a_round_is_learnt_as_soon_as_there_is_one_to_compare_it_with(n
     assert group.get("level", group.get("mean", group.get("limit"))) == pytest.approx(1.1, rel=0.2)
 
 
-@pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow", "jax"])
+@each_framework()
 def test_the_first_norms_are_judged_by_their_lower_median(framework: str) -> None:
-    if framework != "numpy":
-        needs(framework)
+    needs(framework)
     orders = [*itertools.permutations([1.0, 2.0, 3.0, 4.0, 5.0])]
     xp, protection = backend_named(framework), Protection(2.0)
     state = state_of(protection.init(len(orders), xp))

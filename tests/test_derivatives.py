@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is clipped in compiled code has the derivatives of finite differences, or none at all.
-
-Several steps are taken, so that derivatives also go through what a clipper remembers; norms and
-limits count too.
-"""
+"""What is clipped in compiled code has the derivatives of finite differences, or none at all."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import SPECIMENS, Specimen, gradient, require, specimens
+from helpers import SPECIMENS, Specimen, gradient, require
 
 from fedclip import AGC, NormClip, ValueClip, ZScoreClip
 from fedclip.testing import SHAPES
@@ -92,7 +88,7 @@ def moved(values: list[np.ndarray], v: Trees, by: float) -> list[np.ndarray]:
 
 # Torch's own, from its first forward derivative on.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@specimens(SPECIMENS)
+@pytest.mark.parametrize("specimen", [s for s in SPECIMENS if not s.label], ids=str)
 def test_torch(specimen: Specimen) -> None:
     torch = require("torch")
     # One tensor is zero at each step; the others are as any.
@@ -184,79 +180,33 @@ def test_torch_refuses_what_has_no_second_derivative() -> None:
         pure.update({"w": sparse.requires_grad_()}, state)
 
 
-def jax_slopes(specimen: Specimen) -> tuple[Any, Any]:
-    """Return the transformation, and the compiled derivatives of `weighed` over its steps."""
+@sampled
+def test_jax(specimen: Specimen) -> None:
     jax = require("jax")
-    import jax.numpy as jnp
-
     from fedclip.adapters.jax import as_optax
 
     transformation = as_optax(specimen.make())
 
-    def function(values: Trees, floats: Trees, state: Any) -> Any:
-        rows = [
-            dict(zip(NAMES, values[i:], strict=False)) for i in range(0, len(values), len(NAMES))
-        ]
-        _, tree = jax.tree.flatten(state.statistics)
-        state = state._replace(statistics=jax.tree.unflatten(tree, floats))
+    def step(row: Any, state: Any, weights: Any) -> Any:
+        return transformation.update(row, state or transformation.init(row), weights)
 
-        def step(state: Any, row: Any) -> Any:
-            clipped, state = transformation.update(row, state, rows[-1])
-            return state, (clipped, state.norm, state.limit)
+    def function(values: Trees) -> Any:
+        return weighed(jax.numpy, step, values)
 
-        many = jax.tree.map(lambda *a: jnp.stack(a), *rows[:-1])
-        last, parts = jax.lax.scan(step, state, many)
-        rng, total = np.random.default_rng(0), 0.0
-        for part in jax.tree.leaves(parts):
-            weights = rng.standard_normal(part.shape)
-            total += (jnp.where(abs(part) < 1e300, part, 0.0) * weights).sum()
-        return total, last
+    def along(x: Trees, v: Trees) -> Any:
+        return jax.jvp(function, (x,), (v,))[1]
 
-    def dot(a: Any, b: Any) -> Any:
-        return sum(map(jnp.vdot, jax.tree.leaves(a), jax.tree.leaves(b)))
-
-    @jax.jit
-    def slopes(x: Any, v: Any, state: Any) -> Any:
-        first = jax.grad(lambda x: function(*x, state)[0])
-        value, along, last = jax.jvp(lambda x: function(*x, state), (x,), (v,), has_aux=True)
-        gradients = first(x), jax.grad(lambda x: dot(first(x), v))(x)
-        _, pushed = jax.jvp(first, (x,), (v,))
-        return (
-            value,
-            (along, dot(gradients[0], v)),
-            [dot(g, v) for g in (gradients[1], pushed)],
-            last,
-        )
-
-    return transformation, slopes
-
-
-@sampled
-def test_jax(specimen: Specimen) -> None:
-    jax = require("jax")
     with jax.enable_x64(True):
-        transformation, slopes = jax_slopes(specimen)
-        state = transformation.init(dict(zip(NAMES, point(3, zero=False), strict=False)))
-        # From the first step on, and from a state that has learnt, with respect to it too.
-        for zero in (False, True):
-            values, rng = point(3, zero), np.random.default_rng(1)
-            floats = [np.asarray(a, np.float64) for a in jax.tree.leaves(state.statistics)]
-            x = (values, floats)
-            # Counts are whole numbers, which do not move.
-            v = (
-                [rng.standard_normal(a.shape) * 0.1 * bool(a.any()) for a in values],
-                [rng.standard_normal(a.shape) * 0.1 * a * (a != np.rint(a)) for a in floats],
-            )
-
-            def by(h: float, x: Any = x, v: Any = v, state: Any = state) -> Any:
-                return slopes([moved(a, d, h) for a, d in zip(x, v, strict=True)], [*v], state)
-
-            _, first, second, after = by(0.0)
-            (up, *_), (down, *_) = by(1e-6), by(-1e-6)
-            assert first == pytest.approx([float(up - down) / 2e-6] * 2, rel=1e-6, abs=1e-6)
-            (_, (up, _), *_), (_, (down, _), *_) = by(1e-5), by(-1e-5)
-            assert second == pytest.approx([float(up - down) / 2e-5] * 2, rel=1e-4, abs=1e-4)
-            state = after
+        values, rng = point(3, zero=True, steps=3), np.random.default_rng(1)
+        v = [rng.standard_normal(a.shape) * 0.1 * bool(a.any()) for a in values]
+        up, down = (jax.jit(function)(moved(values, v, h)) for h in (1e-6, -1e-6))
+        slope, gradient = jax.jit(along)(values, v), jax.jit(jax.grad(function))(values)
+        assert float(slope) == pytest.approx(float(up - down) / 2e-6, rel=1e-6, abs=1e-6)
+        backward = sum(np.vdot(g, d) for g, d in zip(gradient, v, strict=True))
+        assert backward == pytest.approx(float(slope), rel=1e-9, abs=1e-9)
+        second = jax.jit(lambda x: jax.jvp(lambda y: along(y, v), (x,), (v,))[1])(values)
+        up, down = (jax.jit(along)(moved(values, v, h), v) for h in (1e-5, -1e-5))
+        assert float(second) == pytest.approx(float(up - down) / 2e-5, rel=1e-4, abs=1e-4)
 
 
 def test_jax_in_half_precision() -> None:

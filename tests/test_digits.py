@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds hold for the numbers that sums lose most digits of, on hosts, devices and in graphs.
-
-Rounding errors of random numbers cancel out. Those of a constant mostly have one sign, and what is
-half of the last digit of a large number is lost whenever it is added to that.
-"""
+"""Bounds hold for the numbers that sums lose most digits of, on hosts, devices and in graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import each_framework, needs
+from helpers import needs, pairwise, require
 
 from fedclip import NormClip
 from fedclip.arrays import backend_named
@@ -69,9 +65,7 @@ def assert_bound(clip: Callable[[np.ndarray], Any], size: int, dtype: str) -> No
         assert found >= LIMIT * (1 - 1.5e-6)
 
 
-@each_framework()
-@pytest.mark.parametrize("dtype", TIE)
-@pytest.mark.parametrize("size", SIZES)
+@pairwise(framework=FRAMEWORKS, dtype=[*TIE], size=SIZES)
 def test_on_the_host(framework: str, dtype: str, size: int) -> None:
     needs(framework)
     clipper = NormClip(LIMIT)
@@ -90,31 +84,30 @@ def test_slices_on_the_host(shape: tuple[int, int], dims: list[int], dtype: str)
         assert max(map(norm, rows)) <= LIMIT
 
 
-def step_of(
-    framework: str, shape: tuple[int, ...], jit: bool = False, **config: Any
-) -> Callable[[Any], Any]:
+def compiled(
+    framework: str, shapes: dict[str, tuple[int, ...]], jit: bool = False, **config: Any
+) -> Callable[..., dict[str, np.ndarray]]:
     """Return the step of `norm-clip` on a device, in a graph where the framework has one."""
-    clipper = NormClip(LIMIT, **config)
-    groups = clipper.groups({"w": shape})
+    clipper, xp = NormClip(LIMIT, **config), backend_named(framework)
+    groups = clipper.groups(shapes)
     transform = clipper.transform(groups)
-    xp = backend_named(framework)
 
-    def step(array: Any) -> Any:
-        return clip_on_device(transform, {"w": array}, groups, xp, (), "skip")[0]["w"]
+    def step(arrays: Any) -> Any:
+        return clip_on_device(transform, arrays, groups, xp, (), "skip")[0]
 
-    if framework == "torch":
-        import torch
-
-        return lambda values: step(torch.from_numpy(values))
+    module = require(framework)
+    make: Any = {"torch": "from_numpy", "tensorflow": "constant"}.get(framework)
+    make = getattr(module, make) if make else module.numpy.asarray
     if framework == "tensorflow":
-        import tensorflow as tf
+        step = module.function(step, jit_compile=jit)
+    elif framework == "jax":
+        step = module.jit(step)
 
-        compiled = tf.function(step, jit_compile=jit)
-        return lambda values: compiled(tf.constant(values))
-    import jax
+    def run(*values: np.ndarray) -> dict[str, np.ndarray]:
+        given = {name: make(array) for name, array in zip(shapes, values, strict=True)}
+        return {name: np.asarray(output) for name, output in step(given).items()}
 
-    compiled = jax.jit(step)
-    return lambda values: compiled(jax.numpy.asarray(values))
+    return run
 
 
 def session(framework: str, dtype: str) -> Any:
@@ -130,97 +123,50 @@ def session(framework: str, dtype: str) -> Any:
 ON_DEVICES = [framework for framework in FRAMEWORKS if framework != "numpy"]
 
 
-@pytest.mark.parametrize("framework", ON_DEVICES)
-@pytest.mark.parametrize("dtype", TIE)
-@pytest.mark.parametrize("size", SIZES)
+@pairwise(framework=ON_DEVICES, dtype=[*TIE], size=SIZES)
 def test_on_devices(framework: str, dtype: str, size: int) -> None:
     with session(framework, dtype):
-        assert_bound(step_of(framework, (size,)), size, dtype)
+        step = compiled(framework, {"w": (size,)})
+        assert_bound(lambda values: step(values)["w"], size, dtype)
 
 
 @pytest.mark.parametrize("dtype", TIE)
 def test_graphs_of_tensorflow_that_xla_compiles(dtype: str) -> None:
     needs("tensorflow")
-    assert_bound(step_of("tensorflow", (16_384,), jit=True), 16_384, dtype)
+    step = compiled("tensorflow", {"w": (16_384,)}, jit=True)
+    assert_bound(lambda values: step(values)["w"], 16_384, dtype)
 
 
 @pytest.mark.parametrize("framework", ON_DEVICES)
 @pytest.mark.parametrize("dtype", TIE)
 def test_slices_on_devices(framework: str, dtype: str) -> None:
     with session(framework, dtype):
-        step = step_of(framework, (10_000, 4), dims=[0])
+        step = compiled(framework, {"w": (10_000, 4)}, dims=[0])
         for values in hard(40_000, dtype):
-            clipped = np.asarray(step(values.astype(dtype).reshape(4, 10_000).T.copy()))
+            clipped = step(values.astype(dtype).reshape(4, 10_000).T.copy())["w"]
             assert max(map(norm, clipped.T)) <= LIMIT
 
 
 @pytest.mark.parametrize("framework", ON_DEVICES)
-@pytest.mark.parametrize("size", [60, 255, 511])
+@pytest.mark.parametrize("size", [60, 511])
 def test_small_groups_beside_a_large_one(framework: str, size: int) -> None:
     with session(framework, "float32"):
-        clipper = NormClip(LIMIT, scope="tensor")
-        groups = clipper.groups({"b": (size,), "w": (20_000,)})
-        transform, xp = clipper.transform(groups), backend_named(framework)
-
-        def step(b: Any, w: Any) -> Any:
-            return clip_on_device(transform, {"b": b, "w": w}, groups, xp, (), "skip")[0]["b"]
-
-        make: Any = np.asarray
-        if framework == "tensorflow":
-            import tensorflow as tf
-
-            step, make = tf.function(step), tf.constant
-        elif framework == "torch":
-            import torch
-
-            make = torch.from_numpy
-        else:
-            import jax
-
-            step, make = jax.jit(step), jax.numpy.asarray
-        large = make(np.ones(20_000, np.float32))
+        step = compiled(framework, {"b": (size,), "w": (20_000,)}, scope="tensor")
+        large = np.ones(20_000, np.float32)
         for values in hard(size, "float32"):
-            assert norm(np.asarray(step(make(values.astype(np.float32)), large))) <= LIMIT
-
-
-@pytest.mark.parametrize("sizes", [(4096, 4096, 9000), (8191, 8191, 700), (300, 100_003)])
-def test_tensors_that_tensorflow_joins(sizes: tuple[int, ...]) -> None:
-    needs("tensorflow")
-    import tensorflow as tf
-
-    clipper = NormClip(LIMIT)
-    shapes = {f"t{i}": (size,) for i, size in enumerate(sizes)}
-    groups = clipper.groups(shapes)
-    transform, xp = clipper.transform(groups), backend_named("tensorflow")
-
-    @tf.function
-    def step(*arrays: Any) -> Any:
-        named = dict(zip(shapes, arrays, strict=True))
-        return [*clip_on_device(transform, named, groups, xp, (), "skip")[0].values()]
-
-    ends = np.cumsum(sizes)[:-1]
-
-    def clip(values: np.ndarray) -> np.ndarray:
-        return np.concatenate(step(*map(tf.constant, np.split(values, ends))))
-
-    assert_bound(clip, sum(sizes), "float32")
+            assert norm(step(values.astype(np.float32), large)["b"]) <= LIMIT
 
 
 @pytest.mark.parametrize("framework", ON_DEVICES)
-def test_many_tensors_in_a_graph(framework: str) -> None:
-    """The sums of tensors are added up as carefully as each tensor."""
+@pytest.mark.parametrize("sizes", [(4096, 4096, 9000), (300, 100_003), (64,) * 40])
+def test_tensors_of_one_group(framework: str, sizes: tuple[int, ...]) -> None:
     with session(framework, "float32"):
-        values = np.full((300, 64), 2.0**-12, np.float32)
-        values[0, 0] = 1.0
-        clipper = NormClip(LIMIT)
-        names = [f"t{i}" for i in range(300)]
-        groups = clipper.groups(dict.fromkeys(names, (64,)))
-        vector = to_vector(dict(zip(names, values, strict=True)), framework)
-    with session(framework, "float32"):
-        outputs, _ = clip_on_device(
-            clipper.transform(groups), vector.coefs, groups, backend_named(framework), (), "skip"
-        )
-    assert LIMIT * (1 - 1e-6) <= norm([np.asarray(outputs[name]) for name in names]) <= LIMIT
+        step = compiled(framework, {f"t{i}": (size,) for i, size in enumerate(sizes)})
+
+        def clip(values: np.ndarray) -> np.ndarray:
+            return np.concatenate([*step(*np.split(values, np.cumsum(sizes)[:-1])).values()])
+
+        assert_bound(clip, sum(sizes), "float32")
 
 
 @pytest.mark.parametrize(
@@ -235,32 +181,6 @@ def test_lanes_of_a_processor(wide: int, found: int) -> None:
         return math.fsum(sums.tolist())
 
     assert lanes(dot) == found
-
-
-def test_lanes_of_a_dot_product_in_float64() -> None:
-    assert lanes(lambda x, y: np.dot(x.astype(float), y.astype(float))) == 64
-
-
-@pytest.mark.parametrize("shape", [(1 << 12,), (10_000,), (1 << 16,), (128, 128), (3, 5000)])
-def test_xla_adds_few_numbers_one_after_the_other(shape: tuple[int, ...]) -> None:
-    """JAX without float64 sums up large arrays in float32, which must not be longer chains."""
-    needs("jax")
-    import jax
-
-    total = jax.jit(lambda a: jax.numpy.sum(jax.numpy.square(a)))
-    size = math.prod(shape)
-    rng = np.random.default_rng(0)
-    tried = {*range(1, 600), *range(size - 200, size), *rng.integers(1, size, 1500).tolist()}
-    values = np.zeros(size, np.float32)
-    values[0], chain = 1.0, 0
-    for place in sorted(tried):
-        # Each number that is added to the first one, and not to another before, is lost.
-        values[place] = 2.0**-12
-        if float(total(values.reshape(shape))) == 1.0:
-            chain += 1
-        else:
-            values[place] = 0.0
-    assert 1 <= chain <= 20
 
 
 @pytest.mark.parametrize("shape", [(1 << 23,), (1 << 12, 1 << 11), (2, 1 << 22)])

@@ -1,60 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each tensor comes back in its own framework, dtype and shape."""
+"""Each tensor comes back in its own framework, dtype and shape, and inputs are untouched."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
-from helpers import Specimen, each_framework, needs, run, specimens
+from helpers import SPECIMENS, Specimen, gradient, require, run, specimens, specimens_by_framework
 
 from fedclip import AGC, NormClip, Standardize, ValueClip
-from fedclip.testing import apply, check_dtype_and_shape, gradient_stream, to_vector
+from fedclip.testing import apply, gradient_stream, to_numpy, to_vector
 
 
-@each_framework()
-@specimens()
-def test_dtype_and_shape(specimen: Specimen, framework: str) -> None:
-    needs(framework)
-    check_dtype_and_shape(specimen.make, framework)
-
-
-@each_framework()
-@specimens()
-def test_mixed_dtypes(specimen: Specimen, framework: str) -> None:
-    needs(framework)
+@specimens_by_framework()
+def test_dtypes_and_shapes_of_all_kinds_in_one_gradient(specimen: Specimen, framework: str) -> None:
     rng = np.random.default_rng(0)
-    shapes = {"enc.a": (4, 3), "enc.b": (2,), "head.c": (), "head.scale": (5,)}
-    dtypes = ("float16", "float32", "float64", "float32")
+    kinds = {
+        "enc.a": ((4, 3), "float16"),
+        "enc.empty": ((0, 3), "float32"),
+        "head.c": ((), "float64"),
+        "head.scale": ((5,), "float32"),
+    }
     clipper = specimen.make()
     for _ in range(6):
-        arrays = {
-            name: np.asarray(rng.normal(0, 3, shape)).astype(dtype)
-            for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
-        }
+        arrays = {n: np.asarray(rng.normal(0, 3, s)).astype(d) for n, (s, d) in kinds.items()}
         vector = to_vector(arrays, framework)
         out = apply(clipper, vector)
         for name, value in vector.coefs.items():
             assert out.coefs[name].dtype == value.dtype
-            assert tuple(out.coefs[name].shape) == shapes[name]
-
-
-@each_framework()
-@specimens()
-def test_empty_tensor_and_zero_dimensions(specimen: Specimen, framework: str) -> None:
-    needs(framework)
-    arrays = {
-        "enc.empty": np.zeros((0, 3)),
-        "enc.w": np.full((2, 2), 7.0),
-        "head.scale": np.array(9.0),
-    }
-    clipper = specimen.make()
-    for _ in range(3):
-        out = apply(clipper, to_vector(arrays, framework))
-        for name, value in arrays.items():
-            assert tuple(out.coefs[name].shape) == value.shape
+            assert tuple(out.coefs[name].shape) == kinds[name][0]
 
 
 @specimens()
@@ -70,8 +47,9 @@ def test_nothing_to_clip(specimen: Specimen) -> None:
         assert not any(s.get("count") for s in clipper.get_state()["groups"].values())
 
 
-@pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])
-@specimens()
+@pytest.mark.parametrize(
+    ("specimen", "dtype"), [*zip(SPECIMENS, itertools.cycle([">f2", ">f4", ">f8"]))], ids=str
+)
 def test_the_other_byte_order(specimen: Specimen, dtype: str) -> None:
     steps = gradient_stream(4)
     swapped = [{k: v.astype(dtype) for k, v in step.items()} for step in steps]
@@ -98,85 +76,30 @@ def test_a_shape_of_no_dimensions_stays(value: float) -> None:
     assert AGC(1e-3).run(gradient, gradient).coefs["w"].shape == ()
 
 
-def _torch_8_bits() -> Any:
-    torch = pytest.importorskip("torch")
-    return torch.ones(3).to(torch.float8_e4m3fn)
+DTYPE, CONTAINER = r"norm-clip clips float16.* 'w' is (float8|complex32)", "dense .* got"
+UNREADABLE: list[tuple[str, str, Any]] = [
+    ("torch", DTYPE, lambda torch: torch.ones(3).to(torch.float8_e4m3fn)),
+    ("torch", DTYPE, lambda torch: torch.zeros(3, dtype=torch.complex64).to(torch.complex32)),
+    ("tensorflow", DTYPE, lambda tf: tf.cast(tf.ones(3), tf.dtypes.experimental.float8_e5m2)),
+    ("jax", DTYPE, lambda jax: jax.numpy.ones(3, jax.numpy.float8_e4m3fn)),
+    ("numpy", CONTAINER, lambda np: np.ma.masked_array([1.0, 2.0], mask=[True, False])),
+    ("torch", CONTAINER, lambda torch: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    ("tensorflow", CONTAINER, lambda tf: tf.ragged.constant([[1.0, 2.0], [3.0]])),
+    ("tensorflow", CONTAINER, lambda tf: tf.sparse.from_dense(tf.eye(3))),
+    ("jax.experimental.sparse", CONTAINER, lambda sparse: sparse.BCOO.fromdense(np.eye(3))),
+]
 
 
-def _torch_half_complex() -> Any:
-    torch = pytest.importorskip("torch")
-    return torch.zeros(3, dtype=torch.complex64).to(torch.complex32)
-
-
-def _tensorflow_8_bits() -> Any:
-    tf = pytest.importorskip("tensorflow")
-    return tf.cast(tf.ones(3), tf.dtypes.experimental.float8_e5m2)
-
-
-def _jax_8_bits() -> Any:
-    numpy = pytest.importorskip("jax.numpy")
-    return numpy.ones(3, numpy.float8_e4m3fn)
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize(
-    ("make", "framework"),
-    [
-        (_torch_8_bits, "torch"),
-        (_torch_half_complex, "torch"),
-        (_tensorflow_8_bits, "tensorflow"),
-        (_jax_8_bits, "jax"),
-    ],
-)
-def test_a_dtype_that_numpy_lacks_is_refused_by_name(make: Any, framework: str) -> None:
-    needs(framework)
-    with pytest.raises(TypeError, match=r"norm-clip clips float16.* 'w' is (float8|complex32)"):
-        NormClip(1.0).clip({"w": make()})
-
-
-def _masked() -> Any:
-    return np.ma.masked_array([1.0, 2.0], mask=[True, False])
-
-
-def _nested() -> Any:
-    torch = pytest.importorskip("torch")
-    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-
-
-def _ragged() -> Any:
-    return pytest.importorskip("tensorflow").ragged.constant([[1.0, 2.0], [3.0]])
-
-
-def _sparse_tensor() -> Any:
-    tf = pytest.importorskip("tensorflow")
-    return tf.sparse.from_dense(tf.eye(3))
-
-
-def _bcoo() -> Any:
-    sparse = pytest.importorskip("jax.experimental.sparse")
-    return sparse.BCOO.fromdense(np.eye(3))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(
-    ("make", "framework"),
-    [
-        (_masked, "numpy"),
-        (_nested, "torch"),
-        (_ragged, "tensorflow"),
-        (_sparse_tensor, "tensorflow"),
-        (_bcoo, "jax"),
-    ],
-)
-def test_a_container_that_can_not_be_read_is_refused(make: Any, framework: str) -> None:
-    needs(framework)
-    with pytest.raises(TypeError, match=r"fedclip (clips|reads) dense .* got"):
-        NormClip(1.0).clip({"w": make()})
+@pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("module", "text", "make"), UNREADABLE)
+def test_what_can_not_be_read_is_refused_by_name(module: str, text: str, make: Any) -> None:
+    array = make(require(module))
+    with pytest.raises(TypeError, match=text):
+        NormClip(1.0).clip({"w": array})
 
 
 def test_slices_without_a_shape_are_refused_where_they_are_made_dense() -> None:
-    needs("tensorflow")
-    tf = pytest.importorskip("tensorflow")
+    tf = require("tensorflow")
     slices = tf.IndexedSlices(tf.constant([[3.0], [4.0]]), tf.constant([0, 1]))
     clipped = NormClip(1.0).clip({"w": slices})["w"]
     np.testing.assert_allclose(clipped.values, [[0.6], [0.8]], rtol=2e-6)
@@ -185,8 +108,7 @@ def test_slices_without_a_shape_are_refused_where_they_are_made_dense() -> None:
 
 
 def test_tensors_that_are_negated_when_they_are_read() -> None:
-    needs("torch")
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     given = {"w": torch._neg_view(torch.tensor([3.0, 4.0]))}
     for clipper in (NormClip(5.0, dims=0), NormClip(1.0), Standardize(), ValueClip(1.0)):
         found = clipper.clip(given)["w"].resolve_neg()
@@ -195,7 +117,28 @@ def test_tensors_that_are_negated_when_they_are_read() -> None:
 
 
 def test_variables_of_tensorflow() -> None:
-    needs("tensorflow")
-    tf = pytest.importorskip("tensorflow")
+    tf = require("tensorflow")
     clipped = NormClip(1.0).clip({"w": tf.Variable([3.0, 4.0])})["w"]
     np.testing.assert_allclose(clipped, [0.6, 0.8], rtol=2e-6)
+
+
+@specimens_by_framework()
+def test_inputs_are_untouched(specimen: Specimen, framework: str) -> None:
+    clipper = specimen.make()
+    for step in gradient_stream(8):
+        vector = to_vector(step, framework)
+        objects = dict(vector.coefs)
+        apply(clipper, vector)
+        assert all(vector.coefs[name] is objects[name] for name in objects)
+        for name, value in to_numpy(vector).items():
+            np.testing.assert_array_equal(value, step[name])
+    small = to_vector(gradient(1, 1e-6), framework)
+    output = apply(clipper, small, to_vector(gradient(2, 1.0), framework))
+    assert specimen.moves or output is small
+
+
+def test_unclipped_tensors_are_the_same_objects() -> None:
+    vector = to_vector({"small": np.array([0.1]), "large": np.array([5.0])})
+    out = NormClip(1.0, scope="tensor").run(vector)
+    assert out.coefs["small"] is vector.coefs["small"]
+    assert out.coefs["large"] is not vector.coefs["large"]

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
-from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
 from helpers import each_framework, needs, norm, require, run
 
 from fedclip import (
@@ -24,7 +23,6 @@ from fedclip import (
     ValueClip,
 )
 from fedclip.arrays.blocks import decode, encode
-from fedclip.rules.elementwise import blend
 from fedclip.testing import gradient_stream, to_numpy, to_vector
 
 HALVES = ["float16", "bfloat16"]
@@ -58,66 +56,15 @@ def one(clipper: Any, values: Any, dtype: Any = np.float64) -> np.ndarray:
 
 
 # -- edges that all share ---------------------------------------------------------------------
-@each()
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_zero_gradient_is_the_same_object(name: str, dtype: str) -> None:
-    clipper = ALL[name]()
-    zero = {"w": np.zeros((3, 2), dtype), "b": np.zeros((), dtype)}
-    for _ in range(3):
-        gradients = NumpyVector(zero)
-        assert clipper.run(gradients) is gradients
 
 
 @each()
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_constant_gradient_never_gives_nan(name: str, dtype: str) -> None:
-    clipper = ALL[name]()
-    for _ in range(3):
-        for value in one(clipper, np.full((3, 4), 0.1), dtype), one(ALL[name](), [7.0], dtype):
-            assert np.isfinite(value).all()
-
-
-@each()
-@pytest.mark.parametrize(
-    ("dtype", "value"),
-    [("float16", 6e4), ("float32", 1e20), ("float32", 3e38), ("float64", 1e300)],
-)
-def test_extremes_stay_finite(name: str, dtype: str, value: float) -> None:
-    clipper = ALL[name]()
-    for sign in (1.0, -1.0, 1.0):
-        output = one(clipper, np.array([1.0, -1.0, -1.0]) * sign * value, dtype)
-        assert np.isfinite(output).all()
-        assert output.dtype == dtype
-    state = clipper.get_state()["arrays"]
-    assert all(np.isfinite(field).all() for fields in state.values() for field in fields.values())
-
-
-@each()
-def test_empty_and_0d_tensors_keep_dtype_and_shape(name: str) -> None:
-    clipper = ALL[name]()
-    for t in range(3):
-        values = {
-            "empty": np.zeros((0, 3), np.float32),
-            "scalar": np.array(1.0 + t, np.float32),
-            "w": np.arange(6, dtype=np.float32).reshape(2, 3) + t,
-        }
-        output = clipper.run(NumpyVector(values)).coefs
-        for key, value in values.items():
-            assert (output[key].shape, output[key].dtype) == (value.shape, value.dtype)
-    nothing = NumpyVector({"empty": np.zeros((0, 3))})
-    assert ALL[name]().run(nothing) is nothing
-
-
-@each(KEEPING)
-def test_resumed_is_uninterrupted_bit_for_bit(name: str) -> None:
-    stream = gradient_stream(12)
-    wanted = run(ALL[name](), stream)
-    first, second = ALL[name](), ALL[name]()
-    run(first, stream[:5])
-    second.set_state(msgpack_deserialize(msgpack_serialize(first.get_state())))
-    for got, expected in zip(run(second, stream[5:]), wanted[5:], strict=True):
-        for key in expected:
-            np.testing.assert_array_equal(got[key], expected[key])
+def test_constant_gradient_never_gives_nan(name: str) -> None:
+    for dtype in ("float16", "float32", "float64"):
+        clipper = ALL[name]()
+        for _ in range(3):
+            for value in one(clipper, np.full((3, 4), 0.1), dtype), one(ALL[name](), [7.0], dtype):
+                assert np.isfinite(value).all()
 
 
 @each(KEEPING)
@@ -147,10 +94,6 @@ def test_state_of_another_model_is_refused_in_words(name: str) -> None:
     other.set_state(state)
     with pytest.raises(ValueError, match=r"'w' is of shape \(2, 3\), its gradient of \(3, 2\)"):
         one(other, np.ones((3, 2)))
-    other = ALL[name]()
-    other.set_state(state)
-    with pytest.raises(ValueError, match=r"'v'.*load the state of this model, or none"):
-        other.run(NumpyVector({"v": np.ones((2, 3))}))
     state["arrays"]["w"].pop("count")
     with pytest.raises(StateError, match="must have"):
         other.set_state(state)
@@ -211,21 +154,13 @@ def test_elements_never_exceed_their_average(framework: str, dtype: str) -> None
     needs(framework)
     if framework == "numpy" and dtype == "bfloat16":
         pytest.skip("NumPy has no bfloat16")
-    for clipper in EmaValueClip(0.7), GrowthValueClip(1.1):
-        for step in gradient_stream(8):
-            before = {} if not (a := clipper.get_state()["arrays"]) else a
-            given = to_vector(step, framework, dtype)
-            output = to_numpy(clipper.run(given))
-            for key, value in output.items():
-                past = clipper.get_state()["arrays"][key]["past"]
-                if isinstance(clipper, EmaValueClip):
-                    limit = past
-                elif before:
-                    limit = np.maximum(np.abs(before[key]["past"]), 1e-4) * (1.1 + 1e-6)
-                else:
-                    limit = np.inf
-                assert (np.abs(value.astype(past.dtype)) <= limit).all()
-                assert (value * to_numpy(given)[key] >= 0).all()
+    clipper = EmaValueClip(0.7)
+    for step in gradient_stream(8):
+        given = to_vector(step, framework, dtype)
+        for key, value in to_numpy(clipper.run(given)).items():
+            past = clipper.get_state()["arrays"][key]["past"]
+            assert (np.abs(value.astype(past.dtype)) <= past).all()
+            assert (value * to_numpy(given)[key] >= 0).all()
 
 
 # -- normalize --------------------------------------------------------------------------------
@@ -236,14 +171,6 @@ def test_normalized_norm_is_at_most_and_close_to_the_norm(dtype: str, scale: flo
         values = {k: (v / 10 * scale).astype(dtype) for k, v in step.items()}
         size = norm(Normalize(0.7).run(NumpyVector(values)).coefs)
         assert 0.7 * (1 - (5e-3 if dtype == "float16" else 2e-6)) <= size <= 0.7
-
-
-def test_normalize_is_right_where_squares_overflow_or_vanish() -> None:
-    for value in (1e20, 1e-25, 1e-36):
-        np.testing.assert_allclose(norm(one(Normalize(), [value] * 4, np.float32)), 1, rtol=2e-6)
-    for value in (1e200, 1e-200):
-        np.testing.assert_allclose(norm(one(Normalize(), [value] * 4)), 1, rtol=2e-6)
-    assert np.isfinite(one(Normalize(dims=0), [1e-320] * 4)).all()
 
 
 def test_normalize_leaves_zero_slices_and_single_deviations() -> None:
@@ -287,8 +214,9 @@ def test_standardize_shares_moments_in_a_scope() -> None:
     assert both.std(ddof=1) == pytest.approx(1, rel=1e-6)
 
 
-@pytest.mark.parametrize("dims", [0, 1, -1, [0, 1], [0, -1]])
-@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "inverse"), [(0, False), (1, True), (-1, False), ([0, 1], True), ([0, -1], False)]
+)
 def test_centralized_slices_have_no_mean(dims: Any, inverse: bool) -> None:
     values = np.random.default_rng(0).normal(1, 1, (4, 3, 5)).astype(np.float32)
     output = one(Centralize(dims=dims, inverse_dims=inverse), values, np.float32)
@@ -296,16 +224,6 @@ def test_centralized_slices_have_no_mean(dims: Any, inverse: bool) -> None:
     axes = set(range(3)) - axes if inverse else axes
     wanted = values - values.mean(axis=tuple(axes), keepdims=True, dtype=np.float64)
     np.testing.assert_allclose(output, wanted, atol=1e-6)
-
-
-def test_centralize_is_a_projection() -> None:
-    for clipper in Centralize(), Centralize(dims=0), Centralize(scope="global"):
-        for step in gradient_stream(3):
-            once = clipper.run(NumpyVector(step))
-            twice = clipper.run(once).coefs
-            for key, value in once.coefs.items():
-                np.testing.assert_allclose(twice[key], value, atol=1e-12)
-            assert norm(once.coefs) <= norm(step)
 
 
 def test_centralize_saturates_instead_of_overflowing() -> None:
@@ -318,12 +236,6 @@ def test_min_size_goes_with_every_scope() -> None:
     output = Centralize(scope="layer").run(NumpyVector(values)).coefs
     assert [output[k].tolist() for k in values] == [[-1.0, 1.0], 0.0, 5.0]
     assert Centralize(min_size=4, scope="layer").run(NumpyVector(values)).coefs == values
-
-
-def test_nan_is_seen_where_nothing_is_changed() -> None:
-    for clipper in Centralize(), Standardize():
-        with pytest.warns(UserWarning, match="NaN or infinity in 'b'"):
-            clipper.run(NumpyVector({"w": np.ones(3), "b": np.array(np.nan)}))
 
 
 # -- percentile -------------------------------------------------------------------------------
@@ -343,7 +255,6 @@ def test_percentile_is_the_decimal_number_that_was_written() -> None:
     values = np.arange(1.0, 1002.0)
     clipper = PercentileClip(99.9)
     one(clipper, values)
-    assert clipper.last is not None
     assert clipper.last.limit == (1000.0,)
 
 
@@ -357,22 +268,6 @@ def test_linear_percentile_is_numpys() -> None:
             np.testing.assert_allclose(got, np.clip(values, -limit, limit), rtol=1e-12)
 
 
-def test_linear_percentile_is_torchs() -> None:
-    torch = require("torch")
-    values = np.random.default_rng(0).normal(0, 1, 500)
-    limit = torch.quantile(torch.from_numpy(values).abs(), 0.9).item()
-    got = one(PercentileClip(90, method="linear"), values)
-    np.testing.assert_allclose(got, np.clip(values, -limit, limit), rtol=1e-12)
-
-
-def test_percentile_100_and_0d_change_nothing() -> None:
-    (step,) = gradient_stream(1)
-    gradients = NumpyVector(step)
-    assert PercentileClip(100).run(gradients) is gradients
-    output = PercentileClip(50).run(gradients).coefs
-    assert output["head.scale"] is step["head.scale"]
-
-
 def test_percentile_pools_the_tensors_of_a_scope() -> None:
     values = {"a": np.array([1.0, 2.0]), "b": np.array([-3.0, 4.0, 5.0])}
     output = PercentileClip(50, scope="global").run(NumpyVector(values)).coefs
@@ -380,17 +275,6 @@ def test_percentile_pools_the_tensors_of_a_scope() -> None:
 
 
 # -- moving averages --------------------------------------------------------------------------
-@pytest.mark.parametrize("weight", [0.01, 0.3, 0.5, 0.99])
-def test_blend_lies_between_and_never_overflows(weight: float) -> None:
-    top = np.finfo(np.float32).max
-    mean = np.array([top, -top, top, 1.0, 0.5], np.float32)
-    values = np.array([-top, top, top, 1.0, -0.25], np.float32)
-    got = blend(mean, values, weight)
-    assert got.dtype == np.float32
-    np.testing.assert_array_equal(got[2:4], mean[2:4])
-    wanted = mean.astype(float) + weight * (values.astype(float) - mean)
-    np.testing.assert_allclose(got[:2] / top, wanted[:2] / top, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(got[2:], wanted[2:], rtol=1e-5)
 
 
 def test_debiased_average_is_the_biased_one_divided() -> None:
@@ -418,36 +302,11 @@ def test_first_gradient_is_not_clipped_by_its_own_average(config: Any) -> None:
             assert EmaNormClip(0.9, **config).run(gradients) is gradients
 
 
-def test_constant_gradient_is_never_clipped_once_it_is_the_average() -> None:
-    clipper = EmaNormClip(0.9, init="first")
-    gradients = NumpyVector({"w": np.full(1000, 0.1, np.float32)})
-    for _ in range(5):
-        assert clipper.run(gradients) is gradients
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("scope", ["global", "tensor", "layer"])
-def test_norms_never_exceed_that_of_the_average(dtype: str, scope: str) -> None:
-    clipper = EmaNormClip(0.8, scope=scope)
-    for step in gradient_stream(10):
-        values = {k: v.astype(dtype) for k, v in step.items()}
-        output = clipper.run(NumpyVector(values)).coefs
-        assert clipper.last is not None
-        for label, limit in zip(clipper.last.groups, clipper.last.limit, strict=True):
-            members = {
-                k: v
-                for k, v in output.items()
-                if scope == "global" or k == label or k.rpartition(".")[0] == label
-            }
-            assert norm(members) <= limit
-
-
 def test_average_grows_by_max_growth_at_most() -> None:
     clipper = EmaNormClip(0.5, max_growth=1.5)
     limits = []
     for value in (1e-3, 1.0, 1.0, 1.0, 1e3):
         one(clipper, [value])
-        assert clipper.last is not None
         limits.append(clipper.last.limit[0])
     np.testing.assert_allclose(np.divide(limits[1:], limits[:-1]), 1.5, rtol=1e-9)
 
@@ -463,161 +322,47 @@ def test_average_leaves_zero() -> None:
     assert outputs[-1] == pytest.approx(1.0, rel=1e-4)
 
 
-def test_ema_normalize_brings_every_gradient_to_the_average() -> None:
-    clipper = EmaNormalize(0.5, init="first", scope="tensor")
-    for value in (1.0, 3.0, 0.01):
-        output = one(clipper, [value, 0.0])
-        assert clipper.last is not None
-        assert norm(output) == pytest.approx(clipper.last.limit[0], rel=1e-6)
-
-
-@pytest.mark.parametrize("cls", [EmaNormClip, EmaNormalize])
-def test_matching_state_of_every_order(cls: Any) -> None:
-    for ord in (1, 2, 3.5, "inf", "rms", "mad", "std", "var"):
-        clipper = cls(0.5, ord=ord, init="first")
-        for step in gradient_stream(5):
-            output = clipper.run(NumpyVector(step)).coefs
-            assert all(np.isfinite(v).all() for v in output.values())
-
-
 # -- growth -----------------------------------------------------------------------------------
-def test_growth_recovers_from_zero() -> None:
-    clipper = GrowthValueClip(2.0, min_value=0.25)
-    assert [one(clipper, [v])[0] for v in (0.0, 9.0, 9.0, -9.0)] == [0.0, 0.5, 1.0, -2.0]
-
-
-def test_zero_without_a_floor_counts_as_not_yet_seen() -> None:
-    clipper = GrowthValueClip(2.0, min_value=None)
-    assert [one(clipper, [v])[0] for v in (0.0, 9.0, 20.0)] == [0.0, 9.0, 18.0]
-
-
-def test_tighter_of_two_growths_counts() -> None:
-    clipper = GrowthValueClip(2.0, add=1.0, max_decay=None)
-    assert [one(clipper, [v])[0] for v in (0.5, 9.0, 9.0, 9.0)] == [0.5, 1.0, 2.0, 3.0]
-
-
-def test_past_falls_by_max_decay_at_most() -> None:
-    clipper = GrowthValueClip(1.0, max_decay=2.0)
-    assert [one(clipper, [v])[0] for v in (8.0, 0.0, 0.0, 9.0)] == [8.0, 0.0, 0.0, 2.0]
-
-
-def test_no_growth_limit_is_the_identity() -> None:
-    clipper = GrowthValueClip(None)
-    for step in gradient_stream(7):
-        gradients = NumpyVector(step)
-        assert clipper.run(gradients) is gradients
+@pytest.mark.parametrize(
+    ("clipper", "given", "wanted"),
+    [
+        (GrowthValueClip(2.0, min_value=0.25), [0.0, 9.0, 9.0, -9.0], [0.0, 0.5, 1.0, -2.0]),
+        # Without a floor, zero counts as not yet seen.
+        (GrowthValueClip(2.0, min_value=None), [0.0, 9.0, 20.0], [0.0, 9.0, 18.0]),
+        (GrowthValueClip(2.0, add=1.0, max_decay=None), [0.5, 9.0, 9.0, 9.0], [0.5, 1.0, 2.0, 3.0]),
+        (GrowthValueClip(1.0, max_decay=2.0), [8.0, 0.0, 0.0, 9.0], [8.0, 0.0, 0.0, 2.0]),
+        (GrowthValueClip(None), [1.0, 1e6, 0.0, -1e9], [1.0, 1e6, 0.0, -1e9]),
+    ],
+)
+def test_growth_by_hand(clipper: Any, given: list[float], wanted: list[float]) -> None:
+    assert [one(clipper, [value])[0] for value in given] == wanted
 
 
 # -- sparse gradients -------------------------------------------------------------------------
-def indexed_slices() -> Any:
-    tf = require("tensorflow")
-    needs("tensorflow")
-    values = tf.constant([[1.0, 1.0], [2.0, 8.0], [1.0, 5.0]])
-    return tf.IndexedSlices(values, tf.constant([2, 0, 2]), tf.constant([4, 2]))
-
-
-DENSE = np.array([[2.0, 8.0], [0.0, 0.0], [2.0, 6.0], [0.0, 0.0]], np.float32)
-
-
-@each([n for n in ALL if not n.startswith(("normalize", "percentile"))])
-def test_indexed_slices_are_the_dense_tensor_that_they_stand_for(name: str) -> None:
-    tf = require("tensorflow")
-    from declearn.model.tensorflow import TensorflowVector
-
-    sparse, dense = ALL[name](), ALL[name]()
-    for _ in range(3):
-        got = sparse.run(TensorflowVector({"w": indexed_slices()})).coefs["w"]
-        np.testing.assert_allclose(
-            tf.convert_to_tensor(got).numpy(), one(dense, DENSE, np.float32), rtol=1e-6
-        )
-
-
-@each([n for n in ALL if not n.startswith(("normalize", "percentile"))])
-def test_sparse_coo_is_the_dense_tensor_that_it_stands_for(name: str) -> None:
-    torch = require("torch")
-    needs("torch")
-    from declearn.model.torch import TorchVector
-
-    values = torch.tensor([[1.0, 1.0], [2.0, 8.0], [1.0, 5.0]])
-    tensor = torch.sparse_coo_tensor([[2, 0, 2]], values, (4, 2), check_invariants=True)
-    sparse, dense = ALL[name](), ALL[name]()
-    for _ in range(3):
-        got = sparse.run(TorchVector({"w": tensor})).coefs["w"]
-        np.testing.assert_allclose(got.to_dense().numpy(), one(dense, DENSE, np.float32), rtol=1e-6)
 
 
 def test_percentile_of_indexed_slices_is_that_of_their_rows() -> None:
     tf = require("tensorflow")
     from declearn.model.tensorflow import TensorflowVector
 
-    got = PercentileClip(70).run(TensorflowVector({"w": indexed_slices()})).coefs["w"]
+    values = tf.constant([[1.0, 1.0], [2.0, 8.0], [1.0, 5.0]])
+    slices = tf.IndexedSlices(values, tf.constant([2, 0, 2]), tf.constant([4, 2]))
+    got = PercentileClip(70).run(TensorflowVector({"w": slices})).coefs["w"]
     assert isinstance(got, tf.IndexedSlices)
-    np.testing.assert_array_equal(tf.convert_to_tensor(got).numpy(), np.minimum(DENSE, 6.0))
-
-
-def test_slices_of_indexed_slices_are_normalized_as_dense() -> None:
-    tf = require("tensorflow")
-    from declearn.model.tensorflow import TensorflowVector
-
-    got = Normalize(dims=1).run(TensorflowVector({"w": indexed_slices()})).coefs["w"]
-    wanted = one(Normalize(dims=1), DENSE, np.float32)
-    np.testing.assert_allclose(tf.convert_to_tensor(got).numpy(), wanted, rtol=1e-6)
+    dense = [[2.0, 6.0], [0.0, 0.0], [2.0, 6.0], [0.0, 0.0]]
+    np.testing.assert_array_equal(tf.convert_to_tensor(got).numpy(), dense)
 
 
 # -- parameters -------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("cls", "config", "message"),
-    [
-        (Normalize, {"norm": 0}, "norm must be a finite number > 0, got 0"),
-        (Normalize, {"ord": "sum"}, "ord must be"),
-        (Normalize, {"min_size": 3}, "min_size=3 needs dims or scope='tensor'"),
-        (Standardize, {"eps": -1}, "eps must be a finite number >= 0"),
-        (Centralize, {"inverse_dims": True}, "inverse_dims=True needs dims"),
-        (PercentileClip, {"percentile": 101}, r"percentile must be a number in \[0, 100\]"),
-        (PercentileClip, {"method": "linaer"}, "did you mean 'linear'"),
-        (EmaValueClip, {"decay": 1.0}, "decay must be a number strictly between 0 and 1"),
-        (EmaValueClip, {"init": 1.0, "debias": True}, "debias=True is for averages"),
-        (EmaNormClip, {"init": "frist"}, "did you mean 'first'"),
-        (EmaNormClip, {"max_growth": 0.9}, "max_growth must be a finite number >= 1"),
-        (EmaNormalize, {"min_norm": 0}, "min_norm must be a finite number > 0"),
-        (EmaNormalize, {"init": "first", "debias": True}, "debias=True is for averages"),
-        (GrowthValueClip, {"mul": 0}, "mul must be a finite number > 0"),
-        (GrowthValueClip, {"add": float("nan")}, "add must be a finite number >= 0"),
-        (GrowthValueClip, {"max_decay": 0.5}, "max_decay must be a finite number >= 1"),
-    ],
-)
-def test_wrong_parameters_are_refused_in_words(cls: Any, config: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        cls(**config)
 
 
 # -- in place ---------------------------------------------------------------------------------
-@each()
-@pytest.mark.parametrize("sparse", [False, True])
-def test_torch_gradients_are_clipped_in_place(name: str, sparse: bool) -> None:
-    torch = require("torch")
-    from fedclip.adapters.torch import clip_
-
-    if sparse and name.startswith(("normalize", "percentile")):
-        pytest.skip("measured over the rows that are there")
-    here, there = ALL[name](), ALL[name]()
-    layer = torch.nn.Embedding(4, 2, sparse=sparse)
-    for scale in (1.0, 3.0, 0.1):
-        layer.weight.grad = None
-        (layer(torch.tensor([2, 0, 2])) * torch.tensor([1.0, scale])).sum().backward()
-        wanted = one(there, layer.weight.grad.to_dense().numpy().copy(), np.float32)
-        clip_(layer.named_parameters(), here)
-        got = layer.weight.grad.to_dense().numpy()
-        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
 
 
 @each_framework()
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(
-    ("low", "high"), [(-np.inf, 0.5), (-0.25, np.inf), (-np.inf, -1.5), (2.0, np.inf)]
-)
-def test_a_box_may_be_open_on_one_side(framework: str, dtype: str, low: float, high: float) -> None:
-    values = np.array([-3e30, -1.0, -0.25, 0.0, 0.5, 7.0, 2e30], dtype=dtype)
+@pytest.mark.parametrize(("low", "high"), [(-0.25, np.inf), (-np.inf, -1.5)])
+def test_a_box_may_be_open_on_one_side(framework: str, low: float, high: float) -> None:
+    values = np.array([-3e30, -1.0, -0.25, 0.0, 0.5, 7.0, 2e30], dtype="float32")
     clip = ValueClip(high, min_value=low)
     out = to_numpy(clip.run(to_vector({"w": values}, framework)))["w"]
     np.testing.assert_array_equal(out, np.clip(values, low, high))

@@ -12,9 +12,8 @@ from helpers import each_framework, needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedclip import AdaptiveClip, EmaValueClip, Normalize, NormClip, Standardize
+from fedclip import AdaptiveClip, Normalize, NormClip
 from fedclip.arrays import NUMPY, backend_named
-from fedclip.errors import FedclipWarning
 from fedclip.measures import slice_measures
 from fedclip.testing import to_numpy, to_vector
 from fedclip.transforms import clip_on_device
@@ -68,8 +67,10 @@ def test_a_learnt_limit_below_the_range_gives_zeros() -> None:
         assert to_numpy(clip.run(to_vector({"w": np.ones(3)})))["w"].any() != zero
 
 
-@pytest.mark.parametrize("ord", [0.5, 1, 2, 3, "inf", "rms", "mad"])
-@pytest.mark.parametrize("dims", [None, 1])
+@pytest.mark.parametrize(
+    ("ord", "dims"),
+    [(0.5, 1), (1, None), (2, 1), (3, None), ("inf", 1), ("rms", None), ("mad", 1)],
+)
 def test_limits_of_all_orders_hold_among_subnormals(ord: Any, dims: int | None) -> None:
     values = np.random.default_rng(1).standard_normal((20, 500)).astype(np.float16)
     limit = 1e-6 * measure([values[0]], ord)
@@ -92,24 +93,20 @@ def on_device(clip: Any, arrays: dict[str, Any], framework: str) -> dict[str, An
 @each_framework(oracle=False)
 def test_subnormals_of_one_dtype_leave_no_more_to_the_others_of_a_group(framework: str) -> None:
     needs(framework)
-    for size in (1000, 50_000):
-        for share in np.linspace(0.3, 0.7, 12):
-            half = np.full(size, share / math.sqrt(size)).astype(np.float16)
-            rest = math.sqrt(1.0 - length({"h": half}) ** 2)
-            # Where products of `half` lie above the middle of two of its numbers, all are rounded
-            # up together.
-            output = on_device(
-                NormClip(1e-3), {"h": half, "w": np.array([rest], np.float32)}, framework
-            )
-            assert length(output) <= 1e-3
+    size = 1000
+    for share in np.linspace(0.3, 0.7, 12):
+        half = np.full(size, share / math.sqrt(size)).astype(np.float16)
+        rest = math.sqrt(1.0 - length({"h": half}) ** 2)
+        # Where products of `half` lie above the middle of two of its numbers, all are rounded up
+        # together.
+        arrays = {"h": half, "w": np.array([rest], np.float32)}
+        assert length(on_device(NormClip(1e-3), arrays, framework)) <= 1e-3
 
 
 @each_framework(oracle=False)
-@pytest.mark.parametrize("scope", ["global", {"[hw]": 0.5, "[fx]": 0.3}])
-def test_several_dtypes_in_a_group_are_clipped_on_a_device_as_on_the_host(
-    framework: str, scope: Any
-) -> None:
+def test_several_dtypes_in_a_group_are_clipped_on_a_device_as_on_the_host(framework: str) -> None:
     needs(framework)
+    scope = {"[hw]": 0.5, "[fx]": 0.3}
     rng = np.random.default_rng(3)
     dtypes = {"h": np.float16, "w": np.float32, "f": np.float32, "x": np.float64}
     arrays = {name: rng.standard_normal(300).astype(kind) for name, kind in dtypes.items()}
@@ -138,23 +135,3 @@ def test_what_is_scaled_up_stays_finite_and_keeps_its_direction(ord: Any, dims: 
         output = to_numpy(clipper.run(to_vector({"w": values}, dtype="float16")))["w"]
         np.testing.assert_allclose(output / output[0], values, rtol=2e-3)
         assert 6e4 < np.abs(output).max() <= 65504
-
-
-def test_deviations_near_the_largest_float() -> None:
-    output = Standardize().run(to_vector({"w": np.array([1e308, -1e308, 1e308])}))
-    np.testing.assert_allclose(to_numpy(output)["w"], [3**-0.5, -2 * 3**-0.5, 3**-0.5])
-
-
-def test_what_a_wider_gradient_left_behind_is_no_infinity_for_a_narrower_one() -> None:
-    clip = EmaValueClip(0.5)
-    clip.run(to_vector({"w": np.array([1e300])}))
-    clip.run(to_vector({"w": np.array([1.0])}, dtype="float32"))
-    assert np.isfinite(clip.get_state()["arrays"]["w"]["past"]).all()
-    clip.set_state(clip.get_state())
-
-
-def test_a_norm_beyond_the_floats_skips_the_step() -> None:
-    clip = NormClip(1.0, scope="tensor")
-    with pytest.warns(FedclipWarning, match="a norm beyond float64"):
-        output = clip.run(to_vector({"a": np.array([1.5e308]), "b": np.array([1.5e308])}))
-    assert not any(value.any() for value in to_numpy(output).values())

@@ -4,45 +4,33 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import Specimen, apply, assert_same, each_framework, needs, norm, run, specimens
 
-from fedclip import NoOp, NormClip
-from fedclip.testing import FRAMEWORKS, gradient_stream, to_numpy, to_vector
+from fedclip import FedclipWarning, NoOp, NormClip
+from fedclip.testing import gradient_stream, to_numpy, to_vector
 
 # What one norm may lose, relatively, when an output is rounded to its dtype.
 BELOW = {"float16": 1.1e-3, "bfloat16": 8e-3, "float32": 2e-6, "float64": 2e-6}
 MAGNITUDES = [
-    ("float16", 300.0),
-    ("float16", 6e-5),
-    ("float16", 6e-8),
-    ("bfloat16", 1e20),
-    ("bfloat16", 1e-30),
-    ("bfloat16", 1e-39),
-    ("float32", 1e20),
-    ("float32", 3e38),
-    ("float32", 1e-30),
-    ("float32", 1e-40),
-    ("float64", 1e20),
-    ("float64", 1e200),
-    ("float64", 1e-30),
-    ("float64", 1e-200),
-    ("float64", 1e-310),
+    ("torch", "float16", 300.0),
+    ("numpy", "float16", 6e-5),
+    ("tensorflow", "float16", 6e-8),
+    ("torch", "bfloat16", 1e20),
+    ("jax", "bfloat16", 1e-30),
+    ("numpy", "float32", 1e20),
+    ("tensorflow", "float32", 3e38),
+    ("torch", "float32", 1e-30),
+    ("jax", "float64", 1e20),
+    ("numpy", "float64", 1e-28),
+    ("torch", "float64", 1e200),
 ]
-
-CASES = [
-    (framework, dtype, magnitude)
-    for framework in FRAMEWORKS
-    for dtype, magnitude in MAGNITUDES
-    if not (framework == "numpy" and dtype == "bfloat16")
-]
-# XLA on CPU makes subnormal float32 zero before fedclip sees it.
-MEASURED = [c for c in CASES if not (c[0] == "jax" and c[1] != "float64" and c[2] < 1e-38)]
 # A third of a subnormal number has no precision left, and limits are from 1e-30 to 1e30.
-CLIPPED = [c for c in CASES if {"float16": 1e-4}.get(c[1], 1e-29) < c[2] < 1e29]
+CLIPPED = [c for c in MAGNITUDES if {"float16": 1e-4}.get(c[1], 1e-29) < c[2] < 1e29]
 
 
 def values(magnitude: float) -> dict[str, Any]:
@@ -55,13 +43,12 @@ def values(magnitude: float) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("framework", "dtype", "magnitude"), MEASURED)
+@pytest.mark.parametrize(("framework", "dtype", "magnitude"), MAGNITUDES)
 def test_measured_norm(framework: str, dtype: str, magnitude: float) -> None:
     needs(framework)
     vector = to_vector(values(magnitude), framework, dtype)
     clip = NoOp()
     clip.run(vector)
-    assert clip.last is not None
     assert clip.last.norm_before[0] == pytest.approx(norm(to_numpy(vector)), rel=1e-6)
 
 
@@ -81,23 +68,8 @@ def test_clipped_to_a_third(framework: str, dtype: str, magnitude: float, scope:
         assert limit * (1 - BELOW[dtype]) <= norm(group) <= limit
 
 
-@each_framework()
-@pytest.mark.parametrize(
-    ("dtype", "magnitude"), [("float32", 1e20), ("float64", 1e200), ("float16", 300.0)]
-)
-def test_clipped_to_one(dtype: str, magnitude: float, framework: str) -> None:
-    # Where squares overflow, other packages return zeros or NaN.
-    needs(framework)
-    vector = to_vector(values(magnitude), framework, dtype)
-    out = to_numpy(NormClip(1.0).run(vector))
-    assert 1 - BELOW[dtype] <= norm(out) <= 1
-
-
 @specimens()
-@pytest.mark.parametrize(
-    ("dtype", "magnitude"),
-    [("float32", 1e20), ("float32", 1e-30), ("float64", 1e100), ("float16", 300.0)],
-)
+@pytest.mark.parametrize(("dtype", "magnitude"), [("float32", 1e20), ("float16", 300.0)])
 def test_every_clipper_stays_finite(specimen: Any, dtype: str, magnitude: float) -> None:
     rng = np.random.default_rng(0)
     shapes = {"enc.w": (4, 6), "enc.b": (4,), "head.w": (6, 2), "head.scale": ()}
@@ -114,21 +86,14 @@ def test_every_clipper_stays_finite(specimen: Any, dtype: str, magnitude: float)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["constant", "random"])
-def test_a_hundred_million_elements(kind: str) -> None:
+def test_a_hundred_million_elements() -> None:
     # One float32 dot over so many is off by 10^-3; that is a bound broken by size alone.
-    size = 100_000_000
-    if kind == "constant":
-        array = np.full(size, 0.1, np.float32)
-        expected = float(np.float32(0.1)) * size**0.5
-    else:
-        array = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
-        expected = float64_norm(array)
+    array = np.random.default_rng(0).standard_normal(100_000_000, dtype=np.float32)
+    expected = float64_norm(array)
     vector = to_vector({})
     vector.coefs["w"] = array
     clip = NormClip(1.0)
     out = clip.run(vector).coefs["w"]
-    assert clip.last is not None
     assert clip.last.norm_before[0] == pytest.approx(expected, rel=1e-6)
     assert out.dtype == np.float32
     assert 1 - 2e-6 <= float64_norm(out) <= 1
@@ -154,7 +119,6 @@ def test_mixed_dtypes_share_a_norm(framework: str) -> None:
     }
     clip = NormClip(1.0)
     out = to_numpy(clip.run(to_vector(arrays, framework)))
-    assert clip.last is not None
     assert clip.last.norm_before[0] == pytest.approx(norm(arrays), rel=1e-6)
     assert 1 - 2e-6 <= norm(out) <= 1
     assert [v.dtype for v in out.values()] == [v.dtype for v in arrays.values()]
@@ -165,21 +129,7 @@ def test_every_size(size: int) -> None:
     array = np.random.default_rng(size).standard_normal(size).astype("float32")
     clip = NoOp()
     clip.run(to_vector({"w": array, "v": np.ones(3, "float32")}))
-    assert clip.last is not None
     assert clip.last.norm_before[0] == pytest.approx(norm({"w": array, "v": np.ones(3)}), rel=1e-6)
-
-
-def test_memory_layout_does_not_matter() -> None:
-    table = np.random.default_rng(0).standard_normal((200, 300)).astype("float32")
-    for view in (table.T, table[::2], table[:, ::-3], np.asfortranarray(table)):
-        vector = to_vector({})
-        vector.coefs["w"] = view
-        clip = NormClip(1.0)
-        out = clip.run(vector).coefs["w"]
-        assert clip.last is not None
-        assert clip.last.norm_before[0] == pytest.approx(norm(view), rel=1e-6)
-        assert out.shape == view.shape
-        assert 1 - 2e-6 <= norm(out) <= 1
 
 
 @specimens()
@@ -192,14 +142,16 @@ def test_numpy_s_error_state_changes_nothing(specimen: Specimen) -> None:
     ]
     for array in steps[-1].values():
         array.flat[:1] = 1.2e-38
-    expected = run(specimen.make(), steps)
-    with np.errstate(all="raise"):
-        found = run(specimen.make(), steps)
+    steps[3]["enc.bias"][1] = np.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FedclipWarning)
+        expected = run(specimen.make(), steps)
+        with np.errstate(all="raise"):
+            found = run(specimen.make(), steps)
     assert_same(found, expected)
 
 
 def test_a_long_array_whose_squares_underflow_is_measured() -> None:
     look = NoOp()
     look.run(to_vector({"w": np.full(5000, 1e-30)}, dtype="float32"))
-    assert look.last is not None
     assert look.last.norm_before[0] == pytest.approx(1e-30 * 5000**0.5, rel=1e-6, abs=0)

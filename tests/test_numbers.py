@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clippers on numbers: norms learnt and asked about, statistics as values, limits of one's own.
-
-Packages whose clippers work on scalars are what these are measured against.
-"""
+"""Clippers on numbers: norms learnt and asked about, statistics as values, limits of one's own."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import copy
 import math
 import pickle
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -69,7 +65,6 @@ def test_to_ask_is_not_to_learn() -> None:
     assert clip.should_clip(30.0)
     record = clip.peek(30.0)
     assert clip.get_state() == before
-    assert clip.last is not None
     assert clip.last.norm_before == (1.0,)
     # What would have been is what then is.
     assert clip.update(30.0).limit == record.limit
@@ -83,11 +78,6 @@ def test_norms_by_tensor_are_put_together_by_the_scope() -> None:
     record = clip.update(norms)
     assert dict(zip(record.groups, record.limit, strict=True)) == {"head.*": 0.5, "*": 1.0}
     assert NormClip(1.0, ord=1).update({"a": 1.0, "b": 2.0}).norm_before == (3.0,)
-
-
-@pytest.mark.parametrize("number", [2, np.float32(2), np.int64(2), Fraction(2), True + 1])
-def test_numbers_of_other_kinds(number: Any) -> None:
-    assert NormClip(1.0).update(number).norm_before == (2.0,)
 
 
 def test_what_is_no_norm_is_refused() -> None:
@@ -176,27 +166,17 @@ def test_a_function_may_do_what_an_action_does(scope: str) -> None:
     assert ours.get_state()["groups"] == theirs.get_state()["groups"]
 
 
-def test_statistics_of_a_function_can_be_read_and_set() -> None:
-    clip = OwnLimit(to_the_mean, ZScoreClip(z_max=2.0, min_std=0.0))
-    clip.set_statistics(mean=2.0, variance=0.25)
-    assert clip.statistics()["threshold"] == 3.0
-    assert (clip.peek(2.9).limit, clip.peek(5.0).limit) == ((math.inf,), (2.0,))
-
-
-def test_a_function_without_statistics_and_what_it_may_not_return() -> None:
+def test_a_function_without_statistics() -> None:
     clip = OwnLimit(lambda norm, past: 1.0 if norm > 2 else math.inf)
     assert [clip.update(x).clipped for x in (1.0, 3.0)] == [(False,), (True,)]
     assert clip.l2_bound({"w": (2,)}) is None
-    for bad in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match="a limit must be > 0"):
-            OwnLimit(lambda norm, past, bad=bad: bad).update(1.0)
 
 
 def test_a_function_is_checked_and_never_written_down() -> None:
     with pytest.raises(TypeError, match="must be a function"):
-        OwnLimit(1.0)  # type: ignore[arg-type]
+        OwnLimit(1.0)
     with pytest.raises(TypeError, match="a norm and a dict"):
-        OwnLimit(lambda norm: norm)  # type: ignore[arg-type, misc]
+        OwnLimit(lambda norm: norm)
     with pytest.raises(TypeError, match="keeps no statistics of norms"):
         OwnLimit(to_the_mean, ValueClip())
     clip = OwnLimit(to_the_mean, ZScoreClip())

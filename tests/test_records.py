@@ -13,11 +13,11 @@ from helpers import (
     SPECIMENS,
     Specimen,
     apply,
-    each_framework,
     gradient,
     needs,
     run,
     specimens,
+    specimens_by_framework,
 )
 
 from fedclip import (
@@ -28,7 +28,6 @@ from fedclip import (
     GrowthClip,
     NoOp,
     NormClip,
-    StepRecord,
     ValueClip,
     ZScoreClip,
 )
@@ -40,18 +39,6 @@ from fedclip.testing import gradient_stream, to_vector
 def feed(clipper: NormClip | NoOp, *norms: float) -> None:
     for norm in norms:
         clipper.run(to_vector({"w": np.array([norm])}))
-
-
-def test_last_step() -> None:
-    clip = NormClip(1.0)
-    assert clip.last is None
-    feed(clip, 2.0)
-    for norm, clipped in ((2.0, True), (0.5, False)):
-        feed(clip, norm)
-        assert isinstance(clip.last, StepRecord)
-        assert (clip.last.groups, clip.last.nonfinite) == (("all",), ())
-        assert (clip.last.norm_before, clip.last.limit) == ((norm,), (1.0,))
-        assert clip.last.clipped == (clipped,)
 
 
 def test_rounds() -> None:
@@ -83,7 +70,6 @@ def test_numbers_for_loggers_have_names_that_stay() -> None:
     clip = NormClip(1.0)
     clip.on_round_start()
     feed(clip, 0.5, 2.0)
-    assert clip.last is not None
     assert clip.last.as_dict() == {"norm": 2.0, "clipped": 1, "nonfinite": 0, "limit": 1.0}
     assert float(clip.last) == 2.0
     assert clip.rounds[0].as_dict("r/") == {
@@ -107,7 +93,6 @@ def test_numbers_for_loggers_have_names_that_stay() -> None:
 def test_numbers_of_groups_and_of_what_is_not_finite() -> None:
     clip = NormClip(scope={"a": 1.0}, max_norm=None, min_norm=0.1)
     clip.run(to_vector({"a": np.array([3.0]), "b": np.array([4.0])}))
-    assert clip.last is not None
     # Nothing limits the rest, and infinity is no number for a logger.
     assert clip.last.as_dict() == {
         "norm": 5.0,
@@ -122,19 +107,18 @@ def test_numbers_of_groups_and_of_what_is_not_finite() -> None:
     }
     with pytest.warns(FedclipWarning):
         clip.run(to_vector({"a": np.array([np.nan]), "b": np.array([4.0])}))
-    assert clip.last is not None
     assert clip.last.as_dict() == {"clipped": 0, "nonfinite": 1}
     assert np.isnan(float(clip.last))
 
 
-@pytest.mark.parametrize("q", [0.0, 0.1, 0.5, 0.9, 0.99, 1.0])
-def test_quantiles_within_one_per_cent(q: float) -> None:
+def test_quantiles_within_one_per_cent() -> None:
     norms = np.random.default_rng(0).lognormal(0, 2, 2000)
     look = NoOp()
     feed(look, *norms)
     (record,) = look.rounds
-    exact = np.sort(norms)[int(q * (len(norms) - 1))]
-    assert record.norm_quantile(q) == pytest.approx(exact, rel=0.0101)
+    for q in (0.0, 0.1, 0.5, 0.9, 0.99, 1.0):
+        exact = np.sort(norms)[int(q * (len(norms) - 1))]
+        assert record.norm_quantile(q) == pytest.approx(exact, rel=0.0101)
 
 
 @specimens()
@@ -145,13 +129,6 @@ def test_a_step_without_a_gradient_leaves_no_stale_record(specimen: Specimen) ->
     for step in (gradient(), {}):
         _ = clipper.clip(step, gradient(1)) if isinstance(clipper, AGC) else clipper.clip(step)
     assert clipper.last.as_dict() == {"clipped": 0, "nonfinite": 0}
-
-
-def test_norms_of_zero_are_counted() -> None:
-    look = NoOp()
-    feed(look, 0.0, 0.0, 0.0, 1.0)
-    (record,) = look.rounds
-    assert (record.steps, record.norm_min, record.norm_median) == (4, 0.0, 0.0)
 
 
 def test_server_rounds_are_told_by_its_steps() -> None:
@@ -192,8 +169,7 @@ def test_every_step_is_counted_once(specimen: Specimen) -> None:
             assert sum(r.steps for r in clipper.rounds if r.group == "all") == count
 
 
-@each_framework(oracle=False)
-@specimens()
+@specimens_by_framework()
 def test_records_are_the_same_on_every_framework(specimen: Specimen, framework: str) -> None:
     needs(framework)
     oracle, other = specimen.make(), specimen.make()

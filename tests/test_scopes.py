@@ -13,7 +13,7 @@ from helpers import gradient, norm
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedclip import FedclipWarning, NoOp, NormClip, ValueClip
+from fedclip import FedclipWarning, NoOp, NormClip
 from fedclip.scopes import matched, resolve
 from fedclip.testing import to_vector
 
@@ -48,16 +48,6 @@ def test_layers_of_tensorflow_and_haiku_names() -> None:
     assert found.labels == ("net/one", "net/two", "alone")
 
 
-@pytest.mark.parametrize("scope", ["global", "tensor", "layer", ["*.weight"], ["enc.*"]])
-def test_each_group_is_clipped_by_itself(scope: Any) -> None:
-    arrays = gradient(3)
-    out = NormClip(0.2, scope=scope).run(to_vector(arrays)).coefs
-    for members in resolve(scope, None, NAMES).members:
-        names = [NAMES[i] for i in members]
-        before, after = norm([arrays[n] for n in names]), norm([out[n] for n in names])
-        assert after == pytest.approx(min(before, 0.2), rel=1e-12)
-
-
 def test_table_gives_each_group_its_limit() -> None:
     arrays = gradient(3, 1.0)
     clip = NormClip(2.0, scope={"enc.*": 0.5, "*scale": 0.125})
@@ -65,51 +55,23 @@ def test_table_gives_each_group_its_limit() -> None:
     assert norm([out["enc.weight"], out["enc.bias"]]) == pytest.approx(0.5)
     assert norm(out["head.scale"]) == pytest.approx(min(0.125, norm(arrays["head.scale"])))
     assert norm(out["head.weight"]) == pytest.approx(2.0)
-    assert clip.last is not None
     assert clip.last.groups == ("enc.*", "*scale", "*")
     assert clip.last.limit == (0.5, 0.125, 2.0)
 
 
-def test_table_of_values() -> None:
-    out = ValueClip(1.0, scope={"head.*": 0.25}).run(to_vector(gradient(3, 5.0))).coefs
-    assert np.abs(out["head.weight"]).max() == 0.25
-    assert np.abs(out["enc.weight"]).max() == 1.0
-
-
-@pytest.mark.parametrize("exclude", ["*.bias", ["*.bias", "head.scale"]])
-def test_excluded_tensors_are_neither_measured_nor_touched(exclude: Any) -> None:
-    arrays = gradient(3)
+def test_excluded_tensors_are_neither_measured_nor_touched() -> None:
+    arrays, clip = gradient(3), NormClip(0.2, exclude=["*.bias", "head.scale"])
     vector = to_vector(arrays)
-    clip = NormClip(0.2, exclude=exclude)
     out = clip.run(vector).coefs
-    left = {"enc.bias", "head.scale"} if isinstance(exclude, list) else {"enc.bias"}
-    assert all(out[name] is vector.coefs[name] for name in left)
-    rest = [name for name in NAMES if name not in left]
+    assert all(out[name] is vector.coefs[name] for name in ("enc.bias", "head.scale"))
+    rest = ["enc.weight", "head.weight"]
     assert norm([out[n] for n in rest]) == pytest.approx(0.2)
-    assert clip.last is not None
     assert clip.last.norm_before[0] == pytest.approx(norm([arrays[n] for n in rest]))
 
 
-def test_everything_excluded() -> None:
-    vector = to_vector(gradient())
-    assert NormClip(1e-3, exclude="*").run(vector) is vector
-
-
-def test_order_of_names_is_kept() -> None:
-    arrays = dict(reversed(gradient(3).items()))
-    out = NormClip(0.2, scope="layer", exclude="enc.bias").run(to_vector(arrays)).coefs
-    assert list(out) == list(arrays)
-
-
-def test_names_may_change_between_steps() -> None:
-    clip = NormClip(0.2, scope="tensor")
-    clip.run(to_vector(gradient()))
-    out = clip.run(to_vector({"other": np.array([3.0, 4.0])})).coefs
-    assert norm(out) == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize("dims", [0, [0], [-1], [0, 1], [1]])
-@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "inverse"), [(0, False), ([0], True), ([-1], False), ([0, 1], True), ([1], False)]
+)
 def test_slices(dims: Any, inverse: bool) -> None:
     array = np.random.default_rng(0).normal(size=(4, 3, 2))
     clip = NormClip(0.5, dims=dims, inverse_dims=inverse)
@@ -151,7 +113,6 @@ def test_slices_that_no_tensor_has_are_named(config: dict[str, Any]) -> None:
         (3, lambda x: (np.abs(x) ** 3).sum() ** (1 / 3)),
         (0.5, lambda x: (np.abs(x) ** 0.5).sum() ** 2),
         ("inf", lambda x: np.abs(x).max()),
-        (float("inf"), lambda x: np.abs(x).max()),
         ("rms", lambda x: np.sqrt(np.mean(x**2))),
         ("mad", lambda x: np.mean(np.abs(x))),
         ("std", lambda x: np.std(x, ddof=1)),
@@ -163,7 +124,6 @@ def test_measures(ord: Any, reference: Any) -> None:
     flat = np.concatenate([v.ravel() for v in arrays.values()])
     look = NoOp(ord=ord)
     look.run(to_vector(arrays))
-    assert look.last is not None
     assert look.last.norm_before[0] == pytest.approx(reference(flat), rel=1e-12)
     limit = 0.5 * float(reference(flat))
     out = NormClip(limit, ord=ord).run(to_vector(arrays)).coefs

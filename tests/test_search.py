@@ -53,57 +53,25 @@ def test_a_hundred_thousand_keep_every_promise(seed: int) -> None:
 
 
 # -- what is wrong is found --------------------------------------------------------------------
-class Loose(NormClip, register=False):
-    """Scales a little too little."""
+def faulty(fault: Any, **config: Any) -> Any:
+    """Return a clipper of which `fault` makes something else from what comes in and goes out."""
 
-    def clip(self, arrays: Any, *, backend: Any = None) -> Any:
-        outputs = super().clip(arrays, backend=backend)
-        if outputs is arrays:
-            return arrays
-        return {name: value * (1 + 1e-5) for name, value in outputs.items()}
+    class Faulty(NormClip, register=False):
+        def clip(self, arrays: Any, *, backend: Any = None) -> Any:
+            return fault(arrays, super().clip(arrays, backend=backend))
 
-
-class Copying(NormClip, register=False):
-    """Returns a copy where nothing is clipped."""
-
-    def clip(self, arrays: Any, *, backend: Any = None) -> Any:
-        outputs = super().clip(arrays, backend=backend)
-        return {name: value.copy() for name, value in outputs.items()}
+    return Faulty(**config)
 
 
-class InPlace(NormClip, register=False):
-    """Changes what it is given."""
-
-    def clip(self, arrays: Any, *, backend: Any = None) -> Any:
-        outputs = super().clip(arrays, backend=backend)
-        for name, value in arrays.items():
-            value[...] = outputs[name]
-        return arrays
+def each(change: Any) -> Any:
+    """Return the fault that changes each output, if anything was clipped."""
+    return lambda given, out: out if out is given else {n: change(v) for n, v in out.items()}
 
 
-class Widening(NormClip, register=False):
-    """Returns another dtype."""
-
-    def clip(self, arrays: Any, *, backend: Any = None) -> Any:
-        outputs = super().clip(arrays, backend=backend)
-        return {name: value.astype(np.float64) for name, value in outputs.items()}
-
-
-class Blind(NormClip, register=False):
-    """Lets NaN pass."""
-
-    def clip(self, arrays: Any, *, backend: Any = None) -> Any:
-        return arrays
-
-
-class Timid(NormClip, register=False):
-    """Clips much more than it has to."""
-
-    def clip(self, arrays: Any, *, backend: Any = None) -> Any:
-        outputs = super().clip(arrays, backend=backend)
-        if outputs is arrays:
-            return arrays
-        return {name: value / 2 for name, value in outputs.items()}
+def in_place(given: Any, out: Any) -> Any:
+    for name, value in given.items():
+        value[...] = out[name]
+    return given
 
 
 def seen(clipper: Any, *values: float) -> set[str]:
@@ -113,24 +81,24 @@ def seen(clipper: Any, *values: float) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("cls", "values", "promise"),
+    ("fault", "values", "promises"),
     [
-        (Loose, (3.0, 4.0), "limit"),
-        (Loose, (3.0, 4.0), "stated bound"),
-        (Copying, (0.3, 0.4), "same object"),
-        (InPlace, (3.0, 4.0), "input untouched"),
-        (Widening, (3.0, 4.0), "same dtype"),
-        (Blind, (np.nan, 4.0), "NaN is skipped"),
-        (Timid, (3.0, 4.0), "not far below"),
+        (each(lambda v: v * (1 + 1e-5)), (3.0, 4.0), {"limit", "stated bound"}),
+        (lambda given, out: {n: v.copy() for n, v in out.items()}, (0.3, 0.4), {"same object"}),
+        (in_place, (3.0, 4.0), {"input untouched"}),
+        (each(lambda v: v.astype(np.float64)), (3.0, 4.0), {"same dtype"}),
+        (lambda given, out: given, (np.nan, 4.0), {"NaN is skipped"}),
+        (each(lambda v: v / 2), (3.0, 4.0), {"not far below"}),
     ],
 )
-def test_what_breaks_a_promise_is_found(cls: Any, values: Any, promise: str) -> None:
-    assert promise in seen(cls(1.0), *values)
+def test_what_breaks_a_promise_is_found(fault: Any, values: Any, promises: set[str]) -> None:
+    assert promises <= seen(faulty(fault, max_norm=1.0), *values)
     assert not seen(NormClip(1.0), *values)
 
 
 def test_a_breach_is_shown_with_the_smallest_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search.clippers, "make", lambda name, config: Loose(**config))
+    loose = each(lambda v: v * (1 + 1e-5))
+    monkeypatch.setattr(search.clippers, "make", lambda name, config: faulty(loose, **config))
     monkeypatch.setattr(
         search.clippers, "draw", lambda rng, scale, names: ("norm-clip", {"max_norm": scale / 10})
     )
@@ -151,7 +119,6 @@ def test_a_breach_is_shown_with_the_smallest_gradient(monkeypatch: pytest.Monkey
         ([1.0, -7.0], "rms", 5.0),
         ([1.0, 4.0], 0.5, 9.0),
         ([3e200, 4e200], 2, 5e200),
-        ([15e-323, 20e-323], 2, 25e-323),
         ([], 2, 0.0),
     ],
 )
@@ -229,7 +196,6 @@ def test_an_empty_gradient_is_not_the_step_before_it() -> None:
     clip = NormClip(1.0)
     clip.run(to_vector({"w": np.array([3.0, 4.0])}))
     clip.run(to_vector({"w": np.zeros(0)}))
-    assert clip.last is not None
     assert clip.last.norm_before == ()
 
 
