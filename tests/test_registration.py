@@ -339,3 +339,13 @@ def test_what_is_elsewhere_is_found(line: str, kind: type[Exception], hint: str)
     with pytest.raises(kind, match=hint):
         exec(line, {"fedclip": fedclip})
     assert not hasattr(fedclip, "torch")
+
+
+def test_clippers_are_found_in_the_folder_of_clippers_too() -> None:
+    import fedclip.modules
+
+    for name in ("NormClip", "OwnLimit", "Clipper", "AGC"):
+        assert getattr(fedclip.modules, name) is getattr(fedclip, name)
+    assert fedclip.modules.ZScoreClipServer.name == "zscore-clip-server"
+    with pytest.raises(AttributeError, match="'NormClop'"):
+        _ = fedclip.modules.NormClop
