@@ -128,6 +128,7 @@ def _register() -> None:
     """Register every plug-in by importing its module; a second call changes nothing."""
     import fedclip.dpsgd.sample_clip
     import fedclip.federation.personal
+    import fedclip.federation.round_robin
     import fedclip.federation.senders
     import fedclip.federation.update.aggregator
     import fedclip.federation.update.client
