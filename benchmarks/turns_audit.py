@@ -101,7 +101,8 @@ def guess(released: Array, bounds: Array, taken: Array, budget: Budget, case: Ca
     expected = np.convolve(signal, c)[:ROUNDS]
     weights = np.where(usable, expected / noise**2, 0.0)
     length = math.sqrt(float((weights * noise) @ (weights * noise)))
-    return np.asarray(weights @ mixed / length)
+    # A run in which all rounds were withheld tells nothing.
+    return np.asarray(weights @ mixed / (length or 1.0))
 
 
 # -- faults -----------------------------------------------------------------------------------

@@ -367,13 +367,13 @@ def test_noise_is_as_large_as_in_flower() -> None:
     _, _, found = compat.translate("flower", fixed, {**given, "clipping_norm": 4.0})
     wanted = {"start_norm": 4.0, "learning_rate": 0.0, "expected_clients": 20}
     assert wanted.items() <= found.items()
-    assert UpdateClipServer(**found).noise == 1.1
+    assert UpdateClipServer(**found).budget.update_noise == 1.1
     said = " ".join(compat.notes("flower", fixed, {**given, "clipping_norm": 4.0}))
     assert "the noise on the sum of the updates is Flower's" in said
     adaptive = "DifferentialPrivacyServerSideAdaptiveClipping"
     _, _, found = compat.translate("flower", adaptive, {**given, "clipped_count_stddev": 0.9})
-    assert UpdateClipServer(**found).noise == pytest.approx((1.1**-2 - 1.8**-2) ** -0.5)
+    assert UpdateClipServer(**found).budget.update_noise == pytest.approx((1.1**-2 - 1.8**-2) ** -0.5)
     assert "larger than Flower" not in said + " ".join(compat.notes("flower", adaptive, given))
     # Without a deviation of theirs, which would be 1.
     _, _, found = compat.translate("flower", adaptive, given)
-    assert UpdateClipServer(**found).noise == pytest.approx(1.1 * (4 / 3) ** 0.5)
+    assert UpdateClipServer(**found).budget.update_noise == pytest.approx(1.1 * (4 / 3) ** 0.5)

@@ -349,7 +349,7 @@ def test_fixed_bound_from_the_server_asks_for_no_votes(
     assert "within it" not in caplog.text
     # Nor is there noise for votes: all that a round is charged is for the updates.
     config |= {"noise_multiplier": 1.0, "expected_clients": 2}
-    assert fedclip.UpdateClipServer(**config).noise == 1.0  # type: ignore[arg-type]
+    assert fedclip.UpdateClipServer(**config).budget.update_noise == 1.0  # type: ignore[arg-type]
     assert server.module.bound == 2.0
 
 
