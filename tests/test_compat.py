@@ -372,7 +372,9 @@ def test_noise_is_as_large_as_in_flower() -> None:
     assert "the noise on the sum of the updates is Flower's" in said
     adaptive = "DifferentialPrivacyServerSideAdaptiveClipping"
     _, _, found = compat.translate("flower", adaptive, {**given, "clipped_count_stddev": 0.9})
-    assert UpdateClipServer(**found).budget.update_noise == pytest.approx((1.1**-2 - 1.8**-2) ** -0.5)
+    assert UpdateClipServer(**found).budget.update_noise == pytest.approx(
+        (1.1**-2 - 1.8**-2) ** -0.5
+    )
     assert "larger than Flower" not in said + " ".join(compat.notes("flower", adaptive, given))
     # Without a deviation of theirs, which would be 1.
     _, _, found = compat.translate("flower", adaptive, given)
