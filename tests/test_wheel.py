@@ -111,7 +111,7 @@ def without(missing: str, code: str, *words: str) -> subprocess.CompletedProcess
         ("tensorflow,torch,jax", LOOP.format("keras"), [], "keras, and tensorflow, torch or jax"),
         ("optax", LOOP.format("jax"), [], "jax optax"),
         ("opacus", CLIENT, [], "opacus dp-accounting"),
-        ("declearn", COMMAND, ["list"], "'declearn>=2.9.1,<3'"),
+        ("declearn", COMMAND, ["check"], "'declearn>=2.9.1,<3'"),
         ("dp_accounting,opacus", COMMAND, CALIBRATE, "dp-accounting"),
         ("matplotlib", COMMAND, ["report", "run", "--plot", "p.png"], "matplotlib"),
         ("jinja2", COMMAND, ["report", "run", "--html", "p.html"], "jinja2 vl-convert-python"),
