@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -119,9 +120,11 @@ def test_a_configuration_that_claims_nothing_is_refused(write: Any) -> None:
 
 def test_the_command_prints_what_was_found(write: Any) -> None:
     file = str(write(server=CENTRAL.format(more="", rate=0.0), more="[simulate]\nclients = 60\n"))
+    level = logging.getLogger("declearn").level
     done = CliRunner().invoke(app, ["privacy", "audit", file, "--seed", "1"])
     assert done.exit_code == 0, done.output
     assert "no fault was found" in done.stdout
+    assert logging.getLogger("declearn").level == level
     assert "what this does not show" in done.stdout
     told = json.loads(CliRunner().invoke(app, ["privacy", "audit", file, "--json"]).stdout)
     assert told["fault"] is False

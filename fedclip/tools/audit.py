@@ -123,17 +123,21 @@ def audit(file: Path, seed: int | None = None) -> Audit:
         If it claims no privacy, or data or model are not where it says.
     """
     optim = FLOptimConfig.from_toml(str(file), False, "optim")
-    logging.getLogger("declearn").setLevel(logging.ERROR)
-    rng = np.random.default_rng(seed)
-    if any(isinstance(module, SampleClip) for module in optim.client_opt.modules):
-        return _of_records(file, optim, rng)
-    simulation = Simulation(file, seed)
-    if simulation.bound is None or simulation.bound.budget is None:
-        raise QuickrunError(
-            "nothing here claims privacy: neither update-clip-server with noise_multiplier, nor "
-            "sample-clip with [run.privacy]"
-        )
-    return _of_clients(simulation, rng)
+    rng, logger = np.random.default_rng(seed), logging.getLogger("declearn")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        if any(isinstance(module, SampleClip) for module in optim.client_opt.modules):
+            return _of_records(file, optim, rng)
+        simulation = Simulation(file, seed)
+        if simulation.bound is None or simulation.bound.budget is None:
+            raise QuickrunError(
+                "nothing here claims privacy: neither update-clip-server with noise_multiplier, "
+                "nor sample-clip with [run.privacy]"
+            )
+        return _of_clients(simulation, rng)
+    finally:
+        logger.setLevel(before)
 
 
 # -- clients, and noise on their average --------------------------------------------------------
