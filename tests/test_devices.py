@@ -239,3 +239,21 @@ def test_tensors_worked_on_together_are_clipped_as_on_the_host(
     for name, wanted in host.clip(before).items():
         error = dtypes[wanted.dtype]
         torch.testing.assert_close(outputs[name], wanted, rtol=error, atol=error)
+
+
+def test_the_largest_element_may_be_too_large_for_half_precision_beside_it() -> None:
+    needs("torch")
+    import torch
+
+    from fedclip.adapters.torch import PureClipping
+
+    given = {
+        "half": torch.tensor([1.0, 2.0], dtype=torch.float16),
+        "single": torch.tensor([1e6, -3.0]),
+    }
+    for clipper in (NormClip(2.0, ord="inf"), ValueClip(2.0)):
+        pure = PureClipping(clipper)
+        outputs, _ = pure.update(given, pure.init(given))
+        assert outputs["single"].tolist() == pytest.approx(
+            [2.0, -6e-6] if isinstance(clipper, NormClip) else [2.0, -2.0], rel=1e-5
+        )
