@@ -109,7 +109,7 @@ def test_arrays_of_each_framework_and_dtype(
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_sparse_arrays_are_dense_before(framework: str) -> None:
     needs(framework)
-    table = sparse_coo() if framework == "torch" else indexed_slices(ROWS, VALUES)
+    table = sparse_coo() if framework == "torch" else indexed_slices()
     means = trimmed_mean([{"w": table}] * 4, 5, 1)
     np.testing.assert_allclose(means["w"], dense_values())
 

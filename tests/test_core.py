@@ -23,7 +23,7 @@ SHELLS = {
         f"fedclip.federation.{name}"
         for name in (
             *("evaluation", "network", "personal", "personal_client", "restart", "senders"),
-            *("serving", "tolerant"),
+            *("round_robin", "serving", "tolerant"),
             *(f"statistics.{name}" for name in ("check", "counterpart", "messages")),
             *(f"update.{n}" for n in ("aggregator", "check", "client", "messages", "server")),
         )

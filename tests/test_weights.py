@@ -16,7 +16,7 @@ from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from federation_helpers import Clients, Server, norm, sent
 from federation_runs import complete, running
 from helpers import each_framework, to_vector
-from test_secagg import KINDS, Channel
+from test_secagg import KINDS, sent_through
 from test_update_clip_runs import killed
 
 from fedclip.federation.replies import note
@@ -338,7 +338,7 @@ def both(
         shared = client.prepare_for_sharing(updates=update, n_steps=STEPS[i])
         replies[name] = reply_of(shared)
     total: Any
-    (total,) = Channel(kind, len(names)).send(list(replies.values()))
+    total = sent_through(kind, list(replies.values()))
     clear = {name: sent(reply) for name, reply in replies.items()}
     note_senders(clear)
     plain = server.finalize_updates(sum(reply.updates for reply in clear.values()))
@@ -425,7 +425,7 @@ def test_by_how_much_a_client_exceeds_its_share_under_masking(weights: dict[str,
             if i == 0:
                 shared.factor *= -(3.0 - first + beyond) / first
             replies.append(reply_of(shared))
-        (total,) = Channel("masking", 4).send(replies)
+        total = sent_through("masking", replies)
         moved[beyond] = norm(server.finalize_updates(total.updates))
     # From what the others come to, to 2 C on the other side: 3 C less its share.
     assert moved == pytest.approx({-0.01: 1.99, 0.01: 0.0}, abs=1e-4)
