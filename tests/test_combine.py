@@ -16,7 +16,7 @@ from declearn.model.sklearn import NumpyVector
 from federation_helpers import Clients, Server, norm
 from federation_runs import running
 from helpers import each_framework, needs
-from test_sparse import ROWS, VALUES, dense_values, indexed_slices, sparse_coo
+from test_sparse import dense_values, indexed_slices, sparse_coo
 
 from fedclip.federation.update import trimmed
 from fedclip.federation.update.adaptive import AdaptiveBound
