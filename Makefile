@@ -26,6 +26,7 @@ test: $(VENV)/.dev  ## run the whole test suite
 	$(PY) -m pytest -n $(JOBS) --dist worksteal
 
 soak: $(VENV)/.dev  ## run searches and audits that take an hour or two
+	$(PIP) -e '.[oracle]'
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m soak
 
 extras: $(VENV)/.dev  ## install the wheel with each extra into an environment of its own

@@ -76,7 +76,17 @@ def test_every_extra_is_told_of() -> None:
     page = (ROOT / "docs" / "installing.md").read_text(encoding="utf-8")
     for extra in (*HEAVY, "plot", "html", "peft"):
         assert f"`{extra}`" in page or f"[{extra}" in page or f",{extra}]" in page, extra
-    assert set(EXTRAS) == {*HEAVY, "plot", "html", "bench", "loops", "peft", "docs", "dev"}
+    assert set(EXTRAS) == {
+        *HEAVY,
+        "plot",
+        "html",
+        "bench",
+        "loops",
+        "oracle",
+        "peft",
+        "docs",
+        "dev",
+    }
 
 
 # -- a package is missing -----------------------------------------------------------------------
