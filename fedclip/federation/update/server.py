@@ -37,6 +37,8 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
             if noise_multiplier = z > 0:       m is fixed: expected_clients
                 u += z_delta * C / m * normal,   z_delta = (z^-2 - (2 bits_noise)^-2)^(-1/2)
                 b += bits_noise / m * normal   (before it is clamped)
+                noise = "banded":              normal less c_1, c_2, ... times that of the rounds
+                    before, and norm(c) times as large
             C    = C * exp(-learning_rate * (b - quantile)),   within [min_norm, max_norm]
                 and twice as fast each round while the votes stay on one side
             while C is searched for:
