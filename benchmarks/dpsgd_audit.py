@@ -31,7 +31,7 @@ from fedclip import SampleClip
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.noise import IndependentNoise
-from fedclip.privacy.auditing import lower_bound
+from fedclip.privacy.auditing import guessed
 from fedclip.privacy.noise import secure_normals
 
 EPSILON, DELTA = 3.0, 1e-5
@@ -120,10 +120,7 @@ def audit(case: Case, canaries: int = CANARIES, guesses: int = GUESSES) -> float
     client = prepared(there)
     with case.fault(client):
         seen = observe(client)
-    order = np.argsort(seen)
-    half = guesses // 2
-    right = int(there[order[-half:]].sum() + (~there[order[:half]]).sum())
-    return lower_bound(canaries, 2 * half, right, DELTA)
+    return guessed(there.tolist(), seen, guesses / canaries).least(DELTA)
 
 
 def main(arguments: Sequence[str]) -> int:

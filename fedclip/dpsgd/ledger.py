@@ -260,7 +260,8 @@ class Ledger:
 
     def _order(self, paid: Release, planned: int) -> float | None:
         """Return the order for this plan and all later ones, if it is the first on samples."""
-        if paid.sampling == 1.0 or self.accountant.order is not None:
+        known = any(entry.order is not None for entry in self._entries.values())
+        if known or paid.sampling == 1.0:
             return None
         return order_for(paid._replace(steps=max(paid.steps, planned)), self.delta)
 

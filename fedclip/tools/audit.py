@@ -156,8 +156,8 @@ def _of_clients(simulation: Simulation, rng: np.random.Generator) -> Audit:
         there += coins.tolist()
         scores += _play(simulation, places, coins).tolist()
     found = guessed(there, scores)
-    while not simulation.step():
-        if simulation.rounds >= simulation.config.rounds:
+    for _ in range(simulation.config.rounds):
+        if simulation.step():
             break
     losses = [[_losses(simulation.model, part) for part in pair] for pair in simulation.crowd.data]
     return Audit("client", whole, found, _membership(losses))
@@ -174,7 +174,7 @@ def _play(simulation: Simulation, places: Array, coins: Array) -> Array:
     like = {n: np.zeros(x.shape) for n, x in simulation.model.get_weights(True).coefs.items()}
     names = simulation.crowd.names[: len(places)]
     at = {name: i for i, name in enumerate(names)}
-    seen, due, bounds, released = [], [], [], []
+    seen, due, released = [], [], []
     for round_ in range(simulation.config.rounds):
         sent = server.open()
         if sent.stop:
@@ -191,7 +191,6 @@ def _play(simulation: Simulation, places: Array, coins: Array) -> Array:
         flat = np.concatenate([np.ravel(closed.average[name]) for name in like])
         seen.append(flat[places] / sent.bound)
         due.append(np.isin(np.arange(len(places)), mine))
-        bounds.append(sent.bound)
         released.append(not closed.withheld)
     return matched(np.array(seen), np.array(due), bound.budget.coefficients, np.array(released))
 
