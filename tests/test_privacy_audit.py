@@ -128,4 +128,7 @@ def test_the_command_prints_what_was_found(write: Any) -> None:
     assert "what this does not show" in done.stdout
     told = json.loads(CliRunner().invoke(app, ["privacy", "audit", file, "--json"]).stdout)
     assert told["fault"] is False
+    nowhere = CliRunner().invoke(app, ["privacy", "audit", "nowhere.toml"])
+    assert nowhere.exit_code == 2
+    assert "nowhere.toml" in nowhere.output
     assert told["membership"]["low"] < told["membership"]["auc"] < told["membership"]["high"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -255,11 +255,7 @@ def _of_records(file: Path, optim: FLOptimConfig, rng: np.random.Generator) -> A
     config = FLRunConfig.from_toml(str(file), False, "run")
     if config.privacy is None:
         raise QuickrunError("sample-clip needs [run.privacy], and nothing claims privacy without")
-    files = next(iter(experiment.files.values()))
-    data = [
-        InMemoryDataset(files[f"{of}_data"], target=files[f"{of}_target"], expose_classes=True)
-        for of in ("train", "valid")
-    ]
+    data = experiment.data(next(iter(experiment.files)))
     there, scores, losses = list[bool](), list[float](), list[list[Array]]()
     # Of a small model, a run has only as many directions as values.
     while len(there) < CANARIES and len(losses) < _MOST_RUNS:
@@ -277,7 +273,10 @@ def _of_records(file: Path, optim: FLOptimConfig, rng: np.random.Generator) -> A
 
 
 def _private(
-    experiment: Experiment, optim: FLOptimConfig, config: FLRunConfig, data: list[InMemoryDataset]
+    experiment: Experiment,
+    optim: FLOptimConfig,
+    config: FLRunConfig,
+    data: Sequence[InMemoryDataset],
 ) -> PrivateTrainingManager:
     """Return a client that trains alone, as the server asks it to."""
     model = experiment.model()

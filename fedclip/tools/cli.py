@@ -19,7 +19,7 @@ import typer
 
 import fedclip
 from fedclip.tools import privacy, studies
-from fedclip.tools.output import HtmlFile, JsonFlag, fail, say, typed
+from fedclip.tools.output import HtmlFile, JsonFlag, checked, fail, runnable, say, typed
 
 if TYPE_CHECKING:
     from fedclip.tools.check import Check
@@ -105,22 +105,13 @@ def check(
     strict: Annotated[bool, typer.Option("--strict", help="Fail for notes, too.")] = False,
 ) -> None:
     """Check a federation's configuration before it runs."""
-    result = _checked(config)
+    result = checked(config)
     if as_json:
         facts = {"file": str(result.path), "ok": result.ok, "places": result.places}
         print(json.dumps({**facts, "findings": [vars(finding) for finding in result.findings]}))
     else:
         _print_check(result)
     raise typer.Exit(0 if result.ok and not (strict and result.notes) else 1)
-
-
-def _checked(config: Path, **options: bool) -> Check:
-    from fedclip.tools.check import check_config
-
-    try:
-        return check_config(config, **options)
-    except FileNotFoundError as exc:
-        fail(str(exc), code=2)
 
 
 def _print_check(result: Check) -> None:
@@ -151,7 +142,7 @@ def quickrun(
     ] = None,
 ) -> None:
     """Check a configuration, then run all of it on this machine."""
-    result = _runnable(config, quickrun=True)
+    result = runnable(config, quickrun=True)
 
     from fedclip.tools.quickrun import QuickrunError, run
 
@@ -166,15 +157,6 @@ def quickrun(
     say(f"fedclip: {clients} clients; see  fedclip report {typed(results)}{also}")
 
 
-def _runnable(config: Path, **options: bool) -> Check:
-    result = _checked(config, **options)
-    if not result.ok:
-        for finding in result.problems:
-            say(f"fedclip: {finding.where} {finding.message}", err=True)
-        fail(f"{result.path} would not run; nothing was started")
-    return result
-
-
 @app.command()
 def simulate(
     config: ConfigPath = Path(),
@@ -183,7 +165,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Check a configuration, then run it in one process, with as many clients as you say."""
-    result = _runnable(config, simulate=True)
+    result = runnable(config, simulate=True)
 
     from fedclip.tools.quickrun import QuickrunError
     from fedclip.tools.simulate import run

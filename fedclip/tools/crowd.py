@@ -114,13 +114,7 @@ class Crowd:
             for i in range(settings.clients or len(self.sites))
         ]
         self._places = {name: place for place, name in enumerate(self.names)}
-        self.data = [
-            [
-                InMemoryDataset(f[f"{of}_data"], target=f[f"{of}_target"], expose_classes=True)
-                for of in ("train", "valid")
-            ]
-            for f in experiment.files.values()
-        ]
+        self.data = [experiment.data(site) for site in self.sites]
         self._rng = np.random.default_rng(settings.seed)
         hostile = self._rng.permutation(len(self.names))[: settings.attackers or 0]
         self.hostile = frozenset(hostile.tolist())

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all commands print in the same way."""
+"""What all commands print, or check, in the same way."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-__all__ = ["HtmlFile", "JsonFlag", "fail", "say", "typed"]
+if TYPE_CHECKING:
+    from fedclip.tools.findings import Check
+
+__all__ = ["HtmlFile", "JsonFlag", "checked", "fail", "runnable", "say", "typed"]
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -36,3 +39,23 @@ def typed(path: str | Path) -> str:
     """Return a path as short as one can type it in a shell from here."""
     path, here = Path(path), Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+
+
+def checked(config: Path, **options: bool) -> Check:
+    """Return the findings for a configuration; end the command if there is no such file."""
+    from fedclip.tools.check import check_config
+
+    try:
+        return check_config(config, **options)
+    except FileNotFoundError as exc:
+        fail(str(exc), code=2)
+
+
+def runnable(config: Path, **options: bool) -> Check:
+    """Return the findings for a configuration; end the command if it would not run."""
+    result = checked(config, **options)
+    if not result.ok:
+        for finding in result.problems:
+            say(f"fedclip: {finding.where} {finding.message}", err=True)
+        fail(f"{result.path} would not run; nothing was started")
+    return result

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedclip.tools.output import JsonFlag, fail, say
+from fedclip.tools.output import JsonFlag, fail, runnable
 
 __all__ = ["app"]
 
@@ -228,16 +228,10 @@ def audit(
     as_json: JsonFlag = False,
 ) -> None:
     """Attack the privacy that a configuration claims, with its own model and data."""
-    from fedclip.tools.check import check_config
-    from fedclip.tools.quickrun import QuickrunError
-
-    result = check_config(config, simulate=True)
-    if not result.ok:
-        for finding in result.problems:
-            say(f"fedclip: {finding.where} {finding.message}", err=True)
-        fail(f"{result.path} would not run; nothing was started")
+    result = runnable(config, simulate=True)
 
     from fedclip.tools import audit as attack
+    from fedclip.tools.quickrun import QuickrunError
 
     try:
         found = attack.audit(result.path, seed)

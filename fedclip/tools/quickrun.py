@@ -91,6 +91,19 @@ class Experiment:
         if not os.path.isfile(self._file):
             raise QuickrunError(f"[model] there is no model file {str(self._file)!r}")
 
+    def data(self, site: str, seed: int | None = None) -> tuple[InMemoryDataset, InMemoryDataset]:
+        """Return what a client trains on, in batches that a seed decides, and evaluates on."""
+        train, valid = (
+            InMemoryDataset(
+                self.files[site][f"{of}_data"],
+                target=self.files[site][f"{of}_target"],
+                expose_classes=True,
+                seed=seed if of == "train" else None,
+            )
+            for of in ("train", "valid")
+        )
+        return train, valid
+
     def model(self) -> Any:
         """Return a new model, as its file makes it."""
         folder, name = os.path.split(os.path.abspath(self._file))
@@ -179,7 +192,7 @@ class Federation:
         setup_client_loggers(name, logging.INFO, os.path.join(checkpoint, "logs.txt"))
         # The file gets everything, the console, which clients may share, what matters.
         self._hush(f"declearn.client-{name}", LOGGING_LEVEL_MAJOR)
-        files = self.experiment.files[name]
+        train, valid = self.experiment.data(name, seed)
         modules = FLOptimConfig.from_toml(self.toml, False, "optim").client_opt.modules
         private = any(isinstance(module, fedclip.SampleClip) for module in modules)
         server = self.network.build_server()
@@ -190,12 +203,8 @@ class Federation:
             netwk=NetworkClientConfig.from_params(
                 protocol=self.network.protocol, server_uri=server.uri, name=name, kwargs=patience
             ),
-            train_data=InMemoryDataset(
-                files["train_data"], target=files["train_target"], expose_classes=True, seed=seed
-            ),
-            valid_data=InMemoryDataset(
-                files["valid_data"], target=files["valid_target"], expose_classes=True
-            ),
+            train_data=train,
+            valid_data=valid,
             checkpoint=checkpoint,
             verbose=False,
         )
