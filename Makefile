@@ -1,8 +1,9 @@
-# Everything happens in .venv, which the targets make and fill on their own; nothing else is touched.
+# Everything happens in .venv (that of other engines in .venv-engines), which the targets make and fill on their own; nothing else is touched.
 # The stamps under .venv let a second `make` start at once.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
+ENGINES ?= .venv-engines
 DEMO   ?= fedclip-demo
 JOBS   ?= 2
 
@@ -11,7 +12,7 @@ PY  := $(BIN)/python
 PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test soak extras lint format docs site bench build clean
+.PHONY: help demo quick test engines soak extras lint format docs site bench build clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -24,6 +25,10 @@ quick: $(VENV)/.dev  ## run what takes a minute: all behaviours on NumPy, a samp
 
 test: $(VENV)/.dev  ## run the whole test suite
 	$(PY) -m pytest -n $(JOBS) --dist worksteal
+
+engines: $(ENGINES)/.made  ## run the tests on Flower and NVFlare, which have an environment of their own
+	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist worksteal \
+	  tests/engines fedclip/adapters/flower fedclip/adapters/nvflare
 
 soak: $(VENV)/.dev  ## run searches and audits that take an hour or two
 	$(PIP) -e '.[oracle]'
@@ -56,7 +61,7 @@ build: $(VENV)/.dev  ## build the wheel and the source archive into dist/
 	$(PY) -m hatchling build
 
 clean:  ## remove .venv and everything the targets wrote
-	rm -rf $(VENV) $(DEMO) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) $(DEMO) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -77,3 +82,15 @@ $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.demo
+
+# Flower wants older versions of what fedclip's other tests use. Nothing is told of these runs.
+export FLWR_TELEMETRY_ENABLED = 0
+export RAY_USAGE_STATS_ENABLED = 0
+
+$(ENGINES)/.made: pyproject.toml constraints-engines.txt
+	@echo "installing fedclip, Flower and NVFlare into $(ENGINES)"
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --disable-pip-version-check --quiet \
+	  -c constraints-engines.txt -e '.[flower,nvflare]' \
+	  'hypothesis>=6.100' 'pytest>=8.2' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6'
+	@touch $@

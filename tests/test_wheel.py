@@ -24,6 +24,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 # What users install. The others are for those who work on fedclip, in its checkout.
 HEAVY = ("torch", "tensorflow", "jax", "dp", "all")
+# They have an environment of their own, and its tests look at its pins.
+ENGINES = ("flower", "nvflare")
 PINNED = {
     canonicalize_name(name): Version(version)
     for name, version in re.findall(
@@ -59,7 +61,7 @@ def closure(texts: list[str]) -> Iterator[Requirement]:
             continue
 
 
-@pytest.mark.parametrize("extra", ["", *EXTRAS])
+@pytest.mark.parametrize("extra", ["", *(e for e in EXTRAS if e not in ENGINES)])
 def test_whatever_an_extra_needs_is_pinned(extra: str) -> None:
     found = list(closure(EXTRAS[extra] if extra else PROJECT["dependencies"]))
     assert found
@@ -74,10 +76,11 @@ def test_whatever_an_extra_needs_is_pinned(extra: str) -> None:
 
 def test_every_extra_is_told_of() -> None:
     page = (ROOT / "docs" / "installing.md").read_text(encoding="utf-8")
-    for extra in (*HEAVY, "plot", "html", "peft"):
+    for extra in (*HEAVY, *ENGINES, "plot", "html", "peft"):
         assert f"`{extra}`" in page or f"[{extra}" in page or f",{extra}]" in page, extra
     assert set(EXTRAS) == {
         *HEAVY,
+        *ENGINES,
         "plot",
         "html",
         "bench",
