@@ -87,8 +87,8 @@ def _clipped(rows: Sequence[Row], limits: Limits) -> tuple[str, str]:
         return "no-limit", f"No limit was set; of {steps:,} steps, the largest norm is {largest}."
     if not clipped and whole.norm_max is None:
         return "inert", (
-            f"No step {was} clipped; the limit was {number(held[-1])} in the end. The norms are not "
-            "known here."
+            f"No step {was} clipped; the limit was {number(held[-1])} in the end. The norms are "
+            "not known here."
         )
     if not clipped and (whole.norm_max or 0.0) <= max(held):
         return "inert", (
