@@ -36,7 +36,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(command: list[str], env: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    command: list[str], env: dict[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program, and end it with all that it has started."""
     with log.open("wb") as out:
         program = subprocess.Popen(

@@ -31,7 +31,7 @@ def arrays_of(found: Mapping[str, Any]) -> dict[str, Any]:
     return {name: array.numpy() for name, array in found.items()}
 
 
-def context(node: int, settings: Mapping[str, Any] = {}) -> Context:  # noqa: B006
+def context(node: int, settings: Mapping[str, Any] = {}) -> Context:
     run_config = {f"update-clip.{k.replace('_', '-')}": v for k, v in settings.items()}
     return Context(1, node, {"partition-id": node}, RecordDict(), run_config)
 
@@ -43,11 +43,11 @@ class Loop:
         self,
         nodes: Iterable[int],
         update: Update,
-        settings: Mapping[str, Any] = {},  # noqa: B006
+        settings: Mapping[str, Any] = {},
         *,
         mods: Callable[[int], list[Any]] = lambda node: [UpdateClipMod()],
         metrics: Callable[[int], dict[str, Any]] = lambda node: {"num-examples": 10},
-        change: Mapping[int, Change] = {},  # noqa: B006
+        change: Mapping[int, Change] = {},
     ) -> None:
         self.nodes, self.update, self.metrics, self.change = list(nodes), update, metrics, change
         self.contexts = {node: context(node, settings) for node in self.nodes}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from digits import task
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from digits import task
 from fedclip import ZScoreClip
 from fedclip.adapters.flower import UpdateClipMod
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from digits import task
 from flwr.app import Array, ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
+from digits import task
 from fedclip.adapters.flower import UpdateClipStrategy
 
 app = ServerApp()

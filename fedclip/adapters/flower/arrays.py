@@ -61,4 +61,4 @@ def floats_of(record: Record) -> dict[str, Any]:
 
 def record_of(arrays: Mapping[str, Any]) -> ArrayRecord:
     """Return a record of NumPy arrays."""
-    return ArrayRecord({name: Array(np.ascontiguousarray(x)) for name, x in arrays.items()})
+    return ArrayRecord({name: Array(np.asarray(x)) for name, x in arrays.items()})

@@ -12,8 +12,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+import numpy as np
 from flwr.app import Context, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 
@@ -92,10 +92,12 @@ class UpdateClipMod:
     def _clip(client: UpdateClient, reply: Message, received: Record, sent: SentBound) -> None:
         """Put the clipped update and the vote into a reply."""
         name, trained = one_record(reply.content, "the reply")
-        before: dict[str, Any] = floats_of(received)
+        before = floats_of(received)
         after = {k: trained[k].numpy() for k in before if k in trained}
         if not alike(after, before) or received.keys() != trained.keys():
             raise ValueError(OTHER_TENSORS)
-        found = client.clip({k: before[k] - after[k] for k in before}, sent)
+        with np.errstate(over="ignore", invalid="ignore"):
+            update = {k: before[k] - after[k] for k in before}
+        found = client.clip(update, sent)
         reply.content[name] = record_of(found.arrays)
         reply.content[RECORD] = MetricRecord(reply_to(found))

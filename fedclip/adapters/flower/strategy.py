@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from logging import ERROR, INFO, WARNING
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, Self
 
@@ -117,7 +117,7 @@ class UpdateClipStrategy(Strategy):
 
     @classmethod
     def from_run_config(
-        cls, inner: Strategy, run_config: Mapping[str, Any], *, folder: str | Path
+        cls, inner: Strategy, run_config: Mapping[str, Any], *, folder: str | Path | None = None
     ) -> Self:
         """Return a strategy with the settings of ``[tool.flwr.app.config.update-clip]``."""
         return cls(inner, settings_of(run_config), folder=folder)
@@ -128,9 +128,7 @@ class UpdateClipStrategy(Strategy):
         log(INFO, "\t├──> Update clipping: bound %.4g, epsilon %.4g", bound.bound, bound.epsilon)
         self.inner.summary()
 
-    def start(
-        self, grid: Grid, initial_arrays: ArrayRecord, *args: Any, **kwargs: Any
-    ) -> Result:
+    def start(self, grid: Grid, initial_arrays: ArrayRecord, *args: Any, **kwargs: Any) -> Result:
         """Run the rounds; what comes out has the first model if no round has changed it."""
         result = super().start(grid, initial_arrays, *args, **kwargs)
         result.arrays = result.arrays or initial_arrays
@@ -230,11 +228,12 @@ class UpdateClipStrategy(Strategy):
         try:
             arrays = floats_of(one_record(content, "the reply")[1])
             reply = reply_from(arrays, dict(content.metric_records[RECORD]), node)
-            counted = [r[self._key] for r in content.metric_records.values() if self._key in r]
-            steps = int(counted[0]) if len(counted) == 1 else None
+            if self.server.closing.shares.kind == "steps":
+                counted = [r[self._key] for r in content.metric_records.values() if self._key in r]
+                reply = replace(reply, steps=int(counted[0]) if len(counted) == 1 else None)
         except Exception as exc:  # whatever a client sends
             return Reply({}, sender=node, fault=f"it can not be read ({exc!r:.200})")
-        return replace(reply, steps=steps)
+        return reply
 
     def _explain(self, told: Sequence[Reply], closed: Closed) -> None:
         changed = [r.sender for r, f in zip(told, closed.faults, strict=True) if f and not r.fault]
