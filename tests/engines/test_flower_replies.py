@@ -173,13 +173,6 @@ def test_a_client_that_fails_is_left_out_and_named(private: bool, caplog: Any) -
     assert ("row 7" in caplog.text) != private
 
 
-def test_nobody_replies() -> None:
-    lost = dict.fromkeys(FIVE, lambda message: None)
-    w, strategy = outcome(Loop(FIVE, steady, change=lost), {"start_norm": 1.0}, 3)
-    assert strategy.server.bound.bound == 1.0
-    np.testing.assert_array_equal(w, 0.0)
-
-
 def test_local_noise_after_the_clip_is_refused_and_said(caplog: Any) -> None:
     def local() -> LocalDpMod:
         return LocalDpMod(1.0, 1.0, 1.0, 1e-5)
@@ -271,11 +264,11 @@ def test_an_update_of_zeros_abstains() -> None:
     assert reply.content[RECORD]["votes"] == 0
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -60_000.0])
 def test_what_is_not_finite_is_replaced_by_zeros(wrong: float) -> None:
-    app = app_of(lambda m: {"arrays": record({"w": np.full(4, wrong)})})
+    app = app_of(lambda m: {"arrays": record({"w": np.full(4, wrong, np.float16)})})
     with pytest.warns(FedclipWarning, match="NaN or infinity in 'w'"):
-        reply = asked(sent(w=np.full(4, np.nan_to_num(wrong))), app)
+        reply = asked(sent(w=np.full(4, 60_000.0, np.float16)), app)
     np.testing.assert_array_equal(reply.content["arrays"]["w"].numpy(), 0.0)
     assert dict(reply.content[RECORD]) == {"votes": 0, "within": 0, "clipped": 0, "zeroed": 1}
 

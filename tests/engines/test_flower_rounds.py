@@ -261,6 +261,17 @@ def test_every_strategy_gets_the_average_whatever_its_weights(name: str) -> None
             np.testing.assert_allclose(found[tensor], -average[tensor], rtol=1e-12)
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_nobody_replies(name: str) -> None:
+    lost = dict.fromkeys(TEN, lambda message: None)
+    loop = Loop(TEN, directions(NORMS), change=lost)
+    found, _ = loop.run(UpdateClipStrategy(inner(name), {}), ZEROS, 2)
+    np.testing.assert_array_equal(found["w"], 0.0)
+    if name != "QFedAvg":  # With noise that must not be seen.
+        found, _ = loop.run(UpdateClipStrategy(inner(name), SEEDED), ZEROS, 1)
+        assert np.all(found["w"])
+
+
 def test_momentum_is_the_strategys_own() -> None:
     loop = Loop(TEN, lambda node, round_: {"w": np.full(SIZE, 0.1)})
     fixed = {"start_norm": 10.0, "learning_rate": 0.0}

@@ -73,8 +73,8 @@ class UpdateClipStrategy(Strategy):
     the clients' own metrics are left out. Evaluations are the app's own, and epsilon does not cover
     them.
 
-    A round that is withheld, or in which there is no sound reply and no noise, leaves model and
-    `inner` as they are; Flower keeps the model. So does each round after the budget is spent.
+    A round that is withheld leaves model and `inner` as they are; Flower keeps the model. So does
+    each round after the budget is spent.
 
     Tensors of whole numbers stay as the server has them.
 
@@ -195,12 +195,12 @@ class UpdateClipStrategy(Strategy):
         metrics = MetricRecord(
             {f"update-clip-{name}": closed.record[name] for name in ("bound", "epsilon")}
         )
-        sound = [m for m, fault in zip(came.values(), closed.faults, strict=True) if not fault]
-        if closed.withheld or not (sound or self._private):
+        if closed.withheld:
             return None, metrics
+        sound = [m for m, fault in zip(came.values(), closed.faults, strict=True) if not fault]
         handed = self._handed(sound, {k: like[k] - closed.average[k] for k in like})
         arrays, inner_metrics = self.inner.aggregate_train(server_round, handed)
-        if inner_metrics is not None and not self._private:
+        if inner_metrics is not None:
             metrics.update(inner_metrics)
         if arrays is None:
             return None, metrics
@@ -249,17 +249,17 @@ class UpdateClipStrategy(Strategy):
         """Return the averaged model as everybody's reply, for the inner strategy.
 
         In float64, so that a strategy that adds up so many equal models rounds only once, in the
-        end. With noise it is the reply of all that were asked, and nothing else is in it.
+        end; and a record for each, as some strategies empty it. With noise it is the reply of all
+        that were asked, and nothing else is in it.
         """
         whole = {k: model[k] if k in model else a.numpy() for k, a in self._model.items()}
         record = record_of({k: np.asarray(x, np.float64) for k, x in whole.items()})
         name = one_record(next(iter(self._asked.values())).content, "")[0]
         if self._private:
-            equal = {name: record, "metrics": MetricRecord({self._key: 1})}
-            # A record of its own for each, as QFedAvg empties it.
+            equal = MetricRecord({self._key: 1})
             return [
-                Message(RecordDict({**equal, name: ArrayRecord(dict(record))}), reply_to=message)
-                for message in self._asked.values()
+                Message(RecordDict({name: ArrayRecord(dict(record)), "metrics": equal}), reply_to=m)
+                for m in self._asked.values()
             ]
         alike = self._alike(sound)
         for message in alike:
