@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedclip import parameters
-from fedclip.dpsgd.ledger import FILE, Entry, read_entries, total
 from fedclip.federation.update.budget import Budget
 from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, planned_anew
+from fedclip.privacy.ledger import FILE, Entry, read_entries, total
 from fedclip.tools.catalogue import version
 
 __all__ = ["COLUMNS", "Spent", "csv_rows", "in_words", "of_plan", "read_spent"]
