@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import FLContextKey
@@ -118,6 +119,9 @@ class CloseRound(ModelAggregator):
             )
         replies = sorted(self._replies, key=lambda reply: reply.sender)
         average = served.close(replies, model).average
+        # NVFlare adds it to the model, whose whole numbers have to stay whole.
+        whole = {k: v.dtype for k, v in model.items() if v.dtype.kind in "iu"}
+        average |= {k: np.rint(average[k]).astype(dtype) for k, dtype in whole.items()}
         return FLModel(params_type=ParamsType.DIFF, params=average)
 
     def _run(self) -> Path:
