@@ -184,12 +184,11 @@ class Gate:
             _LOGGER.error("%s", exc)
             raise Refused("this site's ledger can not be used; nothing is shared") from None
         if not paid:
-            cost = ledger.accountant.epsilon(policy.noise_multiplier, 1)
-            # Rounded up, so that it reads as above the budget, too.
-            cost = math.ceil(100 * cost) / 100
+            cost, most = ledger.accountant.epsilon(policy.noise_multiplier, 1), ledger.epsilon
+            digits = 4 if cost > 1.001 * most else 12
             raise Refused(
-                f"this site's budget is spent: one more update would make epsilon {cost:.2f}, "
-                f"above max_epsilon = {policy.max_epsilon:g}; nothing is shared"
+                f"this site's budget is spent: one more update would make epsilon "
+                f"{cost:.{digits}g}, above max_epsilon = {most:g}; nothing is shared"
             )
 
 
