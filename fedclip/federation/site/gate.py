@@ -32,7 +32,7 @@ from fedclip.privacy.accounting import Accountant
 from fedclip.privacy.ledger import Ledger, read_entries, total
 from fedclip.privacy.noise import add_noise, secure_normals
 
-__all__ = ["UNIT", "Gate", "Refused", "spent"]
+__all__ = ["UNIT", "Gate", "Refused", "plain", "spent"]
 
 _LOGGER = logging.getLogger("fedclip.site")
 # A ledger's lock keeps other processes away, and this one other threads.
@@ -148,8 +148,10 @@ class Gate:
 
     def metrics(self, found: Mapping[str, object]) -> dict[str, float]:
         """Return those numbers that the policy names, as plain ones; the log names the others."""
-        plain = {name: _plain(found.get(name)) for name in self.policy.allow_metrics}
-        sent = {name: value for name, value in plain.items() if value is not None}
+        sent = {}
+        for name in self.policy.allow_metrics:
+            if (number := plain(found.get(name))) is not None:
+                sent[name] = number
         if kept := [name for name in found if name not in sent]:
             _LOGGER.info("not sent, as the policy does not name them: %s", shown(kept))
         return sent
@@ -182,12 +184,11 @@ class Gate:
             _LOGGER.error("%s", exc)
             raise Refused("this site's ledger can not be used; nothing is shared") from None
         if not paid:
-            cost = ledger.accountant.epsilon(policy.noise_multiplier, 1)
-            # Rounded up, so that it reads as above the budget, too.
-            cost = math.ceil(100 * cost) / 100
+            cost, most = ledger.accountant.epsilon(policy.noise_multiplier, 1), ledger.epsilon
+            digits = 4 if cost > 1.001 * most else 12
             raise Refused(
-                f"this site's budget is spent: one more update would make epsilon {cost:.2f}, "
-                f"above max_epsilon = {policy.max_epsilon:g}; nothing is shared"
+                f"this site's budget is spent: one more update would make epsilon "
+                f"{cost:.{digits}g}, above max_epsilon = {most:g}; nothing is shared"
             )
 
 
@@ -209,7 +210,7 @@ def _as_in(like: Arrays, arrays: Arrays) -> Arrays:
     return {name: arrays[name] for name in like}
 
 
-def _plain(value: object) -> float | None:
+def plain(value: object) -> float | None:
     """Return a number as Python's own int or float, if it is one, and finite."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
