@@ -18,6 +18,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.filter import Filter, FilterChainType, FilterContextKey, FilterSource
 from nvflare.apis.fl_constant import FLContextKey, ReturnCode
@@ -28,6 +29,7 @@ from nvflare.apis.shareable import Shareable, make_reply
 from fedclip.adapters.nvflare.client import ClipUpdate
 from fedclip.federation.site.gate import Gate, Refused
 from fedclip.federation.site.policy import Policy
+from fedclip.federation.update.limits import alike
 
 __all__ = ["SitePolicy"]
 
@@ -104,12 +106,18 @@ class SitePolicy(Filter):
         elif kind == DataKind.WEIGHT_DIFF:
             data = self._gate.update(dxo.data, model)
         else:
-            if set(dxo.data) != set(model):
-                raise Refused("the weights have not the names of the model")
+            if not alike(dxo.data, model):
+                raise Refused("the weights have not the names and shapes of the model")
             moved = {name: value - model[name] for name, value in dxo.data.items()}
             left = self._gate.update(moved, model)
-            data = {name: model[name] + value for name, value in left.items()}
+            data = {name: _beside(model[name], value) for name, value in left.items()}
         return DXO(kind, data, told).to_shareable()
+
+
+def _beside(weights: Any, moved: Any) -> Any:
+    """Return their sum, rounded towards the weights: large ones must not make more of it."""
+    found = weights + moved
+    return np.where(abs(found - weights) > abs(moved), np.nextafter(found, weights), found)
 
 
 def _refuse_filters(fl_ctx: FLContext) -> None:
