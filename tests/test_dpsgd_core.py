@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedclip.dpsgd import ledger as ledgers
 from fedclip.dpsgd.calibrate import calibrate, steps_of_a_round, too_few
 from fedclip.dpsgd.clipping import MODES, SampleClipping
-from fedclip.dpsgd.ledger import Ledger, fingerprint, read_entries, total
 from fedclip.dpsgd.sampling import PoissonSampler
+from fedclip.privacy import ledger as ledgers
 from fedclip.privacy.accounting import Release, epsilon, order_for
+from fedclip.privacy.ledger import Ledger, fingerprint, read_entries, total
 from fedclip.tools.spent import read_spent
 
 
@@ -30,7 +30,7 @@ import sys
 blocked = ("declearn", "torch", "tensorflow", "jax", "haiku", "sklearn")
 sys.modules.update(dict.fromkeys(blocked))
 import numpy as np
-from fedclip.dpsgd.ledger import Ledger
+from fedclip.privacy.ledger import Ledger
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.sampling import PoissonSampler
@@ -293,7 +293,7 @@ def test_processes_on_one_ledger_share_its_budget(tmp_path: Path) -> None:
     path = tmp_path / "spent.json"
     program = f"""
 from pathlib import Path
-from fedclip.dpsgd.ledger import Ledger
+from fedclip.privacy.ledger import Ledger
 ledger = Ledger(50.0, 1e-5, Path({str(path)!r}))
 taken = 0
 try:

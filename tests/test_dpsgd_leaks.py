@@ -27,10 +27,10 @@ from test_dpsgd_persample import MODELS
 
 import fedclip
 from fedclip.dpsgd import persample
-from fedclip.dpsgd.ledger import read_entries
 from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.records import Records
 from fedclip.dpsgd.sample_clip import SampleClip
+from fedclip.privacy.ledger import read_entries
 
 pytestmark = pytest.mark.slow
 

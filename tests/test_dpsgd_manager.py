@@ -22,13 +22,13 @@ from declearn.utils import set_device_policy
 from helpers import require
 
 import fedclip
-from fedclip.dpsgd.ledger import Ledger
 from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.persample import clipped_sum
 from fedclip.dpsgd.sample_clip import SampleClip
 from fedclip.privacy import accounting
 from fedclip.privacy.accounting import Release, epsilon
+from fedclip.privacy.ledger import Ledger
 
 pytestmark = pytest.mark.slow
 

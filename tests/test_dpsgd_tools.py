@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import fedclip
 from fedclip.dpsgd.calibrate import calibrate
-from fedclip.dpsgd.ledger import Ledger
 from fedclip.privacy.accounting import Release, epsilon
+from fedclip.privacy.ledger import Ledger
 from fedclip.tools.cli import app
 
 pytest.importorskip("dp_accounting")

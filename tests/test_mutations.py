@@ -662,7 +662,7 @@ DPSGD: Room = {
             "all records at half of the rate": {"self.rate == 1.0": "self.rate >= 0.5"},
         },
     },
-    "dpsgd/ledger.py": {
+    "privacy/ledger.py": {
         "test_dpsgd_manager.py::test_a_restart_goes_on_with_what_was_spent": {
             "a budget that a restart renews": {
                 "if path.exists() else {}": "if False else {}",

@@ -74,7 +74,7 @@ def test_other_peoples_names_are_shown_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_was_spent_is_on_the_page(tmp_path: Path) -> None:
-    from fedclip.dpsgd.ledger import FILE, Ledger
+    from fedclip.privacy.ledger import FILE, Ledger
 
     Node(tmp_path / "c0", ["no-op"]).round([1.0])
     Ledger(8.0, 1e-5, tmp_path / "c0" / FILE).reserve(2.0, 1.0, 3)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from declearn.messaging import Error, MetadataQuery, MetadataReply, PrivacyRequest, TrainRequest
 
 from fedclip import parameters
-from fedclip.dpsgd import ledger as ledgers
 from fedclip.dpsgd.records import Records, first_records
 from fedclip.federation.personal_client import PersonalFederatedClient
+from fedclip.privacy import ledger as ledgers
 
 if TYPE_CHECKING:
     from fedclip.dpsgd.manager import PrivateTrainingManager
@@ -41,7 +41,7 @@ class PrivateFederatedClient(PersonalFederatedClient):
         training records without noise.
     ledger : path or None, default=None
         File in which what was spent is kept over restarts: one for a set of records, whatever
-        they are used for (`fedclip.dpsgd.ledger`). None: ``privacy_spent.json`` in the folder of
+        they are used for (`fedclip.privacy.ledger`). None: ``privacy_spent.json`` in the folder of
         `checkpoint`, which `require_privacy` demands then; without either, what was spent is
         forgotten when the process ends, and a warning says so.
 

@@ -33,12 +33,12 @@ from fedclip import parameters
 from fedclip.dpsgd import persample
 from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, too_few
 from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.ledger import Ledger, fingerprint
 from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.place import place_of
 from fedclip.dpsgd.records import Records, first_records
 from fedclip.dpsgd.sampling import PoissonSampler
 from fedclip.privacy.accounting import Release
+from fedclip.privacy.ledger import Ledger, fingerprint
 from fedclip.privacy.noise import Normals, secure_normals
 
 __all__ = ["PrivateTrainingManager"]

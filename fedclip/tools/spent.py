@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedclip import parameters
-from fedclip.dpsgd.ledger import FILE, Entry, read_entries, total
 from fedclip.federation.update.budget import Budget
 from fedclip.federation.update.plain import server_of
 from fedclip.federation.update.served import read
 from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, planned_anew
+from fedclip.privacy.ledger import FILE, Entry, read_entries, total
 from fedclip.records import SERVED
 from fedclip.tools.catalogue import version
 

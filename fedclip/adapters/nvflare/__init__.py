@@ -1,2 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update clipping in NVFlare, around any of its recipes that send differences."""
+"""Update clipping in NVFlare's recipes that send differences, and the policy of an NVFlare site."""
+
+from fedclip.adapters.nvflare.client import ClipUpdate, ReceiveBound
+from fedclip.adapters.nvflare.recipe import add_update_clipping
+from fedclip.adapters.nvflare.server import CloseRound, SendBound
+from fedclip.adapters.nvflare.site import SitePolicy
+
+__all__ = [
+    "ClipUpdate",
+    "CloseRound",
+    "ReceiveBound",
+    "SendBound",
+    "SitePolicy",
+    "add_update_clipping",
+]

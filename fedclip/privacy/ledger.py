@@ -162,7 +162,9 @@ class Ledger:
     spent
         What was spent before, if no file says so.
     data
-        The `fingerprint` of the records.
+        The `fingerprint` of the records, or a name of what else is protected.
+    relation
+        What the budget is for, one of `RELATIONS`.
 
     Raises
     ------
@@ -188,9 +190,11 @@ class Ledger:
         path: Path | None = None,
         spent: Sequence[Release] = (),
         data: str = "",
+        relation: str = RELATIONS[0],
     ) -> None:
         self.epsilon = parameters.positive(epsilon=epsilon)
         self.delta = parameters.unit_interval(delta=delta)
+        self.relation = parameters.choice(RELATIONS, relation=relation)
         # The same file by another name has the same lock.
         self.path = None if path is None else Path(os.path.realpath(path))
         self.data = data
@@ -207,8 +211,8 @@ class Ledger:
 
     @property
     def accountant(self) -> Accountant:
-        """All that was spent, at the budget's delta; a copy."""
-        return total([*self._entries.values(), Entry((), self.delta, RELATIONS[0])])
+        """All that was spent, at the budget's delta and for its relation; a copy."""
+        return total([*self._entries.values(), Entry((), self.delta, self.relation)])
 
     @property
     def spent(self) -> float:
@@ -267,7 +271,7 @@ class Ledger:
 
     def _line(self, spent: Sequence[Release] = (), order: float | None = None) -> str:
         """Return a line that no other is like."""
-        charged = Accountant(self.delta)
+        charged = Accountant(self.delta, self.relation)
         charged.spent = [*spent]
         return json.dumps(
             {
