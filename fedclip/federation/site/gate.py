@@ -29,7 +29,7 @@ from fedclip.federation.update.clipping import UpdateClient
 from fedclip.federation.update.exchange import COUNTS, VOTES, Arrays, is_one_of
 from fedclip.federation.update.limits import alike, signature
 from fedclip.privacy.accounting import Accountant
-from fedclip.privacy.ledger import Ledger, read_entries, total
+from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
 from fedclip.privacy.noise import add_noise, secure_normals
 
 __all__ = ["UNIT", "Gate", "Refused", "plain", "spent"]
@@ -64,7 +64,8 @@ def spent(policy: Policy) -> Accountant:
             f"{path} is the ledger of records, of which each has a budget: a site, which shares "
             "updates made of all of them, needs a ledger of its own"
         )
-    return total(entries) if entries else Accountant(policy.delta or 0.5, policy.relation)
+    # At the delta that is in force now.
+    return total([*entries, Entry((), policy.delta or 0.5, policy.relation)])
 
 
 class Gate:
