@@ -40,6 +40,9 @@ from fedclip.federation.personal import (
     part,
     unsent,
 )
+from fedclip.federation.site.gate import Gate
+from fedclip.federation.site.policy import Policy
+from fedclip.federation.site.sending import GatedNetwork
 from fedclip.scopes import check_exclude, resolve
 
 __all__ = ["FILE", "PersonalFederatedClient"]
@@ -62,6 +65,9 @@ class PersonalFederatedClient(FederatedClient):
         File in which this client's own layers are kept over restarts. None:
         ``personal_layers.mpk`` in the folder of `checkpoint`; without either, they are lost when
         the process ends, and a warning says so.
+    policy : path or None, default=None
+        File of what may leave this site, whatever the server asks for: `Policy` in
+        `fedclip.federation.site.policy`. It takes no secure aggregation beside it.
 
     Notes
     -----
@@ -75,6 +81,7 @@ class PersonalFederatedClient(FederatedClient):
         *args: Any,
         personal: str | Sequence[str] | None = None,
         layers: str | Path | None = None,
+        policy: str | Path | None = None,
         **settings: Any,
     ) -> None:
         self.personal = check_exclude(personal, "personal")
@@ -83,7 +90,16 @@ class PersonalFederatedClient(FederatedClient):
         self._kept: PersonalModel | None = None
         # Its layers at the start of the round.
         self._before: Vector[Any] | None = None
+        # Read before anything could be sent.
+        gate = None if policy is None else Gate(Policy.read(policy))
         super().__init__(*args, **settings)
+        self._gated: GatedNetwork | None = None
+        if gate is not None:
+            if self.secagg is not None:
+                raise ValueError(
+                    "secagg hides what leaves from the site's policy: leave one of them out"
+                )
+            self.netwk = self._gated = GatedNetwork(self.netwk, gate)
         self.layers = None if layers is None else Path(layers)
         if self.layers is None and self.ckptr is not None:
             self.layers = Path(self.ckptr.folder) / FILE
@@ -102,6 +118,10 @@ class PersonalFederatedClient(FederatedClient):
 
     def _adapt(self, manager: TrainingManager) -> None:
         """Let a manager train the model within, and share what is shared."""
+        if self._gated is not None:
+            within = manager.aggrg
+            aggregator = within.aggregator if isinstance(within, _Sharing) else within
+            self._gated.check(aggregator, manager.optim.modules)
         if self._kept is None or manager.model is not self._kept.model:
             self._kept = self._agreed(manager.model)
             if wrong := astray(self._kept or manager.model):

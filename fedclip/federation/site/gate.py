@@ -32,7 +32,7 @@ from fedclip.privacy.accounting import Accountant
 from fedclip.privacy.ledger import Ledger, read_entries, total
 from fedclip.privacy.noise import add_noise, secure_normals
 
-__all__ = ["UNIT", "Gate", "Refused", "spent"]
+__all__ = ["UNIT", "Gate", "Refused", "plain", "spent"]
 
 _LOGGER = logging.getLogger("fedclip.site")
 # A ledger's lock keeps other processes away, and this one other threads.
@@ -148,8 +148,10 @@ class Gate:
 
     def metrics(self, found: Mapping[str, object]) -> dict[str, float]:
         """Return those numbers that the policy names, as plain ones; the log names the others."""
-        plain = {name: _plain(found.get(name)) for name in self.policy.allow_metrics}
-        sent = {name: value for name, value in plain.items() if value is not None}
+        sent = {}
+        for name in self.policy.allow_metrics:
+            if (number := plain(found.get(name))) is not None:
+                sent[name] = number
         if kept := [name for name in found if name not in sent]:
             _LOGGER.info("not sent, as the policy does not name them: %s", shown(kept))
         return sent
@@ -209,7 +211,7 @@ def _as_in(like: Arrays, arrays: Arrays) -> Arrays:
     return {name: arrays[name] for name in like}
 
 
-def _plain(value: object) -> float | None:
+def plain(value: object) -> float | None:
     """Return a number as Python's own int or float, if it is one, and finite."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None

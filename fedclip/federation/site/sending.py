@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that a declearn client sends passes here, and leaves as the policy of its site allows.
+
+::
+
+    TrainReply          its update, through the gate; votes; numbers that are named, else 0
+    EvaluationReply     loss and steps, and means, if they are named; else a loss of no steps
+    MetadataReply       if each field is named, and of numbers, or a dtype
+    InitReply,
+    PrivacyReply        they are empty
+    Error               why this site refuses, or that something went wrong
+    anything else       is refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import numpy as np
+from declearn.aggregator import AveragingAggregator, ModelUpdates
+from declearn.communication.api import NetworkClient
+from declearn.messaging import (
+    Error,
+    EvaluationReply,
+    InitReply,
+    Message,
+    MetadataReply,
+    PrivacyReply,
+    SerializedMessage,
+    TrainReply,
+)
+from declearn.metrics._mean import MeanState
+
+from fedclip.federation.site.gate import Gate, Refused, plain
+from fedclip.federation.update.aggregator import ClippedAveraging
+from fedclip.federation.update.messages import AUX_NAME, ClippedUpdates, UpdateClipVotes
+
+__all__ = ["GatedNetwork"]
+
+_AVERAGING = 'aggregator = {name = "averaging", steps_weighted = false}'
+
+
+class GatedNetwork(NetworkClient, register=False):
+    """The network client of a declearn client, behind the gate of its site.
+
+    Parameters
+    ----------
+    inner
+        The network client that it sends with.
+    gate
+        What lets out, or refuses.
+    """
+
+    def __init__(self, inner: NetworkClient, gate: Gate) -> None:
+        super().__init__(inner.server_uri, inner.name)
+        self._inner, self._gate = inner, gate
+        self._why = "something went wrong at this site, whose log says what"
+        self._known: dict[type[Message], Callable[[Any], Message]] = {
+            TrainReply: self._training,
+            EvaluationReply: self._evaluation,
+            MetadataReply: self._metadata,
+            InitReply: lambda message: InitReply(),
+            PrivacyReply: lambda message: PrivacyReply(),
+            # The text of an exception may hold data.
+            Error: lambda message: Error(self._why),
+        }
+
+    @staticmethod
+    def _setup_ssl_context(certificate: str | None = None) -> None:
+        """Return nothing: the network client within has a context of its own."""
+
+    async def start(self) -> None:
+        """Connect to the server."""
+        await self._inner.start()
+
+    async def stop(self) -> None:
+        """Close the connection."""
+        await self._inner.stop()
+
+    async def register(self) -> bool:
+        """Tell the server the name of this client, and the version of declearn."""
+        return await self._inner.register()
+
+    async def recv_message(self, timeout: float | None = None) -> SerializedMessage[Any]:
+        """Return the next message of the server."""
+        return await self._inner.recv_message(timeout)
+
+    async def _send_message(self, bin_msg: bytes) -> NoReturn:
+        raise Refused("a client behind a gate sends messages, and no bytes")
+
+    async def send_message(self, message: Message) -> None:
+        """Send what may leave of a message, or else why nothing does."""
+        kind = type(message)
+        try:
+            if kind not in self._known:
+                raise Refused(f"a site's policy does not know {kind.__name__}")
+            sent = self._known[kind](message)
+        except Exception as exc:  # what can not be looked at does not leave
+            self.logger.error("%s is not sent: %s", kind.__name__, exc)
+            sent = Error(f"refused by fedclip: {exc}" if type(exc) is Refused else self._why)
+        await self._inner.send_message(sent)
+
+    def check(self, aggregator: object, modules: Iterable[Any]) -> None:
+        """Refuse what the server has set up, if its updates could not leave.
+
+        Raises
+        ------
+        Refused
+            With a sentence, which the server gets for each error from then on.
+        """
+        why = self._unfit(aggregator)
+        for module in modules:
+            if module.aux_name not in (None, AUX_NAME):
+                why = why or f"a site's policy does not know what {module.name!r} shares"
+        if why:
+            self._why = f"refused by fedclip: {why}"
+            raise Refused(why)
+
+    def _unfit(self, aggregator: Any) -> str:
+        """Return why the updates of an aggregator can not leave; "" if they can."""
+        if type(aggregator) is AveragingAggregator:
+            equal = not aggregator.steps_weighted
+        elif type(aggregator) is not ClippedAveraging:
+            return (
+                "a site's policy knows the aggregators 'averaging' and 'clipped-averaging', not "
+                f"{type(aggregator).__name__}"
+            )
+        elif self._gate.policy.noise_multiplier:
+            return (
+                "this site's noise takes updates beyond the bound of clipped-averaging, where "
+                f"they count as zeros: set {_AVERAGING}"
+            )
+        else:
+            equal = aggregator.shares.kind != "steps"
+        return "" if equal else f"this site's updates have no weights by steps: set {_AVERAGING}"
+
+    def _training(self, reply: TrainReply) -> TrainReply:
+        shared, votes = reply.updates, reply.aux_var.get(AUX_NAME)
+        if reply.aux_var.keys() - {AUX_NAME} or type(votes) not in (type(None), UpdateClipVotes):
+            raise Refused("a site's policy knows no auxiliary variables but votes on a bound")
+        if type(shared) not in (ModelUpdates, ClippedUpdates) or shared.weights != 1:
+            raise Refused("a site's policy knows no updates but those of a mean, all of weight 1")
+        sent: Any = shared.updates
+        # In a new vector, which has nothing but these arrays.
+        sent = type(sent)(dict(self._gate.update(sent.coefs)))
+        found = {
+            "votes": getattr(votes, "n_votes", 0),
+            "within": getattr(votes, "n_within", 0),
+            "clipped": getattr(shared, "n_clipped", 0),
+            "zeroed": getattr(shared, "n_zeroed", 0),
+        }
+        bits = self._gate.votes(found)
+        updates = ModelUpdates(sent, 1)
+        if type(shared) is ClippedUpdates:
+            updates = ClippedUpdates(sent, 1, 1, bits["clipped"], bits["zeroed"])
+        aux: dict[str, Any] = {}
+        if votes is not None:
+            aux[AUX_NAME] = UpdateClipVotes(1, bits["votes"], bits["within"])
+        numbers = self._numbers(reply, "n_epoch", "n_steps", "t_spent")
+        return TrainReply(**numbers, updates=updates, aux_var=aux)
+
+    def _evaluation(self, reply: EvaluationReply) -> EvaluationReply:
+        named = self._gate.policy.allow_metrics
+        if not {"loss", "n_steps"} <= {*named} or plain(reply.loss) is None:
+            # It has no weight in declearn's mean, and fedclip's server leaves it out.
+            return EvaluationReply(0.0, 0, 0.0)
+        means: dict[str, Any] = {n: _mean(s) for n, s in reply.metrics.items() if n in named}
+        # A server takes all of them or none.
+        whole = len(means) == len(reply.metrics) and None not in means.values()
+        numbers = self._numbers(reply, "loss", "n_steps", "t_spent")
+        return EvaluationReply(**numbers, metrics=means if whole else {})
+
+    def _metadata(self, reply: MetadataReply) -> MetadataReply:
+        named = self._gate.policy.allow_metrics
+        if others := [name for name in reply.data_info if name not in named]:
+            raise Refused(f"the server asks for {', '.join(others)}, which this site does not tell")
+        return MetadataReply({name: _described(value) for name, value in reply.data_info.items()})
+
+    def _numbers(self, reply: Message, *names: str) -> dict[str, Any]:
+        """Return those fields of a reply that the policy names, and 0 for the others."""
+        found = self._gate.metrics({name: getattr(reply, name) for name in names})
+        return {name: found.get(name, 0) for name in names}
+
+
+def _mean(state: object) -> MeanState | None:
+    """Return the state of a metric that is a mean of numbers; None if it is another."""
+    if type(state) is not MeanState:
+        return None
+    total, divisor = plain(state.num_sum), plain(state.divisor)
+    return None if total is None or divisor is None else MeanState(total, divisor)
+
+
+def _described(value: Any) -> Any:
+    """Return what a data set says of itself: a number, several, or the name of a dtype."""
+    if isinstance(value, str):
+        return np.dtype(value).name
+    if isinstance(value, (list, tuple, set)):
+        return type(value)(None if one is None else _described(one) for one in value)
+    if (number := plain(value)) is None:
+        raise Refused("a site tells nothing of its data but numbers and dtypes")
+    return number
