@@ -125,7 +125,7 @@ class Federation:
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
         }
-        home.mkdir()
+        home.mkdir(parents=True)
         (home / "config.toml").write_text(
             '[superlink]\ndefault = "here"\n\n'
             f'[superlink.here]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
@@ -156,22 +156,31 @@ class Federation:
         """Return what a process has written."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
-    def node(self, policy: Path, *words: str, name: str = "node") -> subprocess.Popen[bytes]:
-        """Start a SuperNode with a policy around it, behind a tap of its own; wait for it."""
-        tap = Tap(self.port)
-        self.taps.append(tap)
-        near = ("--superlink", f"127.0.0.1:{tap.port}", "--host", "127.0.0.1")
-        command = (sys.executable, *NODE, str(policy), "--insecure", *near)
-        if "--port" not in words:
-            words = (*words, "--port", str(free_port()))
-        node = self.start(name, *command, *words)
-        until(lambda: "SuperNode ID" in self.log(name), node)
-        return node
+    def tap(self) -> str:
+        """Return an address that leads to the link, where another tap is."""
+        self.taps.append(Tap(self.port))
+        return f"127.0.0.1:{self.taps[-1].port}"
 
-    def run(self, *attacks: str, name: str = "out") -> Callable[[], dict[str, Any]]:
-        """Start the hostile app; return what waits for what its server received, by attack."""
+    def node(
+        self, policy: Path | None, *words: str, name: str = "node"
+    ) -> tuple[subprocess.Popen[bytes], str]:
+        """Start a SuperNode, with a policy around it unless that is None; wait for it.
+
+        Also return the address at which its apps find it.
+        """
+        command = [sys.executable, *NODE, str(policy)] if policy else ["flower-supernode"]
+        port = str(free_port())
+        near = ("--superlink", self.tap(), "--host", "127.0.0.1", "--port", port)
+        node = self.start(name, *command, "--insecure", *near, *words)
+        until(lambda: "SuperNode ID" in self.log(name), node)
+        return node, f"127.0.0.1:{port}"
+
+    def run(self, *attacks: str, name: str = "out", targets: str = "") -> Callable[[], Any]:
+        """Start the hostile app; return what waits for what its server received, in order."""
         out = self.folder / name
-        config = f"attacks={' '.join(attacks)!r} out={str(out)!r}"
+        values = {"attacks": " ".join(attacks), "out": str(out), "targets": targets}
+        config = " ".join(f"{key}={value!r}" for key, value in values.items())
+        config += f" nodes={len(self.taps)}"
         subprocess.run(
             [str(BIN / "flwr"), "run", str(self.app), "here", "--run-config", config],
             env=self._environment,

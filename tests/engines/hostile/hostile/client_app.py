@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,22 @@ def model_task(m: Arrays) -> RecordDict:
     return trained(m, metrics=MetricRecord({"num-examples": 666}))
 
 
+def reached(targets: str) -> int:
+    """Return how many files this process can open, and how many ports it can connect to."""
+    count = 0
+    for target in targets.split():
+        host, _, port = target.rpartition(":")
+        try:
+            if host:
+                socket.create_connection((host, int(port)), timeout=5).close()
+            else:
+                Path(target).open("rb").close()
+            count += 1
+        except OSError as exc:
+            print(target, exc)
+    return count
+
+
 ATTACKS: dict[str, Callable[[Arrays], RecordDict]] = {
     "honest": lambda m: trained({**m, "w": m["w"] + np.float32(0.01)}),
     "huge": lambda m: trained(
@@ -108,6 +126,10 @@ ATTACKS: dict[str, Callable[[Arrays], RecordDict]] = {
     "stype": lambda m: fields(m, stype=SECRET),
     "trailing": lambda m: fields(m, data=lambda array: array.data + BYTES.tobytes()),
     "no-array": lambda m: fields(m, data=BYTES.tobytes()),
+    "mod": lambda m: trained(
+        {"w": m["w"] + np.float32(NUMBER), "half": m["half"]},
+        fedclip=MetricRecord({"votes": 42, "within": 1, "clipped": 1, "zeroed": 0, SECRET: 1}),
+    ),
     "none": lambda m: RecordDict({"config": ConfigRecord({"text": SECRET})}),
     "error": fail,
     "task": model_task,
@@ -128,6 +150,11 @@ def attack(message: Message, context: Context) -> Message:
     arrays = {key: array.numpy() for key, array in message.content["arrays"].items()}
     if name == "code":
         return Message(Error(int.from_bytes(BYTES[:7].tobytes()), SECRET), reply_to=message)
+    if name == "reach":
+        count = reached(str(context.run_config["targets"]))
+        return Message(
+            trained(arrays, metrics=MetricRecord({"num-examples": count})), reply_to=message
+        )
     if name in ("twice", "metadata"):
         reply = Message(trained({**arrays, "w": arrays["w"] * 1000}), reply_to=message)
         reply.metadata.group_id = SECRET

@@ -34,18 +34,19 @@ def plain(reply: Message) -> Any:
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Send all messages to the first node, and wait for their replies."""
-    while not (nodes := list(grid.get_node_ids())):
+    while len(nodes := list(grid.get_node_ids())) < int(context.run_config["nodes"]):
         time.sleep(0.2)
     attacks = str(context.run_config["attacks"]).split()
     model = ArrayRecord({name: Array(array) for name, array in MODEL.items()})
-    messages = [
-        Message(
-            RecordDict({"arrays": model, "config": ConfigRecord({"attack": attack, "number": i})}),
-            dst_node_id=nodes[i % len(nodes)],
-            message_type=attack.partition("-")[0] if attack.startswith(("ev", "qu")) else "train",
-        )
-        for i, attack in enumerate(attacks)
-    ]
+    messages = []
+    for i, attack in enumerate(attacks):
+        content = RecordDict({"arrays": model, "config": ConfigRecord({"attack": attack, "n": i})})
+        if attack == "mod":
+            content["fedclip"] = ConfigRecord({"bound": 9.0})
+        kind = attack.partition("-")[0]
+        kind = kind if kind in ("evaluate", "query") else "train"
+        messages.append(Message(content, nodes[i % len(nodes)], kind))
+
     ids = [*grid.push_messages(messages)]
     came: dict[str, Any] = {}
     while len(came) < len(ids):
