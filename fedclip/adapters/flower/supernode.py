@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A site's policy around Flower's SuperNode: what an app replies leaves as the policy says, or not.
+
+::
+
+    SuperLink  --message-->  Border  --message-->  SuperNode  -->  process of the app
+    SuperLink  <--new one--  Border  <---reply---  SuperNode  <--  process of the app
+
+In both of its isolation modes, a SuperNode talks to its SuperLink by the eight functions of one
+connection, and `Border` stands in their place. It keeps the model that comes with a message, holds
+back all parts of the reply until the last is there, and sends a message that it makes itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app.message.message import make_message
+from flwr.app.metadata import Metadata
+from flwr.common.constant import ErrorCode
+from flwr.common.serde import message_to_proto
+from flwr.supercore.constant import TaskType
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    inflate_object_from_contents,
+    pull_objects,
+    push_objects,
+)
+from flwr.supercore.logger import console_handler
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.servicer.runtime import runtime_handlers
+from flwr.supercore.version import package_version
+from flwr.supernode import fleet_http_connection, start_client_internal
+from flwr.supernode.cli import flower_supernode
+from flwr.supernode.nodestate import NodeStateFactory
+
+from fedclip.errors import shown
+from fedclip.federation.site.gate import Gate, Refused
+from fedclip.federation.site.policy import Policy
+
+__all__ = ["Border", "passed", "run"]
+
+_LOGGER = logging.getLogger("fedclip.site")
+
+FLOWER = "1.41.0"
+"""The one version of flwr between whose functions this file stands."""
+
+RECORD = "fedclip"
+"""The name of the records by which `UpdateClipStrategy` asks for updates, and the mod votes."""
+
+Floats = np.ndarray[Any, Any]
+
+SOURCES: dict[ModuleType, str] = {
+    start_client_internal: "d6342f743fdf768f63305b88414ae2654e9a21bda153739da19c608e8d375067",
+    fleet_http_connection: "8b90826f407ab5d30564379fd1d475f66565b87547ff612eb5672277e92a33c8",
+}
+"""SHA-256 of that version's files that pull and push messages."""
+
+WAITING = 16
+"""How many messages may wait for a reply; flwr hands out one at a time."""
+
+NOT_FORCED = """\
+fedclip site supernode: what the app replies leaves as the policy says, or stays.
+It has no hold on sockets and files of the app's process: start the SuperNode with \
+--isolation process, and the app as another user, without a way to any network but this SuperNode.
+"""
+
+
+class Border:
+    """What a SuperNode and its SuperLink say to each other, with a site's policy between them.
+
+    ::
+
+        message m               -> kept, with the model in it
+        first reply to m        -> a new message: update and named numbers that the gate lets out
+        an error, or unknown    -> a new error, in none of the app's words
+        any other reply         -> nothing
+
+    Parameters
+    ----------
+    gate
+        What lets updates and numbers out.
+    connection
+        The functions by which flwr talks to a SuperLink, in flwr's order.
+    """
+
+    def __init__(self, gate: Gate, connection: Sequence[Any]) -> None:
+        self._gate = gate
+        self._node_id, self._receive, self._send, self._get_run, self._get_fab = connection[:5]
+        self._pull, self._push, self._confirm = connection[5:]
+        self._asked: dict[str, tuple[Message, dict[str, bytes]]] = {}
+        self._held: dict[str, _Held] = {}
+        self._lock = threading.Lock()
+
+    def connection(self) -> tuple[Any, ...]:
+        """Return the functions that flwr is to use, in its order."""
+        first = (self._node_id, self.receive, self.send, self.get_run, self._get_fab)
+        return (*first, self.pull, self.push, self._confirm)
+
+    def receive(self) -> tuple[Message, Any] | None:
+        """Pull a message with all its objects, which are kept until it is replied to."""
+        if (received := self._receive()) is None:
+            return None
+        message, tree = received
+        ids = [node.object_id for node in iterate_object_tree(tree)]
+        try:
+            objects = pull_objects(ids, partial(self._pull, message.metadata.run_id))
+        except Exception as exc:
+            # flwr will ask for them again. What it gets this time has not been seen.
+            _LOGGER.error("a message came without its model: %s", shown(exc))
+            objects = {}
+        self._asked[message.metadata.message_id] = message, objects
+        while len(self._asked) > WAITING:
+            del self._asked[next(iter(self._asked))]
+        return message, tree
+
+    def pull(self, run_id: int, object_id: str) -> bytes:
+        """Return an object of a message; those that were kept need not be sent again."""
+        for _, objects in self._asked.values():
+            if object_id in objects:
+                return objects[object_id]
+        content: bytes = self._pull(run_id, object_id)
+        return content
+
+    def get_run(self, run_id: int) -> Any:
+        """Return what a run is. None is run as an agent, whose models and tools call the web."""
+        return dataclasses.replace(self._get_run(run_id), primary_task_type=TaskType.CLIENT_APP)
+
+    def send(self, reply: Message, tree: Any, _duration: float) -> tuple[set[str], str]:
+        """Hold back a reply and ask for its objects, if there is a message that waits for it."""
+        replied_to = reply.metadata.reply_to_message_id
+        asked = self._asked.get(replied_to)
+        if asked is None or asked[0].metadata.run_id != reply.metadata.run_id:
+            _LOGGER.error("not sent: a reply to no message that waits for one")
+            return set(), ""
+        del self._asked[replied_to]
+        ids = {node.object_id for node in iterate_object_tree(tree)}
+        self._held[replied_to] = _Held(*asked, tree.object_id, ids, {})
+        return ids, replied_to
+
+    def push(self, _run_id: int, replied_to: str, object_id: str, content: bytes) -> None:
+        """Hold back an object of a reply; with the last one, send what may leave in its place."""
+        with self._lock:
+            held = self._held[replied_to]
+            held.objects[object_id] = content
+            if held.objects.keys() != held.ids:
+                return
+            del self._held[replied_to]
+        reply = self._answer(held)
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        # How long the app has worked is not said: an app can work as long as it likes.
+        wanted, session = self._send(reply, get_object_tree(reply), 0.0)
+        push_objects(
+            get_all_nested_objects(reply),
+            partial(self._push, reply.metadata.run_id, session),
+            object_ids_to_push=wanted,
+        )
+
+    def _answer(self, held: _Held) -> Message:
+        """Return a message of what the gate lets out, or an error."""
+        code, said = ErrorCode.MOD_FAILED_PRECONDITION, "a reply that is not understood"
+        try:
+            if not held.seen:
+                raise Refused("the model that this replies to has not been seen at the border")
+            asked: Any = inflate_object_from_contents(held.message.metadata.message_id, held.seen)
+            reply: Any = inflate_object_from_contents(held.reply_id, held.objects)
+            if reply.has_error():
+                _LOGGER.error("the app has failed: %s", shown(reply.error.reason))
+                code, said = (
+                    ErrorCode.CLIENT_APP_RAISED_EXCEPTION,
+                    "the app of this site has failed",
+                )
+            else:
+                content = passed(
+                    held.message.metadata.message_type, asked.content, reply.content, self._gate
+                )
+                return Message(content, reply_to=held.message)
+        except Refused as exc:
+            said = str(exc)
+        except Exception as exc:  # its text may hold data
+            _LOGGER.error("not sent: a reply that is not understood: %s", shown(exc))
+        return Message(Error(code, f"{said}; nothing else leaves it"), reply_to=held.message)
+
+
+class _Held(NamedTuple):
+    """A reply that has not arrived as a whole: the message, its objects, and the reply's."""
+
+    message: Message
+    seen: dict[str, bytes]
+    reply_id: str
+    ids: set[str]
+    objects: dict[str, bytes]
+
+
+def passed(kind: str, asked: RecordDict, reply: RecordDict, gate: Gate) -> RecordDict:
+    """Return what a gate lets out of a reply, under the names of what the server has sent.
+
+    ::
+
+        arrays   "train": one ArrayRecord in the form of the model that came with the message
+                          model + gate(difference), rounded towards the model
+                          or gate(update), if `UpdateClipMod` was asked for one and says it is
+                          arrays of whole numbers: those of the model
+                 others:  refused
+        numbers  those that the policy names, in the MetricRecord "metrics"; votes, in "fedclip"
+        anything else is left out
+
+    Parameters
+    ----------
+    kind
+        The message's type, such as "train" or "evaluate.twice".
+    asked, reply
+        Contents of the message and of the app's reply.
+    gate
+        The site's.
+
+    Raises
+    ------
+    Refused
+        If nothing may leave; the text holds nothing of the data.
+    """
+    kind = kind.partition(".")[0]
+    if kind not in ("train", "evaluate", "query"):
+        raise Refused("messages to train, evaluate or query are answered here, and no others")
+    said = dict(reply.metric_records)
+    voted = said.pop(RECORD, None) if RECORD in asked.config_records else None
+    out = RecordDict()
+    if reply.array_records:
+        if kind != "train":
+            raise Refused("arrays leave in replies to train only")
+        if len(reply.array_records) != 1 or len(asked.array_records) != 1:
+            raise Refused("a model and the reply to it must be one ArrayRecord each")
+        ((name, model),) = asked.array_records.items()
+        (trained,) = reply.array_records.values()
+        out[name] = _update(model, trained, gate, full=voted is None)
+    if numbers := gate.metrics({name: n for record in said.values() for name, n in record.items()}):
+        out["metrics"] = MetricRecord(numbers)
+    if voted is not None:
+        out[RECORD] = MetricRecord(gate.votes(voted))
+    return out
+
+
+def _update(model: ArrayRecord, trained: ArrayRecord, gate: Gate, *, full: bool) -> ArrayRecord:
+    """Return the model, moved as far as the gate lets it; or, if not full, the update alone."""
+    before = {name: array.numpy() for name, array in model.items()}
+    if any(array.dtype.kind not in "fiub" for array in before.values()):
+        raise Refused("the model must be arrays of floats, integers or booleans")
+    floats = {name: array for name, array in before.items() if array.dtype.kind == "f"}
+    after = {name: array.numpy() for name, array in trained.items()}
+    if not full:
+        before = floats = {name: np.zeros_like(array) for name, array in floats.items()}
+    if _form(after) != _form(before):
+        raise Refused("names, shapes and dtypes of the arrays must be those of the model")
+    steps = gate.update({name: after[name].astype(float) - old for name, old in floats.items()})
+    moved = {name: _moved(old, steps[name]) for name, old in floats.items()}
+    return ArrayRecord({name: Array(moved.get(name, old)) for name, old in before.items()})
+
+
+def _form(arrays: Mapping[str, Floats]) -> dict[str, Any]:
+    return {name: (array.shape, array.dtype) for name, array in arrays.items()}
+
+
+def _moved(array: Floats, step: Any) -> Floats:
+    """Return an array plus a step; rounding makes no step longer, as it would in half precision."""
+    with np.errstate(all="ignore"):
+        moved = (array + step).astype(array.dtype)
+        longer = abs(moved.astype(float) - array) > abs(step)
+        return np.asarray(np.where(longer, np.nextafter(moved, array), moved))
+
+
+def _guard(gate: Gate, connect: Callable[..., Any]) -> None:
+    """Have flwr's functions in this process connect through a border."""
+
+    @contextmanager
+    def connection(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, ...]]:
+        with connect(*args, **kwargs) as found:
+            yield Border(gate, found).connection()
+
+    start_client_internal.http_request_response = connection
+    # An app must not have tasks of other kinds started, whose models and tools call the web.
+    runtime_handlers.TASK_TYPES_ALLOWED_TO_CREATE_TASKS = frozenset()
+
+
+def _check(gate: Gate) -> None:
+    """Raise unless flwr is the version known here, and sends through a border what it sends."""
+    sources = {m: hashlib.sha256(Path(str(m.__file__)).read_bytes()).hexdigest() for m in SOURCES}
+    if package_version != FLOWER or sources != SOURCES:
+        raise RuntimeError(
+            f"fedclip stands between functions of flwr {FLOWER}, and those installed are of "
+            f"{package_version}, or changed: run pip install --force-reinstall flwr=={FLOWER}"
+        )
+    word, left = "fedclip-must-not-leave", list[bytes]()
+    asked = make_message(Metadata(1, "", 1, 1, "", "", time.time(), 60.0, "evaluate"), RecordDict())
+    asked.metadata.__dict__["_message_id"] = asked.object_id
+    tree, objects = get_object_tree(asked), get_all_nested_objects(asked)
+
+    def send(message: Message, tree: Any, duration: float) -> tuple[set[str], str]:
+        left.append(message_to_proto(message).SerializeToString())
+        return {node.object_id for node in iterate_object_tree(tree)}, ""
+
+    @contextmanager
+    def connect(*_: Any) -> Iterator[tuple[Any, ...]]:
+        pull, push = lambda _, name: objects[name].deflate(), lambda *sent: left.append(sent[-1])
+        yield 1, lambda: (asked, tree), send, None, None, pull, push, None
+
+    _guard(gate, connect)
+    state = NodeStateFactory(ObjectStoreFactory()).state()
+    reply = Message(RecordDict({word: ConfigRecord({word: word})}), reply_to=asked)
+    flwr = logging.getLogger("flwr")
+    flwr.disabled = True
+    try:
+        with start_client_internal._init_connection("127.0.0.1:1", True) as connected:
+            connected[1]()
+            start_client_internal._insert_message(reply, state, state.object_store)
+            parts = state, state.object_store, connected[2], connected[6]
+            start_client_internal._push_messages(*parts)
+    finally:
+        flwr.disabled = False
+    if not left or word.encode() in b"".join(left):
+        raise RuntimeError("flwr sends replies by another way than fedclip's border; not started")
+
+
+def run(policy: Path, words: Sequence[str]) -> None:
+    """Run flwr's SuperNode with a site's policy around it, until it ends.
+
+    Parameters
+    ----------
+    policy
+        The policy's file.
+    words
+        The arguments of `flower-supernode`.
+
+    Raises
+    ------
+    OSError, ValueError
+        If the policy can not be read, or its ledger not be used.
+    RuntimeError
+        If flwr is not the version that is known here, or does not send through the border.
+    """
+    gate = Gate(Policy.read(policy))
+    _check(gate)
+    _guard(gate, fleet_http_connection.http_request_response)
+    _LOGGER.addHandler(console_handler)
+    _LOGGER.setLevel(logging.INFO)
+    sys.stderr.write(NOT_FORCED)
+    sys.argv = ["fedclip site supernode", *words]
+    flower_supernode()

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A SuperLink and SuperNodes on this machine, and a tap on what the nodes send to the link."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import MetricRecord
+from hostile.hostile.client_app import BYTES, NUMBER, SECRET
+from hostile.hostile.server_app import MODEL
+
+HERE = Path(__file__).parent
+BIN = Path(sys.executable).parent
+NODE = (
+    os.environ["NODE"].split() if "NODE" in os.environ else ("-m", "fedclip", "site", "supernode")
+)
+LIMIT = 300.0
+"""Seconds after which a test gives up; the machine may be several times slower."""
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def until(
+    ready: Callable[[], Any], *processes: subprocess.Popen[bytes], limit: float = LIMIT
+) -> None:
+    """Wait for something; fail if it takes too long, or one of the processes has ended."""
+    end = time.monotonic() + limit
+    while not ready():
+        assert time.monotonic() < end, "it took too long"
+        assert all(process.poll() is None for process in processes), "a process has ended"
+        time.sleep(0.1)
+
+
+def leaks(sent: bytes) -> list[bytes]:
+    """Return those forms of the app's secrets that are among the bytes."""
+    numbers = [np.array(NUMBER, form).tobytes() for form in ("<f8", "<f4", ">f8", "<i8")]
+    moved = MODEL["w"].ravel()[0] + np.float32(NUMBER)
+    texts = [SECRET.encode(), SECRET.replace("-", "_").encode(), BYTES[:6].astype("<f8").tobytes()]
+    listed = MetricRecord({"n": [*map(int, BYTES)]}).deflate()[-len(BYTES) :]
+    few = [BYTES[:6].tobytes(), BYTES[:6].astype("<f4").tobytes(), listed]
+    return [form for form in (*numbers, moved.tobytes(), *texts, *few) if form in sent]
+
+
+def norm(arrays: Mapping[str, Any]) -> float:
+    """Return how far a model is from the one that the app's server has sent."""
+    return float(sum(np.sum((arrays[k] - m.astype(float)) ** 2) for k, m in MODEL.items()) ** 0.5)
+
+
+class Tap:
+    """Forwards connections to a port, and keeps each byte that goes there."""
+
+    def __init__(self, target: int) -> None:
+        self.sent = bytearray()
+        self._target = target
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._threads: list[threading.Thread] = []
+        self._begin(self._accept)
+
+    def _begin(self, *work: Any) -> None:
+        thread = threading.Thread(target=work[0], args=work[1:], daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                node, _ = self._listening.accept()
+                link = socket.create_connection(("127.0.0.1", self._target))
+                for pair in ((node, link, self.sent), (link, node, bytearray())):
+                    self._begin(self._copy, *pair)
+
+    @staticmethod
+    def _copy(source: socket.socket, to: socket.socket, kept: bytearray) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                kept += data
+                to.sendall(data)
+        for end in (source, to):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        source.close()
+
+    def close(self) -> None:
+        """Accept no more connections, and wait for those there are: their nodes have ended."""
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(LIMIT)
+        self._listening.close()
+
+
+class Federation:
+    """One SuperLink, and the SuperNodes that were started for it; all end with the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.taps: list[Tap] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        home = folder / "flwr"
+        self._environment = {
+            **os.environ,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "FLWR_HOME": str(home),
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+        }
+        home.mkdir(parents=True)
+        (home / "config.toml").write_text(
+            '[superlink]\ndefault = "here"\n\n'
+            f'[superlink.here]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
+        )
+        self.app = folder / "app"
+        shutil.copytree(HERE / "hostile", self.app, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(HERE.parents[1] / "LICENSE", self.app)
+        words = ("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port))
+        self.link = self.start("link", *words, "--disable-runtime-dependency-installation")
+        until(lambda: "Uvicorn running" in self.log("link"), self.link)
+
+    def start(self, name: str, *words: str, **options: Any) -> subprocess.Popen[bytes]:
+        """Start a process, which writes to a log of that name."""
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [str(BIN / words[0]), *words[1:]],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+                **options,
+            )
+        self._processes.append(process)
+        return process
+
+    def log(self, name: str) -> str:
+        """Return what a process has written."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def tap(self) -> str:
+        """Return an address that leads to the link, where another tap is."""
+        self.taps.append(Tap(self.port))
+        return f"127.0.0.1:{self.taps[-1].port}"
+
+    def node(
+        self, policy: Path | None, *words: str, name: str = "node"
+    ) -> tuple[subprocess.Popen[bytes], str]:
+        """Start a SuperNode, with a policy around it unless that is None; wait for it.
+
+        Also return the address at which its apps find it.
+        """
+        command = [sys.executable, *NODE, str(policy)] if policy else ["flower-supernode"]
+        port = str(free_port())
+        near = ("--superlink", self.tap(), "--host", "127.0.0.1", "--port", port)
+        node = self.start(name, *command, "--insecure", *near, *words)
+        until(lambda: "SuperNode ID" in self.log(name), node)
+        return node, f"127.0.0.1:{port}"
+
+    def run(self, *attacks: str, name: str = "out", targets: str = "") -> Callable[[], Any]:
+        """Start the hostile app; return what waits for what its server received, in order."""
+        out = self.folder / name
+        values = {"attacks": " ".join(attacks), "out": str(out), "targets": targets}
+        config = " ".join(f"{key}={value!r}" for key, value in values.items())
+        config += f" nodes={len(self.taps)}"
+        subprocess.run(
+            [str(BIN / "flwr"), "run", str(self.app), "here", "--run-config", config],
+            env=self._environment,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            timeout=LIMIT,
+        )
+
+        def received() -> Any:
+            until(out.exists, self.link)
+            return pickle.loads(out.read_bytes())
+
+        return received
+
+    def left(self) -> bytes:
+        """Return all bytes that have left the nodes."""
+        return b"".join(tap.sent for tap in self.taps)
+
+    def close(self) -> None:
+        """End all processes, and what they have started."""
+        for process in reversed(self._processes):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for tap in self.taps:
+            tap.close()
+
+
+@contextmanager
+def federation(folder: Path) -> Iterator[Federation]:
+    """Have a SuperLink for as long as this lasts."""
+    result = Federation(folder)
+    try:
+        yield result
+    finally:
+        result.close()
+
+
+def policy(folder: Path, **values: Any) -> Path:
+    """Write a site's policy, and return its path."""
+    path = folder / "site.toml"
+    values = {"max_norm": 0.5, "allow_metrics": ["num-examples"], **values}
+    path.write_text("[update]\n" + "".join(f"{k} = {v!r}\n" for k, v in values.items()))
+    return path

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What passes between a SuperNode and its SuperLink, through flwr's own functions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flower_site import leaks, norm
+from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app.message.message import make_message
+from flwr.app.metadata import Metadata
+from flwr.common.serde import message_to_proto
+from flwr.supercore.constant import TaskType
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.run import Run
+from flwr.supernode import start_client_internal
+from flwr.supernode.nodestate import NodeStateFactory
+from hostile.hostile.client_app import ATTACKS, SECRET, Arrays, record, trained
+from hostile.hostile.server_app import MODEL, plain
+
+from fedclip.adapters.flower import supernode
+from fedclip.adapters.flower.supernode import Border
+from fedclip.federation.site.gate import Gate
+from fedclip.federation.site.policy import Policy
+
+PLAIN = Policy(max_norm=0.5, allow_metrics=["num-examples"])
+IDS = itertools.count(1)
+
+
+def asked(kind: str = "train", model: Arrays = MODEL, run: int = 1, **records: Any) -> Message:
+    """Return a server's message, as the SuperLink hands it out."""
+    metadata = Metadata(run, "", 1, 2, "", str(next(IDS)), 1e9, 1e9, kind)
+    message = make_message(metadata, RecordDict({"arrays": record(model), **records}))
+    message.metadata.__dict__["_message_id"] = message.object_id
+    return message
+
+
+class Link:
+    """The SuperLink's end of a connection: it hands out messages, and keeps what comes."""
+
+    def __init__(self, *messages: Message) -> None:
+        self.messages = list(messages)
+        self.objects: dict[str, Any] = {}
+        self.left = b""
+        self.durations: list[float] = []
+        self.replies: list[Message] = []
+        self.pull: Any = lambda _, name: self.objects[name].deflate()
+        self._came: dict[str, bytes] = {}
+
+    def receive(self) -> Any:
+        message = self.messages.pop(0)
+        self.objects |= get_all_nested_objects(message)
+        return message, get_object_tree(message)
+
+    def send(self, message: Message, tree: Any, duration: float) -> Any:
+        proto = message_to_proto(message)
+        proto.ClearField("content")
+        self.left += proto.SerializeToString() + tree.SerializeToString()
+        self.durations.append(duration)
+        return {node.object_id for node in iterate_object_tree(tree)}, tree.object_id
+
+    def push(self, run_id: int, session: str, name: str, content: bytes) -> None:
+        self.left += content
+        self._came[name] = content
+        if name == session:
+            self.replies.append(inflate_object_from_contents(name, self._came))
+
+    def get_run(self, run_id: int) -> Run:
+        run = Run.create_empty(run_id)
+        run.primary_task_type = TaskType.AGENT_APP
+        return run
+
+    @property
+    def connection(self) -> tuple[Any, ...]:
+        return 1, self.receive, self.send, self.get_run, None, self.pull, self.push, None
+
+
+class Node:
+    """A SuperNode's functions, over a connection."""
+
+    def __init__(self, connection: tuple[Any, ...]) -> None:
+        self.connection = connection
+        self.state = NodeStateFactory(ObjectStoreFactory()).state()
+
+    def receive(self) -> Message:
+        message, tree = self.connection[1]()
+        contents = {
+            node.object_id: self.connection[5](1, node.object_id)
+            for node in iterate_object_tree(tree)
+        }
+        received: Any = inflate_object_from_contents(tree.object_id, contents)
+        received.metadata.__dict__["_message_id"] = message.metadata.message_id
+        return received
+
+    def push(self, *replies: Message) -> None:
+        for reply in replies:
+            start_client_internal._insert_message(reply, self.state, self.state.object_store)
+        parts = self.state, self.state.object_store, self.connection[2], self.connection[6]
+        start_client_internal._push_messages(*parts)
+
+
+Answer = Callable[[Message], Message | list[Message]]
+
+
+def exchanged(message: Message, answer: Answer, policy: Policy | None = PLAIN) -> Link:
+    """Return the SuperLink's end after a message and its reply."""
+    link = Link(message)
+    connection = link.connection
+    node = Node(Border(Gate(policy), connection).connection() if policy else connection)
+    replies = answer(node.receive())
+    node.push(*(replies if isinstance(replies, list) else [replies]))
+    return link
+
+
+def attacking(name: str) -> Answer:
+    def answer(message: Message) -> Message:
+        arrays = {key: array.numpy() for key, array in message.content["arrays"].items()}
+        return Message(ATTACKS[name](arrays), reply_to=message)
+
+    return answer
+
+
+def replying(content: RecordDict | Error) -> Answer:
+    return lambda message: Message(content, reply_to=message)
+
+
+SILENT = {"honest", "missing", "infinite", "nan"}
+OUTSIDE = {"error", "task"}
+
+
+@pytest.mark.parametrize("name", sorted(ATTACKS.keys() - OUTSIDE))
+def test_nothing_leaves_but_what_the_policy_says(name: str) -> None:
+    kind = name.partition("-")[0] if name.startswith(("evaluate", "query")) else "train"
+    assert bool(leaks(exchanged(asked(kind), attacking(name), None).left)) == (name not in SILENT)
+    link = exchanged(asked(kind), attacking(name))
+    assert not leaks(link.left)
+    assert link.durations == [0.0]
+    (reply,) = link.replies
+    assert reply.metadata.message_type == kind
+    if reply.has_error():
+        assert reply.error.code == 6
+        return
+    records = plain(reply)
+    assert set(records) <= {"arrays", "metrics"}
+    assert set(records.get("metrics", {})) <= {"num-examples"}
+    assert kind == "train" or "arrays" not in records
+    if "arrays" in records:
+        assert norm(records["arrays"]) <= 0.5 * (1 + 1e-6)
+        assert records["arrays"]["steps"] == MODEL["steps"]
+
+
+@pytest.mark.parametrize(
+    ("name", "leaving"), [("honest", True), ("record-names", True), ("names", False)]
+)
+def test_an_honest_update_leaves_as_it_is(name: str, leaving: bool) -> None:
+    (reply,) = exchanged(asked(), attacking(name)).replies
+    assert reply.has_content() == leaving
+    if leaving:
+        wanted = ATTACKS[name](MODEL).array_records.values()
+        np.testing.assert_array_equal(
+            reply.content["arrays"]["w"].numpy(), next(iter(wanted))["w"].numpy()
+        )
+
+
+@pytest.mark.parametrize("error", [Error(666, SECRET), Error(2, None), Error(2**60, "x")])
+def test_an_error_leaves_without_its_words(error: Error) -> None:
+    link = exchanged(asked(), replying(error))
+    assert plain(link.replies[0]) == (2, "the app of this site has failed; nothing else leaves it")
+    assert not leaks(link.left)
+
+
+def bent(message: Message) -> Message:
+    reply = Message(trained(MODEL), reply_to=message)
+    reply.metadata.group_id = SECRET
+    reply.metadata.created_at = reply.metadata.ttl = 1234567.0
+    reply.metadata.message_type = "query.PATIENT_0042"
+    reply.metadata.dst_node_id = 3
+    reply.metadata.src_task_id = 4
+    return reply
+
+
+def test_the_metadata_are_made_here() -> None:
+    link = exchanged(asked(), bent)
+    found = link.replies[0].metadata
+    assert not leaks(link.left)
+    assert (found.message_type, found.dst_node_id, found.src_task_id) == ("train", 1, None)
+
+
+def test_a_message_has_one_reply() -> None:
+    def twice(message: Message) -> list[Message]:
+        more = trained(MODEL, more=ConfigRecord({"a": 1}))
+        return [Message(trained(MODEL), reply_to=message), Message(more, reply_to=message)]
+
+    assert len(exchanged(asked(), twice, None).replies) == 2
+    assert len(exchanged(asked(), twice).replies) == 1
+
+
+@pytest.mark.parametrize("field", ["_reply_to_message_id", "_run_id"])
+def test_a_reply_to_something_else_stays(field: str) -> None:
+    def stray(message: Message) -> Message:
+        reply = Message(trained(MODEL), reply_to=message)
+        reply.metadata.__dict__[field] = {"_run_id": 7}.get(field, "0" * 64)
+        return reply
+
+    assert exchanged(asked(), stray, None).left
+    assert not exchanged(asked(), stray).left
+
+
+@pytest.mark.parametrize("kind", ["system", "reconnect", "get_parameters", "evaluate", "query"])
+def test_arrays_leave_in_replies_to_training_only(kind: str) -> None:
+    assert exchanged(asked(kind), replying(trained(MODEL))).replies[0].has_error()
+    assert exchanged(asked("train.again"), replying(trained(MODEL))).replies[0].has_content()
+
+
+def test_without_the_model_nothing_leaves() -> None:
+    link = Link(asked())
+    link.pull = None
+    node = Node(Border(Gate(PLAIN), link.connection).connection())
+    message, _ = node.connection[1]()
+    node.push(Message(trained(MODEL), reply_to=message))
+    code, said = plain(link.replies[0])
+    assert code == 6
+    assert said.startswith("the model that this replies to has not been seen")
+
+
+def test_two_models_in_a_message_are_refused() -> None:
+    link = exchanged(asked(more=record(MODEL)), replying(trained(MODEL)))
+    assert plain(link.replies[0])[0] == 6
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_rounding_makes_no_update_longer(dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    model = {"w": (1000 * rng.standard_normal(2000)).astype(dtype)}
+    reply = trained({"w": (model["w"] + rng.standard_normal(2000)).astype(dtype)})
+    (got,) = exchanged(asked(model=model), replying(reply)).replies
+    w = got.content["arrays"]["w"].numpy()
+    assert w.dtype == dtype
+    assert np.linalg.norm(w.astype(float) - model["w"]) <= 0.5
+
+
+BOUND = ConfigRecord({"bound": 1.0})
+UPDATE = {"w": np.full((2, 3), 9.0, np.float32), "half": np.zeros(4, np.float16)}
+
+
+@pytest.mark.parametrize(
+    ("votes", "sent"),
+    [
+        ({"votes": 1, "within": 1, "clipped": 0, "zeroed": 0}, [1, 1, 0, 0]),
+        ({"votes": 42, "within": 1, "clipped": 1, "zeroed": 0, "age": 42}, [0, 0, 1, 0]),
+    ],
+)
+def test_the_mods_update_is_clipped_as_an_update(votes: dict[str, int], sent: list[int]) -> None:
+    content = trained(UPDATE, fedclip=MetricRecord(votes))
+    (reply,) = exchanged(asked(fedclip=BOUND), replying(content)).replies
+    records = plain(reply)
+    np.testing.assert_allclose(records["arrays"]["w"], 0.5 / 6**0.5, rtol=1e-5)
+    assert records["metrics"] == {"num-examples": 7}
+    assert records["fedclip"] == dict(
+        zip(("votes", "within", "clipped", "zeroed"), sent, strict=True)
+    )
+    # A server that has asked for no update gets none: this would be the wrong model.
+    assert exchanged(asked(), replying(content)).replies[0].has_error()
+
+
+def test_a_budget_that_is_spent_says_so(tmp_path: Path) -> None:
+    budget = {"max_epsilon": 3.0, "delta": 1e-5, "ledger": str(tmp_path / "ledger")}
+    policy = Policy(max_norm=0.5, noise_multiplier=3.0, **budget)
+    (first,) = exchanged(asked(), attacking("huge"), policy).replies
+    assert first.content["arrays"]["w"].numpy().std() > 0
+    (second,) = exchanged(asked(), attacking("huge"), policy).replies
+    assert second.error.reason.startswith("this site's budget is spent")
+
+
+def test_nothing_runs_as_an_agent() -> None:
+    link = Link()
+    assert link.get_run(1).primary_task_type == TaskType.AGENT_APP
+    run = Border(Gate(PLAIN), link.connection).connection()[3](1)
+    assert run.primary_task_type == TaskType.CLIENT_APP
+
+
+@pytest.fixture
+def as_installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Put back what `_check` replaces."""
+    for module, name in [
+        (start_client_internal, "http_request_response"),
+        (supernode.runtime_handlers, "TASK_TYPES_ALLOWED_TO_CREATE_TASKS"),
+    ]:
+        monkeypatch.setattr(module, name, getattr(module, name))
+    return monkeypatch
+
+
+def test_it_tests_itself(as_installed: pytest.MonkeyPatch) -> None:
+    supernode._check(Gate(PLAIN))
+    around = start_client_internal._init_connection
+
+    @contextmanager
+    def another_way(*args: Any) -> Any:
+        with around(*args) as found:
+            border = found[2].__self__
+            yield (*found[:2], border._send, *found[3:6], border._push, found[7])
+
+    as_installed.setattr(start_client_internal, "_init_connection", another_way)
+    with pytest.raises(RuntimeError, match="another way"):
+        supernode._check(Gate(PLAIN))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("package_version", "1.41.1"), ("SOURCES", {start_client_internal: "0" * 64})],
+)
+def test_another_flwr_is_refused(as_installed: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    as_installed.setattr(supernode, name, value)
+    with pytest.raises(RuntimeError, match=r"flwr 1\.41\.0, and those installed"):
+        supernode._check(Gate(PLAIN))
