@@ -111,6 +111,18 @@ def test_metrics_of_one_client_do_not_end_the_run(name: str, caplog: Any) -> Non
     assert "metrics of 1 replies are left out" in caplog.text
 
 
+def test_names_that_a_client_chooses_change_nothing() -> None:
+    def rename(content: RecordDict) -> None:
+        content["mine"] = content.pop("arrays")
+
+    claimed = {"num-examples": 10, "update-clip-bound": 7.0}
+    loop = Loop(FIVE, steady, metrics=lambda node: claimed, change={1: rewritten(rename)})
+    strategy = UpdateClipStrategy(FedAvg(), FIXED)
+    found, result = loop.run(strategy, ZEROS, 1)
+    np.testing.assert_allclose(found["w"], 0.4)
+    assert result.train_metrics_clientapp[1]["update-clip-bound"] == 1.0
+
+
 def test_one_node_has_one_reply_and_others_have_none() -> None:
     strategy = UpdateClipStrategy(
         FedAvg(),
