@@ -10,6 +10,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,6 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "engines"))
-warnings.simplefilter("ignore")
-
 from flower_loop import Loop, arrays_of, record
 from flwr.clientapp.mod import adaptiveclipping_mod
 from flwr.serverapp.strategy import (
@@ -68,17 +67,19 @@ def run(
     return strategy, arrays_of(result.arrays)
 
 
-def bound_of(strategy: Any) -> float:
+def last(start: float, make: Made) -> str:
+    """Return the bound after all rounds."""
+    strategy, _ = run(make, start, 0.0, ROUNDS)
     ours = isinstance(strategy, UpdateClipStrategy)
-    return float(strategy.server.bound.bound if ours else strategy.clipping_norm)
+    return f"{strategy.server.bound.bound if ours else strategy.clipping_norm:.3g}"
 
 
-def noise_owed(make: Made, start: float) -> float:
-    """Return the noise of one round, as a share of what its clients' bound asks for."""
+def owed(start: float, make: Made) -> str:
+    """Return the noise of one round, as a share of what the bound of its clients asks for."""
     strategy, model = run(make, start, Z, 1, pad=np.zeros(PAD))
     ours = isinstance(strategy, UpdateClipStrategy)
     z = strategy.server.bound.budget.update_noise if ours else strategy.noise_multiplier
-    return float(np.std(model["pad"]) / (z * start / CLIENTS))
+    return f"{np.std(model['pad']) / (z * start / CLIENTS):.2f}"
 
 
 def wrong(make: Made, update: Update, **more: Any) -> str:
@@ -103,15 +104,12 @@ def one_nan(node: int, round_: int) -> dict[str, Any]:
 def main() -> None:
     """Print the table."""
     logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
     rows: dict[str, Callable[[Made], str]] = {}
     for start in (0.1, 10.0):
-        rows[f"bound after {ROUNDS} rounds from {start:g}, without noise"] = lambda make, at=start: (
-            f"{bound_of(run(make, at, 0.0, ROUNDS)[0]):.3g}"
-        )
+        rows[f"bound after {ROUNDS} rounds from {start:g}, without noise"] = partial(last, start)
     for start in (0.1, 10.0):
-        rows[f"noise / owed in a round with the bound {start:g}"] = lambda make, at=start: (
-            f"{noise_owed(make, at):.2f}"
-        )
+        rows[f"noise / owed in a round with the bound {start:g}"] = partial(owed, start)
     rows["one client of 50 sends NaN"] = lambda make: wrong(make, one_nan)
     rows["the model has a counter (int64)"] = lambda make: wrong(make, moving, steps=np.array([3]))
     print(f"| the median norm is 1 | flwr {version('flwr')} | fedclip |\n|---|---|---|")

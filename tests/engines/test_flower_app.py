@@ -29,7 +29,7 @@ def run(folder: Path, *options: str, limit: float = 1500.0) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads((folder / "update_clip.json").read_text())
     found["accuracy"] = [
-        float(line.split("'accuracy': ")[1].split("}")[0])
+        float(line.split("'accuracy': ")[1].split(",")[0])
         for line in done.stdout.splitlines()
         if "MetricRecord: {'accuracy'" in line
     ]
@@ -49,7 +49,7 @@ def test_ten_clients_on_ray_with_noise(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("options", [("--supernodes", "2"), ("--clients", "100")])
+@pytest.mark.parametrize("options", [("--supernodes", "2"), ("--clients", "100")], ids=str)
 def test_the_example_on_more(tmp_path: Path, options: tuple[str, str]) -> None:
     found = run(tmp_path, "--rounds", "5", *options)
     assert [row["replies"] for row in found["rounds"]] == [int(options[1])] * 5
