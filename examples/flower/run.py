@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -22,7 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 APP = Path(__file__).resolve().parent
@@ -77,26 +76,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--folder", type=Path, default=Path("fedclip-flower"))
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--limit", type=float, default=1200.0, help="seconds")
     args = parser.parse_args()
+    # What was started is stopped, too, if this is.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     nodes = args.supernodes or args.clients
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    port, home = free_port(), tempfile.mkdtemp(prefix="flwr-")
-    env = {
-        **os.environ,
-        "FLWR_HOME": home,
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-    }
-    Path(home, "config.toml").write_text(
-        f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{port}"\n'
-        "insecure = true\n"
-    )
-    link = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port)]
-    link += ["--disable-runtime-dependency-installation"]
-    link += [] if args.supernodes else ["--simulation"]
+    address = f"127.0.0.1:{free_port()}"
     given = {
         "folder": f'"{folder}"',
         "nodes": nodes,
@@ -104,26 +91,39 @@ def main() -> int:
         **dict(pair.split("=", 1) for pair in args.set),
     }
     settings = " ".join(f"{name}={value}" for name, value in given.items())
+    link = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port"]
+    link += [address.split(":")[1], "--disable-runtime-dependency-installation"]
     run = [str(BIN / "flwr"), "run", str(APP), "--stream", "--run-config", settings]
     if not args.supernodes:
+        link.append("--simulation")
         run += ["--federation-config", f"num-supernodes={nodes} client-resources-num-cpus=1"]
-    with started(link, env, folder / "superlink.log") as superlink:
-        wait_for(f"http://127.0.0.1:{port}/health", superlink)
-        running = []
-        try:
-            for i in range(args.supernodes):
-                node = ["flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{port}"]
-                node += ["--port", str(free_port())]
-                node += ["--node-config", f"partition-id={i} num-partitions={nodes}"]
-                running.append(started(node, env, folder / f"supernode-{i}.log"))
-                running[-1].__enter__()
-            done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=3000)
-        finally:
-            for node in running:
-                node.__exit__(None, None, None)
+    with ExitStack() as stack:
+        home = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="flwr-", ignore_cleanup_errors=True)
+        )
+        Path(home, "config.toml").write_text(
+            '[superlink]\ndefault = "here"\n'
+            f'[superlink.here]\naddress = "{address}"\ninsecure = true\n'
+        )
+        env = {
+            **os.environ,
+            "FLWR_HOME": home,
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        }
+        superlink = stack.enter_context(started(link, env, folder / "superlink.log"))
+        wait_for(f"http://{address}/health", superlink)
+        for i in range(args.supernodes):
+            node = ["flower-supernode", "--insecure", "--superlink", address]
+            node += ["--port", str(free_port())]
+            node += ["--node-config", f"partition-id={i} num-partitions={nodes}"]
+            stack.enter_context(started(node, env, folder / f"supernode-{i}.log"))
+        done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=args.limit)
     told = done.stdout + done.stderr
     print(told)
-    return 0 if done.returncode == 0 and re.search("execution finished", told) else 1
+    return 0 if done.returncode == 0 and "execution finished" in told else 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from flwr.app import Array, ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
@@ -11,11 +13,14 @@ from fedclip.adapters.flower import UpdateClipStrategy
 
 app = ServerApp()
 TEST = task.load_test()
+ended = time.monotonic()
 
 
 def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord:
+    global ended
+    seconds, ended = time.monotonic() - ended, time.monotonic()
     model = {name: array.numpy() for name, array in arrays.items()}
-    return MetricRecord({"accuracy": task.accuracy(model, *TEST)})
+    return MetricRecord({"accuracy": task.accuracy(model, *TEST), "seconds": seconds})
 
 
 @app.main()

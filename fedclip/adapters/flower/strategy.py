@@ -200,8 +200,7 @@ class UpdateClipStrategy(Strategy):
         sound = [m for m, fault in zip(came.values(), closed.faults, strict=True) if not fault]
         handed = self._handed(sound, {k: like[k] - closed.average[k] for k in like})
         arrays, inner_metrics = self.inner.aggregate_train(server_round, handed)
-        if inner_metrics is not None:
-            metrics.update(inner_metrics)
+        metrics = MetricRecord({**(inner_metrics or {}), **metrics})
         if arrays is None:
             return None, metrics
         # In the dtypes of the model: FedAvg makes float64 of whole numbers.
@@ -263,9 +262,9 @@ class UpdateClipStrategy(Strategy):
             ]
         alike = self._alike(sound)
         for message in alike:
-            rest = {k: v for k, v in message.content.items() if k != RECORD}
-            rest[one_record(message.content, "")[0]] = ArrayRecord(dict(record))
-            message.content = RecordDict(rest)
+            ours = {RECORD, *message.content.array_records}
+            rest = {k: v for k, v in message.content.items() if k not in ours}
+            message.content = RecordDict({**rest, name: ArrayRecord(dict(record))})
         return alike
 
     def _alike(self, sound: Sequence[Message]) -> list[Message]:
