@@ -126,7 +126,7 @@ def by_the_core(rounds: int, clients: int) -> tuple[list[float], Any]:
     spec.loader.exec_module(script)
     server, client = server_of({"start_norm": 0.5}), client_of({})
     data, bounds = [script.load(part, 5) for part in range(clients)], []
-    model = np.zeros((65, 10))
+    model = np.zeros((65, 10), "f4")  # as NVFlare keeps it
     for _ in range(rounds):
         sent, replies = server.open(), []
         for i, rows in enumerate(data):
