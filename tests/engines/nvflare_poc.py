@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -79,16 +80,15 @@ def provisioned(folder: Path) -> Path:
 
 
 def protect(site: Path, policy: Path) -> None:
-    """Write the site's privacy.json; its logs stay, unless a file `logs-leave` is there."""
+    """Write the page's privacy.json; logs stay, unless a file `logs-leave` is there."""
     resources = json.loads((site / "local" / "resources.json.default").read_text())
     if not (policy.parent / "logs-leave").exists():
         resources["allow_log_streaming"] = False
     (site / "local" / "resources.json").write_text(json.dumps(resources))
-    one = {"path": "fedclip.adapters.nvflare.SitePolicy", "args": {"policy": str(policy)}}
-    scope = {"name": "all", "task_data_filters": [one], "task_result_filters": [one]}
-    (site / "local" / "privacy.json").write_text(
-        json.dumps({"scopes": [scope], "default_scope": "all"})
-    )
+    page = (Path(__file__).parents[2] / "docs" / "nvflare.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```text\n(\{.*?^\})$", page, re.MULTILINE | re.DOTALL)
+    shown = block.replace("/etc/fedclip/site.toml", str(policy))
+    (site / "local" / "privacy.json").write_text(shown)
 
 
 def started(prod: Path, folder: Path) -> list[subprocess.Popen[bytes]]:

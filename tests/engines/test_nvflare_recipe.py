@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -66,6 +67,15 @@ def test_a_job_gets_its_parts_and_no_copy_of_fedclip(tmp_path: Path) -> None:
     ]
     custom = tmp_path / "job" / "app" / "custom"
     assert [path.name for path in custom.rglob("*.py")] == ["client.py"]
+
+
+def test_the_page_shows_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = EXAMPLE.parents[1] / "docs" / "nvflare.md"
+    monkeypatch.chdir(EXAMPLE)
+    names: dict[str, Any] = {}
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+    exec(block, names)
+    assert names["recipe"]._job
 
 
 def test_settings_travel_through_json(tmp_path: Path) -> None:
