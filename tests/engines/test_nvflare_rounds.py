@@ -198,6 +198,18 @@ def test_nobody_sees_votes(tmp_path: Path) -> None:
     assert published.metrics is None
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {**NOISE, "expected_clients": 1}], ids=["exact", "noised"]
+)
+def test_with_noise_nobody_learns_how_many_replied(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    ours = Federation(tmp_path, start_norm=1.0, **settings)
+    ours.closing.reset_stats()
+    received = ours.asked("site-1", {"w": np.zeros(2)}, nr_aggregated=3)
+    assert ("nr_aggregated" in from_shareable(received).meta) == (not settings)
+
+
 def test_a_bound_is_for_one_task(tmp_path: Path) -> None:
     ours, manager = Federation(tmp_path, start_norm=1.0), contexts("site-1")
     ours.closing.reset_stats()

@@ -145,5 +145,8 @@ class SendBound(Filter):
             raise RuntimeError("no round is open: CloseRound is not the aggregator of this job")
         dxo = from_shareable(shareable)
         client = fl_ctx.get_peer_context().get_identity_name()
-        dxo.meta[KEY] = bound_to(aggregator.sent_to(client, dxo.data))
+        sent = aggregator.sent_to(client, dxo.data)
+        if sent.private:
+            dxo.meta.pop("nr_aggregated", None)  # who replies is not covered by epsilon
+        dxo.meta[KEY] = bound_to(sent)
         return dxo.update_shareable(shareable)

@@ -114,8 +114,9 @@ class SitePolicy(Filter):
         elif kind == DataKind.WEIGHT_DIFF:
             data = self._gate.update(dxo.data, model)
         else:
-            if not alike(dxo.data, model):
-                raise Refused("the weights have not the names and shapes of the model")
+            arrays = all(isinstance(one, np.ndarray | np.generic) for one in dxo.data.values())
+            if not arrays or not alike(dxo.data, model):
+                raise Refused("the weights are no NumPy arrays with the model's names and shapes")
             moved = {name: value - model[name] for name, value in dxo.data.items()}
             left = self._gate.update(moved, model)
             data = {name: _beside(model[name], value) for name, value in left.items()}
