@@ -20,6 +20,7 @@ from nvflare.app_common.aggregators.collect_and_assemble_model_aggregator import
 )
 from nvflare.app_common.np.recipes.fedavg import NumpyFedAvgRecipe
 from nvflare.app_common.np.recipes.lr.fedavg import FedAvgLrRecipe
+from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
 from nvflare.client.config import TransferType
 
 from fedclip.adapters.nvflare import add_update_clipping
@@ -65,6 +66,11 @@ def test_a_job_gets_its_parts_and_no_copy_of_fedclip(tmp_path: Path) -> None:
     assert clips["filters"] == [
         {"path": "fedclip.adapters.nvflare.client.ClipUpdate", "args": {"settings": settings}}
     ]
+    # What the page has an operator write into a list of classes.
+    parts = [sends["filters"][0], *receives["filters"], *clips["filters"]]
+    parts.append(server["workflows"][0]["args"]["aggregator"])
+    allowed = ComponentPathAuthorizer._path_matches_prefix
+    assert all(allowed(part["path"], "fedclip.adapters.nvflare") for part in parts)
     custom = tmp_path / "job" / "app" / "custom"
     assert [path.name for path in custom.rglob("*.py")] == ["client.py"]
 
