@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server and a site of NVFlare, in processes of their own, and a job: run as a script.
+"""A server and a site of NVFlare, in processes of their own, and jobs at once: run as a script.
 
-    python nvflare_poc.py FOLDER JOB
+    python nvflare_poc.py FOLDER JOB...
 
 The folder has the site's `site.toml`, or none; what arrives at the server's processes is written
-to `arrived/`, and how the job ended to `status.txt`.
+to `arrived/`, and how the jobs ended to `status.txt`.
 """
 
 from __future__ import annotations
@@ -112,33 +112,33 @@ def started(prod: Path, folder: Path) -> list[subprocess.Popen[bytes]]:
     return running
 
 
-def run(prod: Path, job: str) -> str:
-    """Return how a job has ended."""
+def run(prod: Path, jobs: list[str]) -> list[str]:
+    """Return how jobs have ended that run at the same time."""
     until = time.monotonic() + 240
     where: dict[str, Any] = {"username": ADMIN, "startup_kit_location": str(prod / ADMIN)}
     session = new_secure_session(**where, timeout=60)
     try:
-        number = session.submit_job(job)
-        while not (status := session.get_job_status(number)).startswith("FINISHED"):
-            if time.monotonic() > until:
-                return f"not finished: {status}"
+        numbers = [session.submit_job(job) for job in jobs]
+        while True:
+            status = [session.get_job_status(number) for number in numbers]
+            if all(one.startswith("FINISHED") for one in status) or time.monotonic() > until:
+                return status
             time.sleep(1)
-        return status
     finally:
         session.close()
 
 
-def main(folder: Path, job: str) -> None:
+def main(folder: Path, *jobs: str) -> None:
     prod = provisioned(folder)
     if (folder / "site.toml").exists():
         protect(prod / SITE, folder / "site.toml")
     running = started(prod, folder)
     try:
-        (folder / "status.txt").write_text(run(prod, job))
+        (folder / "status.txt").write_text("\n".join(run(prod, list(jobs))))
     finally:
         for process in running:
             os.killpg(process.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])

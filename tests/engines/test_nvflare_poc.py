@@ -27,6 +27,8 @@ from nvflare.job_config.defs import FilterType
 from nvflare_hostile import NUMBER, SECRET, WAYS, Hostile, Keep, PutBack
 
 from fedclip.adapters.nvflare import add_update_clipping
+from fedclip.federation.site.gate import spent
+from fedclip.federation.site.policy import Policy
 
 HERE = Path(__file__).parent
 POLICY = "[update]\nmax_norm = 0.5\nallow_metrics = ['accuracy']\n"
@@ -49,13 +51,13 @@ def hostile(folder: Path, *filters: Any, **meta: str) -> Path:
     return folder / "hostile"
 
 
-def run(folder: Path, job: Path, policy: str = POLICY) -> tuple[str, list[bytes], list[Any]]:
-    """Run a job; return how it ended, the frames, and the results that arrived, by rounds."""
+def run(folder: Path, *jobs: Path, policy: str = POLICY) -> tuple[str, list[bytes], list[Any]]:
+    """Run jobs; return how they ended, the frames, and the results that arrived, by rounds."""
     if policy:
         (folder / "site.toml").write_text(policy)
         (folder / "site.toml").chmod(0o600)
     done = subprocess.run(
-        [sys.executable, HERE / "nvflare_poc.py", folder, job],
+        [sys.executable, HERE / "nvflare_poc.py", folder, *jobs],
         env=os.environ | {"HOME": str(folder)},  # where NVFlare writes
         capture_output=True,
         text=True,
@@ -112,9 +114,10 @@ def test_without_a_policy_all_of_it_arrives(tmp_path: Path) -> None:
 def test_a_job_that_would_get_around_the_policy_gets_nothing(case: str, tmp_path: Path) -> None:
     meta = {"scope": "another"} if case == "another scope" else {}
     job = hostile(tmp_path, *[PutBack()] * (case == "own filter"), **meta)
+    policy = "[update]" if case == "no policy" else POLICY
     if case == "logs leave":
         (tmp_path / "logs-leave").touch()
-    status, frames, results = run(tmp_path, job, "[update]" if case == "no policy" else POLICY)
+    status, frames, results = run(tmp_path, job, policy=policy)
     assert status != "FINISHED:COMPLETED"
     assert holds(frames) == (False, False)
     assert not any("DXO" in result for result in results)
@@ -142,3 +145,19 @@ def test_update_clipping_runs_below_a_policy(tmp_path: Path) -> None:
         norm = np.linalg.norm(dxo.data["numpy_key"].astype("f8"))
         assert norm == pytest.approx(min(bound, 0.5), rel=1e-5)
         assert dxo.meta.get("initial_metrics") == {"accuracy": pytest.approx(0.5, abs=0.5)}
+
+
+@pytest.mark.soak
+def test_two_jobs_at_once_share_the_budget(tmp_path: Path) -> None:
+    ledger = tmp_path / "spent.json"
+    policy = f"{POLICY}noise_multiplier = 2.0\nmax_epsilon = 10.0\ndelta = 1e-5\n"
+    policy += f"ledger = '{ledger}'\n"
+    jobs = [hostile(tmp_path / name) for name in ("one", "two")]
+    status, frames, results = run(tmp_path, *jobs, policy=policy)
+    assert status == "FINISHED:COMPLETED\nFINISHED:COMPLETED"
+    assert holds(frames) == (False, False)
+    # Each would share two updates, and is charged for a third that is refused; four are paid for.
+    updates = [r for r in results if "DXO" in r and r["DXO"]["kind"] != DataKind.METRICS]
+    assert len(updates) <= 4
+    assert 9.0 < spent(Policy.read(tmp_path / "site.toml")).epsilon() <= 10.0
+    assert len(results) == 2 * len(WAYS)

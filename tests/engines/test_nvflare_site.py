@@ -233,14 +233,26 @@ def test_a_job_can_not_play_the_site(tmp_path: Path) -> None:
         SitePolicy(str(tmp_path / "site.toml")).process(task(MODEL), FLContext())
 
 
+def clipped_twice(site: Site, ours: Federation) -> Shareable:
+    """Return what leaves of an update of norm 28 in a job with update clipping."""
+    ours.closing.reset_stats()
+    ReceiveBound().process(site.receives(ours.asked("site-1", MODEL)), site.context)
+    return site.sends(result(moved(10.0)))
+
+
+def test_an_update_with_noise_is_within_the_bound(tmp_path: Path) -> None:
+    ours = Federation(tmp_path, start_norm=0.3)
+    site = Site(tmp_path, f"{POLICY}noise_multiplier = 4.0\n", filters=[ClipUpdate({})])
+    ours.arrives("site-1", clipped_twice(site, ours))
+    # 8 normal numbers of deviation 2: their norm is above 0.3.
+    assert norm(ours.closing.aggregate_model().params) == pytest.approx(0.3, rel=1e-6)
+    assert ours.rounds[0]["refused"] == 0
+
+
 @pytest.mark.parametrize("bound", [0.2, 2.0])
 def test_the_smaller_bound_wins_beside_update_clipping(bound: float, tmp_path: Path) -> None:
     ours = Federation(tmp_path, start_norm=bound)
-    ours.closing.reset_stats()
-    site = Site(tmp_path, filters=[ClipUpdate(ours.settings)])
-    sent = site.receives(ours.asked("site-1", MODEL))
-    ReceiveBound().process(sent, site.context)
-    left = site.sends(result(moved(10.0)))
+    left = clipped_twice(Site(tmp_path, filters=[ClipUpdate(ours.settings)]), ours)
     dxo = from_shareable(left)
     assert norm(dxo.data) == pytest.approx(min(bound, 0.5), rel=1e-6)
     # The vote is of what the site lets out: it tells nothing more.

@@ -99,11 +99,8 @@ class CloseRound(ModelAggregator):
     def accept_model(self, model: FLModel) -> None:
         """Keep the reply of a client."""
         # NVFlare writes the name, whatever the client has put there.
-        sender, said = model.meta["client_name"], model.meta.get(KEY)
-        if model.params_type != ParamsType.DIFF:
-            # What an honest client sends has passed `ClipUpdate`.
-            said = None
-        self._replies.append(reply_from(model.params, said, sender))
+        sender = model.meta["client_name"]
+        self._replies.append(reply_from(model.params, model.meta.get(KEY), sender))
 
     def aggregate_model(self) -> FLModel:
         """Close the round, and return its average as a difference."""
