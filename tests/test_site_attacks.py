@@ -7,13 +7,17 @@ Written from the docs and the protocol alone: the server is a hostile one, on a 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
+import random
 import shutil
 import struct
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import federation_liars
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -23,6 +27,8 @@ from declearn.aggregator import (
     ModelUpdates,
     SumAggregator,
 )
+from declearn.communication.api import NetworkClient
+from declearn.communication.api.backend.actions import Ping
 from declearn.dataset import InMemoryDataset
 from declearn.main import FederatedServer
 from declearn.main.config import FLOptimConfig, FLRunConfig
@@ -31,6 +37,7 @@ from declearn.messaging import (
     EvaluationReply,
     EvaluationRequest,
     FairnessSetupQuery,
+    GenericMessage,
     InitReply,
     MetadataQuery,
     MetadataReply,
@@ -45,7 +52,10 @@ from helpers import PATIENCE, free_port
 from hostile_server import SECRET, WORD, D, Wire, attack, data, init, model, train
 
 import fedclip
-from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound
+from fedclip.federation.site.gate import Gate
+from fedclip.federation.site.policy import Policy
+from fedclip.federation.site.sending import GatedNetwork
+from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
 from fedclip.privacy import ledger as ledgers
 from fedclip.privacy.ledger import Ledger
 
@@ -78,7 +88,11 @@ def leaks(wire: Wire) -> Iterator[str]:
             if message.updates.weights != 1:
                 yield "a weight"
             if (
-                not np.linalg.norm(np.concatenate([np.ravel(a) for a in vector.coefs.values()]))
+                not np.linalg.norm(
+                    np.concatenate(
+                        [np.ravel(a).astype(float) for a in vector.coefs.values()] or [[0.0]]
+                    )
+                )
                 <= C
             ):
                 yield "an update beyond the bound"
@@ -206,6 +220,66 @@ def test_numbers_leave_by_name(tmp_path: Path) -> None:
     assert {*reply.metrics} == {"mae", "loss"}
 
 
+class Notes(NetworkClient, register=False):
+    """A network client that keeps what it would send."""
+
+    def __init__(self, wire: Wire) -> None:
+        super().__init__("ws://nowhere", "site-1")
+        self.wire = wire
+
+    @staticmethod
+    def _setup_ssl_context(certificate: str | None = None) -> None:
+        """None is needed."""
+
+    async def start(self) -> None:
+        """Do nothing."""
+
+    async def stop(self) -> None:
+        """Do nothing."""
+
+    async def _send_message(self, bin_msg: bytes) -> bytes:
+        self.wire.frames.append(bin_msg)
+        return Ping().serialize()
+
+
+class Unknown(PrivacyReply, register=False):
+    """A message of a kind that is known, with more in it."""
+
+    def __init__(self) -> None:
+        self.more = WORD
+
+
+@pytest.mark.parametrize("rounds", [1_000, pytest.param(20_000, marks=pytest.mark.soak)])
+@pytest.mark.filterwarnings("ignore::fedclip.errors.FedclipWarning", "ignore::RuntimeWarning")
+def test_whatever_a_client_would_send_the_policy_holds(rounds: int, tmp_path: Path) -> None:
+    rng, wire = random.Random(1), Wire()
+    network = GatedNetwork(Notes(wire), Gate(Policy.read(policy(tmp_path))))
+    any_ = partial(federation_liars.anything, rng)
+    kinds: list[Any] = [
+        lambda: TrainReply(any_(), any_(), any_(), federation_liars.vector(rng), any_()),
+        lambda: TrainReply(1, 1, 1.0, ModelUpdates(federation_liars.vector(rng), 1), {}),
+        lambda: TrainReply(
+            *(9, 9, 9.0, ClippedUpdates(federation_liars.vector(rng), 1, any_(), any_(), any_())),
+            {"update-clip": UpdateClipVotes(any_(), any_(), any_())},
+        ),
+        lambda: EvaluationReply(any_(), any_(), any_(), any_()),
+        lambda: MetadataReply({"n_samples": any_()}),
+        lambda: Error(rng.choice([WORD, any_()])),
+        lambda: GenericMessage(WORD, {"data": any_()}),
+        Unknown,
+    ]
+
+    async def send() -> None:
+        for i in range(rounds):
+            await network.send_message(kinds[i % len(kinds)]())
+
+    asyncio.run(send())
+    assert len(wire.frames) == rounds
+    assert not [*leaks(wire)]
+    # Not all of them are refused.
+    assert len(wire.updates) > rounds / 50
+
+
 # -- the site's own noise and budget -----------------------------------------------------------
 def budget(folder: Path) -> Path:
     """Return a policy with a budget for four updates."""
@@ -314,7 +388,8 @@ def test_dp_sgd_goes_beside_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Argument 'logger' is deprecated")
-def test_a_federation_runs_with_a_site_that_has_a_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sites", [1, 2])
+def test_a_federation_runs_with_sites_that_have_policies(sites: int, tmp_path: Path) -> None:
     port = free_port()
     server = FederatedServer(
         model(),
@@ -330,7 +405,7 @@ def test_a_federation_runs_with_a_site_that_has_a_policy(tmp_path: Path) -> None
         fedclip.PersonalFederatedClient(
             {**address, "name": f"site-{i}"}, data(), policy=file, verbose=False
         )
-        for i, file in enumerate([policy(tmp_path), None])
+        for i, file in enumerate([policy(tmp_path), policy(tmp_path) if sites == 2 else None])
     ]
     settings = FLRunConfig.from_params(
         rounds=2,
@@ -343,7 +418,9 @@ def test_a_federation_runs_with_a_site_that_has_a_policy(tmp_path: Path) -> None
         await asyncio.gather(server.async_run(settings), *(c.async_run() for c in clients))
 
     before = server.model.get_weights()
-    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+    # As the docs say: if no site tells its loss, there is none to average.
+    with pytest.raises(ZeroDivisionError) if sites == 2 else contextlib.nullcontext():
+        asyncio.run(asyncio.wait_for(run(), PATIENCE))
     assert server.model.get_weights() != before
 
 

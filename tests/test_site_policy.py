@@ -20,6 +20,7 @@ from fedclip.federation.site.gate import Gate, Refused
 from fedclip.federation.site.policy import Policy
 from fedclip.privacy.ledger import Ledger
 from fedclip.tools.cli import app
+from fedclip.tools.site import ENGINES
 
 C = 0.5
 
@@ -158,6 +159,12 @@ def test_names_leave_in_the_models_order() -> None:
 def test_what_is_not_floats_stays(unfit: Any) -> None:
     with pytest.raises(Refused):
         Gate(Policy(max_norm=C)).update(unfit)
+
+
+def test_what_leaves_is_in_this_machines_order_of_bytes() -> None:
+    # declearn's messages keep the bytes, and not in which order they lie.
+    sent = Gate(Policy(max_norm=C)).update({"w": np.array([0.1, 0.2], ">f8")})["w"]
+    assert np.frombuffer(sent.tobytes(), "=f8").tolist() == [0.1, 0.2]
 
 
 def test_noise_is_on_every_value_and_never_twice_the_same() -> None:
@@ -333,3 +340,10 @@ def test_spent_reads_the_ledger_of_a_site(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["privacy", "spent", str(tmp_path / "spent.json")])
     assert "what replacing one site's data set may change" in found.output
     assert "epsilon 4.377 at delta 1e-05" in found.output
+
+
+def test_the_table_in_the_docs_is_that_of_the_command() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "site-policy.md").read_text(encoding="utf-8")
+    rows = page.replace("`", "").splitlines()
+    for engine in ENGINES:
+        assert f"| {engine.name} | {engine.where} | {engine.open} |" in rows

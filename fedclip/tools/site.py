@@ -40,7 +40,8 @@ ENGINES = (
         "declearn",
         "declearn",
         'a client made with policy = "FILE": all messages of the client',
-        "code of a model that is unpickled, as those of torch are; other programs of the machine",
+        "code of a model that is unpickled, as those of torch and Haiku are; other programs of "
+        "the machine",
     ),
     Engine(
         "Flower",
@@ -101,7 +102,7 @@ def _explained(policy: Policy) -> Iterator[str]:
     else:
         yield (
             "without noise: an update may tell of the data, and a hostile job may write them into "
-            "its digits; fedclip's votes on a bound leave as well, two bits a round"
+            "its digits; whether it was within a server's bound, clipped or zeroed leaves as well"
         )
     if policy.max_epsilon is not None:
         done = spent(policy)

@@ -51,13 +51,13 @@ class Federation:
         self.closing.fl_ctx = self.server.new_context()
         self.closing.fl_ctx.set_prop(FLContextKey.RUN_ABORT_SIGNAL, self.aborted)
 
-    def asked(self, name: str, model: Mapping[str, Any]) -> Shareable:
+    def asked(self, name: str, model: Mapping[str, Any], **meta: Any) -> Shareable:
         """Return the task that arrives at a client."""
         context = self.server.new_context()
         peer = FLContext()
         peer.set_prop(ReservedKey.IDENTITY_NAME, name)
         context.set_peer_context(peer)
-        return wire(SendBound().process(task(model), context))
+        return wire(SendBound().process(task(model, **meta), context))
 
     def replied(self, name: str, update: Mapping[str, Any], sent: Shareable, **meta: Any) -> Any:
         """Return what an honest client sends."""

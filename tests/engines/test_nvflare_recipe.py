@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from nvflare.app_common.aggregators.collect_and_assemble_model_aggregator import
 )
 from nvflare.app_common.np.recipes.fedavg import NumpyFedAvgRecipe
 from nvflare.app_common.np.recipes.lr.fedavg import FedAvgLrRecipe
+from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
 from nvflare.client.config import TransferType
 
 from fedclip.adapters.nvflare import add_update_clipping
@@ -64,8 +66,22 @@ def test_a_job_gets_its_parts_and_no_copy_of_fedclip(tmp_path: Path) -> None:
     assert clips["filters"] == [
         {"path": "fedclip.adapters.nvflare.client.ClipUpdate", "args": {"settings": settings}}
     ]
+    # What the page has an operator write into a list of classes.
+    parts = [sends["filters"][0], *receives["filters"], *clips["filters"]]
+    parts.append(server["workflows"][0]["args"]["aggregator"])
+    allowed = ComponentPathAuthorizer._path_matches_prefix
+    assert all(allowed(part["path"], "fedclip.adapters.nvflare") for part in parts)
     custom = tmp_path / "job" / "app" / "custom"
     assert [path.name for path in custom.rglob("*.py")] == ["client.py"]
+
+
+def test_the_page_shows_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = EXAMPLE.parents[1] / "docs" / "nvflare.md"
+    monkeypatch.chdir(EXAMPLE)
+    names: dict[str, Any] = {}
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+    exec(block, names)
+    assert names["recipe"]._job
 
 
 def test_settings_travel_through_json(tmp_path: Path) -> None:
@@ -126,7 +142,7 @@ def by_the_core(rounds: int, clients: int) -> tuple[list[float], Any]:
     spec.loader.exec_module(script)
     server, client = server_of({"start_norm": 0.5}), client_of({})
     data, bounds = [script.load(part, 5) for part in range(clients)], []
-    model = np.zeros((65, 10))
+    model = np.zeros((65, 10), "f4")  # as NVFlare keeps it
     for _ in range(rounds):
         sent, replies = server.open(), []
         for i, rows in enumerate(data):

@@ -144,6 +144,21 @@ def test_a_missing_filter_counts_as_zero_and_is_named(
     assert "'site-2' counts as zero: it says nothing that update clipping does" in caplog.text
 
 
+def test_a_filter_after_ours_can_not_make_an_update_longer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = Federation(tmp_path, start_norm=1.0)
+    ours.closing.reset_stats()
+    sent = ours.asked("site-1", {"w": np.zeros(2)})
+    reply = ours.replied("site-1", {"w": np.array([3.0, 4.0])}, sent)
+    dxo = from_shareable(reply)
+    dxo.data["w"] = dxo.data["w"] * 1.1
+    ours.arrives("site-1", dxo.update_shareable(reply))
+    with caplog.at_level(logging.WARNING, "fedclip.server"):
+        assert not ours.closing.aggregate_model().params["w"].any()
+    assert "'site-1' counts as zero" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("array", "averaged"),
     [
@@ -196,6 +211,18 @@ def test_nobody_sees_votes(tmp_path: Path) -> None:
     published = ours.closing.aggregate_model()
     assert not published.meta
     assert published.metrics is None
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {**NOISE, "expected_clients": 1}], ids=["exact", "noised"]
+)
+def test_with_noise_nobody_learns_how_many_replied(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    ours = Federation(tmp_path, start_norm=1.0, **settings)
+    ours.closing.reset_stats()
+    received = ours.asked("site-1", {"w": np.zeros(2)}, nr_aggregated=3)
+    assert ("nr_aggregated" in from_shareable(received).meta) == (not settings)
 
 
 def test_a_bound_is_for_one_task(tmp_path: Path) -> None:

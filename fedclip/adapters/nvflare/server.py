@@ -99,11 +99,8 @@ class CloseRound(ModelAggregator):
     def accept_model(self, model: FLModel) -> None:
         """Keep the reply of a client."""
         # NVFlare writes the name, whatever the client has put there.
-        sender, said = model.meta["client_name"], model.meta.get(KEY)
-        if model.params_type != ParamsType.DIFF:
-            # What an honest client sends has passed `ClipUpdate`.
-            said = None
-        self._replies.append(reply_from(model.params, said, sender))
+        sender = model.meta["client_name"]
+        self._replies.append(reply_from(model.params, model.meta.get(KEY), sender))
 
     def aggregate_model(self) -> FLModel:
         """Close the round, and return its average as a difference."""
@@ -145,5 +142,8 @@ class SendBound(Filter):
             raise RuntimeError("no round is open: CloseRound is not the aggregator of this job")
         dxo = from_shareable(shareable)
         client = fl_ctx.get_peer_context().get_identity_name()
-        dxo.meta[KEY] = bound_to(aggregator.sent_to(client, dxo.data))
+        sent = aggregator.sent_to(client, dxo.data)
+        if sent.private:
+            dxo.meta.pop("nr_aggregated", None)  # who replies is not covered by epsilon
+        dxo.meta[KEY] = bound_to(sent)
         return dxo.update_shareable(shareable)

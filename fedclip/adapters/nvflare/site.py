@@ -3,7 +3,8 @@
 
 ::
 
-    task arrives     a job with result filters of its own is refused, as these run after the site's
+    task arrives     a job with result filters of its own is refused, as these run after the site's;
+                     so is any job on a site that sends its logs to the server
                      keep a copy of the model
     result leaves    an error: its code alone
                      a difference, or weights minus the model: clipped, with noise, charged
@@ -25,6 +26,7 @@ from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import UnsafeJobError
 from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.app_common.logging.constants import is_log_streaming_allowed
 
 from fedclip.adapters.nvflare.client import ClipUpdate
 from fedclip.federation.site.gate import Gate, Refused
@@ -57,7 +59,7 @@ class SitePolicy(Filter):
     OSError, ValueError
         If the policy or its ledger can not be used; then no job starts.
     UnsafeJobError
-        Of a job that has result filters of its own.
+        Of a job that has result filters of its own, and if the site sends its logs to the server.
     Refused
         Of a result that must not leave; NVFlare then sends an error code, and nothing else.
 
@@ -76,9 +78,15 @@ class SitePolicy(Filter):
         """Return a task as it is, or what may leave of a result."""
         if self.get_prop(FilterContextKey.SOURCE) != FilterSource.SITE:
             raise UnsafeJobError("SitePolicy is a filter of a site's privacy.json, not of a job")
-        _refuse_filters(fl_ctx)
+        _refuse(fl_ctx)
         if self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_RESULT_CHAIN:
-            return self._leaving(shareable, fl_ctx.get_prop(_SEEN))
+            try:
+                return self._leaving(shareable, fl_ctx.get_prop(_SEEN))
+            except Refused:
+                raise
+            except Exception as exc:  # its text may hold data, and NVFlare can send what it logs
+                _LOGGER.error("a result that can not be read: %s", type(exc).__name__)
+                raise Refused("the result is none that the site's policy knows") from None
         # A copy: scripts may train in place.
         fl_ctx.set_prop(_SEEN, copy.deepcopy(_model(shareable)), private=True, sticky=False)
         return shareable
@@ -97,7 +105,7 @@ class SitePolicy(Filter):
         if kind == DataKind.METRICS:
             data: Any = self._gate.metrics(dxo.data)
         elif kind not in (DataKind.WEIGHT_DIFF, DataKind.WEIGHTS):
-            raise Refused(f"{kind!s:.20} is nothing that the site's policy lets out")
+            raise Refused("the result is of a kind that the site's policy does not let out")
         elif model is None:
             raise Refused(
                 "no model has arrived with this task, to which an update could be the difference: "
@@ -106,8 +114,9 @@ class SitePolicy(Filter):
         elif kind == DataKind.WEIGHT_DIFF:
             data = self._gate.update(dxo.data, model)
         else:
-            if not alike(dxo.data, model):
-                raise Refused("the weights have not the names and shapes of the model")
+            arrays = all(isinstance(one, np.ndarray | np.generic) for one in dxo.data.values())
+            if not arrays or not alike(dxo.data, model):
+                raise Refused("the weights are no NumPy arrays with the model's names and shapes")
             moved = {name: value - model[name] for name, value in dxo.data.items()}
             left = self._gate.update(moved, model)
             data = {name: _beside(model[name], value) for name, value in left.items()}
@@ -120,16 +129,22 @@ def _beside(weights: Any, moved: Any) -> Any:
     return np.where(abs(found - weights) > abs(moved), np.nextafter(found, weights), found)
 
 
-def _refuse_filters(fl_ctx: FLContext) -> None:
-    """Refuse a job whose own filters would run after the site's; ours only make updates smaller."""
+def _refuse(fl_ctx: FLContext) -> None:
+    """Refuse a job whose results the site's policy would not see last, and a site that tells all.
+
+    `ClipUpdate` may act after the policy, as it only makes updates smaller.
+    """
     tables = fl_ctx.get_prop(FLContextKey.RUNNER).task_result_filters.values()
-    others = {
-        type(one).__name__ for table in tables for one in table if type(one) is not ClipUpdate
-    }
+    others = {type(f).__name__ for table in tables for f in table if type(f) is not ClipUpdate}
     if others:
         raise UnsafeJobError(
             f"this job has result filters of its own ({', '.join(sorted(others))!s:.200}), which "
             "NVFlare runs after the site's: nothing is shared"
+        )
+    if is_log_streaming_allowed(fl_ctx):
+        raise UnsafeJobError(
+            "this site sends its logs to the server, and errors can hold data: write "
+            '"allow_log_streaming": false into local/resources.json; nothing is shared'
         )
 
 

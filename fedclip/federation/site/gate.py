@@ -22,7 +22,9 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedclip.arrays import backend_of
+import numpy as np
+
+from fedclip.arrays import Array, backend_of
 from fedclip.errors import shown
 from fedclip.federation.site.policy import Policy
 from fedclip.federation.update.clipping import UpdateClient
@@ -139,7 +141,8 @@ class Gate:
                 arrays = _as_in(like, arrays)
             clipped = self._clipper.outcome(arrays, self.policy.max_norm, None).arrays
             std = self.policy.noise_multiplier * self.policy.max_norm
-            return add_noise(clipped, std, secure_normals) if std else clipped
+            sent = add_noise(clipped, std, secure_normals) if std else clipped
+            return {name: _plainest(array) for name, array in sent.items()}
         except Exception as exc:  # its text may hold data
             _LOGGER.error("an update that can not be clipped: %r", exc)
             raise Refused(
@@ -209,6 +212,16 @@ def _as_in(like: Arrays, arrays: Arrays) -> Arrays:
         if found != wanted:
             raise ValueError(f"{name!r} is {found}, not {wanted}")
     return {name: arrays[name] for name in like}
+
+
+def _plainest(array: Array) -> Array:
+    """Return an array of NumPy as nothing but its values, in this machine's order of bytes.
+
+    Engines may send the bytes as they lie, and be read the other way round.
+    """
+    if isinstance(array, np.ndarray):
+        return np.asarray(array, array.dtype.newbyteorder("="))
+    return array
 
 
 def plain(value: object) -> float | None:
