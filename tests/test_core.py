@@ -25,6 +25,7 @@ SHELLS = {
             *("evaluation", "network", "personal", "personal_client", "restart", "senders"),
             *("round_robin", "serving", "tolerant"),
             *(f"statistics.{name}" for name in ("check", "counterpart", "messages")),
+            "site.sending",
             *(f"update.{n}" for n in ("aggregator", "check", "client", "messages", "server")),
         )
     ),

@@ -29,7 +29,7 @@ from fedclip.tools.crowd import SimulateConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
-RUN = ("list", "check", "translate", "report", "doctor", "privacy", "--version", "--help")
+RUN = ("list", "check", "translate", "report", "doctor", "privacy", "site", "--version", "--help")
 """Commands that are over within two seconds; of others, only that they exist is checked."""
 
 SLOW = ("lightning", "transformers")

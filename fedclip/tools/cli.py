@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``fedclip list | check | quickrun | simulate | report | privacy | demo | …``.
+"""The command line: ``fedclip list | check | quickrun | simulate | report | privacy | site | …``.
 
 Exit codes: 0 all is well, 1 there is a problem (one sentence on standard error says which),
 2 the command was called wrongly. ``fedclip run`` returns the exit code of the script.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import fedclip
-from fedclip.tools import privacy, studies
+from fedclip.tools import privacy, site, studies
 from fedclip.tools.output import HtmlFile, JsonFlag, checked, fail, runnable, say, typed
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(privacy.app, name="privacy")
+app.add_typer(site.app, name="site")
 
 ConfigPath = Annotated[
     Path,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedclip import parameters
+from fedclip.federation.site.gate import UNIT
 from fedclip.federation.update.budget import Budget
 from fedclip.federation.update.plain import server_of
 from fedclip.federation.update.served import read
@@ -162,7 +163,8 @@ def read_spent(path: Path) -> Iterator[Spent]:
         none = False
         entries = [*read_entries(file).values()]
         where = str(file.relative_to(path)) if folder else path.name
-        yield Spent(where, "record", total(entries), entries)
+        protects = "site's data set" if entries[-1].data == UNIT else "record"
+        yield Spent(where, protects, total(entries), entries)
     for config in sorted([*path.rglob("optimizer_config.json"), *path.rglob(SERVED)]):
         budget = _of_engine(config) if config.name == SERVED else _of_server(config.parent)
         if budget is not None:

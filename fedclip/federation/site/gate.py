@@ -22,14 +22,16 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedclip.arrays import backend_of
+import numpy as np
+
+from fedclip.arrays import Array, backend_of
 from fedclip.errors import shown
 from fedclip.federation.site.policy import Policy
 from fedclip.federation.update.clipping import UpdateClient
 from fedclip.federation.update.exchange import COUNTS, VOTES, Arrays, is_one_of
 from fedclip.federation.update.limits import alike, signature
 from fedclip.privacy.accounting import Accountant
-from fedclip.privacy.ledger import Ledger, read_entries, total
+from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
 from fedclip.privacy.noise import add_noise, secure_normals
 
 __all__ = ["UNIT", "Gate", "Refused", "plain", "spent"]
@@ -64,7 +66,8 @@ def spent(policy: Policy) -> Accountant:
             f"{path} is the ledger of records, of which each has a budget: a site, which shares "
             "updates made of all of them, needs a ledger of its own"
         )
-    return total(entries) if entries else Accountant(policy.delta or 0.5, policy.relation)
+    # At the delta that is in force now.
+    return total([*entries, Entry((), policy.delta or 0.5, policy.relation)])
 
 
 class Gate:
@@ -138,7 +141,8 @@ class Gate:
                 arrays = _as_in(like, arrays)
             clipped = self._clipper.outcome(arrays, self.policy.max_norm, None).arrays
             std = self.policy.noise_multiplier * self.policy.max_norm
-            return add_noise(clipped, std, secure_normals) if std else clipped
+            sent = add_noise(clipped, std, secure_normals) if std else clipped
+            return {name: _plainest(array) for name, array in sent.items()}
         except Exception as exc:  # its text may hold data
             _LOGGER.error("an update that can not be clipped: %r", exc)
             raise Refused(
@@ -184,12 +188,11 @@ class Gate:
             _LOGGER.error("%s", exc)
             raise Refused("this site's ledger can not be used; nothing is shared") from None
         if not paid:
-            cost = ledger.accountant.epsilon(policy.noise_multiplier, 1)
-            # Rounded up, so that it reads as above the budget, too.
-            cost = math.ceil(100 * cost) / 100
+            cost, most = ledger.accountant.epsilon(policy.noise_multiplier, 1), ledger.epsilon
+            digits = 4 if cost > 1.001 * most else 12
             raise Refused(
-                f"this site's budget is spent: one more update would make epsilon {cost:.2f}, "
-                f"above max_epsilon = {policy.max_epsilon:g}; nothing is shared"
+                f"this site's budget is spent: one more update would make epsilon "
+                f"{cost:.{digits}g}, above max_epsilon = {most:g}; nothing is shared"
             )
 
 
@@ -209,6 +212,16 @@ def _as_in(like: Arrays, arrays: Arrays) -> Arrays:
         if found != wanted:
             raise ValueError(f"{name!r} is {found}, not {wanted}")
     return {name: arrays[name] for name in like}
+
+
+def _plainest(array: Array) -> Array:
+    """Return an array of NumPy as nothing but its values, in this machine's order of bytes.
+
+    Engines may send the bytes as they lie, and be read the other way round.
+    """
+    if isinstance(array, np.ndarray):
+        return np.asarray(array, array.dtype.newbyteorder("="))
+    return array
 
 
 def plain(value: object) -> float | None:

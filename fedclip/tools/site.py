@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fedclip site``: what a site's policy lets out, what it can not force, what is left to spend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from fedclip.tools.output import fail, say
+
+if TYPE_CHECKING:
+    from fedclip.federation.site.policy import Policy
+
+__all__ = ["ENGINES", "app"]
+
+app = typer.Typer(
+    help="A site's own limit on what leaves it, whatever a server or a job asks for.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+PolicyPath = Annotated[Path, typer.Argument(metavar="FILE", help="The site's policy, a TOML file.")]
+
+
+class Engine(NamedTuple):
+    """Where a policy acts on an engine, and what it can not force there."""
+
+    name: str
+    package: str
+    where: str
+    open: str
+
+
+ENGINES = (
+    Engine(
+        "declearn",
+        "declearn",
+        'a client made with policy = "FILE": all messages of the client',
+        "code of a model that is unpickled, as those of torch and Haiku are; other programs of "
+        "the machine",
+    ),
+    Engine(
+        "Flower",
+        "flwr",
+        "fedclip site supernode, in the place of flower-supernode: all replies of apps",
+        "sockets and files of the app: it needs a process of its own, and no other network",
+    ),
+    Engine(
+        "NVFlare",
+        "nvflare",
+        "SitePolicy in each scope of privacy.json: the results of all tasks",
+        "aux messages, event streams, and code of a job in the process: it needs byoc off, and "
+        "scripts that are installed beforehand",
+    ),
+)
+
+# More than any budget is asked for.
+_MOST = 1_000_000
+
+
+@app.callback()
+def root() -> None:
+    """Limit what leaves a site, whatever a server or a job asks for."""
+
+
+@app.command()
+def check(file: PolicyPath) -> None:
+    """Explain a policy: what leaves, what it can not force, and what is left of its budget."""
+    from fedclip.federation.site.policy import Policy
+    from fedclip.tools.catalogue import version
+
+    try:
+        policy = Policy.read(file)
+        lines, problems = [*_explained(policy)], [*_problems(policy)]
+    except (OSError, ValueError) as exc:
+        fail(exc)
+    say(f"{file} lets out, in all jobs and on all engines together:")
+    for line in lines:
+        say(f"  {line}")
+    for engine in ENGINES:
+        found = version(engine.package)
+        say(f"{engine.name} {found}" if found else f"{engine.name}, which is not installed here")
+        say(f"  acts in      {engine.where}")
+        say(f"  can not see  {engine.open}")
+    for problem in problems:
+        say(f"fedclip: {problem}", err=True)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _explained(policy: Policy) -> Iterator[str]:
+    from fedclip.federation.site.gate import spent
+
+    yield f"updates with an L2 norm of at most {policy.max_norm:g}; zeros for what is not finite"
+    if policy.noise_multiplier:
+        std = policy.noise_multiplier * policy.max_norm
+        yield f"with noise of standard deviation {std:g} on each of their values"
+    else:
+        yield (
+            "without noise: an update may tell of the data, and a hostile job may write them into "
+            "its digits; whether it was within a server's bound, clipped or zeroed leaves as well"
+        )
+    if policy.max_epsilon is not None:
+        done = spent(policy)
+        left = done.affordable(policy.noise_multiplier, policy.max_epsilon, _MOST)
+        yield (
+            f"at most epsilon {policy.max_epsilon:g} at delta {policy.delta:g} together, for any "
+            f"change of this site's data ({policy.relation})"
+        )
+        yield (
+            f"of which {done.rounds:,} updates have spent {done.epsilon():.4g}, says "
+            f"{policy.ledger}; {left:,} more fit"
+        )
+    elif policy.noise_multiplier:
+        yield "without a budget: the noise of many updates averages out"
+    names = ", ".join(policy.allow_metrics) or "none"
+    yield f"and these numbers, which nothing limits or counts: {names}"
+    if os.name == "nt":
+        yield "who may change the policy or its ledger can not be told on this system"
+
+
+def _problems(policy: Policy) -> Iterator[str]:
+    from fedclip.federation.site.gate import spent
+    from fedclip.federation.site.policy import open_to_others
+
+    if policy.ledger is None or policy.max_epsilon is None:
+        return
+    path = Path(policy.ledger)
+    if not spent(policy).affordable(policy.noise_multiplier, policy.max_epsilon, 1):
+        yield "this site's budget is spent: no update leaves any more"
+    if not path.parent.is_dir():
+        yield f"there is no folder {path.parent} for the ledger: make it, for who runs the client"
+        return
+    for one in (path.parent, path):
+        if one.exists() and (wrong := open_to_others(one)):
+            yield f"{wrong}: what was spent could be anybody's word"

@@ -1,0 +1,141 @@
+"""A hostile declearn server on a real socket: it sends what it likes, and notes all that arrives.
+
+It knows declearn's protocol and nothing of the client, which runs beside it in the same loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import websockets
+from declearn.aggregator import AveragingAggregator
+from declearn.communication.api.backend.actions import (
+    Accept,
+    ActionMessage,
+    Join,
+    Ping,
+    Recv,
+    Send,
+)
+from declearn.communication.websockets import WebsocketsClient
+from declearn.communication.websockets._tools import (
+    receive_websockets_message,
+    send_websockets_message,
+)
+from declearn.dataset import InMemoryDataset
+from declearn.messaging import CancelTraining, InitRequest, Message, SerializedMessage, TrainRequest
+from declearn.model.sklearn import NumpyVector, SklearnSGDModel
+from declearn.optimizer import Optimizer
+from helpers import PATIENCE
+
+import fedclip
+
+D = 200
+SECRET = 8191.015625
+"""A value of the data that no computation makes; exact in float32 and in float64."""
+WORD = "HIV+"
+
+Script = Sequence[Message | Callable[[], Any]]
+
+
+def model() -> Any:
+    made = SklearnSGDModel.from_parameters(kind="regressor", loss="squared_error")
+    made.initialize({"features_shape": (D,)})
+    return made
+
+
+def init(modules: Sequence[Any] = (), aggregator: Any = None, **settings: Any) -> InitRequest:
+    aggregator = aggregator or AveragingAggregator(steps_weighted=False)
+    optimizer = Optimizer(lrate=settings.pop("lrate", 0.1), modules=[*modules])
+    return InitRequest(model(), optimizer, aggregator, **settings)
+
+
+def train(round_i: int = 1, weights: Any = None, aux: Any = None, **batches: Any) -> TrainRequest:
+    weights = model().get_weights() if weights is None else weights
+    return TrainRequest(round_i, weights, aux or {}, {"batch_size": 8, **batches}, n_epoch=1)
+
+
+def data(n: int = 32) -> InMemoryDataset:
+    x = np.random.default_rng(1).normal(size=(n, D))
+    x[0] = SECRET
+    return InMemoryDataset(x, target=np.linspace(-3.0, 3.0, n), expose_classes=False)
+
+
+class Wire:
+    """What has arrived from one client: all bytes, and the messages in them."""
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+
+    @property
+    def messages(self) -> list[Any]:
+        actions = map(ActionMessage.deserialize, self.frames)
+        found = [action.content for action in actions if isinstance(action, Send)]
+        return [SerializedMessage.from_bin_message(one).deserialize() for one in found]
+
+    def of(self, kind: type[Message]) -> list[Any]:
+        return [message for message in self.messages if isinstance(message, kind)]
+
+    @property
+    def norms(self) -> list[float]:
+        return [
+            float(np.linalg.norm(np.concatenate([np.ravel(a) for a in vector.coefs.values()])))
+            for vector in self.updates
+        ]
+
+    @property
+    def updates(self) -> list[NumpyVector]:
+        found = [getattr(message, "updates", None) for message in self.messages]
+        return [one.updates for one in found if one is not None]
+
+    def holds(self, *what: bytes) -> bool:
+        return any(one in frame for one in what for frame in self.frames)
+
+
+async def serve(script: Script, wire: Wire, client: Any) -> BaseException | None:
+    """Send one message after the other to a client, and end; return what ends the client.
+
+    What is no message is called when its turn comes.
+    """
+    left: list[Any] = [*script, CancelTraining("the end")]
+
+    async def talk(socket: Any) -> None:
+        with contextlib.suppress(websockets.exceptions.ConnectionClosed):
+            async for frame in socket:
+                whole = await receive_websockets_message(frame, socket, allow_chunks=True)
+                wire.frames.append(whole)
+                asked = ActionMessage.deserialize(whole)
+                answer: ActionMessage = Ping()
+                if isinstance(asked, Join):
+                    answer = Accept(flag="registered")
+                elif isinstance(asked, Recv):
+                    while not isinstance(left[0], Message):
+                        left.pop(0)()
+                    answer = Send(left.pop(0).serialize())
+                await send_websockets_message(answer.serialize(), socket)
+
+    async with websockets.serve(talk, "127.0.0.1", 0, max_size=None) as server:
+        port = server.sockets[0].getsockname()[1]
+        made = client(WebsocketsClient(f"ws://127.0.0.1:{port}", "site-1"))
+        (ended,) = await asyncio.wait_for(
+            asyncio.gather(made.async_run(), return_exceptions=True), PATIENCE
+        )
+        return ended if isinstance(ended, BaseException) else None
+
+
+def attack(script: Script, policy: Path | None, **settings: Any) -> Wire:
+    """Return what a client with a policy, or without, has sent to such a server."""
+    wire = Wire()
+    kind = settings.pop("kind", fedclip.PersonalFederatedClient)
+    settings = {"train_data": data(), "verbose": False, **settings}
+
+    def client(network: Any) -> Any:
+        return kind(network, policy=policy, **settings)
+
+    asyncio.run(serve(script, wire, client))
+    return wire

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A site's policy and its gate, on any engine: what they refuse, let out and say."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fedclip.errors import FedclipWarning
+from fedclip.federation.site.gate import Gate, Refused
+from fedclip.federation.site.policy import Policy
+from fedclip.privacy.ledger import Ledger
+from fedclip.tools.cli import app
+from fedclip.tools.site import ENGINES
+
+C = 0.5
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "site.toml"
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+def with_budget(folder: Path, **settings: Any) -> Policy:
+    """Return a policy with a budget for four updates."""
+    ledger = str(folder / "spent.json")
+    given = {"noise_multiplier": 2.0, "max_epsilon": 10.0, "delta": 1e-5, **settings}
+    return Policy(max_norm=C, ledger=ledger, **given)
+
+
+# -- the file ----------------------------------------------------------------------------------
+NEEDS = "[update]\nmax_norm = 0.5\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "needs max_norm, such as max_norm = 0.5"),
+        ("update = 3", "needs max_norm"),
+        ("[updates]\nmax_norm = 1", "got 'updates'; did you mean 'update'?"),
+        (f"{NEEDS}[model]", "the section [update] only, got 'model'"),
+        ("[update]\nmax_norm = 0", "max_norm must be a finite number > 0"),
+        (f"{NEEDS}max_nrom = 1", "did you mean 'max_norm'?"),
+        (f"{NEEDS}noise_multiplier = nan", "noise_multiplier must be"),
+        (f"{NEEDS}allow_metrics = 'loss'", "must be a list of names of scalars, got 'loss'"),
+        (f"{NEEDS}allow_metrics = ['']", "each of allow_metrics must be a string that is not"),
+        (f"{NEEDS}max_epsilon = 3", "give all of them or none; delta and ledger is missing"),
+        (
+            f"{NEEDS}max_epsilon = 3\ndelta = 1e-5\nledger = '/x/y'",
+            "max_epsilon needs noise",
+        ),
+        (f"{NEEDS}ledger = 'spent.json'", "ledger must be an absolute path"),
+        (
+            f"{NEEDS}noise_multiplier = 2\nmax_epsilon = 4\ndelta = 1e-5\nledger = '/x/y'",
+            "max_epsilon = 4 allows no update: one with noise_multiplier = 2 costs 4.377",
+        ),
+        ("[update", "site.toml: "),
+        ("\udcff", "site.toml: "),
+    ],
+)
+def test_what_is_no_policy_is_refused_in_words(text: str, said: str, tmp_path: Path) -> None:
+    path = written(tmp_path, "")
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Policy.read(path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes say nothing there")
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_policy_that_others_may_change_is_none(mode: int, tmp_path: Path) -> None:
+    path = written(tmp_path, NEEDS)
+    assert Policy.read(path).max_norm == C
+    path.chmod(mode)
+    with pytest.raises(ValueError, match=f"others than its owner may change {path}; run: chmod"):
+        Policy.read(path)
+    path.chmod(0o600)
+    # Who may write to the folder can put another file in its place; behind a link, too.
+    link = tmp_path / "link" / "policy.toml"
+    link.parent.mkdir()
+    link.symlink_to(path)
+    tmp_path.chmod(0o707)
+    for name in (path, link):
+        with pytest.raises(ValueError, match=f"others than its owner may change {tmp_path};"):
+            Policy.read(name)
+    # In one like /tmp they can not.
+    tmp_path.chmod(0o1777)
+    assert Policy.read(path).max_norm == C
+
+
+def test_a_policy_can_not_be_changed() -> None:
+    policy = Policy(max_norm=C)
+    with pytest.raises(AttributeError, match="can not be changed"):
+        policy.max_norm = 9.0
+    assert policy.max_norm == C
+
+
+# -- updates -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("size", [1e-2, 0.4, 3.0, 6e4])
+def test_what_leaves_is_within_the_norm(size: float, dtype: str) -> None:
+    update = {"w": np.full((3, 3), size, dtype), "b": np.array(-size, dtype)}
+    sent = Gate(Policy(max_norm=C)).update(update, like=update)
+    norm = math.sqrt(sum(float(np.sum(np.square(a.astype(float)))) for a in sent.values()))
+    assert norm <= C
+    assert norm == pytest.approx(min(C, math.sqrt(10.0) * size), rel=2e-3)
+    assert [(n, a.dtype, a.shape) for n, a in sent.items()] == [
+        (n, a.dtype, a.shape) for n, a in update.items()
+    ]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_leaves_as_zeros(bad: float) -> None:
+    with pytest.warns(FedclipWarning, match="zeros are shared"):
+        sent = Gate(Policy(max_norm=C)).update({"w": np.array([1.0, bad])})
+    assert not np.any(sent["w"])
+
+
+MODEL = {"w": np.zeros((2, 2), "float32"), "b": np.zeros(2, "float32")}
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        {"w": MODEL["w"]},
+        {**MODEL, "patient 17": np.zeros(1, "float32")},
+        {"w": MODEL["w"], "B": MODEL["b"]},
+        {"w": np.zeros(4, "float32"), "b": MODEL["b"]},
+        {**MODEL, "b": np.zeros(2)},
+        {**MODEL, "b": np.zeros(2, "int64")},
+        {**MODEL, "b": "a text of the data"},
+        {},
+        None,
+    ],
+)
+def test_what_has_not_the_models_form_stays(update: Any) -> None:
+    with pytest.raises(Refused, match="with names, shapes and dtypes of the model") as caught:
+        Gate(Policy(max_norm=C)).update(update, like=MODEL)
+    assert "data" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_names_leave_in_the_models_order() -> None:
+    turned = dict(reversed(MODEL.items()))
+    assert [*Gate(Policy(max_norm=C)).update(turned, like=MODEL)] == ["w", "b"]
+
+
+@pytest.mark.parametrize("unfit", [{"w": np.array(["a"])}, {"w": np.arange(3)}, [1.0]])
+def test_what_is_not_floats_stays(unfit: Any) -> None:
+    with pytest.raises(Refused):
+        Gate(Policy(max_norm=C)).update(unfit)
+
+
+def test_what_leaves_is_in_this_machines_order_of_bytes() -> None:
+    # declearn's messages keep the bytes, and not in which order they lie.
+    sent = Gate(Policy(max_norm=C)).update({"w": np.array([0.1, 0.2], ">f8")})["w"]
+    assert np.frombuffer(sent.tobytes(), "=f8").tolist() == [0.1, 0.2]
+
+
+def test_noise_is_on_every_value_and_never_twice_the_same() -> None:
+    gate = Gate(Policy(max_norm=C, noise_multiplier=2.0))
+    update = {"w": np.full(2000, 1e6)}
+    found = [gate.update(update)["w"] - C / math.sqrt(2000) for _ in range(2)]
+    for noise in found:
+        # Six standard deviations of the mean square, and of the mean.
+        assert abs(np.mean(np.square(noise)) - 1.0) < 6 * math.sqrt(2 / 2000)
+        assert abs(np.mean(noise)) < 6 / math.sqrt(2000)
+    assert not np.any(found[0] == found[1])
+
+
+# -- the budget --------------------------------------------------------------------------------
+SPENT = "one more update would make epsilon 11.48, above max_epsilon = 10; nothing is shared"
+
+
+def test_each_call_is_charged_and_none_is_refunded(tmp_path: Path) -> None:
+    gate = Gate(with_budget(tmp_path))
+    gate.update(MODEL)
+    with pytest.raises(Refused, match="must be arrays"):
+        gate.update({"w": "no array"})
+    assert [gate.update(MODEL) is not None for _ in range(2)] == [True, True]
+    for again in (gate, Gate(with_budget(tmp_path))):
+        with pytest.raises(Refused, match=SPENT):
+            again.update(MODEL)
+
+
+def test_other_noise_and_another_delta_are_counted_together(tmp_path: Path) -> None:
+    Gate(with_budget(tmp_path)).update(MODEL)
+    # Three updates of the first kind are left, or one of half the noise and none.
+    gate = Gate(with_budget(tmp_path, noise_multiplier=1.2))
+    gate.update(MODEL)
+    with pytest.raises(Refused):
+        gate.update(MODEL)
+    with pytest.raises(Refused):
+        Gate(with_budget(tmp_path, delta=1e-9)).update(MODEL)
+
+
+def test_threads_share_one_budget(tmp_path: Path) -> None:
+    gates = [Gate(with_budget(tmp_path)) for _ in range(2)]
+
+    def one(i: int) -> bool:
+        try:
+            return bool(gates[i % 2].update(MODEL))
+        except Refused:
+            return False
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(one, range(40))) == 4
+
+
+def test_what_can_not_be_charged_does_not_leave(tmp_path: Path) -> None:
+    gate = Gate(with_budget(tmp_path))
+    (tmp_path / "spent.json").write_text("of another program\n")
+    with pytest.raises(Refused, match="ledger can not be used; nothing is shared"):
+        gate.update(MODEL)
+
+
+# -- numbers and votes -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("value", "sent"),
+    [
+        (3, 3),
+        (0.25, 0.25),
+        (np.float32(0.25), 0.25),
+        (np.int64(7), 7),
+        (Fraction(1, 4), 0.25),
+        (2**64, None),
+        (-(2**64), None),
+        (math.nan, None),
+        (math.inf, None),
+        (True, None),
+        (1j, None),
+        ("3", None),
+        ([3], None),
+        (np.zeros(1), None),
+        (None, None),
+    ],
+)
+def test_numbers_leave_if_they_are_named_and_plain(value: Any, sent: Any) -> None:
+    gate = Gate(Policy(max_norm=C, allow_metrics=["a"]))
+    found = gate.metrics({"a": value, "b": 1.0, 7: 2.0})  # type: ignore[dict-item]
+    assert found == ({} if sent is None else {"a": sent})
+    assert {type(number) for number in found.values()} <= {int, float}
+
+
+def test_the_log_names_what_stays(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "fedclip.site"):
+        Gate(Policy(max_norm=C)).metrics({"patients": 3})
+    assert "['patients']" in caplog.text
+
+
+NONE = {"votes": 0, "within": 0, "clipped": 0, "zeroed": 0}
+
+
+@pytest.mark.parametrize(
+    ("found", "sent"),
+    [
+        ({"votes": 1, "within": 1}, {**NONE, "votes": 1, "within": 1}),
+        ({"votes": 1, "clipped": 1}, {**NONE, "votes": 1, "clipped": 1}),
+        ({"zeroed": 1, "more": 5}, {**NONE, "zeroed": 1}),
+        ({"within": 1}, NONE),
+        ({"votes": 17, "within": 1}, NONE),
+        ({"votes": True, "within": 1.0}, NONE),
+        ({"clipped": 1, "zeroed": 1}, NONE),
+        ({}, NONE),
+    ],
+)
+def test_votes_are_the_bits_that_are_known(found: Any, sent: Any) -> None:
+    assert Gate(Policy(max_norm=C)).votes(found) == sent
+    # Of the update before noise, they would say what the budget does not count.
+    assert Gate(Policy(max_norm=C, noise_multiplier=1.0)).votes(found) == NONE
+
+
+# -- the commands ------------------------------------------------------------------------------
+def check(path: Path) -> Any:
+    return CliRunner().invoke(app, ["site", "check", str(path)])
+
+
+def budget(folder: Path) -> Path:
+    ledger = folder / "kept" / "spent.json"
+    ledger.parent.mkdir()
+    ledger.parent.chmod(0o700)
+    more = f"noise_multiplier = 2\nmax_epsilon = 10\ndelta = 1e-5\nledger = '{ledger.as_posix()}'\n"
+    return written(folder, NEEDS + more)
+
+
+def test_a_policy_is_explained(tmp_path: Path) -> None:
+    plain = check(written(tmp_path, f"{NEEDS}allow_metrics = ['loss']"))
+    assert plain.exit_code == 0, plain.output
+    assert "L2 norm of at most 0.5;" in plain.output
+    assert "without noise: an update may tell of the data" in plain.output
+    assert "which nothing limits or counts: loss" in plain.output
+    path = budget(tmp_path)
+    assert "0 updates have spent 0, says" in check(path).output
+    # Nothing is made by looking.
+    assert not (tmp_path / "kept" / "spent.json").exists()
+    gate = Gate(Policy.read(path))
+    for _ in range(3):
+        gate.update(MODEL)
+    found = check(path)
+    assert found.exit_code == 0, found.output
+    assert "standard deviation 1 on each" in found.output
+    assert "of which 3 updates have spent 8.385," in found.output
+    assert "; 1 more fit" in found.output
+    gate.update(MODEL)
+    found = check(path)
+    assert found.exit_code == 1
+    assert "budget is spent: no update leaves any more" in found.stderr
+
+
+def test_problems_of_a_policy_are_said(tmp_path: Path) -> None:
+    path = budget(tmp_path)
+    (tmp_path / "kept").rmdir()
+    assert "there is no folder" in check(path).stderr
+    (tmp_path / "kept").mkdir(mode=0o700)
+    Ledger(9.0, 1e-5, tmp_path / "kept" / "spent.json", data="9 records")
+    assert "is the ledger of records" in check(path).stderr
+    (tmp_path / "kept" / "spent.json").write_text("")
+    assert "is not a ledger" in check(path).stderr
+    (tmp_path / "kept" / "spent.json").unlink()
+    (tmp_path / "kept").chmod(0o777)
+    if sys.platform != "win32":
+        found = check(path)
+        assert found.exit_code == 1
+        assert "what was spent could be anybody's word" in found.stderr
+    assert "No such file" in check(tmp_path / "nowhere.toml").stderr
+
+
+def test_spent_reads_the_ledger_of_a_site(tmp_path: Path) -> None:
+    Gate(with_budget(tmp_path)).update(MODEL)
+    found = CliRunner().invoke(app, ["privacy", "spent", str(tmp_path / "spent.json")])
+    assert "what replacing one site's data set may change" in found.output
+    assert "epsilon 4.377 at delta 1e-05" in found.output
+
+
+def test_the_table_in_the_docs_is_that_of_the_command() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "site-policy.md").read_text(encoding="utf-8")
+    rows = page.replace("`", "").splitlines()
+    for engine in ENGINES:
+        assert f"| {engine.name} | {engine.where} | {engine.open} |" in rows
