@@ -67,7 +67,7 @@ class Spent(NamedTuple):
                 finite = math.isfinite(cost.epsilon)
                 found[cost.accountant] = cost.epsilon if finite else "no finite epsilon"
             except ModuleNotFoundError:
-                package = "opacus" if name == "prv" else "dp-accounting or opacus"
+                package = "opacus" if name in ("prv", "rdp") else "dp-accounting"
                 found[name] = f"not installed: pip install {package}"
             except ValueError as exc:
                 if name not in ("prv", "rdp") or relation == "add-remove":
