@@ -287,3 +287,30 @@ def test_how_a_table_splits_the_bound_is_told(tmp_path: Path) -> None:
     check = check_config(tmp_path / "optim.toml")
     assert check.ok, check.problems
     assert any("split by the table: 'head.*' 0.6 C, '*' 0.8 C" in f.message for f in check.notes)
+
+
+# -- an app of Flower ----------------------------------------------------------------------------
+NOISE = "noise-multiplier = 1.0\nexpected-clients = 10\n"
+
+
+@pytest.mark.parametrize(
+    ("section", "text", "level", "said"),
+    [
+        ("update-clip", "start-nrom = 1.0", "problem", "did you mean 'start_norm'"),
+        ("update-clip", "start-norm = -1.0", "problem", "start_norm must be"),
+        ("update-clip", 'exclude = ["a", "b"]', "problem", "exclude: Flower takes no lists"),
+        ("update-clip", NOISE + 'weights = "steps"', "problem", "weights do not go with noise"),
+        ("update-clipp", "start-norm = 1.0", "problem", "did you mean 'update-clipp'"),
+        ("update-clip", NOISE, "note", "epsilon is 33.1 after 25 rounds, of 25 that"),
+        ("update-clip", NOISE + "max-epsilon = 10.0", "note", "after 4 rounds, of 25 that"),
+        ("update-clip", "start-norm = 1.0\n[other]", "", ""),
+    ],
+)
+def test_the_settings_of_an_app_of_flower(
+    tmp_path: Path, section: str, text: str, level: str, said: str
+) -> None:
+    app = "[tool.flwr.app.config]\nnum-server-rounds = 25\n"
+    (tmp_path / "pyproject.toml").write_text(f"{app}[tool.flwr.app.config.{section}]\n{text}\n")
+    found = [(f.level, f.where) for f in check_config(tmp_path).findings]
+    assert found == [(level, "[tool.flwr.app.config.update-clip]")] * bool(level)
+    assert all(said in f.message for f in check_config(tmp_path).findings)

@@ -40,6 +40,7 @@ from fedclip.federation.quorum import unfit
 from fedclip.federation.senders import NamedClients
 from fedclip.federation.statistics.check import is_shared
 from fedclip.federation.update.check import Known, update_problems
+from fedclip.federation.update.plain import server_of
 from fedclip.privacy import places
 from fedclip.tools.adapting import steps_of, stuck
 from fedclip.tools.catalogue import is_ours
@@ -51,6 +52,8 @@ from fedclip.tools.trained import trained
 
 __all__ = ["Check", "Finding", "check_config", "find_config"]
 
+APP = "pyproject.toml"
+"""The file with the settings of an app of Flower."""
 REQUIRED = ("network", "data", "optim", "run")
 """The sections that declearn's quickrun requires."""
 
@@ -60,6 +63,8 @@ def find_config(path: str | Path) -> Path:
     path = Path(path)
     folder = os.path.isdir(path)  # `Path.is_dir` raises where a path is too long for the system.
     file = path / "config.toml" if folder else path
+    if folder and not os.path.isfile(file) and os.path.isfile(path / APP):
+        file = path / APP
     if not os.path.isfile(file):
         where = f"{path} holds no config.toml" if folder else f"{path} does not exist"
         raise FileNotFoundError(f"{where}; give a declearn configuration file, or its folder")
@@ -77,6 +82,9 @@ def check_config(path: str | Path, *, quickrun: bool = False, simulate: bool = F
     config = read_toml(check, check.path, "the file")
     if config is None:
         return check
+    if check.path.name == APP:
+        _check_app(check, config)
+        return check
     config = _with_files(check, config)
     check.config = config = _without_network(config) if simulate else config
     # A script may have [network] and [run] next to client_opt, but only quickrun has [data].
@@ -92,6 +100,34 @@ def check_config(path: str | Path, *, quickrun: bool = False, simulate: bool = F
         text = "holds neither [optim], as a quickrun file does, nor client_opt, as a file for"
         check.problem("the file", f"{text} FLOptimConfig does{nearest('client_opt', config)}")
     return check
+
+
+def _check_app(check: Check, config: Section) -> None:
+    """Check the settings of an app of Flower, as its run configuration gets them."""
+    app: Section = config
+    for key in ("tool", "flwr", "app", "config"):
+        app = _section(app, key)
+    given = _section(app, "update-clip")
+    where = "[tool.flwr.app.config.update-clip]"
+    if not given:
+        hint = nearest("update-clip", app)
+        check.problem(where, f"this section is missing: Flower would clip nothing{hint}")
+    for key in [key for key, value in given.items() if isinstance(value, list)]:
+        check.problem(where, f"{key}: Flower takes no lists: write one pattern, or a table")
+    if check.problems:
+        return
+    try:
+        bound = server_of({key.replace("-", "_"): value for key, value in given.items()}).bound
+    except (TypeError, ValueError) as exc:
+        check.problem(where, text_of(exc))
+        return
+    rounds = _count(app.get("num-server-rounds"))
+    if bound.budget and rounds:
+        left = min(rounds, bound.rounds_left())
+        cost = bound.budget.cost(left)
+        check.note(
+            where, f"epsilon is {cost:.4g} after {left} rounds, of {rounds} that are planned"
+        )
 
 
 def _check_quickrun(check: Check, config: dict[str, Any]) -> None:

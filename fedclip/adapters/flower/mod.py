@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's part of update clipping, as a mod of Flower's `ClientApp`.
+
+::
+
+    take the bound out of the message
+    reply  = what the app and the other mods reply
+    update = the model received - the model in the reply
+    send the clipped update in the place of the model, and a vote
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from flwr.app import Context, Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
+
+from fedclip.adapters.flower.arrays import (
+    RECORD,
+    Record,
+    floats_of,
+    one_record,
+    record_of,
+    settings_of,
+)
+from fedclip.federation.update.clipping import UpdateClient
+from fedclip.federation.update.exchange import SentBound
+from fedclip.federation.update.limits import OTHER_TENSORS, alike
+from fedclip.federation.update.plain import bound_from, client_of, reply_to
+
+
+class UpdateClipMod:
+    """Clips what a client sends after its training, to the bound of `UpdateClipStrategy`.
+
+    It must be the first of the mods, and so the last to touch a reply: whatever another mod does to
+    it later, such as Flower's `LocalDpMod`, is not clipped, and the server refuses it.
+
+    Parameters
+    ----------
+    client : UpdateClient or None, default=None
+        How updates are clipped. None: as ``[tool.flwr.app.config.update-clip]`` says.
+
+    Notes
+    -----
+    Only messages of training are touched. Tensors of whole numbers, which count something, do not
+    leave the client; the server keeps its own.
+
+    What can not be clipped is not sent: without a bound, with several `ArrayRecord`, or with other
+    tensors than those received, the reply is an error that says so.
+
+    A mod is a part of the app. It clips what the app sends through Flower, for as long as whoever
+    writes the app wants it to; it is no limit that an app could not undo.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> app = ClientApp(mods=[UpdateClipMod()])
+    """
+
+    def __init__(self, client: UpdateClient | None = None) -> None:
+        self.client = client
+
+    def __call__(
+        self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+    ) -> Message:
+        """Handle a message."""
+        if not message.metadata.message_type.startswith("train"):
+            return call_next(message, context)
+        try:
+            client = self.client or client_of(settings_of(context.run_config))
+            if RECORD not in message.content:
+                raise ValueError(
+                    "the message has no bound: put UpdateClipStrategy around the server's "
+                    "strategy, and UpdateClipMod once into the mods"
+                )
+            sent = bound_from(message.content[RECORD])
+            # The app may empty the record.
+            received = dict(one_record(message.content, "the message")[1])
+            # What is shared with other messages stays as it is.
+            message.content = RecordDict({k: v for k, v in message.content.items() if k != RECORD})
+            reply = call_next(message, context)
+            if not reply.has_error():
+                self._clip(client, reply, received, sent)
+        except (TypeError, ValueError, RuntimeError) as exc:
+            reason = f"UpdateClipMod: {exc}"
+            return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=message)
+        return reply
+
+    @staticmethod
+    def _clip(client: UpdateClient, reply: Message, received: Record, sent: SentBound) -> None:
+        """Put the clipped update and the vote into a reply."""
+        name, trained = one_record(reply.content, "the reply")
+        before = floats_of(received)
+        after = {k: trained[k].numpy() for k in before if k in trained}
+        if not alike(after, before) or received.keys() != trained.keys():
+            raise ValueError(OTHER_TENSORS)
+        with np.errstate(over="ignore", invalid="ignore"):
+            update = {k: before[k] - after[k] for k in before}
+        found = client.clip(update, sent)
+        reply.content[name] = record_of(found.arrays)
+        reply.content[RECORD] = MetricRecord(reply_to(found))

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Update clipping in Flower: bounds, noise, budget and turns, with Flower's own messages."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from flower_loop import Loop, arrays_of, record
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp import strategy as flower
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, QFedAvg, Strategy
+
+from fedclip.adapters.flower import UpdateClipStrategy
+from fedclip.federation.update.clipping import UpdateClient
+from fedclip.federation.update.served import Served
+
+TEN = range(1, 11)
+SIZE = 50
+ZEROS = {"w": np.zeros(SIZE)}
+
+
+def directions(norms: Any, seed: int = 0) -> Any:
+    """Return updates in random directions, each node's with its norm."""
+
+    def update(node: int, round_: int) -> dict[str, Any]:
+        drawn = np.random.default_rng([seed, node, round_]).normal(size=SIZE)
+        return {"w": norms[node - 1] * drawn / np.linalg.norm(drawn)}
+
+    return update
+
+
+NORMS = np.exp(np.random.default_rng(0).normal(0.0, 0.4, len(TEN)))
+
+
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_the_bound_finds_the_median_of_the_norms(factor: float) -> None:
+    median = float(np.median(NORMS))
+    strategy = UpdateClipStrategy(FedAvg(), {"start_norm": factor * median})
+    Loop(TEN, directions(NORMS)).run(strategy, ZEROS, 60)
+    last = [record["bound"] for record in strategy.served.rounds][-20:]
+    assert np.mean(last) == pytest.approx(median, rel=0.1)
+
+
+def test_rounds_are_those_of_the_core() -> None:
+    settings = {"start_norm": 1.0, "scope": "tensor", "combine": "arc", "n_hostile": 2}
+    served, client, model = Served(settings), UpdateClient("tensor"), ZEROS
+    for round_ in range(1, 9):
+        sent = served.open()
+        update = directions(NORMS)
+        replies = [client.clip(update(node, round_), sent) for node in TEN]
+        average = served.close(replies, model).average
+        model = {"w": model["w"] - average["w"]}
+    strategy = UpdateClipStrategy(FedAvg(), settings)
+    found, _ = Loop(TEN, directions(NORMS), settings).run(strategy, ZEROS, 8)
+    assert strategy.served.rounds == served.rounds
+    np.testing.assert_allclose(found["w"], model["w"], rtol=1e-12)
+
+
+# -- noise -------------------------------------------------------------------------------------
+NOISE = {"noise_multiplier": 1.0, "expected_clients": 10, "start_norm": 1.0}
+SEEDED = {**NOISE, "generator": "insecure", "seed": 1}
+
+
+def start(strategy: UpdateClipStrategy, loop: Loop, model: Any, rounds: int) -> list[Any]:
+    """Return the model after each round; the first one is that before."""
+    seen: list[Any] = []
+
+    def look(round_: int, arrays: ArrayRecord) -> None:
+        seen.append(arrays_of(arrays))
+
+    strategy.start(loop, record(model), rounds, evaluate_fn=look)
+    return seen
+
+
+@pytest.mark.parametrize("absent", [(), (3, 7), TEN])
+def test_the_noise_is_what_the_bound_owes(absent: Any) -> None:
+    large = {"w": np.zeros(40_000)}
+    loop = Loop(TEN, lambda node, round_: large, change=dict.fromkeys(absent, lambda m: None))
+    strategy = UpdateClipStrategy(FedAvg(), SEEDED)
+    models = start(strategy, loop, large, 8)
+    owed = strategy.server.bound.budget.update_noise / 10
+    for before, after, row in zip(models, models[1:], strategy.served.rounds, strict=False):
+        # 40,000 values: the deviation of the standard deviation is 0.35 %.
+        found = np.std(after["w"] - before["w"])
+        assert found / (owed * row["bound"]) == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize("there", [2, 9, 11])
+def test_noise_asks_as_many_nodes_as_it_is_sized_on(there: int) -> None:
+    loop = Loop(range(1, there + 1), directions(np.ones(20)))
+    strategy = UpdateClipStrategy(FedAvg(), NOISE)
+    with pytest.raises(RuntimeError, match=rf"{there} nodes would be asked.*min_train_nodes"):
+        loop.run(strategy, ZEROS, 3)
+    assert loop.asked == []
+    assert strategy.server.bound.epsilon == 0.0
+
+
+def test_with_noise_nothing_of_the_clients_is_published() -> None:
+    metrics = {"num-examples": 10, "train_loss": 0.5}
+    loop = Loop(TEN, directions(NORMS), metrics=lambda node: metrics)
+    _, noisy = loop.run(UpdateClipStrategy(FedAvg(), SEEDED), ZEROS, 2)
+    assert set(noisy.train_metrics_clientapp[2]) == {"update-clip-bound", "update-clip-epsilon"}
+    _, clear = loop.run(UpdateClipStrategy(FedAvg(), {"start_norm": 1.0}), ZEROS, 2)
+    assert clear.train_metrics_clientapp[2]["train_loss"] == pytest.approx(0.5)
+    assert not {"votes", "within"} & set(clear.train_metrics_clientapp[2])
+
+
+def test_metrics_without_noise_are_flowers_own() -> None:
+    loop = Loop([1, 2], directions(NORMS), metrics=lambda n: {"num-examples": n, "train_loss": n})
+    _, found = loop.run(UpdateClipStrategy(FedAvg(), {}), ZEROS, 1)
+    assert found.train_metrics_clientapp[1]["train_loss"] == pytest.approx((1 + 2 * 2) / 3)
+    assert found.evaluate_metrics_clientapp[1] == {"loss": 0.5}
+
+
+def test_a_budget_that_is_spent_ends_the_training_and_keeps_the_model() -> None:
+    settings = {**SEEDED, "max_epsilon": 10.0}
+    loop = Loop(TEN, directions(NORMS))
+    strategy = UpdateClipStrategy(FedAvg(), settings)
+    models = start(strategy, loop, ZEROS, 12)
+    done = len(loop.asked)
+    assert 1 < done < 12
+    assert strategy.server.bound.epsilon <= 10.0
+    for after in models[done:]:
+        np.testing.assert_array_equal(after["w"], models[done]["w"])
+    assert list(strategy.configure_evaluate(13, record(ZEROS), ConfigRecord(), loop)) == []
+
+
+def test_a_run_that_changes_nothing_returns_the_first_model(tmp_path: Any) -> None:
+    settings = {**SEEDED, "max_epsilon": 10.0}
+    first = UpdateClipStrategy(FedAvg(), settings, folder=tmp_path)
+    Loop(TEN, directions(NORMS)).run(first, ZEROS, 12)
+    first.served.leave()
+    again = UpdateClipStrategy(FedAvg(), settings, folder=tmp_path)
+    loop = Loop(TEN, directions(NORMS))
+    model, _ = loop.run(again, {"w": np.ones(SIZE)}, 3)
+    assert loop.asked == []
+    np.testing.assert_array_equal(model["w"], 1.0)
+
+
+def test_a_run_from_the_file_is_one_without_interruption(tmp_path: Any) -> None:
+    whole = UpdateClipStrategy(FedAvg(), SEEDED)
+    expected, _ = Loop(TEN, directions(NORMS)).run(whole, ZEROS, 8)
+    model, loop = ZEROS, Loop(TEN, directions(NORMS))
+    for _ in range(2):
+        part = UpdateClipStrategy(FedAvg(), SEEDED, folder=tmp_path)
+        model, _ = loop.run(part, model, 4)
+        part.served.leave()
+    assert part.served.rounds == whole.served.rounds
+    np.testing.assert_array_equal(model["w"], expected["w"])
+
+
+# -- turns -------------------------------------------------------------------------------------
+TURNS = {**SEEDED, "expected_clients": 2, "separation": 3}
+
+
+@pytest.mark.parametrize("more", [{}, {"noise": "banded", "rounds": 7}])
+def test_nodes_take_turns_by_their_numbers(more: dict[str, Any]) -> None:
+    loop = Loop(range(1, 7), directions(NORMS))
+    strategy = UpdateClipStrategy(FedAvg(min_available_nodes=6), {**TURNS, **more})
+    loop.run(strategy, ZEROS, 7)
+    assert loop.asked == [[1, 4], [2, 5], [3, 6]] * 2 + [[1, 4]]
+    assert strategy.server.bound.budget.accountant.rounds == 3
+
+
+def test_a_node_that_comes_later_has_no_turn_and_takes_nobodys_place() -> None:
+    loop = Loop(range(1, 7), directions(np.ones(20)))
+    strategy = UpdateClipStrategy(FedAvg(), TURNS)
+    loop.run(strategy, ZEROS, 1)
+    loop.nodes = [1, 4, 5, 6, 9]
+    loop.apps[9], loop.contexts[9] = loop.apps[1], loop.contexts[1]
+    loop.run(strategy, ZEROS, 2)
+    assert loop.asked == [[1, 4], [5], [6]]
+    loop.nodes = [2, 3, 5, 6]
+    with pytest.raises(RuntimeError, match=r"whose turn it is have left \(1, 4\)"):
+        loop.run(strategy, ZEROS, 1)
+
+
+def test_turns_that_come_too_soon_are_refused(caplog: Any) -> None:
+    with pytest.raises(ValueError, match=r"separation=3 nodes take turns.*fraction_train"):
+        UpdateClipStrategy(FedAvg(fraction_train=0.5), TURNS)
+    loop = Loop(range(1, 5), directions(NORMS))
+    with caplog.at_level(logging.ERROR, "fedclip.server"):
+        loop.run(UpdateClipStrategy(FedAvg(), TURNS), ZEROS, 2)
+    assert loop.asked == []
+    assert "that takes more than 4 clients" in caplog.text
+
+
+# -- around Flower's strategies ------------------------------------------------------------------
+STRATEGIES = {
+    "FedAvg": {},
+    "FedAvgM": {"server_momentum": 0.9},
+    "FedProx": {"proximal_mu": 0.1},
+    "FedMedian": {},
+    "FedTrimmedAvg": {},
+    "FedAdagrad": {},
+    "FedAdam": {"beta_1": 0.9},
+    "FedYogi": {"beta_1": 0.9},
+    "Krum": {"num_malicious_nodes": 1},
+    "MultiKrum": {"num_malicious_nodes": 1, "num_nodes_to_select": 3},
+    "Bulyan": {"num_malicious_nodes": 1},
+    "QFedAvg": {"client_learning_rate": 0.1},
+}
+PLAIN = ("FedAvg", "FedProx", "FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum", "Bulyan")
+
+
+def inner(name: str) -> Strategy:
+    found: Strategy = getattr(flower, name)(**STRATEGIES[name])
+    return found
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_round_that_is_withheld_leaves_the_model_alone(name: str) -> None:
+    loop = Loop(
+        TEN,
+        directions(np.ones(10)),
+        metrics=lambda node: {"num-examples": 10 * node, "train_loss": 0.5},
+    )
+    strategy = UpdateClipStrategy(inner(name), {"start_norm": "search"})
+    models = start(strategy, loop, ZEROS, 6)
+    withheld = [row["withheld"] for row in strategy.served.rounds]
+    assert True in withheld[1:]
+    assert not withheld[0]
+    for before, after, kept in zip(models, models[1:], withheld, strict=False):
+        assert np.array_equal(before["w"], after["w"]) == kept
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_gets_the_average_whatever_its_weights(name: str) -> None:
+    model = {
+        "w": np.zeros(SIZE, np.float32),
+        "half": np.zeros(4, np.float16),
+        "n": np.array(7),
+        "one": np.array(0.0),
+    }
+    loop = Loop(
+        TEN,
+        lambda node, round_: {
+            **directions(NORMS)(node, round_),
+            "half": np.full(4, 0.01),
+            "one": 0.1,
+        },
+        metrics=lambda node: {"num-examples": 10 * node, "train_loss": 0.5},
+    )
+    strategy = UpdateClipStrategy(inner(name), {"start_norm": 1.0})
+    found, _ = loop.run(strategy, model, 1)
+    assert {k: x.dtype for k, x in found.items()} == {k: x.dtype for k, x in model.items()}
+    assert found["n"] == 7
+    if name in PLAIN:
+        served, client, floats = Served({"start_norm": 1.0}), UpdateClient(), ("w", "half", "one")
+        sent, replies = served.open(), []
+        for node in TEN:
+            trained = {
+                k: (model[k] - by).astype(model[k].dtype) for k, by in loop.update(node, 1).items()
+            }
+            replies.append(client.clip({k: model[k] - x for k, x in trained.items()}, sent))
+        average = served.close(replies, {k: model[k] for k in floats}).average
+        for tensor in floats:
+            np.testing.assert_allclose(found[tensor], -average[tensor], rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_nobody_replies(name: str) -> None:
+    lost = dict.fromkeys(TEN, lambda message: None)
+    loop = Loop(TEN, directions(NORMS), change=lost)
+    found, _ = loop.run(UpdateClipStrategy(inner(name), {}), ZEROS, 2)
+    np.testing.assert_array_equal(found["w"], 0.0)
+    if name != "QFedAvg":  # With noise that must not be seen.
+        found, _ = loop.run(UpdateClipStrategy(inner(name), SEEDED), ZEROS, 1)
+        assert np.all(found["w"])
+
+
+def test_momentum_is_the_strategys_own() -> None:
+    loop = Loop(TEN, lambda node, round_: {"w": np.full(SIZE, 0.1)})
+    fixed = {"start_norm": 10.0, "learning_rate": 0.0}
+    strategy = UpdateClipStrategy(FedAvgM(server_momentum=0.5), fixed)
+    model, _ = loop.run(strategy, ZEROS, 3)
+    np.testing.assert_allclose(model["w"], -0.1 * (1 + 1.5 + 1.75))
+
+
+@pytest.mark.parametrize(
+    ("made", "settings", "why"),
+    [
+        (lambda: QFedAvg(0.1), NOISE, "QFedAvg weighs by the clients' losses"),
+        (lambda: flower.FedXgbBagging(), {}, "trees have no norm"),
+        (lambda: UpdateClipStrategy(FedAvg(), {}), {}, "once is enough"),
+        (
+            lambda: flower.DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1.0, 1.0, 10),
+            {},
+            "set noise_multiplier here",
+        ),
+        (FedAdam, {"start_nrom": 1.0}, "did you mean 'start_norm'"),
+        (FedAvg, {**NOISE, "exclude": "n"}, "exclude"),
+        (FedAvg, {**NOISE, "weights": "steps"}, "weights do not go with noise"),
+    ],
+)
+def test_what_can_not_be_kept_is_refused(made: Any, settings: Any, why: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=why):
+        UpdateClipStrategy(made(), settings)
+
+
+def test_settings_come_from_the_run_configuration() -> None:
+    config = {
+        "num-server-rounds": 3,
+        "update-clip.start-norm": 0.5,
+        "update-clip.weights.17": 2.0,
+        "update-clip.weights.18": 1.0,
+    }
+    strategy = UpdateClipStrategy.from_run_config(FedAvg(), config)
+    assert strategy.server.bound.bound == 0.5
+    assert strategy.server.closing.shares.table == {"17": 2.0, "18": 1.0}
