@@ -77,6 +77,15 @@ def test_without_the_policy_it_leaves(tmp_path: Path) -> None:
     assert norm(huge["arrays"]) > 1e6
 
 
+@pytest.mark.soak
+def test_an_app_can_stop_the_node_and_nothing_leaves(tmp_path: Path) -> None:
+    with federation(tmp_path) as running:
+        node, _ = running.node(policy(tmp_path))
+        running.run("stop")
+        until(lambda: node.poll() is not None)
+        assert b"num-examples" not in running.left()
+
+
 def budget(folder: Path, updates: int) -> Path:
     """Write a policy with a budget for so many updates."""
     one = {"noise_multiplier": 20.0, "delta": 1e-5, "ledger": str(folder / "ledger.json")}
