@@ -138,3 +138,18 @@ def _problems(policy: Policy) -> Iterator[str]:
     for one in (path.parent, path):
         if one.exists() and (wrong := open_to_others(one)):
             yield f"{wrong}: what was spent could be anybody's word"
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def supernode(context: typer.Context, file: PolicyPath) -> None:
+    """Run Flower's SuperNode with a policy around it; all other words are flower-supernode's."""
+    # Before flwr is imported, and for the processes that it starts.
+    os.environ.update(FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1")
+    try:
+        from fedclip.adapters.flower.supernode import run
+    except ImportError as exc:
+        fail(f"a site's SuperNode needs flwr 1.41.0, no other: pip install flwr==1.41.0 ({exc})")
+    try:
+        run(file, context.args)
+    except (OSError, RuntimeError, ValueError) as exc:
+        fail(exc)

@@ -24,9 +24,7 @@ from hostile.hostile.server_app import MODEL
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
-NODE = (
-    os.environ["NODE"].split() if "NODE" in os.environ else ("-m", "fedclip", "site", "supernode")
-)
+NODE = ("-m", "fedclip", "site", "supernode")
 LIMIT = 300.0
 """Seconds after which a test gives up; the machine may be several times slower."""
 
@@ -191,7 +189,7 @@ class Federation:
         )
 
         def received() -> Any:
-            until(out.exists, self.link)
+            until(out.exists, *self._processes, limit=LIMIT + 60 * len(attacks))
             return pickle.loads(out.read_bytes())
 
         return received

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from flower_site import leaks, norm
-from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.app.message.message import make_message
 from flwr.app.metadata import Metadata
+from flwr.clientapp import ClientApp
 from flwr.common.serde import message_to_proto
 from flwr.supercore.constant import TaskType
 from flwr.supercore.inflatable.inflatable_object import (
@@ -27,13 +28,16 @@ from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.run import Run
 from flwr.supernode import start_client_internal
 from flwr.supernode.nodestate import NodeStateFactory
-from hostile.hostile.client_app import ATTACKS, SECRET, Arrays, record, trained
+from hostile.hostile.client_app import ATTACKS, NUMBER, SECRET, Arrays, record, trained
 from hostile.hostile.server_app import MODEL, plain
 
-from fedclip.adapters.flower import supernode
+from fedclip.adapters.flower import UpdateClipMod, supernode
 from fedclip.adapters.flower.supernode import Border
 from fedclip.federation.site.gate import Gate
 from fedclip.federation.site.policy import Policy
+from fedclip.federation.update.adaptive import AdaptiveBound
+from fedclip.federation.update.engine import UpdateServer
+from fedclip.federation.update.plain import bound_to, reply_from
 
 PLAIN = Policy(max_norm=0.5, allow_metrics=["num-examples"])
 IDS = itertools.count(1)
@@ -273,6 +277,33 @@ def test_the_mods_update_is_clipped_as_an_update(votes: dict[str, int], sent: li
     )
     # A server that has asked for no update gets none: this would be the wrong model.
     assert exchanged(asked(), replying(content)).replies[0].has_error()
+
+
+@pytest.mark.parametrize("noise", [0.0, 20.0])
+def test_the_real_mod_and_server_work_through_a_border_without_noise(noise: float) -> None:
+    server = UpdateServer(AdaptiveBound(start_norm=2.0))
+    app = ClientApp(mods=[UpdateClipMod()])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        content = trained({**MODEL, "w": MODEL["w"] + np.float32(NUMBER)})
+        return Message(content, reply_to=message)
+
+    state = Context(1, 1, {}, RecordDict(), {})
+    message = asked(fedclip=ConfigRecord(bound_to(server.open())))
+    policy = Policy(max_norm=0.5, noise_multiplier=noise)
+    (reply,) = exchanged(message, lambda received: app(received, state), policy).replies
+    update = {name: array.numpy() for name, array in reply.content["arrays"].items()}
+    assert update.keys() == {"w", "half"}
+    said = reply_from(update, dict(reply.content["fedclip"]), "site")
+    (fault,) = server.close([said], like=update).faults
+    if noise:
+        assert (said.votes, said.clipped) == (0, 0)
+        assert "norm" in fault
+    else:
+        # The mod clips to 2, and says that it did; the site clips further.
+        assert (said.votes, said.within, said.clipped, fault) == (1, 0, 1, "")
+        assert np.linalg.norm(update["w"]) == pytest.approx(0.5, rel=1e-5)
 
 
 def test_a_budget_that_is_spent_says_so(tmp_path: Path) -> None:

@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import shutil
+import socket
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from flower_site import federation, leaks, norm, policy
+from flower_site import NODE, federation, leaks, norm, policy, until
 from hostile.hostile.client_app import ATTACKS
 from hostile.hostile.server_app import MODEL
 
-from fedclip.federation.site.policy import Policy
+from fedclip.privacy.accounting import Accountant
 
 ALL = [*ATTACKS, "code", "metadata", "twice"]
 FAILED = (2, "the app of this site has failed; nothing else leaves it")
@@ -70,10 +77,19 @@ def test_without_the_policy_it_leaves(tmp_path: Path) -> None:
     assert norm(huge["arrays"]) > 1e6
 
 
+@pytest.mark.soak
+def test_an_app_can_stop_the_node_and_nothing_leaves(tmp_path: Path) -> None:
+    with federation(tmp_path) as running:
+        node, _ = running.node(policy(tmp_path))
+        running.run("stop")
+        until(lambda: node.poll() is not None)
+        assert b"num-examples" not in running.left()
+
+
 def budget(folder: Path, updates: int) -> Path:
     """Write a policy with a budget for so many updates."""
     one = {"noise_multiplier": 20.0, "delta": 1e-5, "ledger": str(folder / "ledger.json")}
-    cost = Policy(max_norm=0.5, max_epsilon=100.0, **one).cost
+    cost = partial(Accountant(1e-5, "replace-one").epsilon, 20.0)
     return policy(folder, max_epsilon=(cost(updates) + cost(updates + 1)) / 2, **one)
 
 
@@ -107,3 +123,60 @@ def test_two_runs_on_two_nodes_spend_one_budget(tmp_path: Path) -> None:
         running.node(rules)
         assert paid(running.run("honest", name="four")()) == 0
         assert not leaks(running.left())
+
+
+def targets(outside: socket.socket, *files: Path) -> str:
+    """Return where an app could take data, and what it could change: addresses and files."""
+    hosts = subprocess.check_output(["hostname", "-I"], text=True).split()
+    ports = [f"{host}:{outside.getsockname()[1]}" for host in ("127.0.0.1", *hosts)]
+    return " ".join([*ports, *map(str, files)])
+
+
+@pytest.mark.soak
+def test_an_app_in_a_subprocess_reaches_all(tmp_path: Path) -> None:
+    with federation(tmp_path) as running, socket.create_server(("0.0.0.0", 0)) as outside:
+        rules = policy(tmp_path)
+        running.node(rules)
+        (got,) = running.run("reach", targets=targets(outside, rules))()
+    assert got["metrics"]["num-examples"] >= 2
+
+
+@pytest.mark.soak
+def test_an_app_in_a_network_of_its_own_reaches_nothing(tmp_path: Path) -> None:
+    if os.geteuid() or not all(map(shutil.which, ("ip", "setpriv"))):
+        pytest.skip("only root can lay a cable")
+    # In the place of the new user stands root without any right, who may run this interpreter,
+    # and the policy is somebody else's; names and addresses are of this test alone.
+    name, net = f"fc{os.getpid() % 10**6}", f"10.94.{os.getpid() % 250}"
+    page = (Path(__file__).parents[2] / "docs" / "flower-site.md").read_text("utf-8")
+    for old, new in {
+        "--reuid flower-app --regid flower-app": "--bounding-set=-all",
+        "/var/lib/flower-app": str(tmp_path / "apps"),
+        "/etc/fedclip/site.toml": str(tmp_path / "site.toml"),
+        "flower-app": f"{name}a",
+        "flower-site": f"{name}s",
+        "10.94.0": net,
+    }.items():
+        page = page.replace(old, new)
+    lines = [shlex.split(line) for line in re.findall(r"^\$ (.*)$", page, re.MULTILINE)]
+    _, add_user, *network, start, apps = lines
+    assert add_user[0] == "useradd"
+    rules = policy(tmp_path)
+    os.chown(rules, 65534, 65534)
+    rules.chmod(0o600)
+    (tmp_path / "apps").mkdir()
+    try:
+        for command in network:
+            subprocess.run(command, check=True)
+        with federation(tmp_path) as running, socket.create_server(("0.0.0.0", 0)) as outside:
+            link = ["--superlink", running.tap(), "--insecure"]
+            after = start.index("--isolation")
+            running.start("node", sys.executable, *NODE, start[3], *link, *start[after:])
+            until(lambda: "SuperNode ID" in running.log("node"))
+            running.start("apps", str(shutil.which(apps[0])), *apps[1:])
+            reached = targets(outside, rules)
+            kept = " ".join(one for one in reached.split() if not one.startswith(net))
+            (got,) = running.run("reach", targets=f"{kept} {link[1]}")()
+    finally:
+        subprocess.run(["ip", "netns", "delete", f"{name}a"], check=True)
+    assert got["metrics"] == {"num-examples": 0}, running.log("apps")

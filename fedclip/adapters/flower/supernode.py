@@ -33,6 +33,7 @@ from flwr.app.metadata import Metadata
 from flwr.common.constant import ErrorCode
 from flwr.common.serde import message_to_proto
 from flwr.supercore.constant import TaskType
+from flwr.supercore.exit import ExitCode, flwr_exit
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
@@ -51,6 +52,7 @@ from flwr.supernode import fleet_http_connection, start_client_internal
 from flwr.supernode.cli import flower_supernode
 from flwr.supernode.nodestate import NodeStateFactory
 
+from fedclip.adapters.flower.arrays import RECORD
 from fedclip.errors import shown
 from fedclip.federation.site.gate import Gate, Refused
 from fedclip.federation.site.policy import Policy
@@ -61,9 +63,6 @@ _LOGGER = logging.getLogger("fedclip.site")
 
 FLOWER = "1.41.0"
 """The one version of flwr between whose functions this file stands."""
-
-RECORD = "fedclip"
-"""The name of the records by which `UpdateClipStrategy` asks for updates, and the mod votes."""
 
 Floats = np.ndarray[Any, Any]
 
@@ -338,7 +337,7 @@ def _check(gate: Gate) -> None:
 
 
 def run(policy: Path, words: Sequence[str]) -> None:
-    """Run flwr's SuperNode with a site's policy around it, until it ends.
+    """Run flwr's SuperNode with a site's policy around it; the process ends with it.
 
     Parameters
     ----------
@@ -362,3 +361,5 @@ def run(policy: Path, words: Sequence[str]) -> None:
     sys.stderr.write(NOT_FORCED)
     sys.argv = ["fedclip site supernode", *words]
     flower_supernode()
+    # It returns if flwr has failed, and a thread of its own would keep the process.
+    flwr_exit(ExitCode.SUPERNODE_CONNECTION_ERROR, "The SuperNode has failed; the log says why.")

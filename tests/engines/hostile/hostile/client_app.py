@@ -20,8 +20,11 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
+from flwr.app.message import remove_content_from_message
 from flwr.clientapp import ClientApp
-from flwr.proto.runtime_pb2 import CreateTaskRequest
+from flwr.common.serde import message_to_proto
+from flwr.proto.runtime_pb2 import CreateTaskRequest, PushAppMessagesRequest
+from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supernode.runtime.run_clientapp import push_message
 
 SECRET = "PATIENT-0042"
@@ -155,6 +158,15 @@ def attack(message: Message, context: Context) -> Message:
         return Message(
             trained(arrays, metrics=MetricRecord({"num-examples": count})), reply_to=message
         )
+    if name == "stop":
+        reply = Message(trained(arrays), reply_to=message)
+        tree = get_object_tree(reply)
+        proto = message_to_proto(remove_content_from_message(reply))
+        proto.metadata.message_id = "0" * 64
+        process().PushMessages(
+            PushAppMessagesRequest(messages_list=[proto], message_object_trees=[tree])
+        )
+        return reply
     if name in ("twice", "metadata"):
         reply = Message(trained({**arrays, "w": arrays["w"] * 1000}), reply_to=message)
         reply.metadata.group_id = SECRET
