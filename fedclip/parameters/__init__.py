@@ -23,11 +23,14 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar, dataclass_transform
 
 from fedclip.errors import nearest, shown
 
 T = TypeVar("T")
+
+Config: TypeAlias = dict[str, Any]
+"""Plain values by name: the parameters of a plug-in, or a section of a file."""
 
 
 LEAST, MOST = 1e-30, 1e30
