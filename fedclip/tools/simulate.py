@@ -36,7 +36,7 @@ from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import Reply, SentBound
 from fedclip.federation.update.limits import norms_of
-from fedclip.federation.update.turns import Due, Schedule
+from fedclip.federation.update.turns import Schedule
 from fedclip.scopes import resolve
 from fedclip.tools.crowd import Crowd, SimulateConfig, Trained, Weights
 from fedclip.tools.progress import latest, progress
@@ -133,7 +133,8 @@ class Simulation:
         for module in self.rest.modules:
             if self.bound and module.aux_name in aux:
                 self.bound.admit(module.name)
-        sent = self.server.open() if self.server else None
+        turns = self.schedule.turns if self.schedule else None
+        sent = self.server.open(turns) if self.server else None
         if sent and sent.stop:
             return sent.stop
         self.records.recorder.start_round()
@@ -302,7 +303,7 @@ def _schedule(
         )
     most = bound.expected_clients or 1
     found = Schedule(names, most)
-    if why := Due(found.separation, len(names)).refusal(bound.separation, most):
+    if why := found.turns.refusal(bound.separation, most):
         raise QuickrunError(f"[optim.server_opt] {why}")
     return found
 
