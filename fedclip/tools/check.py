@@ -40,7 +40,9 @@ from fedclip.federation.quorum import unfit
 from fedclip.federation.senders import NamedClients
 from fedclip.federation.statistics.check import is_shared
 from fedclip.federation.update.check import Known, update_problems
+from fedclip.parameters import Config
 from fedclip.privacy import places
+from fedclip.privacy.maps import Plugin
 from fedclip.tools.adapting import steps_of, stuck
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.exposure import exposures
@@ -94,7 +96,7 @@ def check_config(path: str | Path, *, quickrun: bool = False, simulate: bool = F
     return check
 
 
-def _check_quickrun(check: Check, config: dict[str, Any]) -> None:
+def _check_quickrun(check: Check, config: Config) -> None:
     for section in REQUIRED:
         if section not in config:
             hint = nearest(section, config.keys() - SECTIONS.keys())
@@ -147,7 +149,7 @@ def _check_model(check: Check, model: Section) -> None:
         check.problem("[model]", found.lacking)
 
 
-def _with_files(check: Check, config: dict[str, Any]) -> dict[str, Any]:
+def _with_files(check: Check, config: Config) -> Config:
     """Return a configuration with what files named in [run] hold, as declearn reads them."""
     run = dict(_section(config, "run"))
     for field in dataclasses.fields(FLRunConfig):
@@ -159,7 +161,7 @@ def _with_files(check: Check, config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "run": run} if run else config
 
 
-def _without_network(config: dict[str, Any]) -> dict[str, Any]:
+def _without_network(config: Config) -> Config:
     """Return a configuration as it is in one process, with as many clients as it says."""
     crowd = _section(config, "simulate")
     network = {"protocol": "websockets", "host": "127.0.0.1", "port": 1}
@@ -196,7 +198,7 @@ def _ignored(check: Check, where: str, key: str, known: Iterable[str]) -> None:
         check.note(where, text)
 
 
-def _section(config: Section, name: str) -> dict[str, Any]:
+def _section(config: Section, name: str) -> Config:
     """Return a section of a file; an empty one if there is none."""
     value = config.get(name)
     return value if isinstance(value, dict) else {}
@@ -256,7 +258,7 @@ def _records(check: Check) -> int | None:
 def _check_optim(check: Check, optim: Mapping[str, object], run: Section, prefix: str) -> None:
     known = [field.name for field in dataclasses.fields(FLOptimConfig)]
     before = len(check.problems)
-    plugins: dict[str, list[Any]] = {}
+    plugins: dict[str, list[Plugin]] = {}
     for key in known[:2]:
         where = f"[{prefix}{key}]"
         if key in optim:
@@ -382,7 +384,7 @@ def _clients(config: Section) -> int | None:
     return _count(sampler.get("n_samples", most))
 
 
-def _secagg(check: Check) -> dict[str, Any] | None:
+def _secagg(check: Check) -> Section | None:
     """Return the section about secure aggregation, if there is one and its range is a number."""
     section = check.config.get("secagg")
     clipval = _section(check.config, "secagg").get("clipval", 1.0)

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -270,7 +270,7 @@ def translate(
     from fedclip.tools.catalogue import build
     from fedclip.tools.findings import text_of
 
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     for item in config or []:
         key, equals, value = item.partition("=")
         if not equals:

@@ -7,25 +7,26 @@ They share one model. Each has data, a source of its batches, and what its optim
 # ruff: noqa: UP045  (declearn reads the types of a section from its fields, and knows no `|`)
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional, TypeAlias
+from typing import NamedTuple, Optional
 
 import numpy as np
 from declearn.dataset import InMemoryDataset
 from declearn.main.config import EvaluateConfig, FLOptimConfig, TrainingConfig
 from declearn.main.utils import aggregate_clients_data_info
-from declearn.model.api import Vector
+from declearn.metrics import MetricState
 from declearn.optimizer import Optimizer
+from declearn.optimizer.modules import AuxVar
 from declearn.training import TrainingManager
 from declearn.utils import TomlConfig
 
 from fedclip import UpdateClipClient
+from fedclip.federation.generics import AnyModel, AnyVector
 from fedclip.federation.personal import PersonalModel
+from fedclip.parameters import Config
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.quickrun import Experiment
 
 __all__ = ["Crowd", "SimulateConfig", "Trained"]
-
-Weights: TypeAlias = Vector[Any]
 
 
 @dataclasses.dataclass
@@ -77,10 +78,10 @@ class SimulateConfig(TomlConfig):
 class Trained(NamedTuple):
     """What a client has trained in a round."""
 
-    update: Weights
+    update: AnyVector
     """The model before the round, minus the model after it."""
     steps: int
-    aux: dict[str, Any]
+    aux: dict[str, AuxVar]
     """What the modules of its optimizer send to those of the server."""
 
 
@@ -103,7 +104,7 @@ class Crowd:
     def __init__(
         self,
         experiment: Experiment,
-        model: Any,
+        model: AnyModel,
         optim: FLOptimConfig,
         training: TrainingConfig,
         settings: SimulateConfig,
@@ -140,10 +141,10 @@ class Crowd:
         # What a client keeps of the model beside the weights that are trained, as running means.
         whole = model.get_weights()
         self._apart = set(whole.coefs) != set(model.get_weights(trainable=True).coefs)
-        self._kept: dict[int, Weights] = {}
+        self._kept: dict[int, AnyVector] = {}
         self._first = whole
 
-    def _specs(self) -> dict[str, dict[str, Any]]:
+    def _specs(self) -> dict[str, Config]:
         pairs = zip(self.sites, self.data, strict=True)
         return {name: dataclasses.asdict(train.get_data_specs()) for name, (train, _) in pairs}
 
@@ -173,7 +174,7 @@ class Crowd:
             if client < most and any(is_ours(type(module)) for module in optimizer.modules):
                 yield self.names[client], optimizer
 
-    def train(self, client: int, start: Weights, aux: Mapping[str, Any]) -> Trained:
+    def train(self, client: int, start: AnyVector, aux: Mapping[str, AuxVar]) -> Trained:
         """Have a client train as [run.training] says, from the model's weights on."""
         self.hand_over(client, start)
         manager = self._manager
@@ -190,12 +191,10 @@ class Crowd:
             update = update * self.settings.factor
         return Trained(update, int(effort["n_steps"]), manager.optim.collect_aux_var())
 
-    def evaluate(
-        self, start: Weights, how: EvaluateConfig
-    ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    def evaluate(self, start: AnyVector, how: EvaluateConfig) -> tuple[Config, dict[str, Config]]:
         """Return loss and metrics over the validation data of all folders, and of each."""
         metrics, found = self._manager.metrics, {}
-        total: dict[str, Any] = {}
+        total: dict[str, MetricState] = {}
         limits = how.message_params
         for place, (site, (_, valid)) in enumerate(zip(self.sites, self.data, strict=True)):
             self.hand_over(place, start)
@@ -223,7 +222,7 @@ class Crowd:
             self._sources[client] = InMemoryDataset(data, target=target, seed=own)
         return self._sources[client]
 
-    def hand_over(self, client: int | None, start: Weights) -> None:
+    def hand_over(self, client: int | None, start: AnyVector) -> None:
         """Let the model be that of a client at the start of a round; or, for None, the server's."""
         if self._apart:
             kept = None if client is None else self._kept.get(client)

@@ -28,17 +28,19 @@ import msgpack
 import numpy as np
 from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.main.utils import Checkpointer
+from declearn.optimizer.modules import AuxVar
 from declearn.utils import set_device_policy
 
 from fedclip import ClippedAveraging, SampleClip, UpdateClipClient, UpdateClipServer
 from fedclip.errors import FedclipWarning
+from fedclip.federation.generics import AnyVector
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import Reply, SentBound
 from fedclip.federation.update.limits import norms_of
 from fedclip.federation.update.turns import Schedule
 from fedclip.scopes import resolve
-from fedclip.tools.crowd import Crowd, SimulateConfig, Trained, Weights
+from fedclip.tools.crowd import Crowd, SimulateConfig, Trained
 from fedclip.tools.progress import latest, progress
 from fedclip.tools.quickrun import Experiment, QuickrunError
 from fedclip.tools.trained import label
@@ -106,7 +108,7 @@ class Simulation:
         self.records = UpdateClipClient()
         self.losses: list[float] = []
         self.rounds = 0
-        self.best: Weights = self.model.get_weights(trainable=True)
+        self.best: AnyVector = self.model.get_weights(trainable=True)
         self.folder = Path(self.experiment.results, "simulated")
 
     def _server(self) -> UpdateServer:
@@ -138,7 +140,7 @@ class Simulation:
         if sent and sent.stop:
             return sent.stop
         self.records.recorder.start_round()
-        replies, told = [], dict[str, Any]()
+        replies, told = [], dict[str, AuxVar]()
         due = self.schedule.due(self.rounds) if self.schedule else None
         self.rounds += 1
         for client in self.crowd.asked(due):

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fedclip import parameters
 from fedclip.dpsgd.ledger import FILE, Entry, read_entries, total
 from fedclip.federation.update.budget import Budget
+from fedclip.parameters import Config
 from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, planned_anew
 from fedclip.tools.catalogue import version
 
@@ -33,7 +34,7 @@ class Spent(NamedTuple):
     separation: int = 1
     planned: float | None = None
 
-    def cost(self, delta: float | None = None, relation: str | None = None) -> dict[str, Any]:
+    def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
         """Return what it costs by each accountant, or why one can not say.
 
         Delta and relation are those of the file, unless others are given.
@@ -87,7 +88,7 @@ class Spent(NamedTuple):
         }
 
 
-def in_words(cost: Mapping[str, Any]) -> Iterator[str]:
+def in_words(cost: Config) -> Iterator[str]:
     """Yield what `Spent.cost` has found, line by line."""
     verb = {"add-remove": "adding or removing", "replace-one": "replacing"}[cost["relation"]]
     yield f"{cost['where']}: what {verb} one {cost['protects']} may change"
@@ -123,7 +124,7 @@ COLUMNS = (
 )
 
 
-def csv_rows(cost: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def csv_rows(cost: Config) -> Iterator[Config]:
     """Yield what `Spent.cost` has found: a row for each release, and for each accountant's total.
 
     A total is for all releases of its file; its versions are of the packages that have counted.
