@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from fedclip.dpsgd.persample import torch_check, torch_records, torch_stacks
+from fedclip.dpsgd.persample.base import Data
+from fedclip.dpsgd.persample.torch_plan import Run
 from fedclip.dpsgd.step import PrivateMean
 
 
 def private_gradients(
     module: torch.nn.Module,
-    loss: Callable[[Any, torch.Tensor], torch.Tensor],
+    loss: Callable[[Data, torch.Tensor], torch.Tensor],
     inputs: torch.Tensor | Sequence[torch.Tensor],
     targets: torch.Tensor,
     *,
@@ -67,7 +69,7 @@ def private_gradients(
     torch_check.check(module)
     given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
 
-    def of(run: Any, record: Any) -> torch.Tensor:
+    def of(run: Run, record: Sequence[torch.Tensor]) -> torch.Tensor:
         *own, target = (x.unsqueeze(0) for x in record)
         return loss(run(tuple(own)), target).mean()
 
