@@ -20,9 +20,6 @@ import numpy as np
 from fedclip.arrays import Array, backend_of, on_host
 from fedclip.errors import StateError
 
-Unchecked: TypeAlias = Any
-"""What came from a file or over a wire: anything, until it has been looked at."""
-
 Fields: TypeAlias = dict[str, Any]
 """The numbers of one group, or the arrays of one tensor, by field."""
 

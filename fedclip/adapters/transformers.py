@@ -11,7 +11,8 @@ import numpy as np
 
 from fedclip.adapters.clippers import Theirs
 from fedclip.arrays import Array
-from fedclip.states import Fields, Unchecked
+from fedclip.errors import Unchecked
+from fedclip.states import Fields
 
 try:
     from transformers import TrainerCallback

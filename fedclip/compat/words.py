@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
-from fedclip.errors import nearest, shown
+from fedclip.errors import Unchecked, nearest, shown
 
 __all__ = ["at_least", "dims", "is_number", "made", "order", "parsed", "unknown", "word"]
 
@@ -81,7 +81,7 @@ def made(
     return name, given
 
 
-def parsed(parameter: str, text: str) -> tuple[str, list[tuple[Any, Any]]]:
+def parsed(parameter: str, text: str) -> tuple[str, list[tuple[Unchecked, Unchecked]]]:
     """Return the name of a call, or a name alone, and arguments by number or by name."""
     try:
         found = ast.parse(text.strip(), mode="eval").body

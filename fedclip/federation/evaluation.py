@@ -17,8 +17,8 @@ from declearn.messaging import EvaluationReply
 from declearn.metrics import MetricSet, MetricState
 from declearn.metrics._mean import MeanState
 
+from fedclip.errors import Unchecked
 from fedclip.federation.quorum import plain
-from fedclip.states import Unchecked
 
 __all__ = ["counted", "nothing"]
 

@@ -53,11 +53,11 @@ from declearn.secagg.messaging import SecaggEvaluationReply, SecaggTrainReply
 from declearn.utils._register import REGISTRIES
 
 from fedclip import parameters
+from fedclip.errors import Unchecked
 from fedclip.federation.evaluation import counted, nothing
 from fedclip.federation.quorum import MEMBERS, WHO, Members, plain, told, unfit
 from fedclip.federation.senders import note_senders
 from fedclip.federation.update.aggregator import ClippedAveraging
-from fedclip.states import Unchecked
 
 if TYPE_CHECKING:
     from websockets.server import WebSocketServerProtocol

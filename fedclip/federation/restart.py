@@ -17,9 +17,8 @@ import msgpack
 from declearn.main.utils import Checkpointer
 from declearn.optimizer import Optimizer
 
-from fedclip.errors import StateError
+from fedclip.errors import StateError, Unchecked
 from fedclip.federation.generics import AnyModel
-from fedclip.states import Unchecked
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 

@@ -9,8 +9,8 @@ from typing import ClassVar, Self
 
 from declearn.optimizer.modules import AuxVar
 
+from fedclip.errors import Unchecked
 from fedclip.federation.version import VERSION, other
-from fedclip.states import Unchecked
 
 
 @dataclass

@@ -21,7 +21,7 @@ from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.quickrun import DataSourceConfig, ExperimentConfig, ModelConfig
 
 from fedclip import parameters
-from fedclip.errors import nearest
+from fedclip.errors import Unchecked, nearest
 from fedclip.tools.crowd import SimulateConfig
 from fedclip.tools.findings import Section, brief
 
@@ -98,7 +98,7 @@ def _types(hint: object) -> tuple[object, ...]:
     return hint, *typing.get_args(hint)
 
 
-def _out_of_range(key: str, value: Any, hint: object) -> str:
+def _out_of_range(key: str, value: Unchecked, hint: object) -> str:
     """Say what is wrong with a number; whole numbers, other than seeds, are counts or seconds."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"must be a finite number, got {value!r}"

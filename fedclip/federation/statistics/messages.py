@@ -14,8 +14,8 @@ from typing import Self
 import numpy as np
 from declearn.optimizer.modules import AuxVar
 
+from fedclip.errors import Unchecked
 from fedclip.federation.tolerant import FromServer
-from fedclip.states import Unchecked
 
 
 @dataclass

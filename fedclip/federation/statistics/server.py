@@ -11,7 +11,7 @@ import numpy as np
 
 from fedclip import parameters, states
 from fedclip.arrays import NUMPY, Array
-from fedclip.errors import StateError
+from fedclip.errors import StateError, Unchecked
 from fedclip.federation.statistics.client import centre_of, tally_of
 from fedclip.federation.statistics.counts import (
     BUCKETS,
@@ -24,7 +24,6 @@ from fedclip.federation.statistics.counts import (
 from fedclip.measures.sketch import Integers
 from fedclip.rules import State
 from fedclip.rules.sharing import Counted, Learning
-from fedclip.states import Unchecked
 
 _TOGETHER = 1 << 15
 """Numbers that are checked at a time: more would take memory, and one at a time five times as long

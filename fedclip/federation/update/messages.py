@@ -17,13 +17,13 @@ from declearn.aggregator import ModelUpdates
 from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar
 
+from fedclip.errors import Unchecked
 from fedclip.federation.generics import AnyVector
 from fedclip.federation.tolerant import FromServer
 from fedclip.federation.update.averaging import peaks, zeros
 from fedclip.federation.update.exchange import COUNTS, VOTES, Reply, is_one_of
 from fedclip.federation.update.limits import OTHER_TENSORS
 from fedclip.federation.update.secagg import inside
-from fedclip.states import Unchecked
 
 AUX_NAME = "update-clip"
 """Name under which bound and votes are exchanged."""

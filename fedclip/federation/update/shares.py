@@ -20,8 +20,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from fedclip import parameters
+from fedclip.errors import Unchecked
 from fedclip.federation.update.exchange import Reply
-from fedclip.states import Unchecked
 
 Weights = Literal["equal", "steps"] | Mapping[str, float]
 
