@@ -320,12 +320,9 @@ def private_gradients(
     loss: Callable[[Tree, Tree], Array],
     params: Tree,
     batch: Tree,
+    mean: PrivateMean,
     *,
-    max_norm: float,
-    noise_multiplier: float,
-    expected_batch_size: float,
     micro_batch: int = 128,
-    **settings: Any,
 ) -> Tree:
     """Return the gradients of one step of DP-SGD, as a pytree like the parameters.
 
@@ -336,7 +333,7 @@ def private_gradients(
     The gradients of records are compiled, once for a loss; noise comes from the operating
     system's secure generator, so that the whole can not be compiled. Give it Poisson samples
     (`fedclip.dpsgd.sampling.PoissonSampler`), also those without a record, and account for each
-    with the same `noise_multiplier` (``fedclip privacy calibrate``).
+    with the mean's `noise_multiplier` (``fedclip privacy calibrate``).
 
     Parameters
     ----------
@@ -347,8 +344,9 @@ def private_gradients(
         A pytree of arrays.
     batch
         A pytree of arrays whose first axis is the records; there may be none.
-    max_norm, noise_multiplier, expected_batch_size, **settings
-        Those of `fedclip.dpsgd.step.PrivateMean`; settings are ``mode`` and ``noise``.
+    mean
+        How records are clipped, how much noise there is, and what it is divided by: one for all
+        steps.
     micro_batch
         How many records are in memory at once, at most.
 
@@ -360,9 +358,10 @@ def private_gradients(
     Examples
     --------
     >>> import jax.numpy as jnp
+    >>> from fedclip.dpsgd.step import PrivateMean
     >>> params, batch = {"w": jnp.ones(2)}, jnp.eye(2)
-    >>> step = {"max_norm": 1.0, "noise_multiplier": 1.1, "expected_batch_size": 2}
-    >>> private_gradients(lambda p, x: jnp.sum(p["w"] * x) ** 2, params, batch, **step)["w"].shape
+    >>> mean = PrivateMean(max_norm=1.0, noise_multiplier=1.1, expected_batch_size=2)
+    >>> private_gradients(lambda p, x: jnp.sum(p["w"] * x) ** 2, params, batch, mean)["w"].shape
     (2,)
     """
     leaves, tree = jax.tree.flatten(params)
@@ -374,8 +373,7 @@ def private_gradients(
             yield JaxStack(dict(zip(names, grads, strict=True)), count)
 
     shapes = {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)}
-    sizes = (max_norm, noise_multiplier, expected_batch_size)
-    found = PrivateMean(*sizes, **settings)(stacks(), shapes)
+    found = mean(stacks(), shapes)
     pairs = zip(names, leaves, strict=True)
     return jax.tree.unflatten(tree, [jnp.asarray(found[n], like.dtype) for n, like in pairs])
 
