@@ -23,8 +23,11 @@ from fedclip.federation.update.plain import (
     reply_to,
     server_of,
 )
-from fedclip.federation.update.served import FILE, Served, read
+from fedclip.federation.update.served import Served, read
 from fedclip.federation.update.turns import Due
+from fedclip.records import SERVED
+from fedclip.report import read_report
+from fedclip.tools.spent import read_spent
 
 MODEL = {"w": np.zeros(3)}
 NOISE: dict[str, Any] = {
@@ -102,10 +105,10 @@ def test_a_server_that_was_killed_goes_on(more: dict[str, Any], tmp_path: Path) 
         now = rounds(served, part)
         served.open(Due(3, 9))  # a bound that was sent, and no replies
         del served
-    kept = read(tmp_path / "parts" / FILE)
+    kept = read(tmp_path / "parts" / SERVED)
     assert kept.rounds[-1]["round"] == 6
     if not more:
-        assert kept == read(tmp_path / "whole" / FILE)
+        assert kept == read(tmp_path / "whole" / SERVED)
         assert now == told[4:]
     # A schedule that begins anew costs a turn more than one that goes on.
     assert (kept.rounds[-1]["epsilon"] > whole.rounds[-1]["epsilon"]) == bool(more)
@@ -114,8 +117,8 @@ def test_a_server_that_was_killed_goes_on(more: dict[str, Any], tmp_path: Path) 
 def test_nothing_is_released_that_is_not_in_the_file(tmp_path: Path) -> None:
     served = Served(NOISE, tmp_path)
     rounds(served, 1)
-    (tmp_path / f"{FILE}.new").mkdir()
-    with pytest.raises(OSError, match=FILE):
+    (tmp_path / f"{SERVED}.new").mkdir()
+    with pytest.raises(OSError, match=SERVED):
         rounds(served, 1)
 
 
@@ -146,10 +149,10 @@ def test_one_process_serves_from_a_folder(tmp_path: Path) -> None:
     "text", ["", "[]", "{}", '{"settings": 1, "state": {}, "rounds": []}', "\0", "[" * 10**5]
 )
 def test_a_file_that_is_damaged_is_not_overwritten(text: str, tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / SERVED).write_text(text)
     with pytest.raises(StateError, match="damaged"):
         Served(NOISE, tmp_path)
-    assert (tmp_path / FILE).read_text() == text
+    assert (tmp_path / SERVED).read_text() == text
 
 
 def test_what_was_spent_is_not_forgotten_by_settings_without_noise(tmp_path: Path) -> None:
@@ -158,7 +161,7 @@ def test_what_was_spent_is_not_forgotten_by_settings_without_noise(tmp_path: Pat
     served.leave()
     with pytest.raises(StateError, match="would void the guarantee"):
         Served({"start_norm": 1.0}, tmp_path)
-    assert read(tmp_path / FILE).rounds[0]["epsilon"] > 0
+    assert read(tmp_path / SERVED).rounds[0]["epsilon"] > 0
 
 
 def test_turns_are_asked_for_where_they_are_charged() -> None:
@@ -168,3 +171,23 @@ def test_turns_are_asked_for_where_they_are_charged() -> None:
         "have a turn every 2 rounds" in server_of({**NOISE, "separation": 3}).open(Due(2, 4)).stop
     )
     assert not server_of({**NOISE, "separation": 3}).open(Due(3, 9)).stop
+
+
+@pytest.mark.parametrize("settings", [NOISE, {"start_norm": 1.0}, {**NOISE, "learning_rate": 0.0}])
+def test_reports_and_accounts_read_the_file(settings: dict[str, Any], tmp_path: Path) -> None:
+    served = Served(settings, tmp_path / "server")
+    rounds(served, 3)
+    report = read_report(tmp_path)
+    assert report.servers == {"server"}
+    shown = [row.record for row in report.rows]
+    assert [record.limit for record in shown] == [r["bound"] for r in served.rounds]
+    assert [record.steps for record in shown] == [2, 2, 2]
+    if settings.get("noise_multiplier"):
+        for path in (tmp_path, tmp_path / "server" / SERVED):
+            (found,) = read_spent(path)
+            assert found.accountant.epsilon() == served.rounds[-1]["epsilon"] > 0
+    else:
+        assert "No step was clipped; the limit was" in report.in_words()[0]
+        assert [record.clipped for record in shown] == [0, 0, 0]
+        with pytest.raises(ValueError, match="nothing in"):
+            [*read_spent(tmp_path)]

@@ -14,9 +14,8 @@ from fedclip.arrays import Array, Backend
 from fedclip.modules.agc import AGC, weights_of
 from fedclip.modules.base import Clipper
 from fedclip.records import RoundRecord, StepRecord
-from fedclip.rules import State
 from fedclip.scopes import Groups
-from fedclip.transforms import Carried, Outcome, SliceClipping, Transform, carried
+from fedclip.transforms import Carried, Outcome, SliceClipping, State, Transform, carried
 
 
 class ClipState(NamedTuple):

@@ -15,9 +15,8 @@ from fedclip.arrays import NUMPY, Array, Backend, HostView
 from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
 from fedclip.records import StepRecord
-from fedclip.rules import State
 from fedclip.states import Fields
-from fedclip.transforms import Carried, clip_on_device
+from fedclip.transforms import Carried, State, clip_on_device
 
 Variable: TypeAlias = Array
 

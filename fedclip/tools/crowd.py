@@ -6,8 +6,8 @@ They share one model. Each has data, a source of its batches, and what its optim
 
 # ruff: noqa: UP045  (declearn reads the types of a section from its fields, and knows no `|`)
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Optional, TypeAlias
 
 import numpy as np
 from declearn.dataset import InMemoryDataset
@@ -85,6 +85,14 @@ class Trained(NamedTuple):
     """What the modules of its optimizer send to those of the server."""
 
 
+Kept: TypeAlias = tuple[Config, Mapping[str, object], AnyVector | None]
+"""What a client keeps from round to round: its optimizer, its source of batches, its weights."""
+Task: TypeAlias = tuple[int, AnyVector, Mapping[str, AuxVar], Kept]
+"""A client, the weights from which it trains, what the server tells it, and what it kept."""
+Ask: TypeAlias = Callable[[Mapping[int, Task]], Mapping[int, tuple[Trained, Kept]]]
+"""Has clients train in other processes."""
+
+
 class Crowd:
     """The clients, and the one model that they share.
 
@@ -110,6 +118,8 @@ class Crowd:
         settings: SimulateConfig,
     ) -> None:
         self.settings, self.sites = settings, list(experiment.files)
+        self.ask: Ask | None = None
+        """How to have clients train in other processes; None: they train in this one."""
         self.names = [
             self.sites[i % len(self.sites)] + (f"-{turn}" if (turn := i // len(self.sites)) else "")
             for i in range(settings.clients or len(self.sites))
@@ -190,6 +200,32 @@ class Crowd:
         if client in self.hostile:
             update = update * self.settings.factor
         return Trained(update, int(effort["n_steps"]), manager.optim.collect_aux_var())
+
+    def train_all(
+        self, clients: Sequence[int], start: AnyVector, aux: Mapping[str, AuxVar]
+    ) -> Iterator[tuple[int, Trained]]:
+        """Have clients train, here or where an engine has them."""
+        if self.ask is None:
+            for client in clients:
+                yield client, self.train(client, start, aux)
+            return
+        tasks = {client: (client, start, aux, self.state(client)) for client in clients}
+        for client, (trained, state) in self.ask(tasks).items():
+            self.take_over(client, state)
+            yield client, trained
+
+    def state(self, client: int) -> Kept:
+        """Return what a client keeps from round to round, for another process."""
+        source = self._records(client)._rng.bit_generator.state
+        return self.optimizer(client).get_state(), source, self._kept.get(client)
+
+    def take_over(self, client: int, state: Kept) -> None:
+        """Let a client be as it was in another process."""
+        optimizer, source, kept = state
+        self.optimizer(client).set_state(optimizer)
+        self._records(client)._rng.bit_generator.state = source
+        if kept is not None:
+            self._kept[client] = kept
 
     def evaluate(self, start: AnyVector, how: EvaluateConfig) -> tuple[Config, dict[str, Config]]:
         """Return loss and metrics over the validation data of all folders, and of each."""

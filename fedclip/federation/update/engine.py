@@ -132,6 +132,7 @@ class UpdateServer:
         record = bound.count(sum(n for n, _ in said), sum(n for _, n in said), clients)
         record["clipped"] = sum(reply.clipped for reply in vetted.sound)
         record["zeroed"] = sum(reply.zeroed for reply in vetted.sound)
+        record["replies"] = clients
         record["refused"] = len(replies) - len(vetted.sound)
         average = rounded(vetted.exact, like) if vetted.exact else zeros(like)
         released = dict(bound.release(average, vetted.exact))

@@ -17,8 +17,8 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,9 @@ from fedclip.federation.update.plain import server_of
 from fedclip.federation.update.turns import Due
 from fedclip.federation.version import VERSION
 from fedclip.privacy.locks import locked
+from fedclip.records import SERVED, RoundRecord
 
-__all__ = ["FILE", "Served", "read"]
-
-FILE = "update_clip.json"
-"""The name of the file, in the folder that a server is given."""
+__all__ = ["Served", "read"]
 
 
 @dataclass
@@ -109,13 +107,13 @@ class Served:
         self.server: UpdateServer = server_of(settings)
         self.settings = dict(settings)
         self.rounds: list[dict[str, Any]] = []
-        self.path = None if folder is None else Path(folder, FILE)
+        self.path = None if folder is None else Path(folder, SERVED)
         self.leave: Callable[[], object] = lambda: None
         """Let others serve from the file; the end of this object does so, too."""
         if self.path is None:
             return
         try:
-            lock = locked(self.path.with_name(f"{FILE}.lock"), wait=False)
+            lock = locked(self.path.with_name(f"{SERVED}.lock"), wait=False)
         except OSError as exc:
             raise OSError(
                 f"no state can be kept in {folder} ({exc}): a server is running there, or this "
@@ -145,6 +143,19 @@ class Served:
         self._write()
         return closed
 
+    def _records(self) -> Iterator[dict[str, Any]]:
+        """Yield the rounds as reports read them, with one step for each vote.
+
+        Norms stay on the clients, and with noise so does what was clipped: then the share tells.
+        """
+        adaptive = self.server.bound.learning_rate > 0
+        for round_ in self.rounds:
+            bound, share, steps = round_["bound"], round_["share"], round_["replies"]
+            limit = {"limit": bound, "limit_min": bound, "limit_max": bound}
+            by = {"learnt" if adaptive else "fixed": steps}
+            over = round_["clipped"] if share is None else round((1.0 - share) * steps)
+            yield asdict(RoundRecord(round_["round"], steps=steps, clipped=over, **limit, **by))
+
     def _write(self) -> None:
         if self.path is None:
             return
@@ -154,10 +165,11 @@ class Served:
                 "settings": self.settings,
                 "state": self.server.get_state(),
                 "rounds": self.rounds,
+                "modules": [("update-clip-server", {"rounds": [*self._records()]})],
             },
             default=list,
         )
-        fresh = self.path.with_name(f"{FILE}.new")
+        fresh = self.path.with_name(f"{SERVED}.new")
         with fresh.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
