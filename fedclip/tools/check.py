@@ -46,7 +46,16 @@ from fedclip.privacy.maps import Plugin
 from fedclip.tools.adapting import steps_of, stuck
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.exposure import exposures
-from fedclip.tools.findings import Check, Finding, Section, Setting, brief, read_toml, text_of
+from fedclip.tools.findings import (
+    Check,
+    Finding,
+    Section,
+    Setting,
+    brief,
+    innermost,
+    read_toml,
+    text_of,
+)
 from fedclip.tools.plugins import check_aggregator, check_counterparts, check_optimizer
 from fedclip.tools.settings import SECTIONS, elsewhere, fits, section_faults
 from fedclip.tools.trained import trained
@@ -378,10 +387,7 @@ def _clients(config: Section) -> int | None:
     most = _section(config, "run").get("register")
     if isinstance(most, dict):
         most = most.get("max_clients", most.get("min_clients"))
-    sampler = _section(config, "client_sampler")
-    while inner := _section(sampler, "sampler"):
-        sampler = inner
-    return _count(sampler.get("n_samples", most))
+    return _count(innermost(_section(config, "client_sampler")).get("n_samples", most))
 
 
 def _secagg(check: Check) -> Section | None:

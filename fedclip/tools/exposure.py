@@ -21,7 +21,7 @@ from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.lengths import number
 from fedclip.privacy.maps import Context, Plugin
-from fedclip.tools.findings import Plugins, Section, Setting
+from fedclip.tools.findings import Plugins, Section, Setting, innermost
 
 __all__ = ["exposures"]
 
@@ -140,10 +140,7 @@ def _central(module: Plugin, server: Sequence[Plugin], rounds: object) -> Iterat
 
 def _by_turns(setting: Setting) -> Iterator[Found]:
     """Check that clients take turns, if that is what they are charged for."""
-    sampler = setting.sampler
-    while sampler.get("strategy") == "named-clients" and isinstance(sampler.get("sampler"), dict):
-        sampler = sampler["sampler"]
-    if sampler.get("strategy", "round-robin") != "round-robin":
+    if innermost(setting.sampler).get("strategy", "round-robin") != "round-robin":
         yield "problem", "client_sampler", _NO_TURNS
     if setting.secagg is not None:
         yield "note", "secagg", _NO_EVALUATION

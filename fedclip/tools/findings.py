@@ -13,7 +13,17 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from fedclip.parameters import Config
 from fedclip.privacy.maps import Plugin
 
-__all__ = ["Check", "Finding", "Plugins", "Section", "Setting", "brief", "read_toml", "text_of"]
+__all__ = [
+    "Check",
+    "Finding",
+    "Plugins",
+    "Section",
+    "Setting",
+    "brief",
+    "innermost",
+    "read_toml",
+    "text_of",
+]
 
 Section: TypeAlias = Mapping[str, Any]
 Plugins: TypeAlias = Mapping[str, Sequence[Plugin]]
@@ -99,6 +109,13 @@ class Check:
     def note(self, where: str, message: str) -> None:
         """Add a note."""
         self.add("note", where, message)
+
+
+def innermost(sampler: Section) -> Section:
+    """Return the section of the sampler that draws clients, without those that only wrap it."""
+    while sampler.get("strategy") == "named-clients" and isinstance(sampler.get("sampler"), dict):
+        sampler = sampler["sampler"]
+    return sampler
 
 
 def brief(value: object) -> str:
