@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from fedclip.arrays import HostView
-from fedclip.states import Fields
 
 try:
     import keras
@@ -24,7 +23,7 @@ except ImportError as error:
 import numpy as np
 
 from fedclip.adapters import compiled
-from fedclip.adapters.clippers import Spec, clipper_of, unique
+from fedclip.adapters.clippers import Spec, Theirs, clipper_of, unique
 from fedclip.adapters.variables import HeldClipper, Operations, Told
 from fedclip.arrays import Array, backend_named
 from fedclip.modules.agc import AGC
@@ -346,7 +345,7 @@ class ClippedOptimizer(Told, keras.optimizers.Optimizer):
         super().set_weights(weights[:own])
         self.inner_optimizer.set_weights(weights[own:])
 
-    def get_config(self) -> Fields:
+    def get_config(self) -> dict[str, object]:
         """Return inner optimizer and clipper, as Keras saves them."""
         return {
             "name": self.name,
@@ -355,7 +354,7 @@ class ClippedOptimizer(Told, keras.optimizers.Optimizer):
         }
 
     @classmethod
-    def from_config(cls, config: Fields, custom_objects: object = None) -> ClippedOptimizer:
+    def from_config(cls, config: Theirs, custom_objects: object = None) -> ClippedOptimizer:
         """Return the optimizer of a configuration."""
         inner = keras.saving.deserialize_keras_object(
             config["inner_optimizer"], custom_objects=custom_objects

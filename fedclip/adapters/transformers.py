@@ -150,7 +150,7 @@ class ClipCallback(TrainerCallback, ExportableState):
         logs |= {prefix + name: number for name, number in found.items()}
         state.log_history[-1] |= logs
 
-    def state(self) -> Fields:
+    def state(self) -> dict[str, object]:
         """Return what Transformers writes into its checkpoints."""
         return {
             "args": {"clipper": [self.clipper.name, self.clipper.get_config()]},

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from fedclip.report import words
 from fedclip.report.curves import Curve
@@ -106,7 +106,7 @@ class Report:
         """Write every row and every column as CSV; see `rows.write_csv`."""
         write_csv(COLUMNS, (row.as_dict() for row in self.rows), file)
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, as ``fedclip report --json`` prints it."""
         return {
             "schema": "fedclip-report/1",

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TextIO, TypeAlias, TypeVar
+from typing import Any, TextIO, TypeAlias, TypeVar
 
 from fedclip.records import ALL, RoundRecord
 
@@ -67,7 +67,7 @@ class Row:
         """The folder that holds the nodes of one federation."""
         return self.node.rpartition("/")[0]
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the row by column name, as in the CSV file."""
         record = self.record
         own = {
