@@ -8,9 +8,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
-__all__ = ["FedclipWarning", "NonFiniteError", "StateError", "nearest"]
+__all__ = ["FedclipWarning", "NonFiniteError", "StateError", "Unchecked", "nearest"]
+
+Unchecked: TypeAlias = Any
+"""What was given, or came from a file or over a wire: anything, until it has been looked at."""
 
 
 class FedclipWarning(UserWarning):
@@ -94,7 +98,7 @@ def hint_at_imports() -> None:
         sys.meta_path.append(_Hints)
 
 
-def imported_when_used(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+def imported_when_used(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
     """Return the `__getattr__` of a package that imports each name from its file when first used.
 
     Parameters
@@ -105,7 +109,7 @@ def imported_when_used(package: str, homes: Mapping[str, str]) -> Callable[[str]
         The file of each name.
     """
 
-    def look_up(name: str) -> Any:
+    def look_up(name: str) -> object:
         if name not in homes:
             return part_of(package, name, list(homes))
         value = getattr(import_module(f"{package}.{homes[name]}"), name)
@@ -115,7 +119,7 @@ def imported_when_used(package: str, homes: Mapping[str, str]) -> Callable[[str]
     return look_up
 
 
-def part_of(package: str, name: str, known: Sequence[str] = ()) -> Any:
+def part_of(package: str, name: str, known: Sequence[str] = ()) -> ModuleType:
     """Return a module of a package, or say where what it has not can be found."""
     if not name.startswith("_"):
         try:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedclip.arrays import on_host
+from fedclip.arrays import Array, HostView, on_host
 from fedclip.errors import StateError
 from fedclip.measures.sketch import Sketch, holder
 
@@ -65,7 +65,7 @@ class StepRecord:
         self.nonfinite = nonfinite
 
     @property
-    def norms(self) -> Any:
+    def norms(self) -> Array:
         """Norms before clipping, where they are: a number, or an array of the framework."""
         return self._norms
 
@@ -334,7 +334,7 @@ class Recorder:
         self.round = 0
         self._labels: tuple[str, ...] = ()
         self._basis = LEARNT
-        self._buffer: list[tuple[Any, Any, Any, Any]] = []
+        self._buffer: list[tuple[object, object, object, object]] = []
         self._done: dict[tuple[int, str], RoundRecord] = {}
 
     def start_round(self) -> None:
@@ -385,7 +385,7 @@ class Recorder:
         self._flush()
         return sorted(self._done.values(), key=lambda r: (r.round, r.group != ALL))
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, object]:
         """Return the records as plain numbers, strings and lists."""
         return {"round": self.round, "rounds": [asdict(r) for r in self.rounds()]}
 
@@ -437,7 +437,7 @@ class Recorder:
                 del self._done[round_, group]
 
 
-def _table(column: Sequence[object]) -> np.ndarray[Any, Any]:
+def _table(column: Sequence[object]) -> HostView:
     """Return numbers, or arrays of numbers, of some steps as an array of (steps, groups)."""
     if isinstance(column[0], (bool, float, np.ndarray)):
         return np.array(column).reshape(len(column), -1)

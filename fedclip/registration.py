@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
@@ -35,7 +36,7 @@ class Plugin:
     group: ClassVar[str]
     """The base class of declearn's that it stands for."""
 
-    def __init_subclass__(cls, register: bool = True, **kwargs: Any) -> None:
+    def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
         """Register the class with declearn: now, or as soon as declearn is imported."""
         super().__init_subclass__(**kwargs)
         if not register:
@@ -56,14 +57,15 @@ class Plugin:
                 raise
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
+    def from_config(cls, config: dict[str, object]) -> Self:
         """Return the plug-in with the parameters of a dict."""
         return cls(**config)
 
     @classmethod
-    def from_specs(cls, name: str, config: dict[str, Any]) -> Any:
+    def from_specs(cls, name: str, config: dict[str, object]) -> Plugin:
         """Return declearn's plug-in of a name, with the parameters of a dict."""
-        return _base_of(cls.group).from_specs(name, config)
+        made: Plugin = _base_of(cls.group).from_specs(name, config)
+        return made
 
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ else:
         aux_name = None
         auxvar_cls = None
 
-        def process_aux_var(self, aux_var: Any) -> None:
+        def process_aux_var(self, aux_var: object) -> None:
             """Refuse a message: this module has no counterpart."""
             if aux_var is not None:
                 raise NotImplementedError(f"{self.name} takes no message, got {aux_var!r:.80}")
@@ -97,7 +99,7 @@ def _base_of(group: str) -> Any:
     return {"OptiModule": modules.OptiModule, "Regularizer": regularizers.Regularizer}[group]
 
 
-def _enter(cls: Any) -> None:
+def _enter(cls: type[Plugin]) -> None:
     """Register a class with declearn, if it is not."""
     from declearn.utils import access_types_mapping, register_type
 
@@ -164,7 +166,7 @@ class _Watch:
                 return spec
         return None
 
-    def run(self, loader: Any, module: ModuleType) -> None:
+    def run(self, loader: Loader, module: ModuleType) -> None:
         """Run a module; then register, if declearn is imported and no other import is under way."""
         name = module.__name__
         if name != "declearn":
@@ -193,7 +195,7 @@ class _Watch:
 class _Watched:
     """The loader of one module, which stands aside as soon as that module runs."""
 
-    def __init__(self, loader: Any, watch: _Watch) -> None:
+    def __init__(self, loader: Loader, watch: _Watch) -> None:
         self._loader = loader
         self._watch = watch
 
@@ -203,6 +205,6 @@ class _Watched:
         module.__spec__.loader = module.__loader__ = self._loader
         self._watch.run(self._loader, module)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         # The module itself, its source, path and resources come from the real loader.
         return getattr(self._loader, name)

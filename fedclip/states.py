@@ -17,10 +17,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fedclip.arrays import backend_of, on_host
+from fedclip.arrays import Array, backend_of, on_host
 from fedclip.errors import StateError
 
-Statistics: TypeAlias = dict[str, dict[str, Any]]
+Fields: TypeAlias = dict[str, Any]
+"""The numbers of one group, or the arrays of one tensor, by field."""
+
+Statistics: TypeAlias = dict[str, Fields]
 
 
 def dump(state: Any, labels: Sequence[str]) -> Statistics:
@@ -47,7 +50,7 @@ def fetched(arrays: Statistics) -> Statistics:
     return each(arrays, lambda array: np.array(backend_of(array).to_host(array)))
 
 
-def each(arrays: Mapping[str, Any], turned: Callable[[Any], Any]) -> Statistics:
+def each(arrays: Mapping[str, Fields], turned: Callable[[Array], object]) -> Statistics:
     """Return ``turned(array)`` of each of some arrays by tensor and field."""
     return {
         name: {field: turned(array) for field, array in fields.items()}
@@ -62,7 +65,7 @@ def check_count(name: str, value: object) -> int:
     return value
 
 
-def check_groups(groups: Any, one: Any) -> Statistics:
+def check_groups(groups: object, one: Any) -> Statistics:
     """Return statistics by group if they fit `one`, the fresh state of one group."""
     if not isinstance(groups, Mapping):
         raise StateError(f"'groups' must be a dict, got {type(groups).__name__}")

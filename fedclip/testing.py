@@ -35,9 +35,10 @@ from declearn.utils.serialize import (
 )
 from numpy.typing import NDArray
 
-from fedclip.errors import FedclipWarning
+from fedclip.errors import FedclipWarning, Unchecked
 from fedclip.privacy import Context, kinds
 from fedclip.privacy.bounds import look_up
+from fedclip.privacy.maps import Plugin
 
 __all__ = [
     "FRAMEWORKS",
@@ -63,8 +64,6 @@ __all__ = [
 Host: TypeAlias = NDArray[Any]
 Arrays: TypeAlias = Mapping[str, Host]
 Gradient: TypeAlias = Vector[Any]
-Plugin: TypeAlias = Any
-"""An `OptiModule` or a `Regularizer`."""
 Factory: TypeAlias = Callable[[], Plugin]
 
 # The Vector of each framework, in the module of `declearn.model` that is called as the package.
@@ -94,14 +93,14 @@ def installed() -> list[str]:
 
 
 @cache
-def _vector_class(framework: str) -> type[Vector[Any]]:
+def _vector_class(framework: str) -> type[Gradient]:
     module, name = _VECTORS[framework]
     # Import on demand: each of these imports its framework.
-    cls: type[Vector[Any]] = getattr(import_module(f"declearn.model.{module}"), name)
+    cls: type[Gradient] = getattr(import_module(f"declearn.model.{module}"), name)
     return cls
 
 
-def _array(value: object, framework: str, dtype: str | None) -> Any:
+def _array(value: object, framework: str, dtype: str | None) -> object:
     value = np.asarray(value)
     dtype = dtype or str(value.dtype)
     if framework == "torch":
@@ -144,7 +143,7 @@ def _as_numpy(value: object) -> Host:
     return np.asarray(value).astype(np.float32)
 
 
-def _dtype(value: Any) -> str:
+def _dtype(value: Unchecked) -> str:
     # "torch.float32", "float32", "<dtype: 'float32'>"
     return str(getattr(value.dtype, "name", value.dtype)).removeprefix("torch.")
 
@@ -472,14 +471,18 @@ def check_state_size(factory: Factory) -> None:
     assert after <= before, f"the state grew from {before} to {after} values in 144 steps"
 
 
-def _wrong_states(state: dict[str, Any]) -> list[tuple[str, Any]]:
+def _wrong_states(state: dict[str, object]) -> list[tuple[str, object]]:
     """Return states that are wrong in one place each, and say where."""
-    hostile: list[Any] = [None, 1, "state", [], b"", np.zeros(2), {}]
+    hostile: list[object] = [None, 1, "state", [], b"", np.zeros(2), {}]
     wrong = [(f"the type {type(value).__name__}", value) for value in hostile]
     for path, value in _values(state):
         where = "/".join(map(str, path))
         wrong.append((f"{where!r} missing", _changed(state, path)))
-        replacements: list[Any] = [object(), {"a": 1}, "text" if path[0] != "clipper" else "other"]
+        replacements: list[object] = [
+            object(),
+            {"a": 1},
+            "text" if path[0] != "clipper" else "other",
+        ]
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             replacements += [float("nan"), float("inf"), True, "1", [1, 2]]
             if path[-1] in ("count", "round", "steps"):
@@ -494,8 +497,8 @@ def _wrong_states(state: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _values(
-    state: dict[Any, Any], path: tuple[Any, ...] = ()
-) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    state: dict[str, object], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], object]]:
     """Yield the values in nested dicts, and the path to each; lists count as values."""
     for key, value in state.items():
         if isinstance(value, dict):
@@ -504,7 +507,7 @@ def _values(
             yield (*path, key), value
 
 
-def _changed(state: Any, path: tuple[Any, ...], *replacement: Any) -> Any:
+def _changed(state: Unchecked, path: tuple[str, ...], *replacement: object) -> Unchecked:
     """Return a copy with another value at the path, or with none."""
     copy = deepcopy(state)
     parent = reduce(getitem, path[:-1], copy)
@@ -515,7 +518,7 @@ def _changed(state: Any, path: tuple[Any, ...], *replacement: Any) -> Any:
     return copy
 
 
-def _serialised(value: object) -> list[tuple[str, Any]]:
+def _serialised(value: object) -> list[tuple[str, Unchecked]]:
     return [
         ("JSON", json_deserialize(json_serialize(value))),
         ("msgpack", msgpack_deserialize(msgpack_serialize(value))),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import tomlkit
+from tomlkit.items import Item
 
 from fedclip import parameters
 
@@ -29,7 +30,7 @@ def toml_value(value: object) -> str:
     return str(toml_item(value).as_string())
 
 
-def toml_item(value: object) -> Any:
+def toml_item(value: object) -> Item:
     """Return a value as tomlkit has it; see `toml_value`."""
     if value is None:
         return tomlkit.item(float("nan"))
@@ -60,7 +61,7 @@ def toml_line(kind: str, name: str, config: Mapping[str, object]) -> str:
     return f"{field} = {toml_value([[name, config] if config else name])}"
 
 
-def value_of(text: str) -> Any:
+def value_of(text: str) -> object:
     """Return a value written as in Python or TOML: None, a number, a list; or else the words.
 
     Examples

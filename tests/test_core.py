@@ -22,8 +22,8 @@ SHELLS = {
     *(
         f"fedclip.federation.{name}"
         for name in (
-            *("evaluation", "network", "personal", "personal_client", "restart", "senders"),
-            *("round_robin", "serving", "tolerant"),
+            *("evaluation", "generics", "network", "personal", "personal_client", "restart"),
+            *("round_robin", "senders", "serving", "tolerant"),
             *(f"statistics.{name}" for name in ("check", "counterpart", "messages")),
             "site.sending",
             *(f"update.{n}" for n in ("aggregator", "check", "client", "messages", "server")),

@@ -10,6 +10,7 @@ import pytest
 from helpers import require
 
 from fedclip.dpsgd.noise import IndependentNoise
+from fedclip.dpsgd.step import PrivateMean
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ def test_torch_gradients_are_those_of_opacus() -> None:
 
     net, x, y = torch_case()
     loss = torch.nn.CrossEntropyLoss()
-    found = private_gradients(net, loss, x, y, micro_batch=5, **QUIET)
+    found = private_gradients(net, loss, x, y, PrivateMean(**QUIET), micro_batch=5)
     sampled = opacus.GradSampleModule(net, loss_reduction="mean")
     optimizer = opacus.optimizers.DPOptimizer(
         torch.optim.SGD(sampled.parameters(), lr=1.0),
@@ -70,7 +71,8 @@ def test_jax_gradients_are_those_of_optax() -> None:
     each = jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, (x, y))
     right, _ = theirs.update(each, theirs.init(params))
     for micro_batch in (5, 128):
-        found = private_gradients(loss, params, (x, y), micro_batch=micro_batch, **QUIET)
+        mean = PrivateMean(**QUIET)
+        found = private_gradients(loss, params, (x, y), mean, micro_batch=micro_batch)
         assert jax.tree.structure(found) == jax.tree.structure(params)
         for name in params:
             assert found[name].dtype == params[name].dtype
@@ -79,7 +81,7 @@ def test_jax_gradients_are_those_of_optax() -> None:
 
 @pytest.mark.parametrize(("framework", "records"), [("torch", 0), ("jax", 13)])
 def test_noise_is_as_large_as_it_says(framework: str, records: int) -> None:
-    settings: Any = {"max_norm": C, "noise_multiplier": 1.5, "expected_batch_size": 4}
+    mean = PrivateMean(max_norm=C, noise_multiplier=1.5, expected_batch_size=4)
     if framework == "torch":
         torch = require("torch")
         from fedclip.adapters import torch as adapter
@@ -87,7 +89,7 @@ def test_noise_is_as_large_as_it_says(framework: str, records: int) -> None:
         wide = torch.nn.Linear(100_000, 1, bias=False)
         x = torch.zeros(records, 100_000)
         found = adapter.private_gradients(
-            wide, torch.nn.MSELoss(), x, torch.zeros(records, 1), **settings
+            wide, torch.nn.MSELoss(), x, torch.zeros(records, 1), mean
         )["weight"].numpy()
     else:
         jnp = require("jax").numpy
@@ -96,7 +98,7 @@ def test_noise_is_as_large_as_it_says(framework: str, records: int) -> None:
 
         found = np.asarray(
             other.private_gradients(
-                *(_product, {"w": jnp.ones(100_000)}, jnp.zeros((records, 100_000))), **settings
+                *(_product, {"w": jnp.ones(100_000)}, jnp.zeros((records, 100_000))), mean
             )["w"]
         )
     # Six of its standard deviations, and more.
@@ -114,18 +116,20 @@ def test_a_layer_that_mixes_records_and_settings_out_of_range_are_refused() -> N
     from fedclip.adapters.torch import private_gradients
 
     loss = torch.nn.CrossEntropyLoss()
+    quiet = PrivateMean(**QUIET)
     with pytest.raises(ValueError, match="mixes the records"):
-        private_gradients(torch.nn.Sequential(torch.nn.BatchNorm2d(1), net), loss, x, y, **QUIET)
+        private_gradients(torch.nn.Sequential(torch.nn.BatchNorm2d(1), net), loss, x, y, quiet)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"max_norm": 0.0}, "max_norm must be"),
         ({"noise_multiplier": -1.0}, "noise_multiplier must be"),
         ({"expected_batch_size": 0}, "expected_batch_size must be"),
-        ({"micro_batch": 0}, "micro_batch must be"),
         ({"mode": "adaptive"}, "mode must be"),
     ]
     for change, words in wrong:
         with pytest.raises((TypeError, ValueError), match=words):
-            private_gradients(net, loss, x, y, **{**QUIET, **change})
+            PrivateMean(**{**QUIET, **change})
+    with pytest.raises(ValueError, match="micro_batch must be"):
+        private_gradients(net, loss, x, y, quiet, micro_batch=0)
 
 
 def test_noise_may_be_another() -> None:
@@ -136,7 +140,8 @@ def test_noise_may_be_another() -> None:
 
     step = {**QUIET, "noise_multiplier": 2.0}
     loss = torch.nn.CrossEntropyLoss()
-    ones = private_gradients(net, loss, x, y, noise=IndependentNoise(np.ones), **step)
-    none = private_gradients(net, loss, x, y, **QUIET)
+    louder = PrivateMean(**step, noise=IndependentNoise(np.ones))
+    ones = private_gradients(net, loss, x, y, louder)
+    none = private_gradients(net, loss, x, y, PrivateMean(**QUIET))
     for name, gradient in ones.items():
         torch.testing.assert_close(gradient - none[name], torch.full_like(gradient, 2 * C / 13))

@@ -4,11 +4,12 @@
 Each file imports its framework; of the rest of fedclip, only commands import such files.
 """
 
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from fedclip.errors import part_of
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> ModuleType:
         return part_of(__name__, name)

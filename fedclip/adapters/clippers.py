@@ -16,7 +16,10 @@ from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
 from fedclip.modules.norm_clip import NormClip
 
-Spec: TypeAlias = Clipper | AGC | float | str | tuple[str, Mapping[str, Any]]
+Theirs: TypeAlias = Any
+"""An object of the trainer that calls, as it has it."""
+
+Spec: TypeAlias = Clipper | AGC | float | str | tuple[str, Mapping[str, object]]
 """A clipper, a fixed limit of the norm, or a name or (name, config) as in a configuration."""
 
 
@@ -26,7 +29,7 @@ def clipper_of(spec: Spec) -> Clipper | AGC:
         return NormClip(spec)
     match (spec, {}) if isinstance(spec, str) else spec:
         case (str(name), Mapping() as config):
-            known: dict[str, Any] = by_name()
+            known = by_name()
             if name not in known:
                 raise ValueError(f"no clipper is called {name!r}{nearest(name, known)}")
             return check_clipper(known[name](**config))
@@ -58,7 +61,7 @@ def clipped(
 class Holder(NamedTuple):
     """What acts with a clipper until it lets go of it, and where that is, in words."""
 
-    ref: weakref.ref[Any]
+    ref: weakref.ref[object]
     where: str
 
 

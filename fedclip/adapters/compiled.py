@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from fedclip.modules.agc import AGC, weights_of
 from fedclip.modules.base import Clipper
 from fedclip.records import RoundRecord, StepRecord
 from fedclip.scopes import Groups
-from fedclip.transforms import Carried, Outcome, SliceClipping, Transform, carried
+from fedclip.transforms import Carried, Outcome, SliceClipping, State, Transform, carried
 
 
 class ClipState(NamedTuple):
@@ -42,7 +42,7 @@ class ClipState(NamedTuple):
         Number of steps that held NaN or infinity.
     """
 
-    statistics: Any
+    statistics: State
     norm: Array
     limit: Array
     over: Array
@@ -134,7 +134,7 @@ def transform_of(
     return clipper.transform(weights_of(weights, groups), groups, backend, traced=True)
 
 
-def first_numbers(clipper: Clipper | AGC, groups: Groups, *, fresh: bool = False) -> Any:
+def first_numbers(clipper: Clipper | AGC, groups: Groups, *, fresh: bool = False) -> State:
     """Return the numbers of a first state: the clipper's statistics if it has those of all groups.
 
     If it is `fresh`, it knows nothing; `agc` learns nothing. A state that was loaded and is of
@@ -149,7 +149,7 @@ def first_numbers(clipper: Clipper | AGC, groups: Groups, *, fresh: bool = False
 
 def first_state(
     clipper: Clipper | AGC, groups: Groups, tensors: Mapping[str, Array], backend: Backend
-) -> Any:
+) -> State:
     """Return the statistics of a first state, on the device of the tensors, with their arrays.
 
     Of the tensors, only dtype, shape and device count.
@@ -196,7 +196,7 @@ def of_state(state: ClipState, labels: tuple[str, ...], prefix: str) -> dict[str
     return (last.as_dict(prefix) if int(state.steps) else {}) | every
 
 
-def counted(counts: Iterable[Any], prefix: str) -> dict[str, float]:
+def counted(counts: Iterable[Array], prefix: str) -> dict[str, float]:
     """Return numbers of steps, clipped and nonfinite ones as those of a round.
 
     Compiled code does not count what set its limits: these numbers are left out.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 try:
     import jax
@@ -28,6 +28,11 @@ from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
 from fedclip.scopes import Groups, resolve
 from fedclip.transforms import Carried, NormClipping, SliceClipping, Transform, clip_on_device
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Tree: TypeAlias = Any
+"""A pytree, of any containers."""
 
 __all__ = ["ClipState", "as_optax", "load_state", "private_gradients", "stats"]
 
@@ -101,7 +106,7 @@ def as_optax(
         first = compiled.first_state(clipper, groups, shown, backend)
         if not groups.names and compiled.kind_of(clipper, groups).arrays:
             # optax asks with a placeholder for the parameters, which these arrays are no copy of.
-            one_leaf: Any = np.zeros(())
+            one_leaf: Array = np.zeros(())
             first = Carried(first, one_leaf)
         # Two fields of one buffer could not be donated.
         copied = functools.partial(jnp.array, copy=True)
@@ -154,11 +159,11 @@ def as_optax(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _promoting(function: Callable[..., Any]) -> Any:
+def _promoting(function: Callable[P, T]) -> Callable[P, T]:
     """Return the function, which mixes ranks and dtypes though a session may forbid it."""
 
     @functools.wraps(function)
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             return function(*args, **kwargs)
 
@@ -277,7 +282,7 @@ def _names(tree: object) -> list[str]:
     return unique(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
 
 
-def _parameters(clipper: Clipper | AGC, params: object) -> dict[str, Any]:
+def _parameters(clipper: Clipper | AGC, params: object) -> dict[str, Array]:
     """Return the parameters by name; integers, which have gradients of float0, if excluded."""
     leaves = _by_name(params)
     excluded = groups_of(clipper, leaves).excluded if leaves else frozenset()
@@ -285,13 +290,13 @@ def _parameters(clipper: Clipper | AGC, params: object) -> dict[str, Any]:
     return {name: leaf for name, leaf in leaves.items() if name in excluded or name in chosen}
 
 
-def _by_name(tree: object) -> dict[str, Any]:
+def _by_name(tree: object) -> dict[str, Array]:
     """Return the leaves by name, without those of float0."""
     pairs = zip(_names(tree), jax.tree.leaves(tree), strict=True)
     return {name: _array(name, leaf) for name, leaf in pairs if not _is_float0(leaf)}
 
 
-def _array(name: str, leaf: object) -> Any:
+def _array(name: str, leaf: object) -> Array:
     # What jax.eval_shape returns has shape and dtype alone; see `_shown`.
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
@@ -304,7 +309,7 @@ def _array(name: str, leaf: object) -> Any:
         ) from error
 
 
-def _shown(leaf: object) -> Any:
+def _shown(leaf: object) -> Array:
     """Return a leaf; for shape and dtype alone, zeros that take no memory."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
@@ -312,16 +317,13 @@ def _shown(leaf: object) -> Any:
 
 
 def private_gradients(
-    loss: Callable[[Any, Any], Any],
-    params: Any,
-    batch: Any,
+    loss: Callable[[Tree, Tree], Array],
+    params: Tree,
+    batch: Tree,
+    mean: PrivateMean,
     *,
-    max_norm: float,
-    noise_multiplier: float,
-    expected_batch_size: float,
     micro_batch: int = 128,
-    **settings: Any,
-) -> Any:
+) -> Tree:
     """Return the gradients of one step of DP-SGD, as a pytree like the parameters.
 
     ::
@@ -331,7 +333,7 @@ def private_gradients(
     The gradients of records are compiled, once for a loss; noise comes from the operating
     system's secure generator, so that the whole can not be compiled. Give it Poisson samples
     (`fedclip.dpsgd.sampling.PoissonSampler`), also those without a record, and account for each
-    with the same `noise_multiplier` (``fedclip privacy calibrate``).
+    with the mean's `noise_multiplier` (``fedclip privacy calibrate``).
 
     Parameters
     ----------
@@ -342,8 +344,9 @@ def private_gradients(
         A pytree of arrays.
     batch
         A pytree of arrays whose first axis is the records; there may be none.
-    max_norm, noise_multiplier, expected_batch_size, **settings
-        Those of `fedclip.dpsgd.step.PrivateMean`; settings are ``mode`` and ``noise``.
+    mean
+        How records are clipped, how much noise there is, and what it is divided by: one for all
+        steps.
     micro_batch
         How many records are in memory at once, at most.
 
@@ -355,9 +358,10 @@ def private_gradients(
     Examples
     --------
     >>> import jax.numpy as jnp
+    >>> from fedclip.dpsgd.step import PrivateMean
     >>> params, batch = {"w": jnp.ones(2)}, jnp.eye(2)
-    >>> step = {"max_norm": 1.0, "noise_multiplier": 1.1, "expected_batch_size": 2}
-    >>> private_gradients(lambda p, x: jnp.sum(p["w"] * x) ** 2, params, batch, **step)["w"].shape
+    >>> mean = PrivateMean(max_norm=1.0, noise_multiplier=1.1, expected_batch_size=2)
+    >>> private_gradients(lambda p, x: jnp.sum(p["w"] * x) ** 2, params, batch, mean)["w"].shape
     (2,)
     """
     leaves, tree = jax.tree.flatten(params)
@@ -369,12 +373,11 @@ def private_gradients(
             yield JaxStack(dict(zip(names, grads, strict=True)), count)
 
     shapes = {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)}
-    sizes = (max_norm, noise_multiplier, expected_batch_size)
-    found = PrivateMean(*sizes, **settings)(stacks(), shapes)
+    found = mean(stacks(), shapes)
     pairs = zip(names, leaves, strict=True)
     return jax.tree.unflatten(tree, [jnp.asarray(found[n], like.dtype) for n, like in pairs])
 
 
 @functools.lru_cache(maxsize=8)
-def _gradients(loss: Callable[[Any, Any], Any]) -> Any:
+def _gradients(loss: Callable[[Tree, Tree], Array]) -> Callable[[Tree, Tree], Tree]:
     return jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from fedclip.arrays import HostView
+
 try:
     import keras
 except ImportError as error:
@@ -21,7 +23,7 @@ except ImportError as error:
 import numpy as np
 
 from fedclip.adapters import compiled
-from fedclip.adapters.clippers import Spec, clipper_of, unique
+from fedclip.adapters.clippers import Spec, Theirs, clipper_of, unique
 from fedclip.adapters.variables import HeldClipper, Operations, Told
 from fedclip.arrays import Array, backend_named
 from fedclip.modules.agc import AGC
@@ -104,7 +106,7 @@ class _Hook:
         stepping._backend_apply_gradients = self.apply
         stepping._clip_gradients = self.clip
 
-    def _make(self, values: np.ndarray[Any, Any], name: str) -> Variable:
+    def _make(self, values: HostView, name: str) -> Variable:
         kind = "int" if values.dtype.kind == "i" else self._float
         return self.stepping.add_variable(
             values.shape,
@@ -198,13 +200,13 @@ def _of_all_replicas(
     return gradients, lambda gradient: gradient
 
 
-def _inner(option: str) -> Any:
+def _inner(option: str) -> property:
     """Return a property that is the inner optimizer's."""
 
-    def get(self: Any) -> Any:
+    def get(self: Optimizer) -> object:
         return getattr(self.inner_optimizer, option)
 
-    def put(self: Any, value: object) -> None:
+    def put(self: Optimizer, value: object) -> None:
         # Keras' constructor sets defaults, before there is an inner optimizer.
         if "inner_optimizer" in vars(self):
             setattr(self.inner_optimizer, option, value)
@@ -212,10 +214,10 @@ def _inner(option: str) -> Any:
     return property(get, put, doc=f"``{option}`` of the inner optimizer.")
 
 
-def _none(option: str) -> Any:
+def _none(option: str) -> property:
     """Return a property that is None: the clipper clips."""
 
-    def put(self: Any, value: object) -> None:
+    def put(self: Optimizer, value: object) -> None:
         if value is not None:
             raise ValueError(
                 f"{option} of a ClippedOptimizer would clip nothing: put the limit into its clipper"
@@ -343,7 +345,7 @@ class ClippedOptimizer(Told, keras.optimizers.Optimizer):
         super().set_weights(weights[:own])
         self.inner_optimizer.set_weights(weights[own:])
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Return inner optimizer and clipper, as Keras saves them."""
         return {
             "name": self.name,
@@ -352,7 +354,7 @@ class ClippedOptimizer(Told, keras.optimizers.Optimizer):
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: object = None) -> ClippedOptimizer:
+    def from_config(cls, config: Theirs, custom_objects: object = None) -> ClippedOptimizer:
         """Return the optimizer of a configuration."""
         inner = keras.saving.deserialize_keras_object(
             config["inner_optimizer"], custom_objects=custom_objects

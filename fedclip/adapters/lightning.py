@@ -7,14 +7,13 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
 
-from fedclip.adapters.clippers import Spec, clipper_of
+from fedclip.adapters.clippers import Spec, Theirs, clipper_of
 from fedclip.adapters.torch import ClipHandle, attach
 
 __all__ = ["ClipCallback", "LightningClipping"]
 
-Callback: Any
+Callback: Theirs
 # The package has two names, and users have either.
 try:
     Callback = import_module("lightning.pytorch").Callback
@@ -68,7 +67,7 @@ class ClipCallback(Callback):
         self.clippers = [clipper_of(one) for one in given]
         self._handles: list[ClipHandle] = []
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Theirs, pl_module: Theirs, stage: str) -> None:
         """Refuse to clip twice, or what can not be clipped."""
         if stage != "fit":
             return
@@ -82,7 +81,7 @@ class ClipCallback(Callback):
                 "DeepSpeed keeps the gradients to itself: use its own gradient_clip_val"
             )
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Theirs, pl_module: Theirs) -> None:
         """Attach a clipper to each optimizer, before a checkpoint is loaded."""
         optimizers = trainer.optimizers
         if self._copies:
@@ -105,7 +104,7 @@ class ClipCallback(Callback):
                 )
             self._handles.append(attach(optimizer, clipper, pl_module.named_parameters()))
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Theirs, pl_module: Theirs, stage: str) -> None:
         """Let go of the clippers, for another Trainer; what is saved later still has them."""
         for handle in self._handles:
             handle._release()
@@ -119,7 +118,7 @@ class ClipCallback(Callback):
         for clipper in self.clippers:
             clipper.on_round_start()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Theirs, pl_module: Theirs, *args: object) -> None:
         """Log what the last step did, as often as Lightning logs."""
         every = trainer.log_every_n_steps
         if not every or trainer.global_step % every:
@@ -144,18 +143,18 @@ class LightningClipping:
     """
 
     clipper: Spec | list[Spec]
-    configure_callbacks: Callable[..., Any]
+    configure_callbacks: Callable[..., list[Theirs]]
     _clip_callback: ClipCallback | None = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Let the class bring the callback with those that it configures."""
         super().__init_subclass__(**kwargs)
-        inner: Any = getattr(cls, "configure_callbacks", None)
+        inner = getattr(cls, "configure_callbacks", None)
         if inner is None:
             return
 
         @functools.wraps(inner)
-        def configure_callbacks(self: Any) -> list[Any]:
+        def configure_callbacks(self: Theirs) -> list[Theirs]:
             found = inner(self)
             callbacks = list(found) if isinstance(found, Sequence) else [found]
             if not any(isinstance(callback, ClipCallback) for callback in callbacks):

@@ -6,7 +6,9 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+
+from fedclip.adapters.variables import Variable
+from fedclip.arrays import HostView
 
 try:
     import tensorflow as tf
@@ -28,8 +30,8 @@ _compiled: weakref.WeakKeyDictionary[Clipper | AGC, CompiledClipper] = weakref.W
 
 
 def clip(
-    grads_and_vars: Iterable[tuple[Array, Any]], clipper: Clipper | AGC
-) -> list[tuple[Array, Any]]:
+    grads_and_vars: Iterable[tuple[Array, Variable]], clipper: Clipper | AGC
+) -> list[tuple[Array, Variable]]:
     """Return (gradient, variable) pairs with the gradients clipped.
 
     In eager code the clipper itself acts and learns. In a ``tf.function`` the statistics are
@@ -57,7 +59,7 @@ def clip(
     check_clipper(clipper)
     pairs = list(grads_and_vars)
     if not tf.executing_eagerly():
-        made: list[tuple[Array, Any]] = CompiledClipper.of(clipper)(pairs)
+        made: list[tuple[Array, Variable]] = CompiledClipper.of(clipper)(pairs)
         return made
     present, variables = _by_name(pairs)
     if not present:
@@ -68,7 +70,9 @@ def clip(
     return [(outputs.get(n), v) for n, v in variables.items()]
 
 
-def _by_name(pairs: Sequence[tuple[Array, Any]]) -> tuple[dict[str, Array], dict[str, Any]]:
+def _by_name(
+    pairs: Sequence[tuple[Array, Variable]],
+) -> tuple[dict[str, Array], dict[str, Variable]]:
     """Return what gradients there are, and all variables, by Keras' path or TensorFlow's name."""
     names = unique(getattr(v, "path", None) or v.name.removesuffix(":0") for _, v in pairs)
     gradients = {n: g for n, (g, _) in zip(names, pairs, strict=True) if g is not None}
@@ -94,7 +98,7 @@ class CompiledClipper(Told, tf.Module):
         operations = Operations(self._make, tf.convert_to_tensor, take, tf.cast)
         self.held = HeldClipper(clipper, backend_named("tensorflow"), operations)
         # The module tracks the variables here.
-        self._variables: list[Any] = []
+        self._variables: list[Variable] = []
 
     @classmethod
     def of(cls, clipper: Clipper | AGC) -> CompiledClipper:
@@ -105,7 +109,9 @@ class CompiledClipper(Told, tf.Module):
 
     # What AutoGraph would rewrite branches on no tensor.
     @tf.autograph.experimental.do_not_convert
-    def __call__(self, grads_and_vars: Iterable[tuple[Array, Any]]) -> list[tuple[Array, Any]]:
+    def __call__(
+        self, grads_and_vars: Iterable[tuple[Array, Variable]]
+    ) -> list[tuple[Array, Variable]]:
         """Clip (gradient, variable) pairs, and update the statistics."""
         pairs = list(grads_and_vars)
         present, variables = _by_name(pairs)
@@ -126,5 +132,5 @@ class CompiledClipper(Told, tf.Module):
         return [(outputs.get(n), v) for n, v in variables.items()]
 
     @staticmethod
-    def _make(values: Any, name: str) -> Any:
+    def _make(values: HostView, name: str) -> Variable:
         return tf.Variable(values, dtype=values.dtype, trainable=False, name=name)

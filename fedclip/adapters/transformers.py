@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
+
+from fedclip.adapters.clippers import Theirs
+from fedclip.arrays import Array
+from fedclip.errors import Unchecked
+from fedclip.states import Fields
 
 try:
     from transformers import TrainerCallback
@@ -65,7 +69,12 @@ class ClipCallback(TrainerCallback, ExportableState):
         self._within = False
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+        self,
+        args: Theirs,
+        state: Theirs,
+        control: Theirs,
+        optimizer: Theirs = None,
+        **kwargs: object,
     ) -> None:
         """Refuse to clip twice, and take up the state of a checkpoint."""
         if args.max_grad_norm:
@@ -91,7 +100,7 @@ class ClipCallback(TrainerCallback, ExportableState):
             )
         self._within = bool(state.global_step and state.epoch % 1)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Theirs, state: Theirs, control: Theirs, **kwargs: object) -> None:
         """Let go of the clipper, for another Trainer."""
         release(self.clipper, self)
 
@@ -105,12 +114,12 @@ class ClipCallback(TrainerCallback, ExportableState):
 
     def on_pre_optimizer_step(
         self,
-        args: Any,
-        state: Any,
-        control: Any,
-        model: Any = None,
-        optimizer: Any = None,
-        **kwargs: Any,
+        args: Theirs,
+        state: Theirs,
+        control: Theirs,
+        model: Theirs = None,
+        optimizer: Theirs = None,
+        **kwargs: object,
     ) -> None:
         """Unscale the gradients, unless the Trainer has, as it does from 5 on; and clip."""
         scaler = getattr(optimizer, "scaler", None)
@@ -127,7 +136,9 @@ class ClipCallback(TrainerCallback, ExportableState):
                 "an optimizer that steps once, as optim='adamw_torch' does"
             )
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Theirs, state: Theirs, control: Theirs, logs: Theirs = None, **kwargs: object
+    ) -> None:
         """Add to the Trainer's logs of steps what the last step did."""
         if "loss" not in logs or self.clipper.last is None:
             return
@@ -139,7 +150,7 @@ class ClipCallback(TrainerCallback, ExportableState):
         logs |= {prefix + name: number for name, number in found.items()}
         state.log_history[-1] |= logs
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Return what Transformers writes into its checkpoints."""
         return {
             "args": {"clipper": [self.clipper.name, self.clipper.get_config()]},
@@ -147,7 +158,7 @@ class ClipCallback(TrainerCallback, ExportableState):
         }
 
     @property
-    def clipper_state(self) -> dict[str, Any]:
+    def clipper_state(self) -> Fields:
         """The clipper's state for JSON; Transformers may set it when it restores a checkpoint."""
         if isinstance(self.clipper, AGC):
             return {}
@@ -158,7 +169,7 @@ class ClipCallback(TrainerCallback, ExportableState):
         load_state(self.clipper, _read(state))
 
 
-def attach(trainer: Any, clipper: Spec) -> ClipCallback:
+def attach(trainer: Theirs, clipper: Spec) -> ClipCallback:
     """Add a `ClipCallback` to a Trainer, before all others, so that they see what it logs.
 
     Of the callbacks that are given to a Trainer, those of ``report_to`` come first.
@@ -168,18 +179,18 @@ def attach(trainer: Any, clipper: Spec) -> ClipCallback:
     return callback
 
 
-def _each_array(state: dict[str, Any], turned: Any) -> dict[str, Any]:
+def _each_array(state: Fields, turned: Callable[[Array], object]) -> Fields:
     return {**state, "arrays": states.each(state["arrays"], turned)}
 
 
-def _to_text(array: Any) -> list[Any]:
+def _to_text(array: Array) -> list[object]:
     return [str(array.dtype), array.shape, base64.b64encode(array.tobytes()).decode()]
 
 
-def _read(state: Any) -> Any:
+def _read(state: Unchecked) -> Fields:
     """Return a clipper's state that was saved as JSON, with its arrays."""
 
-    def array(text: Any) -> Any:
+    def array(text: Unchecked) -> Array:
         dtype, shape, data = text
         return np.frombuffer(base64.b64decode(data), dtype).reshape(shape)
 

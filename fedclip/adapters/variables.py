@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from fedclip import states
 from fedclip.adapters import compiled
 from fedclip.adapters.clippers import reset
-from fedclip.arrays import NUMPY, Array, Backend
+from fedclip.arrays import NUMPY, Array, Backend, HostView
 from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
 from fedclip.records import StepRecord
-from fedclip.transforms import Carried, clip_on_device
+from fedclip.states import Fields
+from fedclip.transforms import Carried, State, clip_on_device
+
+Variable: TypeAlias = Array
 
 __all__ = ["HeldClipper", "Operations", "Told"]
 
@@ -31,10 +34,10 @@ class Operations(NamedTuple):
         cast(array, dtype)      the array in another dtype
     """
 
-    make: Callable[[np.ndarray[Any, Any], str], Any]
-    read: Callable[[Any], Array]
+    make: Callable[[HostView, str], Variable]
+    read: Callable[[Variable], Array]
     take: Callable[[Array, Sequence[int]], Array]
-    cast: Callable[[Array, Any], Array]
+    cast: Callable[[Array, object], Array]
 
 
 class Told:
@@ -51,11 +54,11 @@ class Told:
         """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
         return self.held.stats(prefix)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Fields:
         """Return the clipper's state, for its ``set_state``, also in a federation."""
         return self.held.state()
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Fields) -> None:
         """Take over a state of such a clipper."""
         self.held.load_state(state)
 
@@ -77,8 +80,8 @@ class HeldClipper:
         self.labels: tuple[str, ...] = ()
         # Counts of steps, clipped and nonfinite ones; norms, limits and which were clipped, of the
         # last step; the fields of the state; and the arrays that are kept for tensors.
-        self.variables: list[Any] = []
-        self._kept: dict[tuple[str, str], Any] = {}
+        self.variables: list[Variable] = []
+        self._kept: dict[tuple[str, str], Variable] = {}
         self._columns = 0
         self._groups: Any = None
         self._names: frozenset[str] = frozenset()
@@ -172,7 +175,7 @@ class HeldClipper:
         found = {} if self.last is None else self.last.as_dict(prefix)
         return found | compiled.counted(self._counts(), f"{prefix}round/")
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Fields:
         """Return what the clipper's own ``get_state`` would return; nothing for `agc`."""
         if isinstance(self.clipper, AGC):
             return {}
@@ -183,7 +186,7 @@ class HeldClipper:
             state["arrays"] = _by_tensor({k: np.array(v.numpy()) for k, v in self._kept.items()})
         return state
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Fields) -> None:
         """Take over a state that `state`, or ``get_state`` of such a clipper, returned.
 
         Raises
@@ -205,7 +208,7 @@ class HeldClipper:
             # Before the first step, a state that was loaded is the clipper's own.
             reset(self.clipper)
 
-    def _restart(self, state: Any, arrays: states.Statistics) -> None:
+    def _restart(self, state: State, arrays: states.Statistics) -> None:
         for (name, field), variable in self._kept.items():
             nothing = np.zeros_like(variable.numpy())
             variable.assign(arrays.get(name, {}).get(field, nothing))
@@ -215,14 +218,14 @@ class HeldClipper:
         for variable in self.variables[:2]:
             variable.assign(np.zeros_like(variable.numpy()))
 
-    def _numbers(self) -> list[np.ndarray[Any, Any]]:
+    def _numbers(self) -> list[HostView]:
         return [np.asarray(v.numpy(), np.float64) for v in self.variables[: self._columns]]
 
     def _counts(self) -> list[int]:
         return [*map(int, self._numbers()[0])] if self.variables else [0, 0, 0]
 
 
-def _by_tensor(kept: Mapping[tuple[str, str], Any]) -> states.Statistics:
+def _by_tensor(kept: Mapping[tuple[str, str], Array]) -> states.Statistics:
     found: states.Statistics = {}
     for (name, field), value in kept.items():
         found.setdefault(name, {})[field] = value
@@ -234,7 +237,7 @@ def _few(names: Iterable[str]) -> str:
     return ", ".join(first[:3]) + (", ..." if len(first) > 3 else "")
 
 
-def _wide(variable: Any) -> str:
+def _wide(variable: Variable) -> str:
     """Return the dtype of NumPy that is at least as wide as that of a variable."""
     name = getattr(variable.dtype, "name", variable.dtype)
     return "float64" if name == "float64" else "float32"

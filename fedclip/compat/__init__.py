@@ -11,10 +11,9 @@ translation treats NaN and infinity as `on_nonfinite` says, whatever the class d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from fedclip.compat import drytorch, flower, frameworks, papers, smartclip, torchzero
-from fedclip.compat.base import Entry, Peers, Translation, checked
+from fedclip.compat.base import Entry, Given, Peers, Translation, checked
 from fedclip.compat.words import unknown
 from fedclip.errors import shown
 
@@ -31,9 +30,7 @@ PEERS: Peers = {
 """The classes of other packages, by package, and why some have no translation."""
 
 
-def translate(
-    package: str, cls: str, config: Mapping[str, object]
-) -> tuple[str, str, dict[str, Any]]:
+def translate(package: str, cls: str, config: Mapping[str, object]) -> tuple[str, str, Given]:
     """Return the clipper of fedclip that does the same as another package's.
 
     Parameters

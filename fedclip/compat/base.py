@@ -24,7 +24,7 @@ class Translation(NamedTuple):
 
     kind: str
     name: str
-    config: dict[str, Any]
+    config: Given
     notes: list[str]
 
 
@@ -39,7 +39,7 @@ Peers: TypeAlias = dict[str, dict[str, Entry | str]]
 """The classes of each peer, by its name; a text says why there is no translation."""
 
 # The default of a parameter that the peer requires.
-REQUIRED: Any = object()
+REQUIRED: object = object()
 
 
 def entry(build: Callable[..., Translation], parameters: str | None = None) -> Entry:
@@ -91,7 +91,7 @@ def to(name: str, *notes: str | None, **config: object) -> Translation:
 
 def checked(
     package: str, cls: str, parameters: Mapping[str, object], given: Mapping[str, object]
-) -> dict[str, Any]:
+) -> Given:
     """Return the values of all parameters, those left out at their defaults.
 
     Raises

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fedclip.compat.base import Given, Peers, Translation, entry, to
 from fedclip.compat.words import dims, order, word
 
@@ -20,7 +18,7 @@ def _optax_agc(clipping: object, eps: object = 1e-3, axis: object = None) -> Tra
 
 
 def _torch_norm(
-    max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: Any = False
+    max_norm: object, norm_type: object = 2.0, error_if_nonfinite: object = False
 ) -> Translation:
     ord = order(norm_type)
     if ord == 0:
@@ -51,7 +49,9 @@ def _keras(c: Given) -> Translation:
     return to("no-op", "without a limit above 0, nothing is clipped")
 
 
-def _lightning(gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> Translation:
+def _lightning(
+    gradient_clip_val: float | None = None, gradient_clip_algorithm: object = None
+) -> Translation:
     algorithm = "norm" if gradient_clip_algorithm is None else gradient_clip_algorithm
     by = word("gradient_clip_algorithm", algorithm, "norm value")
     if gradient_clip_val is None or gradient_clip_val <= 0:

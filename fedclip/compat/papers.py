@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fedclip.compat.base import Given, Peers, Translation, entry, renamed, signature, to
 from fedclip.compat.words import at_least, order, word
 
@@ -51,7 +49,9 @@ def _opacus_adaptive(c: Given) -> Translation:
     )
 
 
-def _timm_agc(clip_factor: Any = 0.01, eps: Any = 1e-3, norm_type: Any = 2.0) -> Translation:
+def _timm_agc(
+    clip_factor: object = 0.01, eps: object = 1e-3, norm_type: object = 2.0
+) -> Translation:
     if order(norm_type) != 2:
         raise ValueError(f"norm_type must be 2, the only norm of agc; got {norm_type!r}")
     return to("agc", ratio=clip_factor, min_norm=eps, axis=0)
@@ -70,7 +70,7 @@ def _adagc(c: Given, scope: str) -> Translation:
     )
 
 
-def _lean_percentile(pct: Any) -> Translation:
+def _lean_percentile(pct: int) -> Translation:
     at_least(0, pct=pct)
     return to("percentile-clip", percentile=min(pct, 100), method="lower", scope="tensor")
 

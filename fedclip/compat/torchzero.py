@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fedclip.compat.base import Given, Peers, Translation, entry, renamed, signature, to
 from fedclip.compat.words import dims, order, word
 
@@ -28,8 +26,7 @@ _VALUE_BY_EMA = (
 
 def _target_note(c: Given) -> str | None:
     first = "target='grad' clips the gradient itself: put this first among the modules"
-    note: str | None = word("target", c["target"], {"update": None, "grad": first})
-    return note
+    return first if word("target", c["target"], "update grad") == "grad" else None
 
 
 def _grouped(c: Given) -> Given:
@@ -117,7 +114,7 @@ def _by_ema(name: str, c: Given) -> Translation:
     )
 
 
-def _start(init: object, ema_init: object, first: float | str) -> Any:
+def _start(init: object, ema_init: object, first: float | str) -> object:
     """Return the start of an average; `first` means the first update."""
     words = {"zeros": 0.0, "update": first}
     if ema_init is not None:
@@ -132,7 +129,7 @@ def _value_by_ema(c: Given) -> Translation:
     return to("ema-value-clip", _target_note(c), decay=c["beta"], init=start)
 
 
-def _floor_note(min_value: Any, norms: bool) -> str | None:
+def _floor_note(min_value: float | None, norms: bool) -> str | None:
     if min_value is None:
         return "the step after a 0 is a first step again; torchzero then gives 0 for ever"
     if not norms:

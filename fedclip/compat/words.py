@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeGuard
 
-from fedclip.errors import nearest, shown
+from fedclip.errors import Unchecked, nearest, shown
 
 __all__ = ["at_least", "dims", "is_number", "made", "order", "parsed", "unknown", "word"]
 
@@ -18,7 +18,7 @@ def unknown(what: str, given: object, allowed: Mapping[str, object]) -> str:
     return f"{what} {given!r}{hint}"
 
 
-def word(parameter: str, given: object, words: Mapping[str, object] | str) -> Any:
+def word(parameter: str, given: object, words: Mapping[str, object] | str) -> object:
     """Return our value for a word of the peer, or the word itself if we have the same `words`."""
     if isinstance(words, str):
         words = {word: word for word in words.split()}
@@ -27,7 +27,7 @@ def word(parameter: str, given: object, words: Mapping[str, object] | str) -> An
     return words[given]
 
 
-def order(value: float | str) -> float | str:
+def order(value: object) -> float | str:
     """Return our `ord` for 2, 2.0, "2", "2.0", "l2", "inf", "linf", "mad", ..."""
     if not isinstance(value, str):
         if not is_number(value):
@@ -61,7 +61,7 @@ def at_least(low: int, **values: object) -> None:
 
 def made(
     parameter: str, value: object, classes: Mapping[str, Mapping[str, object]], hint: str
-) -> tuple[str, dict[str, Any]]:
+) -> tuple[str, dict[str, object]]:
     """Return the class, and what it was given, of an object that is the value of a parameter.
 
     It may be the object, its class, or how either is written: ``"GradNormClipper(5)"``. The `hint`
@@ -81,7 +81,7 @@ def made(
     return name, given
 
 
-def parsed(parameter: str, text: str) -> tuple[str, list[tuple[Any, Any]]]:
+def parsed(parameter: str, text: str) -> tuple[str, list[tuple[Unchecked, Unchecked]]]:
     """Return the name of a call, or a name alone, and arguments by number or by name."""
     try:
         found = ast.parse(text.strip(), mode="eval").body
@@ -95,7 +95,7 @@ def parsed(parameter: str, text: str) -> tuple[str, list[tuple[Any, Any]]]:
         ) from None
 
 
-def _plain(node: ast.expr) -> Any:
+def _plain(node: ast.expr) -> object:
     """Return the value of an expression, or its text if it is not plain; of a name the last."""
     try:
         return ast.literal_eval(node)
@@ -104,6 +104,6 @@ def _plain(node: ast.expr) -> Any:
         return text.rpartition(".")[2] if isinstance(node, ast.Attribute) else text
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a number, and not True or False."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from declearn.messaging import EvaluationReply, EvaluationRequest, PrivacyRequest
 from declearn.training.dp import DPTrainingManager
@@ -34,9 +33,11 @@ from fedclip.dpsgd import persample
 from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, too_few
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.noise import IndependentNoise, Noise
+from fedclip.dpsgd.persample.base import Data, Float64
 from fedclip.dpsgd.place import place_of
 from fedclip.dpsgd.records import Records, first_records
 from fedclip.dpsgd.sampling import PoissonSampler
+from fedclip.parameters import Config
 from fedclip.privacy.accounting import Release
 from fedclip.privacy.ledger import Ledger, fingerprint
 from fedclip.privacy.noise import Normals, secure_normals
@@ -152,7 +153,7 @@ class PrivateTrainingManager(DPTrainingManager):
 
     def train_under_constraints(
         self,
-        batch_cfg: dict[str, Any],
+        batch_cfg: Config,
         n_epoch: int | None = 1,
         n_steps: int | None = None,
         timeout: int | None = None,
@@ -213,7 +214,7 @@ class PrivateTrainingManager(DPTrainingManager):
         # would tell how many records were drawn, and how long they are.
         return {"n_epoch": epochs, "n_steps": max(allowed, 1), "t_spent": 0.0}
 
-    def run_train_step(self, batches: object) -> None:
+    def run_train_step(self, batches: Data) -> None:
         """Take one step on a Poisson sample of the records, as `Records.take` returns them.
 
         Raises
@@ -241,13 +242,13 @@ class PrivateTrainingManager(DPTrainingManager):
         finally:
             self.optim.modules = modules
 
-    def _clipped(self, batches: Any, bound: float) -> tuple[dict[str, Any], Any]:
+    def _clipped(self, batches: Data, bound: float) -> tuple[dict[str, Float64], Float64]:
         """Return the sum of clipped gradients, and the norms; records that raise are noted."""
         factors = partial(self._place.settings.clipping.factors, bound=bound)
         settings = self._settings(self._sampler.expected)
         return persample.clipped_sum(self.model, batches, factors, **settings, failed=self._fail)
 
-    def _settings(self, expected: float) -> dict[str, Any]:
+    def _settings(self, expected: float) -> Config:
         """Return how gradients are taken, with as many records at once as batches have."""
         place = self._place
         most = min(place.settings.micro_batch, _enough(expected))

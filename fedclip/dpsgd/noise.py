@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,10 @@ Sums = Mapping[str, NDArray[np.float64]]
 class Noise(Protocol):
     """What adds noise to each step's sum, in the order of the steps."""
 
-    def add(self, sums: Sums, std: float) -> dict[str, Any]:
+    def add(self, sums: Sums, std: float) -> dict[str, NDArray[np.float64]]:
         """Return the sums of one step, with noise of this standard deviation."""
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, object]:
         """Return what has to outlive a restart."""
 
     def set_state(self, state: Mapping[str, object]) -> None:
@@ -42,11 +42,11 @@ class IndependentNoise:
     def __init__(self, normals: Normals = secure_normals) -> None:
         self._normals = normals
 
-    def add(self, sums: Sums, std: float) -> dict[str, Any]:
+    def add(self, sums: Sums, std: float) -> dict[str, NDArray[np.float64]]:
         """Return the sums of one step, with noise of this standard deviation."""
         return {name: noised(array, std, self._normals) for name, array in sums.items()}
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, object]:
         """Return nothing: no draw depends on another."""
         return {}
 

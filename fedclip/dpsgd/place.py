@@ -4,22 +4,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
-from declearn.model.api import Vector
 from declearn.model.sklearn import NumpyVector
-from declearn.optimizer.modules import OptiModule
 
+from fedclip.dpsgd.persample import Arrays
 from fedclip.dpsgd.sample_clip import SampleClip, unfit
+from fedclip.federation.generics import AnyModule, AnyVector
 from fedclip.privacy.maps import Shapes
 from fedclip.scopes import Groups
 
 __all__ = ["Place", "place_of"]
 
-Modules = Sequence[OptiModule[Any]]
-Arrays: TypeAlias = Mapping[str, Any]
+Modules = Sequence[AnyModule]
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Place:
 
     settings: SampleClip
     before: Modules
-    after: list[OptiModule[Any]]
+    after: list[AnyModule]
     groups: Groups
 
     def each(self) -> Callable[[Arrays], Arrays] | None:
@@ -52,7 +50,7 @@ class Place:
         modules = copy.deepcopy(self.before)
 
         def run(arrays: Arrays) -> Arrays:
-            gradient: Vector[Any] = NumpyVector(dict(arrays))
+            gradient: AnyVector = NumpyVector(dict(arrays))
             for module in modules:
                 gradient = module.run(gradient)
             return gradient.coefs

@@ -9,27 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from declearn.dataset import Dataset, InMemoryDataset
+from numpy.typing import NDArray
 
-from fedclip.dpsgd.persample.base import Failed, spare
+from fedclip.dpsgd.persample.base import Data, Failed, spare
 
 __all__ = ["Batch", "Records", "first_records"]
 
 # So many records are tried, before all count as impossible to read.
 _TRIED = 16
 
-
-Data: TypeAlias = Any
-"""A dataset, or what it holds: arrays of whatever library, lists, or tables."""
+Positions: TypeAlias = Sequence[int] | NDArray[np.intp]
 
 
 class Batch(tuple[Data, ...]):
     """Inputs, targets and weights (or None), as declearn has them, and whose they are."""
 
-    positions: Sequence[int] = ()
+    positions: Positions = ()
 
 
 class Records:
@@ -74,7 +73,7 @@ class Records:
     def __len__(self) -> int:
         return len(self._alone)
 
-    def take(self, positions: Any, failed: Failed | None = None) -> list[Batch]:
+    def take(self, positions: Positions, failed: Failed | None = None) -> list[Batch]:
         """Return batches: one for each kind of record; none of those that raise.
 
         Of one kind are those of the same shapes, dtypes and structure. Those that can not be put
@@ -89,7 +88,7 @@ class Records:
         """
         if getattr(self._alone, "plain", False) and len(positions):
             return [_batch(self._alone.rows(positions), positions)]
-        alike: dict[Any, list[tuple[int, Data]]] = {}
+        alike: dict[object, list[tuple[int, Data]]] = {}
         for position in map(int, positions):
 
             def work(start: int, stop: int) -> None:
@@ -125,7 +124,7 @@ def first_records(dataset: Data) -> list[Data]:
     return [*islice(dataset.generate_batches(batch_size=1), 3)]
 
 
-def _batch(parts: Data, positions: Sequence[int]) -> Batch:
+def _batch(parts: Data, positions: Positions) -> Batch:
     batch = Batch(parts)
     batch.positions = positions
     return batch
@@ -183,7 +182,7 @@ def _leaves(data: object) -> list[Data]:
     return [] if data is None else [data]
 
 
-def _kind(data: Data) -> Any:
+def _kind(data: Data) -> object:
     if isinstance(data, (list, tuple)):
         return (type(data), *map(_kind, data))
     if data is None:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip.dpsgd.clipping import MODES, SampleClipping
+from fedclip.federation.generics import AnyModule, AnyVector
 from fedclip.parameters import choice, integer, optional, parameter, positive, unit_interval
 from fedclip.parameters.docstring import Documented
 from fedclip.privacy import Context, Map, analyse
@@ -19,7 +19,7 @@ from fedclip.scopes import check_scope
 __all__ = ["SampleClip", "unfit"]
 
 
-def unfit(before: Sequence[OptiModule[Any]], shapes: Shapes | None = None) -> str:
+def unfit(before: Sequence[AnyModule], shapes: Shapes | None = None) -> str:
     """Return why one of these modules can not stand before `sample-clip`; "" if all can."""
     for module in before:
         (known,) = analyse(module, shapes).maps
@@ -138,7 +138,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
             "by the expected size of a batch."
         )
 
-    def run(self, gradients: Vector[Any]) -> Vector[Any]:
+    def run(self, gradients: AnyVector) -> AnyVector:
         """Refuse: what comes here is a whole batch, unclipped and without noise."""
         raise RuntimeError(
             "sample-clip clips records, and this client does not: nothing here is private. Use "
@@ -146,7 +146,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
             "[run.privacy] on the server"
         )
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, object]:
         """Return the adaptive bound."""
         return {"bound": self.bound}
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 from declearn.messaging import EvaluationReply
 from declearn.metrics import MetricSet, MetricState
 from declearn.metrics._mean import MeanState
 
+from fedclip.errors import Unchecked
 from fedclip.federation.quorum import plain
 
 __all__ = ["counted", "nothing"]
@@ -65,7 +65,7 @@ def nothing(metrics: MetricSet) -> EvaluationReply:
     return reply
 
 
-def _fault(reply: Any, metrics: MetricSet) -> str:
+def _fault(reply: Unchecked, metrics: MetricSet) -> str:
     """Return why an evaluation can not be counted; "" if it can."""
     try:
         if fault := _number(reply.loss):
@@ -88,7 +88,7 @@ def _fault(reply: Any, metrics: MetricSet) -> str:
     return _trouble([reply], metrics)
 
 
-def _state_fault(state: Any, like: MetricState) -> str:
+def _state_fault(state: object, like: MetricState) -> str:
     if type(state) is not type(like):
         return f"is of type {type(state).__name__}"
     # Of some metrics, arrays are as long as the client's data asks for.

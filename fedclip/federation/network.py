@@ -13,12 +13,22 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from declearn.communication.api.backend import MessagesHandler, flags
-from declearn.communication.api.backend.actions import Join, Reject, Send
+from declearn.communication.api.backend.actions import (
+    Accept,
+    ActionMessage,
+    Drop,
+    Join,
+    Ping,
+    Recv,
+    Reject,
+    Send,
+)
 from declearn.communication.websockets import WebsocketsClient, WebsocketsServer
 from declearn.main.utils import aggregate_clients_data_info
 from declearn.messaging import (
@@ -43,10 +53,14 @@ from declearn.secagg.messaging import SecaggEvaluationReply, SecaggTrainReply
 from declearn.utils._register import REGISTRIES
 
 from fedclip import parameters
+from fedclip.errors import Unchecked
 from fedclip.federation.evaluation import counted, nothing
 from fedclip.federation.quorum import MEMBERS, WHO, Members, plain, told, unfit
 from fedclip.federation.senders import note_senders
 from fedclip.federation.update.aggregator import ClippedAveraging
+
+if TYPE_CHECKING:
+    from websockets.server import WebSocketServerProtocol
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
@@ -77,14 +91,14 @@ class _Patience:
         return self.left <= 0
 
 
-class _Received(SerializedMessage[Any]):
+class _Received(SerializedMessage[Message]):
     """A message that has been decoded once, and need not be decoded again."""
 
     def __init__(self, message: Message) -> None:
         super().__init__(type(message), b"", 0)
         self.message = message
 
-    def deserialize(self) -> Any:
+    def deserialize(self) -> Message:
         """Return the message."""
         return self.message
 
@@ -96,7 +110,7 @@ def _who(name: str | None) -> str:
 class _Handler(MessagesHandler):
     """declearn's handler, which takes no message that nobody has asked for."""
 
-    async def handle_message(self, bin_msg: bytes, context: object) -> Any:
+    async def handle_message(self, bin_msg: bytes, context: object) -> ActionMessage:
         """Return the answer to what a client, or a stranger, has sent."""
         reply = await super().handle_message(bin_msg, context)
         if isinstance(reply, Reject) and reply.flag == flags.INVALID_MESSAGE:
@@ -104,8 +118,8 @@ class _Handler(MessagesHandler):
             _LOGGER.warning("%s sent what is no message", who)
         return reply
 
-    async def _handle_join_request(self, message: Join, context: object) -> Any:
-        name: Any = message.name
+    async def _handle_join_request(self, message: Join, context: object) -> Accept | Reject:
+        name: Unchecked = message.name
         sound = isinstance(name, str) and name.isprintable() and not {"/", "\\"} & set(name)
         message.version = plain(message.version, 60)
         if not sound or not 0 < len(name.encode()) <= 200:
@@ -123,11 +137,11 @@ class _Handler(MessagesHandler):
             return Reject("this name is taken: choose another")
         return reply
 
-    async def _handle_drop_request(self, message: Any, context: Any) -> Any:
+    async def _handle_drop_request(self, message: Drop, context: object) -> Ping:
         message.reason = plain(message.reason or "", 300)
         return await super()._handle_drop_request(message, context)
 
-    async def _handle_recv_request(self, message: Any, context: Any) -> Any:
+    async def _handle_recv_request(self, message: Recv, context: object) -> Send | Reject:
         reply = await super()._handle_recv_request(message, context)
         name = self.registered_clients.get(context)
         # What came before the request is no answer to it, but a duplicate, or late.
@@ -192,7 +206,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self.min_replies = parameters.optional(parameters.integer, 1, min_replies=min_replies)
         super().__init__(*args, **settings)
         self.handler = _Handler(cast(Any, None), self.handler.heartbeat)
-        self._handlers: dict[asyncio.Task[None], Any] = {}
+        self._handlers: dict[asyncio.Task[None], WebSocketServerProtocol] = {}
         self.members = Members()
         self._ending = False
         self._expelled: set[str] = set()
@@ -201,7 +215,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self._metrics = MetricSet([])
 
     # -- connections --------------------------------------------------------------------------
-    async def _handle_connection(self, socket: Any) -> None:
+    async def _handle_connection(self, socket: WebSocketServerProtocol) -> None:
         """Serve a connection until it ends, also while the client is waiting for a message."""
         serving = asyncio.create_task(self._serve(socket))
         self._handlers[serving] = socket
@@ -220,7 +234,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
                 self.handler.outgoing_messages.pop(lost, None)
                 self._leave(lost, f"the connection of {WHO} has ended")
 
-    async def _serve(self, socket: Any) -> None:
+    async def _serve(self, socket: WebSocketServerProtocol) -> None:
         try:
             await super()._handle_connection(socket)
         except (asyncio.CancelledError, Exception) as exc:
@@ -271,7 +285,12 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             serving.cancel()
         await super().stop()
 
-    async def __aexit__(self, exc_type: Any, exc_value: Any, exc_tb: Any) -> None:
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
         """Stop; if the run has failed, tell the clients why first."""
         if exc_value is not None:
             cause = exc_value
@@ -348,7 +367,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     # -- messages from clients ----------------------------------------------------------------
     async def wait_for_messages(
         self, clients: set[str] | None = None
-    ) -> dict[str, SerializedMessage[Any]]:
+    ) -> dict[str, SerializedMessage[Message]]:
         """Return a message of each client, or of enough of them; raise if they will not come."""
         asked = self.client_names if clients is None else clients
         replies: dict[str, Message] = {}
@@ -387,7 +406,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         note_senders({n: m for n, m in chosen.items() if isinstance(m, TrainReply)})
         return {name: _Received(message) for name, message in chosen.items()}
 
-    def _is_asked(self, clients: set[str], kind: Any) -> bool:
+    def _is_asked(self, clients: set[str], kind: type[Message]) -> bool:
         return any(isinstance(self._asked.get(name), kind) for name in clients)
 
     def _read(self, name: str, data: bytes) -> Message:
@@ -451,7 +470,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         )
         return {"nobody": nothing(self._metrics)}
 
-    def _check_present(self, heard: Any = ()) -> None:
+    def _check_present(self, heard: Container[str] = ()) -> None:
         """Raise if a client has left, and all are needed, unless its last message was heard."""
         gone = {n: why for n, why in self.members.gone.items() if n not in heard}
         if gone and self.min_replies is None:
@@ -497,7 +516,7 @@ class WatchfulWebsocketsClient(WebsocketsClient):
         self.patience = parameters.optional(parameters.positive, patience=patience)
         super().__init__(*args, **settings)
 
-    async def recv_message(self, timeout: float | None = None) -> SerializedMessage[Any]:
+    async def recv_message(self, timeout: float | None = None) -> SerializedMessage[Message]:
         """Return the next message; log why the server cancels the run, at any moment of it."""
         received = await super().recv_message(timeout)
         if issubclass(received.message_cls, CancelTraining):

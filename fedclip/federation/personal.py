@@ -13,14 +13,17 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
-from declearn.model.api import Model, Vector
+from declearn.model.api import Model
 from declearn.typing import Batch
 from declearn.utils import DevicePolicy
 
 from fedclip import parameters
+from fedclip.arrays import HostView
 from fedclip.arrays.frozen import hold_statistics, tied
+from fedclip.federation.generics import AnyModel, AnyVector
+from fedclip.parameters import Config
 from fedclip.scopes import check_exclude, matched, within
 
 __all__ = [
@@ -73,7 +76,7 @@ def chosen(personal: Sequence[str], names: Collection[str]) -> frozenset[str]:
     return frozenset(found.union(*(within(pattern, [*names]) for pattern in wild)))
 
 
-def astray(model: Model[Any]) -> str:
+def astray(model: AnyModel) -> str:
     """Return what goes wrong with running statistics, which declearn never sends; "" if nothing."""
     net = model.model if isinstance(model, PersonalModel) else model
     names, bare = net.get_weights().coefs, net.typekey in BARE
@@ -96,7 +99,7 @@ def astray(model: Model[Any]) -> str:
     )
 
 
-def unsent(model: Model[Any]) -> str:
+def unsent(model: AnyModel) -> str:
     """Return which weights a client would not have as the server has them; "" if all are sent."""
     if model.typekey not in BARE:
         return ""
@@ -111,12 +114,12 @@ def unsent(model: Model[Any]) -> str:
     )
 
 
-def part(vector: Vector[Any], names: Iterable[str]) -> Vector[Any]:
+def part(vector: AnyVector, names: Iterable[str]) -> AnyVector:
     """Return some of the arrays of a vector, as a vector."""
     return type(vector)({name: vector.coefs[name] for name in names})
 
 
-def merged(model: Model[Any], own: Collection[str], shared: Vector[Any]) -> Vector[Any]:
+def merged(model: AnyModel, own: Collection[str], shared: AnyVector) -> AnyVector:
     """Return all trained weights of a model: the shared ones as given, the others as they are.
 
     Raises
@@ -124,7 +127,7 @@ def merged(model: Model[Any], own: Collection[str], shared: Vector[Any]) -> Vect
     TypeError, ValueError
         If these are not all but the model's `own`.
     """
-    mine: Vector[Any] = model.get_weights(trainable=True)
+    mine: AnyVector = model.get_weights(trainable=True)
     if not isinstance(shared, type(mine)):
         given = type(shared).__name__
         raise TypeError(f"weights must be a {type(mine).__name__}, got {given}")
@@ -144,7 +147,7 @@ def listed(names: Collection[str]) -> str:
     return ", ".join(map(repr, sorted(names)[:10])) + more
 
 
-class PersonalModel(Model[Any]):
+class PersonalModel(AnyModel):
     """A declearn model with tensors that stay on each client: they are trained, and not shared.
 
     Give it to the server in the place of the model that it wraps. Clients take part with
@@ -184,7 +187,7 @@ class PersonalModel(Model[Any]):
 
     def __init__(
         self,
-        model: Model[Any],
+        model: AnyModel,
         personal: str | Sequence[str] | None = None,
         *,
         frozen_batchnorm: str | None = None,
@@ -243,37 +246,37 @@ class PersonalModel(Model[Any]):
                     "one name only: it would be shared under the other; name both, or neither"
                 )
 
-    def shared(self, vector: Vector[Any]) -> Vector[Any]:
+    def shared(self, vector: AnyVector) -> AnyVector:
         """Return the arrays of a vector that do not stay."""
         return part(vector, [name for name in vector.coefs if name not in self.own])
 
-    def whole(self, shared: Vector[Any]) -> Vector[Any]:
+    def whole(self, shared: AnyVector) -> AnyVector:
         """Return all trained weights, as `merged` does."""
         return merged(self.model, self.own, shared)
 
     # -- what declearn's server asks for --------------------------------------------------------
-    def get_weights(self, trainable: bool = False) -> Vector[Any]:
+    def get_weights(self, trainable: bool = False) -> AnyVector:
         """Return all weights; with `trainable`, those that are trained and shared."""
-        weights: Vector[Any] = self.model.get_weights(trainable)
+        weights: AnyVector = self.model.get_weights(trainable)
         return self.shared(weights) if trainable else weights
 
-    def set_weights(self, weights: Vector[Any], trainable: bool = False) -> None:
+    def set_weights(self, weights: AnyVector, trainable: bool = False) -> None:
         """Set all weights; with `trainable`, those that are trained and shared."""
         self.model.set_weights(self.whole(weights) if trainable else weights, trainable)
 
-    def apply_updates(self, updates: Vector[Any]) -> None:
+    def apply_updates(self, updates: AnyVector) -> None:
         """Add updates to the shared weights."""
         self.set_weights(self.get_weights(trainable=True) + updates, trainable=True)
 
-    def initialize(self, data_info: dict[str, Any]) -> None:
+    def initialize(self, data_info: Config) -> None:
         """Initialise the model, and find out which tensors stay."""
         self.model.initialize(data_info)
         self.check()
 
-    def get_config(self, allow_bin: bool = False) -> dict[str, Any]:
+    def get_config(self, allow_bin: bool = False) -> Config:
         """Return the model and the patterns; declearn encodes a model that is within another."""
         model = self.model if allow_bin else self.model.get_config()
-        own: dict[str, Any]
+        own: Config
         own = {"personal": self.personal, "frozen_batchnorm": self.frozen_batchnorm, "unsent": None}
         if self.bare and not self.required_data_info:
             trained, weights = self.model.get_weights(trainable=True), self.get_weights()
@@ -282,7 +285,7 @@ class PersonalModel(Model[Any]):
         return {**super().get_config(), "model": model, **own}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], allow_bin: bool = False) -> Self:
+    def from_config(cls, config: Config, allow_bin: bool = False) -> Self:
         """Make a model from what `get_config` has returned."""
         model = config["model"]
         if not isinstance(model, Model):
@@ -295,18 +298,18 @@ class PersonalModel(Model[Any]):
         return cls(model, config["personal"], frozen_batchnorm=config["frozen_batchnorm"])
 
     # -- what is done on a client, by the model within ------------------------------------------
-    def compute_batch_gradients(self, batch: Batch, max_norm: float | None = None) -> Vector[Any]:
+    def compute_batch_gradients(self, batch: Batch, max_norm: float | None = None) -> AnyVector:
         """Refuse: all weights are trained, and declearn would share what it trains."""
         raise RuntimeError(
             "a model with personal layers is trained by fedclip.PersonalFederatedClient, or "
             "fedclip.PrivateFederatedClient: use it in the place of FederatedClient"
         )
 
-    def compute_batch_predictions(self, batch: Batch) -> Any:
+    def compute_batch_predictions(self, batch: Batch) -> tuple[HostView, HostView, HostView | None]:
         """Return labels, predictions and weights."""
         return self.model.compute_batch_predictions(batch)
 
-    def loss_function(self, y_true: Any, y_pred: Any) -> Any:
+    def loss_function(self, y_true: HostView, y_pred: HostView) -> HostView:
         """Return the loss of each record."""
         return self.model.loss_function(y_true, y_pred)
 

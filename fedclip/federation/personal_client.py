@@ -21,16 +21,25 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+from declearn.aggregator import Aggregator, ModelUpdates
 from declearn.main import FederatedClient
-from declearn.messaging import Error, StopTraining, TrainReply
-from declearn.model.api import Model, Vector
+from declearn.messaging import (
+    Error,
+    EvaluationRequest,
+    Message,
+    StopTraining,
+    TrainReply,
+    TrainRequest,
+)
+from declearn.model.api import Vector
 from declearn.training import TrainingManager
 from declearn.utils.serialize import msgpack_dump, msgpack_load
 
 from fedclip.arrays.frozen import unused
 from fedclip.errors import StateError
+from fedclip.federation.generics import AnyModel, AnyVector
 from fedclip.federation.personal import (
     PersonalModel,
     astray,
@@ -43,9 +52,12 @@ from fedclip.federation.personal import (
 from fedclip.federation.site.gate import Gate
 from fedclip.federation.site.policy import Policy
 from fedclip.federation.site.sending import GatedNetwork
+from fedclip.privacy.maps import Plugin
 from fedclip.scopes import check_exclude, resolve
 
 __all__ = ["FILE", "PersonalFederatedClient"]
+
+Request: TypeAlias = TrainRequest | EvaluationRequest
 
 FILE = "personal_layers.mpk"
 """The file of a client's own layers, in its folder of checkpoints."""
@@ -89,7 +101,7 @@ class PersonalFederatedClient(FederatedClient):
         # The server's model, if it has personal layers.
         self._kept: PersonalModel | None = None
         # Its layers at the start of the round.
-        self._before: Vector[Any] | None = None
+        self._before: AnyVector | None = None
         # Read before anything could be sent.
         gate = None if policy is None else Gate(Policy.read(policy))
         super().__init__(*args, **settings)
@@ -134,13 +146,13 @@ class PersonalFederatedClient(FederatedClient):
         for name in ("training_round", "evaluation_round"):
             setattr(manager, name, partial(self._round, manager.model, getattr(manager, name)))
 
-    def _agreed(self, model: Model[Any]) -> PersonalModel | None:
+    def _agreed(self, model: AnyModel) -> PersonalModel | None:
         """Return the model, if it has personal layers; refuse one that shares this client's."""
         if lacking := unsent(model):
             raise ValueError(lacking)
         mine = self.personal or []
         own = chosen(mine, model.get_weights().coefs)
-        within: Model[Any] = model.model if isinstance(model, PersonalModel) else model
+        within: AnyModel = model.model if isinstance(model, PersonalModel) else model
         if mine and not own & within.get_weights(trainable=True).coefs.keys():
             why = f"the server's model trains none of {listed(own)}, which this client keeps"
             raise ValueError(f"{why}: has what is meant another name there?")
@@ -162,7 +174,7 @@ class PersonalFederatedClient(FederatedClient):
         return kept
 
     @staticmethod
-    def _refuse_counts(kept: PersonalModel, modules: Sequence[Any]) -> None:
+    def _refuse_counts(kept: PersonalModel, modules: Sequence[Plugin]) -> None:
         """Refuse to count, for the server, the norms of groups of which it knows nothing."""
         names = [*kept.model.get_weights(trainable=True).coefs]
         for module in (m for m in modules if getattr(m, "shared", False)):
@@ -207,7 +219,9 @@ class PersonalFederatedClient(FederatedClient):
                 os.fsync(file.fileno())
             fresh.replace(self.layers)
 
-    def _round(self, model: Model[Any], run: Callable[[Any], Any], message: Any) -> Any:
+    def _round(
+        self, model: AnyModel, run: Callable[[Request], Message], message: Request
+    ) -> Message:
         """Run a round with the server's weights and this client's own layers."""
         own = frozenset() if self._kept is None else self._kept.own
         if message.weights is not None:
@@ -258,27 +272,27 @@ class PersonalFederatedClient(FederatedClient):
 class _Sharing(NamedTuple):
     """The aggregator of a client, to which only what is shared of an update is given."""
 
-    aggregator: Any
+    aggregator: Aggregator[ModelUpdates]
     kept: PersonalModel
     store: Callable[[PersonalModel], None]
 
-    def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> Any:
+    def prepare_for_sharing(self, updates: AnyVector, n_steps: int) -> ModelUpdates:
         """Keep the layers before anything is sent, and prepare the rest."""
         self.store(self.kept)
         shared = self.kept.shared(updates)
         return self.aggregator.prepare_for_sharing(updates=shared, n_steps=n_steps)
 
 
-def _own(kept: PersonalModel) -> Vector[Any]:
+def _own(kept: PersonalModel) -> AnyVector:
     return part(kept.get_weights(), sorted(kept.own))
 
 
-def _is_finite(vector: Vector[Any]) -> bool:
+def _is_finite(vector: AnyVector) -> bool:
     # NaN, as of infinity times 0, is not equal to itself, in any framework.
     return bool(vector * 0 == vector * 0)
 
 
-def _named(value: Any, names: frozenset[str]) -> set[str]:
+def _named(value: object, names: frozenset[str]) -> set[str]:
     """Return the names that occur in a part of a message."""
     if isinstance(value, str):
         return {value} & names

@@ -10,8 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
+
+if TYPE_CHECKING:
+    from declearn.optimizer.modules import AuxVar
+
+    from fedclip.federation.generics import AnyVector
 
 UPDATES = "updates"
 """The key of the updates, next to the names of auxiliary variables."""
@@ -30,8 +35,8 @@ class Sender(NamedTuple):
 class Expected(NamedTuple):
     """The message that a module of the server expects."""
 
-    kind: type
-    abstention: Callable[[], Any]
+    kind: type[AuxVar]
+    abstention: Callable[[], AuxVar]
     """Makes the replacement for a message of another kind."""
 
 
@@ -42,15 +47,15 @@ _EXPECTED: ContextVar[Mapping[str, Expected]] = ContextVar(
 
 class _Round(NamedTuple):
     # One of the replies: when it is gone, the round is over.
-    reply: ref[Any]
+    reply: ref[object]
     senders: dict[str, list[Sender]]
-    blank: Callable[[], Any] | None
+    blank: Callable[[], AnyVector] | None
 
 
 _ROUND: ContextVar[_Round | None] = ContextVar("fedclip_senders", default=None)
 
 
-def expect(key: str, kind: type, abstention: Callable[[], Any]) -> None:
+def expect(key: str, kind: type[AuxVar], abstention: Callable[[], AuxVar]) -> None:
     """Note which message is expected under the name of an auxiliary variable."""
     _EXPECTED.set({**_EXPECTED.get(), key: Expected(kind, abstention)})
 
@@ -63,7 +68,7 @@ def expected() -> Mapping[str, Expected]:
 
 
 def note(
-    reply: object, senders: dict[str, list[Sender]], blank: Callable[[], Any] | None = None
+    reply: object, senders: dict[str, list[Sender]], blank: Callable[[], AnyVector] | None = None
 ) -> None:
     """Note, for each key, the senders in the order in which replies are added up.
 
@@ -83,7 +88,7 @@ def _senders(key: str | None) -> list[Sender]:
     return [] if key is None or round_ is None else round_.senders.get(key, [])
 
 
-def blank() -> Any:
+def blank() -> AnyVector | None:
     """Return an update of zeros, of the model's shapes; None if the shapes are not known."""
     round_ = _round()
     return None if round_ is None or round_.blank is None else round_.blank()

@@ -11,14 +11,14 @@ import logging
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgpack
 from declearn.main.utils import Checkpointer
-from declearn.model.api import Model
 from declearn.optimizer import Optimizer
 
-from fedclip.errors import StateError
+from fedclip.errors import StateError, Unchecked
+from fedclip.federation.generics import AnyModel
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
@@ -29,7 +29,7 @@ Reached = tuple[int, int, int]
 class SavedRound(NamedTuple):
     """Model and optimizer of one round."""
 
-    model: Model[Any]
+    model: AnyModel
     optimizer: Optimizer
     timestamp: str
 
@@ -128,7 +128,7 @@ def _places(folder: Path) -> dict[str, int]:
     return {line.partition(",")[0]: place for place, line in enumerate(lines)}
 
 
-def _round_of(state: Any) -> tuple[int, int]:
+def _round_of(state: Unchecked) -> tuple[int, int]:
     """Return the round that the state of an optimizer has reached, and its steps."""
     # declearn counts the steps of a changing learning rate, and the rounds of clients.
     rate = state.get("lrate", {})

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from declearn.client_sampler import ClientSampler
 from declearn.messaging import TrainReply
-from declearn.model.api import Model
 
 from fedclip import parameters
+from fedclip.federation.generics import AnyModel
 from fedclip.federation.update.turns import DUE, Schedule
 
 
@@ -88,7 +88,7 @@ class RoundRobin(ClientSampler):
             "start again with those that are there"
         )
 
-    def update(self, client_to_reply: dict[str, TrainReply], global_model: Model[Any]) -> None:
+    def update(self, client_to_reply: dict[str, TrainReply], global_model: AnyModel) -> None:
         """Refuse a round in which others than those that were due have replied."""
         if others := sorted(client_to_reply.keys() - self._due):
             raise RuntimeError(

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 
 from declearn.client_sampler import ClientSampler, DefaultClientSampler, instantiate_client_sampler
 from declearn.messaging import TrainReply
-from declearn.model.api import Model, Vector
 from declearn.optimizer.modules import AuxVar
 
 from fedclip import parameters
+from fedclip.federation.generics import AnyModel, AnyVector
 from fedclip.federation.quorum import MEMBERS
 from fedclip.federation.replies import UPDATES, Expected, Sender, expected, note
 from fedclip.federation.statistics.messages import FedclipSharedCounts
@@ -29,13 +29,13 @@ _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 
 def note_senders(
-    replies: Mapping[str, TrainReply], blank: Callable[[], Vector[Any]] | None = None
+    replies: Mapping[str, TrainReply], blank: Callable[[], AnyVector] | None = None
 ) -> None:
     """Note who sent which reply, in the order in which declearn adds them up; `blank`: `note`."""
     senders: dict[str, list[Sender]] = {}
     for client, reply in replies.items():
         senders.setdefault(UPDATES, []).append(Sender(client, False))
-        variables: Any = reply.aux_var
+        variables = reply.aux_var
         for key, message in variables.items() if isinstance(variables, Mapping) else ():
             faulty = bool(getattr(message, "n_faults", False))
             senders.setdefault(key, []).append(Sender(client, faulty))
@@ -125,7 +125,7 @@ class NamedClients(ClientSampler):
         gone = set() if members is None else members.gone.keys()
         return set(self.sampler.sample(eligible_clients - gone))
 
-    def update(self, client_to_reply: dict[str, TrainReply], global_model: Model[Any]) -> None:
+    def update(self, client_to_reply: dict[str, TrainReply], global_model: AnyModel) -> None:
         """Vet the replies, and note their order."""
         replies = list(client_to_reply.values())
         awaited = expected()
@@ -145,14 +145,14 @@ class NamedClients(ClientSampler):
         self, replies: Mapping[str, TrainReply], awaited: Mapping[str, Expected]
     ) -> None:
         """Keep in each reply only what the server's modules can add up."""
-        sent: dict[str, dict[Any, Any]] = {}
+        sent: dict[str, dict[str, AuxVar]] = {}
         for client, reply in replies.items():
-            variables: Any = reply.aux_var
+            variables = reply.aux_var
             sent[client] = dict(variables) if isinstance(variables, Mapping) else {}
         votes = Counter(key for found in sent.values() for key in found)
         self._known |= awaited.keys() & votes.keys()
         for client, reply in replies.items():
-            kept: dict[str, Any] = {}
+            kept: dict[str, AuxVar] = {}
             for key, message in sent[client].items():
                 if key in awaited:
                     kind, abstention = awaited[key]

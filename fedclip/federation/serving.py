@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from importlib.util import find_spec
-from typing import Any
 
 from declearn.client_sampler import ClientSampler
 from declearn.communication import NetworkServerConfig
@@ -15,6 +14,7 @@ from declearn.main.config import FLOptimConfig
 from fedclip.federation.round_robin import RoundRobin
 from fedclip.federation.senders import NamedClients
 from fedclip.federation.update.server import UpdateClipServer
+from fedclip.parameters import Config
 
 
 def watchful(network: NetworkServerConfig) -> NetworkServerConfig:
@@ -29,7 +29,7 @@ def guarded(
     network: NetworkServerConfig,
     optim: FLOptimConfig,
     sampler: Mapping[str, object] | ClientSampler | None = None,
-) -> dict[str, Any]:
+) -> Config:
     """Return a network and a sampler for `FederatedServer`, in place of the given ones.
 
     Parameters

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from declearn.optimizer.modules import AuxVar
 
+from fedclip.errors import Unchecked
 from fedclip.federation.version import VERSION, other
 
 
@@ -28,13 +29,13 @@ class FromServer(AuxVar, register=False):
 
     kinds: ClassVar[Mapping[str, type | tuple[type, ...]]] = {}
 
-    fedclip: Any = field(default=VERSION, kw_only=True)
+    fedclip: Unchecked = field(default=VERSION, kw_only=True)
     # Additional fields of a newer fedclip; they do not count in comparisons.
-    rest: dict[Any, Any] = field(
+    rest: dict[str, object] = field(
         default_factory=dict, init=False, repr=False, compare=False, kw_only=True
     )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the fields, those of a newer fedclip too."""
         known = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return {**self.rest, **known}
@@ -58,6 +59,6 @@ class FromServer(AuxVar, register=False):
         what = f"lacks {', '.join(lacking)}" if lacking else f"has no valid {', '.join(odd)}"
         return f"the server's message {what}{other(self.fedclip)}"
 
-    def prepare_for_secagg(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    def prepare_for_secagg(self) -> tuple[dict[str, object], dict[str, object] | None]:
         """Refuse: only the server sends this message."""
         raise NotImplementedError(f"{type(self).__name__} goes from the server to its clients only")

@@ -23,11 +23,14 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar, dataclass_transform
 
-from fedclip.errors import nearest, shown
+from fedclip.errors import Unchecked, nearest, shown
 
 T = TypeVar("T")
+
+Config: TypeAlias = dict[str, Any]
+"""Plain values by name: the parameters of a plug-in, or a section of a file."""
 
 
 LEAST, MOST = 1e-30, 1e30
@@ -44,7 +47,7 @@ def _typed(value: object) -> str:
     return f"{shown(value)} ({type(value).__name__})"
 
 
-def _one(values: Mapping[str, object]) -> tuple[str, Any]:
+def _one(values: Mapping[str, object]) -> tuple[str, Unchecked]:
     ((name, value),) = values.items()
     return name, value
 
@@ -80,12 +83,12 @@ def optional(check: Callable[..., T], *allowed: object, **values: object) -> T |
     return None if any(v is None for v in values.values()) else check(*allowed, **values)
 
 
-def positive(**values: Any) -> float:
+def positive(**values: Unchecked) -> float:
     """Return the one keyword value as a finite float > 0."""
     return number("a finite number > 0", 0.0, open_low=True, **values)
 
 
-def limit(**values: Any) -> float:
+def limit(**values: Unchecked) -> float:
     """Return the one keyword value as a limit: a float from 1e-30 to 1e30.
 
     Beyond, products of gradients and limits would leave the numbers of float32.
@@ -100,22 +103,22 @@ def limit(**values: Any) -> float:
     return result
 
 
-def non_negative(**values: Any) -> float:
+def non_negative(**values: Unchecked) -> float:
     """Return the one keyword value as a finite float >= 0."""
     return number("a finite number >= 0", 0.0, **values)
 
 
-def at_least_one(**values: Any) -> float:
+def at_least_one(**values: Unchecked) -> float:
     """Return the one keyword value as a finite float >= 1."""
     return number("a finite number >= 1", 1.0, **values)
 
 
-def up_to(high: float, **values: Any) -> float:
+def up_to(high: float, **values: Unchecked) -> float:
     """Return the one keyword value as a float > 0 and <= high."""
     return number(f"a number > 0 and <= {high:g}", 0.0, high, open_low=True, **values)
 
 
-def unit_interval(**values: Any) -> float:
+def unit_interval(**values: Unchecked) -> float:
     """Return the one keyword value as a float strictly between 0 and 1."""
     return number(
         "a number strictly between 0 and 1", 0, 1, open_low=True, open_high=True, **values
@@ -172,7 +175,7 @@ def signature_of(cls: Any) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in signature.parameters.items() if name != "self"}
 
 
-def refuse_unknown(cls: Any, config: Mapping[str, Any]) -> None:
+def refuse_unknown(cls: Any, config: Mapping[str, object]) -> None:
     """Raise a TypeError, with the nearest name, for a parameter that a plug-in does not have."""
     known = signature_of(cls)
     for key in config:
@@ -187,10 +190,10 @@ def refuse_unknown(cls: Any, config: Mapping[str, Any]) -> None:
 class Parameter:
     """What a class says of one of its parameters."""
 
-    check: Callable[..., Any] | None
+    check: Callable[..., object] | None
     """Takes the value by the parameter's name, after `allowed`, and returns it as it is kept."""
     allowed: tuple[Any, ...]
-    default: Any
+    default: object
     kw_only: bool
     kind: str
     """Its type, in words; "" for what annotation and check say."""
@@ -213,7 +216,7 @@ class Parameter:
             annotation=annotation or before.annotation,
         )
 
-    def checked(self, name: str, value: object) -> Any:
+    def checked(self, name: str, value: object) -> object:
         """Return the value as it is kept."""
         optional = "None" in self.annotation or "Optional" in self.annotation
         if self.check is None or (value is None and optional):
@@ -227,7 +230,7 @@ class Parameter:
 
 
 def parameter(
-    check: Callable[..., Any] | None = None,
+    check: Callable[..., object] | None = None,
     *allowed: object,
     default: object = _NOTHING,
     kw_only: bool = True,
@@ -309,12 +312,12 @@ class Configured:
     def __post_init__(self) -> None:
         """Go on from the parameters, which are all set."""
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Return the parameters, as they would be written in a TOML file."""
         return config_of(self)
 
 
-def config_of(plugin: object) -> dict[str, Any]:
+def config_of(plugin: object) -> Config:
     """Return the parameters of a plug-in, which keeps them under their own names."""
     return {name: getattr(plugin, name) for name in signature_of(type(plugin))}
 

@@ -88,7 +88,7 @@ def docstring_of(cls: Any, text: str) -> str:
     return "\n\n".join([head, *found.values()]).replace("{name}", cls.name)
 
 
-def meanings(cls: Any) -> dict[str, str]:
+def meanings(cls: type) -> dict[str, str]:
     """Return what the docstrings below the declarations of a class and its bases say."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
@@ -97,7 +97,7 @@ def meanings(cls: Any) -> dict[str, str]:
 
 
 @cache
-def _written(cls: Any) -> dict[str, str]:
+def _written(cls: type) -> dict[str, str]:
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     except (OSError, TypeError, SyntaxError):  # typed in, or without its source

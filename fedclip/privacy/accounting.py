@@ -41,11 +41,14 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fedclip import parameters
 from fedclip.errors import StateError
 from fedclip.privacy.gaussian import epsilon_of, mu_of
+
+if TYPE_CHECKING:
+    from dp_accounting import PrivacyAccountant
 
 RELATIONS = ("add-remove", "replace-one")
 """Which data sets are neighbours: one has a record more; or one record differs."""
@@ -363,7 +366,7 @@ def _at_one_order(spent: tuple[Release, ...], delta: float, relation: str, order
     return Cost(_composed(RdpAccountant([order]), spent, delta), "rdp")
 
 
-def _composed(accountant: Any, spent: tuple[Release, ...], delta: float) -> float:
+def _composed(accountant: PrivacyAccountant, spent: tuple[Release, ...], delta: float) -> float:
     """Return epsilon by an accountant of dp-accounting."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 

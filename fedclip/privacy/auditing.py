@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 __all__ = ["Guesses", "chance", "guessed", "lower_bound"]
 
@@ -39,7 +40,7 @@ class Guesses(NamedTuple):
         return lower_bound(*self, delta)
 
 
-def guessed(there: Sequence[bool], scores: Any, share: float = 0.2) -> Guesses:
+def guessed(there: Sequence[bool], scores: ArrayLike, share: float = 0.2) -> Guesses:
     """Guess that those with the highest scores were there, and those with the lowest were not.
 
     >>> guessed([True, True, False, False], [3.0, 0.1, 0.0, -2.0], share=0.5)

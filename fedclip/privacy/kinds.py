@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import NUMPY, backend_of
+from fedclip.arrays import NUMPY, Array, backend_of
 from fedclip.arrays.blocks import decode
 from fedclip.arrays.numpy import bits
 from fedclip.measures import Order, slice_measures
@@ -347,7 +347,7 @@ def _unit_axes(regularizer: Plugin) -> Callable[[tuple[int, ...]], tuple[int, ..
     return lambda shape: tuple(range(len(shape or (1,))))
 
 
-def _unit_limits(regularizer: Plugin, weights: Mapping[str, Any]) -> list[tuple[float, int]]:
+def _unit_limits(regularizer: Plugin, weights: Mapping[str, Array]) -> list[tuple[float, int]]:
     """Return the limits of the units at these weights, and how many units have each."""
     norms = []
     axes_of = _unit_axes(regularizer)

@@ -38,7 +38,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from uuid import uuid4
 
 from fedclip import parameters
@@ -141,12 +141,12 @@ def fingerprint(dataset: object, records: int) -> str:
     '9 records, features (4,)'
     """
     parts = [f"{records} records"]
-    features: Any = getattr(dataset, "feats", None)
+    features = getattr(dataset, "feats", None)
     if features is not None:
         parts.append(f"features {tuple(map(int, features.shape[1:]))}")
-    if hasattr(features, "columns"):
-        names = hashlib.sha256(repr([*features.columns]).encode()).hexdigest()
-        parts.append(f"names {names[:16]}")
+        if hasattr(features, "columns"):
+            names = hashlib.sha256(repr([*features.columns]).encode()).hexdigest()
+            parts.append(f"names {names[:16]}")
     return ", ".join(parts)
 
 

@@ -34,6 +34,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from fedclip.arrays import Array
+
 __all__ = ["Context", "Guarantee", "Map", "Shapes"]
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -55,7 +57,7 @@ class Context:
     """
 
     shapes: Shapes | None = None
-    weights: Mapping[str, Any] | None = None
+    weights: Mapping[str, Array] | None = None
     finite: bool = False
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from declearn.model.api import Vector
 from declearn.optimizer import Optimizer, list_optim_modules, list_optim_regularizers
@@ -12,19 +11,20 @@ from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 
 from fedclip import parameters
+from fedclip.arrays import Array
 from fedclip.errors import nearest
 from fedclip.privacy.bounds import look_up
-from fedclip.privacy.maps import Context, Map, Shapes
+from fedclip.privacy.maps import Context, Map, Plugin, Shapes
 from fedclip.privacy.sensitivity import Analysis, compose
 
 __all__ = ["analyse"]
 
 
 def analyse(
-    pipeline: Any,
+    pipeline: object,
     shapes: Shapes | None = None,
     *,
-    weights: Mapping[str, Any] | Vector[Any] | None = None,
+    weights: Mapping[str, Array] | Vector[Array] | None = None,
     finite: bool = False,
 ) -> Analysis:
     """Return what a clipper, a list of them, or an optimizer guarantees.
@@ -87,7 +87,7 @@ def _checked(shapes: object) -> Shapes | None:
     return {name: tuple(shape) for name, shape in shapes.items()}
 
 
-def _plugins(pipeline: object) -> tuple[list[Any], float | None, float | None]:
+def _plugins(pipeline: object) -> tuple[list[Plugin], float | None, float | None]:
     """Return the plug-ins in the order in which they act, the learning rate, the weight decay."""
     if isinstance(pipeline, Optimizer):
         config = pipeline.get_config()
@@ -101,11 +101,11 @@ def _plugins(pipeline: object) -> tuple[list[Any], float | None, float | None]:
     return [_plugin(pipeline)], None, 0.0
 
 
-def _is_spec(value: Any) -> bool:
+def _is_spec(value: Sequence[object]) -> bool:
     return len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], Mapping)
 
 
-def _plugin(value: Any) -> Any:
+def _plugin(value: object) -> Plugin:
     if isinstance(value, (OptiModule, Regularizer)):
         return value
     name, config = (value, {}) if isinstance(value, str) else ("", {})
@@ -116,7 +116,7 @@ def _plugin(value: Any) -> Any:
             "a pipeline is a module, a regularizer, a name, [name, {parameter = value}], a list "
             f"of these, an Optimizer or its configuration; got {value!r}"
         )
-    known: dict[str, Any] = {**list_optim_regularizers(), **list_optim_modules()}
+    known: dict[str, Plugin] = {**list_optim_regularizers(), **list_optim_modules()}
     if name not in known:
         raise ValueError(f"no module or regularizer is called {name!r}{nearest(name, known)}")
     return known[name].from_config(dict(config))

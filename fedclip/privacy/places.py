@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 from declearn.optimizer.regularizers import Regularizer
 
@@ -33,7 +32,7 @@ def in_words(
     aggregator: object = None,
     *,
     optim: Mapping[str, object] = MappingProxyType({}),
-    steps: Any = None,
+    steps: object = None,
     privacy: Mapping[str, object] | None = None,
 ) -> list[str]:
     """Return one line for each place: what is clipped there.
@@ -49,7 +48,7 @@ def in_words(
     ]
 
 
-def _noised(client: Sequence[Plugin], privacy: Mapping[str, Any]) -> str:
+def _noised(client: Sequence[Plugin], privacy: Mapping[str, object]) -> str:
     """Return what DP-SGD does to a batch, and what the plug-ins before and after its noise do."""
     limit = privacy.get("sclip_norm")
     shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
@@ -82,7 +81,7 @@ def _noised(client: Sequence[Plugin], privacy: Mapping[str, Any]) -> str:
     return said
 
 
-def _step(client: Sequence[object], optim: Mapping[str, object], steps: Any) -> str:
+def _step(client: Sequence[object], optim: Mapping[str, object], steps: object) -> str:
     if not client:
         return "nothing is clipped."
     rates = optim.get("lrate"), optim.get("w_decay", 0.0)
@@ -96,18 +95,20 @@ def _step(client: Sequence[object], optim: Mapping[str, object], steps: Any) -> 
     return f"{said} {_round(found, steps)}".rstrip()
 
 
-def _round(found: Analysis, steps: Any) -> str:
+def _round(found: Analysis, steps: object) -> str:
     """Return the largest distance that a round moves the model."""
     if not found.formula:
         return ""
     if found.w_decay != 0.0:
         return "A round's update has no bound: weight decay adds a multiple of the weights."
-    known = isinstance(steps, int) and not isinstance(steps, bool) and steps > 0
+    known = None
+    if isinstance(steps, int) and not isinstance(steps, bool) and steps > 0:
+        known = steps
     rate = "the learning rate" if found.lrate is None else number(found.lrate)
-    if not known or found.lrate is None or found.l2_bound is None:
-        count = str(steps) if known else "the number of steps"
+    if known is None or found.lrate is None or found.l2_bound is None:
+        count = "the number of steps" if known is None else str(known)
         return f"A round's update is at most {rate} times {count} times that."
-    total = found.round_bound(steps)
+    total = found.round_bound(known)
     shown = "" if total is None else number(total)
     return f"A round's update is at most {rate} times {steps} steps times that, {shown}."
 

@@ -85,7 +85,7 @@ def _file(name: str) -> str:
     return (files("fedclip.report") / name).read_text(encoding="utf-8")
 
 
-def _numbers(experiment: Mapping[str, object]) -> dict[str, Any]:
+def _numbers(experiment: Mapping[str, object]) -> dict[str, object]:
     """Return the part of an experiment that the charts need."""
     return {key: experiment[key] for key in ("name", "metrics", "clippers")}
 
@@ -122,7 +122,7 @@ def _said(finding: Finding, together: bool) -> str:
     return printable(where + ": ".join(filter(None, (finding.clipper, finding.text))))
 
 
-def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, Any]:
+def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, object]:
     """Return for each metric the servers' mean by round, and a band of several servers or clients.
 
     Without a server's file, as on a client's machine, the clients' mean stands for it. A round in
@@ -133,7 +133,7 @@ def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, Any]
         kind = found.setdefault(curve.metric, ({}, {}))[curve.node not in servers]
         for round_, value in (*curve.points, *((r, math.nan) for r in curve.nonfinite)):
             kind.setdefault(round_, []).append(value)
-    result = {}
+    result: dict[str, object] = {}
     for metric, (server, clients) in found.items():
         seeds = any(len(values) > 1 for values in server.values())
         band = server if seeds else clients
@@ -156,7 +156,7 @@ def _name(node: str, together: bool) -> str:
     return node if together else node.rpartition("/")[2]
 
 
-def _clippers(report: Report, together: bool) -> list[dict[str, Any]]:
+def _clippers(report: Report, together: bool) -> list[dict[str, object]]:
     """Return the rounds of each clipper, over all clients, and of each client if not too many."""
     limits = report.limits()
     runs = grouped(
@@ -181,7 +181,7 @@ def _clippers(report: Report, together: bool) -> list[dict[str, Any]]:
     return result
 
 
-def _point(round_: int, record: RoundRecord, limits: Sequence[float]) -> list[Any]:
+def _point(round_: int, record: RoundRecord, limits: Sequence[float]) -> list[float | None]:
     """Return round, least, 5 %, median, 95 % and largest norm, lowest and highest limit, share."""
     return [
         round_,
@@ -193,7 +193,7 @@ def _point(round_: int, record: RoundRecord, limits: Sequence[float]) -> list[An
     ]
 
 
-def _nodes(report: Report, together: bool) -> list[dict[str, Any]]:
+def _nodes(report: Report, together: bool) -> list[dict[str, object]]:
     """Return a line for each clipper of each node, with its last loss."""
     limits = report.limits()
     last = {(c.node, c.metric): c.last[1] for c in report.curves}

@@ -6,9 +6,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgpack
 
@@ -203,7 +202,9 @@ def _rounds(state: object, field: str = "round") -> list[int]:
     return [row[field] for row in state.get("rounds", ())] if isinstance(state, dict) else []
 
 
-def _rows(modules: Any, node: str, others: set[str], since: int) -> Iterator[Row]:
+def _rows(
+    modules: Iterable[tuple[object, object]], node: str, others: set[str], since: int
+) -> Iterator[Row]:
     """Yield the rows of a state file from a round on; add the names of modules without records.
 
     The place counts only modules of the same name, so that a clipper keeps its label when you

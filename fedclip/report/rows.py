@@ -141,6 +141,6 @@ def write_csv(columns: Iterable[str], rows: Iterable[Mapping[str, object]], file
         writer.writerow({name: _inert(cell) for name, cell in row.items()})
 
 
-def _inert(cell: object) -> Any:
+def _inert(cell: object) -> object:
     formula = isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
     return f"'{cell}" if formula else cell

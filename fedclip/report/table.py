@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -57,7 +56,7 @@ def table_of(title: str, rows: Sequence[Row], limits: Limits, groups: bool, roun
         record = row.record
         names = [row.node if row.node != previous else ""]
         names += [row.module] * modules + [record.group] * groups
-        cells: list[Any] = [str(record.round) if record.round else "all"] * rounds
+        cells = [str(record.round) if record.round else "all"] * rounds
         cells += [
             str(record.steps),
             f"{record.clipped_share:.0%}" if record.steps else "-",

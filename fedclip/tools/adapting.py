@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from fedclip.privacy.maps import Plugin
 from fedclip.tools.findings import Section
 
 __all__ = ["Steps", "steps_of", "stuck"]
@@ -26,7 +27,7 @@ class Steps(NamedTuple):
 def steps_of(side: str, run: Section, clients: int | None) -> Steps:
     """Return how many steps a client, or the server, takes in a run at most."""
     rounds, training = run.get("rounds"), run.get("training")
-    each: Any = 1
+    each: object = 1
     if side == "client_opt":
         # An epoch, or a time, may end a round before that.
         each = training.get("n_steps") if isinstance(training, dict) else None
@@ -37,7 +38,7 @@ def steps_of(side: str, run: Section, clients: int | None) -> Steps:
     return Steps(rounds * each, shared)
 
 
-def stuck(plugins: Sequence[Any], most: Steps) -> Iterator[str]:
+def stuck(plugins: Sequence[Plugin], most: Steps) -> Iterator[str]:
     """Yield why a limit of these plug-ins can not adapt in a run of so many steps."""
     same = ""
     for plugin in plugins:
@@ -75,7 +76,7 @@ def stuck(plugins: Sequence[Any], most: Steps) -> Iterator[str]:
             same = plugin.name
 
 
-def _gets_ready(plugin: Any, steps: int) -> bool:
+def _gets_ready(plugin: Plugin, steps: int) -> bool:
     """Whether a clipper like this one has a limit of its own after so many equal gradients."""
     twin = type(plugin)(**{**plugin.get_config(), "scope": "global", "exclude": None})
     gradient = {"w": np.ones(1)}

@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from declearn.dataset import InMemoryDataset
@@ -32,6 +32,8 @@ from declearn.optimizer import Optimizer
 from fedclip import SampleClip
 from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.noise import IndependentNoise
+from fedclip.dpsgd.persample.base import Host
+from fedclip.federation.generics import AnyModel
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.clipping import UpdateClient
 from fedclip.federation.update.engine import UpdateServer
@@ -48,8 +50,6 @@ CANARIES = 1000
 _MOST_RUNS = 10
 DELTA = 1e-6
 """Guesses of so many say little at a larger delta, and each noise has an epsilon for each delta."""
-
-Array = np.ndarray[Any, Any]
 
 
 class Membership(NamedTuple):
@@ -163,7 +163,7 @@ def _of_clients(simulation: Simulation, rng: np.random.Generator) -> Audit:
     return Audit("client", whole, found, _membership(losses))
 
 
-def _play(simulation: Simulation, places: Array, coins: Array) -> Array:
+def _play(simulation: Simulation, places: Host, coins: Host) -> Host:
     """Run the server with canaries alone, and return the score of each."""
     origin = simulation.bound
     assert origin is not None
@@ -196,7 +196,7 @@ def _play(simulation: Simulation, places: Array, coins: Array) -> Array:
     return matched(np.array(seen), np.array(due), bound.budget.coefficients, np.array(released))
 
 
-def _canary(like: Mapping[str, Array], place: int, length: float) -> dict[str, Array]:
+def _canary(like: Mapping[str, Host], place: int, length: float) -> dict[str, Host]:
     """Return an update that is so long in one value, and zero elsewhere."""
     found = {name: np.zeros(x.shape) for name, x in like.items()}
     for array in found.values():
@@ -207,7 +207,7 @@ def _canary(like: Mapping[str, Array], place: int, length: float) -> dict[str, A
     return found
 
 
-def matched(seen: Array, due: Array, c: tuple[float, ...], released: Array) -> Array:
+def matched(seen: Host, due: Host, c: tuple[float, ...], released: Host) -> Host:
     """Return how much of each canary is in what was seen of it, round by round.
 
     Noise that was taken back is put together again; then that of each round is independent. What
@@ -217,7 +217,7 @@ def matched(seen: Array, due: Array, c: tuple[float, ...], released: Array) -> A
 
     usable = np.convolve(~released, np.ones(len(c)))[: len(seen)] == 0
     expected = lfilter(c, [1.0], due.astype(float), axis=0) * usable[:, None]
-    found: Array = (expected * lfilter(c, [1.0], seen, axis=0)).sum(0)
+    found: Host = (expected * lfilter(c, [1.0], seen, axis=0)).sum(0)
     return found
 
 
@@ -234,7 +234,7 @@ class _Watched(IndependentNoise):
         self.there = rng.random(len(self._places)) < 0.5
         self.scores = np.zeros(len(self._places))
 
-    def add(self, sums: Mapping[str, Array], std: float) -> dict[str, Any]:
+    def add(self, sums: Mapping[str, Host], std: float) -> dict[str, Host]:
         """Return the sums of a step with noise."""
         manager = self._manager
         plan = manager.calibration
@@ -257,7 +257,7 @@ def _of_records(file: Path, optim: FLOptimConfig, rng: np.random.Generator) -> A
     if config.privacy is None:
         raise QuickrunError("sample-clip needs [run.privacy], and nothing claims privacy without")
     data = experiment.data(next(iter(experiment.files)))
-    there, scores, losses = list[bool](), list[float](), list[list[Array]]()
+    there, scores, losses = list[bool](), list[float](), list[list[Host]]()
     # Of a small model, a run has only as many directions as values.
     while len(there) < CANARIES and len(losses) < _MOST_RUNS:
         manager = _private(experiment, optim, config, data)
@@ -299,7 +299,7 @@ def _private(
 
 
 # -- membership ---------------------------------------------------------------------------------
-def _losses(model: Any, records: InMemoryDataset) -> Array:
+def _losses(model: AnyModel, records: InMemoryDataset) -> Host:
     """Return the loss of each record."""
     found = []
     for batch in records.generate_batches(256, drop_remainder=False):
@@ -308,7 +308,7 @@ def _losses(model: Any, records: InMemoryDataset) -> Array:
     return np.concatenate(found)
 
 
-def _membership(losses: list[list[Array]]) -> Membership:
+def _membership(losses: list[list[Host]]) -> Membership:
     """Return how often a trained record has the lower loss of two, site by site; Hanley & McNeil.
 
     A site's records are compared with its own others: sites may be unlike.

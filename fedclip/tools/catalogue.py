@@ -9,9 +9,13 @@ import json
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import fedclip
+
+if TYPE_CHECKING:
+    from fedclip.parameters import Config
+    from fedclip.privacy.maps import Plugin
 
 __all__ = [
     *("FILE", "NEEDS_DECLEARN", "build", "catalogue", "documentation", "fits", "is_ours"),
@@ -33,7 +37,7 @@ def is_ours(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "fedclip"
 
 
-def registries() -> dict[str, Mapping[str, Any]]:
+def registries() -> dict[str, Mapping[str, type]]:
     """Return what is registered with declearn, by kind and name."""
     # Imported here: the versions are told without declearn, too.
     from declearn.aggregator import list_aggregators
@@ -46,14 +50,14 @@ def registries() -> dict[str, Mapping[str, Any]]:
     }
 
 
-def build(kind: str, name: str, config: Mapping[str, object]) -> Any:
+def build(kind: str, name: str, config: Mapping[str, object]) -> Plugin:
     """Return a plug-in of fedclip or declearn, made as declearn makes it from a file."""
     return registries()[kind][name](**config)
 
 
-def catalogue() -> list[dict[str, Any]]:
+def catalogue() -> list[Config]:
     """Return what `FILE` says of each plug-in: no clipper is imported to be listed."""
-    found: list[dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+    found: list[Config] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 
 
@@ -62,7 +66,7 @@ def documentation(kind: str, name: str) -> str:
     return inspect.getdoc(registries()[kind][name]) or ""
 
 
-def versions() -> dict[str, Any]:
+def versions() -> Config:
     """Return the facts for a bug report: versions, frameworks, registered names."""
     try:
         known = registries().values()

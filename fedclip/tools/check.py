@@ -41,11 +41,22 @@ from fedclip.federation.senders import NamedClients
 from fedclip.federation.statistics.check import is_shared
 from fedclip.federation.update.check import Known, update_problems
 from fedclip.federation.update.plain import server_of
+from fedclip.parameters import Config
 from fedclip.privacy import places
+from fedclip.privacy.maps import Plugin
 from fedclip.tools.adapting import steps_of, stuck
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.exposure import exposures
-from fedclip.tools.findings import Check, Finding, Section, Setting, brief, read_toml, text_of
+from fedclip.tools.findings import (
+    Check,
+    Finding,
+    Section,
+    Setting,
+    brief,
+    innermost,
+    read_toml,
+    text_of,
+)
 from fedclip.tools.plugins import check_aggregator, check_counterparts, check_optimizer
 from fedclip.tools.settings import SECTIONS, elsewhere, fits, section_faults
 from fedclip.tools.trained import trained
@@ -130,7 +141,7 @@ def _check_app(check: Check, config: Section) -> None:
         )
 
 
-def _check_quickrun(check: Check, config: dict[str, Any]) -> None:
+def _check_quickrun(check: Check, config: Config) -> None:
     for section in REQUIRED:
         if section not in config:
             hint = nearest(section, config.keys() - SECTIONS.keys())
@@ -183,7 +194,7 @@ def _check_model(check: Check, model: Section) -> None:
         check.problem("[model]", found.lacking)
 
 
-def _with_files(check: Check, config: dict[str, Any]) -> dict[str, Any]:
+def _with_files(check: Check, config: Config) -> Config:
     """Return a configuration with what files named in [run] hold, as declearn reads them."""
     run = dict(_section(config, "run"))
     for field in dataclasses.fields(FLRunConfig):
@@ -195,7 +206,7 @@ def _with_files(check: Check, config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "run": run} if run else config
 
 
-def _without_network(config: dict[str, Any]) -> dict[str, Any]:
+def _without_network(config: Config) -> Config:
     """Return a configuration as it is in one process, with as many clients as it says."""
     crowd = _section(config, "simulate")
     network = {"protocol": "websockets", "host": "127.0.0.1", "port": 1}
@@ -232,7 +243,7 @@ def _ignored(check: Check, where: str, key: str, known: Iterable[str]) -> None:
         check.note(where, text)
 
 
-def _section(config: Section, name: str) -> dict[str, Any]:
+def _section(config: Section, name: str) -> Config:
     """Return a section of a file; an empty one if there is none."""
     value = config.get(name)
     return value if isinstance(value, dict) else {}
@@ -292,7 +303,7 @@ def _records(check: Check) -> int | None:
 def _check_optim(check: Check, optim: Mapping[str, object], run: Section, prefix: str) -> None:
     known = [field.name for field in dataclasses.fields(FLOptimConfig)]
     before = len(check.problems)
-    plugins: dict[str, list[Any]] = {}
+    plugins: dict[str, list[Plugin]] = {}
     for key in known[:2]:
         where = f"[{prefix}{key}]"
         if key in optim:
@@ -412,13 +423,10 @@ def _clients(config: Section) -> int | None:
     most = _section(config, "run").get("register")
     if isinstance(most, dict):
         most = most.get("max_clients", most.get("min_clients"))
-    sampler = _section(config, "client_sampler")
-    while inner := _section(sampler, "sampler"):
-        sampler = inner
-    return _count(sampler.get("n_samples", most))
+    return _count(innermost(_section(config, "client_sampler")).get("n_samples", most))
 
 
-def _secagg(check: Check) -> dict[str, Any] | None:
+def _secagg(check: Check) -> Section | None:
     """Return the section about secure aggregation, if there is one and its range is a number."""
     section = check.config.get("secagg")
     clipval = _section(check.config, "secagg").get("clipval", 1.0)

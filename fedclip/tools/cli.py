@@ -14,7 +14,7 @@ import os
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -282,7 +282,7 @@ def translate(
     from fedclip.tools.catalogue import build
     from fedclip.tools.findings import text_of
 
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     for item in config or []:
         key, equals, value = item.partition("=")
         if not equals:

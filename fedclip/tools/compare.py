@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
     nonfinite: Mapping[str, int]
     """In how many runs the last value was NaN or infinite: the others alone have no fair mean."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain values."""
         values = {key: {"mean": m, "half_width": h} for key, (m, h) in self.values.items()}
         return self._asdict() | {"values": values}

@@ -7,25 +7,26 @@ They share one model. Each has data, a source of its batches, and what its optim
 # ruff: noqa: UP045  (declearn reads the types of a section from its fields, and knows no `|`)
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional, TypeAlias
+from typing import NamedTuple, Optional, TypeAlias
 
 import numpy as np
 from declearn.dataset import InMemoryDataset
 from declearn.main.config import EvaluateConfig, FLOptimConfig, TrainingConfig
 from declearn.main.utils import aggregate_clients_data_info
-from declearn.model.api import Vector
+from declearn.metrics import MetricState
 from declearn.optimizer import Optimizer
+from declearn.optimizer.modules import AuxVar
 from declearn.training import TrainingManager
 from declearn.utils import TomlConfig
 
 from fedclip import UpdateClipClient
+from fedclip.federation.generics import AnyModel, AnyVector
 from fedclip.federation.personal import PersonalModel
+from fedclip.parameters import Config
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.quickrun import Experiment
 
 __all__ = ["Crowd", "SimulateConfig", "Trained"]
-
-Weights: TypeAlias = Vector[Any]
 
 
 @dataclasses.dataclass
@@ -77,11 +78,19 @@ class SimulateConfig(TomlConfig):
 class Trained(NamedTuple):
     """What a client has trained in a round."""
 
-    update: Weights
+    update: AnyVector
     """The model before the round, minus the model after it."""
     steps: int
-    aux: dict[str, Any]
+    aux: dict[str, AuxVar]
     """What the modules of its optimizer send to those of the server."""
+
+
+Kept: TypeAlias = tuple[Config, Mapping[str, object], AnyVector | None]
+"""What a client keeps from round to round: its optimizer, its source of batches, its weights."""
+Task: TypeAlias = tuple[int, AnyVector, Mapping[str, AuxVar], Kept]
+"""A client, the weights from which it trains, what the server tells it, and what it kept."""
+Ask: TypeAlias = Callable[[Mapping[int, Task]], Mapping[int, tuple[Trained, Kept]]]
+"""Has clients train in other processes."""
 
 
 class Crowd:
@@ -103,13 +112,13 @@ class Crowd:
     def __init__(
         self,
         experiment: Experiment,
-        model: Any,
+        model: AnyModel,
         optim: FLOptimConfig,
         training: TrainingConfig,
         settings: SimulateConfig,
     ) -> None:
         self.settings, self.sites = settings, list(experiment.files)
-        self.ask: Callable[[Mapping[int, Any]], Mapping[int, Any]] | None = None
+        self.ask: Ask | None = None
         """How to have clients train in other processes; None: they train in this one."""
         self.names = [
             self.sites[i % len(self.sites)] + (f"-{turn}" if (turn := i // len(self.sites)) else "")
@@ -142,10 +151,10 @@ class Crowd:
         # What a client keeps of the model beside the weights that are trained, as running means.
         whole = model.get_weights()
         self._apart = set(whole.coefs) != set(model.get_weights(trainable=True).coefs)
-        self._kept: dict[int, Weights] = {}
+        self._kept: dict[int, AnyVector] = {}
         self._first = whole
 
-    def _specs(self) -> dict[str, dict[str, Any]]:
+    def _specs(self) -> dict[str, Config]:
         pairs = zip(self.sites, self.data, strict=True)
         return {name: dataclasses.asdict(train.get_data_specs()) for name, (train, _) in pairs}
 
@@ -175,7 +184,7 @@ class Crowd:
             if client < most and any(is_ours(type(module)) for module in optimizer.modules):
                 yield self.names[client], optimizer
 
-    def train(self, client: int, start: Weights, aux: Mapping[str, Any]) -> Trained:
+    def train(self, client: int, start: AnyVector, aux: Mapping[str, AuxVar]) -> Trained:
         """Have a client train as [run.training] says, from the model's weights on."""
         self.hand_over(client, start)
         manager = self._manager
@@ -193,7 +202,7 @@ class Crowd:
         return Trained(update, int(effort["n_steps"]), manager.optim.collect_aux_var())
 
     def train_all(
-        self, clients: Sequence[int], start: Weights, aux: Mapping[str, Any]
+        self, clients: Sequence[int], start: AnyVector, aux: Mapping[str, AuxVar]
     ) -> Iterator[tuple[int, Trained]]:
         """Have clients train, here or where an engine has them."""
         if self.ask is None:
@@ -205,12 +214,12 @@ class Crowd:
             self.take_over(client, state)
             yield client, trained
 
-    def state(self, client: int) -> tuple[Any, ...]:
+    def state(self, client: int) -> Kept:
         """Return what a client keeps from round to round, for another process."""
         source = self._records(client)._rng.bit_generator.state
         return self.optimizer(client).get_state(), source, self._kept.get(client)
 
-    def take_over(self, client: int, state: tuple[Any, ...]) -> None:
+    def take_over(self, client: int, state: Kept) -> None:
         """Let a client be as it was in another process."""
         optimizer, source, kept = state
         self.optimizer(client).set_state(optimizer)
@@ -218,12 +227,10 @@ class Crowd:
         if kept is not None:
             self._kept[client] = kept
 
-    def evaluate(
-        self, start: Weights, how: EvaluateConfig
-    ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    def evaluate(self, start: AnyVector, how: EvaluateConfig) -> tuple[Config, dict[str, Config]]:
         """Return loss and metrics over the validation data of all folders, and of each."""
         metrics, found = self._manager.metrics, {}
-        total: dict[str, Any] = {}
+        total: dict[str, MetricState] = {}
         limits = how.message_params
         for place, (site, (_, valid)) in enumerate(zip(self.sites, self.data, strict=True)):
             self.hand_over(place, start)
@@ -251,7 +258,7 @@ class Crowd:
             self._sources[client] = InMemoryDataset(data, target=target, seed=own)
         return self._sources[client]
 
-    def hand_over(self, client: int | None, start: Weights) -> None:
+    def hand_over(self, client: int | None, start: AnyVector) -> None:
         """Let the model be that of a client at the start of a round; or, for None, the server's."""
         if self._apart:
             kept = None if client is None else self._kept.get(client)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from declearn.optimizer.regularizers import Regularizer
 
@@ -20,8 +20,8 @@ from fedclip.privacy import analyse
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.lengths import number
-from fedclip.privacy.maps import Context
-from fedclip.tools.findings import Plugins, Section, Setting
+from fedclip.privacy.maps import Context, Plugin
+from fedclip.tools.findings import Plugins, Section, Setting, innermost
 
 __all__ = ["exposures"]
 
@@ -68,8 +68,7 @@ def exposures(setting: Setting) -> Iterator[Found]:
     plugins, run, aggregator = setting.plugins, setting.run, setting.aggregator
     server = plugins.get(SERVER, ())
     central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)
-    privacy: Any = run.get("privacy")
-    per_record = isinstance(privacy, Mapping)
+    privacy, per_record = _part(run, "privacy"), isinstance(run.get("privacy"), Mapping)
     if central is not None:
         yield from _central(central, server, run.get("rounds"))
         if _chooses(setting.sampler):
@@ -105,7 +104,7 @@ def _part(run: Section, name: str) -> Section:
 
 
 # -- noise on the average ---------------------------------------------------------------------
-def _central(module: Any, server: Sequence[Any], rounds: Any) -> Iterator[Found]:
+def _central(module: Plugin, server: Sequence[Plugin], rounds: object) -> Iterator[Found]:
     """Check what else goes out besides the noised average, and the numbers."""
     for plugin in server:
         if plugin is module or not _tells(plugin):
@@ -131,20 +130,17 @@ def _central(module: Any, server: Sequence[Any], rounds: Any) -> Iterator[Found]
             "publish one client, drawn at random, would pass; take a hundredth of that or less"
         )
         yield "problem", SERVER, text
-    known = type(rounds) is int and rounds > 0
-    planned, most = rounds if known else 1, module.max_epsilon
+    known = rounds if type(rounds) is int and rounds > 0 else None
+    planned, most = known or 1, module.max_epsilon
     spent, what = module.budget.cost(planned), f"{planned} round{'s' * (planned > 1)}"
-    if most is not None and (spent > most or not known):
+    if most is not None and (spent > most or known is None):
         spent, what = most, "max_epsilon"
     yield from _absurd(spent, what, SERVER)
 
 
 def _by_turns(setting: Setting) -> Iterator[Found]:
     """Check that clients take turns, if that is what they are charged for."""
-    sampler = setting.sampler
-    while sampler.get("strategy") == "named-clients" and isinstance(sampler.get("sampler"), dict):
-        sampler = sampler["sampler"]
-    if sampler.get("strategy", "round-robin") != "round-robin":
+    if innermost(setting.sampler).get("strategy", "round-robin") != "round-robin":
         yield "problem", "client_sampler", _NO_TURNS
     if setting.secagg is not None:
         yield "note", "secagg", _NO_EVALUATION
@@ -162,7 +158,7 @@ def _chooses(sampler: object) -> bool:
     return False
 
 
-def _tells(plugin: Any) -> bool:
+def _tells(plugin: Plugin) -> bool:
     """Whether a module of the server sends to clients what it has learnt from them."""
     return bool(getattr(plugin, "aux_name", None)) and plugin.name != "update-clip-server"
 
@@ -289,7 +285,7 @@ def _budget(privacy: Section, run: Section, records: int | None) -> Iterator[Fou
 
 
 # -- noise modules ----------------------------------------------------------------------------
-def _own_noise(side: str, plugins: Sequence[Any], bounded: bool) -> Iterator[str]:
+def _own_noise(side: str, plugins: Sequence[Plugin], bounded: bool) -> Iterator[str]:
     """Check declearn's noise modules: the bound before them, and what goes out besides.
 
     `bounded` says whether something before the plug-ins bounds what they get.
@@ -322,7 +318,7 @@ def _own_noise(side: str, plugins: Sequence[Any], bounded: bool) -> Iterator[str
                 yield f"{other.name} sends its statistics without the noise of {plugin.name}"
 
 
-def _least_bound(plugins: Sequence[Any]) -> float | None:
+def _least_bound(plugins: Sequence[Plugin]) -> float | None:
     """Return the bound for a model of one value, which is a lower limit for all models."""
     try:
         return analyse(plugins, {"one": (1,)}, finite=True).l2_bound

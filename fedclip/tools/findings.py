@@ -10,10 +10,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-__all__ = ["Check", "Finding", "Plugins", "Section", "Setting", "brief", "read_toml", "text_of"]
+from fedclip.parameters import Config
+from fedclip.privacy.maps import Plugin
+
+__all__ = [
+    "Check",
+    "Finding",
+    "Plugins",
+    "Section",
+    "Setting",
+    "brief",
+    "innermost",
+    "read_toml",
+    "text_of",
+]
 
 Section: TypeAlias = Mapping[str, Any]
-Plugins: TypeAlias = Mapping[str, Sequence[Any]]
+Plugins: TypeAlias = Mapping[str, Sequence[Plugin]]
 """The plug-ins of client_opt and server_opt, in the order in which they act."""
 
 
@@ -21,7 +34,7 @@ class Setting(NamedTuple):
     """What is known of a federation once its plug-ins were built."""
 
     plugins: Plugins
-    aggregator: Any
+    aggregator: Plugin
     run: Section
     """Empty, if something is wrong in it."""
     sampler: Section
@@ -64,7 +77,7 @@ class Check:
     """
 
     path: Path
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    config: Config = dataclasses.field(default_factory=dict)
     findings: list[Finding] = dataclasses.field(default_factory=list)
     places: list[str] = dataclasses.field(default_factory=list)
 
@@ -98,6 +111,13 @@ class Check:
         self.add("note", where, message)
 
 
+def innermost(sampler: Section) -> Section:
+    """Return the section of the sampler that draws clients, without those that only wrap it."""
+    while sampler.get("strategy") == "named-clients" and isinstance(sampler.get("sampler"), dict):
+        sampler = sampler["sampler"]
+    return sampler
+
+
 def brief(value: object) -> str:
     """Return a value as it is written, cut off if it is long.
 
@@ -119,7 +139,7 @@ def text_of(exc: BaseException) -> str:
     return text if len(text) <= 400 else text[:399] + "…"
 
 
-def read_toml(check: Check, path: Path, where: str) -> dict[str, Any] | None:
+def read_toml(check: Check, path: Path, where: str) -> Config | None:
     """Parse a TOML file as declearn does, where nan means None; report what is wrong with it."""
     data = b""
     try:

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from declearn.aggregator import Aggregator, list_aggregators
 from declearn.main.config import FLOptimConfig
@@ -18,14 +18,18 @@ from declearn.utils import access_types_mapping
 from fedclip import parameters
 from fedclip.errors import nearest
 from fedclip.federation.statistics.check import is_shared, shared_problems
+from fedclip.parameters import Config
+from fedclip.privacy.maps import Plugin
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.findings import Check, Plugins, Section, brief, read_toml, text_of
 from fedclip.tools.settings import argument_faults, fits
 
+Registries: TypeAlias = Mapping[str, Mapping[str, type[Plugin]]]
+
 __all__ = ["check_aggregator", "check_counterparts", "check_optimizer"]
 
 
-def check_optimizer(check: Check, value: object, key: str, where: str) -> list[Any]:
+def check_optimizer(check: Check, value: object, key: str, where: str) -> list[Plugin]:
     """Check one optimizer in any of the forms it may take; return the plug-ins it holds."""
     if isinstance(value, str):
         # Like declearn, look in the working directory, not in that of the file.
@@ -61,7 +65,10 @@ def check_optimizer(check: Check, value: object, key: str, where: str) -> list[A
     for name in ("lrate", "w_decay"):
         if name in value:
             _check_rate(check, where, name, value[name])
-    registries = {"regularizers": list_optim_regularizers(), "modules": list_optim_modules()}
+    registries: Registries = {
+        "regularizers": list_optim_regularizers(),
+        "modules": list_optim_modules(),
+    }
     plugins = []
     for field in registries:
         specs = value.get(field, [])
@@ -75,9 +82,9 @@ def check_optimizer(check: Check, value: object, key: str, where: str) -> list[A
     return [plugin for plugin in plugins if plugin is not None]
 
 
-def _check_rate(check: Check, where: str, name: str, value: Any) -> bool:
+def _check_rate(check: Check, where: str, name: str, value: object) -> bool:
     """Check a learning rate or a decay, a number or a schedule; return whether it is wrong."""
-    schedules: Mapping[str, Any] = access_types_mapping("Scheduler")
+    schedules = access_types_mapping("Scheduler")
     match value:
         case [str() as kind, dict() as config] if kind in schedules:
             return _build(check, where, f"{name}: {kind}", schedules[kind], config) is None
@@ -89,7 +96,7 @@ def _check_rate(check: Check, where: str, name: str, value: Any) -> bool:
             text = f" must be a number, got {brief(value)}"
         case float() if not math.isfinite(value):
             text = f" must be a finite number, got {value!r}"
-        case _ if value < 0 or (value == 0 and name != "w_decay"):
+        case int() | float() if value < 0 or (value == 0 and name != "w_decay"):
             text = f" must be {'>=' if name == 'w_decay' else '>'} 0, got {brief(value)}"
         case int():
             text = f" = {brief(value)} must be a float: write {brief(value)}.0"
@@ -98,7 +105,9 @@ def _check_rate(check: Check, where: str, name: str, value: Any) -> bool:
     return check.problem(where, name + text)
 
 
-def _build(check: Check, where: str, label: str, cls: Any, config: Section, ok: str = "") -> Any:
+def _build(
+    check: Check, where: str, label: str, cls: type[Plugin], config: Section, ok: str = ""
+) -> Plugin:
     """Build a plug-in; report what is wrong with its parameters, and what it warns of."""
     allowed = parameters.signature_of(cls)
     faults = []
@@ -126,12 +135,12 @@ def _build(check: Check, where: str, label: str, cls: Any, config: Section, ok: 
 
 
 def _check_plugin(
-    check: Check, spec: Any, field: str, registries: Mapping[str, Any], where: str
-) -> Any:
+    check: Check, spec: object, field: str, registries: Registries, where: str
+) -> Plugin:
     """Look up and build one plug-in; return it, or None if it can not be built."""
     match spec:
         case str() as name:
-            config: dict[str, Any] = {}
+            config: Config = {}
         case [str() as name, dict() as config]:
             pass
         case _:
@@ -151,7 +160,7 @@ def _check_plugin(
     return None
 
 
-def check_aggregator(check: Check, value: object, where: str) -> Any:
+def check_aggregator(check: Check, value: object, where: str) -> Plugin:
     """Check the aggregator; return it, or None where there is none, or none that can be built."""
     if value is None:
         return None
@@ -187,7 +196,7 @@ def check_counterparts(check: Check, plugins: Plugins, prefix: str) -> None:
             check.problem(f"[{prefix}{side}]", f"{text}: the run would hang")
 
 
-def _sends(plugin: Any) -> bool:
+def _sends(plugin: Plugin) -> bool:
     """Whether a module sends variables to the other side; having a name for them is not enough."""
     # A shared clipper sends nothing before its server does; `shared_problems` has checked it.
     if not getattr(plugin, "aux_name", None) or is_shared(plugin):

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedclip.parameters import Config
 from fedclip.tools.output import JsonFlag, fail, runnable
 
 __all__ = ["app"]
@@ -153,7 +154,7 @@ def calibrate(
         *([] if epochs is None else [f"n_epoch = {epochs}"]),
         *([] if steps is None else [f"n_steps = {steps}"]),
     ]
-    extra: dict[str, Any] = {
+    extra: Config = {
         **{name: getattr(found, name) for name in ("noise", "spent", "accountant", "sampling")},
         **({} if values is None else {"drift": found.drift(values)}),
         "relation": "add-remove",
@@ -161,7 +162,7 @@ def calibrate(
     _print(found, text, lines, extra, as_json)
 
 
-def _print(found: Any, text: str, lines: list[str], extra: dict[str, Any], as_json: bool) -> None:
+def _print(found: Any, text: str, lines: list[str], extra: Config, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**dataclasses.asdict(found), **extra, "toml": lines}))
     else:

@@ -34,6 +34,7 @@ from declearn.utils import (
 )
 
 import fedclip
+from fedclip.federation.generics import AnyModel
 from fedclip.federation.quorum import Members
 from fedclip.federation.serving import guarded, watchful
 from fedclip.tools.progress import latest, progress
@@ -104,13 +105,15 @@ class Experiment:
         )
         return train, valid
 
-    def model(self) -> Any:
+    def model(self) -> AnyModel:
         """Return a new model, as its file makes it."""
         folder, name = os.path.split(os.path.abspath(self._file))
         # An earlier federation may have had another model of this name.
         sys.modules.pop(name.removesuffix(".py"), None)
         with make_importable(folder):
-            return getattr(importlib.import_module(name.removesuffix(".py")), self._name)
+            module = importlib.import_module(name.removesuffix(".py"))
+            made: AnyModel = getattr(module, self._name)
+            return made
 
 
 class _Watched(FederatedServer):

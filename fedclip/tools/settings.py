@@ -13,7 +13,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from declearn.communication import NetworkServerConfig, list_available_protocols
@@ -21,9 +21,9 @@ from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.quickrun import DataSourceConfig, ExperimentConfig, ModelConfig
 
 from fedclip import parameters
-from fedclip.errors import nearest
+from fedclip.errors import Unchecked, nearest
 from fedclip.tools.crowd import SimulateConfig
-from fedclip.tools.findings import brief
+from fedclip.tools.findings import Section, brief
 
 __all__ = ["SECTIONS", "argument_faults", "elsewhere", "fits", "section_faults"]
 
@@ -41,7 +41,7 @@ SECTIONS: dict[str, Any] = {
 # A Python caller may give it, and a file can not.
 _NOT_IN_TOML = ("logger",)
 
-_KWARGS: Mapping[str, Any] = {
+_KWARGS: Mapping[str, Callable[..., float]] = {
     "patience": parameters.positive,
     "min_replies": functools.partial(parameters.integer, 1),
 }
@@ -51,7 +51,7 @@ Faults: TypeAlias = Iterator[tuple[str, str]]
 """The section, as in ``run.training``, and what is wrong in it."""
 
 
-def section_faults(section: str, values: Mapping[str, Any]) -> Faults:
+def section_faults(section: str, values: Section) -> Faults:
     """Yield what is wrong with the settings of one section of a quickrun file."""
     yield from _faults(section, SECTIONS[section], values)
     register = values.get("register")
@@ -65,7 +65,7 @@ def section_faults(section: str, values: Mapping[str, Any]) -> Faults:
             yield "run.register", f"max_clients = {high} is below min_clients = {low}"
 
 
-def _faults(section: str, cls: Any, values: Mapping[str, Any]) -> Faults:
+def _faults(section: str, cls: Any, values: Section) -> Faults:
     fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in _NOT_IN_TOML}
     for key, value in values.items():
         if key not in fields:
@@ -94,11 +94,11 @@ def _faults(section: str, cls: Any, values: Mapping[str, Any]) -> Faults:
             yield section, f"{name} is missing"
 
 
-def _types(hint: object) -> tuple[Any, ...]:
+def _types(hint: object) -> tuple[object, ...]:
     return hint, *typing.get_args(hint)
 
 
-def _out_of_range(key: str, value: Any, hint: Any) -> str:
+def _out_of_range(key: str, value: Unchecked, hint: object) -> str:
     """Say what is wrong with a number; whole numbers, other than seeds, are counts or seconds."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"must be a finite number, got {value!r}"
@@ -160,7 +160,7 @@ def elsewhere(key: str, section: str) -> str | None:
     return homes.pop() if len(homes) == 1 else None
 
 
-def argument_faults(cls: Any, config: Mapping[str, Any]) -> Iterator[str]:
+def argument_faults(cls: Any, config: Section) -> Iterator[str]:
     """Yield what is wrong with the parameters of one of declearn's own plug-ins.
 
     Their constructors check few of them. All numbers that they take are sizes, rates or shares,
@@ -201,7 +201,7 @@ def fits(value: object, hint: object) -> bool:
     return isinstance(value, hint) if hint in (str, bool, type(None)) else True
 
 
-def _words(hint: Any) -> str:
+def _words(hint: object) -> str:
     """Return an annotated type in words, as for a file."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -212,9 +212,14 @@ def _words(hint: Any) -> str:
         return f"a list of {len(args)}: {', '.join(map(_words, args))}"
     if origin is dict:
         return f"a section, each value {_words(args[1])}"
-    words = {int: "an int", float: "a number", str: "a string", bool: "true or false"}
+    words: dict[object, str] = {
+        int: "an int",
+        float: "a number",
+        str: "a string",
+        bool: "true or false",
+    }
     return words.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def _nan(value: Any) -> str:
+def _nan(value: object) -> str:
     return " (declearn's TOML reads nan as None)" if value is None else ""

@@ -29,17 +29,19 @@ import msgpack
 import numpy as np
 from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.main.utils import Checkpointer
+from declearn.optimizer.modules import AuxVar
 from declearn.utils import set_device_policy
 
 from fedclip import ClippedAveraging, SampleClip, UpdateClipClient, UpdateClipServer
 from fedclip.errors import FedclipWarning
+from fedclip.federation.generics import AnyVector
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import Reply, SentBound
 from fedclip.federation.update.limits import norms_of
 from fedclip.federation.update.turns import Schedule
 from fedclip.scopes import resolve
-from fedclip.tools.crowd import Crowd, SimulateConfig, Trained, Weights
+from fedclip.tools.crowd import Ask, Crowd, Kept, SimulateConfig, Task, Trained
 from fedclip.tools.progress import latest, progress
 from fedclip.tools.quickrun import Experiment, QuickrunError
 from fedclip.tools.trained import label
@@ -107,7 +109,7 @@ class Simulation:
         self.records = UpdateClipClient()
         self.losses: list[float] = []
         self.rounds = 0
-        self.best: Weights = self.model.get_weights(trainable=True)
+        self.best: AnyVector = self.model.get_weights(trainable=True)
         self.folder = Path(self.experiment.results, "simulated")
 
     def _server(self) -> UpdateServer:
@@ -139,7 +141,7 @@ class Simulation:
         if sent and sent.stop:
             return sent.stop
         self.records.recorder.start_round()
-        replies, told = [], dict[str, Any]()
+        replies, told = [], dict[str, AuxVar]()
         due = self.schedule.due(self.rounds) if self.schedule else None
         self.rounds += 1
         for client, trained in self.crowd.train_all(self.crowd.asked(due), start, aux):
@@ -250,7 +252,7 @@ def run(
         return _run(simulation, quiet)
     done: list[Simulated] = []
 
-    def serve(ask: Any) -> None:
+    def serve(ask: Ask) -> None:
         simulation.crowd.ask = ask
         done.append(_run(simulation, quiet))
 
@@ -277,7 +279,7 @@ def _spread() -> Any:
 _workers = functools.lru_cache(maxsize=1)(_seeded)
 
 
-def work(file: Path, seed: int | None, task: tuple[int, Any, Any, Any]) -> tuple[Trained, Any]:
+def work(file: Path, seed: int | None, task: Task) -> tuple[Trained, Kept]:
     """Train a client in another process; return what it has trained, and what it keeps."""
     client, start, aux, state = task
     crowd = _workers(file, seed).crowd

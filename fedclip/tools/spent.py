@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fedclip import parameters
 from fedclip.federation.site.gate import UNIT
 from fedclip.federation.update.budget import Budget
 from fedclip.federation.update.plain import server_of
 from fedclip.federation.update.served import read
+from fedclip.parameters import Config
 from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, planned_anew
 from fedclip.privacy.ledger import FILE, Entry, read_entries, total
 from fedclip.records import SERVED
@@ -37,7 +38,7 @@ class Spent(NamedTuple):
     separation: int = 1
     planned: float | None = None
 
-    def cost(self, delta: float | None = None, relation: str | None = None) -> dict[str, Any]:
+    def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
         """Return what it costs by each accountant, or why one can not say.
 
         Delta and relation are those of the file, unless others are given.
@@ -91,7 +92,7 @@ class Spent(NamedTuple):
         }
 
 
-def in_words(cost: Mapping[str, Any]) -> Iterator[str]:
+def in_words(cost: Config) -> Iterator[str]:
     """Yield what `Spent.cost` has found, line by line."""
     verb = {"add-remove": "adding or removing", "replace-one": "replacing"}[cost["relation"]]
     yield f"{cost['where']}: what {verb} one {cost['protects']} may change"
@@ -127,7 +128,7 @@ COLUMNS = (
 )
 
 
-def csv_rows(cost: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def csv_rows(cost: Config) -> Iterator[Config]:
     """Yield what `Spent.cost` has found: a row for each release, and for each accountant's total.
 
     A total is for all releases of its file; its versions are of the packages that have counted.

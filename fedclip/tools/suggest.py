@@ -12,13 +12,15 @@ import json
 import math
 import random
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 import tomlkit
 
+from fedclip.parameters import Config
+from fedclip.privacy.maps import Plugin
 from fedclip.report import Report, Row, number, pooled
 from fedclip.toml import toml_item, toml_line
 from fedclip.tools.catalogue import build
@@ -78,7 +80,7 @@ _TEXTS = {
 }
 """What kinds of proposals do, and what they reveal of the data."""
 
-Lines: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]
+Lines: TypeAlias = Mapping[str, tuple[str, Mapping[str, object]]]
 """Name and parameters by section: of modules, or (section "aggregator") of the aggregator."""
 
 
@@ -169,7 +171,7 @@ def _place(report: Report, place: str, rows: Sequence[Row]) -> Place:
     )
 
 
-def _order(report: Report, row: Row) -> Mapping[str, Any]:
+def _order(report: Report, row: Row) -> Config:
     """Return the order of the norm as a parameter, if the node's configuration has another than 2.
 
     Raises
@@ -239,7 +241,7 @@ def _adaptive(server: Mapping[str, object], kind: str, share: float | None) -> P
     return Proposal("update.adaptive", lines, share, *_TEXTS[kind])
 
 
-def _built(lines: Lines) -> list[Any]:
+def _built(lines: Lines) -> list[Plugin]:
     """Build the plug-ins, so that no line is proposed that would be refused."""
     return [
         build("aggregator" if section == "aggregator" else "module", name, config)
@@ -247,7 +249,7 @@ def _built(lines: Lines) -> list[Any]:
     ]
 
 
-def _played(clipper: Any, rows: Sequence[Row]) -> float:
+def _played(clipper: Plugin, rows: Sequence[Row]) -> float:
     """Return the share of the norms that a clipper would have clipped."""
     nodes: dict[str, dict[int, list[float]]] = {}
     every = 1 + sum(row.record.steps for row in rows) // _PLAYED
@@ -333,8 +335,8 @@ def rewritten(text: str, proposal: Proposal) -> str:
     ValueError
         If the text is no configuration, or a section has a form that can not be edited.
     """
-    document: Any = tomlkit.parse(text)
-    optim: Any = document.get("optim", document)
+    document: Config = tomlkit.parse(text)
+    optim = document.get("optim", document)
     if not hasattr(optim, "keys") or "client_opt" not in optim:
         raise ValueError("there is no client_opt in it to add a clipper to")
     for section, (name, config) in proposal.plugins.items():
@@ -350,7 +352,7 @@ def rewritten(text: str, proposal: Proposal) -> str:
     return str(tomlkit.dumps(document))
 
 
-def _insert(optim: object, section: str, name: str, config: Mapping[str, object]) -> None:
+def _insert(optim: Config, section: str, name: str, config: Mapping[str, object]) -> None:
     modules = _modules_of(optim, section)
     item = toml_item([name, config] if config else name)
     for place, _ in _alike(modules, name):
@@ -366,7 +368,7 @@ def _insert(optim: object, section: str, name: str, config: Mapping[str, object]
         modules.insert(0, item)
 
 
-def _alike(modules: Any, name: str) -> Iterator[tuple[int, str]]:
+def _alike(modules: Iterable[object], name: str) -> Iterator[tuple[int, str]]:
     """Yield place and name of the first module of the same kind, if there is one."""
     for place, old in enumerate(modules):
         found = old if isinstance(old, str) else old[0] if isinstance(old, list) and old else ""
@@ -382,9 +384,9 @@ def _kind(name: str) -> str:
     return "counterpart" if counterpart else ""
 
 
-def _modules_of(optim: Any, section: str) -> Any:
+def _modules_of(optim: Config, section: str) -> Any:
     """Return the list of modules of one side, which is made if there is none."""
-    table: Any = optim.get(section, 1.0)
+    table = optim.get(section, 1.0)
     if isinstance(table, str):
         raise ValueError(f"{section} is in another file, {table!r}: edit that one")
     if not isinstance(table, Mapping):

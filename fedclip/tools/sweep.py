@@ -26,6 +26,7 @@ import tomlkit
 from declearn.optimizer import list_optim_modules
 
 from fedclip.errors import nearest
+from fedclip.parameters import Config
 from fedclip.toml import value_of
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.progress import latest
@@ -57,7 +58,7 @@ class Planned(NamedTuple):
         return mark.is_file() and mark.read_bytes() == self.text.encode()
 
 
-def parse(setting: str) -> tuple[str, list[Any]]:
+def parse(setting: str) -> tuple[str, list[object]]:
     """Return key and values of ``key=v1,v2``; values are TOML, or else words.
 
     Examples
@@ -97,7 +98,7 @@ def plan(
     runs = []
     for seed in range(1, seeds + 1):
         for values in itertools.product(*(found for _, found in parsed)):
-            document: Any = tomlkit.parse(text)
+            document: Config = tomlkit.parse(text)
             for (key, _), value in zip(parsed, values, strict=True):
                 _set(document, key, value)
             if rounds is not None:
@@ -117,7 +118,7 @@ def plan(
     return runs
 
 
-def _label(parsed: Sequence[tuple[str, Any]], values: Sequence[object]) -> str:
+def _label(parsed: Sequence[tuple[str, object]], values: Sequence[object]) -> str:
     """Return a name for the settings that a folder can have."""
     words = [
         f"{key.rpartition('.')[2]}={value if isinstance(value, str) else json.dumps(value)}"
@@ -127,10 +128,10 @@ def _label(parsed: Sequence[tuple[str, Any]], values: Sequence[object]) -> str:
     return re.sub(r"[^\w.=,+-]+", "_", plain).strip("_.")[:120] or "as-it-is"
 
 
-def _set(document: Any, key: str, value: Any) -> None:
+def _set(document: Config, key: str, value: object) -> None:
     """Set a value by the way through the sections, or by the name of a module and a parameter."""
     *way, last = key.split(".")
-    table = document
+    table: object = document
     for name in way:
         table = table.get(name) if isinstance(table, Mapping) else None
     if isinstance(table, MutableMapping) and way:
@@ -150,7 +151,7 @@ def _set(document: Any, key: str, value: Any) -> None:
         modules[i] = [way[0], {**({} if isinstance(old, str) else old[1]), last: value}]
 
 
-def _modules(document: Any) -> Iterator[tuple[str, Any, int]]:
+def _modules(document: Config) -> Iterator[tuple[str, Any, int]]:
     """Yield the name of each module of the optimizers, and where it stands: in a list, and at."""
     optim = document.get("optim", {})
     for side in ("client_opt", "server_opt"):
@@ -161,7 +162,7 @@ def _modules(document: Any) -> Iterator[tuple[str, Any, int]]:
             yield str(name), modules, place
 
 
-def _place(document: Any, file: Path, folder: Path) -> None:
+def _place(document: Config, file: Path, folder: Path) -> None:
     """Let a configuration that lies in another folder find the same files, and write there."""
     for section in ("data", "model", "experiment"):
         document.setdefault(section, tomlkit.table())
@@ -186,7 +187,7 @@ def run(planned: Planned, told: Callable[[int, str], None], pause: float = 0.2) 
     folder = planned.folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    document: Any = tomlkit.parse(planned.text)
+    document: Config = tomlkit.parse(planned.text)
     document["network"]["port"] = free_port()
     config = folder / "config.toml"
     config.write_text(tomlkit.dumps(document), encoding="utf-8")

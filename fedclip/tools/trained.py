@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import runpy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from declearn.model.api import Model
 from declearn.utils import make_importable
 
+from fedclip.federation.generics import AnyModel
 from fedclip.federation.personal import PersonalModel, astray, listed, unsent
 
 __all__ = ["LABEL", "Trained", "label", "trained"]
@@ -57,7 +58,7 @@ def trained(file: Path, name: str = "model") -> Trained:
         Whatever the file raises.
     """
     with make_importable(str(file.resolve().parent)):
-        model: Any = runpy.run_path(str(file)).get(name)
+        model: object = runpy.run_path(str(file)).get(name)
     if not isinstance(model, Model) or model.required_data_info:
         why = "or one that takes its shapes from the clients' data"
         raise ValueError(f"{str(file)!r} has no model of declearn called {name!r}, {why}")
@@ -66,7 +67,7 @@ def trained(file: Path, name: str = "model") -> Trained:
     return Trained(shared, values, astray(model), unsent(model))
 
 
-def label(folder: str | Path, model: Model[Any]) -> str:
+def label(folder: str | Path, model: AnyModel) -> str:
     """Write, beside a server's checkpoints, what of them is no client's, and return it."""
     said = [astray(model)]
     if isinstance(model, PersonalModel) and model.own:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a clipper does to a gradient: by norm, by value, by slice, by moment, by average."""
 
+from fedclip.rules import State as State
 from fedclip.transforms.action import DTYPES as DTYPES
 from fedclip.transforms.action import Action as Action
 from fedclip.transforms.base import Carried as Carried

@@ -32,6 +32,7 @@ from fedclip.adapters.torch.steps import Steps, is_within, uncompiled
 from fedclip.adapters.torch.watch import Watch, forget
 from fedclip.errors import FedclipWarning
 from fedclip.records import StepRecord
+from fedclip.states import Fields
 
 __all__ = ["ClipHandle", "attach", "handles"]
 
@@ -94,7 +95,7 @@ class ClipHandle:
         """What the last step did."""
         return self.clipper.last
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Fields:
         """Return the clipper's statistics; see `fedclip.adapters.torch.state`."""
         return state(self.clipper)
 
@@ -110,7 +111,7 @@ class ClipHandle:
         """Return plain numbers for a logger; see `fedclip.adapters.torch.stats`."""
         return stats(self.clipper, prefix)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Return how to make the handle again: it is one of its optimizer's, also of a copy's."""
         optimizer = self._others.optimizer()
         if optimizer is None or self not in self._others.handles:
@@ -211,8 +212,8 @@ class _Attached:
             del _ATTACHED[optimizer]
 
     def _begin(
-        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-    ) -> tuple[Any, Any] | None:
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         if self._steps.begin():
             self._clips_before = self.clips
             forget(optimizer)
@@ -226,7 +227,7 @@ class _Attached:
             return None
         _check_unscaled(optimizer)
 
-        def closure() -> Any:
+        def closure() -> object:
             clips = self.clips
             loss = given()
             if self.clips == clips:
@@ -251,11 +252,11 @@ class _Attached:
             for handle in self.handles:
                 handle._end()
 
-    def _states(self) -> dict[str, Any]:
+    def _states(self) -> dict[str, Fields]:
         # AGC has no state to save.
         return {h._key: saved for h in self.handles if (saved := h.state())}
 
-    def _load(self, states: Mapping[str, Any]) -> None:
+    def _load(self, states: Mapping[str, Fields]) -> None:
         for handle in self.handles:
             handle.load_state(states.get(handle._key))
 

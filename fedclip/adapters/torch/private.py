@@ -4,25 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from fedclip.dpsgd.persample import torch_check, torch_records, torch_stacks
+from fedclip.dpsgd.persample.base import Data
+from fedclip.dpsgd.persample.torch_plan import Run
 from fedclip.dpsgd.step import PrivateMean
 
 
 def private_gradients(
     module: torch.nn.Module,
-    loss: Callable[[Any, torch.Tensor], torch.Tensor],
+    loss: Callable[[Data, torch.Tensor], torch.Tensor],
     inputs: torch.Tensor | Sequence[torch.Tensor],
     targets: torch.Tensor,
+    mean: PrivateMean,
     *,
-    max_norm: float,
-    noise_multiplier: float,
-    expected_batch_size: float,
     micro_batch: int = 128,
-    **settings: Any,
 ) -> dict[str, torch.Tensor]:
     """Return the gradients of one step of DP-SGD, by the names of the trained parameters.
 
@@ -32,7 +30,7 @@ def private_gradients(
 
     Each record goes through the module alone; what it remembers of records is refused. Give it
     Poisson samples (`fedclip.dpsgd.sampling.PoissonSampler`), also those without a record, and
-    account for each with the same `noise_multiplier` (``fedclip privacy calibrate``).
+    account for each with the mean's `noise_multiplier` (``fedclip privacy calibrate``).
 
     Parameters
     ----------
@@ -44,8 +42,9 @@ def private_gradients(
         gradients: add those of penalties afterwards.
     inputs, targets
         Tensors whose first axis is the records; there may be none.
-    max_norm, noise_multiplier, expected_batch_size, **settings
-        Those of `fedclip.dpsgd.step.PrivateMean`; settings are ``mode`` and ``noise``.
+    mean
+        How records are clipped, how much noise there is, and what it is divided by: one for all
+        steps.
     micro_batch
         How many records are in memory at once, at most.
 
@@ -57,22 +56,22 @@ def private_gradients(
     Examples
     --------
     >>> import torch
+    >>> from fedclip.dpsgd.step import PrivateMean
     >>> layer = torch.nn.Linear(2, 1, bias=False)
-    >>> step = {"max_norm": 1.0, "noise_multiplier": 1.1, "expected_batch_size": 3}
+    >>> mean = PrivateMean(max_norm=1.0, noise_multiplier=1.1, expected_batch_size=3)
     >>> found = private_gradients(
-    ...     layer, torch.nn.MSELoss(), torch.randn(3, 2), torch.zeros(3, 1), **step
+    ...     layer, torch.nn.MSELoss(), torch.randn(3, 2), torch.zeros(3, 1), mean
     ... )
     >>> layer.weight.grad = found["weight"]
     """
     torch_check.check(module)
     given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
 
-    def of(run: Any, record: Any) -> torch.Tensor:
+    def of(run: Run, record: Sequence[torch.Tensor]) -> torch.Tensor:
         *own, target = (x.unsqueeze(0) for x in record)
         return loss(run(tuple(own)), target).mean()
 
     weights = torch_records.trained(module)
-    mean = PrivateMean(max_norm, noise_multiplier, expected_batch_size, **settings)
     found = mean(
         torch_stacks.record_stacks(module, of, (*given, targets), micro_batch),
         {name: tuple(weight.shape) for name, weight in weights.items()},

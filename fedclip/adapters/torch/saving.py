@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from fedclip.states import Fields
+
 __all__ = ["Saving", "is_in"]
 
 
@@ -34,10 +36,10 @@ class Saving:
     """
 
     def __init__(
-        self, save: Callable[[], dict[str, Any]], load: Callable[[Mapping[str, Any]], None]
+        self, save: Callable[[], dict[str, Fields]], load: Callable[[Mapping[str, Fields]], None]
     ) -> None:
         self._save, self._load = save, load
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: dict[str, Fields] | None = None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:

@@ -14,11 +14,12 @@ from fedclip.adapters.clippers import reset
 from fedclip.errors import FedclipWarning
 from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
+from fedclip.states import Fields
 
 __all__ = ["load_state", "state"]
 
 
-def state(clipper: Clipper | AGC) -> dict[str, Any]:
+def state(clipper: Clipper | AGC) -> Fields:
     """Return the statistics and records: numbers, strings, lists and tensors.
 
     ``torch.load(weights_only=True)`` reads them. `AGC` has none: its limits follow from the
@@ -54,5 +55,5 @@ def load_state(clipper: Clipper | AGC, state: Mapping[str, Any] | None) -> None:
     clipper.set_state(dict(state))
 
 
-def _array(value: object) -> Any:
+def _array(value: object) -> object:
     return value.cpu().numpy() if isinstance(value, torch.Tensor) else value

@@ -98,7 +98,7 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().flatten()[:: max(1, tensor.numel() // 64)].clone()
 
 
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.device, tensor.dtype, tensor.shape
 
 

@@ -19,12 +19,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedclip.dpsgd.persample.base import Arrays, Failed, Float64, HostStack, Stack, Unfit, spare
+from fedclip.dpsgd.persample.base import (
+    Array,
+    Arrays,
+    Data,
+    Failed,
+    Float64,
+    HostStack,
+    Stack,
+    Unfit,
+    spare,
+)
 from fedclip.scopes import Groups
+
+if TYPE_CHECKING:
+    from fedclip.federation.generics import AnyModel, AnyVector
 
 __all__ = ["Arrays", "Unfit", "add_up", "check", "clipped_sum", "try_out", "vector"]
 
@@ -36,7 +50,7 @@ _HOMES = {
 }
 
 
-def _framework(model: Any) -> Any:
+def _framework(model: AnyModel) -> ModuleType:
     for cls in type(model).__mro__:
         for origin, home in _HOMES.items():
             if f"{cls.__module__}.".startswith(f"{origin}."):
@@ -47,7 +61,7 @@ def _framework(model: Any) -> Any:
     )
 
 
-def check(model: Any) -> None:
+def check(model: AnyModel) -> None:
     """Refuse a model of which a record can not be treated by itself.
 
     Raises
@@ -61,7 +75,7 @@ def check(model: Any) -> None:
         raise ValueError("none of the model's weights is trained: there is nothing to clip")
 
 
-def try_out(model: Any, records: Sequence[Any], **settings: Any) -> None:
+def try_out(model: AnyModel, records: Sequence[Data], **settings: Any) -> None:
     """Take the gradients of records that nobody protects.
 
     Parameters
@@ -81,21 +95,22 @@ def try_out(model: Any, records: Sequence[Any], **settings: Any) -> None:
         Whatever the model raises for one of the records.
     """
 
-    def gradient(of: Any, record: Any) -> Float64:
+    def gradient(of: AnyModel, record: Data) -> Float64:
         sums, _ = clipped_sum(of, [record], np.ones_like, **settings)
         return np.concatenate([array.ravel() for array in sums.values()])
 
     _framework(model).try_out(model, records, gradient)
 
 
-def vector(model: Any, arrays: Arrays) -> Any:
+def vector(model: AnyModel, arrays: Arrays) -> AnyVector:
     """Return float64 arrays as a declearn Vector of the model's own type, dtype and device."""
-    return _framework(model).vector(model, arrays)
+    made: AnyVector = _framework(model).vector(model, arrays)
+    return made
 
 
 def clipped_sum(
-    model: Any,
-    batches: Sequence[Any],
+    model: AnyModel,
+    batches: Sequence[Data],
     factors: Callable[[Float64], Float64],
     *,
     groups: Groups | None = None,
@@ -141,7 +156,7 @@ def clipped_sum(
         places = range(_size(batch)) if places is None else places
         size = len(places)
 
-        def work(start: int, stop: int, batch: Any = batch, size: int = size) -> None:
+        def work(start: int, stop: int, batch: Data = batch, size: int = size) -> None:
             some = batch if stop - start == size else _part(batch, slice(start, stop))
             total.add(framework.stacks(model, some, micro_batch, whole))
 
@@ -157,14 +172,14 @@ def _told(failed: Failed, places: Sequence[int], record: int, exc: BaseException
     failed(int(places[record]), exc)
 
 
-def _size(batch: Any) -> int:
+def _size(batch: Data) -> int:
     first = batch[0]
     while isinstance(first, (list, tuple)):
         first = first[0]
     return int(first.shape[0])
 
 
-def _part(data: Any, some: slice) -> Any:
+def _part(data: Data, some: slice) -> Data:
     if data is None:
         return None
     if isinstance(data, (list, tuple)):
@@ -199,7 +214,7 @@ class _Sum:
         self._names = groups.names if groups is not None else tuple(shapes)
         whole = (tuple(range(len(self._names))),)
         self._members = groups.members if groups is not None else whole
-        self._totals: dict[str, Any] = {}
+        self._totals: dict[str, Array] = {}
         self._norms = [np.zeros((0, len(self._members)))]
 
     def add(self, stacks: Iterable[Stack]) -> None:
@@ -217,7 +232,7 @@ class _Sum:
         return sums, np.concatenate(self._norms)
 
 
-def _host(total: Any) -> Float64:
+def _host(total: Array) -> Float64:
     # What is on another device does not become an array by itself.
     return np.asarray(total.cpu() if hasattr(total, "cpu") else total, dtype=np.float64)
 
@@ -233,7 +248,7 @@ def _one_by_one(arrays: Arrays, each: Callable[[Arrays], Arrays]) -> HostStack:
 
 
 def _add(
-    totals: dict[str, Any],
+    totals: dict[str, Array],
     stack: Stack,
     names: tuple[str, ...],
     members: tuple[tuple[int, ...], ...],

@@ -4,21 +4,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedclip import parameters
 
+if TYPE_CHECKING:
+    from fedclip.federation.generics import AnyModel
+
 __all__ = [
-    *("Arrays", "Failed", "Float64", "HostStack", "Stack", "Unfit"),
+    *("Array", "Arrays", "Data", "Failed", "Float64", "Host", "HostStack", "Stack", "Unfit"),
     *("at_once", "padded", "shapes", "spare", "spread", "try_out"),
 ]
 
+M = TypeVar("M", bound="AnyModel")
+
 Float64: TypeAlias = NDArray[np.float64]
 Host: TypeAlias = NDArray[Any]
+Array: TypeAlias = Any
+"""An array where the model's framework has it."""
+Data: TypeAlias = Any
+"""A dataset, or what it holds: arrays of whatever library, lists, or tables."""
 Arrays: TypeAlias = Mapping[str, Host]
 """Arrays by the names of the model's trainable weights."""
 Failed: TypeAlias = Callable[[int, BaseException], object]
@@ -66,7 +75,7 @@ def spread(factors: Mapping[str, Float64], sound: Host, size: int) -> tuple[Floa
     return scales, kept
 
 
-def shapes(model: Any) -> dict[str, tuple[int, ...]]:
+def shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the trained weights."""
     return {n: tuple(a.shape) for n, a in model.get_weights(trainable=True).coefs.items()}
 
@@ -100,7 +109,7 @@ def spare(work: Callable[[int, int], None], start: int, stop: int, failed: Faile
     spare(work, middle, stop, failed)
 
 
-def try_out(model: Any, records: Any, gradient: Any) -> None:
+def try_out(model: M, records: Sequence[Data], gradient: Callable[[M, Data], Float64]) -> None:
     """Take the gradient of each record, where nothing but variables could outlive it."""
     for record in records:
         gradient(model, record)
@@ -112,7 +121,7 @@ class Stack(Protocol):
     def squares(self, names: tuple[str, ...]) -> Float64:
         """Return the squared norms of these tensors, of shape (records, names)."""
 
-    def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
+    def add(self, totals: dict[str, Array], factors: Mapping[str, Float64], sound: Host) -> None:
         """Add the gradients, times factors, to float64 arrays of the framework, out of place.
 
         Parameters
@@ -140,7 +149,7 @@ class HostStack:
         with np.errstate(all="ignore"):
             return np.stack([np.einsum("ij,ij->i", r, r) for r in rows], axis=1)
 
-    def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
+    def add(self, totals: dict[str, Array], factors: Mapping[str, Float64], sound: Host) -> None:
         for name, factor in factors.items():
             array = self._arrays[name]
             rows = _rows(array)

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 from weakref import WeakKeyDictionary
 
 import haiku as hk
@@ -14,27 +13,27 @@ import jax.numpy as jnp
 import numpy as np
 from declearn.model.haiku import HaikuModel, JaxNumpyVector
 
-from fedclip.dpsgd.persample.base import shapes, try_out
+from fedclip.dpsgd.persample.base import Array, Arrays, Data, shapes, try_out
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
 
 __all__ = ["check", "shapes", "stacks", "try_out", "vector"]
 
 # To compile takes long: once for a model.
-_COMPILED: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_COMPILED: WeakKeyDictionary[HaikuModel, Callable[..., Array]] = WeakKeyDictionary()
 
 
 def check(model: HaikuModel) -> None:
     """Refuse nothing: declearn's Haiku models have no state, and records go through alone."""
 
 
-def vector(model: HaikuModel, arrays: Any) -> Any:
+def vector(model: HaikuModel, arrays: Arrays) -> JaxNumpyVector:
     """Return float64 arrays as a vector of the weights' dtypes."""
     weights = model.get_weights(trainable=True).coefs
     made = {k: np.asarray(a).astype(weights[k].dtype) for k, a in arrays.items()}
     return JaxNumpyVector({k: jax.device_put(a, model._device) for k, a in made.items()})
 
 
-def stacks(model: HaikuModel, batch: Any, micro_batch: int, whole: bool) -> Iterator[JaxStack]:
+def stacks(model: HaikuModel, batch: Data, micro_batch: int, whole: bool) -> Iterator[JaxStack]:
     """Yield the gradients of each micro-batch, which are always whole."""
     inputs, targets, weights = model._unpack_batch(batch)
     trained, fixed = hk.data_structures.partition(

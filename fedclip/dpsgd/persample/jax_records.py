@@ -4,21 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import DTypeLike
 
-from fedclip.dpsgd.persample.base import Float64, Host, at_once, padded, spread
+from fedclip.dpsgd.persample.base import Data, Float64, Host, at_once, padded, spread
 
 __all__ = ["JaxStack", "micro_batches"]
 
 # Under its name of today, or that of before.
-_float64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
+_float64 = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
 
 
-def micro_batches(records: Any, size: int, elements: int) -> Iterator[tuple[Any, int]]:
+def micro_batches(records: Data, size: int, elements: int) -> Iterator[tuple[Data, int]]:
     """Yield some records, always as many, and how many of them count; none if there is none."""
     many = len(jax.tree_util.tree_leaves(records)[0])
     for rows, count in padded(many, at_once(size, elements)):
@@ -36,7 +36,9 @@ class JaxStack:
             found = _squares([self._arrays[name] for name in names])
         return np.array(found)[: self._size]
 
-    def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
+    def add(
+        self, totals: dict[str, jax.Array], factors: Mapping[str, Float64], sound: Host
+    ) -> None:
         names = [*factors]
         arrays = [self._arrays[name] for name in names]
         scales, rows = spread(factors, sound, len(arrays[0]))
@@ -72,5 +74,5 @@ def _sums(
     return sums
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: DTypeLike) -> DTypeLike:
     return np.float32 if dtype == jnp.bfloat16 else dtype

@@ -8,35 +8,32 @@ in which scikit-learn works: shrink by the l2 share, step along the loss, trunca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from scipy.sparse import issparse
 
-from fedclip.dpsgd.persample.base import HostStack, at_once, shapes, try_out
+from fedclip.dpsgd.persample.base import Arrays, Data, Host, HostStack, at_once, shapes, try_out
 
 __all__ = ["check", "shapes", "stacks", "try_out", "vector"]
 
-Array = np.ndarray[Any, Any]
 
-
-def _hinge(threshold: float) -> Callable[[Array, Array, float], Array]:
+def _hinge(threshold: float) -> Callable[[Host, Host, float], Host]:
     return lambda p, y, eps: np.where(p * y <= threshold, -y, 0.0)
 
 
-def _modified_huber(p: Array, y: Array, eps: float) -> Array:
+def _modified_huber(p: Host, y: Host, eps: float) -> Host:
     z = p * y
     return np.where(z >= 1.0, 0.0, np.where(z >= -1.0, -2.0 * (1.0 - z) * y, -4.0 * y))
 
 
-def _outside(p: Array, y: Array, eps: float) -> Array:
+def _outside(p: Host, y: Host, eps: float) -> Host:
     """Return by how much a prediction is too high (above 0) or too low, but for the margin."""
     return np.asarray(np.sign(p - y) * np.maximum(np.abs(p - y) - eps, 0.0))
 
 
 # Derivatives by the prediction p; of classifiers, y is -1 or 1.
-_SLOPES: dict[str, Callable[[Array, Array, float], Array]] = {
+_SLOPES: dict[str, Callable[[Host, Host, float], Host]] = {
     "hinge": _hinge(1.0),
     "perceptron": _hinge(0.0),
     "log_loss": lambda p, y, eps: -y / (1.0 + np.exp(p * y)),
@@ -61,14 +58,14 @@ def check(model: SklearnSGDModel) -> None:
         )
 
 
-def vector(model: SklearnSGDModel, arrays: Any) -> NumpyVector:
+def vector(model: SklearnSGDModel, arrays: Arrays) -> NumpyVector:
     """Return float64 arrays as a vector of the weights' dtypes."""
     weights = model.get_weights(trainable=True).coefs
     return NumpyVector({k: np.asarray(a, dtype=weights[k].dtype) for k, a in arrays.items()})
 
 
 def stacks(
-    model: SklearnSGDModel, batch: Any, micro_batch: int, whole: bool
+    model: SklearnSGDModel, batch: Data, micro_batch: int, whole: bool
 ) -> Iterator[HostStack]:
     """Yield the gradients of each micro-batch, which are always whole."""
     inputs, targets, weights = model._unpack_batch(batch)
@@ -105,12 +102,12 @@ def stacks(
         )
 
 
-def _dense(data: Any, part: slice) -> Array:
+def _dense(data: Data, part: slice) -> Host:
     rows = data.iloc[part].to_numpy() if hasattr(data, "iloc") else data[part]
     return np.asarray(rows.toarray() if issparse(rows) else rows, dtype=np.float64)
 
 
-def _signs(model: SklearnSGDModel, targets: Array) -> Array:
+def _signs(model: SklearnSGDModel, targets: Host) -> Host:
     """Return targets as the loss has them, one column for each output."""
     column = targets.reshape(len(targets), 1)
     classes = getattr(model._model, "classes_", None)

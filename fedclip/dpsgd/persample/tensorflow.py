@@ -8,15 +8,25 @@ numbers would give all records the same. In models that have such a layer, recor
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import tensorflow as tf
 from declearn.model.tensorflow import TensorflowModel, TensorflowVector
 
-from fedclip.dpsgd.persample.base import Float64, Host, Unfit, at_once, padded, spread, try_out
+from fedclip.dpsgd.persample.base import (
+    Arrays,
+    Data,
+    Float64,
+    Host,
+    Unfit,
+    at_once,
+    padded,
+    spread,
+    try_out,
+)
 
 __all__ = ["TensorflowStack", "check", "shapes", "stacks", "try_out", "vector"]
 
@@ -27,8 +37,11 @@ _ONE_BY_ONE = (
     tf.keras.layers.MultiHeadAttention,
 )
 
+Tensor: TypeAlias = tf.Tensor
+Traced: TypeAlias = tf.types.experimental.PolymorphicFunction
+
 # To trace takes long: once for a model.
-_TRACED: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_TRACED: WeakKeyDictionary[TensorflowModel, Traced] = WeakKeyDictionary()
 
 
 def check(model: TensorflowModel) -> None:
@@ -42,7 +55,7 @@ def check(model: TensorflowModel) -> None:
             )
 
 
-def vector(model: TensorflowModel, arrays: Any) -> Any:
+def vector(model: TensorflowModel, arrays: Arrays) -> TensorflowVector:
     """Return float64 arrays as a vector of the weights' dtypes."""
     weights = model.get_weights(trainable=True).coefs
     with tf.device(model._device):
@@ -55,7 +68,7 @@ def shapes(model: TensorflowModel) -> dict[str, tuple[int, ...]]:
 
 
 def stacks(
-    model: TensorflowModel, batch: Any, micro_batch: int, whole: bool
+    model: TensorflowModel, batch: Data, micro_batch: int, whole: bool
 ) -> Iterator[TensorflowStack]:
     """Yield the gradients of each micro-batch, which are always whole."""
     with tf.device(model._device):
@@ -85,14 +98,14 @@ def stacks(
 class TensorflowStack:
     """Gradients of shape (records, ...), of which the first `size` count."""
 
-    def __init__(self, arrays: dict[str, Any], squares: Any, size: int) -> None:
+    def __init__(self, arrays: dict[str, Tensor], squares: Tensor, size: int) -> None:
         self._arrays, self._squares, self._size = arrays, squares, size
 
     def squares(self, names: tuple[str, ...]) -> Float64:
         order = [*self._arrays]
         return np.array(self._squares)[: self._size, [order.index(name) for name in names]]
 
-    def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
+    def add(self, totals: dict[str, Tensor], factors: Mapping[str, Float64], sound: Host) -> None:
         names = [*factors]
         arrays = [self._arrays[name] for name in names]
         scales, kept = spread(factors, sound, len(arrays[0]))
@@ -108,7 +121,7 @@ class TensorflowStack:
 
 # Without being compiled, it takes three times as long.
 @tf.function(jit_compile=True)
-def _sums(totals: list[Any], arrays: list[Any], scales: Any, kept: Any) -> list[Any]:
+def _sums(totals: list[Tensor], arrays: list[Tensor], scales: Host, kept: Host) -> list[Tensor]:
     sums = []
     for i, array in enumerate(arrays):
         # Zero times NaN would be NaN.
@@ -117,18 +130,18 @@ def _sums(totals: list[Any], arrays: list[Any], scales: Any, kept: Any) -> list[
     return [total + more for total, more in zip(totals, sums, strict=True)]
 
 
-def _rows(array: Any) -> Any:
+def _rows(array: Tensor) -> Tensor:
     return tf.reshape(tf.cast(array, tf.float64), (tf.shape(array)[0], -1))
 
 
-def _together(model: TensorflowModel) -> Any:
+def _together(model: TensorflowModel) -> Callable[[Data, Host], tuple[list[Tensor], Tensor]]:
     keras = model._model
     alone = any(
         isinstance(layer, _ONE_BY_ONE) or hasattr(layer, "seed_generator")
         for layer in keras._flatten_layers()
     )
 
-    def one(record: Any) -> Any:
+    def one(record: Data) -> list[Tensor]:
         alone = tf.nest.map_structure(lambda a: tf.expand_dims(a, 0), record)
         with tf.GradientTape() as tape:
             found = keras(alone["inputs"], training=True)
@@ -140,7 +153,7 @@ def _together(model: TensorflowModel) -> Any:
         grads = tape.gradient(loss, [*trained], unconnected_gradients="zero")
         return [tf.convert_to_tensor(g) for g in grads]
 
-    def together(given: Any, rows: Any) -> Any:
+    def together(given: Data, rows: Host) -> tuple[list[Tensor], Tensor]:
         records = tf.nest.map_structure(lambda a: tf.gather(a, rows), given)
         if alone:
             kinds = [v.dtype for v in model._get_weight_variables(trainable=True)]
@@ -153,16 +166,16 @@ def _together(model: TensorflowModel) -> Any:
     return together
 
 
-def _host(array: Any) -> Host:
+def _host(array: Tensor) -> Host:
     return np.asarray(tf.cast(array, tf.float32) if array.dtype == tf.bfloat16 else array)
 
 
-def _random(variable: Any) -> bool:
+def _random(variable: tf.Variable) -> bool:
     # The state of a generator follows no record.
     return "seed_generator_state" in variable.name
 
 
-def _unchanged(before: list[tuple[Any, Host]]) -> None:
+def _unchanged(before: list[tuple[tf.Variable, Host]]) -> None:
     changed = [(v, a) for v, a in before if not np.array_equal(a, v.numpy(), equal_nan=True)]
     for variable, array in changed:
         variable.assign(array)

@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from declearn.model.torch import TorchModel, TorchVector
 
 from fedclip.dpsgd.persample import torch_check, torch_records, torch_stacks
-from fedclip.dpsgd.persample.base import Float64, Unfit
+from fedclip.dpsgd.persample.base import Data, Float64, Unfit
+from fedclip.dpsgd.persample.torch_plan import Run
+from fedclip.dpsgd.persample.torch_stacks import TorchStack
 
 # Of a gradient, how far it may differ from itself in a second pass.
 _NOISE = 1e-5
+
+Gradient: TypeAlias = Callable[[TorchModel, Data], Float64]
 
 __all__ = ["check", "shapes", "stacks", "try_out", "vector"]
 
@@ -26,12 +30,10 @@ def check(model: TorchModel) -> None:
     torch_check.check(model._raw_model.module)
 
 
-def try_out(
-    model: TorchModel, records: Any, gradient: Callable[[TorchModel, Any], Float64]
-) -> None:
+def try_out(model: TorchModel, records: Sequence[Data], gradient: Gradient) -> None:
     """Take the gradients of records there and back; refuse a model for which that matters."""
 
-    def passed(of: TorchModel, order: Any) -> list[Float64]:
+    def passed(of: TorchModel, order: Sequence[Data]) -> list[Float64]:
         # Which layers are known is found out first, and takes random numbers too.
         return [(gradient(of, record), _settled(of, gradient, record))[1] for record in order]
 
@@ -50,11 +52,11 @@ def try_out(
         )
 
 
-def _held(model: TorchModel) -> set[tuple[str, Any]]:
+def _held(model: TorchModel) -> set[tuple[str, object]]:
     return {*torch_check.held([model._raw_model.module, model._loss_fn.module])}
 
 
-def _settled(model: TorchModel, gradient: Any, record: Any) -> Any:
+def _settled(model: TorchModel, gradient: Gradient, record: Data) -> Float64:
     """Return a gradient with random numbers that are the same each time."""
     device, states = model._raw_model.device, (random.getstate(), np.random.get_state())
     devices = [] if device.type == "cpu" else [device]
@@ -73,12 +75,12 @@ def shapes(model: TorchModel) -> dict[str, tuple[int, ...]]:
     return {n: tuple(p.shape) for n, p in torch_records.trained(model._raw_model).items()}
 
 
-def vector(model: TorchModel, arrays: Any) -> TorchVector:
+def vector(model: TorchModel, arrays: Mapping[str, Float64]) -> TorchVector:
     """Return float64 arrays as a vector of the weights' dtypes, on their devices."""
     return TorchVector(torch_records.restored(arrays, torch_records.trained(model._raw_model)))
 
 
-def stacks(model: TorchModel, batch: Any, micro_batch: int, whole: bool) -> Iterator[Any]:
+def stacks(model: TorchModel, batch: Data, micro_batch: int, whole: bool) -> Iterator[TorchStack]:
     """Return the gradients of each micro-batch."""
     # Not those that declearn wraps them in, which send all arguments to the device once more.
     device, module = model._raw_model.device, model._raw_model.module
@@ -90,7 +92,7 @@ def stacks(model: TorchModel, batch: Any, micro_batch: int, whole: bool) -> Iter
         lambda data: data.to(device), {n: x for n, x in given.items() if x is not None}
     )
 
-    def loss(run: Any, record: Any) -> torch.Tensor:
+    def loss(run: Run, record: Data) -> torch.Tensor:
         found = run(tuple(x.unsqueeze(0) for x in record["inputs"]))
         target = record["target"].unsqueeze(0) if "target" in record else None
         value: torch.Tensor = criterion(found, target).mean()

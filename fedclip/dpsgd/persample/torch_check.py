@@ -9,18 +9,20 @@ from functools import partial
 from hashlib import sha256
 from logging import Logger
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from fedclip.dpsgd.persample.base import Host
 from fedclip.dpsgd.persample.torch_plan import full
 
 __all__ = ["check", "held"]
 
 
-def held(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+def held(
+    value: object, name: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, object]]:
     """Yield what a module holds in attributes, containers, closures and globals, and where."""
     seen = set() if seen is None else seen
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
@@ -30,7 +32,7 @@ def held(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[t
     elif id(value) not in seen and not isinstance(value, (type, ModuleType)):
         seen.add(id(value))
         attributes = {**getattr(value, "__dict__", {})}
-        parts: list[Any] = []
+        parts: list[object] = []
         if isinstance(value, nn.Module):
             attributes |= attributes.pop("_modules")
             for kind in type(value).__mro__[: type(value).__mro__.index(nn.Module)]:
@@ -57,7 +59,7 @@ def held(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[t
             yield from held(part, name, seen)
 
 
-def _digest(array: Any) -> Any:
+def _digest(array: torch.Tensor | Host) -> object:
     try:
         tensor = torch.as_tensor(array).detach().cpu().contiguous().flatten()
         return sha256(tensor.view(torch.uint8).numpy().data).hexdigest()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from torch.nn import functional
 from torch.nn import grad as gradients
 
 __all__ = ["LAYERS", "Part", "Rows", "parts", "takes"]
+
+Kept: TypeAlias = Tensor | slice
+Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 # Of what positions multiply to, how much float64 may lose where they cancel: norms are that
 # much too large, never too small.
@@ -42,7 +45,7 @@ class Part(Protocol):
     def numbers(self) -> int:
         """Return how many numbers are in memory."""
 
-    def only(self, kept: Any) -> Part:
+    def only(self, kept: Kept) -> Part:
         """Return those of these records: a tensor of positions, or a slice."""
 
     def sum(self, factors: Tensor) -> Tensor:
@@ -65,7 +68,7 @@ class Rows:
     def numbers(self) -> int:
         return self.rows.numel()
 
-    def only(self, kept: Any) -> Rows:
+    def only(self, kept: Kept) -> Rows:
         return Rows(self.rows[kept])
 
     def sum(self, factors: Tensor) -> Tensor:
@@ -87,7 +90,7 @@ class Products:
     def numbers(self) -> int:
         return self.a.numel() + self.b.numel()
 
-    def only(self, kept: Any) -> Products:
+    def only(self, kept: Kept) -> Products:
         return Products(self.a[kept], self.b[kept])
 
     def sum(self, factors: Tensor) -> Tensor:
@@ -108,7 +111,7 @@ class Looked:
     def numbers(self) -> int:
         return self.b.numel()
 
-    def only(self, kept: Any) -> Looked:
+    def only(self, kept: Kept) -> Looked:
         return Looked(self.at[kept], self.b[kept], self.size)
 
     def sum(self, factors: Tensor) -> Tensor:
@@ -140,12 +143,12 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _linear(layer: Any, x: Tensor, out: Tensor) -> Iterator[Part]:
+def _linear(layer: nn.Linear, x: Tensor, out: Tensor) -> Iterator[Part]:
     yield _products(_positions(x), _positions(out))
     yield Rows(_positions(out).sum(1, dtype=torch.float64))
 
 
-def _convolution(layer: Any, x: Tensor, out: Tensor) -> Iterator[Part]:
+def _convolution(layer: Convolution, x: Tensor, out: Tensor) -> Iterator[Part]:
     dims = len(layer.kernel_size)
     # (records, images, channels, *places)
     x, out = (v.reshape(len(v), -1, *v.shape[-dims - 1 :]) for v in (x, out))
@@ -159,10 +162,10 @@ def _convolution(layer: Any, x: Tensor, out: Tensor) -> Iterator[Part]:
     yield Rows(out.flatten(3).sum((1, 3), dtype=torch.float64))
 
 
-def _patches(layer: Any, x: Tensor) -> Tensor:
+def _patches(layer: Convolution, x: Tensor) -> Tensor:
     """Return what the kernel sees at each place, of shape (records, places, numbers)."""
     dims = len(layer.kernel_size)
-    x = functional.pad(x, [side for size in reversed(layer.padding) for side in (size, size)])
+    x = functional.pad(x, [int(size) for size in layer.padding[::-1] for _ in range(2)])
     settings = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
     for axis, (size, step, apart) in enumerate(settings, 3):
         x = x.unfold(axis, (size - 1) * apart + 1, step)[..., ::apart]
@@ -170,21 +173,21 @@ def _patches(layer: Any, x: Tensor) -> Tensor:
     return x.movedim(2, 2 + dims).flatten(2 + dims).flatten(1, 1 + dims)
 
 
-def _embedding(layer: Any, x: Tensor, out: Tensor) -> Iterator[Part]:
+def _embedding(layer: nn.Embedding, x: Tensor, out: Tensor) -> Iterator[Part]:
     at, b = x.flatten(1), _positions(out).double()
     if layer.padding_idx is not None:
         b = b.masked_fill((at == layer.padding_idx)[:, :, None], 0.0)
     yield Looked(at, b, layer.num_embeddings)
 
 
-def _layer_norm(layer: Any, x: Tensor, out: Tensor) -> Iterator[Part]:
+def _layer_norm(layer: nn.LayerNorm, x: Tensor, out: Tensor) -> Iterator[Part]:
     shape = layer.normalized_shape
     plain = functional.layer_norm(x, shape, eps=layer.eps)
     for rows in (plain * out, out):
         yield Rows(rows.reshape(len(x), -1, math.prod(shape)).sum(1, dtype=torch.float64))
 
 
-def _group_norm(layer: Any, x: Tensor, out: Tensor) -> Iterator[Part]:
+def _group_norm(layer: nn.GroupNorm, x: Tensor, out: Tensor) -> Iterator[Part]:
     images = x.flatten(0, 1)
     plain = functional.group_norm(images, layer.num_groups, eps=layer.eps).view(x.shape)
     for rows in (plain * out, out):
@@ -196,7 +199,7 @@ def _positions(x: Tensor) -> Tensor:
     return x.reshape(len(x), -1, x.shape[-1])
 
 
-LAYERS: dict[type[nn.Module], Callable[[Any, Tensor, Tensor], Iterator[Part]]] = {
+LAYERS: dict[type[nn.Module], Callable[..., Iterator[Part]]] = {
     nn.Linear: _linear,
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution),
     nn.Embedding: _embedding,
@@ -212,7 +215,7 @@ def takes(layer: nn.Module) -> bool:
         return False
     if not {*layer._parameters} <= {"weight", "bias"}:
         return False
-    if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+    if isinstance(layer, Convolution):
         return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     return not getattr(layer, "scale_grad_by_freq", False)
 

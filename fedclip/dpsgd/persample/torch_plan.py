@@ -16,21 +16,27 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedclip.dpsgd.persample.base import Data
 from fedclip.dpsgd.persample.torch_layers import parts, takes
 
-__all__ = ["Loss", "Model", "Plan", "Tensors", "full", "plan_of"]
+__all__ = ["Loss", "Model", "Plan", "Run", "Tensors", "full", "plan_of"]
 
-Loss: TypeAlias = Callable[[Callable[[tuple[Any, ...]], Any], Any], Tensor]
-"""From a function that runs the module on its arguments, and one record, to the record's loss."""
+Run: TypeAlias = Callable[[tuple[Tensor, ...]], Data]
+"""Runs the module on its arguments."""
+
+Loss: TypeAlias = Callable[[Run, Data], Tensor]
+"""Of one record."""
 
 Tensors: TypeAlias = dict[str, Tensor]
+
+Kwargs: TypeAlias = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Plan:
 
 
 # To plan is to run the module once more: done once for a module and the shapes of its records.
-_PLANS: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
+_PLANS: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
 
 
 def full(layer: str, own: str) -> str:
@@ -61,7 +67,7 @@ def full(layer: str, own: str) -> str:
     return f"{layer}.{own}" if layer else own
 
 
-def plan_of(model: Model, record: Callable[[], Any], leaves: list[Tensor], whole: bool) -> Plan:
+def plan_of(model: Model, record: Callable[[], Data], leaves: list[Tensor], whole: bool) -> Plan:
     """Return how to take a module apart, for records of this shape."""
     module, weights = model.module, model.weights
     layers = (type(layer) for layer in module.modules())
@@ -77,7 +83,7 @@ def plan_of(model: Model, record: Callable[[], Any], leaves: list[Tensor], whole
     return plans[key]
 
 
-def _known_layers(model: Model, record: Any) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
+def _known_layers(model: Model, record: Data) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
     """Return the layers that can be taken apart, and how much they hold of a record."""
     module = model.module
     owners = Counter(id(p) for m in module.modules() for p in m._parameters.values())
@@ -88,10 +94,12 @@ def _known_layers(model: Model, record: Any) -> dict[str, tuple[torch.Size, torc
         and any(p is not None and p.requires_grad for p in layer._parameters.values())
         and all(p is None or owners[id(p)] == 1 for p in layer._parameters.values())
     }
-    seen: dict[str, list[Any]] = {name: [] for name in known}
+    seen: dict[str, list[tuple[tuple[Tensor, ...], Kwargs, Tensor]]] = {name: [] for name in known}
     inside = [False]
 
-    def look(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Any:
+    def look(
+        name: str, layer: nn.Module, args: tuple[Tensor, ...], kwargs: Kwargs, out: Tensor
+    ) -> Data:
         if inside[0]:
             return None
         seen[name].append((args, kwargs, out.detach()))

@@ -20,13 +20,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.utils._pytree import TreeSpec
 
-from fedclip.dpsgd.persample.base import Float64, Unfit, at_once
+from fedclip.dpsgd.persample.base import Data, Float64, Unfit, at_once
 from fedclip.dpsgd.persample.torch_layers import Part, Rows, parts
 from fedclip.dpsgd.persample.torch_plan import Loss, Model, Plan, Tensors, full, plan_of
 
@@ -49,7 +49,7 @@ def restored(arrays: Mapping[str, Float64], weights: Tensors) -> Tensors:
 
 
 def record_parts(
-    module: nn.Module, loss: Loss, records: Any, size: int, whole: bool = False
+    module: nn.Module, loss: Loss, records: Data, size: int, whole: bool = False
 ) -> Iterator[dict[str, Part]]:
     """Yield the gradients of each micro-batch, by parameter.
 
@@ -73,7 +73,7 @@ def record_parts(
     buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
     model = Model(module, loss, buffers, trained(module))
 
-    def of(part: slice | int) -> Any:
+    def of(part: slice | int) -> Data:
         # A module may change what it is given in place.
         return torch.utils._pytree.tree_unflatten([leaf[part].clone() for leaf in leaves], tree)
 
@@ -99,7 +99,7 @@ def record_parts(
         yield found
 
 
-def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: Any) -> dict[str, Part]:
+def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: TreeSpec) -> dict[str, Part]:
     module, weights = model.module, model.weights
     count, device = len(leaves[0]), leaves[0].device
     layers = {name: module.get_submodule(name) for name in plan.layers}
@@ -115,7 +115,7 @@ def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: Any) -> dict
         own = {name: next(rest) for name in plan.others}
         came: Tensors = {}
 
-        def tap(name: str, layer: nn.Module, args: Any, out: Tensor) -> Tensor:
+        def tap(name: str, layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
             if name in came or out.shape != mine[name].shape:
                 raise RuntimeError(f"{name} is not called as it was for another record")
             came[name] = args[0]
@@ -148,7 +148,7 @@ def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: Any) -> dict
     return result
 
 
-def _one_by_one(model: Model, records: list[Any]) -> dict[str, Part]:
+def _one_by_one(model: Model, records: list[Data]) -> dict[str, Part]:
     rows = []
     for record in records:
         fresh = {n: p.clone().requires_grad_() for n, p in model.weights.items()}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedclip.dpsgd.persample.base import Float64, Host
+from fedclip.dpsgd.persample.base import Data, Float64, Host
 from fedclip.dpsgd.persample.torch_layers import Part
 from fedclip.dpsgd.persample.torch_plan import Loss, Tensors
 from fedclip.dpsgd.persample.torch_records import record_parts, trained
@@ -19,7 +19,7 @@ __all__ = ["TorchStack", "record_stacks"]
 
 
 def record_stacks(
-    module: nn.Module, loss: Loss, records: Any, size: int, whole: bool = False, prefix: str = ""
+    module: nn.Module, loss: Loss, records: Data, size: int, whole: bool = False, prefix: str = ""
 ) -> Iterator[TorchStack]:
     """Yield what `record_parts` does, to be asked for norms and sums, under longer names."""
     weights = {prefix + name: weight for name, weight in trained(module).items()}
@@ -37,7 +37,7 @@ class TorchStack:
         found = torch.stack([self._parts[name].squares() for name in names], 1)
         return np.asarray(found.cpu().numpy())
 
-    def add(self, totals: dict[str, Any], factors: Mapping[str, Float64], sound: Any) -> None:
+    def add(self, totals: Tensors, factors: Mapping[str, Float64], sound: Host) -> None:
         kept = None if sound.all() else torch.from_numpy(np.flatnonzero(sound))
         for name, factor in factors.items():
             part, scale, like = self._parts[name], torch.from_numpy(factor), self._weights[name]

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from fedclip.federation.statistics.counterpart import SharedServer
+from fedclip.privacy.maps import Plugin
 
 CLIENT, SERVER = "client_opt", "server_opt"
 
@@ -16,7 +16,7 @@ def is_shared(plugin: object) -> bool:
     return isinstance(plugin, SharedServer) or getattr(plugin, "sharing", None) is not None
 
 
-def shared_problems(plugins: Mapping[str, Iterable[Any]]) -> list[tuple[str, str]]:
+def shared_problems(plugins: Mapping[str, Iterable[Plugin]]) -> list[tuple[str, str]]:
     """Return each problem as a section, ``client_opt`` or ``server_opt``, and a sentence.
 
     Parameters
@@ -33,7 +33,7 @@ def shared_problems(plugins: Mapping[str, Iterable[Any]]) -> list[tuple[str, str
     servers = [p for p in plugins.get(SERVER, ()) if isinstance(p, SharedServer)]
     clippers = {p.aux_name: p for p in clients}
     counterparts = {p.aux_name: p for p in servers}
-    chosen: list[Any]
+    chosen: list[Plugin]
     for side, chosen in ((CLIENT, clients), (SERVER, servers)):
         names = [str(p.aux_name) for p in chosen]
         for twice in sorted({name for name in names if names.count(name) > 1}):
@@ -70,5 +70,5 @@ def shared_problems(plugins: Mapping[str, Iterable[Any]]) -> list[tuple[str, str
     return problems
 
 
-def _named(plugin: Any) -> str:
+def _named(plugin: Plugin) -> str:
     return f" with shared_name = {plugin.shared_name!r}" if plugin.shared_name else ""

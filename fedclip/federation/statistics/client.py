@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,10 +29,14 @@ from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.errors import FedclipWarning, StateError, shown
 from fedclip.federation.statistics.counts import Counts, Tally
 from fedclip.federation.version import other
+from fedclip.parameters import Config
 from fedclip.rules import Basis, State, state_of, updated
 from fedclip.rules.protection import Protection
 from fedclip.rules.sharing import Learning
-from fedclip.states import Statistics
+from fedclip.states import Fields, Statistics
+
+if TYPE_CHECKING:
+    from fedclip.federation.statistics.messages import FedclipSharedState
 
 MAX_STEPS = 10_000
 """Largest number of norms of a group that a client counts in a round, by default."""
@@ -44,12 +48,12 @@ def tally_of(counters: tuple[str, ...]) -> Tally:
     return Tally(counters)
 
 
-def _plain(fields: Mapping[str, object]) -> dict[str, Any]:
+def _plain(fields: Mapping[str, object]) -> Fields:
     """Return the fields of one group as plain values."""
     return {name: np.asarray(column)[..., 0].tolist() for name, column in fields.items()}
 
 
-def centre_of(fields: Mapping[str, Any]) -> float:
+def centre_of(fields: Fields) -> float:
     """Return the centre of the moments: the shared mean, so that nothing cancels."""
     return float(fields.get("mean", 0.0))
 
@@ -97,7 +101,7 @@ class SharedStatistics:
     are the parameters that the counterpart must have as well.
     """
 
-    def __init__(self, clipper: str, transform: Any, settings: dict[str, Any]) -> None:
+    def __init__(self, clipper: str, transform: Any, settings: Config) -> None:
         self.clipper = clipper
         self.settings = settings
         self.rule = SharedRule(transform.rule.shared())
@@ -125,7 +129,7 @@ class SharedStatistics:
             )
         return self.version is not None
 
-    def receive(self, message: Any, statistics: Statistics) -> Statistics:
+    def receive(self, message: FedclipSharedState, statistics: Statistics) -> Statistics:
         """Return the statistics that the server has sent in a `FedclipSharedState`.
 
         Counts that were not sent because the server did not know the groups yet are kept, if
@@ -178,7 +182,7 @@ class SharedStatistics:
         counts = np.array(columns, dtype=np.uint64).reshape(len(columns), tally.rows)
         return np.ascontiguousarray(counts.T), result
 
-    def get_state(self) -> dict[str, Any] | None:
+    def get_state(self) -> dict[str, object] | None:
         """Return what a checkpoint needs besides the statistics; None without a counterpart yet."""
         return None if self.version is None else {"version": self.version}
 
@@ -191,7 +195,7 @@ class SharedStatistics:
             raise StateError(f"'shared' must be None or hold a version >= 0, got {state!r:.100}")
         return version
 
-    def _nothing(self) -> dict[str, Any]:
+    def _nothing(self) -> Fields:
         return _plain(self.rule.tally.init(1, NUMPY))
 
     def _compare(self, theirs: Mapping[str, object]) -> None:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip import parameters, states
 from fedclip.errors import StateError
+from fedclip.federation.generics import AnyVector
 from fedclip.federation.replies import expect, sender_of
 from fedclip.federation.statistics.client import MAX_STEPS
 from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.federation.statistics.server import SharedState
 from fedclip.federation.update.coupling import under_way
+from fedclip.parameters import Config
 from fedclip.privacy import kinds
+from fedclip.privacy.maps import Plugin
 from fedclip.scopes import resolve
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
@@ -76,7 +78,7 @@ class SharedServer(OptiModule[FedclipSharedState], register=False):
             nothing: the server's gradients pass as they are
     """
 
-    clipper: ClassVar[Any]
+    clipper: ClassVar[Plugin]
     """The clipper of this counterpart, a `fedclip.modules.sharing.SharedClipper`."""
     __signature__: ClassVar[inspect.Signature]
     guarantee = kinds.unchanged
@@ -106,14 +108,14 @@ class SharedServer(OptiModule[FedclipSharedState], register=False):
         clipper = self.clipper(shared=True, shared_name=shared_name, **settings)
         self.shared_name = clipper.shared_name
         vars(self)["aux_name"] = clipper.aux_name
-        self.settings: dict[str, Any] = clipper.sharing.settings
+        self.settings: Config = clipper.sharing.settings
         self.shared_state = SharedState(clipper.sharing.rule.rule, self.max_steps)
         self._refused = 0
         if self.settings["scope"] == "global":
             self.shared_state.begin(("all",))
 
     # -- declearn's interface -----------------------------------------------------------------
-    def run(self, gradients: Vector[Any]) -> Vector[Any]:
+    def run(self, gradients: AnyVector) -> AnyVector:
         """Return the gradients; the first ones show which groups there are."""
         if (counted := under_way(counted=True)) is not None and counted[1].budget is not None:
             raise ValueError(f"{self.name} stands before the noise: put update-clip-server first")
@@ -162,11 +164,11 @@ class SharedServer(OptiModule[FedclipSharedState], register=False):
         if merged.members:
             _LOGGER.debug("%s: %d norms of %d clients", self.name, merged.most, merged.members)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Return the parameters, as they would be written in a TOML file."""
         return {**self.settings, **{name: getattr(self, name) for name in _OWN}}
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, object]:
         """Return the shared state by group, as plain numbers, strings and lists."""
         return {"clipper": self.name, **self.shared_state.get_state(), "refused": self._refused}
 

@@ -23,19 +23,21 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.measures.sketch import Integers, Sketch, holder
 from fedclip.rules import State
 from fedclip.rules.sharing import Floats, Judgement
+from fedclip.states import Fields
 
-Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
+Counts: TypeAlias = NDArray[np.uint64]
 """Whole numbers, of shape (rows, groups)."""
 
 LARGEST = 2.0**60
@@ -135,7 +137,7 @@ class Tally:
         return state._replace(**fields)
 
     # -- on the wire ------------------------------------------------------------------------
-    def encode(self, fields: Mapping[str, Any], centre: float) -> list[int]:
+    def encode(self, fields: Fields, centre: float) -> list[int]:
         """Return the fields of one group as one column of whole numbers."""
         n = round(fields["new"])
         column = [n]
@@ -207,7 +209,7 @@ class Bounds(NamedTuple):
     """Centres of the sums."""
     highest: Floats
     """Largest norm that can have been learnt."""
-    above: np.ndarray[Any, np.dtype[np.bool_]]
+    above: NDArray[np.bool_]
     """Which buckets of a sketch are above that, of shape (buckets, groups)."""
 
     @classmethod

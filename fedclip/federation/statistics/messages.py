@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from declearn.optimizer.modules import AuxVar
 
+from fedclip.errors import Unchecked
 from fedclip.federation.tolerant import FromServer
 
 
@@ -39,11 +40,11 @@ class FedclipSharedState(FromServer):
         {"version": int, "settings": Mapping, "max_steps": int, "labels": list, "state": Mapping}
     )
 
-    version: Any
-    settings: Any
-    max_steps: Any
-    labels: Any
-    state: Any
+    version: Unchecked
+    settings: Unchecked
+    max_steps: Unchecked
+    labels: Unchecked
+    state: Unchecked
 
 
 @dataclass
@@ -64,11 +65,11 @@ class FedclipSharedCounts(AuxVar):
         The messages of single clients, if they came in cleartext.
     """
 
-    members: Any
-    counts: Any
-    parts: list[Any] | None = field(default=None, repr=False)
+    members: Unchecked
+    counts: Unchecked
+    parts: list[object] | None = field(default=None, repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the message in cleartext: small integers, most of them of one byte."""
         return {"counts": np.asarray(self.counts).ravel().tolist()}
 
@@ -90,7 +91,7 @@ class FedclipSharedCounts(AuxVar):
             return self
         return type(self)(0, None, parts=[other, self])
 
-    def prepare_for_secagg(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    def prepare_for_secagg(self) -> tuple[dict[str, object], dict[str, object] | None]:
         """Return all fields, for encryption.
 
         Raises

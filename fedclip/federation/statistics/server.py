@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fedclip import parameters, states
-from fedclip.arrays import NUMPY
-from fedclip.errors import StateError
+from fedclip.arrays import NUMPY, Array
+from fedclip.errors import StateError, Unchecked
 from fedclip.federation.statistics.client import centre_of, tally_of
 from fedclip.federation.statistics.counts import (
     BUCKETS,
@@ -22,6 +22,7 @@ from fedclip.federation.statistics.counts import (
     quantile_of,
 )
 from fedclip.measures.sketch import Integers
+from fedclip.rules import State
 from fedclip.rules.sharing import Counted, Learning
 
 _TOGETHER = 1 << 15
@@ -71,7 +72,7 @@ class History:
         return [[places.tolist(), self.total[places].tolist()]]
 
     @classmethod
-    def from_state(cls, size: int | None, rounds: Any) -> History:
+    def from_state(cls, size: int | None, rounds: Unchecked) -> History:
         """Return the history for a result of `get_state`."""
         history = cls(size)
         try:
@@ -113,7 +114,7 @@ class SharedState:
         self.tally = tally_of(rule.counters)
         self.labels: tuple[str, ...] = ()
         self.version = 0
-        self.state: Any = None
+        self.state: State = None
         self._histories: list[History] = []
 
     def begin(self, labels: tuple[str, ...]) -> None:
@@ -131,7 +132,7 @@ class SharedState:
             for name, column in fields.items()
         }
 
-    def merge(self, messages: Sequence[tuple[Any, Any] | str]) -> Merged:
+    def merge(self, messages: Sequence[tuple[Unchecked, Unchecked] | str]) -> Merged:
         """Update the state with the clients' counts.
 
         A message is the number of clients (a sum has several) and their counts, unchecked; or why
@@ -145,7 +146,9 @@ class SharedState:
         self.version += 1
         return Merged(faults, members, max(round_.n for round_ in rounds))
 
-    def _add_up(self, messages: Sequence[tuple[Any, Any] | str]) -> tuple[Counts, int, list[str]]:
+    def _add_up(
+        self, messages: Sequence[tuple[Unchecked, Unchecked] | str]
+    ) -> tuple[Counts, int, list[str]]:
         shape = (self.tally.rows, len(self.labels))
         total, members = np.zeros(shape, dtype=np.uint64), 0
         if not self.labels:
@@ -171,7 +174,7 @@ class SharedState:
             faults += [fault for *_, fault in read]
         return total, members, faults
 
-    def _fault(self, messages: Sequence[tuple[int, Any]], bounds: Bounds) -> str:
+    def _fault(self, messages: Sequence[tuple[int, Unchecked]], bounds: Bounds) -> str:
         """Return why not all of these counts are possible, each of that number of clients."""
         if not messages:
             return ""
@@ -181,8 +184,8 @@ class SharedState:
         table = np.stack([counts for _, counts in messages], axis=-1)
         columns = table.reshape(len(table), -1)
         # Each group is one column for each message.
-        each = Bounds(*(np.repeat(known, len(messages), axis=-1) for known in bounds))
-        return self.tally.fault(columns, sizes.pop(), self.max_steps, each)
+        each: list[Array] = [np.repeat(known, len(messages), axis=-1) for known in bounds]
+        return self.tally.fault(columns, sizes.pop(), self.max_steps, Bounds(*each))
 
     def _bounds(self) -> Bounds:
         with np.errstate(all="ignore"):
@@ -210,7 +213,7 @@ class SharedState:
             *(np.where(sound, new, old) for old, new in zip(self.state, after, strict=True))
         )
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, object]:
         """Return the state by group, as plain numbers, strings and lists."""
         groups = {} if self.state is None else states.dump(self.state, self.labels)
         pairs = zip(self.labels, self._histories, strict=True)
@@ -244,6 +247,6 @@ class SharedState:
         self.version = version
 
 
-def _columns(state: Any) -> Any:
+def _columns(state: State) -> State:
     """Return a state as one array of float64 for each field."""
     return type(state)(*(np.array(column, dtype=np.float64, ndmin=1) for column in state))

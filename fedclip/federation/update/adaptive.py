@@ -334,7 +334,7 @@ class AdaptiveBound(Documented):
         self.logger.info("%s", "; ".join(parts))
 
     # -- state ----------------------------------------------------------------------------------
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, object]:
         """Return the bound, the number of rounds, and what was spent of the budget."""
         spent = [] if self.budget is None else self.budget.accountant.get_state()
         search = None if self.search is None else list(self.search)

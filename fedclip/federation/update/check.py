@@ -260,7 +260,7 @@ def _turns(module: UpdateClipServer, rounds: object, clients: object) -> list[Pr
     assert module.expected_clients is not None
     found: list[Problem] = []
     if type(clients) is int and clients > 0:
-        due = Due(-(-clients // module.expected_clients), clients)
+        due = Due.of(clients, module.expected_clients)
         if why := due.refusal(module.separation, module.expected_clients):
             found.append(("problem", SERVER, why))
         elif due.separation > module.separation:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from declearn.model.api import Vector
 from declearn.optimizer.modules import OptiModule
 
 from fedclip import parameters
+from fedclip.federation.generics import AnyVector
 from fedclip.federation.update.coupling import CLIENT, ClientRound
 from fedclip.federation.update.exchange import SentBound
 from fedclip.federation.update.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
@@ -79,7 +79,7 @@ class UpdateClipClient(Versioned, OptiModule[UpdateClipVotes]):
         self._round: ClientRound | None = None
         self.recorder = Recorder()
 
-    def run(self, gradients: Vector[Any]) -> Vector[Any]:
+    def run(self, gradients: AnyVector) -> AnyVector:
         """Return the gradients unchanged: the aggregator clips the round's update."""
         return gradients
 
@@ -136,7 +136,7 @@ class UpdateClipClient(Versioned, OptiModule[UpdateClipVotes]):
         """What happened to the updates of the last rounds."""
         return self.recorder.rounds()
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, object]:
         """Return the records of the rounds."""
         return self.recorder.get_state()
 

@@ -16,14 +16,19 @@ thread has its own context, and so has every client, even if all of them share a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
+from fedclip.arrays import Float64
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.clipping import Outcome
 from fedclip.federation.update.exchange import SentBound
+
+if TYPE_CHECKING:
+    from fedclip.federation.generics import AnyVector
 
 
 @dataclass
@@ -53,8 +58,8 @@ class ServerRound:
     module: ref[AdaptiveBound]
     sent: SentBound
     counted: bool = False
-    average: Any = None
-    exact: Any = None
+    average: AnyVector | None = None
+    exact: Mapping[str, Float64] | None = None
     trouble: str = ""
 
 

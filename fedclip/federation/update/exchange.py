@@ -19,7 +19,7 @@ COUNTS = ((0, 0), (1, 0), (0, 1))
 """Whether one client has clipped its update, and whether it has replaced it by zeros."""
 
 
-def is_one_of(known: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> bool:
+def is_one_of(known: Sequence[tuple[int, ...]], numbers: Sequence[object]) -> bool:
     """Whether a client's numbers are ints, and known ones; 1.0 and True are none."""
     return all(type(n) is int for n in numbers) and tuple(numbers) in known
 
@@ -112,7 +112,7 @@ class Closed:
         Round, bound and next bound, share within the bound, counts, and epsilon so far.
     """
 
-    average: dict[str, Any]
+    average: dict[str, Array]
     withheld: bool
     faults: list[str]
     record: dict[str, Any]

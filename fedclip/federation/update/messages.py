@@ -12,12 +12,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from types import MappingProxyType
-from typing import Any
 
 from declearn.aggregator import ModelUpdates
 from declearn.model.api import Vector
 from declearn.optimizer.modules import AuxVar
 
+from fedclip.errors import Unchecked
+from fedclip.federation.generics import AnyVector
 from fedclip.federation.tolerant import FromServer
 from fedclip.federation.update.averaging import peaks, zeros
 from fedclip.federation.update.exchange import COUNTS, VOTES, Reply, is_one_of
@@ -60,10 +61,10 @@ class UpdateClipBound(FromServer):
         {"bound": (int, float), "adaptive": bool, "private": bool, "stop": str}
     )
 
-    bound: Any
-    adaptive: Any = True
-    private: Any = False
-    stop: Any = ""
+    bound: Unchecked
+    adaptive: Unchecked = True
+    private: Unchecked = False
+    stop: Unchecked = ""
 
 
 @dataclass
@@ -90,7 +91,7 @@ class UpdateClipVotes(AuxVar):
     n_faults: int = 0
 
     @classmethod
-    def from_dict(cls, data: Any) -> UpdateClipVotes:
+    def from_dict(cls, data: Unchecked) -> UpdateClipVotes:
         """Return a client's votes; if they are invalid, an abstention, which is counted.
 
         An exception here would be in the server's loop, which would then never end.
@@ -101,7 +102,7 @@ class UpdateClipVotes(AuxVar):
             return cls(1, *votes)
         return cls(n_faults=1)
 
-    def aggregate(self, other: Any) -> UpdateClipVotes:
+    def aggregate(self, other: object) -> UpdateClipVotes:
         """Return the sum; an object of another type counts as an invalid reply."""
         if isinstance(other, AuxVar) and hasattr(other, "parts"):
             # A message that keeps others side by side, in the wrong place: it keeps this one, too.
@@ -137,7 +138,7 @@ class ClippedUpdates(ModelUpdates):
         Number of updates, and of those that were clipped or zeroed.
     """
 
-    updates: Any
+    updates: Unchecked
     n_clients: int = 1
     n_clipped: int = 0
     n_zeroed: int = 0
@@ -155,17 +156,17 @@ class ClippedUpdates(ModelUpdates):
 
     def reply(self, kind: type[object]) -> Reply:
         """Return this reply, of a kind of vector, as that of any engine; or a secure sum."""
-        coefs: Any = getattr(self.updates, "coefs", None)
+        coefs: Unchecked = getattr(self.updates, "coefs", None)
         fault = self.fault or (OTHER_TENSORS if type(self.updates) is not kind else "")
-        steps: Any = self.weights
+        steps: Unchecked = self.weights
         return Reply(coefs, fault=fault, clients=max(1, self.n_clients), steps=steps)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the fields, without copying them as declearn's own method does."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
 
     @classmethod
-    def from_dict(cls, data: Any) -> ClippedUpdates:
+    def from_dict(cls, data: Unchecked) -> ClippedUpdates:
         """Return a client's reply, with `fault` set if it is not valid.
 
         An exception here would be in the server's loop, which would then never end.
@@ -173,7 +174,7 @@ class ClippedUpdates(ModelUpdates):
         data = data if isinstance(data, Mapping) else {}
         counts = [data.get(key) for key in ("n_clipped", "n_zeroed")]
         vector = data.get("updates")
-        tensors: Any = getattr(vector, "coefs", None)
+        tensors = getattr(vector, "coefs", None)
         fault = ""
         if not isinstance(vector, Vector):
             fault = f"the update is {type(vector).__name__}, not a Vector"
@@ -187,7 +188,7 @@ class ClippedUpdates(ModelUpdates):
         return result
 
     @classmethod
-    def refused(cls, vector: Vector[Any] | None, fault: str) -> ClippedUpdates:
+    def refused(cls, vector: AnyVector | None, fault: str) -> ClippedUpdates:
         """Return the replacement for an invalid reply."""
         result = cls(vector, 1)
         result.fault = fault
@@ -213,7 +214,7 @@ class ClippedUpdates(ModelUpdates):
             return self
         return ClippedUpdates.refused(None, _stranger(other)).aggregate(self)
 
-    def prepare_for_secagg(self) -> tuple[dict[str, Any], None]:
+    def prepare_for_secagg(self) -> tuple[dict[str, object], None]:
         """Return all fields, for encryption; replace an update that is out of range by zeros.
 
         The replacement is logged and counted. declearn would clip the values silently. An
@@ -247,7 +248,7 @@ class ClippedUpdates(ModelUpdates):
         return content, None
 
 
-def zeros_like(vector: Vector[Any]) -> Vector[Any]:
+def zeros_like(vector: AnyVector) -> AnyVector:
     """Return a vector of zeros, even if this one holds NaN."""
     return type(vector)(zeros(vector.coefs))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from declearn.model.api import Vector
 from declearn.optimizer.modules import OptiModule
 
+from fedclip.federation.generics import AnyVector
 from fedclip.federation.replies import expect, faulty_senders
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.coupling import SERVER, ServerRound, under_way
@@ -142,7 +142,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
             told += f" (of {senders})" if senders else ""
             self.warn(f"{told}; taken as abstention")
 
-    def run(self, gradients: Vector[Any]) -> Vector[Any]:
+    def run(self, gradients: AnyVector) -> AnyVector:
         """Return the average with noise; zeros if the bound does not hold."""
         round_, self._round = self._round, None
         SERVER.set(None)
@@ -154,7 +154,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
         average = self.release(gradients.coefs, round_.exact)
         return gradients if average is gradients.coefs else type(gradients)(dict(average))
 
-    def _trouble(self, round_: ServerRound | None, gradients: Vector[Any]) -> str:
+    def _trouble(self, round_: ServerRound | None, gradients: AnyVector) -> str:
         if round_ is None:
             return "no bound was sent in this round"
         if not round_.counted:

@@ -17,9 +17,10 @@ to the largest one there may be, and the server divides by the sum of the factor
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fedclip import parameters
+from fedclip.errors import Unchecked
 from fedclip.federation.update.exchange import Reply
 
 Weights = Literal["equal", "steps"] | Mapping[str, float]
@@ -183,7 +184,7 @@ class Shares:
             least = max(self.factors[name] for name in names) / (self.max_share or 1.0)
             return Share(1.0 / max(mass, least), mass)
         most = reply.clients * (self.max_steps or 1)
-        steps: Any = reply.steps
+        steps: Unchecked = reply.steps
         if type(steps) is not int or not 0 <= steps <= most:
             return Share(0.0, 0.0, f"it claims {steps!s:.30} steps, and there are {most} at most")
         mass = steps / (self.max_steps or 1)

@@ -31,6 +31,11 @@ class Due(NamedTuple):
     clients: int
     """How many clients take turns."""
 
+    @classmethod
+    def of(cls, clients: int, per_round: int) -> Due:
+        """Return how far turns are apart where at most so many of the clients are in a round."""
+        return cls(-(-clients // per_round), clients)
+
     def refusal(self, separation: int, per_round: int) -> str:
         """Return why these turns are closer than accounting has them; "" if they are not."""
         if self.separation >= separation:
@@ -78,7 +83,7 @@ class Schedule:
             raise ValueError(
                 "a schedule needs clients of different names: one would have two turns"
             )
-        self.turns = Due(-(-len(self.clients) // per_round), len(self.clients))
+        self.turns = Due.of(len(self.clients), per_round)
 
     def due(self, round_: int) -> Sequence[str]:
         """Return who has a turn in a round, from 0 on."""
