@@ -30,6 +30,7 @@ from declearn.aggregator import (
 from declearn.communication.api import NetworkClient
 from declearn.communication.api.backend.actions import Ping
 from declearn.dataset import InMemoryDataset
+from declearn.fairness.core import FairnessInMemoryDataset
 from declearn.main import FederatedServer
 from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.messaging import (
@@ -120,6 +121,14 @@ def broken() -> InMemoryDataset:
     return made
 
 
+def groups() -> FairnessInMemoryDataset:
+    """Return a data set that tells which groups its people are of."""
+    x, y = np.ones((9, D)), np.ones(9)
+    return FairnessInMemoryDataset(
+        x, s_attr=np.array([[WORD]] * 9), target=y, sensitive_target=False
+    )
+
+
 class Stranger(AveragingAggregator):
     """An aggregator that takes the name of another, and shares the weights themselves."""
 
@@ -129,6 +138,7 @@ class Stranger(AveragingAggregator):
         return ModelUpdates(NumpyVector({"all": np.full(9, SECRET)}), 1)
 
 
+FAIRNESS = {"f_type": "accuracy_parity", "f_args": {}}
 CLIPPED = fedclip.ClippedAveraging()
 BOUND = {"update-clip": UpdateClipBound(1e9)}
 ATTACKS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
@@ -162,7 +172,11 @@ ATTACKS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         {},
         "does not tell",
     ),
-    "fairness": ([init(fairness=True), FairnessSetupQuery("fairgrad", {})], {}, ""),
+    "fairness": (
+        [init(fairness=True), FairnessSetupQuery("fairgrad", FAIRNESS)],
+        {"train_data": groups()},
+        "does not know FairnessGroups",
+    ),
     "secure aggregation": ([init(secagg="masking")], {}, ""),
 }
 
