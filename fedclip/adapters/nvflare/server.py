@@ -39,13 +39,13 @@ class CloseRound(ModelAggregator):
     settings
         Those of `add_update_clipping`.
     folder
-        Where the server keeps its state and the records of its rounds; None for `fedclip` in the
-        folder of the job's run, whose budget ends with the job.
+        Where the server keeps its state and the records of its rounds, an absolute path; None for
+        `fedclip` in the folder of the job's run, whose budget ends with the job.
 
     Raises
     ------
     TypeError, ValueError
-        If a setting is unknown or wrong, or needs clients that take turns.
+        If a setting is unknown or wrong, or needs clients that take turns; if the path is relative.
     RuntimeError
         With noise, from a round that fewer clients were asked in than `expected_clients`: the
         job ends, and nothing of the round is released.
@@ -62,6 +62,11 @@ class CloseRound(ModelAggregator):
             raise ValueError(
                 "separation > 1 needs clients that take turns, and NVFlare's FedAvg draws them at "
                 "random: leave it out"
+            )
+        if folder is not None and not Path(folder).is_absolute():
+            raise ValueError(
+                f"folder must be an absolute path on the server, got {folder!r}: another one would "
+                "be a new budget in each folder that a server is started in"
             )
         self.settings = dict(settings)
         self.folder = folder
