@@ -12,7 +12,7 @@ PY  := $(BIN)/python
 PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test engines soak extras lint format docs site bench build clean
+.PHONY: help demo quick test engines engines-soak soak extras lint format docs site bench build clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -29,6 +29,9 @@ test: $(VENV)/.dev  ## run the whole test suite
 engines: $(ENGINES)/.made  ## run the tests on Flower and NVFlare, which have an environment of their own
 	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist worksteal \
 	  tests/engines fedclip/adapters/flower fedclip/adapters/nvflare
+
+engines-soak: $(ENGINES)/.made  ## run the longer tests on Flower and NVFlare, and attacks on a site's policy
+	$(ENGINES)/bin/python -m pytest -m soak tests/engines
 
 soak: $(VENV)/.dev  ## run searches and audits that take an hour or two
 	$(PIP) -e '.[oracle]'
