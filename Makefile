@@ -15,7 +15,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.t
 .PHONY: help demo quick test engines engines-soak soak extras lint format docs site bench build clean
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: $(VENV)/.demo  ## train over three hospitals, with and without clipping; write a table and a plot
 	$(BIN)/fedclip demo $(DEMO)
