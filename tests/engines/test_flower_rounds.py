@@ -98,6 +98,13 @@ def test_noise_asks_as_many_nodes_as_it_is_sized_on(there: int) -> None:
     assert strategy.server.bound.epsilon == 0.0
 
 
+def test_of_more_nodes_a_small_fraction_is_as_many_as_noise_asks_for() -> None:
+    loop = Loop(range(1, 21), directions(np.ones(20)))
+    inner = FedAvg(fraction_train=0.01, min_train_nodes=10)
+    loop.run(UpdateClipStrategy(inner, NOISE), ZEROS, 3)
+    assert [len(asked) for asked in loop.asked] == [10, 10, 10]
+
+
 def test_with_noise_nothing_of_the_clients_is_published() -> None:
     metrics = {"num-examples": 10, "train_loss": 0.5}
     loop = Loop(TEN, directions(NORMS), metrics=lambda node: metrics)
