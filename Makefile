@@ -33,7 +33,7 @@ engines: $(ENGINES)/.made  ## run the tests on Flower and NVFlare, which have an
 engines-soak: $(ENGINES)/.made  ## run the longer tests on Flower and NVFlare, and attacks on a site's policy
 	$(ENGINES)/bin/python -m pytest -m soak tests/engines
 
-soak: $(VENV)/.dev  ## run searches and audits that take an hour or two
+soak: $(VENV)/.dev engines-soak  ## run searches and audits that take an hour or two
 	$(PIP) -e '.[oracle]'
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m soak
 
