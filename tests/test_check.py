@@ -314,3 +314,4 @@ def test_the_settings_of_an_app_of_flower(
     found = [(f.level, f.where) for f in check_config(tmp_path).findings]
     assert found == [(level, "[tool.flwr.app.config.update-clip]")] * bool(level)
     assert all(said in f.message for f in check_config(tmp_path).findings)
+    assert not check_config(tmp_path, quickrun=True).ok

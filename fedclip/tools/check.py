@@ -72,7 +72,7 @@ def find_config(path: str | Path) -> Path:
 
 
 def check_config(path: str | Path, *, quickrun: bool = False, simulate: bool = False) -> Check:
-    """Check a declearn configuration: a quickrun file, or one for `FLOptimConfig`.
+    """Check a declearn configuration: a quickrun file, or one for `FLOptimConfig`; or Flower's.
 
     `path` is as for `find_config`. With `quickrun` it must be a quickrun file; otherwise its
     sections decide. With `simulate` it is one that is to run in one process. If there is no such
@@ -82,7 +82,7 @@ def check_config(path: str | Path, *, quickrun: bool = False, simulate: bool = F
     config = read_toml(check, check.path, "the file")
     if config is None:
         return check
-    if check.path.name == APP:
+    if check.path.name == APP and not (quickrun or simulate):
         _check_app(check, config)
         return check
     config = _with_files(check, config)

@@ -69,12 +69,15 @@ def put(name: str, value: Any) -> Callable[[Message], Message]:
     return rewritten(lambda content: content.update({name: value}))
 
 
+LYING = record({"w": np.zeros(4, complex)})
+LYING["w"].dtype = "float64"
 REFUSED = {
     "two records": put("more", record(ZEROS)),
     "other names": put("arrays", record({"v": np.zeros(4)})),
     "other shapes": put("arrays", record({"w": np.zeros((4, 2))})),
     "NaN": put("arrays", record({"w": np.array([np.nan, 0, 0, 0])})),
     "complex": put("arrays", record({"w": np.zeros(4, complex)})),
+    "another dtype than it says": put("arrays", LYING),
     "ten votes": put(RECORD, MetricRecord({"votes": 10, "within": 10, "clipped": 0, "zeroed": 0})),
     "no votes": put(RECORD, MetricRecord({})),
     "an attribute": put(RECORD, ConfigRecord({"votes": 1})),
@@ -318,6 +321,14 @@ def test_what_can_not_be_clipped_is_not_sent(
     reply = asked(given, app_of(change, mods))
     assert reply.has_error()
     assert why in reply.error.reason
+
+
+def test_an_app_that_raises_is_left_to_flower() -> None:
+    def fails(model: Any) -> Any:
+        raise ValueError("no data")
+
+    with pytest.raises(ValueError, match=r"^no data$"):
+        asked(sent(**ZEROS), app_of(fails))
 
 
 def test_an_app_that_has_failed_is_left_as_it_is() -> None:

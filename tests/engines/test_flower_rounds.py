@@ -301,6 +301,19 @@ def test_what_can_not_be_kept_is_refused(made: Any, settings: Any, why: str) -> 
         UpdateClipStrategy(made(), settings)
 
 
+def test_a_strategy_that_sends_two_records_is_refused_before_it_does() -> None:
+    class Two(FedAvg):  # type: ignore[misc]
+        def configure_train(self, *args: Any) -> Any:
+            for message in super().configure_train(*args):
+                message.content["more"] = record(ZEROS)
+                yield message
+
+    loop = Loop([1, 2], directions(NORMS))
+    with pytest.raises(ValueError, match="server's strategy holds 2 ArrayRecords"):
+        loop.run(UpdateClipStrategy(Two(), {}), ZEROS, 1)
+    assert loop.asked == []
+
+
 def test_settings_come_from_the_run_configuration() -> None:
     config = {
         "num-server-rounds": 3,

@@ -70,23 +70,37 @@ class UpdateClipMod:
             return call_next(message, context)
         try:
             client = self.client or client_of(settings_of(context.run_config))
-            if RECORD not in message.content:
-                raise ValueError(
-                    "the message has no bound: put UpdateClipStrategy around the server's "
-                    "strategy, and UpdateClipMod once into the mods"
-                )
-            sent = bound_from(message.content[RECORD])
-            # The app may empty the record.
-            received = dict(one_record(message.content, "the message")[1])
-            # What is shared with other messages stays as it is.
-            message.content = RecordDict({k: v for k, v in message.content.items() if k != RECORD})
-            reply = call_next(message, context)
-            if not reply.has_error():
-                self._clip(client, reply, received, sent)
+            sent, received = self._taken(message)
+        except (TypeError, ValueError) as exc:
+            return self._refused(message, exc)
+        reply = call_next(message, context)
+        if reply.has_error():
+            return reply
+        try:
+            self._clip(client, reply, received, sent)
         except (TypeError, ValueError, RuntimeError) as exc:
-            reason = f"UpdateClipMod: {exc}"
-            return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=message)
+            return self._refused(message, exc)
         return reply
+
+    @staticmethod
+    def _refused(message: Message, exc: Exception) -> Message:
+        reason = f"UpdateClipMod: {exc}"
+        return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=message)
+
+    @staticmethod
+    def _taken(message: Message) -> tuple[SentBound, Record]:
+        """Take the bound out of a message; return it, and the model."""
+        if RECORD not in message.content:
+            raise ValueError(
+                "the message has no bound: put UpdateClipStrategy around the server's strategy, "
+                "and UpdateClipMod once into the mods"
+            )
+        sent = bound_from(message.content[RECORD])
+        # The app may empty the record.
+        received = dict(one_record(message.content, "the message")[1])
+        # What is shared with other messages stays as it is.
+        message.content = RecordDict({k: v for k, v in message.content.items() if k != RECORD})
+        return sent, received
 
     @staticmethod
     def _clip(client: UpdateClient, reply: Message, received: Record, sent: SentBound) -> None:
