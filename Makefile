@@ -30,9 +30,10 @@ engines: $(ENGINES)/.made  ## run the tests on Flower and NVFlare, which have an
 	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist worksteal \
 	  tests/engines fedclip/adapters/flower fedclip/adapters/nvflare
 
-soak: $(VENV)/.dev  ## run searches and audits that take an hour or two
+soak: $(VENV)/.dev $(ENGINES)/.made  ## run searches and audits that take an hour or two
 	$(PIP) -e '.[oracle]'
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m soak
+	$(ENGINES)/bin/python -m pytest -m soak tests/engines
 
 extras: $(VENV)/.dev  ## install the wheel with each extra into an environment of its own
 	$(PY) -m pytest -m soak tests/test_wheel.py
