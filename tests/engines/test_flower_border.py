@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flower_site import leaks, norm
+from flower_site import leaks, norm, policy
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.app.message.message import make_message
 from flwr.app.metadata import Metadata
@@ -30,6 +31,7 @@ from flwr.supernode import start_client_internal
 from flwr.supernode.nodestate import NodeStateFactory
 from hostile.hostile.client_app import ATTACKS, NUMBER, SECRET, Arrays, record, trained
 from hostile.hostile.server_app import MODEL, plain
+from typer.testing import CliRunner
 
 from fedclip.adapters.flower import UpdateClipMod, supernode
 from fedclip.adapters.flower.supernode import Border
@@ -38,6 +40,7 @@ from fedclip.federation.site.policy import Policy
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.plain import bound_to, reply_from
+from fedclip.tools.cli import app
 
 PLAIN = Policy(max_norm=0.5, allow_metrics=["num-examples"])
 IDS = itertools.count(1)
@@ -118,11 +121,11 @@ class Node:
 Answer = Callable[[Message], Message | list[Message]]
 
 
-def exchanged(message: Message, answer: Answer, policy: Policy | None = PLAIN) -> Link:
+def exchanged(message: Message, answer: Answer, rules: Policy | None = PLAIN) -> Link:
     """Return the SuperLink's end after a message and its reply."""
     link = Link(message)
     connection = link.connection
-    node = Node(Border(Gate(policy), connection).connection() if policy else connection)
+    node = Node(Border(Gate(rules), connection).connection() if rules else connection)
     replies = answer(node.receive())
     node.push(*(replies if isinstance(replies, list) else [replies]))
     return link
@@ -282,17 +285,17 @@ def test_the_mods_update_is_clipped_as_an_update(votes: dict[str, int], sent: li
 @pytest.mark.parametrize("noise", [0.0, 20.0])
 def test_the_real_mod_and_server_work_through_a_border_without_noise(noise: float) -> None:
     server = UpdateServer(AdaptiveBound(start_norm=2.0))
-    app = ClientApp(mods=[UpdateClipMod()])
+    client = ClientApp(mods=[UpdateClipMod()])
 
-    @app.train()
+    @client.train()
     def train(message: Message, context: Context) -> Message:
         content = trained({**MODEL, "w": MODEL["w"] + np.float32(NUMBER)})
         return Message(content, reply_to=message)
 
     state = Context(1, 1, {}, RecordDict(), {})
     message = asked(fedclip=ConfigRecord(bound_to(server.open())))
-    policy = Policy(max_norm=0.5, noise_multiplier=noise)
-    (reply,) = exchanged(message, lambda received: app(received, state), policy).replies
+    rules = Policy(max_norm=0.5, noise_multiplier=noise)
+    (reply,) = exchanged(message, lambda received: client(received, state), rules).replies
     update = {name: array.numpy() for name, array in reply.content["arrays"].items()}
     assert update.keys() == {"w", "half"}
     said = reply_from(update, dict(reply.content["fedclip"]), "site")
@@ -308,10 +311,10 @@ def test_the_real_mod_and_server_work_through_a_border_without_noise(noise: floa
 
 def test_a_budget_that_is_spent_says_so(tmp_path: Path) -> None:
     budget = {"max_epsilon": 3.0, "delta": 1e-5, "ledger": str(tmp_path / "ledger")}
-    policy = Policy(max_norm=0.5, noise_multiplier=3.0, **budget)
-    (first,) = exchanged(asked(), attacking("huge"), policy).replies
+    rules = Policy(max_norm=0.5, noise_multiplier=3.0, **budget)
+    (first,) = exchanged(asked(), attacking("huge"), rules).replies
     assert first.content["arrays"]["w"].numpy().std() > 0
-    (second,) = exchanged(asked(), attacking("huge"), policy).replies
+    (second,) = exchanged(asked(), attacking("huge"), rules).replies
     assert second.error.reason.startswith("this site's budget is spent")
 
 
@@ -356,3 +359,16 @@ def test_another_flwr_is_refused(as_installed: pytest.MonkeyPatch, name: str, va
     as_installed.setattr(supernode, name, value)
     with pytest.raises(RuntimeError, match=r"flwr 1\.41\.0, and those installed"):
         supernode._check(Gate(PLAIN))
+
+
+def test_the_command_says_why_it_starts_nothing(
+    as_installed: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    as_installed.setattr(supernode, "package_version", "1.42.0")
+    for name in ("FLWR_TELEMETRY_ENABLED", "FLWR_DISABLE_UPDATE_CHECK"):
+        as_installed.setenv(name, "not set")
+    result = CliRunner().invoke(app, ["site", "supernode", str(policy(tmp_path)), "--insecure"])
+    assert result.exit_code == 1
+    assert "pip install --force-reinstall flwr==1.41.0" in result.stderr
+    assert os.environ["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert os.environ["FLWR_DISABLE_UPDATE_CHECK"] == "1"

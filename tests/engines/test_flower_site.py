@@ -72,9 +72,11 @@ def test_every_attack(tmp_path: Path, isolation: str) -> None:
 def test_without_the_policy_it_leaves(tmp_path: Path) -> None:
     with federation(tmp_path) as running:
         running.node(None)
-        huge, *_ = running.run("huge", "error", "twice")()
+        huge, task, *_ = running.run("huge", "task", "error", "twice")()
         assert len(leaks(running.left())) >= 3
     assert norm(huge["arrays"]) > 1e6
+    # flwr has begun to start what calls a model on the web.
+    assert task["metrics"] == {"num-examples": 666}
 
 
 @pytest.mark.soak
