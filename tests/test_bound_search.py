@@ -162,15 +162,6 @@ def test_it_is_the_default_and_starts_within_its_bounds() -> None:
     assert optim.get_config()["modules"][0][1]["start_norm"] == "search"
 
 
-def test_how_many_rounds_it_takes_with_more_noise() -> None:
-    rounds = [RULE.rounds_to_find(noise) for noise in (0.0, 0.1, 0.5)]
-    assert all(r is not None for r in rounds)
-    assert rounds == sorted(rounds)
-    assert rounds[1] <= 10
-    assert rounds[-1] > 10
-    assert RULE.rounds_to_find(3.0) is None
-
-
 TOML = """
 aggregator = "clipped-averaging"
 [client_opt]
