@@ -60,7 +60,7 @@ RAISING: dict[str, Callable[[Any, Any], Any]] = {
     "object": lambda x, y: (object(), y),
 }
 # On the wire; the others are tried without it.
-KINDS = ("plain", "other", "nan", "text", "missing", "own")
+KINDS = ("plain", "other", "huge", "nan", "label", "text", "missing", "own")
 # Of these the record counts as zero.
 ZERO = ("nan", "label", "text", "lacking", *RAISING)
 

@@ -13,20 +13,12 @@ from federation_helpers import Clients, Server, norm
 import fedclip
 from fedclip.errors import StateError
 from fedclip.federation.update.bound import FIRST, BoundRule, Search, share_within
-from fedclip.federation.update.coupling import CLIENT, SERVER
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_round_left_open")]
 
 CLIPPED = {"name": "clipped-averaging"}
 ADAPTIVE: list[Any] = ["update-clip-client"]
 RULE = BoundRule(0.5, 0.2, 1e-6, 1e4)
-
-
-@pytest.fixture(autouse=True)
-def _no_round_left_open() -> Any:
-    yield
-    for variable in (CLIENT, SERVER):
-        variable.set(None)
 
 
 def play(rng: Any, times: float, spread: float, m: int, noise: float, rounds: int) -> float:

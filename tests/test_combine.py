@@ -21,7 +21,6 @@ from fedclip.federation.update import trimmed
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.clipping import UpdateClient
 from fedclip.federation.update.combining import Combining
-from fedclip.federation.update.coupling import CLIENT, SERVER
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import Closed
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes
@@ -33,11 +32,7 @@ from fedclip.tools.check import check_config
 KINDS = ("arc", "trimmed")
 
 
-@pytest.fixture(autouse=True)
-def _no_round_left_open() -> Any:
-    yield
-    for variable in (CLIENT, SERVER):
-        variable.set(None)
+pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 
 def by_hand(kind: str, rows: np.ndarray, f: int) -> np.ndarray:
@@ -167,25 +162,6 @@ def closed(kind: str, updates: list[Any], f: int = 1, **changes: Any) -> Closed:
     replies = [client.clip({"w": np.array(row)}, sent, steps=1) for row in updates]
     replies[0] = replace(replies[0], **changes)
     return server.close(replies, {"w": np.zeros(2)})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_core_and_plugins_combine_alike(kind: str) -> None:
-    """In the last round, too few clients reply, and it counts as zeros."""
-    rng = np.random.default_rng(5)
-    core = UpdateServer(AdaptiveBound(0.5), combining=Combining(kind, 1))
-    server = Server([("update-clip-server", {"start_norm": 0.5})], config(kind))
-    clients = Clients(4, ["update-clip-client"], config(kind))
-    for count in (4, 3, 4, 2):
-        rows = rng.normal(size=(count, 6)) * [[0.05], [3.0], [1.0], [0.1]][:count]
-        sent, aux = core.open(), server.start()
-        replies = [UpdateClient().clip({"w": row}, sent, steps=1) for row in rows]
-        average = core.close(replies, {"w": rows[0]}).average["w"]
-        other = server.finish([clients.round(i, aux, row) for i, row in enumerate(rows)])
-        np.testing.assert_array_equal(average, other.coefs["w"])
-        short = np.minimum(1.0, sent.bound / np.linalg.norm(rows, axis=1, keepdims=True))
-        right = by_hand(kind, rows * short, 1) if count > 2 else np.zeros(6)
-        np.testing.assert_allclose(average, right, atol=2e-6)
 
 
 def test_a_round_of_too_few_says_so(caplog: pytest.LogCaptureFixture) -> None:
