@@ -14,7 +14,7 @@ from helpers import needs, pairwise, require
 
 from fedclip import NormClip
 from fedclip.arrays import backend_named
-from fedclip.arrays.blocks import lanes
+from fedclip.arrays.blocks import UNCERTAINTY, lanes
 from fedclip.testing import FRAMEWORKS, to_vector
 from fedclip.transforms import clip_on_device
 
@@ -149,3 +149,19 @@ def test_lanes_of_a_processor(wide: int, found: int) -> None:
         return math.fsum(sums.tolist())
 
     assert lanes(dot) == found
+
+
+@pytest.mark.parametrize("shape", [(1 << 23,), (1 << 12, 1 << 11), (2, 1 << 22)])
+def test_long_arrays_of_jax_are_measured_as_well_as_short_ones(shape: tuple[int, ...]) -> None:
+    needs("jax")
+    import jax
+
+    values = np.zeros(math.prod(shape), np.float32)
+    # Each of these is added to the first one, and lost, where XLA adds up all at once.
+    values[[2**k for k in range(23) if not 10 < k < 15]] = 2.0**-12
+    values[[48, 192, 768, 3 << 19, 3 << 21]] = 2.0**-12
+    values[0] = 1.0
+    xp = backend_named("jax")
+    measured = jax.jit(lambda array: xp.group_norms([array], [[0]]))
+    found = float(measured(jax.numpy.asarray(values.reshape(shape)))[0])
+    assert norm(values) * (1 - UNCERTAINTY) <= found <= norm(values) * (1 + 1e-7)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from declearn.model.sklearn import NumpyVector
 from helpers import BACKENDS, each_framework, needs
 
 from fedclip import Centralize, FedclipWarning, NormClip, Standardize
@@ -176,3 +177,9 @@ def test_a_slice_near_the_largest_float_keeps_its_limit() -> None:
     output = clip.run(to_vector({"w": np.array([-9.3e307, 1e308])}))
     assert size([output.coefs["w"]]) <= 7e-5
     assert clip.run(output) is output
+
+
+def test_an_empty_tensor_of_a_narrow_dtype_costs_nothing() -> None:
+    given = {"w": np.array([1.5e-5]), "empty": np.zeros((0, 1), np.float16)}
+    output = NormClip(8e-6).run(NumpyVector(given)).coefs["w"]
+    assert 8e-6 * (1 - 1e-12) <= size([output]) <= 8e-6
