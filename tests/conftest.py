@@ -26,6 +26,8 @@ LONG = (
     "test_examples",
     "test_dpsgd_benchmarks",
     "test_adapter_torch_sharded",
+    "test_adapter_jax_loops",
+    "test_registration",
     "test_declearn_suite",
     "test_benchmarks",
     "test_site",

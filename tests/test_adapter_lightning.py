@@ -215,9 +215,6 @@ def test_the_mixin_clips_in_either_order_of_the_bases(
     assert len(timers) == (kind is Reversed)
 
 
-# -- one clipper, one place ----------------------------------------------------------------------
-
-
 # -- what is refused -----------------------------------------------------------------------------
 def test_clipping_twice_is_refused_before_the_first_step(tmp_path: Path) -> None:
     for model, callbacks in ((Model(), [ClipCallback(NormClip())]), (Mixed(NormClip()), [])):

@@ -36,9 +36,6 @@ def unit_norms(values: np.ndarray, axis: int) -> np.ndarray:
     return np.linalg.norm(moved.reshape(len(moved), -1), axis=1)
 
 
-# -- side by side with other packages ---------------------------------------------------------
-
-
 # -- what the docstring promises --------------------------------------------------------------
 @pytest.mark.parametrize(
     "config",
@@ -102,6 +99,19 @@ def test_empty_tensors_are_left_alone() -> None:
     assert AGC().run(nothing, nothing) is nothing
     empty = NumpyVector({})
     assert AGC().run(empty, empty) is empty
+
+
+def test_vectors_are_skipped_whatever_their_names() -> None:
+    names = ["w", "b[0]", "b*", "b"]
+    grads = NumpyVector({"w": np.ones((2, 2)), **{n: np.ones(2) for n in names[1:]}})
+    weights = NumpyVector({"w": np.ones((2, 2)), **{n: np.zeros(2) for n in names[1:]}})
+    agc = AGC(0.1, skip_vectors=True, exclude="b")
+    output = agc.run(grads, weights).coefs
+    assert [output[n] is grads.coefs[n] for n in names] == [False, True, True, True]
+    assert agc.last.groups == ("w",)
+    assert agc.get_config()["exclude"] == ["b"]
+    only = NumpyVector({"b": np.ones(2)})
+    assert agc.run(only, only) is only
 
 
 # -- in declearn ------------------------------------------------------------------------------

@@ -275,9 +275,6 @@ def test_percentile_of_indexed_slices_is_that_of_their_rows() -> None:
     np.testing.assert_array_equal(tf.convert_to_tensor(got).numpy(), dense)
 
 
-# -- parameters -------------------------------------------------------------------------------
-
-
 # -- in place ---------------------------------------------------------------------------------
 
 

@@ -901,9 +901,3 @@ def test_traffic_is_below_a_hundredth_of_the_update(name: str) -> None:
     assert max(fed.wire) < model / 100
     # Encrypted, each number takes what a weight does.
     assert fed.counterpart.shared_state.tally.rows < 100_000 / 100
-
-
-# -- devices and compiled code --------------------------------------------------------------
-
-
-# -- traffic --------------------------------------------------------------------------------
