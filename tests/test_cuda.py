@@ -101,3 +101,24 @@ def test_nonfinite_on_cuda_is_zeroed_and_counted():
     weight.grad = bad
     with pytest.raises(ValueError, match="'w'"):
         clip_({"w": weight}, NormClip(1.0, on_nonfinite="raise"))
+
+
+def test_devices_may_be_mixed():
+    gradient = {"a": torch.tensor([3.0], device="cuda"), "b": torch.tensor([4.0])}
+    out = NormClip(1.0).run(TorchVector(gradient)).coefs
+    assert out["a"].is_cuda
+    assert not out["b"].is_cuda
+    assert float(out["a"]) == pytest.approx(0.6, rel=3e-6)
+    assert float(out["b"]) == pytest.approx(0.8, rel=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "count"),
+    [(torch.float32, 1e20, 1000), (torch.float16, 300, 1000), (torch.float32, 0.1, 100_000_000)],
+)
+def test_extremes_and_a_large_tensor(dtype, size, count):
+    gradient = {"w": torch.full((count,), size, dtype=dtype, device="cuda")}
+    limit = 0.5 * float(gradient["w"][0].double()) * count**0.5
+    out = NormClip(limit).run(TorchVector(gradient)).coefs["w"].double()
+    norm = float((out / size).norm()) * size
+    assert limit * (1 - (2e-6 if dtype != torch.float16 else 2e-3)) <= norm <= limit
