@@ -26,6 +26,7 @@ from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.budget import Budget
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import Reply
+from fedclip.federation.update.turns import Due
 from fedclip.privacy.banded import Stream
 
 ROUNDS, SEPARATION, CLIENTS = 12, 3, 4
@@ -68,7 +69,7 @@ def play(case: Case, there: bool) -> Array:
         for round_ in range(ROUNDS):
             if case.bound == "falling":
                 made.bound.bound /= 4.0
-            bound = made.open().bound
+            bound = made.open(Due(SEPARATION, SEPARATION * CLIENTS)).bound
             due = there and round_ % case.every == 0
             # Each value is a client's whole update in a run of its own, within the bound.
             mine = np.full(WIDE, bound if due else 0.0)

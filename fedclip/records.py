@@ -147,6 +147,10 @@ def _plain(numbers: object) -> tuple[Any, ...]:
     return numbers if isinstance(numbers, tuple) else tuple(on_host(numbers).tolist())
 
 
+SERVED = "update_clip.json"
+"""The name of the file that a server of update clipping keeps, on any engine but declearn."""
+
+
 @dataclass
 class RoundRecord:
     """What one group ("all": the whole gradient) did in one round.

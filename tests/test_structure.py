@@ -47,7 +47,7 @@ def drawn() -> Any:
 
 def test_few_rooms_and_few_arrows(drawn: Any) -> None:
     assert len(parts.rooms()) <= 22
-    assert len(drawn) <= 82
+    assert len(drawn) <= 84
 
 
 def test_few_floors_and_no_circle(drawn: Any) -> None:

@@ -21,7 +21,7 @@ from fedclip.federation.serving import turns
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import Reply
-from fedclip.federation.update.turns import Schedule
+from fedclip.federation.update.turns import Due, Schedule
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.banded import Stream, coefficients, error, grown
 
@@ -47,10 +47,10 @@ def test_each_client_has_one_turn_in_as_many_rounds(clients: int, most: int, rou
     drawn = [schedule.due(t) for t in range(rounds)]
     assert all(0 < len(due) <= most for due in drawn)
     for start in range(rounds):
-        window = list(itertools.chain(*drawn[start : start + schedule.separation]))
+        window = list(itertools.chain(*drawn[start : start + schedule.turns.separation]))
         assert len(set(window)) == len(window)
-    assert set(itertools.chain(*drawn[: schedule.separation])) <= set(schedule.clients)
-    if rounds >= schedule.separation:
+    assert set(itertools.chain(*drawn[: schedule.turns.separation])) <= set(schedule.clients)
+    if rounds >= schedule.turns.separation:
         assert set(itertools.chain(*drawn)) == set(schedule.clients)
 
 
@@ -113,10 +113,10 @@ def seeded(**changes: Any) -> AdaptiveBound:
 
 
 def played(bound: AdaptiveBound, rounds: int, names: str = "vw") -> Iterator[dict[str, Any]]:
-    server = UpdateServer(bound)
+    server, due = UpdateServer(bound), Due(bound.separation, 12)
     like = {name: np.zeros((2, 1) if name == "v" else 3) for name in names}
     for _ in range(rounds):
-        server.open()
+        server.open(due)
         yield server.close([Reply(like)], like).average
 
 
@@ -143,7 +143,7 @@ def test_a_round_that_is_withheld_is_one_of_the_stream(monkeypatch: pytest.Monke
     server = UpdateServer(AdaptiveBound(**BANDED, bits_noise=1.01, max_norm=1e4))
     like = {"w": np.zeros(5)}
     for _ in range(8):
-        server.open()
+        server.open(Due(3, 6))
         server.close([Reply(like, votes=1, within=1)] * 2, like)
     assert drawn == [5] * 8
 
@@ -158,7 +158,7 @@ def test_a_client_is_charged_for_its_turns(noise: str) -> None:
         owed = epsilon([Release(2.0, -(-round_ // 3))], 1e-5)
         assert bound.epsilon == pytest.approx(owed, rel=1e-12)
         assert bound.rounds_left() == 12 - round_
-    assert "turns of each client" in bound.open().stop
+    assert "turns of each client" in bound.open(Due(3, 12)).stop
 
 
 def test_a_restart_begins_a_schedule_and_pays_for_rounds_that_may_be_lost() -> None:

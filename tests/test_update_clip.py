@@ -651,7 +651,7 @@ NOISY = ("update-clip-server", {"noise_multiplier": 1.0, "expected_clients": 1, 
     ("modules", "aggregator", "text"),
     [
         (["momentum", NOISY], CLIPPED, "put update-clip-server first"),
-        ([NOISY], {**CLIPPED, "exclude": "w"}, "excludes"),
+        ([NOISY], {**CLIPPED, "exclude": "w"}, "exclude="),
         # As when declearn's fairness puts an aggregator of its own in its place.
         (["update-clip-server"], {"name": "averaging"}, "not averaged by 'clipped-averaging'"),
         ([NOISY, "update-clip-server"], CLIPPED, "two update-clip-server"),

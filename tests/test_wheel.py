@@ -215,6 +215,38 @@ def test_the_core_alone_then_each_extra(built: Path, tmp_path: Path) -> None:
             assert PINNED.get(name) == Version(version.public), package["name"]
 
 
+@pytest.mark.slow
+def test_without_declearn(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("fedclip-*.whl")
+    round_ = (
+        "import numpy as np\n"
+        "from fedclip.federation.update.exchange import Reply\n"
+        "from fedclip.federation.update.served import Served\n"
+        "settings = {'start_norm': 1.0, 'noise_multiplier': 1.0, 'expected_clients': 2}\n"
+        "served, model = Served(settings, 'run/server'), {'w': np.zeros(2)}\n"
+        "served.open()\n"
+        "served.close([Reply(model, votes=1, within=1)] * 2, model)\n"
+    )
+    (tmp_path / "round.py").write_text(round_, encoding="utf-8")
+    shown = type_in(
+        [
+            "python -m venv .venv",
+            pip("install -q --no-deps", f"'{wheel}'"),
+            pip("install -q -r", f"'{ROOT / 'requirements-core.txt'}'"),
+            ".venv/bin/python round.py",
+            ".venv/bin/fedclip report run",
+            ".venv/bin/fedclip privacy spent run",
+            "! .venv/bin/fedclip check run",
+        ],
+        tmp_path,
+        PATH=on_path(tmp_path / "bin"),
+        PIP_CONSTRAINT=str(ROOT / "constraints.txt"),
+        PYTHONPATH="",
+    )
+    assert "pld          epsilon" in shown
+    assert "fedclip: this needs declearn" in shown
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("extra", HEAVY)
 def test_an_extra_in_a_fresh_environment(extra: str, built: Path, tmp_path: Path) -> None:

@@ -33,17 +33,17 @@ import hashlib
 import json
 import logging
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from fedclip import parameters
 from fedclip.privacy.accounting import RELATIONS, Accountant, Release, order_for
+from fedclip.privacy.locks import locked
 
 __all__ = ["FILE", "Entry", "Ledger", "fingerprint", "read_entries", "total"]
 
@@ -292,15 +292,13 @@ class Ledger:
         # The file may be replaced by others, so the lock is on one beside it.
         with ExitStack() as files:
             try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
                 name = f"{self.path.name}.lock"
-                _lock(files.enter_context(self.path.with_name(name).open("a")))
+                files.enter_context(locked(self.path.with_name(name), wait=True))
             except OSError as exc:
                 raise OSError(
                     f"no ledger can be kept at {self.path} ({exc}): name a file in a folder that "
                     "this process may write to, on a file system with locks"
                 ) from exc
-            # The lock ends when its file is closed.
             self._join(self.path)
             yield
 
@@ -379,17 +377,6 @@ def _entry(line: str) -> Entry:
         parameters.optional(parameters.number, "a number > 1", 1.0, open_low=True, order=order),
         *(text[:500] if isinstance(text, str) else "" for text in texts),
     )
-
-
-def _lock(file: IO[str]) -> None:
-    if sys.platform == "win32":
-        import msvcrt
-
-        msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _alike(one: Release, other: Release) -> bool:

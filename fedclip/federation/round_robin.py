@@ -10,7 +10,7 @@ from declearn.messaging import TrainReply
 from declearn.model.api import Model
 
 from fedclip import parameters
-from fedclip.federation.update.turns import DUE, Due, Schedule
+from fedclip.federation.update.turns import DUE, Schedule
 
 
 class RoundRobin(ClientSampler):
@@ -79,7 +79,7 @@ class RoundRobin(ClientSampler):
             raise RuntimeError("round-robin has no clients: call init_clients() first")
         self._due = frozenset(self._schedule.due(self._round))
         self._round += 1
-        DUE.set(Due(self._schedule.separation, len(self._schedule.clients)))
+        DUE.set(self._schedule.turns)
         if found := self._due & eligible_clients:
             return set(found)
         names = ", ".join(map(repr, sorted(self._due)[:5]))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import msgpack
 
-from fedclip.records import read_rounds
+from fedclip.records import SERVED, read_rounds
 from fedclip.report.curves import Curve, read_curves
 from fedclip.report.experiment import Report
 from fedclip.report.rows import ReportError, Row
@@ -59,7 +60,8 @@ class Reader:
     def read(self) -> Report:
         """Return the report as of now; raise a `ReportError` if there is nothing to report."""
         folder = self.folder
-        for path in sorted({path.parent for path in folder.rglob(STATES)}, key=str):
+        kept = [*folder.rglob(STATES), *folder.rglob(SERVED)]
+        for path in sorted({file.parent for file in kept}, key=str):
             label = path.relative_to(folder).as_posix() if path != folder else path.resolve().name
             self._nodes.setdefault(path, _Node(path, label)).update()
         nodes = self._nodes.values()
@@ -127,7 +129,9 @@ class _Node:
 
     @property
     def is_server(self) -> bool:
-        return self.folder.name == "server" or any(self.folder.glob("metrics_*.csv"))
+        if self.folder.name == "server" or (self.folder / SERVED).exists():
+            return True
+        return any(self.folder.glob("metrics_*.csv"))
 
     @property
     def ended(self) -> bool:
@@ -140,7 +144,7 @@ class _Node:
     def update(self) -> None:
         """Read the files that are new or have changed, in the order in which they were written."""
         fresh = []
-        for path in sorted(self.folder.glob(STATES)):
+        for path in sorted([*self.folder.glob(STATES), *self.folder.glob(SERVED)]):
             try:
                 stat = path.stat()
             except OSError:  # declearn has just removed it, to keep a few only
@@ -161,7 +165,8 @@ class _Node:
         if not path.is_file():  # a pipe would be waited for
             raise OSError(f"{path} is no file")
         # Values that declearn wraps, such as the vectors of other modules, stay wrapped.
-        modules = msgpack.unpackb(path.read_bytes())["modules"]
+        content = path.read_bytes()
+        modules = (json.loads if path.name == SERVED else msgpack.unpackb)(content)["modules"]
         reached = max((r for _, s in modules for r in _rounds(s)), default=0)
         mark = reached, max((sum(_rounds(s, "steps")) for _, s in modules), default=0)
         # Rounds and steps only go up within a run, but names, in local time, do not.

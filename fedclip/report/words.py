@@ -85,6 +85,11 @@ def _clipped(rows: Sequence[Row], limits: Limits) -> tuple[str, str]:
     was, were = ("would have been",) * 2 if rows[0].name == "no-op" else ("was", "were")
     if not held:
         return "no-limit", f"No limit was set; of {steps:,} steps, the largest norm is {largest}."
+    if not clipped and whole.norm_max is None:
+        return "inert", (
+            f"No step {was} clipped; the limit was {number(held[-1])} in the end. The norms are "
+            "not known here."
+        )
     if not clipped and (whole.norm_max or 0.0) <= max(held):
         return "inert", (
             f"No step {was} clipped: the largest norm, {largest}, is below the limit, "

@@ -175,8 +175,9 @@ def _play(simulation: Simulation, places: Array, coins: Array) -> Array:
     names = simulation.crowd.names[: len(places)]
     at = {name: i for i, name in enumerate(names)}
     seen, due, released = [], [], []
+    turns = simulation.schedule.turns if simulation.schedule else None
     for round_ in range(simulation.config.rounds):
-        sent = server.open()
+        sent = server.open(turns)
         if sent.stop:
             break
         turn = simulation.schedule.due(round_) if simulation.schedule else names

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -157,12 +158,22 @@ def quickrun(
     say(f"fedclip: {clients} clients; see  fedclip report {typed(results)}{also}")
 
 
+class Engine(Enum):
+    """Where simulated clients train."""
+
+    process = "process"
+    flower = "flower"
+
+
 @app.command()
 def simulate(
     config: ConfigPath = Path(),
     seed: Annotated[
         int | None, typer.Option(min=0, help="Draw all from this seed, not from [simulate]'s.")
     ] = None,
+    engine: Annotated[
+        Engine, typer.Option(help="Train in this process, or in those of Flower's simulation.")
+    ] = Engine.process,
 ) -> None:
     """Check a configuration, then run it in one process, with as many clients as you say."""
     result = runnable(config, simulate=True)
@@ -171,7 +182,7 @@ def simulate(
     from fedclip.tools.simulate import run
 
     try:
-        done = run(result.path, seed)
+        done = run(result.path, seed, engine=engine.value)
     except QuickrunError as exc:
         fail(str(exc))
     see = f"fedclip report {typed(done.results)}"

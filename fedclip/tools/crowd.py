@@ -6,7 +6,7 @@ They share one model. Each has data, a source of its batches, and what its optim
 
 # ruff: noqa: UP045  (declearn reads the types of a section from its fields, and knows no `|`)
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, TypeAlias
 
 import numpy as np
@@ -109,6 +109,8 @@ class Crowd:
         settings: SimulateConfig,
     ) -> None:
         self.settings, self.sites = settings, list(experiment.files)
+        self.ask: Callable[[Mapping[int, Any]], Mapping[int, Any]] | None = None
+        """How to have clients train in other processes; None: they train in this one."""
         self.names = [
             self.sites[i % len(self.sites)] + (f"-{turn}" if (turn := i // len(self.sites)) else "")
             for i in range(settings.clients or len(self.sites))
@@ -189,6 +191,32 @@ class Crowd:
         if client in self.hostile:
             update = update * self.settings.factor
         return Trained(update, int(effort["n_steps"]), manager.optim.collect_aux_var())
+
+    def train_all(
+        self, clients: Sequence[int], start: Weights, aux: Mapping[str, Any]
+    ) -> Iterator[tuple[int, Trained]]:
+        """Have clients train, here or where an engine has them."""
+        if self.ask is None:
+            for client in clients:
+                yield client, self.train(client, start, aux)
+            return
+        tasks = {client: (client, start, aux, self.state(client)) for client in clients}
+        for client, (trained, state) in self.ask(tasks).items():
+            self.take_over(client, state)
+            yield client, trained
+
+    def state(self, client: int) -> tuple[Any, ...]:
+        """Return what a client keeps from round to round, for another process."""
+        source = self._records(client)._rng.bit_generator.state
+        return self.optimizer(client).get_state(), source, self._kept.get(client)
+
+    def take_over(self, client: int, state: tuple[Any, ...]) -> None:
+        """Let a client be as it was in another process."""
+        optimizer, source, kept = state
+        self.optimizer(client).set_state(optimizer)
+        self._records(client)._rng.bit_generator.state = source
+        if kept is not None:
+            self._kept[client] = kept
 
     def evaluate(
         self, start: Weights, how: EvaluateConfig

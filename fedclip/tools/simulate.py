@@ -13,6 +13,7 @@ import functools
 import logging
 import math
 import operator
+import os
 import random
 import shutil
 import time
@@ -36,7 +37,7 @@ from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import Reply, SentBound
 from fedclip.federation.update.limits import norms_of
-from fedclip.federation.update.turns import Due, Schedule
+from fedclip.federation.update.turns import Schedule
 from fedclip.scopes import resolve
 from fedclip.tools.crowd import Crowd, SimulateConfig, Trained, Weights
 from fedclip.tools.progress import latest, progress
@@ -133,15 +134,15 @@ class Simulation:
         for module in self.rest.modules:
             if self.bound and module.aux_name in aux:
                 self.bound.admit(module.name)
-        sent = self.server.open() if self.server else None
+        turns = self.schedule.turns if self.schedule else None
+        sent = self.server.open(turns) if self.server else None
         if sent and sent.stop:
             return sent.stop
         self.records.recorder.start_round()
         replies, told = [], dict[str, Any]()
         due = self.schedule.due(self.rounds) if self.schedule else None
         self.rounds += 1
-        for client in self.crowd.asked(due):
-            trained = self.crowd.train(client, start, aux)
+        for client, trained in self.crowd.train_all(self.crowd.asked(due), start, aux):
             replies.append(self._reply(client, trained, sent))
             for name, said in trained.aux.items():
                 told[name] = told[name] + said if name in told else said
@@ -188,7 +189,8 @@ class Simulation:
         weights = self.model.get_weights(trainable=True)
         metrics, sites = self.crowd.evaluate(weights, self.config.evaluate)
         checkpoints = Checkpointer(str(self.folder / "server"), max_history=1)
-        stamp = checkpoints.checkpoint(self.model, self.optim, metrics)
+        first = not self.losses
+        stamp = checkpoints.checkpoint(self.model, self.optim, metrics, first_call=first)
         for site, found in sites.items():
             checkpoints.save_metrics(found, f"metrics_{site}", timestamp=stamp)
         self.losses.append(float(metrics["loss"]))
@@ -222,11 +224,14 @@ class Simulation:
             Checkpointer(str(self.folder / name)).save_optimizer(optimizer, timestamp=self._part)
 
 
-def run(file: Path, seed: int | None = None, *, quiet: bool = False) -> Simulated:
+def run(
+    file: Path, seed: int | None = None, *, engine: str = "process", quiet: bool = False
+) -> Simulated:
     """Simulate what a checked quickrun file describes, and show its progress.
 
     A `seed` takes the place of that in [simulate]. Python's and NumPy's own sources start from it
-    too.
+    too. With the `engine` "flower" the clients train in the processes of Flower's simulation
+    engine, several at a time, and come to the same.
 
     Raises
     ------
@@ -236,13 +241,51 @@ def run(file: Path, seed: int | None = None, *, quiet: bool = False) -> Simulate
     if seed is None:
         found = SimulateConfig.from_toml(str(file), False, "simulate", True)
         seed = found.seed
+    try:
+        simulation = _seeded(file, seed)
+        spread = _spread() if engine == "flower" else None
+    except ModuleNotFoundError as exc:
+        raise QuickrunError(f"a package that this run needs is missing: {exc}") from None
+    if spread is None:
+        return _run(simulation, quiet)
+    done: list[Simulated] = []
+
+    def serve(ask: Any) -> None:
+        simulation.crowd.ask = ask
+        done.append(_run(simulation, quiet))
+
+    spread(serve, functools.partial(work, file.resolve(), seed), len(simulation.crowd.names))
+    return done[0]
+
+
+def _seeded(file: Path, seed: int | None) -> Simulation:
     if seed is not None:
         random.seed(seed)
         np.random.seed(seed % 2**32)
-    try:
-        simulation = Simulation(file, seed)
-    except ModuleNotFoundError as exc:
-        raise QuickrunError(f"a package that this run needs is missing: {exc}") from None
+    return Simulation(file, seed)
+
+
+def _spread() -> Any:
+    # Neither tells anybody of the runs of a hospital.
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    from fedclip.adapters.flower.spread import spread
+
+    return spread
+
+
+_workers = functools.lru_cache(maxsize=1)(_seeded)
+
+
+def work(file: Path, seed: int | None, task: tuple[int, Any, Any, Any]) -> tuple[Trained, Any]:
+    """Train a client in another process; return what it has trained, and what it keeps."""
+    client, start, aux, state = task
+    crowd = _workers(file, seed).crowd
+    crowd.take_over(client, state)
+    return crowd.train(client, start, aux), crowd.state(client)
+
+
+def _run(simulation: Simulation, quiet: bool) -> Simulated:
     config, folder = simulation.config, simulation.folder
     shutil.rmtree(folder, ignore_errors=True)
     for node in _NODES:
@@ -302,7 +345,7 @@ def _schedule(
         )
     most = bound.expected_clients or 1
     found = Schedule(names, most)
-    if why := Due(found.separation, len(names)).refusal(bound.separation, most):
+    if why := found.turns.refusal(bound.separation, most):
         raise QuickrunError(f"[optim.server_opt] {why}")
     return found
 

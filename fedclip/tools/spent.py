@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 from fedclip import parameters
 from fedclip.dpsgd.ledger import FILE, Entry, read_entries, total
 from fedclip.federation.update.budget import Budget
+from fedclip.federation.update.plain import server_of
+from fedclip.federation.update.served import read
 from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, planned_anew
+from fedclip.records import SERVED
 from fedclip.tools.catalogue import version
 
 __all__ = ["COLUMNS", "Spent", "csv_rows", "in_words", "of_plan", "read_spent"]
@@ -63,7 +66,7 @@ class Spent(NamedTuple):
                 finite = math.isfinite(cost.epsilon)
                 found[cost.accountant] = cost.epsilon if finite else "no finite epsilon"
             except ModuleNotFoundError:
-                package = "opacus" if name == "prv" else "dp-accounting or opacus"
+                package = "opacus" if name in ("prv", "rdp") else "dp-accounting"
                 found[name] = f"not installed: pip install {package}"
             except ValueError as exc:
                 if name not in ("prv", "rdp") or relation == "add-remove":
@@ -152,6 +155,7 @@ def read_spent(path: Path) -> Iterator[Spent]:
     ValueError
         If there is none, or a file is damaged.
     """
+    path = path.parent if path.name == SERVED else path
     folder = path.is_dir()
     none = True
     for file in sorted(path.rglob(FILE)) if folder else [path]:
@@ -159,8 +163,8 @@ def read_spent(path: Path) -> Iterator[Spent]:
         entries = [*read_entries(file).values()]
         where = str(file.relative_to(path)) if folder else path.name
         yield Spent(where, "record", total(entries), entries)
-    for config in sorted(path.rglob("optimizer_config.json")):
-        budget = _of_server(config.parent)
+    for config in sorted([*path.rglob("optimizer_config.json"), *path.rglob(SERVED)]):
+        budget = _of_engine(config) if config.name == SERVED else _of_server(config.parent)
         if budget is not None:
             none = False
             where = str(config.parent.relative_to(path))
@@ -169,8 +173,16 @@ def read_spent(path: Path) -> Iterator[Spent]:
     if none:
         raise ValueError(
             f"nothing in {path} has spent a privacy budget: neither a ledger of DP-SGD ({FILE}) "
-            "nor a checkpoint of a server with update-clip-server and noise"
+            f"nor a checkpoint or {SERVED} of a server with update-clip-server and noise"
         )
+
+
+def _of_engine(file: Path) -> Budget | None:
+    """Return the budget of a server on another engine."""
+    kept = read(file)
+    server = server_of(kept.settings)
+    server.set_state(dict(kept.state))
+    return server.bound.budget
 
 
 def _of_server(folder: Path) -> Budget | None:

@@ -21,6 +21,7 @@ from fedclip.federation.update.bound import FIRST, BoundRule, Search, share_with
 from fedclip.federation.update.budget import MANY_ROUNDS, Budget, draws_of
 from fedclip.federation.update.exchange import Arrays, SentBound
 from fedclip.federation.update.pace import spread
+from fedclip.federation.update.turns import Due
 from fedclip.measures import Float64
 from fedclip.parameters import (
     choice,
@@ -64,6 +65,7 @@ class AdaptiveBound(Documented):
 
     name: ClassVar[str] = "update clipping"
     logger: ClassVar[logging.Logger] = logging.getLogger("fedclip.server")
+    takes_turns: ClassVar[str] = "let a Schedule with per_round={} say who is due"
 
     start_norm: float | str = parameter(
         _start, default="search", kw_only=False, kind='float or "search"'
@@ -211,8 +213,18 @@ class AdaptiveBound(Documented):
         return most if self.budget is None else self.budget.rounds_left(most)
 
     # -- a round --------------------------------------------------------------------------------
-    def open(self) -> SentBound:
-        """Return the bound of the next round, or why there is none."""
+    def open(self, due: Due | None = None) -> SentBound:
+        """Return the bound of the next round, or why there is none.
+
+        `due` is what a schedule says of the clients that are asked, if they take turns.
+        """
+        if self.separation > 1 and self.expected_clients is not None:
+            self.halt(
+                due.refusal(self.separation, self.expected_clients)
+                if due
+                else f"separation={self.separation} charges each client for its own turns, and the "
+                f"clients take none: {self.takes_turns.format(self.expected_clients)}"
+            )
         if self.budget is not None:
             self.halt(self.budget.refusal())
         if self.stop:

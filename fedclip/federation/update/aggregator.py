@@ -15,15 +15,15 @@ from declearn.model.api import Vector
 from fedclip import parameters
 from fedclip.arrays import backend_of
 from fedclip.federation.replies import UPDATES, blank, sender_of, senders_of
-from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.averaging import peaks, rounded
 from fedclip.federation.update.clipping import UpdateClient
+from fedclip.federation.update.closing import Closing, Vetted
 from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.coupling import CLIENT, under_way
-from fedclip.federation.update.exchange import SentBound
-from fedclip.federation.update.limits import OTHER_TENSORS, check_whole, signature, warn_of
+from fedclip.federation.update.exchange import Reply, SentBound
+from fedclip.federation.update.limits import check_whole, signature
 from fedclip.federation.update.messages import ClippedUpdates, zeros_like
-from fedclip.federation.update.shares import WITH_NOISE, Share, Shares, Weights
+from fedclip.federation.update.shares import Shares, Weights
 from fedclip.federation.version import VERSION, Versioned
 from fedclip.measures import Order
 from fedclip.scopes import Scope
@@ -197,7 +197,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         self.max_share, self.max_steps = self.shares.max_share, self.shares.max_steps
         self.combining = Combining(combine, n_hostile)
         self.combine, self.n_hostile = combine, n_hostile
-        if why := self.combining.unfit(weights=self.shares.kind != "equal"):
+        self.closing = Closing(self.limits, self.shares, self.combining)
+        if why := self.closing.unfit():
             raise ValueError(why)
         self.client = parameters.optional(parameters.name, client=client)
 
@@ -220,7 +221,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             )
         sent = round_.sent if round_ else SentBound(self._fixed_bound())
         by_steps = self.shares.kind == "steps"
-        if sent.private and (why := self._beside_noise()):
+        if sent.private and (why := self.closing.beside_noise()):
             raise ValueError(why)
         outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole=round_ is not None)
         same = outcome.arrays is updates.coefs
@@ -234,10 +235,6 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         result.secagg_range = self.secagg_range
         result.factor = self.shares.factor(self.client, n_steps)
         return result
-
-    def _beside_noise(self) -> str:
-        """Return why there can be no noise; "" if there can."""
-        return WITH_NOISE if self.shares.kind != "equal" else self.combining.unfit(noise=True)
 
     def _fixed_bound(self) -> float:
         if self.max_norm is None:
@@ -270,39 +267,33 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         bound = round_.sent.bound if round_ else (self.max_norm or float("inf"))
         # Without the sampler, assume that most replies have the tensors of the model.
         like = _most([p.updates for p in parts], _kind) if model is None else model
-        shares, unfit = self._shares(parts), self._unfit(parts, module)
-        faults = [
-            unfit or share.fault or self._fault(part, like, bound, round_ is not None, share.mass)
-            for part, share in zip(parts, shares, strict=True)
-        ]
-        sound = [part.updates for part, fault in zip(parts, faults, strict=True) if not fault]
-        factors = [share.factor for share, fault in zip(shares, faults, strict=True) if not fault]
-        clients = sum(max(1, part.n_clients) for part in parts)
+        replies = self._replies(parts, like)
+        if module is not None:
+            # Not an error: declearn's server would wait for its clients for ever.
+            module.halt(self.closing.of_sums(replies))
         budget = None if module is None else module.budget
-        self._report(updates, clients, faults, counted=budget is None)
+        vetted = self.closing.of(
+            *(replies, getattr(like, "coefs", {}), bound, self._warn),
+            whole=round_ is not None,
+            clients=budget.clients if budget else None,
+        )
+        self._report(updates, vetted, counted=budget is None)
         if like is None:
-            raise ValueError(f"clipped-averaging: no reply holds an update ({'; '.join(faults)})")
-        if not sound:
-            exact, average = None, zeros_like(like)
+            named = "; ".join(vetted.faults)
+            raise ValueError(f"clipped-averaging: no reply holds an update ({named})")
+        if vetted.exact is None:
+            average = zeros_like(like)
         else:
-            clients = budget.clients if budget else clients
-            # Other shares than equal ones add up to 1 already.
-            clients = clients if self.shares.kind == "equal" else 1
-            exact = self.combining.of([v.coefs for v in sound], clients, factors)
+            sound = [p.updates for p, fault in zip(parts, vetted.faults, strict=True) if not fault]
             like = _most(sound, _dtypes) if model is None else model
-            average = type(like)(rounded(exact, like.coefs))
+            average = type(like)(rounded(vetted.exact, like.coefs))
         if round_ is not None:
-            round_.average, round_.exact = average, exact
-            if self.exclude:
-                round_.trouble = (
-                    f"clipped-averaging excludes {self.exclude} from the bound, and noise can not "
-                    "be sized on the rest"
-                )
-            round_.trouble = self._beside_noise() or round_.trouble
+            round_.average, round_.exact = average, vetted.exact
+            round_.trouble = self.closing.beside_noise()
         return average
 
-    def _shares(self, parts: Sequence[ClippedUpdates]) -> list[Share]:
-        """Return the share of each reply; a table needs their senders."""
+    def _replies(self, parts: Sequence[ClippedUpdates], like: Any) -> list[Reply]:
+        """Return the replies and who has sent them, which a table of weights needs."""
         names = [sender_of(UPDATES, i, len(parts)) for i in range(len(parts))]
         if self.shares.table and parts[0].n_clients == 1 and not any(names):
             raise ValueError(
@@ -311,37 +302,24 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
                 "its network the protocol 'fedclip-websockets'"
             )
         senders = senders_of(UPDATES)
-        replies = [
-            replace(part.reply(), sender=name, senders=senders)
+        return [
+            replace(part.reply(type(like)), sender=name, senders=senders)
             for part, name in zip(parts, names, strict=True)
         ]
-        return self.shares.of(replies)
-
-    def _unfit(self, parts: Sequence[ClippedUpdates], module: AdaptiveBound | None) -> str:
-        """Return why no reply of the round can be used; "" if they can."""
-        sums = self.combining.unfit(secure=any(part.n_clients > 1 for part in parts))
-        if sums and module is not None:
-            # Not an error: declearn's server would wait for its clients for ever.
-            module.halt(sums)
-        return sums or self.combining.too_few(len(parts))
-
-    def _fault(
-        self, part: ClippedUpdates, like: Any, bound: float, whole: bool, mass: float
-    ) -> str:
-        fault = self.limits.fault(part.reply(), getattr(like, "coefs", {}), bound, whole, mass)
-        return fault or (OTHER_TENSORS if type(part.updates) is not type(like) else "")
 
     @staticmethod
-    def _report(
-        updates: ClippedUpdates, replies: int, faults: Sequence[str], counted: bool
-    ) -> None:
+    def _warn(what: str) -> None:
+        _LOGGER.warning("clipped-averaging: %s", what)
+
+    @staticmethod
+    def _report(updates: ClippedUpdates, vetted: Vetted, counted: bool) -> None:
         counts = f"{updates.n_clipped} clipped, {updates.n_zeroed} zeroed by their clients, "
-        refused = sum(map(bool, faults))
+        refused = sum(map(bool, vetted.faults))
         # With noise, clients do not send these counts.
         told = counts if counted else ""
-        _LOGGER.info("clipped-averaging: %d updates, %s%d refused", replies, told, refused)
-        senders = [sender_of(UPDATES, i, len(faults)) for i in range(len(faults))]
-        warn_of(faults, senders, replies, lambda x: _LOGGER.warning("clipped-averaging: %s", x))
+        _LOGGER.info(
+            *("clipped-averaging: %d updates, %s%d refused", updates.n_clients, told, refused)
+        )
 
 
 def _most(vectors: Sequence[Any], key: Callable[[Any], Any]) -> Any:

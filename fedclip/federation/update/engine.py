@@ -19,6 +19,7 @@ from typing import Any
 
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.averaging import rounded, zeros
+from fedclip.federation.update.closing import Closing
 from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.exchange import (
     COUNTS,
@@ -29,8 +30,9 @@ from fedclip.federation.update.exchange import (
     SentBound,
     is_one_of,
 )
-from fedclip.federation.update.limits import Limits, check_whole, warn_of
-from fedclip.federation.update.shares import WITH_NOISE, Shares
+from fedclip.federation.update.limits import Limits, check_whole
+from fedclip.federation.update.shares import Shares
+from fedclip.federation.update.turns import Due
 from fedclip.scopes import Scope, check_exclude, check_scope
 
 
@@ -76,25 +78,22 @@ class UpdateServer:
         combining: Combining | None = None,
     ) -> None:
         self.bound = bound
-        self.shares = shares or Shares()
-        self.combining = combining or Combining()
-        weights, noise = self.shares.kind != "equal", bound.budget is not None
-        if why := self.combining.unfit(weights=weights, noise=noise):
+        limits = Limits(check_scope(scope, limits=True), check_exclude(exclude), bound.name)
+        check_whole(limits.scope)
+        self.closing = Closing(limits, shares or Shares(), combining or Combining())
+        why = self.closing.unfit() or (self.closing.beside_noise() if bound.budget else "")
+        if why:
             raise ValueError(why)
-        if self.shares.kind != "equal" and bound.budget is not None:
-            raise ValueError(WITH_NOISE)
-        self.limits = Limits(check_scope(scope, limits=True), check_exclude(exclude), bound.name)
-        check_whole(self.limits.scope)
-        if self.limits.exclude and bound.budget is not None:
-            raise ValueError(
-                f"noise can not be sized on what exclude={self.limits.exclude} leaves without a "
-                "bound"
-            )
 
-    def open(self) -> SentBound:
-        """Return the message to each client, which may say why the training ends."""
+    def open(self, due: Due | None = None) -> SentBound:
+        """Return the message to each client, which may say why the training ends.
+
+        `due` is what a `Schedule` says of the round, if clients take turns.
+        """
         self.bound.sent = replace(
-            self.bound.open(), scope=self.limits.scope, steps=self.shares.kind == "steps"
+            self.bound.open(due),
+            scope=self.closing.limits.scope,
+            steps=self.closing.shares.kind == "steps",
         )
         return self.bound.sent
 
@@ -115,38 +114,29 @@ class UpdateServer:
         ValueError
             If a secure sum is not to become a mean.
         """
-        sent = self.bound.sent
+        bound, sent = self.bound, self.bound.sent
         if sent is None or sent.stop:
             raise RuntimeError(sent.stop if sent else "no round is open: call open() first")
-        if why := self.combining.unfit(secure=any(reply.clients > 1 for reply in replies)):
+        if why := self.closing.of_sums(replies):
             raise ValueError(why)
-        shares, few = self.shares.of(replies), self.combining.too_few(len(replies))
-        faults = [
-            few
-            or share.fault
-            or self.limits.fault(_vetted(reply), like, sent.bound, mass=share.mass)
-            for reply, share in zip(replies, shares, strict=True)
+        # With noise, divide by the clients that were asked, whoever replies.
+        fixed = bound.budget.clients if bound.budget else None
+        replies = [_vetted(reply) for reply in replies]
+        vetted = self.closing.of(replies, like, sent.bound, bound.warn, clients=fixed)
+        said = [
+            (r.votes, r.within)
+            for r in replies
+            if r.clients > 1 or is_one_of(VOTES, (r.votes, r.within))
         ]
         clients = sum(reply.clients for reply in replies)
-        warn_of(faults, [reply.sender for reply in replies], clients, self.bound.warn)
-        votes = [(r.votes, r.within) for r in replies]
-        said = [
-            v for r, v in zip(replies, votes, strict=True) if r.clients > 1 or is_one_of(VOTES, v)
-        ]
-        record = self.bound.count(sum(n for n, _ in said), sum(n for _, n in said), clients)
-        sound = [r for r, fault in zip(replies, faults, strict=True) if not fault]
-        record["clipped"] = sum(reply.clipped for reply in sound)
-        record["zeroed"] = sum(reply.zeroed for reply in sound)
-        record["refused"] = len(replies) - len(sound)
-        # With noise, whoever replies. Other shares than equal ones add up to 1 already.
-        clients = self.bound.budget.clients if self.bound.budget else clients
-        clients = clients if self.shares.kind == "equal" else 1
-        factors = [share.factor for share, fault in zip(shares, faults, strict=True) if not fault]
-        updates = [reply.arrays for reply in sound]
-        exact = self.combining.of(updates, clients, factors) if sound else None
-        average = rounded(exact, like) if exact else zeros(like)
-        released = dict(self.bound.release(average, exact))
-        return Closed(released, self.bound.withheld, faults, record)
+        record = bound.count(sum(n for n, _ in said), sum(n for _, n in said), clients)
+        record["clipped"] = sum(reply.clipped for reply in vetted.sound)
+        record["zeroed"] = sum(reply.zeroed for reply in vetted.sound)
+        record["replies"] = clients
+        record["refused"] = len(replies) - len(vetted.sound)
+        average = rounded(vetted.exact, like) if vetted.exact else zeros(like)
+        released = dict(bound.release(average, vetted.exact))
+        return Closed(released, bound.withheld, vetted.faults, record)
 
     def get_state(self) -> dict[str, Any]:
         """Return the bound, the number of rounds, and what was spent of the budget."""

@@ -21,6 +21,7 @@ from declearn.optimizer.modules import AuxVar
 from fedclip.federation.tolerant import FromServer
 from fedclip.federation.update.averaging import peaks, zeros
 from fedclip.federation.update.exchange import COUNTS, VOTES, Reply, is_one_of
+from fedclip.federation.update.limits import OTHER_TENSORS
 from fedclip.federation.update.secagg import inside
 
 AUX_NAME = "update-clip"
@@ -152,12 +153,12 @@ class ClippedUpdates(ModelUpdates):
         """The replies in this sum."""
         return self._gathered or (self,)
 
-    def reply(self) -> Reply:
-        """Return this reply as that of any engine, or a secure sum."""
+    def reply(self, kind: type[object]) -> Reply:
+        """Return this reply, of a kind of vector, as that of any engine; or a secure sum."""
         coefs: Any = getattr(self.updates, "coefs", None)
-        claimed: Any = self.weights
-        clients = max(1, self.n_clients)
-        return Reply(coefs, fault=self.fault, clients=clients, steps=claimed)
+        fault = self.fault or (OTHER_TENSORS if type(self.updates) is not kind else "")
+        steps: Any = self.weights
+        return Reply(coefs, fault=fault, clients=max(1, self.n_clients), steps=steps)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, without copying them as declearn's own method does."""

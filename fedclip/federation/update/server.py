@@ -94,6 +94,9 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
 
     name: ClassVar[str] = "update-clip-server"
     logger: ClassVar[logging.Logger] = logging.getLogger("declearn.server.fedclip")
+    takes_turns: ClassVar[str] = (
+        "give FederatedServer client_sampler = {{'strategy': 'round-robin', 'per_round': {}}}"
+    )
     guarantee = kinds.unchanged_or_noise
     aux_name: ClassVar[str] = AUX_NAME
     auxvar_cls = UpdateClipBound
@@ -115,15 +118,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
             self.halt("there are two update-clip-server modules in server_opt: keep one")
         due = DUE.get()
         DUE.set(None)
-        if self.separation > 1 and self.expected_clients is not None:
-            self.halt(
-                due.refusal(self.separation, self.expected_clients)
-                if due
-                else f"separation={self.separation} charges each client for its own turns, and the "
-                "clients take none: give FederatedServer client_sampler = {'strategy': "
-                f"'round-robin', 'per_round': {self.expected_clients}}}"
-            )
-        sent = self.open()
+        sent = self.open(due)
         self._round = ServerRound(weakref.ref(self), sent)
         SERVER.set(self._round)
         expect(self.aux_name, UpdateClipVotes, lambda: UpdateClipVotes(n_faults=1))

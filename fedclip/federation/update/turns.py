@@ -23,53 +23,11 @@ from fedclip import parameters
 __all__ = ["DUE", "Due", "Schedule"]
 
 
-class Schedule:
-    """Groups of clients that take turns.
-
-    Parameters
-    ----------
-    clients
-        Their names, all different.
-    per_round
-        The largest number of clients in a round, at least 1.
-
-    Attributes
-    ----------
-    separation
-        The number of rounds from one turn of a client to its next.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If a parameter is not as above, or there is no client.
-
-    Examples
-    --------
-    >>> schedule = Schedule(["a", "b", "c", "d", "e"], per_round=2)
-    >>> schedule.separation, [schedule.due(t) for t in range(4)]
-    (3, [['a', 'd'], ['b', 'e'], ['c'], ['a', 'd']])
-    """
-
-    def __init__(self, clients: Iterable[str], per_round: int) -> None:
-        self.clients: Sequence[str] = sorted(clients)
-        per_round = parameters.integer(1, per_round=per_round)
-        if not self.clients:
-            raise ValueError("a schedule needs at least one client, got none")
-        if len(set(self.clients)) < len(self.clients):
-            raise ValueError(
-                "a schedule needs clients of different names: one would have two turns"
-            )
-        self.separation = -(-len(self.clients) // per_round)
-
-    def due(self, round_: int) -> Sequence[str]:
-        """Return who has a turn in a round, from 0 on."""
-        return self.clients[round_ % self.separation :: self.separation]
-
-
 class Due(NamedTuple):
     """What a sampler says of the round that it has drawn."""
 
     separation: int
+    """The number of rounds from one turn of a client to its next."""
     clients: int
     """How many clients take turns."""
 
@@ -82,6 +40,50 @@ class Due(NamedTuple):
             f"accounted for separation={separation}: with expected_clients={per_round} that "
             f"takes more than {(separation - 1) * per_round} clients"
         )
+
+
+class Schedule:
+    """Groups of clients that take turns.
+
+    Parameters
+    ----------
+    clients
+        Their names, all different.
+    per_round
+        The largest number of clients in a round, at least 1.
+
+    Attributes
+    ----------
+    turns : Due
+        How far a client's turns are from each other, and how many clients take them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a parameter is not as above, or there is no client.
+
+    Examples
+    --------
+    >>> schedule = Schedule(["a", "b", "c", "d", "e"], per_round=2)
+    >>> schedule.turns.separation, [schedule.due(t) for t in range(4)]
+    (3, [['a', 'd'], ['b', 'e'], ['c'], ['a', 'd']])
+    """
+
+    def __init__(self, clients: Iterable[str], per_round: int) -> None:
+        self.clients: Sequence[str] = sorted(clients)
+        per_round = parameters.integer(1, per_round=per_round)
+        if not self.clients:
+            raise ValueError("a schedule needs at least one client, got none")
+        if len(set(self.clients)) < len(self.clients):
+            raise ValueError(
+                "a schedule needs clients of different names: one would have two turns"
+            )
+        self.turns = Due(-(-len(self.clients) // per_round), len(self.clients))
+
+    def due(self, round_: int) -> Sequence[str]:
+        """Return who has a turn in a round, from 0 on."""
+        apart = self.turns.separation
+        return self.clients[round_ % apart :: apart]
 
 
 DUE: ContextVar[Due | None] = ContextVar("fedclip_due", default=None)

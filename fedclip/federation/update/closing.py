@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Closes a round, for any engine: its replies are vetted, weighed, and made one.
+
+::
+
+    for each reply:
+        fault = its weight is none, or no honest client can have sent it
+    exact = the mean of those without a fault, by their shares; or what resists hostile ones
+            the others are zeros
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fedclip.arrays import Float64
+from fedclip.federation.update.combining import Combining
+from fedclip.federation.update.exchange import Arrays, Reply
+from fedclip.federation.update.limits import Limits, warn_of
+from fedclip.federation.update.shares import WITH_NOISE, Shares
+
+
+class Vetted(NamedTuple):
+    """What the replies of a round are."""
+
+    faults: list[str]
+    """Why each counts as zeros; "" if it does not."""
+    sound: list[Reply]
+    """Those without a fault."""
+    exact: dict[str, Float64] | None
+    """The average; None if no reply is sound, so that it is zeros."""
+
+
+@dataclass(frozen=True)
+class Closing:
+    """Limits of the replies, their weights, and how they become one."""
+
+    limits: Limits
+    shares: Shares
+    combining: Combining
+
+    def unfit(self) -> str:
+        """Return why these weights and this combining do not go together; "" if they do."""
+        return self.combining.unfit(weights=self.shares.kind != "equal")
+
+    def beside_noise(self) -> str:
+        """Return why no noise can be sized on this average; "" if it can."""
+        if self.limits.exclude:
+            return (
+                f"noise can not be sized on what exclude={list(self.limits.exclude)} leaves "
+                "without a bound"
+            )
+        return WITH_NOISE if self.shares.kind != "equal" else self.combining.unfit(noise=True)
+
+    def of_sums(self, replies: Sequence[Reply]) -> str:
+        """Return why these can not be combined, as they are secure sums; "" if they can."""
+        return self.combining.unfit(secure=any(reply.clients > 1 for reply in replies))
+
+    def of(
+        self,
+        replies: Sequence[Reply],
+        like: Arrays,
+        bound: float,
+        warn: Callable[[str], None],
+        *,
+        whole: bool = True,
+        clients: int | None = None,
+    ) -> Vetted:
+        """Return the replies and their average, in float64.
+
+        Parameters
+        ----------
+        replies, like
+            The replies, or their secure sum; and what has the names and shapes of the model.
+        bound
+            Of the `whole` update, or of each group.
+        warn
+            Is told which replies count as zeros.
+        clients
+            By how many to divide; None: by as many as replied.
+        """
+        unfit = self.of_sums(replies) or self.combining.too_few(len(replies))
+        shares = self.shares.of(replies)
+        faults = [
+            unfit or share.fault or self.limits.fault(reply, like, bound, whole, share.mass)
+            for reply, share in zip(replies, shares, strict=True)
+        ]
+        there = sum(reply.clients for reply in replies)
+        warn_of(faults, [reply.sender for reply in replies], there, warn)
+        sound = [reply for reply, fault in zip(replies, faults, strict=True) if not fault]
+        if not sound:
+            return Vetted(faults, sound, None)
+        factors = [share.factor for share, fault in zip(shares, faults, strict=True) if not fault]
+        # Other shares than equal ones add up to 1 already.
+        divisor = (clients or there) if self.shares.kind == "equal" else 1
+        arrays = [reply.arrays for reply in sound]
+        return Vetted(faults, sound, self.combining.of(arrays, divisor, factors))

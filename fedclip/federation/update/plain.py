@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Update clipping as flat tables of numbers and texts, which any engine can send and read.
+
+::
+
+    settings    one table for server and clients     server_of, client_of
+    message     server -> client                     bound_to, bound_from
+    vote        client -> server, beside the arrays  reply_to, reply_from
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from fedclip import parameters
+from fedclip.errors import nearest
+from fedclip.federation.update.adaptive import AdaptiveBound
+from fedclip.federation.update.clipping import UpdateClient
+from fedclip.federation.update.combining import Combining
+from fedclip.federation.update.engine import UpdateServer
+from fedclip.federation.update.exchange import Arrays, Reply, SentBound
+from fedclip.federation.update.shares import Shares
+from fedclip.scopes import check_scope
+
+_PARTS: tuple[Callable[..., Any], ...] = (AdaptiveBound, UpdateClient, Shares, Combining)
+_COUNTS = ("votes", "within", "clipped", "zeroed")
+
+
+def _known(part: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(part).parameters)
+
+
+def _of(part: Callable[..., Any], settings: Mapping[str, object]) -> dict[str, Any]:
+    """Return those of the settings that a part takes; refuse one that none takes."""
+    known = set[str]().union(*map(_known, _PARTS))
+    for name in settings:
+        if name not in known:
+            raise TypeError(
+                f"update clipping has no parameter {name!r}"
+                f"{nearest(name, known) or '; its parameters are ' + ', '.join(sorted(known))}"
+            )
+    return {name: settings[name] for name in settings if name in _known(part)}
+
+
+def server_of(settings: Mapping[str, object]) -> UpdateServer:
+    """Return the server that a table of settings describes.
+
+    The table has the parameters of `update-clip-server` (whose `max_norm` is the largest bound)
+    and of `clipped-averaging`, but for what is declearn's own.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a setting is unknown or wrong.
+
+    Examples
+    --------
+    >>> server_of({"start_norm": 0.5, "scope": "layer", "weights": "steps"}).open().bound
+    0.5
+    >>> server_of({"start_nrom": 0.5})
+    Traceback (most recent call last):
+    ...
+    TypeError: update clipping has no parameter 'start_nrom'; did you mean 'start_norm'?
+    """
+    client = client_of(settings)
+    return UpdateServer(
+        AdaptiveBound(**_of(AdaptiveBound, settings)),
+        scope=client.scope,
+        exclude=client.exclude,
+        shares=Shares(**_of(Shares, settings)),
+        combining=Combining(**_of(Combining, settings)),
+    )
+
+
+def client_of(settings: Mapping[str, object]) -> UpdateClient:
+    """Return the client that the same table describes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a setting is unknown or wrong.
+    """
+    return UpdateClient(**_of(UpdateClient, settings))
+
+
+def bound_to(sent: SentBound) -> dict[str, str | int | float | bool]:
+    """Return a message to the clients as numbers and texts."""
+    return {**asdict(sent), "scope": json.dumps(sent.scope)}
+
+
+def bound_from(message: Mapping[str, object]) -> SentBound:
+    """Return what a server has sent.
+
+    Raises
+    ------
+    ValueError
+        If it is not a message of `bound_to`.
+    """
+    try:
+        return SentBound(
+            parameters.positive(bound=message.get("bound")),
+            adaptive=parameters.boolean(adaptive=message.get("adaptive")),
+            private=parameters.boolean(private=message.get("private")),
+            scope=check_scope(json.loads(_text(message, "scope")), limits=True),
+            round=parameters.integer(1, round=message.get("round")),
+            stop=_text(message, "stop"),
+            steps=parameters.boolean(steps=message.get("steps")),
+            fedclip=_text(message, "fedclip"),
+        )
+    except (TypeError, ValueError) as exc:
+        raise ValueError(
+            f"the server's message is not that of update clipping ({exc!s:.200}): both need the "
+            "same version of fedclip"
+        ) from None
+
+
+def _text(message: Mapping[str, object], name: str) -> str:
+    text = message.get(name)
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a text, got {type(text).__name__}")
+    return text
+
+
+def reply_to(reply: Reply) -> dict[str, int]:
+    """Return what a client says beside its arrays."""
+    said = {name: getattr(reply, name) for name in _COUNTS}
+    return said if reply.steps is None else said | {"steps": reply.steps}
+
+
+def reply_from(arrays: Arrays, said: object, sender: str = "") -> Reply:
+    """Return a client's reply; with a fault if what it says is not of `reply_to`.
+
+    `close` then counts it as zeros, and its votes as an abstention. The sender is for the engine
+    to say.
+
+    Examples
+    --------
+    >>> reply_from({}, {"votes": 1, "within": 1, "clipped": 0, "zeroed": 0}, "a").fault
+    ''
+    >>> reply_from({}, {"votes": 10}, "b").fault
+    'it says nothing that update clipping does: the client has no update clipping, or another one'
+    """
+    said = said if isinstance(said, Mapping) else {}
+    counts: dict[str, Any] = {name: said.get(name) for name in _COUNTS}
+    if not all(type(count) is int for count in counts.values()) or set(said) - {*counts, "steps"}:
+        return Reply(
+            arrays,
+            sender=sender,
+            fault="it says nothing that update clipping does: the client has no update clipping, "
+            "or another one",
+        )
+    steps: Any = said.get("steps")
+    return Reply(arrays, **counts, sender=sender, steps=steps)
