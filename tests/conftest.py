@@ -26,6 +26,8 @@ LONG = (
     "test_examples",
     "test_dpsgd_benchmarks",
     "test_adapter_torch_sharded",
+    "test_adapter_jax_loops",
+    "test_registration",
     "test_declearn_suite",
     "test_benchmarks",
     "test_site",
@@ -107,10 +109,12 @@ def checked(tmp_path: Path) -> Callable[[str], Any]:
 
 @pytest.fixture
 def no_round_left_open() -> Iterator[None]:
-    """Forget, after a test, the round of update clipping that it has begun."""
+    """Forget, after a test, the round of update clipping that it has begun, and who has replied."""
     yield
+    from fedclip.federation.replies import note
     from fedclip.federation.update.coupling import CLIENT, SERVER
 
+    note(None, {})
     for variable in (CLIENT, SERVER):
         variable.set(None)
 

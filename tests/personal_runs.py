@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from declearn.secagg.utils import IdentityKeys
 from declearn.training import TrainingManager
 from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
 from federation_helpers import SHORT_BIPRIME
-from helpers import require
+from helpers import free_port, require
 
 import fedclip
 from fedclip import PersonalModel
@@ -141,9 +140,7 @@ class Federation:
     """A server and clients that have run; all that clients have sent is noted."""
 
     def __init__(self, model: Any, optim: dict[str, Any], secagg: str | None = None) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = sock.getsockname()[1]
+        self.port = free_port()
         server, self.secagg = secure(secagg)
         address = {"protocol": "fedclip-websockets", "host": "127.0.0.1", "port": self.port}
         with warnings.catch_warnings():

@@ -215,28 +215,6 @@ def test_the_mixin_clips_in_either_order_of_the_bases(
     assert len(timers) == (kind is Reversed)
 
 
-# -- one clipper, one place ----------------------------------------------------------------------
-
-
-def test_a_clipper_goes_from_one_trainer_to_the_next(tmp_path: Path) -> None:
-    class Breaks(Model):
-        def training_step(self, batch: Any, index: int) -> Any:
-            assert index < 3
-            return super().training_step(batch, index)
-
-    clipper = ZScoreClip()
-    broken = trainer(tmp_path, ClipCallback(clipper))
-    with pytest.raises(AssertionError):
-        broken.fit(Breaks(), batches())
-    first = fit(tmp_path, Model(), ClipCallback(clipper))
-    second = fit(tmp_path, Model(), ClipCallback(clipper))
-    assert sum(r.steps for r in clipper.rounds) == 3 + 8 + 8
-    for done in (first, second):
-        done.save_checkpoint(tmp_path / "done.ckpt")
-        saved = torch.load(tmp_path / "done.ckpt", weights_only=True)
-        assert saved["optimizer_states"][0]["fedclip:zscore-clip"]["groups"]
-
-
 # -- what is refused -----------------------------------------------------------------------------
 def test_clipping_twice_is_refused_before_the_first_step(tmp_path: Path) -> None:
     for model, callbacks in ((Model(), [ClipCallback(NormClip())]), (Mixed(NormClip()), [])):
@@ -291,25 +269,6 @@ def test_the_loggers_get_what_the_steps_did(tmp_path: Path) -> None:
     assert rows[0].split(",")[0] == "clip/clipped"
     assert len(rows) == 1 + 4
     assert [r.steps for r in callback.clippers[0].rounds if r.round] == [8, 8]
-
-
-def test_the_package_pytorch_lightning_works_too(tmp_path: Path) -> None:
-    other = pytest.importorskip("pytorch_lightning")
-
-    class Small(other.LightningModule):  # type: ignore[misc]
-        training_step, loss = Model.training_step, Model.loss
-        configure_optimizers = Model.configure_optimizers
-        fused = False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = torch.nn.ModuleList([torch.nn.Linear(5, 4)])
-            self.norms: list[list[float]] = [[]]
-
-    model = Small()
-    other.Trainer(callbacks=[ClipCallback(NormClip(LIMIT))], **QUIET).fit(model, batches())
-    assert len(model.norms[0]) == 8
-    assert max(model.norms[0]) <= LIMIT
 
 
 # -- processes -----------------------------------------------------------------------------------

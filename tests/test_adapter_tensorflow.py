@@ -1,6 +1,5 @@
 """TensorFlow loops: the adapter does what the declearn module does."""
 
-import logging
 import warnings
 
 import numpy as np
@@ -169,30 +168,3 @@ def test_the_verbs():
     assert compiled_clipper.last is None
     compiled_clipper.load_state(state)
     assert compiled_clipper.state()["groups"] == state["groups"]
-
-
-def test_tracing_says_nothing():
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    tf.get_logger().addHandler(handler)
-    try:
-        variable = tf.Variable([3.0, 4.0], name="v")
-        clipper = ZScoreClip()
-        step = tf.function(lambda g: [x for x, _ in clip([(g, variable)], clipper)])
-        step(tf.constant([3.0, 4.0]))
-    finally:
-        tf.get_logger().removeHandler(handler)
-    assert said == []
-
-
-def test_a_state_that_was_loaded_is_forgotten_before_the_first_step_too() -> None:
-    variable, known = tf.Variable([0.0, 0.0]), ZScoreClip()
-    for size in (1.0, 2.0, 3.0):
-        clip([(tf.constant([size, size]), variable)], known)
-    compiled, fresh = (CompiledClipper(ZScoreClip()) for _ in range(2))
-    compiled.load_state(known.get_state())
-    compiled.reset()
-    for one in (compiled, fresh):
-        one([(tf.constant([100.0, 100.0]), variable)])
-    assert compiled.state()["groups"] == fresh.state()["groups"]

@@ -17,7 +17,6 @@ from fedclip import (  # noqa: E402
     EmaValueClip,
     FedclipWarning,
     GrowthValueClip,
-    NonFiniteError,
     NoOp,
     NormClip,
     PercentileNormClip,
@@ -87,27 +86,6 @@ def test_clip_in_place_does_what_the_module_does(name):
     assert loop.get_state() == module.get_state()
 
 
-class Half(TorchBackend):
-    """Every other tensor lies on the device."""
-
-    def views(self, arrays):
-        return [None if i % 2 else view for i, view in enumerate(super().views(arrays))]
-
-
-@pytest.mark.parametrize("scope", ["global", "tensor"])
-@pytest.mark.parametrize("backend", [Device(), Half()])
-def test_with_raise_what_lies_on_a_device_is_measured_there(backend, scope):
-    # To raise, the host has to know the norm, of what it can not read as of what it can.
-    gradient = {f"t{i}": torch.full((5,), 10.0 + i) for i in range(4)}
-    found = NormClip(1.0, scope=scope, on_nonfinite="raise").clip(gradient, backend=backend)
-    expected = NormClip(1.0, scope=scope).clip(gradient)
-    for name in gradient:
-        torch.testing.assert_close(found[name], expected[name], rtol=3e-6, atol=0)
-    gradient["t1"][2] = torch.nan
-    with pytest.raises(NonFiniteError, match="'t1'"):
-        NormClip(1.0, scope=scope, on_nonfinite="raise").clip(gradient, backend=backend)
-
-
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
@@ -171,19 +149,6 @@ def test_compiled_once_without_graph_breaks():
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     assert clipper.rounds == []
-
-
-def test_pure_clipping_gives_each_group_its_own_statistics():
-    pure = PureClipping(ZScoreClip(warmup=1, scope="tensor"))
-    small, large = torch.ones(2), torch.full((2,), 50.0)
-    state = pure.init({"a": small, "b": large})
-    for order in ("ab", "ab", "ba"):
-        found, state = pure.update({n: {"a": small, "b": large}[n] for n in order}, state)
-        assert [*found] == [*order]
-        assert torch.equal(found["b"], large)
-    for others in ({"b": large}, {"a": small, "b": large, "c": small}):
-        with pytest.raises(ValueError, match="the state is of 2 groups of tensors"):
-            pure.update(others, state)
 
 
 @pytest.mark.parametrize("scope", ["global", "tensor"])

@@ -36,9 +36,6 @@ def unit_norms(values: np.ndarray, axis: int) -> np.ndarray:
     return np.linalg.norm(moved.reshape(len(moved), -1), axis=1)
 
 
-# -- side by side with other packages ---------------------------------------------------------
-
-
 # -- what the docstring promises --------------------------------------------------------------
 @pytest.mark.parametrize(
     "config",
@@ -135,20 +132,6 @@ def test_acts_on_the_gradients_of_a_model() -> None:
     for name in names:
         limit = 0.01 * unit_norms(model.get_weights().coefs[name].numpy(), 0)
         np.testing.assert_allclose(unit_norms(updates.coefs[name].numpy(), 0), limit, rtol=1e-5)
-
-
-def test_records_are_readable() -> None:
-    agc = AGC(0.1, axis=0)
-    assert agc.last is None
-    weights = NumpyVector({"w": np.array([[10.0, 0.0], [1.0, 0.0]])})
-    agc.on_round_start()
-    agc.run(NumpyVector({"w": np.array([[2.0, 0.0], [1.0, 0.0]])}), weights)
-    # The worst unit is the one that is most above its own limit.
-    assert (agc.last.groups, agc.last.norm_before, agc.last.clipped) == (("w",), (1.0,), (True,))
-    assert agc.last.limit == pytest.approx((0.1,))
-    agc.on_round_start()
-    agc.run(NumpyVector({"w": np.zeros((2, 2))}), weights)
-    assert [(r.round, r.steps, r.clipped) for r in agc.rounds] == [(1, 1, 1), (2, 1, 0)]
 
 
 def test_weights_of_a_step_are_not_kept_alive() -> None:

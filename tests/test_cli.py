@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import io
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -19,11 +17,8 @@ import msgpack
 import pytest
 from declearn.optimizer import list_optim_modules
 from helpers import PATIENCE, free_port, hiding
-from report_runs import Node, call, large_run
-from rich.console import Console
+from report_runs import Node, call
 from typer.testing import Result
-
-from fedclip.report import read_report
 
 Write = Callable[..., Path]
 
@@ -127,14 +122,6 @@ def test_doctor_refuses_an_old_declearn(monkeypatch: pytest.MonkeyPatch) -> None
     result = call("doctor")
     assert result.exit_code == 1
     assert "declearn>=2.9.1" in one_sentence(result)
-
-
-def test_doctor_tells_the_versions_without_declearn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "declearn.aggregator", None)
-    result = call("doctor")
-    assert result.exit_code == 1
-    assert re.search(r"^registered +none$", result.stdout, re.MULTILINE)
-    assert "pip install 'declearn>=2.9.1,<3'" in one_sentence(result)
 
 
 # ------------------------------------------------------------------------------- translate
@@ -298,13 +285,6 @@ def test_run_gives_a_script_its_arguments_its_folder_and_the_clippers(tmp_path: 
     assert "['--port', '80', '--help'] 42 [<fedclip" in done.stdout
 
 
-@pytest.mark.slow
-def test_run_shows_the_traceback_of_the_script(tmp_path: Path) -> None:
-    done = script(tmp_path, "raise RuntimeError('mine')")
-    assert done.returncode == 1
-    assert done.stderr.rstrip().endswith("RuntimeError: mine")
-
-
 # ---------------------------------------------------------------------------------- report
 
 
@@ -397,42 +377,6 @@ def test_report_follows_a_run_until_it_ends(
     assert call("report", folder, "--follow", "--json").exit_code == 2
 
 
-def test_a_round_that_ends_while_a_report_is_read_is_not_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fedclip.report import Reader, Report
-
-    node, read = Node(tmp_path / "c0", ["norm-clip"]), Reader.read
-    node.round([0.5])
-
-    def slow(reader: Reader) -> Report:
-        report = read(reader)
-        if not (tmp_path / "c0" / "model_state_best.mpk").exists():
-            node.round([0.7])
-            (tmp_path / "c0" / "model_state_best.mpk").touch()
-        return report
-
-    monkeypatch.setattr(Reader, "read", slow)
-    shown = call("report", tmp_path, "--follow").stdout
-    assert "round 2: 1 step, 0% clipped" in shown
-
-
-def test_a_run_that_ended_without_records_is_not_followed(tmp_path: Path) -> None:
-    Node(tmp_path, ["momentum"]).round([1.0])
-    (tmp_path / "model_state_best.mpk").touch()
-    assert "no records" in one_sentence(call("report", tmp_path, "--follow"))
-    (tmp_path / "run").touch()
-    assert "is no folder" in one_sentence(call("report", tmp_path / "run", "--follow"))
-
-
-def test_many_rounds_are_summed_up(tmp_path: Path) -> None:
-    large_run(tmp_path, 60, 5)
-    short, long = call("report", tmp_path), call("report", tmp_path, "--rounds")
-    assert "--rounds shows all 300 rounds" in short.stdout
-    assert len(short.stdout.splitlines()) < 20 < 300 < len(long.stdout.splitlines())
-    assert "server: accuracy" in short.stdout
-
-
 ROUND = {
     **dict.fromkeys(("round", "clipped"), 1),
     **dict.fromkeys(("norm_min", "norm_max", "limit", "limit_min", "limit_max"), 1.0),
@@ -459,25 +403,3 @@ def test_what_can_not_be_written_is_a_sentence(checkpoints: Path, tmp_path: Path
             result = call("report", checkpoints, option, file)
             assert result.exit_code == 1
             assert "can not write" in one_sentence(result)
-
-
-def test_report_in_a_pipe_and_at_80_columns_keeps_its_numbers(tmp_path: Path) -> None:
-    for node in ("hospital-of-the-holy-spirit-in-the-north", "short"):
-        folder = tmp_path / node
-        folder.mkdir()
-        numbers = {"round": 100, "steps": 12345, "clipped": 12345, "limit": 1.234e-05}
-        records = [
-            {**ROUND, **numbers, "group": group, "norm_max": 1.23e10}
-            for group in ("all", "encoder.layers.11.attention.weight")
-        ]
-        modules = [[name, {"rounds": records}] for name in ("percentile-norm-clip", "no-op")]
-        packed = msgpack.packb({"modules": modules})
-        (folder / "optimizer_state_1.mpk").write_bytes(packed)
-    shown = call("report", tmp_path, "--groups").stdout
-    row = "hospital-of-the-holy-spirit-in-the-north +no-op +all +100 +12345 +100%"
-    assert re.search(row + r" +- +1\.23e\+10 +1\.23e-05", shown)
-    console = Console(file=io.StringIO(), width=80)
-    console.print(read_report(tmp_path).table(groups=True))
-    narrow = console.file.getvalue()  # type: ignore[attr-defined]
-    assert max(map(len, narrow.splitlines())) <= 80
-    assert len(re.findall(r"100 +12345 +100% +- +1\.23e\+10 +1\.23e-05", narrow)) == 8

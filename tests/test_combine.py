@@ -14,17 +14,13 @@ from declearn.aggregator import Aggregator
 from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector
 from federation_helpers import Clients, Server, norm
-from federation_runs import running
 from helpers import each_framework, needs
 from test_sparse import dense_values, indexed_slices, sparse_coo
 
 from fedclip.federation.update import trimmed
 from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.arc import arc_factors
-from fedclip.federation.update.averaging import averaged
 from fedclip.federation.update.clipping import UpdateClient
 from fedclip.federation.update.combining import Combining
-from fedclip.federation.update.coupling import CLIENT, SERVER
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import Closed
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes
@@ -36,11 +32,7 @@ from fedclip.tools.check import check_config
 KINDS = ("arc", "trimmed")
 
 
-@pytest.fixture(autouse=True)
-def _no_round_left_open() -> Any:
-    yield
-    for variable in (CLIENT, SERVER):
-        variable.set(None)
+pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 
 def by_hand(kind: str, rows: np.ndarray, f: int) -> np.ndarray:
@@ -114,16 +106,6 @@ def test_sparse_arrays_are_dense_before(framework: str) -> None:
     np.testing.assert_allclose(means["w"], dense_values())
 
 
-def test_no_update_is_longer_after_arc_than_the_longest_of_the_others() -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(300):
-        rows, f = random_rows(rng)
-        norms = np.linalg.norm(rows, axis=1)
-        norms[:f] *= 1e6
-        after = norms * arc_factors(norms.tolist(), f)
-        assert after.max() <= norms[f:].max() * (1 + 1e-12)
-
-
 def test_no_coordinate_of_a_trimmed_mean_is_beyond_those_of_the_others() -> None:
     rng = np.random.default_rng(3)
     for _ in range(300):
@@ -180,25 +162,6 @@ def closed(kind: str, updates: list[Any], f: int = 1, **changes: Any) -> Closed:
     replies = [client.clip({"w": np.array(row)}, sent, steps=1) for row in updates]
     replies[0] = replace(replies[0], **changes)
     return server.close(replies, {"w": np.zeros(2)})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_core_and_plugins_combine_alike(kind: str) -> None:
-    """In the last round, too few clients reply, and it counts as zeros."""
-    rng = np.random.default_rng(5)
-    core = UpdateServer(AdaptiveBound(0.5), combining=Combining(kind, 1))
-    server = Server([("update-clip-server", {"start_norm": 0.5})], config(kind))
-    clients = Clients(4, ["update-clip-client"], config(kind))
-    for count in (4, 3, 4, 2):
-        rows = rng.normal(size=(count, 6)) * [[0.05], [3.0], [1.0], [0.1]][:count]
-        sent, aux = core.open(), server.start()
-        replies = [UpdateClient().clip({"w": row}, sent, steps=1) for row in rows]
-        average = core.close(replies, {"w": rows[0]}).average["w"]
-        other = server.finish([clients.round(i, aux, row) for i, row in enumerate(rows)])
-        np.testing.assert_array_equal(average, other.coefs["w"])
-        short = np.minimum(1.0, sent.bound / np.linalg.norm(rows, axis=1, keepdims=True))
-        right = by_hand(kind, rows * short, 1) if count > 2 else np.zeros(6)
-        np.testing.assert_allclose(average, right, atol=2e-6)
 
 
 def test_a_round_of_too_few_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -331,31 +294,3 @@ def test_check_says_so_before(tmp_path: Path, rest: str, level: str, text: str) 
     found = check_config(tmp_path / "optim.toml")
     assert any(text in f.message and f.level == level for f in found.findings), found.findings
     assert "by more than 2 / n of that" in str(found.places) or level == "problem"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("f", "secagg", "text"),
-    [
-        (1, "masking", "does not go with secure aggregation"),
-        (1, "joye-libert", "does not go with secure aggregation"),
-        (2, None, "needs more than 4 replies in a round, and there are 3"),
-    ],
-)
-def test_a_server_refuses_before_the_first_round(
-    tmp_path: Path, f: int, secagg: str | None, text: str
-) -> None:
-    optim = {"aggregator": config("trimmed", f, max_norm=1.0), "client_opt": 0.5}
-    settings: dict[str, Any] = {"protocol": "fedclip-websockets", "secagg": secagg}
-    with running(tmp_path, optim=optim, **settings) as run:
-        codes = run.wait()
-    assert codes["server"] != 0
-    assert text in run.said("server")
-    assert "Initiating training round" not in run.said("server")
-
-
-def test_the_mean_is_what_it_was() -> None:
-    updates = [{"w": np.array([1.0, 2.0])}, {"w": np.array([3.0, 5.0])}]
-    means = Combining().of(updates, 4, [1.0, 0.5])["w"]
-    np.testing.assert_array_equal(means, averaged(updates, 4, [1.0, 0.5])["w"])
-    assert Combining().too_few(0) == Combining().unfit(weights=True, noise=True, secure=True) == ""

@@ -176,12 +176,12 @@ WAYS: dict[str, Any] = {
     "tf.function": ("tensorflow", lambda f: _tf().function(f.__call__), None),
     "torch.compile": ("torch", _torch_compile, None),
 }
-# Each clipper in every way; other rows of its in one of three.
+# Each clipper in every second way, of which other rows of its are in one.
 ROWS = [
     pytest.param(s, w, marks=[pytest.mark.slow] if "torch" not in w or "compile" in w else [])
     for i, s in enumerate([*SPECIMENS, *PICKED])
     for j, w in enumerate(WAYS)
-    if not s.label or (i + j) % 3 == 0
+    if (i + j) % (4 if s.label else 2) == 0
 ]
 
 
@@ -217,39 +217,6 @@ def test_rows_of_a_sparse_tensor_are_clipped_as_on_the_host(specimen: Specimen) 
         for name, value in wanted.items():
             found, right = outputs[name].to_dense(), value.to_dense()
             torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-@one_of_each
-def test_slices_from_a_tape_are_clipped_as_on_the_host(specimen: Specimen) -> None:
-    needs("tensorflow")
-    import tensorflow as tf
-
-    table = {"scope": {"enc.*": 0.3}} if isinstance(specimen.config.get("scope"), dict) else {}
-    compiled, host = Compiled(specimen, "tensorflow", **table), specimen.make(**table)
-    variables = {name: tf.Variable(value) for name, value in WEIGHTS.items()}
-
-    def gradients(values: Any, rows: Any) -> Any:
-        with tf.GradientTape() as tape:
-            found = tf.nn.embedding_lookup(variables["enc.weight"], [1, 5, 1, 2])
-            loss = tf.reduce_sum(found * rows)
-            for name in list(variables)[1:]:
-                loss += tf.reduce_sum(variables[name] * values[name])
-        return dict(zip(variables, tape.gradient(loss, list(variables.values())), strict=True))
-
-    step, state = tf.function(lambda v, r, s: compiled(gradients(v, r), s)), compiled.start()
-    for arrays in float32_steps()[:3]:
-        values = {name: tf.constant(value) for name, value in arrays.items()}
-        rows = tf.constant(arrays["enc.weight"][:4])
-        given = gradients(values, rows)
-        weights = {
-            name: MAKE["tensorflow"](variable.numpy()) for name, variable in variables.items()
-        }
-        wanted = host.clip(given, weights) if isinstance(host, AGC) else host.clip(given)
-        outputs, state = step(values, rows, state)
-        for name, value in wanted.items():
-            found, right = (tf.convert_to_tensor(x).numpy() for x in (outputs[name], value))
-            np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
 
 
 # -- how much there is in compiled code ---------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -78,20 +77,6 @@ def test_settings_limit_the_number(
     assert cores.worthwhile([1 << 30]) == 1
 
 
-def test_torch_limits_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = require("torch")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert cores.cores() == 3
-
-
-def test_few_bytes_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "cores", lambda: 8)
-    assert [cores.worthwhile([n << 20]) for n in (0, 1, 3, 4, 8, 400)] == [1, 1, 1, 2, 4, 8]
-    assert cores.worthwhile([]) == cores.worthwhile([1 << 16] * 1000) == 1
-
-
 def test_every_call_is_made_once_and_errors_come_out() -> None:
     made: list[int] = []
     cores.each([partial(made.append, i) for i in range(1000)], 4)
@@ -112,14 +97,6 @@ def test_nobody_waits_for_threads_that_others_keep(monkeypatch: pytest.MonkeyPat
     # It takes no more work now, as at the interpreter's exit.
     cores.each([partial(made.append, i) for i in range(10)], 3)
     assert len(made) == 20
-
-
-def test_threads_say_nothing_of_overflow(threads: Any) -> None:
-    threads(3)
-    gradient = NumpyVector({"w": np.full((1100, 1024), 1e30, np.float32)})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert np.isfinite(NormClip(1.0).run(gradient).coefs["w"]).all()
 
 
 FORKS = """
@@ -155,22 +132,3 @@ assert norm(1) == here[1]
 def test_threads_are_made_anew_after_a_fork() -> None:
     """With declearn's own helper, in a process that has threads already."""
     python(FORKS)
-
-
-BITS = """
-import numpy as np
-from declearn.model.sklearn import NumpyVector
-from fedclip import NormClip
-
-rng = np.random.default_rng(0)
-clip = NormClip(1.0)
-clip.run(NumpyVector({f"t{i}": rng.standard_normal(499) for i in range(400)}))
-print(clip.last.norm_before[0].hex())
-"""
-
-
-@pytest.mark.slow
-def test_the_bits_of_many_small_arrays_do_not_depend_on_the_setting() -> None:
-    """Joined, they are long enough for OpenBLAS to use threads of its own."""
-    found = [python(BITS, OMP_NUM_THREADS=threads) for threads in ("1", "2", "4")]
-    assert len({*found}) == 1

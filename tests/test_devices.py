@@ -98,28 +98,6 @@ def test_tensorflow_on_two_logical_devices() -> None:
     assert out == "0.6 0.8"
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_skipped_step_is_zero_and_another_one_is_kept_to_the_bit(
-    in_place: bool, kept: bool
-) -> None:
-    needs("torch")
-    import torch
-
-    from fedclip.arrays.torch import TorchBackend, TorchInPlace
-
-    backend = TorchInPlace() if in_place else TorchBackend()
-    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    given = [torch.tensor([-0.0, 3.0, -torch.inf, torch.nan], dtype=d) for d in dtypes]
-    given += [torch.tensor(5.0), torch.empty(0), torch.ones(3, 2).T]
-    outputs = backend.keep_if(torch.tensor(kept), [t.clone() for t in given])
-    for output, tensor in zip(outputs, given, strict=True):
-        wanted = tensor if kept else torch.zeros_like(tensor)
-        assert output.dtype == tensor.dtype
-        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-        assert torch.equal(output.view(bits), wanted.view(bits))
-
-
 def dispatched(call: Callable[[], Any]) -> int:
     """Return how many operations of torch a call makes, each of which may be a launch."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -137,38 +137,6 @@ def test_graphs_of_tensorflow_that_xla_compiles(dtype: str) -> None:
     assert_bound(lambda values: step(values)["w"], 16_384, dtype)
 
 
-@pytest.mark.parametrize("framework", ON_DEVICES)
-@pytest.mark.parametrize("dtype", TIE)
-def test_slices_on_devices(framework: str, dtype: str) -> None:
-    with session(framework, dtype):
-        step = compiled(framework, {"w": (10_000, 4)}, dims=[0])
-        for values in hard(40_000, dtype):
-            clipped = step(values.astype(dtype).reshape(4, 10_000).T.copy())["w"]
-            assert max(map(norm, clipped.T)) <= LIMIT
-
-
-@pytest.mark.parametrize("framework", ON_DEVICES)
-@pytest.mark.parametrize("size", [60, 511])
-def test_small_groups_beside_a_large_one(framework: str, size: int) -> None:
-    with session(framework, "float32"):
-        step = compiled(framework, {"b": (size,), "w": (20_000,)}, scope="tensor")
-        large = np.ones(20_000, np.float32)
-        for values in hard(size, "float32"):
-            assert norm(step(values.astype(np.float32), large)["b"]) <= LIMIT
-
-
-@pytest.mark.parametrize("framework", ON_DEVICES)
-@pytest.mark.parametrize("sizes", [(4096, 4096, 9000), (300, 100_003), (64,) * 40])
-def test_tensors_of_one_group(framework: str, sizes: tuple[int, ...]) -> None:
-    with session(framework, "float32"):
-        step = compiled(framework, {f"t{i}": (size,) for i, size in enumerate(sizes)})
-
-        def clip(values: np.ndarray) -> np.ndarray:
-            return np.concatenate([*step(*np.split(values, np.cumsum(sizes)[:-1])).values()])
-
-        assert_bound(clip, sum(sizes), "float32")
-
-
 @pytest.mark.parametrize(
     ("wide", "found"), [(1, 1), (8, 8), (12, 8), (16, 16), (32, 32), (64, 64), (128, 64)]
 )

@@ -23,28 +23,6 @@ from fedclip.privacy.accounting import Release, epsilon, order_for
 from fedclip.privacy.ledger import Ledger, fingerprint, read_entries, total
 from fedclip.tools.spent import read_spent
 
-
-def test_the_core_needs_no_declearn_and_no_framework() -> None:
-    program = """
-import sys
-blocked = ("declearn", "torch", "tensorflow", "jax", "haiku", "sklearn")
-sys.modules.update(dict.fromkeys(blocked))
-import numpy as np
-from fedclip.privacy.ledger import Ledger
-from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.noise import IndependentNoise
-from fedclip.dpsgd.sampling import PoissonSampler
-Ledger(1.0, 1e-5)
-SampleClipping().factors(np.ones((2, 1)), 1.0)
-IndependentNoise().add({"w": np.zeros(3)}, 1.0)
-print(len(PoissonSampler(3, 3).draw()))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert done.stdout.strip() == "3", done.stderr
-
-
 # -- sampling ----------------------------------------------------------------------------------
 RECORDS, EXPECTED, STEPS = 200, 20, 4000
 
@@ -278,14 +256,6 @@ def test_a_fingerprint_has_names_and_sizes_and_no_value() -> None:
     assert of("ab").startswith("6 records, features (2,), names ")
     assert of("ab") == of("ab", 7.0)
     assert len({of("ab"), of("ac"), of("ba"), of("ab", records=9)}) == 4
-
-
-def test_a_link_is_no_other_ledger(tmp_path: Path) -> None:
-    path, link = tmp_path / "spent.json", tmp_path / "link.json"
-    Ledger(9.0, 1e-5, path).reserve(2.0, 1.0, 3)
-    link.symlink_to(path)
-    assert Ledger(9.0, 1e-5, link).accountant.rounds == 3
-    assert not (tmp_path / "link.json.lock").exists()
 
 
 @pytest.mark.slow

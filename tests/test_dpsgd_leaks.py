@@ -105,7 +105,7 @@ def test_a_record_that_raises_is_one_that_is_not_there(folder: Path) -> None:
         ]
 
     right = updates("nan")
-    for kind in wire.ZERO:
+    for kind in (kind for kind in wire.KINDS if kind in wire.ZERO):
         np.testing.assert_allclose(updates(kind), right, rtol=0, atol=1e-6, err_msg=kind)
         said = (folder / f"{kind}.txt").read_text()
         assert ("the first is record 0: " in said) == (kind != "nan"), kind

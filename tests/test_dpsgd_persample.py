@@ -97,7 +97,6 @@ MODELS: dict[str, Callable[[], Model]] = {
     "tensorflow": tensorflow_model,
     "sklearn": sklearn_model,
 }
-each_model = pytest.mark.parametrize("name", MODELS)
 
 
 def numbers(array: Any) -> Any:
@@ -170,17 +169,6 @@ def test_closed_forms_are_what_scikit_learn_does(kind: str, loss: str, penalty: 
         )
         for name, array in unclipped.items():
             np.testing.assert_allclose(array, total.coefs[name], rtol=0, atol=1e-9)
-
-
-@each_model
-def test_no_record_at_all_is_a_sum_of_zeros(name: str) -> None:
-    model, x, y = MODELS[name]()
-    for batches in ([], [(x[:0], y[:0], None)]):
-        sums, norms = clipped_sum(model, batches, flat)
-        assert norms.shape == (0, 1)
-        assert all(not a.any() for a in sums.values())
-        shapes = {n: a.shape for n, a in model.get_weights(trainable=True).coefs.items()}
-        assert {n: a.shape for n, a in sums.items()} == {n: tuple(s) for n, s in shapes.items()}
 
 
 @pytest.mark.parametrize("kind", ["lstm", "attention"])

@@ -107,16 +107,6 @@ def test_no_record_depends_on_how_long_others_are() -> None:
     assert all(w is not None for _, _, w in batches)
 
 
-def test_records_of_one_shape_are_one_batch() -> None:
-    pairs = torch.utils.data.TensorDataset(torch.randn(20, 4), torch.arange(20))
-    records = Records(dataset(pairs, None))
-    ((x, y, weights),) = records.take(np.array([3, 3, 19]))
-    assert torch.equal(x, pairs.tensors[0][[3, 3, 19]])
-    assert y.tolist() == [3, 3, 19]
-    assert weights is None
-    assert records.take([]) == []
-
-
 def test_datasets_whose_records_can_not_be_drawn_are_refused() -> None:
     with pytest.raises(TypeError, match="Endless has no length"):
         Records(dataset(Endless()))

@@ -372,14 +372,6 @@ def test_clients_are_not_chosen_by_what_has_no_noise(check: Any, section: str, o
     assert check(run=f"[client_sampler]\n{section}\n").ok
 
 
-def test_a_sampler_in_a_sampler_says_how_many_take_part(check: Any) -> None:
-    inner = '[client_sampler]\nstrategy = "named-clients"\nsampler = {strategy = "uniform", '
-    for number, ok in ((10, True), (11, False)):
-        more = ("max_clients = 5", "max_clients = 50")
-        found = central(check, run=f"{inner}n_samples = {number}}}\n", change=more)
-        assert found.ok == ok
-
-
 ALONE = "nothing bounds what gaussian-noise is added to: no amount of it gives a guarantee"
 
 
@@ -393,13 +385,6 @@ def test_noise_on_what_nothing_bounds(check: Any) -> None:
     assert ALONE not in said(check(noise, run=PRIVATE))
     # Noise after noise is free.
     assert ALONE not in said(central(check, server=', ["gaussian-noise", {std = 5.0}]'))
-
-
-def test_a_number_of_clients_may_stand_for_their_section(check: Any) -> None:
-    """As `register = 50`; no more than expected may come."""
-    section = "[run.register]\nmin_clients = 1\nmax_clients = 5\n"
-    found = central(check, change=(section, "register = 50\n"))
-    assert "50 clients may take part in a round" in said(found, "problem")
 
 
 def test_fewer_clients_than_averages_are_divided_by(check: Any) -> None:

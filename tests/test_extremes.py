@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Specimen, apply, assert_same, each_framework, needs, norm, run, specimens
+from helpers import each_framework, needs, norm
 
-from fedclip import FedclipWarning, NoOp, NormClip
-from fedclip.testing import gradient_stream, to_numpy, to_vector
+from fedclip import NoOp, NormClip
+from fedclip.testing import to_numpy, to_vector
 
 # What one norm may lose, relatively, when an output is rounded to its dtype.
 BELOW = {"float16": 1.1e-3, "bfloat16": 8e-3, "float32": 2e-6, "float64": 2e-6}
@@ -68,23 +67,6 @@ def test_clipped_to_a_third(framework: str, dtype: str, magnitude: float, scope:
         assert limit * (1 - BELOW[dtype]) <= norm(group) <= limit
 
 
-@specimens()
-@pytest.mark.parametrize(("dtype", "magnitude"), [("float32", 1e20), ("float16", 300.0)])
-def test_every_clipper_stays_finite(specimen: Any, dtype: str, magnitude: float) -> None:
-    rng = np.random.default_rng(0)
-    shapes = {"enc.w": (4, 6), "enc.b": (4,), "head.w": (6, 2), "head.scale": ()}
-    clipper = specimen.make()
-    for _ in range(8):
-        arrays = {
-            name: np.asarray(magnitude * rng.uniform(-1, 1, shape)).astype(dtype)
-            for name, shape in shapes.items()
-        }
-        out = to_numpy(apply(clipper, to_vector(arrays), to_vector(arrays)))
-        for name, value in out.items():
-            assert np.isfinite(value).all(), name
-            assert value.dtype == dtype
-
-
 @pytest.mark.slow
 def test_a_hundred_million_elements() -> None:
     # One float32 dot over so many is off by 10^-3; that is a bound broken by size alone.
@@ -122,33 +104,6 @@ def test_mixed_dtypes_share_a_norm(framework: str) -> None:
     assert clip.last.norm_before[0] == pytest.approx(norm(arrays), rel=1e-6)
     assert 1 - 2e-6 <= norm(out) <= 1
     assert [v.dtype for v in out.values()] == [v.dtype for v in arrays.values()]
-
-
-@pytest.mark.parametrize("size", [0, 1, 2, 1023, 1024, 1025, 65_535, 65_536, 65_537, 200_001])
-def test_every_size(size: int) -> None:
-    array = np.random.default_rng(size).standard_normal(size).astype("float32")
-    clip = NoOp()
-    clip.run(to_vector({"w": array, "v": np.ones(3, "float32")}))
-    assert clip.last.norm_before[0] == pytest.approx(norm({"w": array, "v": np.ones(3)}), rel=1e-6)
-
-
-@specimens()
-def test_numpy_s_error_state_changes_nothing(specimen: Specimen) -> None:
-    # Squares that overflow, squares and products that underflow; before, between, after others.
-    sizes = [1.0, 1e30, 1e-30, 1.0, 1e-42, 3.0]
-    steps = [
-        {name: np.array(size * g, np.float32) for name, g in step.items()}
-        for size, step in zip(sizes, gradient_stream(len(sizes)), strict=True)
-    ]
-    for array in steps[-1].values():
-        array.flat[:1] = 1.2e-38
-    steps[3]["enc.bias"][1] = np.nan
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FedclipWarning)
-        expected = run(specimen.make(), steps)
-        with np.errstate(all="raise"):
-            found = run(specimen.make(), steps)
-    assert_same(found, expected)
 
 
 def test_a_long_array_whose_squares_underflow_is_measured() -> None:

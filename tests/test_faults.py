@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from federation_faults import EVALUATIONS
 from federation_runs import ADAPTIVE, Run, running
 from test_network import WATCHFUL, ended, signalled, until
 
@@ -91,11 +90,8 @@ def test_two_clients_fail_at_once_and_too_few_are_left(tmp_path: Path) -> None:
     assert "the server has ended: 1 of 3 clients have replied" in run.said("client_0")
 
 
-@pytest.mark.parametrize(
-    ("message", "what"), [("MetadataReply", "an error"), ("InitReply", "kill")]
-)
-def test_before_the_first_round(tmp_path: Path, message: str, what: str) -> None:
-    run = survived(tmp_path, "client_1", faults={"1": [message, what, 1]})
+def test_before_the_first_round(tmp_path: Path) -> None:
+    run = survived(tmp_path, "client_1", faults={"1": ["InitReply", "kill", 1]})
     assert "client_1" in told(run, "client_1")
     assert run.state()["round"] == 4
 
@@ -132,36 +128,6 @@ def test_a_sampler_does_not_choose_a_client_that_has_left(tmp_path: Path) -> Non
     assert run.state()["round"] == 10
 
 
-EVALUATED = [
-    *EVALUATIONS,
-    *("loss.divisor=0", "loss.num_sum=nan", "loss.num_sum=huge", "binary-classif.tpos=text"),
-    *("binary-classif.tpos=-1", "loss.divisor=-1"),
-    *("binary-classif.tpos=array", "no message", "half a message", "nested", "another type"),
-    "an error",
-]
-
-
-def test_no_evaluation_ends_a_run(tmp_path: Path) -> None:
-    """Whatever is in it: the loss is that of the others, and the log has the client."""
-    run = survived(
-        tmp_path,
-        network={"heartbeat": 0.02},
-        metrics=["binary-classif"],
-        checkpoint="saved",
-        run={"rounds": len(EVALUATED) + 1, "evaluate": {"batch_size": 60}},
-        faults={"1": ["EvaluationReply", EVALUATED, 1]},
-    )
-    lines = told(run, "client_1").splitlines()
-    assert len(lines) == len(EVALUATED)
-    assert sum("its loss is nan" in line for line in lines) == 1
-    losses = (tmp_path / "saved" / "metrics.csv").read_text().splitlines()[1:]
-    assert len(losses) == len(EVALUATED) + 1
-    assert all(np.isfinite([float(x) for x in line.split(",")[1:]]).all() for line in losses)
-    # A client's own file has the one evaluation that counted.
-    assert len((tmp_path / "saved" / "metrics_client_1.csv").read_text().splitlines()) == 2
-    assert "client_0" not in told(run, "client_0")
-
-
 def test_a_round_without_any_evaluation_is_never_the_best(tmp_path: Path) -> None:
     """The run goes on, says so, and early stopping sees no progress in it."""
     run = survived(
@@ -189,12 +155,6 @@ def test_a_round_without_any_evaluation_is_never_the_best(tmp_path: Path) -> Non
     assert [np.isfinite(loss) for loss in losses] == [False, True, False, False, False]
 
 
-def test_secure_aggregation_has_no_dropouts_and_names_who_left(tmp_path: Path) -> None:
-    faults = {"1": ["MaskingSecaggSetupReply", "no message", 1]}
-    run = failed(tmp_path, secagg="masking", faults=faults)
-    assert "client_1" in told(run, "client_1")
-
-
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
@@ -209,22 +169,6 @@ def test_a_quorum_that_can_not_be_is_refused_before_the_first_step(
     assert why in run.said("server")
     assert f"the server has ended: {why}" in run.said("client_0")
     assert "Initiating training round" not in run.said("server")
-
-
-def test_an_error_is_logged_before_the_client_collects_the_end(tmp_path: Path) -> None:
-    """Of a client that reports an error, and then never reads."""
-    faults = {"1": ["TrainReply", "error, and never reads", 2]}
-    run = failed(tmp_path, "client_1", network={"heartbeat": 0.02}, faults=faults)
-    assert "client 'client_1' reports an error: the disk of site B is full" in run.said("server")
-    assert "does not collect that the run has ended" in told(run, "client_1")
-
-
-def test_all_clients_lack_fedclip(tmp_path: Path) -> None:
-    """Each ends while it decodes the server's request."""
-    faults = {str(i): ["InitReply", "end", 1] for i in range(3)}
-    run = failed(tmp_path, faults=faults)
-    assert "and the run can not go on without it: its log says why; a client" in run.said("server")
-    assert "The clients set is empty" not in run.said("server")
 
 
 def test_a_server_that_is_frozen(tmp_path: Path) -> None:

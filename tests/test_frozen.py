@@ -73,19 +73,6 @@ def test_a_client_says_that_running_statistics_are_not_sent(
 
 
 @pytest.mark.parametrize("personal", [None, "head"])
-def test_a_tensor_that_is_trained_and_not_used_is_named(personal: Any) -> None:
-    require("torch")
-    import torch
-
-    model = torch_model()
-    model.get_wrapped_model().module.body.extra = torch.nn.Parameter(torch.zeros(2))
-    given = model if personal is None else PersonalModel(model, personal)
-    reply = manager(client(), given).training_round(request())
-    assert isinstance(reply, Error)
-    assert "'module.body.extra' of the model are trained, and not used by it" in reply.message
-
-
-@pytest.mark.parametrize("personal", [None, "head"])
 def test_a_layer_that_is_frozen_on_one_client_is_named(personal: Any) -> None:
     require("torch")
     model = torch_model() if personal is None else PersonalModel(torch_model(), personal)

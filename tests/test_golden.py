@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from functools import cache
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
-from helpers import needs
 
 from fedclip import compat
 from fedclip.testing import to_numpy, to_vector
@@ -110,16 +108,6 @@ def test_adaptive_bound(record: dict[str, Any]) -> None:
         bound = after
 
 
-def one_of_each() -> list[dict[str, Any]]:
-    """Return one record for each clipper, scope, action and estimator."""
-    chosen: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for record in MATCH:
-        _, name, config = compat.translate(record["peer"], record["cls"], record["config"])
-        axes = ("scope", "action", "estimator", "feedback", "history", "unit", "axis", "dims")
-        chosen.setdefault((name, *(str(config.get(axis)) for axis in axes)), record)
-    return list(chosen.values())
-
-
 @pytest.mark.parametrize("scope", ["global", "tensor"])
 def test_gamma_of_adagc(scope: str) -> None:
     (record,) = (r for r in INDEX if r["file"] == f"adagc_{scope}_w10.npz")
@@ -130,16 +118,6 @@ def test_gamma_of_adagc(scope: str) -> None:
         clipper.run(to_vector({n: GRADS[n][t] for n in record["kinds"]}))
         means = [group["mean"] for group in clipper.get_state()["groups"].values()]
         np.testing.assert_allclose(means, gamma[t], rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("record", "framework"),
-    [*zip(one_of_each(), itertools.cycle(["torch", "tensorflow", "jax"]))],
-    ids=lambda value: value if isinstance(value, str) else name_of(value),
-)
-def test_reproduced_on_frameworks(record: dict[str, Any], framework: str) -> None:
-    needs(framework)
-    assert_close(run(record, framework), expected(record), record["rtol"])
 
 
 @pytest.mark.parametrize("record", DEFECTS, ids=name_of)

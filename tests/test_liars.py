@@ -167,17 +167,6 @@ def test_one_liar_among_four(table: Table, seeds: range) -> None:
             raise AssertionError(f"seed {seed}") from exc
 
 
-def test_a_liar_that_is_alone_in_its_round(table: Table) -> None:
-    for seed in range(100):
-        rng = random.Random(seed)
-        honest: Any = SerializedMessage.from_bin_message(table.honest[0]).deserialize()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            out = table.round([forge(rng, honest)])
-        assert float(np.linalg.norm(out.coefs["w"])) <= 1.0 + 1e-4, seed
-        assert table.server.start()["update-clip"].stop == "", seed
-
-
 METRICS: list[Any] = [
     "binary-classif",
     ["multi-classif", {"labels": [0, 1, 2]}],

@@ -11,20 +11,6 @@ import pytest
 from fedclip.tools.progress import latest, progress
 
 
-def test_each_of_several_tasks_has_a_time_of_its_own(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = iter(range(0, 10_000, 100))
-    monkeypatch.setattr("fedclip.tools.progress.time.monotonic", lambda: next(now))
-    tell = progress({"a": 4, "b": 4})
-    tell("a", 0, "")
-    tell("a", 4, "")
-    tell("b", 0, "")
-    tell("b", 2, "")
-    # Half of b took 100 s, whatever a took before.
-    assert capsys.readouterr().err.splitlines()[-1] == "b: 2 of 4 done, about 0:01:40 left"
-
-
 def test_on_a_terminal_a_line_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     monkeypatch.setattr(file, "isatty", lambda: True)

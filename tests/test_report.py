@@ -86,15 +86,6 @@ def test_a_clock_that_was_set_back_starts_no_other_run(tmp_path: Path, clock: st
         assert row.record.steps == 6
 
 
-def test_one_node_alone_and_several_experiments(experiment: Path) -> None:
-    assert read_report(experiment / "c0").nodes == ("c0",)
-    above = experiment / "above"
-    above.mkdir()
-    for node in ("c0", "c1"):
-        (experiment / node).rename(above / node)
-    assert read_report(experiment).nodes == ("above/c0", "above/c1")
-
-
 def write_state(folder: Path, *records: Any, name: str = "norm-clip") -> None:
     folder.mkdir(exist_ok=True)
     modules = [[name, {"rounds": [*records]} if records else {}]]
@@ -152,15 +143,6 @@ def test_no_name_is_a_formula_in_a_spreadsheet(name: str, tmp_path: Path) -> Non
 def test_sentences(tmp_path: Path, modules: list[Any], norms: list[float], expected: str) -> None:
     Node(tmp_path, modules).round(norms)
     assert read_report(tmp_path).in_words()[0].startswith(expected)
-
-
-def test_a_norm_above_the_last_limit_is_not_called_below_it(tmp_path: Path) -> None:
-    node = Node(tmp_path, ["zscore-clip"])
-    # The first norm passes, and the limits come from shorter ones.
-    node.round([9.0] + 40 * [1.0])
-    node.round(40 * [1.0])
-    (said,) = [f.text for f in read_report(tmp_path).findings() if f.kind == "inert"]
-    assert "within the limit of its own step, even the largest, 9." in said
 
 
 # -- which limit binds --------------------------------------------------------------------------

@@ -122,36 +122,6 @@ OVERLAPS = """() => [...document.querySelectorAll(".chart svg")].flatMap((svg) =
 
 
 @pytest.mark.slow
-def test_a_dark_page_is_printed_in_the_colours_of_paper(new_tab: Any, small: Path) -> None:
-    file = small.parent / "printed.html"
-    file.write_text(page(small), encoding="utf-8")
-    shades = []
-    for scheme, media in (("light", "screen"), ("dark", "print"), ("dark", "screen")):
-        tab = new_tab(color_scheme=scheme)
-        tab.emulate_media(media=media, color_scheme=scheme)
-        tab.goto(file.as_uri())
-        style = "getComputedStyle(document.documentElement).getPropertyValue('{}').trim()"
-        shades.append([tab.evaluate(style.format(name)) for name in ("--blue", "--orange")])
-    assert shades[0] == shades[1] != shades[2]
-
-
-@pytest.mark.slow
-def test_a_single_round_shows_norms_and_limit(new_tab: Any, tmp_path: Path) -> None:
-    large_run(tmp_path / "run", 1, 4)
-    file = tmp_path / "r.html"
-    file.write_text(page(tmp_path / "run"), encoding="utf-8")
-    tab = new_tab()
-    tab.goto(file.as_uri())
-    tab.wait_for_selector("[data-norms] svg .mark-rect path")
-    drawn = tab.eval_on_selector_all(
-        "[data-norms] svg path, [data-share] svg path",
-        "all => all.map((p) => p.getBoundingClientRect()).filter((r) => r.width > 20 && r.height)",
-    )
-    # Two bands and two limits, and the share.
-    assert len(drawn) >= 5
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 1400])
 def test_a_large_run_in_a_browser(new_tab: Any, tmp_path: Path, width: int) -> None:
     folder = large_run(tmp_path / "run", 300, 100 if width == 1400 else 6)

@@ -217,13 +217,6 @@ def test_names_that_only_wrappers_tell_apart_are_not_guessed(pattern: str, twin:
     assert [*matched("scope", [names[0]], names)] == names[:1]
 
 
-def test_thousands_of_patterns_and_names_are_matched_in_one_pass() -> None:
-    names = [f"layer.{i // 10}.part.{i % 10}" for i in range(10_000)]
-    groups = resolve([f"layer.{k}.*" for k in range(1000)], None, names)
-    assert len(groups) == 1000
-    assert all(len(members) == 10 for members in groups.members)
-
-
 def test_a_tensor_called_all_is_not_the_whole_gradient() -> None:
     look = NoOp(scope="tensor")
     look.run(to_vector({"all": np.array([3.0]), "b": np.array([4.0])}))

@@ -12,14 +12,13 @@ import pytest
 from declearn.model.sklearn import NumpyVector
 from helpers import BACKENDS, each_framework, needs
 
-from fedclip import Centralize, EmaNormClip, EmaValueClip, FedclipWarning, NormClip, Standardize
+from fedclip import Centralize, FedclipWarning, NormClip, Standardize
 from fedclip.testing import to_vector
 
 # The benchmarks are no part of the package.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.search import trials as search
-from benchmarks.search.__main__ import main
 from benchmarks.search.gradients import LAYOUTS, RANGES, SHAPES, Tensor, build, draw, held, merged
 from benchmarks.search.promises import Trial, size
 
@@ -109,21 +108,6 @@ def test_a_breach_is_shown_with_the_smallest_gradient(monkeypatch: pytest.Monkey
 
 
 # -- the judge and the gradients ---------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("values", "ord", "wanted"),
-    [
-        ([3.0, -4.0], 2, 5.0),
-        ([3.0, -4.0], 1, 7.0),
-        ([3.0, -4.0], "inf", 4.0),
-        ([3.0, -4.0], "mad", 3.5),
-        ([1.0, -7.0], "rms", 5.0),
-        ([1.0, 4.0], 0.5, 9.0),
-        ([3e200, 4e200], 2, 5e200),
-        ([], 2, 0.0),
-    ],
-)
-def test_size(values: list[float], ord: Any, wanted: float) -> None:
-    assert size([np.array(values)], ord) == pytest.approx(wanted, rel=1e-15)
 
 
 def test_values_are_those_that_the_dtype_holds() -> None:
@@ -162,26 +146,7 @@ def dense(tensor: Tensor) -> np.ndarray:
     return result
 
 
-def test_a_trial_can_be_run_again(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seed", "5", "--trial", "3", "--frameworks", "numpy"]) == 0
-    assert isinstance(capsys.readouterr().out, str)
-    one, other = ([b.kind for b in search.trial(5, 3, ["numpy"])] for _ in range(2))
-    assert one == other
-
-
 # -- what it has found -------------------------------------------------------------------------
-def test_a_state_with_a_tensor_of_no_dimensions_can_be_saved_after_a_change_of_dtype() -> None:
-    clip = EmaValueClip()
-    clip.run(to_vector({"s": np.array(1e300)}))
-    clip.run(to_vector({"s": np.array(2.0)}, dtype="float32"))
-    assert isinstance(clip.get_state()["arrays"]["s"]["past"], np.ndarray)
-
-
-def test_an_excluded_tensor_may_have_another_byte_order() -> None:
-    clip = NormClip(1.0, exclude="v")
-    given = {"w": np.array([3.0, 4.0]), "v": np.array([7.0]).astype(">f2")}
-    output = clip.run(NumpyVector(given)).coefs
-    assert output["v"] is given["v"]
 
 
 @pytest.mark.parametrize("norms", [(1.7e307, 1.7e307), (1e-309, 0.0), (0.0, 0.0)])
@@ -190,13 +155,6 @@ def test_a_record_of_extreme_norms_needs_no_warning(norms: tuple[float, float]) 
     clip.run(to_vector({"w": np.array([norms[0]]), "v": np.array([norms[1]])}))
     (total, *_) = clip.rounds
     assert total.norm_max == pytest.approx(min(norms[0] * 2**0.5, np.finfo(float).max))
-
-
-def test_an_empty_gradient_is_not_the_step_before_it() -> None:
-    clip = NormClip(1.0)
-    clip.run(to_vector({"w": np.array([3.0, 4.0])}))
-    clip.run(to_vector({"w": np.zeros(0)}))
-    assert clip.last.norm_before == ()
 
 
 def test_nan_in_an_excluded_tensor_is_skipped_beside_an_empty_one() -> None:
@@ -212,13 +170,6 @@ def test_the_largest_numbers_have_a_mean(clip: Any) -> None:
     output = clip.clip({"w": column})["w"]
     assert np.isfinite(output).all()
     assert output[0] < 0 < output[2]
-
-
-def test_a_state_of_empty_tensors_is_taken_back() -> None:
-    first, then = EmaNormClip(), EmaNormClip()
-    first.run(to_vector({"w": np.zeros(0)}))
-    then.set_state(first.get_state())
-    assert then.run(to_vector({"w": np.zeros(0)})).coefs["w"].size == 0
 
 
 def test_a_slice_near_the_largest_float_keeps_its_limit() -> None:

@@ -13,10 +13,9 @@ from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector
 from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_messages
 from federation_helpers import Clients, Server, joye_libert, masked, norm
-from helpers import each_framework, to_numpy, to_vector
 
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
-from fedclip.federation.update.secagg import inside, plan
+from fedclip.federation.update.secagg import plan
 
 CLIPPED = {"name": "clipped-averaging"}
 KINDS = ["masking", "joye-libert"]
@@ -119,18 +118,6 @@ def test_values_at_the_edge_of_the_range_keep_their_sign(
     found = np.asarray(total.updates.updates.coefs["w"], dtype=np.float64) / n
     rounding = {"float64": 2e-14, "float32": 2e-7, "float16": 2e-3}[dtype]
     np.testing.assert_allclose(found, values.astype(float), rtol=0, atol=rounding * edge)
-
-
-@each_framework()
-def test_the_edge_in_every_framework(framework: str) -> None:
-    arrays = {"w": np.array([1.0, -1.0, 0.5], np.float32), "b": np.array([0.25], np.float32)}
-    update = to_vector(arrays, framework)
-    moved = inside(update.coefs, 1.0)
-    found = to_numpy(type(update)(dict(moved)))
-    assert found["w"].dtype == np.float32
-    assert found["w"].tolist() == [1 - 2.0**-24, -1 + 2.0**-24, 0.5]
-    assert moved["b"] is update.coefs["b"]
-    assert inside(update.coefs, 2.0) is update.coefs
 
 
 # -- rounds -------------------------------------------------------------------------------------

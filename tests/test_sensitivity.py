@@ -358,13 +358,6 @@ def test_nan_has_no_bound_where_it_is_passed_on(spec: Spec) -> None:
     assert analyse(as_list(spec), SHAPES, weights=WEIGHTS, finite=True).l2_bound is not None
 
 
-@bounded(PER_RECORD)
-def test_nan_and_infinity_stay_within_the_bound(row: Bounded) -> None:
-    for bad in (np.nan, -np.inf):
-        x = np.where(np.arange(SIZE) == 3, bad, 1e30)
-        assert norm(once(row.spec)(x)) <= of(row).l2_bound
-
-
 # -- any pipeline -----------------------------------------------------------------------------
 def specs() -> st.SearchStrategy[Spec]:
     limit = st.floats(0.05, 5.0)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.utils.serialize import msgpack_load
+from helpers import free_port
 from typer.testing import CliRunner
 
 from fedclip.report import Reader, read_report
@@ -20,7 +21,6 @@ from fedclip.tools.quickrun import Federation, QuickrunError
 from fedclip.tools.simulate import Simulation, run
 from fedclip.tools.spent import read_spent
 from fedclip.tools.suggest import suggestions
-from fedclip.tools.sweep import free_port
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
 
@@ -96,12 +96,9 @@ def write(tmp_path: Path) -> Any:
 @pytest.mark.parametrize(
     ("settings", "personal"),
     [
-        ("", False),
         ("", True),
         (", weights = {a = 1.0, b = 5.0, c = 2.0}, max_share = 0.5", False),
-        (", weights = 'steps', max_steps = 6", False),
         (", combine = 'arc', n_hostile = 1", False),
-        (", combine = 'trimmed', n_hostile = 1", False),
     ],
 )
 def test_a_run_over_the_network_has_the_same_bounds_losses_model_and_records(
@@ -242,24 +239,6 @@ def test_records_of_the_first_clients_are_reported_and_suggest_reads_them(
     assert (step.measured_by, step.nodes, step.norms) == ("norm-clip", 4, 48)
     assert step.proposals[0].plugins["client_opt"][1]["ord"] == 1
     assert (update.nodes, update.norms) == (1, 30)
-
-
-def test_a_fixed_bound_of_the_aggregator_holds(write: Any) -> None:
-    aggregator = '{name = "clipped-averaging", max_norm = 0.01}'
-    file = write(aggregator=aggregator, client="[]", server="[]")
-    report = read_report(run(file, 0, quiet=True).results)
-    assert {row.record.limit for row in report.select(node="clients")} == {0.01}
-    assert {row.record.limited_by for row in report.select(node="clients")} == {"fixed"}
-
-
-def test_clients_keep_what_their_modules_learn_apart(write: Any) -> None:
-    file = write(client='["zscore-clip", "update-clip-client"]')
-    simulation = Simulation(file, 0)
-    simulation.step()
-    simulation.step()
-    states = [simulation.crowd.optimizer(i).modules[0].get_state() for i in range(3)]
-    assert [state["round"] for state in states] == [2, 2, 2]
-    assert states[0]["groups"] != states[1]["groups"]
 
 
 def test_shared_statistics_go_round(write: Any) -> None:

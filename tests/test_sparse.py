@@ -67,20 +67,6 @@ def test_repeated_rows_do_not_pass_the_limit(framework: str) -> None:
     np.testing.assert_allclose(to_dense(out), dense_values() / norm(dense_values()), rtol=1e-12)
 
 
-@sparse_frameworks
-def test_below_the_limit_the_same_object(framework: str) -> None:
-    given = vector(framework)
-    assert NormClip(100.0).run(given) is given
-
-
-@sparse_frameworks
-def test_nan_is_skipped(framework: str) -> None:
-    given = vector(framework) * float("nan")
-    with pytest.warns(UserWarning, match="'emb.table'"):
-        out = NormClip(1.0).run(given).coefs["emb.table"]
-    assert not to_dense(out).any()
-
-
 # A percentile is documented to be that of the rows that are there.
 @pytest.mark.parametrize(
     ("specimen", "framework"),

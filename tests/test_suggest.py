@@ -119,25 +119,6 @@ def test_a_proposal_is_written_and_the_rest_stays(looked: Path, tmp_path: Path, 
     assert [p.name for p in tmp_path.iterdir() if "fedclip" in p.name] == []
 
 
-def test_another_proposal_takes_the_place_of_the_first(looked: Path, tmp_path: Path) -> None:
-    file = tmp_path / "config.toml"
-    file.write_text(CONFIG)
-    for name in ("step.shared", "step.fixed"):
-        assert call("suggest", looked, "--use", name, "--write", file).exit_code == 0
-    config = tomllib.loads(file.read_text())
-    assert [m[0] for m in config["optim"]["client_opt"]["modules"]] == ["norm-clip", "momentum"]
-    assert config["optim"]["server_opt"]["modules"] == []
-
-
-def test_a_learning_rate_becomes_a_section(looked: Path, tmp_path: Path) -> None:
-    file = tmp_path / "optim.toml"
-    file.write_text("# rates\nclient_opt = 0.1\nserver_opt = 1.0\n")
-    assert call("suggest", looked, "--use", "step.shared", "--write", file).exit_code == 0
-    config = tomllib.loads(file.read_text())
-    assert config["client_opt"] == {"lrate": 0.1, "modules": [["mad-clip", {"shared": True}]]}
-    assert config["server_opt"] == {"lrate": 1.0, "modules": ["mad-clip-server"]}
-
-
 @pytest.mark.parametrize(
     ("text", "name", "words"),
     [

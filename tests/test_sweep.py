@@ -15,8 +15,7 @@ from report_runs import call, large_run
 from scipy import stats
 
 import fedclip.tools.sweep
-from fedclip.report import read_report
-from fedclip.tools.compare import compared, interval, table_rows
+from fedclip.tools.compare import interval
 from fedclip.tools.sweep import MARK, Planned, SweepError, plan
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickrun"
@@ -39,22 +38,6 @@ def test_an_interval_is_students() -> None:
     low, high = stats.t.interval(0.95, 3, loc=mean, scale=stats.sem(values))
     assert half is not None
     assert (mean - half, mean + half) == pytest.approx((low, high))
-
-
-def test_runs_below_a_folder_are_seeds_of_it(tmp_path: Path) -> None:
-    for seed in (1, 2, 3):
-        large_run(tmp_path / "a" / f"seed-{seed}", 5, 2, seed=seed)
-    large_run(tmp_path / "b", 5, 2)
-    reports = [(name, read_report(tmp_path / name)) for name in ("a", "b")]
-    first, second = compared(reports)
-    assert (first.runs, second.runs) == (3, 1)
-    assert first.values["loss"][1] is not None
-    assert second.values["loss"][1] is None
-    assert second.values["clipped"][0] == pytest.approx(0.5)
-    assert list(first.values)[:2] == ["loss", "accuracy"]
-    cells = table_rows([first, second])
-    assert " ± " in cells[0][2]
-    assert " ± " not in cells[1][2]
 
 
 @pytest.mark.slow

@@ -54,15 +54,6 @@ def test_each_client_has_one_turn_in_as_many_rounds(clients: int, most: int, rou
         assert set(itertools.chain(*drawn)) == set(schedule.clients)
 
 
-@pytest.mark.parametrize(
-    ("clients", "most", "text"),
-    [((), 2, "at least one client"), (("a", "a"), 1, "two turns"), (("a",), 0, "per_round")],
-)
-def test_a_schedule_of_nobody_is_refused(clients: Any, most: int, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        Schedule(clients, most)
-
-
 # -- the noise ---------------------------------------------------------------------------------
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 12), st.integers(1, 6), st.data())

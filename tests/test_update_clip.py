@@ -320,19 +320,6 @@ def test_client_without_a_step_abstains() -> None:
     assert norm(average) == pytest.approx(1 / 3)
 
 
-def test_bound_that_has_everything_zeroed_finds_its_way_up() -> None:
-    config = {**CLIPPED, "zeroing_factor": 5.0}
-    server = Server([("update-clip-server", {"start_norm": 0.1})], config)
-    clients = Clients(3, ADAPTIVE, config)
-    for i in range(45):
-        aux = server.start()
-        replies = [clients.round(j, aux, np.array([1.0 + j])) for j in range(3)]
-        if i == 0:
-            assert [r.updates.n_zeroed for r in replies] == [1, 1, 1]
-        server.finish(replies)
-    assert 1.5 < server.module.bound < 3
-
-
 @pytest.mark.parametrize("noise", [{}, {"noise_multiplier": 1e-9, "expected_clients": 2}])
 def test_fixed_bound_from_the_server_asks_for_no_votes(
     noise: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -796,21 +783,6 @@ def test_hostile_votes(votes: Any, caplog: pytest.LogCaptureFixture) -> None:
     # The two honest ones were clipped: up.
     assert server.module.bound == pytest.approx(math.exp(0.1))
     assert "no proper vote in 1 of 3 replies" in caplog.text
-
-
-def test_the_average_is_of_the_kind_of_the_sound_updates() -> None:
-    """A vector of another framework's type, if it comes first, is not what the model gets."""
-
-    class Other(NumpyVector):
-        """Another type of vector."""
-
-    server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
-    honest = NumpyVector({"w": np.array([0.5])})
-    shared = [server.prepare_for_sharing(updates=honest, n_steps=1) for _ in range(3)]
-    shared[0] = ClippedUpdates(Other({"w": np.array([math.nan])}), 1)
-    out = server.finalize_updates(sum(shared))
-    assert type(out) is NumpyVector
-    assert float(out.coefs["w"][0]) == pytest.approx(1 / 3)
 
 
 def test_sum_that_honest_clients_could_not_have_made(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
 from federation_helpers import Clients, Server
+from federation_helpers import sent as arrived
 
 from fedclip.errors import FedclipWarning
+from fedclip.federation.senders import note_senders
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.clipping import UpdateClient
+from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import SentBound
+from fedclip.federation.update.shares import Shares
 
 NOISE = {"noise_multiplier": 1.0, "generator": "insecure", "seed": 7}
 
@@ -39,59 +43,85 @@ def updates() -> list[list[dict[str, np.ndarray]]]:
     return rounds
 
 
-def by_the_core(bound: dict[str, Any], client: dict[str, Any]) -> list[Any]:
-    server = UpdateServer(AdaptiveBound(**bound), scope=client.get("scope", "global"))
-    clients, seen = [UpdateClient(**client) for _ in range(5)], []
+NAMES, STEPS = "abcde", [3, 10, 20, 400, 7]
+
+
+def by_the_core(bound: dict[str, Any], client: dict[str, Any], more: dict[str, Any]) -> list[Any]:
+    scope, combine = client.get("scope", "global"), more.get("combine")
+    parts: dict[str, Any] = {"combining": Combining(*more.values())} if combine else {}
+    parts = parts or {"shares": Shares(**more)}
+    servers = [UpdateServer(AdaptiveBound(**bound), scope=scope, **parts) for _ in range(2)]
+    server = servers.pop()
+    clients, seen = [UpdateClient(**client) for _ in NAMES], []
     for round_, given in enumerate(updates()):
         if round_ == 4:
-            spare = UpdateServer(AdaptiveBound(**bound), scope=client.get("scope", "global"))
-            spare.set_state(server.get_state())
-            server = spare
+            servers[0].set_state(server.get_state())
+            server = servers.pop()
         sent = server.open()
+        replies = [
+            replace(c.clip(update, sent, steps=steps), sender=name)
+            for c, update, steps, name in zip(clients, given, STEPS, NAMES, strict=True)
+        ]
         # Each third round, the last client is silent.
-        pairs = list(zip(clients, given, strict=True))[: 4 if round_ % 3 == 2 else 5]
-        replies = [c.clip(update, sent, steps=2) for c, update in pairs]
-        closed = server.close(replies, like=given[0])
+        closed = server.close(replies[: 4 if round_ % 3 == 2 else 5], like=given[0])
         seen.append((closed.record["next_bound"], closed.average))
     return [*seen, server.get_state()]
 
 
-def by_the_plugins(bound: dict[str, Any], client: dict[str, Any]) -> list[Any]:
-    aggregator = {"name": "clipped-averaging", **client}
+def by_the_plugins(
+    bound: dict[str, Any], client: dict[str, Any], more: dict[str, Any]
+) -> list[Any]:
+    aggregator = {"name": "clipped-averaging", **client, **more}
     server = Server([("update-clip-server", bound)], aggregator)
     clients, seen = Clients(5, ["update-clip-client"], aggregator), []
     for round_, given in enumerate(updates()):
+        if round_ == 4:
+            state = server.optim.get_state()
+            server = Server([("update-clip-server", bound)], aggregator)
+            server.optim.set_state(state)
         aux = server.start()
-        kept = given[: 4 if round_ % 3 == 2 else 5]
-        replies = [clients.round(i, aux, NumpyVector(dict(u)), 2) for i, u in enumerate(kept)]
-        average = server.finish(replies)
+        kept = zip(NAMES, given[: 4 if round_ % 3 == 2 else 5], STEPS, strict=False)
+        replies = {
+            name: arrived(clients.round(i, aux, NumpyVector(dict(update)), steps))
+            for i, (name, update, steps) in enumerate(kept)
+        }
+        note_senders(replies)
+        average = server.finish([*replies.values()])
         seen.append((server.module.bound, average.coefs))
     return [*seen, server.module.get_state()]
 
 
+TABLE = {"a": 1.0, "b": 2.0, "c": 5.0, "d": 40.0, "e": 3.0}
+
+
 @pytest.mark.parametrize(
-    ("bound", "client"),
+    ("bound", "client", "more"),
     [
-        ({"start_norm": 0.3}, {}),
-        ({}, {"zeroing_factor": 50.0}),
-        ({"start_norm": 0.3, "quantile": 0.8}, {"scope": "tensor", "zeroing_norm": 100.0}),
-        ({"start_norm": 0.5, "expected_clients": 5, **NOISE}, {"zeroing_norm": 1e3}),
-        ({"expected_clients": 6, "relation": "replace-one", **NOISE}, {"scope": ["a"]}),
-        ({"start_norm": 2.0, "learning_rate": 0.0}, {"zeroing_norm": 9.0, "zeroing_ord": 2}),
-        ({"expected_clients": 5, **NOISE}, {"scope": {"a": 1.0, "*": 3.0}}),
+        ({"start_norm": 0.3}, {}, {}),
+        ({}, {"zeroing_factor": 50.0}, {}),
+        ({"start_norm": 0.3, "quantile": 0.8}, {"scope": "tensor", "zeroing_norm": 100.0}, {}),
+        ({"start_norm": 0.5, "expected_clients": 5, **NOISE}, {"zeroing_norm": 1e3}, {}),
+        ({"expected_clients": 6, "relation": "replace-one", **NOISE}, {"scope": ["a"]}, {}),
+        ({"start_norm": 2.0, "learning_rate": 0.0}, {"zeroing_norm": 9.0, "zeroing_ord": 2}, {}),
+        ({"expected_clients": 5, **NOISE}, {"scope": {"a": 1.0, "*": 3.0}}, {}),
+        ({"start_norm": 0.5}, {}, {"weights": TABLE}),
+        ({"start_norm": 0.5}, {}, {"weights": TABLE, "max_share": 0.4}),
+        ({"start_norm": 0.5}, {}, {"weights": "steps", "max_steps": 50}),
+        ({"start_norm": 0.5}, {}, {"weights": "steps", "max_share": 0.5}),
+        ({"start_norm": 0.5}, {}, {"combine": "arc", "n_hostile": 1}),
+        ({"start_norm": 0.5}, {}, {"combine": "trimmed", "n_hostile": 2}),
     ],
-    ids=["adaptive", "search", "groups", "noise", "search with noise", "fixed", "table"],
 )
 def test_the_core_and_the_plugins_give_the_same(
-    bound: dict[str, Any], client: dict[str, Any]
+    bound: dict[str, Any], client: dict[str, Any], more: dict[str, Any]
 ) -> None:
     """Bounds, averages and states, over rounds with NaN, an outlier, and a client that is silent.
 
-    The core goes on from its state in the middle.
+    Both go on from their state in the middle.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FedclipWarning)
-        ours, theirs = by_the_core(bound, client), by_the_plugins(bound, client)
+        ours, theirs = by_the_core(bound, client, more), by_the_plugins(bound, client, more)
     assert ours[-1] == theirs[-1]
     for (bound_, average), (expected, same) in zip(ours[:-1], theirs[:-1], strict=True):
         assert bound_ == expected

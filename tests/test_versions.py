@@ -16,7 +16,6 @@ from federation_liars import anything
 
 import fedclip
 from fedclip.federation.statistics.messages import FedclipSharedState
-from fedclip.federation.update.coupling import CLIENT
 from fedclip.federation.update.messages import UpdateClipBound
 from fedclip.federation.version import VERSION
 
@@ -26,10 +25,7 @@ CLIENT_MODULES: list[Any] = [("zscore-clip", {"shared": True}), "update-clip-cli
 KEYS = {"update-clip": "UpdateClipBound", "zscore-clip-shared": "FedclipSharedState"}
 
 
-@pytest.fixture(autouse=True)
-def _no_round_left_open() -> Any:
-    yield
-    CLIENT.set(None)
+pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 
 def sent() -> dict[str, dict[str, Any]]:

@@ -8,9 +8,11 @@ the configuration that it ran, and is not run again.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import socket
@@ -226,9 +228,14 @@ def run(planned: Planned, told: Callable[[int, str], None], pause: float = 0.2) 
 
 
 def free_port() -> int:
-    """Return a port on which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """Return a port on which nobody listens, and which no system gives away before it is used.
+
+    What a system chooses by itself, for a connection say, is 32768 or more.
+    """
+    for port in random.SystemRandom().sample(range(16_384, 32_768), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise SweepError("no port is free between 16384 and 32767")
 
 
 def _rounds(metrics: Path) -> int:
