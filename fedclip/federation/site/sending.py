@@ -4,7 +4,7 @@
 ::
 
     TrainReply          its update, through the gate; votes; numbers that are named, else 0
-    EvaluationReply     loss and steps, and means, if they are named; else a loss of no steps
+    EvaluationReply     loss and steps, and means, if they are named; else a loss of NaN
     MetadataReply       if each field is named, and of numbers, or a dtype
     InitReply,
     PrivacyReply        they are empty
@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -163,8 +164,8 @@ class GatedNetwork(NetworkClient, register=False):
     def _evaluation(self, reply: EvaluationReply) -> EvaluationReply:
         named = self._gate.policy.allow_metrics
         if not {"loss", "n_steps"} <= {*named} or plain(reply.loss) is None:
-            # It has no weight in declearn's mean, and fedclip's server leaves it out.
-            return EvaluationReply(0.0, 0, 0.0)
+            # A mean with it is none, and says so; fedclip's server leaves it out.
+            return EvaluationReply(math.nan, 1, 0.0)
         means: dict[str, Any] = {n: _mean(s) for n, s in reply.metrics.items() if n in named}
         # A server takes all of them or none.
         whole = len(means) == len(reply.metrics) and None not in means.values()
