@@ -950,7 +950,7 @@ SITE: Room = {
         },
         "test_site_attacks.py::test_what_leaves_is_within_the_policy": {
             "an error's own words": {
-                "Error: lambda message: Error(self._why)": "Error: lambda message: message"
+                "lambda message: messaging.Error(self._why)": "lambda message: message"
             },
             "auxiliary variables pass": {
                 "if reply.aux_var.keys() - {AUX_NAME} or type(votes) not": "if type(votes) not",

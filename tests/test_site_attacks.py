@@ -49,7 +49,7 @@ from declearn.messaging import (
 from declearn.model.sklearn import NumpyVector
 from declearn.secagg.utils import IdentityKeys
 from declearn.utils import set_device_policy
-from helpers import PATIENCE, free_port
+from helpers import PATIENCE, free_port, require
 from hostile_server import SECRET, WORD, D, Wire, attack, data, init, model, train
 
 import fedclip
@@ -441,13 +441,14 @@ def test_a_federation_runs_with_a_site_that_has_a_policy(tmp_path: Path) -> None
 # -- what it can not force, as the docs say ----------------------------------------------------
 @pytest.mark.filterwarnings("ignore:PyTorch JSON serialization relies on pickle")
 def test_a_model_that_is_unpickled_runs_code_beside_the_gate(tmp_path: Path) -> None:
-    torch_model = pytest.importorskip("declearn.model.torch")
-    torch: Any = pytest.importorskip("torch")
+    torch: Any = require("torch")
+    from declearn.model.torch import TorchModel
+
     asked = init()
     module = torch.nn.Linear(D, 1)
     module.touch = _Touch(tmp_path / "here")
     set_device_policy(gpu=False)
-    asked.model = torch_model.TorchModel(module, torch.nn.MSELoss())
+    asked.model = TorchModel(module, torch.nn.MSELoss())
     attack([asked], policy(tmp_path))
     assert (tmp_path / "here").exists()
 
