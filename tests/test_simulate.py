@@ -310,9 +310,11 @@ def test_turns_over_the_network_are_those_in_one_process(write: Any) -> None:
         for report in (there, here)
     ]
     np.testing.assert_allclose(*losses)
-    (spent,) = read_spent(Path(federation.results))
-    assert spent.separation == 2
-    assert spent.accountant.spent == [(1.0, 3, 1.0)]
+    # The folder holds the run, and below it the simulation.
+    for spent in read_spent(Path(federation.results)):
+        assert spent.separation == 2
+        assert spent.accountant.spent == [(1.0, 3, 1.0)]
+    assert [*read_spent(Path(federation.results, "simulated"))]
 
 
 def test_turns_that_do_not_fit_are_refused(write: Any) -> None:

@@ -189,7 +189,8 @@ class Simulation:
         weights = self.model.get_weights(trainable=True)
         metrics, sites = self.crowd.evaluate(weights, self.config.evaluate)
         checkpoints = Checkpointer(str(self.folder / "server"), max_history=1)
-        stamp = checkpoints.checkpoint(self.model, self.optim, metrics)
+        first = not self.losses
+        stamp = checkpoints.checkpoint(self.model, self.optim, metrics, first_call=first)
         for site, found in sites.items():
             checkpoints.save_metrics(found, f"metrics_{site}", timestamp=stamp)
         self.losses.append(float(metrics["loss"]))
