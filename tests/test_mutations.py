@@ -916,6 +916,60 @@ ENGINE: Room = {
         },
     },
 }
+SITE: Room = {
+    "federation/site/gate.py": {
+        "test_site_policy.py::test_each_call_is_charged_and_none_is_refunded": {
+            "an update that is not charged": {
+                "            self._charge()\n        try:": "            pass\n        try:"
+            },
+            "half of the cost": {"reserve(policy.noise": "reserve(1.5 * policy.noise"},
+        },
+        "test_site_policy.py::test_what_has_not_the_models_form_stays": {
+            "other dtypes than the model's": {"if found != wanted:": "if False:"},
+        },
+        "test_site_policy.py::test_noise_is_on_every_value_and_never_twice_the_same": {
+            "noise for another bound": {
+                "self.policy.noise_multiplier * self.policy.max_norm": "self.policy.noise_multiplier"  # noqa: E501
+            },
+        },
+        "test_site_policy.py::test_numbers_leave_if_they_are_named_and_plain": {
+            "numbers that can hold a text": {"if abs(whole) < _LARGEST": "if True"},
+        },
+        "test_site_policy.py::test_votes_are_the_bits_that_are_known": {
+            "votes beside noise": {"if self.policy.noise_multiplier:": "if False:"},
+        },
+        "test_site_policy.py::test_what_leaves_is_in_this_machines_order_of_bytes": {
+            "bytes as they lie": {'array.dtype.newbyteorder("=")': "array.dtype"},
+        },
+    },
+    "federation/site/sending.py": {
+        "test_site_attacks.py::test_whatever_a_client_would_send_the_policy_holds[1000]": {
+            "what is not known passes": {
+                "            if kind not in self._known:\n": "            if kind not in self._known:\n                return await self._inner.send_message(message)\n            if False:\n"  # noqa: E501
+            },
+        },
+        "test_site_attacks.py::test_what_leaves_is_within_the_policy": {
+            "an error's own words": {
+                "lambda message: messaging.Error(self._why)": "lambda message: message"
+            },
+            "auxiliary variables pass": {
+                "if reply.aux_var.keys() - {AUX_NAME} or type(votes) not": "if type(votes) not",
+                "aux: dict[str, Any] = {}": "aux: dict[str, Any] = dict(reply.aux_var)",
+                "if module.aux_name not in (None, AUX_NAME):": "if False:",
+            },
+            "weights by steps": {
+                "or shared.weights != 1": "",
+                "not aggregator.steps_weighted": "True",
+                "ModelUpdates(sent, 1)": "ModelUpdates(sent, shared.weights)",
+            },
+            "metrics and losses by any name": {
+                'if not {"loss", "n_steps"} <= {*named} or': "if",
+                "found.get(name, 0)": "getattr(reply, name)",
+            },
+        },
+    },
+}
+
 PERSONAL: Room = {
     "federation/personal_client.py": {
         "test_personal.py::test_the_client_and_the_server_both_say_what_stays": {
@@ -1032,6 +1086,7 @@ ROOMS = {
     "statistics": STATISTICS,
     "privacy": PRIVACY,
     "dpsgd": DPSGD,
+    "site": SITE,
     "personal": PERSONAL,
     "engine": ENGINE,
     "rules": RULES,
