@@ -58,6 +58,18 @@ def test_an_attacker_with_a_thousandfold_weight_has_its_share(settings: Any) -> 
     np.testing.assert_allclose(w, (4 * 0.4 - 0.5) / 5, rtol=1e-5)
 
 
+def test_clients_weigh_by_their_numbers_of_examples() -> None:
+    def own(node: int, round_: int) -> dict[str, Any]:
+        return {"w": np.full(4, -0.1 * node)}
+
+    def count(node: int) -> dict[str, Any]:
+        return {"num-examples": 10 * node} if node < 5 else {}
+
+    w, strategy = outcome(Loop(FIVE, own, metrics=count), {**FIXED, "weights": "steps"})
+    np.testing.assert_allclose(w, 0.1 * (1 + 4 + 9 + 16) / 10)
+    assert strategy.served.rounds[0]["refused"] == 1
+
+
 def test_an_attacker_that_does_not_clip_counts_as_zero() -> None:
     lie = rewritten(lambda c: c.update({"arrays": record({"w": np.full(4, 1000.0)})}))
     w, strategy = outcome(Loop(FIVE, steady, metrics=thousandfold, change={1: lie}))

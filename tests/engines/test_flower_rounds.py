@@ -15,6 +15,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, QFedAvg, Strategy
 
 from fedclip.adapters.flower import UpdateClipStrategy
 from fedclip.federation.update.clipping import UpdateClient
+from fedclip.federation.update.plain import client_of
 from fedclip.federation.update.served import Served
 
 TEN = range(1, 11)
@@ -44,21 +45,6 @@ def test_the_bound_finds_the_median_of_the_norms(factor: float) -> None:
     assert np.mean(last) == pytest.approx(median, rel=0.1)
 
 
-def test_rounds_are_those_of_the_core() -> None:
-    settings = {"start_norm": 1.0, "scope": "tensor", "combine": "arc", "n_hostile": 2}
-    served, client, model = Served(settings), UpdateClient("tensor"), ZEROS
-    for round_ in range(1, 9):
-        sent = served.open()
-        update = directions(NORMS)
-        replies = [client.clip(update(node, round_), sent) for node in TEN]
-        average = served.close(replies, model).average
-        model = {"w": model["w"] - average["w"]}
-    strategy = UpdateClipStrategy(FedAvg(), settings)
-    found, _ = Loop(TEN, directions(NORMS), settings).run(strategy, ZEROS, 8)
-    assert strategy.served.rounds == served.rounds
-    np.testing.assert_allclose(found["w"], model["w"], rtol=1e-12)
-
-
 # -- noise -------------------------------------------------------------------------------------
 NOISE = {"noise_multiplier": 1.0, "expected_clients": 10, "start_norm": 1.0}
 SEEDED = {**NOISE, "generator": "insecure", "seed": 1}
@@ -73,6 +59,25 @@ def start(strategy: UpdateClipStrategy, loop: Loop, model: Any, rounds: int) -> 
 
     strategy.start(loop, record(model), rounds, evaluate_fn=look)
     return seen
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"scope": "tensor", "combine": "arc", "n_hostile": 2}, SEEDED],
+    ids=["arc", "noise"],
+)
+def test_rounds_are_those_of_the_core(settings: dict[str, Any]) -> None:
+    served, client, model = Served(settings), client_of(settings), ZEROS
+    for round_ in range(1, 9):
+        sent = served.open()
+        update = directions(NORMS)
+        replies = [client.clip(update(node, round_), sent) for node in TEN]
+        average = served.close(replies, model).average
+        model = {"w": model["w"] - average["w"]}
+    strategy = UpdateClipStrategy(FedAvg(), settings)
+    found, _ = Loop(TEN, directions(NORMS), settings).run(strategy, ZEROS, 8)
+    assert strategy.served.rounds == served.rounds
+    np.testing.assert_allclose(found["w"], model["w"], rtol=1e-12)
 
 
 @pytest.mark.parametrize("absent", [(), (3, 7), TEN])
@@ -96,6 +101,13 @@ def test_noise_asks_as_many_nodes_as_it_is_sized_on(there: int) -> None:
         loop.run(strategy, ZEROS, 3)
     assert loop.asked == []
     assert strategy.server.bound.epsilon == 0.0
+
+
+def test_of_more_nodes_a_small_fraction_is_as_many_as_noise_asks_for() -> None:
+    loop = Loop(range(1, 21), directions(np.ones(20)))
+    inner = FedAvg(fraction_train=0.01, min_train_nodes=10)
+    loop.run(UpdateClipStrategy(inner, NOISE), ZEROS, 3)
+    assert [len(asked) for asked in loop.asked] == [10, 10, 10]
 
 
 def test_with_noise_nothing_of_the_clients_is_published() -> None:

@@ -175,8 +175,8 @@ class UpdateClipStrategy(Strategy):
         if self._private and len(nodes) != bound.expected_clients:
             raise RuntimeError(
                 f"{len(nodes)} nodes would be asked, and noise is sized on "
-                f"expected_clients={bound.expected_clients}: give the strategy as many "
-                "min_train_nodes, and it waits for them"
+                f"expected_clients={bound.expected_clients}: give the strategy that many "
+                "min_train_nodes, for which it waits, and a fraction_train that asks no more"
             )
         return list(messages)
 
