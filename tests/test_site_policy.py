@@ -345,5 +345,5 @@ def test_spent_reads_the_ledger_of_a_site(tmp_path: Path) -> None:
 def test_the_table_in_the_docs_is_that_of_the_command() -> None:
     page = (Path(__file__).parents[1] / "docs" / "site-policy.md").read_text(encoding="utf-8")
     rows = page.replace("`", "").splitlines()
-    for engine in ENGINES:
-        assert f"| {engine.name} | {engine.where} | {engine.open} |" in rows
+    for (name, _), (where, unseen) in ENGINES.items():
+        assert f"| {name} | {where} | {unseen} |" in rows

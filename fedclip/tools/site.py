@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,37 +26,23 @@ app = typer.Typer(
 PolicyPath = Annotated[Path, typer.Argument(metavar="FILE", help="The site's policy, a TOML file.")]
 
 
-class Engine(NamedTuple):
-    """Where a policy acts on an engine, and what it can not force there."""
-
-    name: str
-    package: str
-    where: str
-    open: str
-
-
-ENGINES = (
-    Engine(
-        "declearn",
-        "declearn",
+ENGINES = {
+    ("declearn", "declearn"): (
         'a client made with policy = "FILE": all messages of the client',
         "code of a model that is unpickled, as those of torch and Haiku are; other programs of "
         "the machine",
     ),
-    Engine(
-        "Flower",
-        "flwr",
+    ("Flower", "flwr"): (
         "fedclip site supernode, in the place of flower-supernode: all replies of apps",
         "sockets and files of the app: it needs a process of its own, and no other network",
     ),
-    Engine(
-        "NVFlare",
-        "nvflare",
+    ("NVFlare", "nvflare"): (
         "SitePolicy in each scope of privacy.json: the results of all tasks",
         "aux messages, event streams, and code of a job in the process: it needs byoc off, and "
         "scripts that are installed beforehand",
     ),
-)
+}
+"""Where a policy acts, and what it can not see there, for each engine and its package."""
 
 # More than any budget is asked for.
 _MOST = 1_000_000
@@ -81,11 +67,11 @@ def check(file: PolicyPath) -> None:
     say(f"{file} lets out, in all jobs and on all engines together:")
     for line in lines:
         say(f"  {line}")
-    for engine in ENGINES:
-        found = version(engine.package)
-        say(f"{engine.name} {found}" if found else f"{engine.name}, which is not installed here")
-        say(f"  acts in      {engine.where}")
-        say(f"  can not see  {engine.open}")
+    for (name, package), (where, unseen) in ENGINES.items():
+        found = version(package)
+        say(f"{name} {found}" if found else f"{name}, which is not installed here")
+        say(f"  acts in      {where}")
+        say(f"  can not see  {unseen}")
     for problem in problems:
         say(f"fedclip: {problem}", err=True)
     if problems:

@@ -107,7 +107,7 @@ class Gate:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._clipper = _Clipper()
+        self._clipper = UpdateClient()
         self._ledger: Ledger | None = None
         if policy.max_epsilon and policy.delta and policy.ledger:
             path = Path(policy.ledger)
@@ -194,13 +194,6 @@ class Gate:
                 f"this site's budget is spent: one more update would make epsilon "
                 f"{cost:.{digits}g}, above max_epsilon = {most:g}; nothing is shared"
             )
-
-
-class _Clipper(UpdateClient):
-    """What clips; it is named in the site's log."""
-
-    called = "the site's policy"
-    logger = _LOGGER
 
 
 def _as_in(like: Arrays, arrays: Arrays) -> Arrays:

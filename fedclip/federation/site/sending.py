@@ -4,7 +4,7 @@
 ::
 
     TrainReply          its update, through the gate; votes; numbers that are named, else 0
-    EvaluationReply     loss and steps, and means, if they are named; else a loss of no steps
+    EvaluationReply     loss and steps, and means, if they are named; else a loss of NaN
     MetadataReply       if each field is named, and of numbers, or a dtype
     InitReply,
     PrivacyReply        they are empty
@@ -14,22 +14,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import numpy as np
+from declearn import messaging
 from declearn.aggregator import AveragingAggregator, ModelUpdates
 from declearn.communication.api import NetworkClient
-from declearn.messaging import (
-    Error,
-    EvaluationReply,
-    InitReply,
-    Message,
-    MetadataReply,
-    PrivacyReply,
-    SerializedMessage,
-    TrainReply,
-)
 from declearn.metrics._mean import MeanState
 
 from fedclip.federation.site.gate import Gate, Refused, plain
@@ -56,14 +48,14 @@ class GatedNetwork(NetworkClient, register=False):
         super().__init__(inner.server_uri, inner.name)
         self._inner, self._gate = inner, gate
         self._why = "something went wrong at this site, whose log says what"
-        self._known: dict[type[Message], Callable[[Any], Message]] = {
-            TrainReply: self._training,
-            EvaluationReply: self._evaluation,
-            MetadataReply: self._metadata,
-            InitReply: lambda message: InitReply(),
-            PrivacyReply: lambda message: PrivacyReply(),
+        self._known: dict[type[messaging.Message], Callable[[Any], messaging.Message]] = {
+            messaging.TrainReply: self._training,
+            messaging.EvaluationReply: self._evaluation,
+            messaging.MetadataReply: self._metadata,
+            messaging.InitReply: lambda message: messaging.InitReply(),
+            messaging.PrivacyReply: lambda message: messaging.PrivacyReply(),
             # The text of an exception may hold data.
-            Error: lambda message: Error(self._why),
+            messaging.Error: lambda message: messaging.Error(self._why),
         }
 
     @staticmethod
@@ -82,14 +74,14 @@ class GatedNetwork(NetworkClient, register=False):
         """Tell the server the name of this client, and the version of declearn."""
         return await self._inner.register()
 
-    async def recv_message(self, timeout: float | None = None) -> SerializedMessage[Any]:
+    async def recv_message(self, timeout: float | None = None) -> messaging.SerializedMessage[Any]:
         """Return the next message of the server."""
         return await self._inner.recv_message(timeout)
 
     async def _send_message(self, bin_msg: bytes) -> NoReturn:
         raise Refused("a client behind a gate sends messages, and no bytes")
 
-    async def send_message(self, message: Message) -> None:
+    async def send_message(self, message: messaging.Message) -> None:
         """Send what may leave of a message, or else why nothing does."""
         kind = type(message)
         try:
@@ -98,7 +90,9 @@ class GatedNetwork(NetworkClient, register=False):
             sent = self._known[kind](message)
         except Exception as exc:  # what can not be looked at does not leave
             self.logger.error("%s is not sent: %s", kind.__name__, exc)
-            sent = Error(f"refused by fedclip: {exc}" if type(exc) is Refused else self._why)
+            sent = messaging.Error(
+                f"refused by fedclip: {exc}" if type(exc) is Refused else self._why
+            )
         await self._inner.send_message(sent)
 
     def check(self, aggregator: object, modules: Iterable[Any]) -> None:
@@ -135,7 +129,7 @@ class GatedNetwork(NetworkClient, register=False):
             equal = aggregator.shares.kind != "steps"
         return "" if equal else f"this site's updates have no weights by steps: set {_AVERAGING}"
 
-    def _training(self, reply: TrainReply) -> TrainReply:
+    def _training(self, reply: messaging.TrainReply) -> messaging.TrainReply:
         shared, votes = reply.updates, reply.aux_var.get(AUX_NAME)
         if reply.aux_var.keys() - {AUX_NAME} or type(votes) not in (type(None), UpdateClipVotes):
             raise Refused("a site's policy knows no auxiliary variables but votes on a bound")
@@ -144,13 +138,8 @@ class GatedNetwork(NetworkClient, register=False):
         sent: Any = shared.updates
         # In a new vector, which has nothing but these arrays.
         sent = type(sent)(dict(self._gate.update(sent.coefs)))
-        found = {
-            "votes": getattr(votes, "n_votes", 0),
-            "within": getattr(votes, "n_within", 0),
-            "clipped": getattr(shared, "n_clipped", 0),
-            "zeroed": getattr(shared, "n_zeroed", 0),
-        }
-        bits = self._gate.votes(found)
+        parts = {"votes": votes, "within": votes, "clipped": shared, "zeroed": shared}
+        bits = self._gate.votes({n: getattr(part, f"n_{n}", 0) for n, part in parts.items()})
         updates = ModelUpdates(sent, 1)
         if type(shared) is ClippedUpdates:
             updates = ClippedUpdates(sent, 1, 1, bits["clipped"], bits["zeroed"])
@@ -158,26 +147,28 @@ class GatedNetwork(NetworkClient, register=False):
         if votes is not None:
             aux[AUX_NAME] = UpdateClipVotes(1, bits["votes"], bits["within"])
         numbers = self._numbers(reply, "n_epoch", "n_steps", "t_spent")
-        return TrainReply(**numbers, updates=updates, aux_var=aux)
+        return messaging.TrainReply(**numbers, updates=updates, aux_var=aux)
 
-    def _evaluation(self, reply: EvaluationReply) -> EvaluationReply:
+    def _evaluation(self, reply: messaging.EvaluationReply) -> messaging.EvaluationReply:
         named = self._gate.policy.allow_metrics
         if not {"loss", "n_steps"} <= {*named} or plain(reply.loss) is None:
-            # It has no weight in declearn's mean, and fedclip's server leaves it out.
-            return EvaluationReply(0.0, 0, 0.0)
+            # A mean with it is none, and says so; fedclip's server leaves it out.
+            return messaging.EvaluationReply(math.nan, 1, 0.0)
         means: dict[str, Any] = {n: _mean(s) for n, s in reply.metrics.items() if n in named}
         # A server takes all of them or none.
         whole = len(means) == len(reply.metrics) and None not in means.values()
         numbers = self._numbers(reply, "loss", "n_steps", "t_spent")
-        return EvaluationReply(**numbers, metrics=means if whole else {})
+        return messaging.EvaluationReply(**numbers, metrics=means if whole else {})
 
-    def _metadata(self, reply: MetadataReply) -> MetadataReply:
+    def _metadata(self, reply: messaging.MetadataReply) -> messaging.MetadataReply:
         named = self._gate.policy.allow_metrics
         if others := [name for name in reply.data_info if name not in named]:
             raise Refused(f"the server asks for {', '.join(others)}, which this site does not tell")
-        return MetadataReply({name: _described(value) for name, value in reply.data_info.items()})
+        return messaging.MetadataReply(
+            {name: _described(value) for name, value in reply.data_info.items()}
+        )
 
-    def _numbers(self, reply: Message, *names: str) -> dict[str, Any]:
+    def _numbers(self, reply: messaging.Message, *names: str) -> dict[str, Any]:
         """Return those fields of a reply that the policy names, and 0 for the others."""
         found = self._gate.metrics({name: getattr(reply, name) for name in names})
         return {name: found.get(name, 0) for name in names}
