@@ -74,12 +74,17 @@ def find_config(path: str | Path) -> Path:
     path = Path(path)
     folder = os.path.isdir(path)  # `Path.is_dir` raises where a path is too long for the system.
     file = path / "config.toml" if folder else path
-    if folder and not os.path.isfile(file) and os.path.isfile(path / APP):
+    if folder and not os.path.isfile(file) and _is_app(path / APP):
         file = path / APP
     if not os.path.isfile(file):
         where = f"{path} holds no config.toml" if folder else f"{path} does not exist"
         raise FileNotFoundError(f"{where}; give a declearn configuration file, or its folder")
     return file
+
+
+def _is_app(file: Path) -> bool:
+    """Whether a file is there, and is that of an app of Flower: any project has one of its name."""
+    return os.path.isfile(file) and "[tool.flwr." in file.read_text("utf-8", errors="replace")
 
 
 def check_config(path: str | Path, *, quickrun: bool = False, simulate: bool = False) -> Check:

@@ -37,7 +37,8 @@ ENGINES = {
         "sockets and files of the app: it needs a process of its own, and no other network",
     ),
     ("NVFlare", "nvflare"): (
-        "SitePolicy in each scope of privacy.json: the results of all tasks",
+        "SitePolicy in each scope of privacy.json, and allow_log_streaming off: the results of "
+        "all tasks",
         "aux messages, event streams, and code of a job in the process: it needs byoc off, and "
         "scripts that are installed beforehand",
     ),
