@@ -111,8 +111,14 @@ def epsilon_of(folder: Path) -> float:
     return float(spent.accountant.epsilon())
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(25, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("settings", [{}, NOISE], ids=["bound", "noise"])
+@pytest.mark.parametrize(
+    ("settings", "rounds"),
+    [
+        pytest.param({}, 3, id="bound"),
+        pytest.param({}, 25, id="bound, 25 rounds", marks=pytest.mark.soak),
+        pytest.param(NOISE, 25, id="noise, 25 rounds", marks=pytest.mark.soak),
+    ],
+)
 def test_bounds_model_and_epsilon_are_the_same(
     settings: Mapping[str, Any], rounds: int, tmp_path: Path
 ) -> None:
