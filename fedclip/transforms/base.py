@@ -320,6 +320,8 @@ def _fetched(array: Array, backend: Backend) -> HostView:
 
 
 def _is_finite(array: Array, backend: Backend) -> bool:
+    # A sum of repeated rows may overflow.
+    (array,) = backend.prepared([array])
     values = decode(bits(backend.to_host(array)))
     # A sum of finite numbers may overflow: if it does, look at the elements.
     with np.errstate(all="ignore"):
