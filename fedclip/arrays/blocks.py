@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -118,26 +118,22 @@ def _rows(size: int) -> tuple[int, int]:
 def square_sums(views: Sequence[HostView]) -> list[float]:
     """Return the sum of squares of each view, over all cores; it may over- or underflow."""
     sums = [0.0] * len(views)
-    small: list[HostView] = []
-    places: list[int] = []
-    rows: list[tuple[int, HostView]] = []
-    halves: list[Callable[[], object]] = []
-    for i, view in enumerate(views):
-        size = view.size
-        if size > _JOINED and view.itemsize > 2:
-            elements = flat(view)
-            number, length = _rows(size)
-            if left := size - number * length:
-                small.append(elements[-left:])
-                places.append(i)
-                elements = elements[:-left]
-            rows.append((i, elements.reshape(number, length)))
-        elif view.itemsize == 2 and size:
-            halves.append(partial(_add_half, sums, i, view))
-        elif size:
-            small.append(view)
-            places.append(i)
-    if rows or halves:
+    places = [i for i, v in enumerate(views) if 0 < v.size <= _JOINED and v.itemsize > 2]
+    small = [views[i] for i in places]
+    if len(small) < len(views):
+        rows: list[tuple[int, HostView]] = []
+        halves: list[Callable[[], object]] = []
+        for i, view in enumerate(views):
+            if view.itemsize == 2:
+                halves.append(partial(_add_half, sums, i, view))
+            elif view.size > _JOINED:
+                elements = flat(view)
+                number, length = _rows(view.size)
+                if left := view.size - number * length:
+                    small.append(elements[-left:])
+                    places.append(i)
+                    elements = elements[:-left]
+                rows.append((i, elements.reshape(number, length)))
         _add_rows(sums, rows, halves, worthwhile([v.nbytes for v in views]))
     if small:
         values = np.concatenate(small, axis=None, dtype=np.float64)
@@ -174,9 +170,15 @@ def _add_rows(
 
 def _add_up(sums: list[float], places: Sequence[int], values: Float64, sizes: list[int]) -> None:
     """Add to the sum at each place so many values, at least one."""
-    starts = [0, *accumulate(sizes[:-1])]
-    for place, total in zip(places, np.add.reduceat(values, starts).tolist(), strict=True):
+    totals = np.add.reduceat(values, _starts(tuple(sizes))).tolist()
+    for place, total in zip(places, totals, strict=True):
         sums[place] += total
+
+
+@lru_cache(maxsize=256)
+def _starts(sizes: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """Return where each of some pieces begins that follow each other."""
+    return np.cumsum((0, *sizes[:-1]), dtype=np.intp)
 
 
 def _add_half(sums: list[float], i: int, view: HostView) -> None:

@@ -198,7 +198,7 @@ class Gradient:
         """
         if self.on_host:
             outcome = _QUIET.copy().run(transform.step, self, state)
-            return outcome._replace(outputs=self._returned(outcome.outputs))
+            return Outcome(self._returned(outcome.outputs), *outcome[1:])
         self.waits = on_nonfinite == "raise"
         outcome = transform.step(self, state)
         if self.waits:
@@ -241,8 +241,9 @@ class Gradient:
         if outputs is self.arrays:
             return given
         new = [i for i, (o, a) in enumerate(zip(outputs, self.arrays, strict=True)) if o is not a]
-        if not new:
-            return given
+        if not new or self.arrays is given:
+            # Arrays of NumPy are their own views.
+            return outputs if new else given
         result = list(given)
         likes = [self._native[i] for i in new]
         made = self.backend.from_host([outputs[i] for i in new], likes)
@@ -319,6 +320,8 @@ def _fetched(array: Array, backend: Backend) -> HostView:
 
 
 def _is_finite(array: Array, backend: Backend) -> bool:
+    # A sum of repeated rows may overflow.
+    (array,) = backend.prepared([array])
     values = decode(bits(backend.to_host(array)))
     # A sum of finite numbers may overflow: if it does, look at the elements.
     with np.errstate(all="ignore"):
@@ -337,7 +340,8 @@ def _rest_norms(rest: Mapping[str, Array], xp: Backend) -> Array:
 
 def _split(arrays: Mapping[str, Array], groups: Groups) -> tuple[Arrays, Mapping[str, Array]]:
     """Return the arrays of the groups, and the excluded ones that can hold NaN or infinity."""
-    rest = {n: a for n, a in arrays.items() if n in groups.excluded and _can_be_nan(a)}
+    left = groups.excluded
+    rest = {n: a for n, a in arrays.items() if n in left and _can_be_nan(a)} if left else {}
     return [arrays[name] for name in groups.names], rest
 
 

@@ -73,15 +73,14 @@ class NormClipping(Transform):
 
     def _scaled(self, gradient: Gradient, decision: Decision) -> Arrays:
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
-        if gradient.on_host and not decision.moved.any():
+        if gradient.on_host and not any(decision.moved.tolist()):
             # All factors are 1: to compute them would double the time of small gradients.
             return arrays
         peaks = None
         if self.action.raises:
             peaks = xp.group_max(xp.peaks(arrays), groups.owners, len(groups))
-        dtypes = [*map(xp.dtype, arrays)]
         factors = {
-            dtype: by_tensor(decision.factors(dtype, degree(self.ord), xp, peaks), groups, xp)
-            for dtype in dict.fromkeys(dtypes)
+            dtype: by_tensor(decision.factors(xp.dtype(a), degree(self.ord), xp, peaks), groups, xp)
+            for dtype, a in {a.dtype: a for a in arrays}.items()
         }
-        return xp.scale(arrays, [factors[dtype][i] for i, dtype in enumerate(dtypes)])
+        return xp.scale(arrays, [factors[a.dtype][i] for i, a in enumerate(arrays)])
