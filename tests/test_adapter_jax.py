@@ -11,6 +11,9 @@ optax = require("optax")
 import jax.numpy as jnp  # noqa: E402
 
 from fedclip import (  # noqa: E402
+    AGC,
+    AutoClip,
+    EmaNormClip,
     FedclipWarning,
     NormClip,
     ZScoreClip,
@@ -100,3 +103,49 @@ def test_nonfinite_steps_are_counted_and_teach_nothing(policy):
     else:
         assert np.isnan(odd["enc"]["b"]).all()
         assert np.isfinite(odd["enc"]["w"]).all()
+
+
+def test_agc_gets_the_parameters():
+    rng = np.random.default_rng(1)
+    params = {
+        "enc": {"w": jnp.asarray(rng.standard_normal((4, 3))), "b": jnp.zeros(3)},
+        "scale": jnp.asarray(2.0),
+    }
+    agc, reference = AGC(ratio=0.1), AGC(ratio=0.1)
+    outputs, _ = run(as_optax(agc), stream(5), compiled=True, params=params)
+    weights = {key: np.asarray(value) for key, value in by_name(params).items()}
+    for gradient, output in zip(stream(5), outputs, strict=True):
+        expected = reference.clip(by_name(gradient), weights)
+        for key, value in by_name(output).items():
+            np.testing.assert_allclose(value, expected[key], rtol=1e-9, atol=1e-14)
+    with pytest.raises(ValueError, match=r"agc has no weights for .*; it was given none"):
+        as_optax(agc).update(params, as_optax(agc).init(params))
+
+
+def test_leaves_of_the_same_path_are_clipped_each_by_itself():
+    tree = {"a": {"b": jnp.array([3.0, 4.0])}, "a.b": jnp.array([0.3, 0.4])}
+    weights = {"a": {"b": jnp.ones(2)}, "a.b": jnp.full(2, 5.0)}
+    transform = as_optax(AGC(0.1))
+    output, _ = transform.update(tree, transform.init(weights), weights)
+    expected = AGC(0.1).clip(
+        {"x": tree["a"]["b"], "y": tree["a.b"]}, {"x": weights["a"]["b"], "y": weights["a.b"]}
+    )
+    np.testing.assert_allclose(output["a"]["b"], expected["x"], rtol=1e-6)
+    np.testing.assert_allclose(output["a.b"], expected["y"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("clipper", "dtype"),
+    [(AutoClip(), "bfloat16"), (NormClip(0.1, dims=[0]), "float32"), (EmaNormClip(), "bfloat16")],
+)
+def test_sessions_that_forbid_promotion(clipper, dtype):
+    params = {"w": jnp.full((3, 2), 2.0, dtype), "b": jnp.ones(2, dtype)}
+    transformation = as_optax(clipper)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        state = transformation.init(params)
+        updates, state = transformation.update(params, state, params)
+        clipper.clip(params)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(updates)} == {dtype}
+    # What a clipper keeps is no copy of the parameters to optax.
+    mapped = optax.tree.map_params(transformation, lambda leaf: None, state)
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)

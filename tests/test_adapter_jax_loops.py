@@ -15,6 +15,7 @@ from helpers import require
 jax = require("jax")
 optax = require("optax")
 import jax.numpy as jnp  # noqa: E402
+from helpers import Specimen, specimens  # noqa: E402
 
 from fedclip import (  # noqa: E402
     AGC,
@@ -25,6 +26,7 @@ from fedclip import (  # noqa: E402
     ZScoreClip,
 )
 from fedclip.adapters.jax import ClipState, as_optax, load_state, stats  # noqa: E402
+from fedclip.testing import SHAPES  # noqa: E402
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray(RNG.standard_normal((4, 3)), jnp.float32), "b": jnp.ones(3)}
@@ -307,3 +309,23 @@ def test_a_state_is_read_with_the_parameters_that_it_is_of():
 def test_what_is_no_array_is_refused_by_name():
     with pytest.raises(TypeError, match=r"'act' is no array, but .* eqx\.filter"):
         as_optax(NormClip(1.0)).init({"w": jnp.ones(2), "act": jax.nn.relu})
+
+
+@specimens(sampled=True)
+def test_a_state_of_shapes_alone(specimen: Specimen):
+    transform = as_optax(specimen.make())
+    params = {name: jnp.ones(shape, jnp.float32) for name, shape in SHAPES.items()}
+    shapes = jax.eval_shape(lambda: params)
+    expected = transform.init(params)
+    for found in (transform.init(shapes), jax.eval_shape(transform.init, shapes)):
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    close(transform.init(shapes), expected)
+    # And a scan can carry it.
+    for wide in (False, True):
+        with jax.enable_x64(wide):
+            state = transform.init(params)
+            _, after = jax.eval_shape(transform.update, params, state, params)
+            for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
+                assert (a.shape, a.dtype) == (b.shape, b.dtype)

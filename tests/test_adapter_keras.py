@@ -18,7 +18,7 @@ from helpers import PATIENCE, require
 keras = require("keras")
 require("tensorflow")
 
-from fedclip import EmaValueClip, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip import AGC, EmaValueClip, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.adapters.keras import ClipHistory, ClippedOptimizer  # noqa: E402
 
 optimizers = keras.optimizers
@@ -358,3 +358,71 @@ def test_two_replicas_clip_the_sum_of_their_gradients_as_one_would():
     assert float(found.pop("keras")) > 1e-3
     assert len(found) == 3
     assert all(float(difference) < 1e-6 for difference in found.values()), found
+
+
+def test_agc_takes_the_weights():
+    optimizer, agc = ClippedOptimizer(optimizers.SGD(0.1), AGC(0.1)), AGC(0.1)
+    found = trained(optimizer)
+    weights = {name: v.numpy() for name, v in zip(SHAPES, variables(), strict=True)}
+    for gradients in stream():
+        arrays = {n: np.asarray(g) for n, g in zip(SHAPES, gradients, strict=True)}
+        clipped = agc.clip(arrays, weights)
+        weights = {n: w - np.float32(0.1) * clipped[n] for n, w in weights.items()}
+    close(found, weights.values())
+    assert optimizer.state() == {}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_gradients_are_clipped_outside_of_a_step_as_keras_clips_them(clip):
+    optimizer = ClippedOptimizer(optimizers.SGD(0.1), CLIPS[clip]())
+    gradients = list(stream())[1]
+    expected = optimizers.SGD(0.1, **{clip: LIMIT})._clip_gradients(gradients)
+    close(map(np.asarray, optimizer._clip_gradients(gradients)), map(np.asarray, expected))
+    assert optimizer.last is None
+    # Those that learn or need weights do not.
+    for clipper in (ZScoreClip(), EmaValueClip(), AGC()):
+        optimizer = ClippedOptimizer("sgd", clipper)
+        with pytest.raises(RuntimeError, match=f"{clipper.name} clips in steps"):
+            optimizer._clip_gradients(gradients)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="sparse arrays of JAX")
+def test_sparse_gradients_of_jax_are_clipped_as_dense_ones():
+    from jax.experimental import sparse
+
+    found, expected = ([keras.Variable(np.ones((5, 2), "float32"))] for _ in range(2))
+    dense = np.zeros((5, 2), "float32")
+    dense[1], dense[3] = 3.0, -2.0
+    for held, gradient in ((found, sparse.BCOO.fromdense(dense, n_dense=1)), (expected, dense)):
+        optimizer = ClippedOptimizer(optimizers.SGD(0.1), NormClip(LIMIT))
+        optimizer.apply([gradient], held)
+    close([v.numpy() for v in found], [v.numpy() for v in expected])
+
+
+def test_the_optimizer_inside_does_not_step_before_the_clipper_is_built():
+    inner, held = optimizers.SGD(0.1), variables()
+    outer = ClippedOptimizer(inner, NormClip(LIMIT))
+    with pytest.raises(ValueError, match="inside of a ClippedOptimizer that does not know"):
+        inner.apply(list(stream())[1], held)
+    outer.build(held)
+    inner.apply(list(stream())[1], held)
+    assert outer.stats()["round/steps"] == 1
+
+
+def test_several_optimizers_may_each_be_clipped_and_share_nothing():
+    clipper, learnt = ZScoreClip(), ZScoreClip()
+    learnt.clip({"w": np.ones(3)})
+    clipped = {name: ClippedOptimizer("sgd", clipper) for name in ("kernel", "rest")}
+    clipped["rest"].load_state(learnt.get_state())
+    assert clipped["rest"].state()["groups"]
+    assert not clipped["kernel"].state()["groups"]
+    clipped["rest"].reset()
+    choose = lambda v: clipped["kernel" if v.name == "kernel" else "rest"]  # noqa: E731
+    optimizer = optimizers.MultiOptimizer(choose)
+    held = variables()
+    gradients = list(stream())[1]
+    optimizer.apply(gradients, held)
+    gradients = [np.asarray(g) for g in gradients]
+    found = [clipped[name].stats()["norm"] for name in ("kernel", "rest")]
+    sizes = [np.linalg.norm(gradients[0]), np.hypot(np.linalg.norm(gradients[1]), gradients[2])]
+    np.testing.assert_allclose(found, sizes, rtol=1e-5)

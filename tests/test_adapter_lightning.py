@@ -285,3 +285,22 @@ def test_two_processes_clip_the_mean_of_their_gradients_alike(tmp_path: Path) ->
     assert one["state"]["all"]["start_1"] == pytest.approx(first * 0.9**3, rel=1e-5)
     assert one["stats"]["round/clipped"] == 1
     assert one["stats"]["round/norm_max"] > 20 * one["stats"]["round/limit_max"]
+
+
+def test_a_clipper_goes_from_one_trainer_to_the_next(tmp_path: Path) -> None:
+    class Breaks(Model):
+        def training_step(self, batch: Any, index: int) -> Any:
+            assert index < 3
+            return super().training_step(batch, index)
+
+    clipper = ZScoreClip()
+    broken = trainer(tmp_path, ClipCallback(clipper))
+    with pytest.raises(AssertionError):
+        broken.fit(Breaks(), batches())
+    first = fit(tmp_path, Model(), ClipCallback(clipper))
+    second = fit(tmp_path, Model(), ClipCallback(clipper))
+    assert sum(r.steps for r in clipper.rounds) == 3 + 8 + 8
+    for done in (first, second):
+        done.save_checkpoint(tmp_path / "done.ckpt")
+        saved = torch.load(tmp_path / "done.ckpt", weights_only=True)
+        assert saved["optimizer_states"][0]["fedclip:zscore-clip"]["groups"]

@@ -168,3 +168,15 @@ def test_the_verbs():
     assert compiled_clipper.last is None
     compiled_clipper.load_state(state)
     assert compiled_clipper.state()["groups"] == state["groups"]
+
+
+def test_a_state_that_was_loaded_is_forgotten_before_the_first_step_too() -> None:
+    variable, known = tf.Variable([0.0, 0.0]), ZScoreClip()
+    for size in (1.0, 2.0, 3.0):
+        clip([(tf.constant([size, size]), variable)], known)
+    compiled, fresh = (CompiledClipper(ZScoreClip()) for _ in range(2))
+    compiled.load_state(known.get_state())
+    compiled.reset()
+    for one in (compiled, fresh):
+        one([(tf.constant([100.0, 100.0]), variable)])
+    assert compiled.state()["groups"] == fresh.state()["groups"]

@@ -17,6 +17,7 @@ from fedclip import (  # noqa: E402
     EmaValueClip,
     FedclipWarning,
     GrowthValueClip,
+    NonFiniteError,
     NoOp,
     NormClip,
     PercentileNormClip,
@@ -25,6 +26,14 @@ from fedclip import (  # noqa: E402
 )
 from fedclip.adapters.torch import PureClipping, attach, clip_, stats  # noqa: E402
 from fedclip.arrays.torch import TorchBackend, TorchInPlace  # noqa: E402
+
+
+class Half(TorchBackend):
+    """Every other tensor lies on the device."""
+
+    def views(self, arrays):
+        return [None if i % 2 else view for i, view in enumerate(super().views(arrays))]
+
 
 # Arithmetic on devices and in compiled code is compared with all clippers in test_compiled.py.
 CLIPPERS = {
@@ -265,3 +274,30 @@ def test_a_layer_is_one_whatever_stands_for_its_weight():
             {n: p.shape for n, p in model.named_parameters()}
         )
         assert groups.labels == ("0", "1")
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+@pytest.mark.parametrize("backend", [Device(), Half()])
+def test_with_raise_what_lies_on_a_device_is_measured_there(backend, scope):
+    # To raise, the host has to know the norm, of what it can not read as of what it can.
+    gradient = {f"t{i}": torch.full((5,), 10.0 + i) for i in range(4)}
+    found = NormClip(1.0, scope=scope, on_nonfinite="raise").clip(gradient, backend=backend)
+    expected = NormClip(1.0, scope=scope).clip(gradient)
+    for name in gradient:
+        torch.testing.assert_close(found[name], expected[name], rtol=3e-6, atol=0)
+    gradient["t1"][2] = torch.nan
+    with pytest.raises(NonFiniteError, match="'t1'"):
+        NormClip(1.0, scope=scope, on_nonfinite="raise").clip(gradient, backend=backend)
+
+
+def test_pure_clipping_gives_each_group_its_own_statistics():
+    pure = PureClipping(ZScoreClip(warmup=1, scope="tensor"))
+    small, large = torch.ones(2), torch.full((2,), 50.0)
+    state = pure.init({"a": small, "b": large})
+    for order in ("ab", "ab", "ba"):
+        found, state = pure.update({n: {"a": small, "b": large}[n] for n in order}, state)
+        assert [*found] == [*order]
+        assert torch.equal(found["b"], large)
+    for others in ({"b": large}, {"a": small, "b": large, "c": small}):
+        with pytest.raises(ValueError, match="the state is of 2 groups of tensors"):
+            pure.update(others, state)

@@ -15,12 +15,14 @@ from fedclip import (  # noqa: E402
     ZScoreClip,
 )
 from fedclip.adapters.torch import (  # noqa: E402
+    PureClipping,
     attach,
     attach_update,
     clip_,
     handles,
     state,
 )
+from fedclip.adapters.torch.apart import are_apart  # noqa: E402
 
 
 def build(seed=0, optimizer=torch.optim.SGD, **settings):
@@ -279,3 +281,74 @@ def test_views_of_a_flat_buffer_stay_in_it():
     clip_(parameters, NormClip(1.0))
     # The norm below is of float32, and the margin 9e-7.
     assert float(flat.norm()) == pytest.approx(1.0, rel=3e-6)
+
+
+def test_lbfgs_sees_clipped_gradients_only():
+    model, optimizer = build(optimizer=torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")
+    norms = []
+    handle = attach(optimizer, NormClip(0.1), model)
+    optimizer.step(closure_of(model, optimizer, norms))
+    assert len(norms) > 1
+    assert handle.stats()["round/steps"] == len(norms)
+    # What a run of its own sees, whose closure clips by hand.
+    other, second = build(optimizer=torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")
+    again = closure_of(other, second)
+
+    def closure():
+        loss = again()
+        clip_(other, NormClip(0.1))
+        return loss
+
+    second.step(closure)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_graph_of_gradients_is_clipped():
+    model, optimizer = build()
+    attach(optimizer, NormClip(1.0), model)
+    loss_of(model).backward(create_graph=True)
+    optimizer.step()
+    assert total(model) <= 1.0
+    optimizer.zero_grad()
+
+
+def test_parameters_added_later_are_clipped():
+    model, optimizer = build()
+    model.add_module("late", torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    handle = attach(optimizer, NormClip(1.0, scope="tensor"), model)
+    loss_of(model).backward()
+    optimizer.step()
+    assert handle.last.groups == ("0.weight", "0.bias")
+    optimizer.add_param_group({"params": model.late.parameters()})
+    optimizer.step()
+    assert handle.last.groups == ("0.weight", "0.bias", "late.weight", "late.bias")
+
+
+def test_pure_clipping_with_agc():
+    model, _ = build()
+    loss_of(model).backward()
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    pure = PureClipping(AGC(0.05, axis=0))
+    update = torch.compile(pure.update, fullgraph=True, backend="eager")
+    found, after = update(gradients, pure.init(gradients), weights)
+    clip_(model, AGC(0.05, axis=0))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=3e-6, atol=0)
+    assert pure.stats(after, gradients)["round/clipped"] == 1
+    with pytest.raises(ValueError, match=r"agc has no weights for .*; it was given none"):
+        pure.update(gradients, after)
+
+
+def test_tensors_without_an_address_are_left_as_they_are():
+    found = []
+
+    def look(x):
+        found.append(are_apart([x, 2 * x]))
+        return x
+
+    torch.func.vmap(look)(torch.ones(2, 3))
+    assert found == [True]

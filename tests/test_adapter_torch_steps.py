@@ -12,6 +12,7 @@ from helpers import require
 
 torch = require("torch")
 
+
 from fedclip import FedclipWarning, GrowthValueClip, NormClip, ZScoreClip  # noqa: E402
 from fedclip.adapters.torch import (  # noqa: E402
     attach,
@@ -424,3 +425,45 @@ def test_ordinary_loops_raise_no_alarm(loop):
     loop(model, optimizer)
     assert handle.stats()["round/steps"] > 0
     assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_a_closure_that_the_step_brings_itself_is_clipped():
+    class Brings(SGD):
+        def step(self, closure=None):
+            return super().step(self.own)
+
+    model, norms = build(), []
+    optimizer = Brings(model.parameters(), lr=0.1)
+
+    def own():
+        optimizer.zero_grad()
+        loss = backward(model)
+        norms.append(total(model))
+        return loss
+
+    optimizer.own = own
+    handle = attach(optimizer, NormClip(1e-3), model)
+    optimizer.step()
+    assert float(handle.last) == pytest.approx(norms[0])
+    assert total(model) <= 1e-3
+
+
+def test_an_optimizer_that_is_gone_raises_no_alarm():
+    model = build()
+    attach(SGD(model.parameters(), lr=0.1), ZScoreClip(), model)
+    gc.collect()
+    for _ in range(3):
+        backward(model)
+        _by_hand(model)
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_tensors_that_are_watched_are_saved_without_a_word():
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = SGD([weight], lr=0.1)
+    attach(optimizer, NormClip())
+    for twin, other in (pickle.loads(pickle.dumps((weight, optimizer))), (weight, optimizer)):
+        other.zero_grad()
+        (100 * twin).sum().backward()
+        other.step()
+        assert float(twin.grad.norm()) <= 1.0

@@ -20,7 +20,7 @@ torch = require("torch")
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
-from fedclip import EmaNormClip, NormClip, ZScoreClip  # noqa: E402
+from fedclip import EmaNormClip, FedclipWarning, NormClip, ZScoreClip  # noqa: E402
 from fedclip.adapters.torch import attach as attach_to_optimizer  # noqa: E402
 from fedclip.adapters.transformers import ClipCallback, attach  # noqa: E402
 
@@ -266,3 +266,38 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
         assert run["state"]["all"] == pytest.approx(clipper.get_state()["groups"]["all"], rel=1e-4)
         # The spike, and no other step.
         assert run["clipped"] == clipper.rounds[-1].clipped == 1
+
+
+def test_a_checkpoint_from_before_there_was_a_clipper_starts_it_anew(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 4}
+    make(tmp_path, **options).train()
+    callback = ClipCallback(ZScoreClip())
+    with pytest.warns(FedclipWarning, match="zscore-clip, which starts anew") as said:
+        make(tmp_path, callback, **options).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-8")
+        )
+    assert len([w for w in said if issubclass(w.category, FedclipWarning)]) == 1
+    assert callback.clipper.rounds[-1].steps == 8
+    saved = json.loads((tmp_path / "checkpoint-16" / "trainer_state.json").read_text())
+    assert saved["stateful_callbacks"]["ClipCallback"][-1]["args"]["clipper"][0] == "zscore-clip"
+
+
+def test_a_clipper_acts_in_one_trainer_at_a_time(tmp_path: Path) -> None:
+    clipper = ZScoreClip()
+    for _ in range(2):
+        make(tmp_path, ClipCallback(clipper)).train()
+    assert sum(r.steps for r in clipper.rounds) == 32
+    with pytest.raises(ValueError, match="zscore-clip is in the ClipCallback of a Trainer already"):
+        make(tmp_path, ClipCallback(clipper), ClipCallback(clipper)).train()
+
+
+def test_accelerate_saves_and_loads_the_statistics(accelerator: Any, tmp_path: Path) -> None:
+    engine, first = accelerator(), EmaNormClip(scope="tensor")
+    loop(engine, first)
+    engine.save_state(str(tmp_path))
+    again, second = accelerator(), EmaNormClip(scope="tensor")
+    loop(again, second)
+    second.on_round_start()
+    again.load_state(str(tmp_path))
+    assert second.get_state()["groups"] == first.get_state()["groups"]
+    assert [r.steps for r in second.rounds] == [r.steps for r in first.rounds]

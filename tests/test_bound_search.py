@@ -179,3 +179,12 @@ def test_check_says_how_many_rounds(tmp_path: Any, clients: int, start: str, fou
     assert bool(said) == found
     if found:
         assert "after 7 rounds" in said[0]
+
+
+def test_how_many_rounds_it_takes_with_more_noise() -> None:
+    rounds = [RULE.rounds_to_find(noise) for noise in (0.0, 0.1, 0.5)]
+    assert all(r is not None for r in rounds)
+    assert rounds == sorted(rounds)
+    assert rounds[1] <= 10
+    assert rounds[-1] > 10
+    assert RULE.rounds_to_find(3.0) is None

@@ -291,3 +291,27 @@ def test_the_settings_of_an_app_of_flower(
     assert found == [(level, "[tool.flwr.app.config.update-clip]")] * bool(level)
     assert all(said in f.message for f in check_config(tmp_path).findings)
     assert not check_config(tmp_path, quickrun=True).ok
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"client_opt = {'1' * 5_000}",
+        f"[client_opt]\nlrate = {'9' * 4_000}",
+        f"client_opt = '{'x' * 5_000}'",
+        f"client_opt = {'[' * 200}{']' * 200}",
+        "client_opt = 0.1\naggregator = [['a'], {}]",
+        f"[client_opt]\nlrate = 0.1\nmodules = [['norm-clip', {{max_norm = {'7' * 400}}}]]",
+        "client_opt = '/'",
+        "[client_opt]\nlrate = {a = 1}\nmodules = {b = 2}\nregularizers = 1979-05-27",
+        GOOD.replace('"127.0.0.1"', f"'{'h' * 5_000}'"),
+        GOOD.replace("[data]", f"[data]\ndata_folder = '{'d' * 5_000}'"),
+        GOOD.replace("[data]", "[data]\ndata_folder = '/dev'\nclient_names = ['../..']"),
+        GOOD.replace("[run]", "[secagg]\nclipval = 'a'\nbitsize = []\n[run]"),
+    ],
+    ids=range(12),
+)
+def test_what_is_too_large_or_of_another_kind_is_a_finding(problems: Messages, text: str) -> None:
+    found = problems(text)
+    assert found
+    assert all(len(line) < 2_000 for line in found)

@@ -403,3 +403,23 @@ def test_what_can_not_be_written_is_a_sentence(checkpoints: Path, tmp_path: Path
             result = call("report", checkpoints, option, file)
             assert result.exit_code == 1
             assert "can not write" in one_sentence(result)
+
+
+def test_a_round_that_ends_while_a_report_is_read_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedclip.report import Reader, Report
+
+    node, read = Node(tmp_path / "c0", ["norm-clip"]), Reader.read
+    node.round([0.5])
+
+    def slow(reader: Reader) -> Report:
+        report = read(reader)
+        if not (tmp_path / "c0" / "model_state_best.mpk").exists():
+            node.round([0.7])
+            (tmp_path / "c0" / "model_state_best.mpk").touch()
+        return report
+
+    monkeypatch.setattr(Reader, "read", slow)
+    shown = call("report", tmp_path, "--follow").stdout
+    assert "round 2: 1 step, 0% clipped" in shown

@@ -14,11 +14,13 @@ from declearn.aggregator import Aggregator
 from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector
 from federation_helpers import Clients, Server, norm
+from federation_runs import running
 from helpers import each_framework, needs
 from test_sparse import dense_values, indexed_slices, sparse_coo
 
 from fedclip.federation.update import trimmed
 from fedclip.federation.update.adaptive import AdaptiveBound
+from fedclip.federation.update.arc import arc_factors
 from fedclip.federation.update.clipping import UpdateClient
 from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.engine import UpdateServer
@@ -294,3 +296,34 @@ def test_check_says_so_before(tmp_path: Path, rest: str, level: str, text: str) 
     found = check_config(tmp_path / "optim.toml")
     assert any(text in f.message and f.level == level for f in found.findings), found.findings
     assert "by more than 2 / n of that" in str(found.places) or level == "problem"
+
+
+def test_no_update_is_longer_after_arc_than_the_longest_of_the_others() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(300):
+        rows, f = random_rows(rng)
+        norms = np.linalg.norm(rows, axis=1)
+        norms[:f] *= 1e6
+        after = norms * arc_factors(norms.tolist(), f)
+        assert after.max() <= norms[f:].max() * (1 + 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("f", "secagg", "text"),
+    [
+        (1, "masking", "does not go with secure aggregation"),
+        (1, "joye-libert", "does not go with secure aggregation"),
+        (2, None, "needs more than 4 replies in a round, and there are 3"),
+    ],
+)
+def test_a_server_refuses_before_the_first_round(
+    tmp_path: Path, f: int, secagg: str | None, text: str
+) -> None:
+    optim = {"aggregator": config("trimmed", f, max_norm=1.0), "client_opt": 0.5}
+    settings: dict[str, Any] = {"protocol": "fedclip-websockets", "secagg": secagg}
+    with running(tmp_path, optim=optim, **settings) as run:
+        codes = run.wait()
+    assert codes["server"] != 0
+    assert text in run.said("server")
+    assert "Initiating training round" not in run.said("server")

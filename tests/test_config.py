@@ -13,6 +13,7 @@ import mypy.api
 import numpy as np
 import pytest
 from declearn.optimizer import Optimizer, list_optim_modules
+from declearn.optimizer.modules import OptiModule
 from helpers import SPECIMENS, Specimen, apply, gradient, specimens
 
 from fedclip import (
@@ -277,3 +278,21 @@ def test_type_checkers_see_every_parameter() -> None:
     out, _, _ = mypy.api.run(["--strict", "--config-file=", "-c", "\n".join(lines)])
     found = set(re.findall(r"<string>:(\d+): error", out))
     assert found == {str(4 + place) for place in range(len(wrong))}, out
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "digits"),
+    [
+        ("norm-clip", "max_norm", 400),
+        ("norm-clip", "ord", 5000),
+        ("percentile-norm-clip", "window", 400),
+        ("percentile-norm-clip", "history", 5000),
+        ("norm-clip", "keep_memory", 5000),
+    ],
+)
+def test_a_number_of_thousands_of_digits_is_refused_in_words(
+    name: str, parameter: str, digits: int
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{parameter} must be .*, got") as caught:
+        OptiModule.from_specs(name, {parameter: 10**digits})
+    assert len(str(caught.value)) < 500

@@ -165,3 +165,13 @@ def test_long_arrays_of_jax_are_measured_as_well_as_short_ones(shape: tuple[int,
     measured = jax.jit(lambda array: xp.group_norms([array], [[0]]))
     found = float(measured(jax.numpy.asarray(values.reshape(shape)))[0])
     assert norm(values) * (1 - UNCERTAINTY) <= found <= norm(values) * (1 + 1e-7)
+
+
+@pytest.mark.parametrize("framework", ON_DEVICES)
+@pytest.mark.parametrize("dtype", TIE)
+def test_slices_on_devices(framework: str, dtype: str) -> None:
+    with session(framework, dtype):
+        step = compiled(framework, {"w": (10_000, 4)}, dims=[0])
+        for values in hard(40_000, dtype):
+            clipped = step(values.astype(dtype).reshape(4, 10_000).T.copy())["w"]
+            assert max(map(norm, clipped.T)) <= LIMIT

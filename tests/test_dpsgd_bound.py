@@ -15,14 +15,47 @@ from typing import Any
 
 import numpy as np
 import pytest
+from declearn.aggregator import AveragingAggregator
+from declearn.dataset import InMemoryDataset
+from declearn.optimizer import Optimizer
 from declearn.utils import set_device_policy
 from helpers import require
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from test_dpsgd_persample import MODELS, Model, rng
+from test_dpsgd_manager import request
+from test_dpsgd_persample import MODELS, Model, numbers, rng
 
 from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.dpsgd.manager import PrivateTrainingManager
+from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.persample import clipped_sum
+from fedclip.dpsgd.sample_clip import SampleClip
+from fedclip.privacy.noise import insecure_normals
+
+
+def without_noise(name: str, mode: str, positions: Any) -> tuple[Any, float]:
+    """Return the sum of a step, once the noise that was drawn for it is taken away, and its norm.
+
+    What the optimizer gets is looked at: weights would round it once more.
+    """
+    model, x, y = model_of(name)
+    data = InMemoryDataset(np.asarray(x), target=y)
+    optim = Optimizer(lrate=1.0, modules=[SampleClip(mode=mode, micro_batch=4)])
+    made = PrivateTrainingManager(model, optim, AveragingAggregator(), data, data, verbose=False)
+    made.make_private(request(batches={"batch_size": 6}, sclip_norm=C))
+    made.noise, made._normals = IndependentNoise(insecure_normals(3)), np.zeros
+    given: list[Any] = []
+    optim.apply_gradients = lambda model, gradients: given.append(gradients)  # type: ignore[method-assign]
+    made.run_train_step(made.records.take(positions))
+    clipping = SampleClip(mode=mode).clipping
+    std = clipping.noise_multiplier(made.calibration.noise_multiplier, 6.0) * C
+    names = [*given[0].coefs]
+    noisy = [numbers(given[0].coefs[n]) * 6.0 / clipping.scale(C) for n in names]
+    drawn = insecure_normals(3)
+    sums = [a - std * drawn(a.size).reshape(a.shape) for a in noisy]
+    flat = np.concatenate([a.ravel() for a in sums])
+    return flat, float(np.linalg.norm(np.concatenate([a.ravel() for a in noisy])))
+
 
 pytestmark = pytest.mark.slow
 
@@ -171,3 +204,21 @@ def check_moves(name: str, records: Records, mode: str, at: int, other: int) -> 
     replaced[at] = (other, 1.0, 1e6)
     changed = np.linalg.norm(whole - sum_of(name, mode, replaced))
     assert changed <= 2 * C * (1 + 1e-6) + rounding
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("torch, 20 tensors", "layer"), ("jax", "automatic"), ("sklearn", "adaptive")],
+)
+def test_without_its_noise_a_step_is_moved_by_the_bound_at_most(name: str, mode: str) -> None:
+    pytest.importorskip("opacus")
+    whole, norm = without_noise(name, mode, np.arange(6))
+    unit = UNITS[MAKERS[name][1]]
+    # All of them are clipped: what is found is no rounding.
+    assert np.linalg.norm(whole) > C / 10
+    for at in range(6):
+        others = np.delete(np.arange(6), at)
+        changed = np.linalg.norm(whole - without_noise(name, mode, others)[0])
+        assert changed <= C * (1 + 1e-6) + 2 * unit * norm
+        replaced = without_noise(name, mode, np.append(others, 7))[0]
+        assert np.linalg.norm(whole - replaced) <= 2 * C * (1 + 1e-6) + 2 * unit * norm

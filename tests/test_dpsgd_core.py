@@ -432,3 +432,11 @@ def test_a_line_with_an_order_that_is_none_is_damage(tmp_path: Path, order: Any)
     path.write_text(json.dumps({**line, "order": order}) + "\n")
     with pytest.raises(ValueError, match="is damaged"):
         read_entries(path)
+
+
+def test_a_link_is_no_other_ledger(tmp_path: Path) -> None:
+    path, link = tmp_path / "spent.json", tmp_path / "link.json"
+    Ledger(9.0, 1e-5, path).reserve(2.0, 1.0, 3)
+    link.symlink_to(path)
+    assert Ledger(9.0, 1e-5, link).accountant.rounds == 3
+    assert not (tmp_path / "link.json.lock").exists()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -232,3 +234,32 @@ def test_numbers_that_half_precision_does_not_hold_are_not_lost() -> None:
     # 9 positions of 200 * 200 are more than float16 holds.
     assert float(parts["weight"].squares()[0]) == pytest.approx(6 * (9 * 40_000.0) ** 2)
     assert np.isfinite(parts["weight"].sum(torch.ones(1, dtype=torch.float64)).numpy()).all()
+
+
+def test_plans_do_not_keep_modules_alive() -> None:
+    gone = weakref.ref(net := nn.Linear(6, 2))
+    list(records.record_parts(net, loss, {"x": torch.randn(4, 6), "scale": torch.ones(4)}, 4))
+    del net
+    gc.collect()
+    assert gone() is None
+
+
+def test_as_many_records_at_once_as_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedclip.dpsgd.persample import base
+
+    seen: list[int] = []
+    together = records._together
+
+    def note(model: Any, plan: Any, leaves: Any, tree: Any) -> Any:
+        seen.append(len(leaves[0]))
+        return together(model, plan, leaves, tree)
+
+    monkeypatch.setattr(records, "_together", note)
+    x = {"x": torch.randn(70, 6), "scale": torch.ones(70)}
+    small, large = nn.Linear(6, 2), weight_norm()
+    list(records.record_parts(small, loss, x, 32))
+    # Whole gradients of twelve numbers and more each, and memory for sixty.
+    monkeypatch.setattr(base, "MOST", 60)
+    list(records.record_parts(large, loss, x, 32))
+    assert seen[:3] == [32, 32, 32]
+    assert max(seen[3:]) <= 5

@@ -19,11 +19,14 @@ from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from declearn.optimizer import Optimizer
 from declearn.training.dp import DPTrainingManager
 from declearn.utils import set_device_policy
+from helpers import require
 
 import fedclip
 from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.noise import IndependentNoise
+from fedclip.dpsgd.persample import clipped_sum
 from fedclip.dpsgd.sample_clip import SampleClip
+from fedclip.privacy import accounting
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.ledger import Ledger
 
@@ -491,3 +494,63 @@ def test_a_ledger_that_is_put_back_between_rounds_gives_no_step_twice(tmp_path: 
     assert other.spent == made.spent
     assert "30 records" not in path.read_text()
     assert f'"data": "{len(made.train_data.feats)} records, ' in path.read_text()
+
+
+def test_noise_on_models_of_many_tensors() -> None:
+    torch = require("torch")
+    from declearn.model.torch import TorchModel
+
+    net = [torch.nn.Linear(100, 100) for _ in range(10)]
+    model = TorchModel(torch.nn.Sequential(*net), torch.nn.MSELoss())
+    # Of records without weight nothing is left but noise.
+    blank = np.zeros((128, 100), dtype="float32")
+    dataset = InMemoryDataset(blank, target=blank, s_wght=blank[:, 0])
+    made = PrivateTrainingManager(
+        *(model, Optimizer(lrate=0.7), AveragingAggregator(), dataset, dataset), verbose=False
+    )
+    made.make_private(request(batches={"batch_size": 64}, sclip_norm=0.3))
+    before = model.get_weights()
+    made.run_train_step(made.records.take(np.arange(128)))
+    moved = (before - model.get_weights()).coefs
+    assert len(moved) == 20
+    noise = np.concatenate([a.numpy().ravel() for a in moved.values()])
+    right = made.calibration.noise_multiplier * 0.3 * 0.7 / 64
+    assert noise.std() == pytest.approx(right, rel=CLOSE)
+
+
+@pytest.mark.parametrize(("size", "most"), [(1, 32), (40, 64)])
+def test_small_batches_are_not_filled_up_to_large_ones(
+    monkeypatch: pytest.MonkeyPatch, size: int, most: int
+) -> None:
+    seen: list[int] = []
+
+    def note(*args: Any, micro_batch: int, **settings: Any) -> Any:
+        seen.append(micro_batch)
+        return clipped_sum(*args, micro_batch=micro_batch, **settings)
+
+    monkeypatch.setattr("fedclip.dpsgd.persample.clipped_sum", note)
+    for clip in (SampleClip(), SampleClip(micro_batch=7)):
+        made = manager([clip], private=request(batches={"batch_size": size}))
+        made.run_train_step(made.records.take(np.arange(size)))
+    # Each time for three validation records, when it is set up, and then for the batch.
+    assert seen == [*[most] * 4, *[7] * 4]
+
+
+def test_a_run_is_accounted_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = manager(private=request(budget=(2.9, 1e-5)))
+    calls: list[Any] = []
+    pld = accounting._BY_NAME["pld"]
+
+    def note(*arguments: Any) -> float:
+        calls.append(arguments)
+        return pld(*arguments)
+
+    monkeypatch.setitem(accounting._BY_NAME, "pld", note)
+    accounting._epsilon.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for i in range(4):
+            made.training_round(train(round_i=i))
+    assert len(calls) == 1
+    assert f"Privacy spent: epsilon {made.get_privacy_spent()[0]:.4g} at delta 1e-05" in caplog.text

@@ -142,3 +142,13 @@ def test_padded_tensorflow_records_do_not_depend_on_each_other() -> None:
         ((x, y, _),) = records.take([position])
         assert np.asarray(x).tolist() == [row]
         assert np.asarray(y).tolist() == [position]
+
+
+def test_records_of_one_shape_are_one_batch() -> None:
+    pairs = torch.utils.data.TensorDataset(torch.randn(20, 4), torch.arange(20))
+    records = Records(dataset(pairs, None))
+    ((x, y, weights),) = records.take(np.array([3, 3, 19]))
+    assert torch.equal(x, pairs.tensors[0][[3, 3, 19]])
+    assert y.tolist() == [3, 3, 19]
+    assert weights is None
+    assert records.take([]) == []

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from declearn.main.config import FLRunConfig
+from declearn.main.utils import Checkpointer
 from declearn.optimizer import Optimizer
 from typer.testing import CliRunner
 
@@ -20,6 +21,21 @@ from fedclip.dpsgd.calibrate import calibrate
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.ledger import Ledger
 from fedclip.tools.cli import app
+
+ENDS = ["1e-320", "0.5", "inf", "nan", "1e-12", "1e308", "-1", "1", "0", "1e10"]
+
+
+COMMANDS = [
+    "spent --noise-multiplier {} --steps 60 --rate 0.16",
+    "spent --noise-multiplier {} --steps 9223372036854775807 --rate 0.16",
+    "spent --noise-multiplier 2 --steps 60 --rate {}",
+    "spent --noise-multiplier 2 --rate 0.999999999999 --steps 60 --delta {}",
+    "plan --epsilon {} --rounds 10 --clients 10 --values 100",
+    "plan --epsilon {} --rounds 9223372036854775807 --clients 10 --relation replace-one",
+    "plan --epsilon 1 --rounds 10 --clients 10 --delta {}",
+    "calibrate --epsilon {} --rounds 3 --records 40 --batch-size 50 --values 100",
+    "calibrate --epsilon 1 --rounds 3 --records 40 --batch-size 50 --delta {}",
+]
 
 pytest.importorskip("dp_accounting")
 
@@ -183,3 +199,45 @@ def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:
         assert said in done.stderr
     (tmp_path / "privacy_spent.json").unlink()
     assert "has spent a privacy budget" in call("spent", tmp_path).stderr
+
+
+def test_the_name_of_a_checkpoint_need_not_be_the_newest(tmp_path: Path) -> None:
+    """Local time goes back by an hour in autumn."""
+    settings = {"noise_multiplier": 2.0, "expected_clients": 20, "delta": 1e-3}
+    settings["relation"] = "replace-one"
+    optimizer = Optimizer(lrate=1.0, modules=[("update-clip-server", settings)])
+    budget: Any = optimizer.modules[0].budget  # type: ignore[attr-defined]
+    saved = Checkpointer(str(tmp_path / "server"))
+    for stamp in ("26-10-25_02-59-00", "26-10-25_02-01-00"):
+        budget.accountant.add(2.0, 3)
+        saved.save_optimizer(optimizer, timestamp=stamp)
+    (found,) = json.loads(call("spent", tmp_path, "--json").stdout)
+    assert (found["protects"], found["delta"]) == ("client", 1e-3)
+    assert found["epsilons"]["closed form"] == epsilon([Release(2.0, 6)], 1e-3, "replace-one")
+    assert "prv" not in found["epsilons"]
+    rows = [*csv.DictReader(io.StringIO(call("spent", tmp_path, "--csv").stdout))]
+    assert [(row["what"], row["steps"], row["relation"]) for row in rows[:2]] == [
+        ("release", "6", "replace-one"),
+        ("total", "", "replace-one"),
+    ]
+    (tmp_path / "server" / "optimizer_state_26-10-26_00-00-00.mpk").write_bytes(b"\xc1")
+    assert "can not be read" in call("spent", tmp_path).stderr
+    (tmp_path / "server" / "optimizer_config.json").write_text("[" * 90_000)
+    done = call("spent", tmp_path)
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("command", "value"),
+    [(command, ENDS[(i + 3 * j) % 10]) for i, command in enumerate(COMMANDS) for j in range(2)],
+)
+def test_the_ends_of_numbers_are_a_number_or_a_sentence(command: str, value: str) -> None:
+    done = call(*command.format(value).split())
+    assert isinstance(done.exception, SystemExit | None)
+    if done.exit_code:
+        assert done.exit_code == 2
+        assert done.stderr.startswith("fedclip: ")
+        assert done.stderr.count("\n") == 1
+    else:
+        assert "nan" not in done.stdout
+        assert "inf" not in done.stdout.replace("infinite", "")

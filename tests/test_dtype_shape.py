@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
-from helpers import SPECIMENS, Specimen, gradient, require, run, specimens_by_framework
+from helpers import SPECIMENS, Specimen, gradient, require, run, specimens, specimens_by_framework
 
-from fedclip import AGC, NormClip, Standardize
+from fedclip import AGC, NormClip, Standardize, ValueClip
 from fedclip.testing import apply, gradient_stream, to_numpy, to_vector
 
 
@@ -107,3 +107,32 @@ def test_inputs_are_untouched(specimen: Specimen, framework: str) -> None:
     small = to_vector(gradient(1, 1e-6), framework)
     output = apply(clipper, small, to_vector(gradient(2, 1.0), framework))
     assert specimen.moves or output is small
+
+
+@specimens()
+def test_nothing_to_clip(specimen: Specimen) -> None:
+    if isinstance(specimen.config.get("scope"), dict):
+        return
+    clipper = specimen.make()
+    for arrays in ({}, {"w": np.zeros((0,))}):
+        vector = to_vector(arrays)
+        assert apply(clipper, vector) is vector
+    # Nothing was observed: a first norm of 0 would be in the statistics.
+    if specimen.stateful:
+        assert not any(s.get("count") for s in clipper.get_state()["groups"].values())
+
+
+def test_tensors_that_are_negated_when_they_are_read() -> None:
+    torch = require("torch")
+    given = {"w": torch._neg_view(torch.tensor([3.0, 4.0]))}
+    for clipper in (NormClip(5.0, dims=0), NormClip(1.0), Standardize(), ValueClip(1.0)):
+        found = clipper.clip(given)["w"].resolve_neg()
+        right = clipper.clip({"w": given["w"].resolve_neg()})["w"]
+        assert torch.equal(found, right)
+
+
+def test_unclipped_tensors_are_the_same_objects() -> None:
+    vector = to_vector({"small": np.array([0.1]), "large": np.array([5.0])})
+    out = NormClip(1.0, scope="tensor").run(vector)
+    assert out.coefs["small"] is vector.coefs["small"]
+    assert out.coefs["large"] is not vector.coefs["large"]

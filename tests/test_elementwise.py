@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
-from helpers import each_framework, norm, require, run
+from helpers import each_framework, needs, norm, require, run
 
 from fedclip import (
     Centralize,
@@ -298,3 +298,71 @@ def test_a_box_that_is_open_on_both_sides_is_refused() -> None:
     for wrong in ({"max_value": -np.inf}, {"max_value": np.inf}, {"min_value": np.inf}):
         with pytest.raises(ValueError, match="must be a finite number"):
             ValueClip(**wrong)
+
+
+@each()
+def test_constant_gradient_never_gives_nan(name: str) -> None:
+    for dtype in ("float16", "float32", "float64"):
+        clipper = ALL[name]()
+        for _ in range(3):
+            for value in one(clipper, np.full((3, 4), 0.1), dtype), one(ALL[name](), [7.0], dtype):
+                assert np.isfinite(value).all()
+
+
+@each(KEEPING)
+def test_state_is_float64_for_float64_only(name: str) -> None:
+    for dtype, wide in (("float16", "float32"), ("float32", "float32"), ("float64", "float64")):
+        clipper = ALL[name]()
+        one(clipper, [1.0, 2.0], dtype)
+        assert clipper.get_state()["arrays"]["w"]["past"].dtype == wide
+
+
+@pytest.mark.parametrize("kind", ["<f2", "<u2"])
+def test_encode_towards_zero_never_exceeds(kind: str) -> None:
+    values = np.random.default_rng(0).normal(0, 1, 100_000).astype(np.float32)
+    dtype = np.dtype(kind)
+    lower = decode(encode(values, dtype, towards_zero=True))
+    nearest = decode(encode(values, dtype))
+    assert (np.abs(lower) <= np.abs(values)).all()
+    assert (np.abs(nearest - values) <= np.abs(lower - values)).all()
+    assert (np.abs(nearest) > np.abs(values)).any()
+
+
+@each_framework()
+@pytest.mark.parametrize("dtype", [*HALVES, "float32", "float64"])
+def test_elements_never_exceed_their_average(framework: str, dtype: str) -> None:
+    needs(framework)
+    if framework == "numpy" and dtype == "bfloat16":
+        pytest.skip("NumPy has no bfloat16")
+    clipper = EmaValueClip(0.7)
+    for step in gradient_stream(8):
+        given = to_vector(step, framework, dtype)
+        for key, value in to_numpy(clipper.run(given)).items():
+            past = clipper.get_state()["arrays"][key]["past"]
+            assert (np.abs(value.astype(past.dtype)) <= past).all()
+            assert (value * to_numpy(given)[key] >= 0).all()
+
+
+def test_constant_tensor_becomes_zero_whatever_its_size() -> None:
+    for value in (0.1, 1e10, 1e-30, -3e300):
+        assert not one(Standardize(), [value] * 7).any()
+        assert not one(Standardize(0.0), [value] * 7).any()
+
+
+@pytest.mark.parametrize("config", [{"init": "first"}, {"debias": True}])
+def test_first_gradient_is_not_clipped_by_its_own_average(config: Any) -> None:
+    for dtype in ("float16", "float32", "float64"):
+        for step in gradient_stream(5):
+            gradients = NumpyVector({k: v.astype(dtype) for k, v in step.items()})
+            assert EmaNormClip(0.9, **config).run(gradients) is gradients
+
+
+def test_average_leaves_zero() -> None:
+    clipper = EmaNormClip(0.5)
+    one(clipper, [0.0])
+    assert one(clipper, [1.0])[0] == pytest.approx(0.5)
+    clipper = EmaNormClip(0.5, min_norm=1e-6)
+    one(clipper, [1e-9])
+    outputs = [one(clipper, [1.0])[0] for _ in range(60)]
+    assert outputs[0] == pytest.approx(1e-6)
+    assert outputs[-1] == pytest.approx(1.0, rel=1e-4)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import each_framework, needs, norm
+from helpers import apply, each_framework, needs, norm, specimens
 
 from fedclip import NoOp, NormClip
 from fedclip.testing import to_numpy, to_vector
@@ -110,3 +110,28 @@ def test_a_long_array_whose_squares_underflow_is_measured() -> None:
     look = NoOp()
     look.run(to_vector({"w": np.full(5000, 1e-30)}, dtype="float32"))
     assert look.last.norm_before[0] == pytest.approx(1e-30 * 5000**0.5, rel=1e-6, abs=0)
+
+
+@specimens()
+@pytest.mark.parametrize(("dtype", "magnitude"), [("float32", 1e20), ("float16", 300.0)])
+def test_every_clipper_stays_finite(specimen: Any, dtype: str, magnitude: float) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"enc.w": (4, 6), "enc.b": (4,), "head.w": (6, 2), "head.scale": ()}
+    clipper = specimen.make()
+    for _ in range(8):
+        arrays = {
+            name: np.asarray(magnitude * rng.uniform(-1, 1, shape)).astype(dtype)
+            for name, shape in shapes.items()
+        }
+        out = to_numpy(apply(clipper, to_vector(arrays), to_vector(arrays)))
+        for name, value in out.items():
+            assert np.isfinite(value).all(), name
+            assert value.dtype == dtype
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 1023, 1024, 1025, 65_535, 65_536, 65_537, 200_001])
+def test_every_size(size: int) -> None:
+    array = np.random.default_rng(size).standard_normal(size).astype("float32")
+    clip = NoOp()
+    clip.run(to_vector({"w": array, "v": np.ones(3, "float32")}))
+    assert clip.last.norm_before[0] == pytest.approx(norm({"w": array, "v": np.ones(3)}), rel=1e-6)

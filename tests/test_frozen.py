@@ -175,3 +175,16 @@ def test_the_example_with_adapters_counts_what_is_shared(
     found = dict(line.split()[:2] for line in lines[1:-1] if not line.startswith(" "))
     assert found == {"head": "132", "adapters": "1,156", "all": "20,068"}
     assert "averages of A and B miss the mean of BA by " in lines[3]
+
+
+@pytest.mark.parametrize("personal", [None, "head"])
+def test_a_tensor_that_is_trained_and_not_used_is_named(personal: Any) -> None:
+    require("torch")
+    import torch
+
+    model = torch_model()
+    model.get_wrapped_model().module.body.extra = torch.nn.Parameter(torch.zeros(2))
+    given = model if personal is None else PersonalModel(model, personal)
+    reply = manager(client(), given).training_round(request())
+    assert isinstance(reply, Error)
+    assert "'module.body.extra' of the model are trained, and not used by it" in reply.message

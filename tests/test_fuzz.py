@@ -6,11 +6,35 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import pytest
 from typer.testing import CliRunner, Result
 
 from fedclip.tools.cli import app
+
+ODD = [
+    *(None, True, -1, 0, 2**63, -(2**40), 0.5, -1.0, float("nan"), float("inf"), 1e308, 5e-324),
+    *("", "x", "[/x]", "\x1b[31m", "all", b"bytes", [], {}, [[]], [1, "a"], {"a": 1}, [None] * 9),
+]
+
+
+def twisted(value: Any, dice: random.Random) -> Any:
+    """Return a state in which something, anywhere, is something else."""
+    if dice.random() < 0.15:
+        return dice.choice(ODD)
+    if isinstance(value, dict) and value:
+        key = dice.choice(list(value))
+        new = {k: twisted(v, dice) if k == key else v for k, v in value.items()}
+        if dice.random() < 0.1:
+            del new[key]
+        return new
+    if isinstance(value, list) and value:
+        i = dice.randrange(len(value))
+        return [*value[:i], twisted(value[i], dice), *value[i + 1 :]]
+    return dice.choice(ODD)
+
 
 pytestmark = pytest.mark.slow
 
@@ -96,5 +120,36 @@ def test_check_of_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed
             result = CliRunner().invoke(app, ["check", "config.toml", *["--json"] * (seed % 2)])
             assert answered(result)
             assert "\x1b" not in result.output
+        except Exception as exc:
+            raise AssertionError(f"seed {seed}: {data!r:.3000}") from exc
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_report_of_any_checkpoint(tmp_path: Path, states: list[bytes], seeds: range) -> None:
+    for node in ("healthy", "damaged"):
+        (tmp_path / node).mkdir()
+    (tmp_path / "healthy" / "optimizer_state_1.mpk").write_bytes(states[0])
+    file = tmp_path / "damaged" / "optimizer_state_1.mpk"
+    for seed in seeds:
+        dice = random.Random(seed)
+        data = dice.choice(states)
+        if dice.random() < 0.5:
+            data = damaged(data, dice)
+        else:
+            data = msgpack.packb(twisted(msgpack.unpackb(data), dice))
+        file.write_bytes(data)
+        try:
+            result = CliRunner().invoke(app, ["report", str(tmp_path), *["--groups"] * (seed % 2)])
+            assert answered(result)
+            assert result.exit_code == 0
+            assert "healthy" in result.stdout
+            assert "\x1b" not in result.output
+            assert answered(CliRunner().invoke(app, ["report", str(tmp_path), "--csv", "-"]))
+            assert answered(CliRunner().invoke(app, ["report", str(tmp_path / "damaged")]))
+            if seed % 100 == 0:
+                plot = ["report", str(tmp_path), "--plot", str(tmp_path / "plot.svg")]
+                assert answered(CliRunner().invoke(app, plot))
         except Exception as exc:
             raise AssertionError(f"seed {seed}: {data!r:.3000}") from exc

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Specimen, apply, norm, specimens
+from helpers import Specimen, apply, assert_same, norm, specimens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -108,3 +108,33 @@ def test_norm_clip_brings_gradients_no_further_apart(pair: Any, limit: float) ->
         a, b = (NormClip(limit).run(to_vector(g)).coefs for g in (x, y))
         apart = norm([x[n] - y[n] for n in x])
         assert norm([a[n] - b[n] for n in x]) <= apart * (1 + 1e-9) + 1e-12 * limit
+
+
+@specimens(bound=True)
+@laws
+@given(gradient=gradients)
+def test_bound(specimen: Specimen, gradient: Gradient) -> None:
+    assert norm(specimen.make().run(to_vector(gradient)).coefs) <= specimen.bound
+
+
+@specimens(element_bound=True)
+@laws
+@given(gradient=gradients)
+def test_element_bound(specimen: Specimen, gradient: Gradient) -> None:
+    for value in specimen.make().run(to_vector(gradient)).coefs.values():
+        limit = value.dtype.type(specimen.element_bound)
+        assert (np.abs(value) <= limit).all()
+
+
+@specimens()
+@laws
+@given(gradient=gradients)
+def test_input_dtype_and_shape_are_kept(specimen: Specimen, gradient: Gradient) -> None:
+    before = {name: value.copy() for name, value in gradient.items()}
+    vector = to_vector(gradient)
+    vector.coefs.update(gradient)
+    out = apply(specimen.make(), vector).coefs
+    assert_same([gradient], [before])
+    for name, value in gradient.items():
+        assert (out[name].dtype, out[name].shape) == (value.dtype, value.shape)
+        assert np.isfinite(out[name]).all()

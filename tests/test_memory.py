@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
-from helpers import each_framework, needs, norm, require
+from helpers import assert_same, each_framework, needs, norm, pairwise, require
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedclip import Centralize, NormClip, ValueClip
+from fedclip import Centralize, NormClip, Standardize, ValueClip
 from fedclip.arrays import Memory, memory
 from fedclip.testing import to_numpy, to_vector
 
@@ -408,3 +408,29 @@ def test_any_layout(layout: str, framework: str) -> None:
         found = zip(np.asarray(output).strides, np.asarray(plain).strides, plain.shape, strict=True)
         assert all(a == b for a, b, length in found if length > 1)
         assert type(output) is type(plain)
+
+
+def test_what_is_done_to_an_output_stays_with_it() -> None:
+    clip, gradient = NormClip(1.0), NumpyVector(gradient_of(0))
+    output = clip.run(gradient).coefs["wide"]
+    output.flags.writeable = False
+    output.shape = (400, 300)
+    output.dtype = np.int32
+    del output
+    assert clip.run(gradient).coefs["wide"].shape == (300, 400)
+    assert clip.run(gradient).coefs["wide"].dtype == np.float32
+
+
+@pairwise(
+    make=[NormClip, ValueClip, Centralize, Standardize],
+    framework=["numpy", "torch"],
+    dtype=["float16", "bfloat16", "float32", "float64"],
+)
+def test_outputs_are_the_same_with_and_without(make: Any, framework: str, dtype: str) -> None:
+    if framework == "numpy" and dtype == "bfloat16":
+        pytest.skip("NumPy has no bfloat16")
+    arrays = to_vector(gradient_of(3), framework, dtype)
+    clip, plain = make(), make(keep_memory=False)
+    for _ in range(3):
+        output, expected = clip.run(arrays), plain.run(arrays)
+        assert_same([to_numpy(output)], [to_numpy(expected)])

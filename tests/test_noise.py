@@ -15,6 +15,7 @@ from fedclip.errors import StateError
 from fedclip.privacy import accounting
 from fedclip.privacy.accounting import (
     Accountant,
+    Cost,
     Release,
     account,
     default_bits_noise,
@@ -24,6 +25,8 @@ from fedclip.privacy.accounting import (
 )
 from fedclip.privacy.gaussian import delta_of, epsilon_of, mu_of
 from fedclip.privacy.noise import add_noise, noised, secure_normals
+
+LARGEST = {"float16": 65504.0, "float32": 3.4028234e38, "bfloat16": 3.3895e38}
 
 
 def test_secure_noise_is_normal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,3 +356,31 @@ def test_hardly_any_noise_and_tiny_budgets_are_accounted_all_the_same() -> None:
     assert 0.999e-200 <= epsilon([Release(z, 7)], 1e-15) <= 1e-200
     with pytest.raises(ValueError, match="no number is large enough for the noise of epsilon=5e"):
         noise_multiplier(5e-324, 5e-324, 1)
+
+
+@pytest.mark.parametrize(("framework", "dtype"), [kind for kind in KINDS if kind[1] in LARGEST])
+def test_noise_beyond_a_dtype_is_its_largest_number(framework: str, dtype: str) -> None:
+    largest = LARGEST[dtype]
+    vector = vector_of({"w": np.zeros(999)}, framework, dtype)
+    out = to_numpy(type(vector)(add_noise(vector.coefs, largest, secure_normals)))["w"]
+    assert np.isfinite(out).all()
+    assert np.abs(out.astype(np.float64)).max() == pytest.approx(largest, rel=1e-4)
+
+
+def test_the_noise_for_a_budget_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may take seconds where steps are many and records are sampled rarely."""
+    calls = []
+
+    def steep(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
+        (release,) = spent
+        calls.append(release)
+        # As it is for 10^7 records, batches of 32 and 10^5 steps.
+        z = release.noise_multiplier
+        return Cost(0.0042 / z + math.exp(min(11.0 / z, 40.0) - 25.5), "pld")
+
+    monkeypatch.setitem(accounting._BY_NAME, "pld", steep)
+    monkeypatch.setattr(accounting, "tightest", lambda *_: "pld")
+    z = noise_multiplier(3.0125, 1e-8, 100_001, 3.2e-6)
+    costs = [steep((Release(z / less),), 0, "").epsilon for less in (1, 1.0006)]
+    assert costs[0] <= 3.0125 < costs[1]
+    assert len(calls) - 2 <= 22

@@ -16,6 +16,7 @@ from helpers import (
     Specimen,
     apply,
     assert_same,
+    each_framework,
     needs,
     pairwise,
     run,
@@ -155,3 +156,29 @@ def test_large_numbers_and_integers_that_are_left_alone_are_no_infinity() -> Non
     output = NormClip(1.0, exclude=["b", "n"]).clip(step)
     assert output["b"] is step["b"]
     assert output["n"] is step["n"]
+
+
+def test_all_bad_tensors_are_named() -> None:
+    arrays = poisoned(0, np.nan)
+    arrays["head.scale"] = np.array(np.inf)
+    with pytest.raises(NonFiniteError, match=r"in 'enc\.bias', 'head\.scale'$"):
+        NormClip(on_nonfinite="raise").run(to_vector(arrays))
+
+
+@each_framework()
+def test_nan_in_complex_numbers_that_are_excluded(framework: str) -> None:
+    needs(framework)
+    step = {"w": np.array([3.0, 4.0], np.float32), "c": np.array([1, np.nan * 1j], np.complex64)}
+    with pytest.warns(FedclipWarning, match="NaN or infinity in 'c'; the step is skipped"):
+        output = to_numpy(NormClip(1.0, exclude="c").run(to_vector(step, framework)))
+    assert not any(array.any() for array in output.values())
+    assert output["c"].dtype == np.complex64
+    step["c"] = np.array([3e38 + 3e38j, 0], np.complex64)
+    output = to_numpy(NormClip(1.0, exclude="c").run(to_vector(step, framework)))
+    np.testing.assert_allclose(output["w"], [0.6, 0.8], rtol=2e-6)
+
+
+def test_nan_in_a_long_double_that_is_excluded() -> None:
+    step = {"w": np.array([3.0, 4.0]), "c": np.array([np.nan], np.longdouble)}
+    with pytest.warns(FedclipWarning, match="NaN or infinity in 'c'"):
+        assert not NormClip(1.0, exclude="c").clip(step)["w"].any()

@@ -259,3 +259,18 @@ def test_check_warns_of_what_does_not_hold(checked: Any, modules: str, warning: 
     found = checked(f"{OPTIM}{modules}")
     assert found.ok
     assert any(warning in f.message for f in found.findings if f.level == "note")
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        '["momentum", "norm-clip"]',
+        '["norm-clip", "zscore-clip"]',
+        '["norm-clip", "gaussian-noise", "adam"]',
+    ],
+)
+def test_check_does_not_warn_of_what_holds(checked: Any, modules: str) -> None:
+    found = checked(f"{OPTIM}{modules}")
+    # What declearn releases is said of all noise, whatever the clippers before it bound.
+    notes = [f.message for f in found.findings if f.level == "note" and "run" not in f.where]
+    assert all("clients need fedclip" in note for note in notes)

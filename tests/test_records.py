@@ -13,11 +13,15 @@ from helpers import (
     SPECIMENS,
     Specimen,
     apply,
+    gradient,
+    needs,
     run,
     specimens,
+    specimens_by_framework,
 )
 
 from fedclip import (
+    AGC,
     AdaptiveClip,
     EmaClip,
     FedclipWarning,
@@ -170,3 +174,25 @@ def test_a_record_says_what_set_the_limit(
     assert found == {**dict.fromkeys(found, 0), **expected}
     most = max(expected, key=expected.__getitem__, default="")
     assert record.limited_by == most
+
+
+@specimens()
+def test_a_step_without_a_gradient_leaves_no_stale_record(specimen: Specimen) -> None:
+    if isinstance(specimen.config.get("scope"), dict):
+        return
+    clipper = specimen.make()
+    for step in (gradient(), {}):
+        _ = clipper.clip(step, gradient(1)) if isinstance(clipper, AGC) else clipper.clip(step)
+    assert clipper.last.as_dict() == {"clipped": 0, "nonfinite": 0}
+
+
+@specimens_by_framework()
+def test_records_are_the_same_on_every_framework(specimen: Specimen, framework: str) -> None:
+    needs(framework)
+    oracle, other = specimen.make(), specimen.make()
+    run(oracle, gradient_stream(8))
+    run(other, gradient_stream(8), framework)
+    for got, wanted in zip(other.rounds, oracle.rounds, strict=True):
+        assert (got.group, got.steps, got.clipped) == (wanted.group, wanted.steps, wanted.clipped)
+        for a, b in ((got.norm_max, wanted.norm_max), (got.limit, wanted.limit)):
+            assert a == b or a == pytest.approx(b, rel=1e-9)

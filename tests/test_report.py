@@ -242,3 +242,12 @@ def test_a_loss_that_is_no_number_is_said(tmp_path: Path) -> None:
     (said,) = [finding.text for finding in found.findings() if finding.kind == "diverged"]
     assert "server measured was NaN or infinite after round 3" in said
     json.dumps(found.as_dict(), allow_nan=False)
+
+
+def test_a_norm_above_the_last_limit_is_not_called_below_it(tmp_path: Path) -> None:
+    node = Node(tmp_path, ["zscore-clip"])
+    # The first norm passes, and the limits come from shorter ones.
+    node.round([9.0] + 40 * [1.0])
+    node.round(40 * [1.0])
+    (said,) = [f.text for f in read_report(tmp_path).findings() if f.kind == "inert"]
+    assert "within the limit of its own step, even the largest, 9." in said

@@ -19,8 +19,10 @@ from fedclip.testing import to_vector
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.search import trials as search
+from benchmarks.search.__main__ import main
 from benchmarks.search.gradients import LAYOUTS, RANGES, SHAPES, Tensor, build, draw, held, merged
 from benchmarks.search.promises import Trial, size
+from fedclip import EmaNormClip, EmaValueClip
 
 
 def report(gradients: int, seed: int, frameworks: list[str], *, device: bool = False) -> str:
@@ -183,3 +185,55 @@ def test_an_empty_tensor_of_a_narrow_dtype_costs_nothing() -> None:
     given = {"w": np.array([1.5e-5]), "empty": np.zeros((0, 1), np.float16)}
     output = NormClip(8e-6).run(NumpyVector(given)).coefs["w"]
     assert 8e-6 * (1 - 1e-12) <= size([output]) <= 8e-6
+
+
+@pytest.mark.parametrize(
+    ("values", "ord", "wanted"),
+    [
+        ([3.0, -4.0], 2, 5.0),
+        ([3.0, -4.0], 1, 7.0),
+        ([3.0, -4.0], "inf", 4.0),
+        ([3.0, -4.0], "mad", 3.5),
+        ([1.0, -7.0], "rms", 5.0),
+        ([1.0, 4.0], 0.5, 9.0),
+        ([3e200, 4e200], 2, 5e200),
+        ([], 2, 0.0),
+    ],
+)
+def test_size(values: list[float], ord: Any, wanted: float) -> None:
+    assert size([np.array(values)], ord) == pytest.approx(wanted, rel=1e-15)
+
+
+def test_a_trial_can_be_run_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seed", "5", "--trial", "3", "--frameworks", "numpy"]) == 0
+    assert isinstance(capsys.readouterr().out, str)
+    one, other = ([b.kind for b in search.trial(5, 3, ["numpy"])] for _ in range(2))
+    assert one == other
+
+
+def test_a_state_with_a_tensor_of_no_dimensions_can_be_saved_after_a_change_of_dtype() -> None:
+    clip = EmaValueClip()
+    clip.run(to_vector({"s": np.array(1e300)}))
+    clip.run(to_vector({"s": np.array(2.0)}, dtype="float32"))
+    assert isinstance(clip.get_state()["arrays"]["s"]["past"], np.ndarray)
+
+
+def test_an_excluded_tensor_may_have_another_byte_order() -> None:
+    clip = NormClip(1.0, exclude="v")
+    given = {"w": np.array([3.0, 4.0]), "v": np.array([7.0]).astype(">f2")}
+    output = clip.run(NumpyVector(given)).coefs
+    assert output["v"] is given["v"]
+
+
+def test_an_empty_gradient_is_not_the_step_before_it() -> None:
+    clip = NormClip(1.0)
+    clip.run(to_vector({"w": np.array([3.0, 4.0])}))
+    clip.run(to_vector({"w": np.zeros(0)}))
+    assert clip.last.norm_before == ()
+
+
+def test_a_state_of_empty_tensors_is_taken_back() -> None:
+    first, then = EmaNormClip(), EmaNormClip()
+    first.run(to_vector({"w": np.zeros(0)}))
+    then.set_state(first.get_state())
+    assert then.run(to_vector({"w": np.zeros(0)})).coefs["w"].size == 0

@@ -13,9 +13,10 @@ from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector
 from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_messages
 from federation_helpers import Clients, Server, joye_libert, masked, norm
+from helpers import each_framework, to_numpy, to_vector
 
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
-from fedclip.federation.update.secagg import plan
+from fedclip.federation.update.secagg import inside, plan
 
 CLIPPED = {"name": "clipped-averaging"}
 KINDS = ["masking", "joye-libert"]
@@ -173,3 +174,15 @@ def test_lie_in_a_secure_sum_of_votes(caplog: pytest.LogCaptureFixture) -> None:
     assert norm(out) == pytest.approx(1.0)
     assert server.module.bound == 1.0
     assert "can not be" in caplog.text
+
+
+@each_framework()
+def test_the_edge_in_every_framework(framework: str) -> None:
+    arrays = {"w": np.array([1.0, -1.0, 0.5], np.float32), "b": np.array([0.25], np.float32)}
+    update = to_vector(arrays, framework)
+    moved = inside(update.coefs, 1.0)
+    found = to_numpy(type(update)(dict(moved)))
+    assert found["w"].dtype == np.float32
+    assert found["w"].tolist() == [1 - 2.0**-24, -1 + 2.0**-24, 0.5]
+    assert moved["b"] is update.coefs["b"]
+    assert inside(update.coefs, 2.0) is update.coefs

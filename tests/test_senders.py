@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from typing import Any
@@ -191,3 +192,11 @@ def test_it_samples_as_the_other_does() -> None:
     everyone = fedclip.NamedClients()
     everyone.init_clients({"a", "b"})
     assert everyone.run() == {"a", "b"}
+
+
+def test_names_do_not_outlive_their_round(caplog: pytest.LogCaptureFixture) -> None:
+    finish({"a": reply(0.5), "b": reply(0.5)}, fedclip.NamedClients())
+    gc.collect()
+    with caplog.at_level(logging.WARNING):
+        finish({"x": reply(0.5), "y": reply(math.nan)}, None)
+    assert "one of 2 replies" in caplog.text

@@ -19,9 +19,10 @@ from declearn.optimizer import Optimizer
 from declearn.optimizer.modules import AuxVar
 from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
 from federation_helpers import joye_libert, masked
+from helpers import each_framework, needs
 
 from fedclip import Clipper, FedclipWarning
-from fedclip.arrays import NUMPY
+from fedclip.arrays import NUMPY, backend_named
 from fedclip.federation.statistics.client import SharedRule
 from fedclip.federation.statistics.counterpart import SharedServer
 from fedclip.federation.statistics.counts import (
@@ -31,6 +32,7 @@ from fedclip.federation.statistics.counts import (
     Round,
     Tally,
     counts_of,
+    quantile_of,
 )
 from fedclip.federation.statistics.messages import FedclipSharedCounts
 from fedclip.rules.sharing import Judgement
@@ -901,3 +903,44 @@ def test_traffic_is_below_a_hundredth_of_the_update(name: str) -> None:
     assert max(fed.wire) < model / 100
     # Encrypted, each number takes what a weight does.
     assert fed.counterpart.shared_state.tally.rows < 100_000 / 100
+
+
+@pytest.mark.parametrize(("size", "quantile"), [(1, 0.5), (2, 1.0), (5, 0.1), (1000, 0.95)])
+def test_sketch_is_within_its_error(size: int, quantile: float) -> None:
+    rng = np.random.default_rng(size)
+    norms = 10.0 ** rng.uniform(-7.5, 5.0, size)
+    tally = Tally(["sketch"])
+    shared = SharedRule(rule_of(Federation("percentile-norm-clip")))
+    state = shared.init(1, NUMPY)
+    for norm in norms:
+        judged = Judgement(None, np.array([norm]), True)
+        state = tally.add(judged, 10_000, state, NUMPY)
+    fields = {name: getattr(state, name)[..., 0].tolist() for name in tally.fields}
+    buckets = tally.decode(np.array(tally.encode(fields, 0.0), dtype=np.uint64)).buckets
+    assert buckets is not None
+    exact = np.quantile(norms, quantile)
+    assert abs(quantile_of(buckets, quantile) - exact) <= ERROR * exact * (1 + 1e-12)
+    # Distances are known as well as the larger of the norms that they are of.
+    distances = quantile_of(buckets, quantile, 1.0)
+    known = np.quantile(abs(norms - 1.0), quantile)
+    assert abs(distances - known) <= ERROR * (known + 1.0) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", ["auto-clip", "adaptive-clip"])
+@each_framework(oracle=False)
+def test_counting_is_the_same_text_in_every_arithmetic(name: str, framework: str) -> None:
+    needs(framework)
+    xp = backend_named(framework)
+    rule = SharedRule(rule_of(Federation(name)), 20)
+    rng = np.random.default_rng(16)
+    host, native = rule.init(2, NUMPY), rule.init(2, xp)
+    for _ in range(25):
+        norms = rng.lognormal(0.0, 0.5, 2)
+        limits, host = rule(norms, host, NUMPY)
+        other, native = rule(xp.asarray(norms), native, xp)
+        np.testing.assert_allclose(np.asarray(other), limits, rtol=1e-5)
+    for name_ in host._fields:
+        np.testing.assert_allclose(
+            np.asarray(getattr(native, name_)), getattr(host, name_), rtol=1e-5, atol=1e-6
+        )
+    assert host.new.tolist() == [20.0, 20.0]

@@ -370,3 +370,21 @@ def test_mistakes_in_its_section_are_found_before(write: Any, line: str, text: s
     result = CliRunner().invoke(app, ["simulate", str(write(more=f"[simulate]\n{line}\n"))])
     assert result.exit_code == 1
     assert text in result.stderr
+
+
+def test_a_fixed_bound_of_the_aggregator_holds(write: Any) -> None:
+    aggregator = '{name = "clipped-averaging", max_norm = 0.01}'
+    file = write(aggregator=aggregator, client="[]", server="[]")
+    report = read_report(run(file, 0, quiet=True).results)
+    assert {row.record.limit for row in report.select(node="clients")} == {0.01}
+    assert {row.record.limited_by for row in report.select(node="clients")} == {"fixed"}
+
+
+def test_clients_keep_what_their_modules_learn_apart(write: Any) -> None:
+    file = write(client='["zscore-clip", "update-clip-client"]')
+    simulation = Simulation(file, 0)
+    simulation.step()
+    simulation.step()
+    states = [simulation.crowd.optimizer(i).modules[0].get_state() for i in range(3)]
+    assert [state["round"] for state in states] == [2, 2, 2]
+    assert states[0]["groups"] != states[1]["groups"]

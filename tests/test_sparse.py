@@ -166,3 +166,17 @@ def test_slices_that_do_not_know_their_shape_keep_to_tiny_limits(dtype: str) -> 
     limit = 1e-5 if dtype == "float16" else 1e-30
     clipped = NormClip(limit).clip({"w": gradient})["w"]
     assert 0.0 < norm([tf.cast(clipped.values, "float64").numpy()]) <= limit
+
+
+@sparse_frameworks
+def test_below_the_limit_the_same_object(framework: str) -> None:
+    given = vector(framework)
+    assert NormClip(100.0).run(given) is given
+
+
+@sparse_frameworks
+def test_nan_is_skipped(framework: str) -> None:
+    given = vector(framework) * float("nan")
+    with pytest.warns(UserWarning, match="'emb.table'"):
+        out = NormClip(1.0).run(given).coefs["emb.table"]
+    assert not to_dense(out).any()

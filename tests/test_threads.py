@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
+from helpers import SPECIMENS, Specimen, run, specimens
 
 from fedclip import AGC, NormClip, ZScoreClip
+from fedclip.testing import gradient_stream
 
 
 @pytest.mark.parametrize("cls", [NormClip, ZScoreClip])
@@ -89,3 +93,19 @@ def test_each_thread_clips_by_its_own_weights() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, [1.0, 2.0, 3.0, 4.0])) == [{1.0}, {2.0}, {3.0}, {4.0}]
+
+
+@specimens(SPECIMENS)
+def test_a_copy_goes_on_by_itself(specimen: Specimen) -> None:
+    clipper = specimen.make()
+    run(clipper, gradient_stream(2))
+    for other in (copy.deepcopy(clipper), pickle.loads(pickle.dumps(clipper))):
+        assert other.get_config() == clipper.get_config()
+
+
+def test_a_copy_waits_for_the_step() -> None:
+    clip = ZScoreClip(scope="tensor")
+    with watched(lambda: (copy.deepcopy(clip), pickle.loads(pickle.dumps(clip)))):
+        for i in range(600):
+            clip.on_round_start()
+            clip.clip({f"w{(7 * i + j) % 60}": np.ones(3) for j in range(4)})

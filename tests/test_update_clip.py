@@ -910,3 +910,31 @@ def test_sparse_updates_are_clipped_and_averaged() -> None:
     assert not clipping.limits.excess(shared, 0.1)
     average = averaged([shared, shared], 2, [1.0, 1.0])["emb"]
     np.testing.assert_allclose(average, exact, rtol=2e-3)
+
+
+def test_bound_that_has_everything_zeroed_finds_its_way_up() -> None:
+    config = {**CLIPPED, "zeroing_factor": 5.0}
+    server = Server([("update-clip-server", {"start_norm": 0.1})], config)
+    clients = Clients(3, ADAPTIVE, config)
+    for i in range(45):
+        aux = server.start()
+        replies = [clients.round(j, aux, np.array([1.0 + j])) for j in range(3)]
+        if i == 0:
+            assert [r.updates.n_zeroed for r in replies] == [1, 1, 1]
+        server.finish(replies)
+    assert 1.5 < server.module.bound < 3
+
+
+def test_the_average_is_of_the_kind_of_the_sound_updates() -> None:
+    """A vector of another framework's type, if it comes first, is not what the model gets."""
+
+    class Other(NumpyVector):
+        """Another type of vector."""
+
+    server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
+    honest = NumpyVector({"w": np.array([0.5])})
+    shared = [server.prepare_for_sharing(updates=honest, n_steps=1) for _ in range(3)]
+    shared[0] = ClippedUpdates(Other({"w": np.array([math.nan])}), 1)
+    out = server.finalize_updates(sum(shared))
+    assert type(out) is NumpyVector
+    assert float(out.coefs["w"][0]) == pytest.approx(1 / 3)

@@ -15,8 +15,9 @@ from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from federation_helpers import Clients, Server, norm, sent
 from federation_runs import complete, running
-from helpers import to_vector
+from helpers import each_framework, to_vector
 from test_secagg import KINDS, sent_through
+from test_update_clip_runs import killed
 
 from fedclip.federation.senders import NamedClients, note_senders
 from fedclip.federation.update.adaptive import AdaptiveBound
@@ -27,6 +28,24 @@ from fedclip.federation.update.exchange import Closed, Reply
 from fedclip.federation.update.messages import ClippedUpdates
 from fedclip.federation.update.shares import Shares, shares_of
 from fedclip.tools.check import check_config
+
+
+def by_the_core(weights: dict[str, Any]) -> list[Any]:
+    server = UpdateServer(AdaptiveBound(0.5), shares=Shares(**weights))
+    seen = []
+    for round_ in range(6):
+        if round_ == 3:
+            spare = UpdateServer(AdaptiveBound(0.5), shares=Shares(**weights))
+            spare.set_state(server.get_state())
+            server = spare
+        given, opened = updates(round_), server.open()
+        replies = [
+            replace(UpdateClient().clip(update, opened, steps=steps), sender=name)
+            for name, update, steps in zip(NAMES, given, STEPS, strict=True)
+        ][round_ % 2 :]
+        seen.append((opened.bound, server.close(replies, like=given[0]).average))
+    return seen
+
 
 NAMES = ["a", "b", "c", "d"]
 TABLE = {"a": 1.0, "b": 2.0, "c": 5.0, "d": 40.0}
@@ -489,3 +508,90 @@ def test_unlike_sites_under_attack(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert clip > 0.7
     assert mean < 0.3
+
+
+def test_shares_at_the_ends_of_float64() -> None:
+    assert shares_of([]) == []
+    assert shares_of([0.0, 0.0], 0.5) == [0.0, 0.0]
+    assert shares_of([1.7e308] * 4) == [0.25] * 4
+    assert shares_of([5e-324, 5e-324]) == [0.5, 0.5]
+    assert shares_of([1e308, 1e-308]) == [1.0, 0.0]
+
+
+def test_votes_count_alike_whatever_the_weights_are() -> None:
+    bounds = [[bound for bound, _ in by_the_core(weights)] for weights in KINDS_OF_WEIGHTS]
+    assert all(one == bounds[0] for one in bounds)
+
+
+def test_a_round_without_any_step_moves_nothing() -> None:
+    server = UpdateServer(AdaptiveBound(1.0), shares=Shares("steps"))
+    model, opened = {"w": np.zeros(1)}, server.open()
+    reply = UpdateClient().clip({"w": np.array([9.0])}, opened, steps=0)
+    assert server.close([reply, reply], model).average["w"] == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:Cannot use a GPU")
+@each_framework()
+@pytest.mark.parametrize("weights", SECURE)
+def test_float32_is_off_by_its_own_rounding_under_masking(
+    weights: dict[str, Any], framework: str
+) -> None:
+    given = [{name: array.astype("f4") for name, array in one.items()} for one in updates()]
+    plain, secure = both(weights, "masking", NAMES, given, framework)
+    np.testing.assert_allclose(secure, plain, rtol=0, atol=3e-7)
+    right = sum(
+        share * clipped(one, 1.0) for share, one in zip(expected(weights), given, strict=True)
+    )
+    np.testing.assert_allclose(plain, right, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("weights", [w for w in SECURE if w])
+@pytest.mark.parametrize("times", [1.9, 2.1, 1e4])
+def test_what_the_check_of_a_sum_lets_through(weights: dict[str, Any], times: float) -> None:
+    """Twice the bound for the whole average, as with equal weights; beyond that, nothing."""
+    config = {"name": "clipped-averaging", "max_norm": 1.0, **weights}
+    shares = Shares(**weights)
+    mass = sum(shares.factor(n, s) or 0.0 for n, s in zip(NAMES, STEPS, strict=True))
+    steps = sum(min(n, 50) for n in STEPS)
+    total = ClippedUpdates(NumpyVector({"w": np.array([times * mass])}), steps, 4)
+    server: Any = Aggregator.from_config(config)
+    moved = norm(server.finalize_updates(total))
+    assert moved == pytest.approx(times if times < 2 else 0.0)
+
+
+def test_check_refuses_weights_beside_noise(tmp_path: Path) -> None:
+    file = tmp_path / "optim.toml"
+    server = (
+        "[server_opt]\nlrate = 1.0\nmodules = [['update-clip-server', "
+        "{noise_multiplier = 1.0, expected_clients = 20}]]"
+    )
+    client = "modules = ['update-clip-client']"
+    text = CONFIG.format(
+        bound="", weights="weights = 'steps'", client=client, server=server, rest=""
+    )
+    file.write_text(text)
+    assert any("weights do not go with noise" in f.message for f in check_config(file).problems)
+
+
+@pytest.mark.slow
+def test_a_federation_with_weights_goes_on_as_if_uninterrupted(tmp_path: Path) -> None:
+    """Bit for bit, after all of its processes were killed."""
+    adaptive = {"lrate": 1.0, "modules": [["update-clip-server", {"start_norm": 0.2}]]}
+    settings: dict[str, Any] = {
+        "protocol": "fedclip-websockets",
+        "optim": {
+            "aggregator": {"name": "clipped-averaging", "weights": SITES, "max_share": 0.6},
+            "client_opt": {"lrate": 0.5, "modules": ["update-clip-client"]},
+            "server_opt": adaptive,
+        },
+        "run": {"training": {"batch_size": 10}, "rounds": 4},
+    }
+    settings["run"]["evaluate"] = {"batch_size": 60, "frequency": 1}
+    killed(tmp_path / "first", 2, **settings)
+    saved = str(tmp_path / "first" / "saved")
+    settings["run"]["rounds"] = 2
+    again = complete(tmp_path / "again", **settings, restart=saved)
+    settings["run"]["rounds"] = 4
+    whole = complete(tmp_path / "whole", **settings)
+    assert again.result() == whole.result()
+    assert again.state()["round"] == 4
