@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import warnings
 import weakref
 from contextlib import nullcontext
