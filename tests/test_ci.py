@@ -22,11 +22,11 @@ def read(name: str) -> str:
 def called(name: str) -> set[str]:
     """Return the targets that a file calls; comments call none."""
     text = re.sub(r"#.*", "", read(name))
-    return set(re.findall(r"\bmake ([a-z]+)", text))
+    return set(re.findall(r"\bmake ([a-z-]+)", text))
 
 
 def targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):", read("Makefile"), flags=re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", RUNNERS)
@@ -36,7 +36,7 @@ def test_every_runner_lints_and_tests(name: str) -> None:
 
 def test_every_target_is_phony_and_described() -> None:
     (phony,) = re.findall(r"^\.PHONY: (.*)$", read("Makefile"), flags=re.MULTILINE)
-    described = re.findall(r"^([a-z]+):.*## .+$", read("Makefile"), flags=re.MULTILINE)
+    described = re.findall(r"^([a-z-]+):.*## .+$", read("Makefile"), flags=re.MULTILINE)
     assert set(phony.split()) == targets() == set(described)
 
 

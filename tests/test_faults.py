@@ -13,17 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from federation_faults import EVALUATIONS
 from federation_runs import ADAPTIVE, Run, running
 from test_network import WATCHFUL, ended, signalled, until
-
-EVALUATED = [
-    *EVALUATIONS,
-    *("loss.divisor=0", "loss.num_sum=nan", "loss.num_sum=huge", "binary-classif.tpos=text"),
-    *("binary-classif.tpos=-1", "loss.divisor=-1"),
-    *("binary-classif.tpos=array", "no message", "half a message", "nested", "another type"),
-    "an error",
-]
 
 pytestmark = pytest.mark.slow
 
@@ -204,27 +195,6 @@ def test_who_left_does_not_come_back(tmp_path: Path) -> None:
         run._start("client_1")
         until(run, "refused 'client_1': registration is over, for those that have left too")
         until(run, "Registration was rejected", "client_1")
-
-
-def test_no_evaluation_ends_a_run(tmp_path: Path) -> None:
-    """Whatever is in it: the loss is that of the others, and the log has the client."""
-    run = survived(
-        tmp_path,
-        network={"heartbeat": 0.02},
-        metrics=["binary-classif"],
-        checkpoint="saved",
-        run={"rounds": len(EVALUATED) + 1, "evaluate": {"batch_size": 60}},
-        faults={"1": ["EvaluationReply", EVALUATED, 1]},
-    )
-    lines = told(run, "client_1").splitlines()
-    assert len(lines) == len(EVALUATED)
-    assert sum("its loss is nan" in line for line in lines) == 1
-    losses = (tmp_path / "saved" / "metrics.csv").read_text().splitlines()[1:]
-    assert len(losses) == len(EVALUATED) + 1
-    assert all(np.isfinite([float(x) for x in line.split(",")[1:]]).all() for line in losses)
-    # A client's own file has the one evaluation that counted.
-    assert len((tmp_path / "saved" / "metrics_client_1.csv").read_text().splitlines()) == 2
-    assert "client_0" not in told(run, "client_0")
 
 
 def test_secure_aggregation_has_no_dropouts_and_names_who_left(tmp_path: Path) -> None:

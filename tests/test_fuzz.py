@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
+from declearn.main.utils import Checkpointer
+from declearn.model.sklearn import NumpyVector
+from declearn.optimizer import Optimizer
 from typer.testing import CliRunner, Result
 
 from fedclip.tools.cli import app
@@ -122,6 +126,28 @@ def test_check_of_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed
             assert "\x1b" not in result.output
         except Exception as exc:
             raise AssertionError(f"seed {seed}: {data!r:.3000}") from exc
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """Checkpoints of several clippers and of declearn's own modules."""
+    folder = tmp_path_factory.mktemp("states")
+    found = []
+    for i, modules in enumerate(
+        [
+            ["norm-clip", ["zscore-clip", {"scope": "tensor"}], "momentum"],
+            ["no-op", "percentile-norm-clip", "adam", "no-op"],
+        ]
+    ):
+        optimizer = Optimizer(1.0, modules=modules)
+        for norm in (0.5, 3.0):
+            optimizer.start_round()
+            gradient: Any = NumpyVector({"a": np.array([norm]), "b.w": np.ones((2, 2))})
+            for module in optimizer.modules:
+                gradient = module.run(gradient)
+        Checkpointer(str(folder / str(i))).save_optimizer(optimizer, timestamp="1")
+        found.append((folder / str(i) / "optimizer_state_1.mpk").read_bytes())
+    return found
 
 
 @pytest.mark.filterwarnings("ignore")
