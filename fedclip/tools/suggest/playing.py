@@ -13,8 +13,8 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fedclip.arrays import Float64
 from fedclip.privacy.maps import Plugin
 from fedclip.records import RoundRecord
 from fedclip.tools.suggest.norms import Norms
@@ -82,9 +82,9 @@ def _drawn(norms: Norms, steps: int) -> Any:
         yield {n: rng.permutation(_array(r))[:each] for n, r in records.items() if r.counts}
 
 
-def _array(record: RoundRecord) -> Float64:
+def _array(record: RoundRecord) -> NDArray[np.float64]:
     return np.array(record.norms())
 
 
-def _above(values: Float64, limit: float) -> float:
+def _above(values: NDArray[np.float64], limit: float) -> float:
     return float((values > limit).mean()) if len(values) else 0.0
