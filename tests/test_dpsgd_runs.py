@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from declearn.dataset.utils import load_data_array
 from federation_runs import PATIENCE, running
 from helpers import hiding
 
@@ -67,11 +67,11 @@ def test_quickrun_starts_private_clients_if_records_are_to_be_clipped(tmp_path: 
     call("prepare.py")
     # One client's records are of persons, with four each.
     (targets,) = folder.glob("data*/client_0/train_target.*")
-    lines = len(np.loadtxt(targets, delimiter=",", skiprows=1))
+    lines = len(load_data_array(str(targets)))
     whose = "".join(f"p{i // 4}\n" for i in range(lines))
     targets.with_name("train_persons.csv").write_text(f"person\n{whose}")
     assert f"client_0: {-(-lines // 4)} persons are protected" in call(
-        "-m", "fedclip", "check", "config.toml", "--quickrun"
+        "-m", "fedclip", "check", "config.toml"
     )
     said = call("-m", "fedclip", "quickrun", "config.toml")
     assert said.endswith("and what was spent:  fedclip privacy spent result\n")
