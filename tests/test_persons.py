@@ -119,7 +119,7 @@ def test_records_that_raise_or_hold_nan_count_as_zero_in_the_mean_of_their_perso
 def test_a_model_that_raises_for_a_record_spares_the_others_of_its_person() -> None:
     model, x, y = MODELS["sklearn"]()
     bad = y.copy().astype(object)
-    bad[0] = "no class"
+    bad[1] = "no class"
     told: list[int] = []
     of = ["a", "a", *["b"] * 11]
     whole = Records(InMemoryDataset(x, target=y))
@@ -129,9 +129,9 @@ def test_a_model_that_raises_for_a_record_spares_the_others_of_its_person() -> N
     sums, norms = clipped(
         model, [broken], bound=1e9, micro_batch=3, failed=lambda record, exc: told.append(record)
     )
-    right, _ = clipped_sum(model, [(x[1:2], y[1:2], None)], lambda n: np.full_like(n, 0.5))
+    right, _ = clipped_sum(model, [(x[:1], y[:1], None)], lambda n: np.full_like(n, 0.5))
     others, _ = clipped_sum(model, [(x[2:], y[2:], None)], lambda n: np.full_like(n, 1 / 11))
-    assert told == [0]
+    assert told == [1]
     assert len(norms) == 2
     for name, array in sums.items():
         np.testing.assert_allclose(array, right[name] + others[name], rtol=1e-9)
