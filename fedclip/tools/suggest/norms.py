@@ -54,20 +54,41 @@ class Norms:
     @cached_property
     def clients(self) -> dict[str, RoundRecord]:
         """All norms of each client, by its name within the federation; or those of the server."""
-        found = grouped(self.rows, lambda row: row.node.rpartition("/")[2])
-        return {name: pooled(row.record for row in rows) for name, rows in found.items()}
+        return {name: pooled(records) for name, records in self.by_client().items()}
 
     @cached_property
     def whole(self) -> RoundRecord:
         """All norms of all clients."""
         return pooled(self.clients.values())
 
-    def rounds(self) -> dict[int, dict[str, RoundRecord]]:
-        """Return the records by round, and in a round by client."""
+    def by_client(self) -> dict[str, list[RoundRecord]]:
+        """Return the rounds of each client, in order."""
+        found = grouped(self.rows, lambda row: row.node.rpartition("/")[2])
+        return {name: [row.record for row in rows] for name, rows in found.items()}
+
+    def by_round(self) -> dict[int, dict[str, RoundRecord]]:
+        """Return the records of those with norms, by round, and in a round by client."""
         found: dict[int, dict[str, RoundRecord]] = {}
-        for row in self.rows:
-            found.setdefault(row.record.round, {})[row.node.rpartition("/")[2]] = row.record
+        for name, records in self.by_client().items():
+            for record in (record for record in records if record.counts):
+                found.setdefault(record.round, {})[name] = record
         return dict(sorted(found.items()))
+
+    def levels(self) -> dict[str, float]:
+        """Return for each client the median over the rounds of a round's 95 % quantile."""
+        found: dict[str, float] = {}
+        for name, records in self.by_client().items():
+            levels = [x for record in records if (x := record.norm_quantile(0.95)) is not None]
+            found |= {name: statistics.median(levels)} if levels else {}
+        return found
+
+    def first(self, q: float) -> float:
+        """Return the median over the clients of each one's q-quantile in the first round.
+
+        There all begin with the same weights: nobody has changed the others' norms yet.
+        """
+        records = next(iter(self.by_round().values()))
+        return statistics.median_low([r.norm_quantile(q) or 0.0 for r in records.values()])
 
     @property
     def lacking(self) -> str:
@@ -88,10 +109,6 @@ class Norms:
         """
         found = [record.norm_quantile(q) for record in self.clients.values()]
         return statistics.median_low([norm for norm in found if norm is not None] or [0.0])
-
-    def limit(self) -> float:
-        """Return the fixed limit: above about 95 % of the norms of the median client."""
-        return rounded(self.median(0.95))
 
 
 def read_norms(report: Report, experiment: str) -> list[Norms]:
