@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fedclip.privacy.maps import Plugin
+from fedclip import MadClip, ZScoreClip
 from fedclip.report.advice import Lines, Proposal
-from fedclip.tools.catalogue import build
 from fedclip.tools.suggest import playing
 from fedclip.tools.suggest.norms import Norms, rounded
 
@@ -49,7 +48,7 @@ _TEXTS = {
 
 
 def proposals(norms: Norms, early: bool = False) -> Iterator[Proposal]:
-    """Yield the proposals for one place; each can be built.
+    """Yield the proposals for one place.
 
     Fixed limits are above about 95 % of the norms of the median client; or, if the norms of later
     rounds are of no use (`early`), above half of those of the first.
@@ -69,12 +68,12 @@ def _for_modules(norms: Norms, limit: float) -> Iterator[Proposal]:
         playing.above(norms, limit),
         limit,
     )
-    lines: Lines = {section: ("zscore-clip", dict(order))}
-    yield _proposal(f"{norms.place}.learnt", lines, playing.learnt(_first(lines), norms))
+    lines: Lines = {section: (ZScoreClip.name, order)}
+    yield _proposal(f"{norms.place}.learnt", lines, playing.learnt(ZScoreClip, norms))
     if norms.place == "step":
-        clients = ("mad-clip", {"shared": True, **order})
-        lines = {section: clients, "server_opt": ("mad-clip-server", dict(order))}
-        yield _proposal(f"{norms.place}.shared", lines, playing.shared(_first(lines), norms))
+        clients = (MadClip.name, {"shared": True, **order})
+        lines = {section: clients, "server_opt": (f"{MadClip.name}-server", order)}
+        yield _proposal(f"{norms.place}.shared", lines, playing.shared(MadClip, norms))
 
 
 def _for_updates(norms: Norms, limit: float) -> Iterator[Proposal]:
@@ -99,13 +98,5 @@ def _proposal(
     shares: Mapping[str, float],
     limit: float | None = None,
 ) -> Proposal:
-    # Built, so that no line is proposed that would be refused.
-    for section, (plugin, config) in lines.items():
-        build("aggregator" if section == "aggregator" else "module", plugin, config)
     what, reveals = _TEXTS.get(name) or _TEXTS[name.partition(".")[2]]
     return Proposal(name, lines, shares, limit, what, reveals=reveals)
-
-
-def _first(lines: Lines) -> Plugin:
-    name, config = next(iter(lines.values()))
-    return build("module", name, config)
