@@ -84,6 +84,8 @@ class PrivateFederatedClient(PersonalFederatedClient):
     When the budget is spent, the client goes on with updates of zero, and says so in its log.
     """
 
+    measures = False
+
     def __init__(
         self,
         *args: Any,
