@@ -249,7 +249,7 @@ def report(
     if follow and (as_json or csv is not None):
         fail("--follow shows rounds as they come, and goes with neither --json nor --csv", code=2)
     showing.can_write(plot=plot, html=html)
-    result = showing.read(folder, follow)
+    result = showing.read(folder, follow, html)
     if plot is not None:
         showing.save_plot(result, plot)
     if html is not None:

@@ -22,6 +22,7 @@ import tomlkit
 from fedclip.parameters import Config
 from fedclip.privacy.maps import Plugin
 from fedclip.report import Report, Row, number, pooled
+from fedclip.report.rows import BY_NORM, UPDATES
 from fedclip.toml import toml_item, toml_line
 from fedclip.tools.catalogue import build
 
@@ -40,11 +41,6 @@ _UNMEASURED = {
     "aggregate": 'No clipper by norm ran on the server: add "no-op" to its modules',
 }
 
-# Clippers by the norm of the gradient, and so with norms to choose a limit by.
-_BY_NORM = {
-    *("no-op", "norm-clip", "normalize", "zscore-clip", "ema-clip", "auto-clip", "mad-clip"),
-    *("percentile-norm-clip", "adaptive-clip", "growth-clip", "ema-norm-clip", "ema-normalize"),
-}
 # Longer runs are played through on every second norm, or every third, ...
 _PLAYED = 20_000
 
@@ -128,7 +124,7 @@ def suggestions(report: Report, experiment: str) -> list[Place]:
     rows = [row for row in report.whole if row.experiment == experiment]
     clients = [row for row in rows if row.node not in report.servers]
     server = [row for row in rows if row.node in report.servers]
-    updates = [row for row in clients if row.name == "update-clip-client"]
+    updates = [row for row in clients if row.name in UPDATES]
     return [
         _place(report, "step", _first(clients)),
         _place(report, "update", updates),
@@ -140,9 +136,9 @@ def _first(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of the first clipper by norm on each node."""
     found: dict[str, int] = {}
     for row in rows:
-        if row.name in _BY_NORM:
+        if row.name in BY_NORM:
             found[row.node] = min(found.get(row.node, row.place), row.place)
-    return [row for row in rows if found.get(row.node) == row.place and row.name in _BY_NORM]
+    return [row for row in rows if found.get(row.node) == row.place and row.name in BY_NORM]
 
 
 def _place(report: Report, place: str, rows: Sequence[Row]) -> Place:
@@ -378,9 +374,9 @@ def _alike(modules: Iterable[object], name: str) -> Iterator[tuple[int, str]]:
 
 
 def _kind(name: str) -> str:
-    if name in _BY_NORM:
+    if name in BY_NORM:
         return "clipper"
-    counterpart = name.removesuffix("-server") in _BY_NORM and name.endswith("-server")
+    counterpart = name.removesuffix("-server") in BY_NORM and name.endswith("-server")
     return "counterpart" if counterpart else ""
 
 
