@@ -116,22 +116,28 @@ def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) ->
     sites(tmp_path, 3)
     Node(tmp_path / "server", ["norm-clip"]).round([0.5])
     proposals = [
-        Proposal("step.fixed", {}, {"site-2": 1.0, "site-0": 0.05}, 1.2, "one limit", "<best>"),
+        Proposal("step.fixed", {}, {}, 1.2, "one limit", "<best>"),
         Proposal("step.learnt", {}),
         Proposal("aggregate.fixed", {}, limit=0.7),
     ]
-    advice = Advice("Start with step.fixed.", ["site-2 is odd."], proposals, "step.fixed")
-    text = page(tmp_path, advice=advice, lines={"step.fixed": ['modules = ["norm-clip"]']})
+    advice = Advice("Start with step.fixed.", ["site-2: odd."], proposals, "step.fixed")
+    text = page(
+        tmp_path,
+        advice=advice,
+        said={"step.fixed": (['modules = ["norm-clip"]'], "100 % of site-2")},
+        measured={"step": "no-op", "aggregate": "norm-clip"},
+    )
     (experiment,) = data_of(text)["experiments"]
     rules = {clipper["name"]: clipper["rules"] for clipper in experiment["clippers"]}
     assert rules == {
         "no-op": [["step.fixed", 1.2, True]],
         "norm-clip on the server": [["aggregate.fixed", 0.7, False]],
     }
-    said = ["Start with step.fixed.", "site-2 is odd.", "start here", "modules = [", "&lt;best&gt;"]
-    places = [text.index(part) for part in [*said, "site-2 100.0%", 'class="chart"']]
+    said = ["Start with step.fixed.", "site-2: odd.", "start here", "modules = [", "&lt;best&gt;"]
+    places = [text.index(part) for part in [*said, "100 % of site-2", 'class="chart"']]
     assert places == sorted(places)
     assert text.count("start here") == 1
+    assert "site-2 is unlike" not in text
 
 
 @pytest.mark.parametrize(

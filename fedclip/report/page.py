@@ -23,8 +23,6 @@ from fedclip.report.advice import Advice
 from fedclip.report.curves import Curve
 from fedclip.report.experiment import Report
 from fedclip.report.rows import (
-    BY_NORM,
-    UPDATES,
     Limits,
     Row,
     grouped,
@@ -77,8 +75,10 @@ class Run(NamedTuple):
     """Whether the federations of the report are shown as one, such as several seeds."""
     advice: Advice | None = None
     """What is advised; for a report of one federation."""
-    lines: Mapping[str, Sequence[str]] = {}
-    """The lines of TOML of each proposal, by its name."""
+    said: Mapping[str, tuple[Sequence[str], str]] = {}
+    """Of each proposal the lines of TOML, and in words what it would have clipped."""
+    measured: Mapping[str, str] = {}
+    """The clipper by whose norms limits were chosen, by place: "step", "update", "aggregate"."""
 
 
 def page_of(
@@ -162,9 +162,9 @@ def _experiments(run: Run) -> list[dict[str, Any]]:
         found.append(
             {
                 "name": printable(_path(run.name, experiment) or report.folder.resolve().name),
-                "advice": advice and _advised(advice, run.lines),
+                "advice": advice and _advised(advice, run.said),
                 "findings": _findings(part, advice),
-                "clippers": _clippers(part, advice),
+                "clippers": _clippers(part, _rules(run, advice)),
                 "metrics": _metrics(part.curves, part.servers),
                 "clients": _nodes(part),
                 "spent": [printable(line) for s in own for line in s.words],
@@ -196,35 +196,25 @@ def _merged(report: Report) -> Report:
 def _findings(report: Report, advice: Advice | None) -> list[str]:
     """Return what the advice rests on, then what else was found."""
     first = [printable(text) for text in (advice.findings if advice else ())]
-    ordered = sorted(report.findings(), key=lambda finding: finding.kind not in _WEIGHTY)
-    others = [_said(finding) for finding in ordered]
-    return [*first, *(text for text in others if text not in first)]
+    others = []
+    for finding in sorted(report.findings(), key=lambda finding: finding.kind not in _WEIGHTY):
+        about = _name(finding.text.partition(" is unlike")[0])
+        if finding.kind != "unlike" or not any(text.startswith(f"{about}:") for text in first):
+            others.append(_said(finding))
+    return [*first, *others]
 
 
-def _advised(advice: Advice, lines: Mapping[str, Sequence[str]]) -> dict[str, object]:
+def _advised(advice: Advice, said: Mapping[str, tuple[Sequence[str], str]]) -> dict[str, object]:
     """Return the answer and the proposals, as the template needs them."""
-    proposals = [
-        {
-            **{key: printable(getattr(p, key)) for key in ("name", "what", "why", "reveals")},
-            "start": p.name == advice.start,
-            "lines": [printable(line) for line in lines.get(p.name, ())],
-            "shares": _shares(p.shares),
-        }
-        for p in advice.proposals
-    ]
+    proposals = []
+    for proposal in advice.proposals:
+        lines, clipped = said.get(proposal.name, ((), ""))
+        texts = proposal.name, proposal.what, proposal.why, proposal.reveals, clipped
+        keys = "name", "what", "why", "reveals", "clipped"
+        shown = dict(zip(keys, map(printable, texts), strict=True))
+        start = proposal.name == advice.start
+        proposals.append({**shown, "lines": [*map(printable, lines)], "start": start})
     return {"answer": printable(advice.answer), "proposals": proposals}
-
-
-def _shares(shares: Mapping[str, float]) -> str:
-    """Say what share of each client's norms would be clipped; of many, the least and the most."""
-    order = sorted(shares, key=lambda name: -shares[name])
-    said = [f"{printable(name)} {shares[name]:.1%}" for name in order]
-    if len(said) <= _NAMED:
-        return ", ".join(said)
-    return (
-        f"most on {said[0]}, least on {said[-1]}, {statistics.median(shares.values()):.1%} on "
-        + ("the median client")
-    )
 
 
 def _path(*names: str) -> str:
@@ -299,14 +289,15 @@ def _name(node: str) -> str:
     return node.rpartition("/")[2]
 
 
-def _clippers(report: Report, advice: Advice | None) -> list[dict[str, object]]:
+def _clippers(
+    report: Report, rules: Mapping[str, Sequence[Sequence[object]]]
+) -> list[dict[str, object]]:
     """Return the rounds of each clipper, over all clients, and of each client if not too many."""
     limits = report.limits()
     ordered = sorted(report.whole, key=lambda row: row.node in report.servers)
     runs = grouped(
         ordered, lambda row: row.module + " on the server" * (row.node in report.servers)
     )
-    rules = _rules(runs, report.servers, advice)
     result = []
     for name, chosen in runs.items():
         nodes = grouped(chosen, lambda row: _name(row.node))
@@ -330,24 +321,15 @@ def _clippers(report: Report, advice: Advice | None) -> list[dict[str, object]]:
     return result
 
 
-def _rules(
-    runs: Mapping[str, Sequence[Row]], servers: frozenset[str], advice: Advice | None
-) -> dict[str, list[list[object]]]:
+def _rules(run: Run, advice: Advice | None) -> dict[str, list[list[object]]]:
     """Return the limits of proposals, by the clipper that has measured those norms."""
-    places: dict[str, tuple[int, str]] = {}
-    for name, rows in runs.items():
-        row = rows[0]
-        place = "aggregate" if row.node in servers else "update" if row.name in UPDATES else "step"
-        if row.name in BY_NORM or place == "update":
-            places[place] = min(places.get(place, (row.place, name)), (row.place, name))
     found: dict[str, list[list[object]]] = {}
-    if advice is None:
-        return found
-    for proposal in advice.proposals:
-        _, name = places.get(proposal.name.partition(".")[0], (0, ""))
-        if proposal.limit is not None and name:
-            rule = [printable(proposal.name), proposal.limit, proposal.name == advice.start]
-            found.setdefault(name, []).append(rule)
+    for proposal in advice.proposals if advice else ():
+        place = proposal.name.partition(".")[0]
+        if proposal.limit is not None and place in run.measured:
+            name = run.measured[place] + " on the server" * (place == "aggregate")
+            start = advice is not None and proposal.name == advice.start
+            found.setdefault(name, []).append([printable(proposal.name), proposal.limit, start])
     return found
 
 

@@ -240,9 +240,10 @@ def save_page(
     With names, the experiments of a report are shown as one; without, and once its run has ended,
     what is advised after it comes first.
     """
-    runs = []
+    runs: list[Run] = []
     for name, folder, report in reports:
-        runs.append(Run(name, report, _spent(folder, words=not live), bool(name)))
+        run = Run(name, report, _spent(folder, words=not live), bool(name))
+        runs.append(run if name or live else _with_advice(run))
     title = title or f"Clipping in {Path(os.path.abspath(reports[0][1])).name}"
     text = page_of(runs, title, tables, _REFRESH * live)
     # A browser that reads the file while it is written anew gets all of one page.
@@ -253,6 +254,26 @@ def save_page(
         part.replace(whole)
     if not live:
         say(f"wrote {file}")
+
+
+def _with_advice(run: Run) -> Run:
+    """Add what is advised after the run of one federation."""
+    from fedclip.tools.suggest import advised, lines_of
+    from fedclip.tools.suggest.norms import read_norms
+    from fedclip.tools.suggest.showing import shares_of
+
+    if len(run.report.experiments) > 1 or not run.report.rows:
+        return run
+    try:
+        (experiment,) = run.report.experiments
+        advice = advised(run.report, experiment)
+        places = read_norms(run.report, experiment)
+    except (TypeError, ValueError) as exc:
+        say(f"fedclip: nothing is advised on the page: {exc}", err=True)
+        return run
+    said = {p.name: ([*lines_of(p)], shares_of(p.shares)) for p in advice.proposals}
+    measured = {norms.place: norms.rows[0].module for norms in places if norms.rows}
+    return run._replace(advice=advice, said=said, measured=measured)
 
 
 def _spent(folder: Path, words: bool) -> list[Spending]:
