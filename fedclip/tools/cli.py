@@ -308,7 +308,7 @@ def report(
         fail("--follow shows rounds as they come, and goes with neither --json nor --csv", code=2)
     showing.can_write(plot=plot, html=html)
     folder = results(folder)
-    result = showing.read(folder, follow)
+    result = showing.read(folder, follow, html)
     if plot is not None:
         showing.save_plot(result, plot)
     if html is not None:

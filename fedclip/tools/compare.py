@@ -143,7 +143,7 @@ def _run(report: Report, experiment: str) -> dict[str, float]:
     own = [row for row in report.whole if row.experiment == experiment]
     rows = [row for row in own if row.node not in report.servers]
     whole = pooled(row.record for row in rows)
-    ends: dict[str, float] = {"rounds": max(row.record.round for row in own)}
+    ends: dict[str, float] = {"rounds": max(row.record.round for row in own)} if own else {}
     if rows:
         ends["clipped"] = whole.clipped_share
     if whole.norm_max is not None:
