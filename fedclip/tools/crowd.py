@@ -24,6 +24,7 @@ from fedclip.federation.generics import AnyModel, AnyVector
 from fedclip.federation.personal import PersonalModel
 from fedclip.parameters import Config
 from fedclip.tools.catalogue import is_ours
+from fedclip.tools.linear import quicken
 from fedclip.tools.quickrun import Experiment
 
 __all__ = ["Crowd", "SimulateConfig", "Trained"]
@@ -140,6 +141,7 @@ class Crowd:
         self._effort = training.message_params
         # Personal layers are trained too, by the model within.
         whole = model.model if isinstance(model, PersonalModel) else model
+        quicken(whole)
         self.model, self._manager = (
             model,
             TrainingManager(

@@ -37,6 +37,7 @@ import fedclip
 from fedclip.federation.generics import AnyModel
 from fedclip.federation.quorum import Members
 from fedclip.federation.serving import guarded, watchful
+from fedclip.tools.linear import quicken
 from fedclip.tools.progress import latest, progress
 from fedclip.tools.trained import label
 
@@ -130,6 +131,16 @@ class _Watched(FederatedServer):
         self.told(round_i)
 
 
+class _Quick(fedclip.PersonalFederatedClient):
+    """A client whose model is quickened."""
+
+    async def initialize(self) -> None:
+        """Set up what trains, as the server says."""
+        await super().initialize()
+        if self.trainmanager is not None:
+            quicken(self.trainmanager.model)
+
+
 class Federation:
     """The nodes of a federation.
 
@@ -201,7 +212,7 @@ class Federation:
         server = self.network.build_server()
         # As by default, three times as long as the server waits for a client.
         patience = {"patience": 3 * server.patience} if hasattr(server, "patience") else {}
-        kind = fedclip.PrivateFederatedClient if private else fedclip.PersonalFederatedClient
+        kind = fedclip.PrivateFederatedClient if private else _Quick
         client = kind(
             netwk=NetworkClientConfig.from_params(
                 protocol=self.network.protocol, server_uri=server.uri, name=name, kwargs=patience
