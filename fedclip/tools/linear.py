@@ -10,11 +10,11 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-from declearn.model.sklearn import NumpyVector, SklearnSGDModel
+from declearn.model.sklearn import SklearnSGDModel
 from declearn.typing import Batch
 
 from fedclip.dpsgd.persample import clipped_sum, vector
-from fedclip.federation.generics import AnyModel
+from fedclip.federation.generics import AnyModel, AnyVector
 
 __all__ = ["quicken"]
 
@@ -26,11 +26,11 @@ def quicken(model: AnyModel) -> None:
     """
     if type(model) is SklearnSGDModel:
         given = model.get_wrapped_model().get_params()
-        if given["class_weight"] is None and not given["average"]:
-            model.compute_batch_gradients = partial(_gradients, model)
+        if given.get("class_weight") is None and not given["average"]:
+            vars(model)["compute_batch_gradients"] = partial(_gradients, model)
 
 
-def _gradients(model: SklearnSGDModel, batch: Batch, max_norm: float | None = None) -> NumpyVector:
+def _gradients(model: SklearnSGDModel, batch: Batch, max_norm: float | None = None) -> AnyVector:
     if max_norm:
         return SklearnSGDModel.compute_batch_gradients(model, batch, max_norm)
     sums, norms = clipped_sum(model, [batch], np.ones_like)

@@ -66,7 +66,8 @@ def _updates(report: Report, run: str, site: str) -> tuple[Row, ...]:
 
 def _pull(row: Row) -> float:
     norm, limit = row.record.norm_median, row.record.limit
-    assert norm is not None and limit is not None
+    assert norm is not None
+    assert limit is not None
     return min(norm, limit)
 
 
@@ -74,8 +75,9 @@ def sentences(reports: Mapping[str, Report]) -> Iterator[str]:
     """Yield what the table and the picture say, in words."""
     none, fixed, adaptive = (_accuracies(report) for report in reports.values())
     yield (
-        f"Without clipping, {SITES[-1]}'s updates outweigh the others': {fmean(none['server']):.1%} "
-        f"of the records are told right. With a fixed bound, {fmean(fixed['server']):.1%} are; "
+        f"Without clipping, {SITES[-1]}'s updates outweigh the others', and "
+        f"{fmean(none['server']):.1%} of the records are told right. "
+        f"With a fixed bound, {fmean(fixed['server']):.1%} are; "
         f"with one that follows the updates, {fmean(adaptive['server']):.1%}."
     )
     low = min(SITES, key=lambda site: fmean(adaptive[site]))

@@ -164,4 +164,3 @@ def _train(folder: Path, before: int, timeout: float, tell: Tell) -> None:
         raise DemoError(str(exc)) from None
     except Exception as exc:  # whatever a node raises
         raise DemoError(f"{way} failed: {type(exc).__name__}: {exc}") from exc
-
