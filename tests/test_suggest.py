@@ -23,7 +23,7 @@ from fedclip.report.rows import Row
 from fedclip.tools.catalogue import build
 from fedclip.tools.check import check_config
 from fedclip.tools.suggest import advised, seeing
-from fedclip.tools.suggest.norms import FEW, Norms
+from fedclip.tools.suggest.place import FEW, Norms
 from fedclip.tools.suggest.playing import learnt
 
 CONFIG = """\
@@ -283,6 +283,7 @@ def test_two_clients_and_an_explosion(tmp_path: Path) -> None:
     out = a_run(tmp_path / "out", growing, growing)
     assert out.start == "step.fixed"
     assert "got out of hand" in out.answer
+    assert "first round" in out.proposals[0].what
     # By the first round: what came later is of no use.
     assert 1.5 < (out.proposals[0].limit or 0.0) < 3.0
 

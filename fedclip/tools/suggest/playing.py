@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedclip import Clipper
 from fedclip.records import RoundRecord
-from fedclip.tools.suggest.norms import Norms
+from fedclip.tools.suggest.place import Norms
 
 __all__ = ["above", "above_the_median", "learnt", "shared"]
 

@@ -4,24 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from fedclip import MadClip, ZScoreClip
 from fedclip.report.advice import Lines, Proposal
 from fedclip.tools.suggest import playing
-from fedclip.tools.suggest.norms import Norms, rounded
+from fedclip.tools.suggest.place import Norms, rounded
 
 __all__ = ["proposals"]
 
 _SECTIONS = {"step": "client_opt", "aggregate": "server_opt"}
 # Clients whose numbers of steps in a round differ by less than this factor have the same weight.
 _ALIKE = 1.2
+_EARLY = "one fixed limit, above half of the norms of the median client in the first round"
 _CHOSEN = (
     "The number comes from the norms of this run, and tells something about them; no privacy "
     "budget covers that. From then on it is fixed, and bounds a sensitivity."
 )
 _VOTES = (
     "In each round every client sends one bit: whether its update was within the bound. Set "
-    "noise_multiplier to cover it by a privacy budget (`fedclip privacy plan`)."
+    "noise_multiplier to cover it by a privacy budget (`fedclip privacy plan`), beside which all clients have the same weight."
 )
 _TEXTS = {
     "fixed": ("one fixed limit, above about 95 % of the norms of the median client", _CHOSEN),
@@ -54,10 +56,10 @@ def proposals(norms: Norms, early: bool = False) -> Iterator[Proposal]:
     rounds are of no use (`early`), above half of those of the first.
     """
     limit = 0.0 if norms.lacking else norms.first(0.5) if early else norms.median(0.95)
-    if limit:
-        yield from (_for_updates if norms.place == "update" else _for_modules)(
-            norms, rounded(limit)
-        )
+    made = _for_updates if norms.place == "update" else _for_modules
+    for proposal in made(norms, rounded(limit)) if limit else ():
+        what = _EARLY if early and proposal.limit else proposal.what
+        yield replace(proposal, what=what)
 
 
 def _for_modules(norms: Norms, limit: float) -> Iterator[Proposal]:

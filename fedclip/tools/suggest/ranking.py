@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from fedclip.report import Report, number, printable
 from fedclip.report.advice import Advice
-from fedclip.tools.suggest.norms import Norms, read_norms
+from fedclip.tools.suggest.norms import read_norms
+from fedclip.tools.suggest.place import Norms
 from fedclip.tools.suggest.proposing import proposals
 from fedclip.tools.suggest.seeing import Seen, seen
 
@@ -60,10 +61,12 @@ def advised(report: Report, experiment: str) -> Advice:
     bad = {f.kind: f.text for f in report.only([experiment]).findings()}
     lost = [bad[kind] for kind in ("diverged", "nonfinite") if kind in bad]
     findings = [*lost, *_findings(places, found)]
-    case, who = _case(found, bool(lost))
+    # Norms of later rounds are then of no use.
+    early = "diverged" in bad or any(one.exploding for one in found.values())
+    case, who = _case(found, early)
     order = [*_ORDERS.get(case, _ORDER), "aggregate.fixed", "aggregate.learnt"]
     ranked = sorted(
-        (proposal for norms in places for proposal in proposals(norms, case == "exploding")),
+        (proposal for norms in places for proposal in proposals(norms, early)),
         key=lambda proposal: order.index(proposal.name),
     )
     start = ranked[0].name if case else ""
@@ -76,14 +79,14 @@ def advised(report: Report, experiment: str) -> Advice:
     )
 
 
-def _case(found: Mapping[str, Seen], lost: bool) -> tuple[str, str]:
+def _case(found: Mapping[str, Seen], early: bool) -> tuple[str, str]:
     """Return what decides the order, "" where nothing is unusual, and who shows it."""
     clients = {place: found[place] for place in ("step", "update") if place in found}
     for place, one in clients.items():
         if one.odd:
             times = f"{number(max(one.odd.values()))} times"
             return "two" if one.two else place, f"{_listed([*one.odd])} are {times}"
-    if clients and (lost or any(one.exploding for one in clients.values())):
+    if clients and early:
         return "exploding", ""
     spiky = [*found.get("step", Seen()).spikes]
     return ("spikes", _listed(spiky)) if spiky else ("", "")

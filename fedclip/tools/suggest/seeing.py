@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fedclip.report import number
-from fedclip.tools.suggest.norms import Norms
+from fedclip.tools.suggest.place import Norms
 
 __all__ = ["Seen", "seen"]
 
