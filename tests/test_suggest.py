@@ -9,22 +9,17 @@ import textwrap
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from report_runs import Node, call, record_of
+from report_runs import Node, call
 
-from fedclip import ZScoreClip
-from fedclip.records import StepRecord
 from fedclip.report import read_report
 from fedclip.report.advice import Advice
-from fedclip.report.rows import Row
 from fedclip.tools.catalogue import build
 from fedclip.tools.check import check_config
 from fedclip.tools.suggest import advised, seeing
-from fedclip.tools.suggest.place import FEW, Norms
-from fedclip.tools.suggest.playing import learnt
+from fedclip.tools.suggest.place import FEW
 
 CONFIG = """\
 # a comment on top
@@ -77,17 +72,15 @@ def looked(tmp_path: Path) -> Path:
 def test_each_proposal_says_what_it_would_have_clipped_of_each_client(looked: Path) -> None:
     found = {proposal.name: proposal for proposal in advice_of(looked).proposals}
     assert set(found) == {
-        *("step.fixed", "step.learnt", "step.shared"),
-        *("update.fixed", "update.adaptive", "aggregate.fixed", "aggregate.learnt"),
+        *("step.fixed", "step.learnt", "step.shared", "update.fixed", "update.adaptive"),
     }
     fixed = found["step.fixed"]
     assert fixed.plugins["client_opt"][1]["max_norm"] == fixed.limit < 2.0
     rows = read_report(looked).select("a", "no-op")
     over = [norm > fixed.limit for row in rows for norm in row.record.norms()]
     assert fixed.shares == {"a": np.mean(over), "b": pytest.approx(0.05, abs=0.03), "c": 1.0}
-    assert max(found["step.learnt"].shares.values()) < 0.05
-    # A limit for all clients cuts the one that is unlike the others.
-    assert found["step.shared"].shares["c"] > 0.9 > 0.1 > found["step.shared"].shares["a"]
+    # Of three, the one in the middle is within the median.
+    assert found["update.adaptive"].shares == {"a": 0.0, "b": 0.0, "c": 1.0}
     assert all(p.what and p.why and p.reveals for p in found.values())
 
 
@@ -116,10 +109,6 @@ def odd(times: float) -> Scale:
 
 def in_round(chosen: int, times: float) -> Scale:
     return lambda round_, place: times if (round_, place) == (chosen, 2) else 1.0
-
-
-def growing(round_: int, place: int) -> float:
-    return 2.0**round_
 
 
 @pytest.mark.parametrize(
@@ -172,7 +161,7 @@ def test_every_printed_block_is_toml(looked: Path) -> None:
     assert result.exit_code == 0, result.stderr
     blocks = [b.partition("\n    [")[2] for b in result.stdout.split("\n\n")]
     parsed = [tomllib.loads(textwrap.dedent(f"    [{block}")) for block in blocks if block]
-    assert len(parsed) == 7
+    assert len(parsed) == 5
     assert max(map(len, result.stdout.splitlines()[:-1])) <= 80
 
 
@@ -198,7 +187,6 @@ def test_the_page_has_the_thresholds() -> None:
         f"by steps is {seeing._ODD['step']:g} or more",
         f"by updates is {seeing._ODD['update']:g} or more",
         f"(without the number of steps: {seeing._ODD_ALONE:g})",
-        f"end {seeing._EXPLODED:g} times above",
         f"largest norm is {seeing._SPIKE:g} times",
         f"fewer than {FEW['step']} norms, or by fewer than {FEW['update']} updates",
     ):
@@ -225,21 +213,6 @@ def test_a_client_with_many_steps_is_not_odd_and_keeps_its_weight(tmp_path: Path
         if proposal.name.startswith("update.")
     ]
     assert weights == ["steps", "steps"]
-
-
-def test_what_learns_is_played_through_on_so_many_steps_only(monkeypatch: Any) -> None:
-    steps = []
-    monkeypatch.setattr(
-        ZScoreClip, "update", lambda _, norms: steps.append(norms) or StepRecord(())
-    )
-    rows = [
-        Row(f"client-{i:03}", 0, "no-op", record_of(round_, [1.0] * 9, 2.0))
-        for i in range(30)
-        for round_ in range(1, 101)
-    ]
-    shares = learnt(ZScoreClip, Norms("step", rows))
-    assert len(steps) == 500
-    assert shares == {f"client-{i:03}": 0.0 for i in range(30)}
 
 
 @pytest.mark.parametrize(
@@ -276,16 +249,20 @@ def test_several_experiments_are_not_mixed(looked: Path, tmp_path: Path) -> None
     assert "what folders below hold is left out (1)" in result.stderr
 
 
-def test_two_clients_and_an_explosion(tmp_path: Path) -> None:
-    two = a_run(tmp_path / "two", odd(100.0), odd(20.0), clients=2)
-    assert two.start == "step.fixed"
-    assert "of two" in two.answer
-    out = a_run(tmp_path / "out", growing, growing)
-    assert out.start == "step.fixed"
-    assert "got out of hand" in out.answer
-    assert "first round" in out.proposals[0].what
+def test_two_clients(tmp_path: Path) -> None:
+    advice = a_run(tmp_path, odd(100.0), odd(20.0), clients=2)
+    assert advice.start == "step.fixed"
+    assert "of two" in advice.answer
+
+
+def test_a_model_that_has_diverged(tmp_path: Path) -> None:
+    a_run(tmp_path, lambda round_, place: 2.0**round_, None)
+    Node(tmp_path / "server", []).round([], metrics={"loss": float("inf")})
+    advice = advice_of(tmp_path)
+    assert advice.start == "step.fixed"
+    assert "has diverged" in advice.answer
     # By the first round: what came later is of no use.
-    assert 1.5 < (out.proposals[0].limit or 0.0) < 3.0
+    assert 1.5 < (advice.proposals[0].limit or 0.0) < 3.0
 
 
 def test_the_first_one_is_written_and_a_name_is_checked(looked: Path, tmp_path: Path) -> None:

@@ -22,17 +22,14 @@ UPDATES = ("update-norms", "update-clip-client")
 
 
 def read_norms(report: Report, experiment: str) -> list[Norms]:
-    """Return the norms of steps, updates and the aggregate of one federation of a report."""
-    rows = [row for row in report.whole if row.experiment == experiment]
-    clients = [row for row in rows if row.node not in report.servers]
-    server = [row for row in rows if row.node in report.servers]
-    steps, averages = _first(clients), _first(server)
-    updates = {name: [row for row in clients if row.name == name] for name in UPDATES}
+    """Return the norms of steps, and of updates, of one federation of a report."""
+    rows = [r for r in report.whole if r.experiment == experiment and r.node not in report.servers]
+    steps = _first(rows)
+    updates = {name: [row for row in rows if row.name == name] for name in UPDATES}
     effort = {(name_of(row), row.record.round): row.record.steps or 1 for row in steps}
     return [
-        Norms("step", steps, _order(report, steps)),
+        Norms("step", steps, _order(report, steps[0]) if steps else {}),
         Norms("update", updates[UPDATES[0]] or updates[UPDATES[1]], effort=effort),
-        Norms("aggregate", averages, _order(report, averages)),
     ]
 
 
@@ -45,7 +42,7 @@ def _first(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if found.get(row.node) == row.place and row.name in BY_NORM]
 
 
-def _order(report: Report, rows: Sequence[Row]) -> Config:
+def _order(report: Report, row: Row) -> Config:
     """Return the order of the norm as a parameter, if the node's configuration has another than 2.
 
     Raises
@@ -53,9 +50,6 @@ def _order(report: Report, rows: Sequence[Row]) -> Config:
     ValueError
         If the configuration can not be read: the norms may then be of any order.
     """
-    if not rows:
-        return {}
-    row = rows[0]
     folder = report.folder if row.node == report.folder.resolve().name else report.folder / row.node
     file = folder / "optimizer_config.json"
     if not file.exists():

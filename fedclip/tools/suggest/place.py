@@ -15,12 +15,11 @@ from fedclip.report.rows import grouped, pooled
 
 __all__ = ["FEW", "Norms", "name_of", "rounded"]
 
-FEW = {"step": 20, "update": 9, "aggregate": 20}
+FEW = {"step": 20, "update": 9}
 """Number of norms below which nothing is chosen by them; a client has one update in a round."""
 _UNMEASURED = {
     "step": 'no clipper by norm ran on the clients: add "no-op" to their modules',
     "update": "the norms of updates were not measured",
-    "aggregate": 'no clipper by norm ran on the server: add "no-op" to its modules',
 }
 
 
@@ -31,7 +30,7 @@ class Norms:
     Attributes
     ----------
     place
-        "step", "update" or "aggregate".
+        "step" or "update".
     rows
         The rounds of the first clipper by norm on each node.
     order
@@ -47,7 +46,7 @@ class Norms:
 
     @cached_property
     def clients(self) -> dict[str, RoundRecord]:
-        """All norms of each client, by its name within the federation; or those of the server."""
+        """All norms of each client, by its name within the federation."""
         return {name: pooled(records) for name, records in self.by_client().items()}
 
     @cached_property
@@ -86,13 +85,31 @@ class Norms:
                     found.setdefault(name, []).append(level / middle)
         return {name: max(ratios[0], statistics.median(ratios)) for name, ratios in found.items()}
 
-    def first(self, q: float) -> float:
-        """Return the median over the clients of each one's q-quantile in the first round.
+    def middle(self, q: float, first: bool = False) -> float:
+        """Return the median over the clients of each one's q-quantile; of two, the lower one.
 
-        There all begin with the same weights: nobody has changed the others' norms yet.
+        A few clients unlike the others do not move it, however many norms they have. In the first
+        round all begin with the same weights: nobody has changed the others' norms yet.
         """
-        records = next(iter(self.by_round().values()))
-        return statistics.median_low([r.norm_quantile(q) or 0.0 for r in records.values()])
+        records = next(iter(self.by_round().values())) if first else self.clients
+        found = [record.norm_quantile(q) for record in records.values()]
+        return statistics.median_low([norm for norm in found if norm is not None] or [0.0])
+
+    def above(self, limit: float) -> dict[str, float]:
+        """Return the share of each client's norms that is above a limit."""
+        return {name: _above(record, limit) for name, record in self.clients.items()}
+
+    def above_the_median(self) -> dict[str, float]:
+        """Return the share of each client's norms that is above the median of their round.
+
+        It is for updates, of which a client has one in a round.
+        """
+        found: dict[str, list[float]] = {}
+        for records in self.by_round().values():
+            bound = statistics.median_low(norm for r in records.values() for norm in r.norms())
+            for name, record in records.items():
+                found.setdefault(name, []).append(_above(record, bound))
+        return {name: sum(shares) / len(shares) for name, shares in found.items()}
 
     @property
     def lacking(self) -> str:
@@ -102,17 +119,14 @@ class Norms:
             return _UNMEASURED[self.place]
         if count < (few := FEW[self.place]):
             return f"{count} norms are too few to choose a limit by: at least {few} are needed"
-        if not self.median(0.5):
-            return "half of the norms, or more, are 0: there is no scale to choose a limit by"
+        if not self.middle(0.95):
+            return "nearly all norms are 0: there is no scale to choose a limit by"
         return ""
 
-    def median(self, q: float) -> float:
-        """Return the median over the clients of each one's q-quantile; of two, the lower one.
 
-        A few clients unlike the others do not move it, however many norms they have.
-        """
-        found = [record.norm_quantile(q) for record in self.clients.values()]
-        return statistics.median_low([norm for norm in found if norm is not None] or [0.0])
+def _above(record: RoundRecord, limit: float) -> float:
+    norms = record.norms()
+    return sum(norm > limit for norm in norms) / max(1, len(norms))
 
 
 def name_of(row: Row) -> str:
