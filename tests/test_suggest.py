@@ -257,7 +257,7 @@ def test_two_clients(tmp_path: Path) -> None:
 
 def test_a_model_that_has_diverged(tmp_path: Path) -> None:
     a_run(tmp_path, lambda round_, place: 2.0**round_, None)
-    Node(tmp_path / "server", []).round([], metrics={"loss": float("inf")})
+    Node(tmp_path / "server", []).round([], metrics={"loss": float("nan")})
     advice = advice_of(tmp_path)
     assert advice.start == "step.fixed"
     assert "has diverged" in advice.answer
