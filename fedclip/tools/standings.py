@@ -207,4 +207,4 @@ class Standings:
 def _listed(names: Sequence[str]) -> str:
     if len(names) > 8:
         return f"{len(names)} sites"
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
