@@ -21,7 +21,7 @@ from fedclip.states import check_count
 
 
 class UpdateClipClient(Versioned, OptiModule[UpdateClipVotes]):
-    """Bring the bound of this round to `clipped-averaging`, and the vote back.
+    """Bring this round's bound to `clipped-averaging`, and the vote back.
 
     ::
 
