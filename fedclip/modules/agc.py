@@ -39,7 +39,7 @@ def _check_axis(axis: object) -> int:
 
 
 class AGC(Documented, Regularizer):
-    """Adaptive gradient clipping: a limit relative to the norm of the weights.
+    """Adaptive gradient clipping: a limit relative to the weights' norm.
 
     ::
 

@@ -19,7 +19,7 @@ from fedclip.transforms import Transform
 
 
 class AutoClip(HistoryClipper):
-    """Limit at three standard deviations above the running median of past norms.
+    """Limit three standard deviations above the running median of norms.
 
     It needs no tuning: the limit comes from the norms alone, protects from the second step on, and
     follows norms that rise. ``AutoClip.preset("smartclip")`` has the defaults of smartclip.

@@ -23,7 +23,7 @@ from fedclip.transforms import Transform
 
 
 class ZScoreClip(HistoryClipper):
-    """Limit at a number of standard deviations above the running mean of past norms (ZClip).
+    """Limit some standard deviations above the mean of past norms (ZClip).
 
     The defaults need no scale, protect from the second step on and follow norms that rise;
     ``ZScoreClip.preset("zclip")`` has the defaults of the paper's code.
