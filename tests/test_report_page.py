@@ -197,6 +197,15 @@ def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -
     assert "data-norms" not in re.sub("<script.*", "", text, flags=re.S)
 
 
+def test_a_bound_without_noise_has_spent_nothing(tmp_path: Path) -> None:
+    run = sites(tmp_path / "run", 3)
+    Node(run / "server", ["update-clip-server"]).checkpointer.checkpoint(
+        optimizer=Optimizer(1.0, modules=["update-clip-server"])
+    )
+    assert call("report", run, "--html", tmp_path / "r.html").exit_code == 0
+    assert "Privacy spent" not in (tmp_path / "r.html").read_text()
+
+
 @pytest.mark.slow
 def test_what_was_spent_is_on_the_page(tmp_path: Path) -> None:
     from fedclip.privacy.ledger import FILE, Ledger

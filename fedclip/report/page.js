@@ -106,7 +106,7 @@
       layer.push({ data: { values }, mark: { type: "rule", color: ink, strokeDash: [1, 3],
         strokeWidth: start ? 2.5 : 1.5 }, encoding: { y: { ...y, field: "y" } } });
       layer.push({ data: { values }, mark: { type: "text", color: ink, align: end, baseline: "bottom",
-        dy: -2, fontSize: 12, fontWeight: start ? "bold" : "normal",
+        dy: -2, fontSize: 12, fontWeight: start ? "bold" : "normal", stroke: "var(--paper)", strokeWidth: 4,
         x: end === "left" ? 4 : { expr: "width - 4" } },
       encoding: { y: { ...y, field: "y" }, text: { field: "text" } } });
       key.append(entry(`${name}: ${value}${start ? ", the proposal to start with" : ", proposed"}`,

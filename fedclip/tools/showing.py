@@ -258,17 +258,18 @@ def save_page(
 
 def _with_advice(run: Run) -> Run:
     """Add what is advised after the run of one federation."""
-    from fedclip.tools.suggest import advised, lines_of
-    from fedclip.tools.suggest.norms import read_norms
-    from fedclip.tools.suggest.showing import shares_of
-
     if len(run.report.experiments) > 1 or not run.report.rows:
         return run
     try:
+        from fedclip.tools.suggest import advised, lines_of
+        from fedclip.tools.suggest.norms import read_norms
+        from fedclip.tools.suggest.showing import shares_of
+
         (experiment,) = run.report.experiments
         advice = advised(run.report, experiment)
         places = read_norms(run.report, experiment)
-    except (TypeError, ValueError) as exc:
+    except (ModuleNotFoundError, TypeError, ValueError) as exc:
+        # Clippers are built to be tried, which needs declearn; a damaged file may say anything.
         say(f"fedclip: nothing is advised on the page: {exc}", err=True)
         return run
     said = {p.name: ([*lines_of(p)], shares_of(p.shares)) for p in advice.proposals}
@@ -286,7 +287,7 @@ def _spent(folder: Path, words: bool) -> list[Spending]:
     # Whoever has no budget need not import what reads budgets.
     if not ledgers and not any(b"noise_multiplier" in text for text in configs):
         return []
-    from fedclip.tools.spent import in_words, read_spent, turns_of
+    from fedclip.tools.spent import NothingSpentError, in_words, read_spent, turns_of
 
     try:
         found = [*read_spent(folder)]
@@ -297,5 +298,7 @@ def _spent(folder: Path, words: bool) -> list[Spending]:
             Spending(s.where, [*in_words(cost)] if cost else [], turns_of(s, most))
             for s, cost in zip(found, costs, strict=True)
         ]
+    except NothingSpentError:
+        return []
     except ValueError as exc:
         return [Spending("", [f"what was spent can not be said: {exc}"])]

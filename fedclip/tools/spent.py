@@ -21,9 +21,22 @@ from fedclip.records import SERVED
 from fedclip.report import Turn
 from fedclip.tools.catalogue import version
 
-__all__ = ["COLUMNS", "Spent", "csv_rows", "in_words", "of_plan", "read_spent", "turns_of"]
+__all__ = [
+    "COLUMNS",
+    "NothingSpentError",
+    "Spent",
+    "csv_rows",
+    "in_words",
+    "of_plan",
+    "read_spent",
+    "turns_of",
+]
 
 _COUNTED_BY = ("fedclip", "dp-accounting", "opacus")
+
+
+class NothingSpentError(ValueError):
+    """There is neither a ledger nor a server with noise."""
 
 
 class Spent(NamedTuple):
@@ -179,8 +192,10 @@ def read_spent(path: Path) -> Iterator[Spent]:
 
     Raises
     ------
+    NothingSpentError
+        If there is none.
     ValueError
-        If there is none, or a file is damaged.
+        If a file is damaged.
     """
     path = path.parent if path.name == SERVED else path
     folder = path.is_dir()
@@ -199,7 +214,7 @@ def read_spent(path: Path) -> Iterator[Spent]:
             kept = budget.separation, budget.max_epsilon
             yield Spent(where, "client", budget.accountant, (), *kept)
     if none:
-        raise ValueError(
+        raise NothingSpentError(
             f"nothing in {path} has spent a privacy budget: neither a ledger of DP-SGD ({FILE}) "
             f"nor a checkpoint or {SERVED} of a server with update-clip-server and noise"
         )
