@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,14 @@ import fedclip
 from fedclip.federation.generics import AnyModel
 from fedclip.federation.quorum import Members
 from fedclip.federation.serving import guarded, watchful
+from fedclip.tools.linear import quicken
 from fedclip.tools.progress import latest, progress
 from fedclip.tools.trained import label
 
-__all__ = ["Experiment", "Federation", "QuickrunError", "run"]
+__all__ = ["PERSONS", "Experiment", "Federation", "QuickrunError", "draw_from", "run"]
 
+PERSONS = "train_persons.csv"
+"""In a client's folder of data: a line for each training record, which says whose it is."""
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
@@ -77,7 +81,8 @@ class Experiment:
         model = ModelConfig.from_toml(self.toml, False, "model", True)
         self.metrics = experiment.metrics
         default = self.folder / time.strftime("result_%y-%m-%d_%H-%M")
-        self.results: str = experiment.checkpoint or str(default)
+        # Next to the file, from wherever it is run.
+        self.results = str(self.folder / (experiment.checkpoint or default))
         self._name, self._file = model.model_name, model.model_file or self.folder / "model.py"
         try:
             # In order, so that a seed does not depend on that of the file system.
@@ -105,6 +110,11 @@ class Experiment:
         )
         return train, valid
 
+    def persons(self, site: str) -> Path | None:
+        """Return the file that says whose a client's training records are, if it has one."""
+        file = Path(self.files[site]["train_data"]).with_name(PERSONS)
+        return file if file.exists() else None
+
     def model(self) -> AnyModel:
         """Return a new model, as its file makes it."""
         folder, name = os.path.split(os.path.abspath(self._file))
@@ -128,6 +138,16 @@ class _Watched(FederatedServer):
             _LOGGER.warning("Checkpoints of the server: %s.", said)
         await super().evaluation_round(round_i, *args, **kwargs)
         self.told(round_i)
+
+
+class _Quick(fedclip.PersonalFederatedClient):
+    """A client whose model is quickened."""
+
+    async def initialize(self) -> None:
+        """Set up what trains, as the server says."""
+        await super().initialize()
+        if self.trainmanager is not None:
+            quicken(self.trainmanager.model)
 
 
 class Federation:
@@ -201,7 +221,12 @@ class Federation:
         server = self.network.build_server()
         # As by default, three times as long as the server waits for a client.
         patience = {"patience": 3 * server.patience} if hasattr(server, "patience") else {}
-        kind = fedclip.PrivateFederatedClient if private else fedclip.PersonalFederatedClient
+        persons = self.experiment.persons(name)
+        if persons and not private:
+            _LOGGER.warning("%s protects nobody: client_opt has no sample-clip.", persons)
+        kind: Any = _Quick
+        if private:
+            kind = partial(fedclip.PrivateFederatedClient, persons=persons)
         client = kind(
             netwk=NetworkClientConfig.from_params(
                 protocol=self.network.protocol, server_uri=server.uri, name=name, kwargs=patience
@@ -245,7 +270,7 @@ class Federation:
 def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[int, str, bool]:
     """Run what a checked quickrun file describes, and show its progress.
 
-    A seed decides how clients draw their batches, and what Python and NumPy draw.
+    A seed decides how clients draw their batches, and what Python, NumPy and torch draw.
 
     Returns
     -------
@@ -255,8 +280,7 @@ def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[
     """
     federation = Federation(file, verbose=verbose)
     if seed is not None:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        draw_from(seed)
     rounds = FLRunConfig.from_toml(federation.toml, False, "run").rounds
     finished = True
     tell = progress({"quickrun": rounds}, quiet=verbose)
@@ -269,6 +293,15 @@ def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[
     except ModuleNotFoundError as exc:
         raise QuickrunError(f"a package that this run needs is missing: {exc}") from None
     return len(federation.clients), federation.results, finished
+
+
+def draw_from(seed: int) -> None:
+    """Let what Python, NumPy and torch draw from now on, such as a model's weights, be a seed's."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # declearn has imported it, where it is installed.
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
 
 
 def _is_free(host: str, port: int) -> bool:

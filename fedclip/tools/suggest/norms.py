@@ -24,8 +24,8 @@ BY_NORM = {
     *("percentile-norm-clip", "adaptive-clip", "growth-clip", "ema-norm-clip", "ema-normalize"),
 }
 """Clippers by the norm of the gradient, which have norms to choose a limit by."""
-UPDATES = ("update-clip-client",)
-"""What records the norms of updates."""
+UPDATES = ("update-norms", "update-clip-client")
+"""What records the norms of updates; of a simulation, the first knows whose they are."""
 _UNMEASURED = {
     "step": 'no clipper by norm ran on the clients: add "no-op" to their modules',
     "update": "the norms of updates were not measured",
@@ -45,29 +45,63 @@ class Norms:
         The rounds of the first clipper by norm on each node.
     order
         The order of the norms as a parameter, if it is another than 2.
+    effort
+        Of updates: the number of steps that each client took in each round, if that is known.
     """
 
     place: str
     rows: Sequence[Row]
     order: Mapping[str, object] = field(default_factory=dict)
+    effort: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
     @cached_property
     def clients(self) -> dict[str, RoundRecord]:
         """All norms of each client, by its name within the federation; or those of the server."""
-        found = grouped(self.rows, lambda row: row.node.rpartition("/")[2])
-        return {name: pooled(row.record for row in rows) for name, rows in found.items()}
+        return {name: pooled(records) for name, records in self.by_client().items()}
 
     @cached_property
     def whole(self) -> RoundRecord:
         """All norms of all clients."""
         return pooled(self.clients.values())
 
-    def rounds(self) -> dict[int, dict[str, RoundRecord]]:
-        """Return the records by round, and in a round by client."""
+    def by_client(self) -> dict[str, list[RoundRecord]]:
+        """Return the rounds of each client, in order."""
+        found = grouped(self.rows, _name)
+        return {name: [row.record for row in rows] for name, rows in found.items()}
+
+    def by_round(self) -> dict[int, dict[str, RoundRecord]]:
+        """Return the records of those with norms, by round, and in a round by client."""
         found: dict[int, dict[str, RoundRecord]] = {}
-        for row in self.rows:
-            found.setdefault(row.record.round, {})[row.node.rpartition("/")[2]] = row.record
+        for name, records in self.by_client().items():
+            for record in (record for record in records if record.counts):
+                found.setdefault(record.round, {})[name] = record
         return dict(sorted(found.items()))
+
+    def ratios(self) -> dict[str, float]:
+        """Return how many times the norms of the median client each one's are.
+
+        In a round a client has the 95 % quantile of its norms, an update for each step that it
+        took. Its ratio is the median over the rounds, or that of the first if it is larger: where
+        units are wrong, a model may saturate, and gradients be 0 from then on.
+        """
+        found: dict[str, list[float]] = {}
+        for round_, records in self.by_round().items():
+            levels = {
+                name: (record.norm_quantile(0.95) or 0.0) / self.effort.get((name, round_), 1)
+                for name, record in records.items()
+            }
+            if middle := statistics.median_low(levels.values()):
+                for name, level in levels.items():
+                    found.setdefault(name, []).append(level / middle)
+        return {name: max(ratios[0], statistics.median(ratios)) for name, ratios in found.items()}
+
+    def first(self, q: float) -> float:
+        """Return the median over the clients of each one's q-quantile in the first round.
+
+        There all begin with the same weights: nobody has changed the others' norms yet.
+        """
+        records = next(iter(self.by_round().values()))
+        return statistics.median_low([r.norm_quantile(q) or 0.0 for r in records.values()])
 
     @property
     def lacking(self) -> str:
@@ -89,10 +123,6 @@ class Norms:
         found = [record.norm_quantile(q) for record in self.clients.values()]
         return statistics.median_low([norm for norm in found if norm is not None] or [0.0])
 
-    def limit(self) -> float:
-        """Return the fixed limit: above about 95 % of the norms of the median client."""
-        return rounded(self.median(0.95))
-
 
 def read_norms(report: Report, experiment: str) -> list[Norms]:
     """Return the norms of steps, updates and the aggregate of one federation of a report."""
@@ -100,11 +130,18 @@ def read_norms(report: Report, experiment: str) -> list[Norms]:
     clients = [row for row in rows if row.node not in report.servers]
     server = [row for row in rows if row.node in report.servers]
     steps, averages = _first(clients), _first(server)
+    updates = {name: [row for row in clients if row.name == name] for name in UPDATES}
+    effort = {(_name(row), row.record.round): row.record.steps or 1 for row in steps}
     return [
         Norms("step", steps, _order(report, steps)),
-        Norms("update", [row for row in clients if row.name in UPDATES]),
+        Norms("update", updates[UPDATES[0]] or updates[UPDATES[1]], effort=effort),
         Norms("aggregate", averages, _order(report, averages)),
     ]
+
+
+def _name(row: Row) -> str:
+    """Return the name of a node within its federation."""
+    return row.node.rpartition("/")[2]
 
 
 def _first(rows: Sequence[Row]) -> list[Row]:

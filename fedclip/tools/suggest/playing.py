@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedclip.privacy.maps import Plugin
+from fedclip import Clipper
 from fedclip.records import RoundRecord
 from fedclip.tools.suggest.norms import Norms
 
@@ -33,19 +33,19 @@ def above(norms: Norms, limit: float) -> dict[str, float]:
 def above_the_median(norms: Norms) -> dict[str, float]:
     """Return the share of each client's norms that is above the median of their round."""
     over, of = Counter[str](), Counter[str]()
-    for records in norms.rounds().values():
-        found = {name: _array(record) for name, record in records.items() if record.counts}
-        bound = statistics.median_low(np.concatenate([*found.values()])) if found else 0.0
+    for records in norms.by_round().values():
+        found = {name: _array(record) for name, record in records.items()}
+        bound = statistics.median_low(np.concatenate([*found.values()]))
         for name, values in found.items():
             over[name] += int((values > bound).sum())
             of[name] += len(values)
     return {name: over[name] / of[name] for name in of}
 
 
-def learnt(clipper: Plugin, norms: Norms) -> dict[str, float]:
+def learnt(clipper: type[Clipper], norms: Norms) -> dict[str, float]:
     """Return what a clipper on each node, which learns from its own norms, would have clipped."""
     # Each client is a tensor with statistics of its own: one step for all of them.
-    twin = type(clipper)(**{**clipper.get_config(), "scope": "tensor"})
+    twin = clipper(scope="tensor")
     over, of = Counter[str](), Counter[str]()
     for columns in _drawn(norms, min(_STEPS, _NORMS // max(1, len(norms.clients)))):
         twin.on_round_start()
@@ -57,15 +57,15 @@ def learnt(clipper: Plugin, norms: Norms) -> dict[str, float]:
     return {name: over[name] / of[name] for name in of}
 
 
-def shared(clipper: Plugin, norms: Norms) -> dict[str, float]:
+def shared(clipper: type[Clipper], norms: Norms) -> dict[str, float]:
     """Return what a clipper with one limit for all clients, that of the round's start, would."""
-    twin = type(clipper)(**{**clipper.get_config(), "shared": False})
+    twin = clipper()
     over, of = Counter[str](), Counter[str]()
-    rng, rounds = np.random.default_rng(0), norms.rounds()
+    rng, rounds = np.random.default_rng(0), norms.by_round()
     each = max(1, _STEPS // max(1, len(rounds)))
     for records in rounds.values():
-        found = {name: _array(record) for name, record in records.items() if record.counts}
-        everybody = np.concatenate([*found.values(), np.zeros(0)])
+        found = {name: _array(record) for name, record in records.items()}
+        everybody = np.concatenate([*found.values()])
         taken = rng.permutation(everybody)[:each]
         limits = [twin.update(float(norm)).limit[0] for norm in taken]
         for name, values in found.items():
@@ -76,10 +76,10 @@ def shared(clipper: Plugin, norms: Norms) -> dict[str, float]:
 
 def _drawn(norms: Norms, steps: int) -> Any:
     """Yield for each round some norms of each client, so that the longest take so many steps."""
-    rng, rounds = np.random.default_rng(0), norms.rounds()
+    rng, rounds = np.random.default_rng(0), norms.by_round()
     each, every = max(1, steps // max(1, len(rounds))), 1 + len(rounds) // max(1, steps)
     for records in [*rounds.values()][::every]:
-        yield {n: rng.permutation(_array(r))[:each] for n, r in records.items() if r.counts}
+        yield {n: rng.permutation(_array(r))[:each] for n, r in records.items()}
 
 
 def _array(record: RoundRecord) -> NDArray[np.float64]:

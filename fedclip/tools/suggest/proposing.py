@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fedclip.privacy.maps import Plugin
+from fedclip import MadClip, ZScoreClip
 from fedclip.report.advice import Lines, Proposal
-from fedclip.tools.catalogue import build
 from fedclip.tools.suggest import playing
 from fedclip.tools.suggest.norms import Norms, rounded
 
 __all__ = ["proposals"]
 
 _SECTIONS = {"step": "client_opt", "aggregate": "server_opt"}
+# Clients whose numbers of steps in a round differ by less than this factor have the same weight.
+_ALIKE = 1.2
 _CHOSEN = (
     "The number comes from the norms of this run, and tells something about them; no privacy "
     "budget covers that. From then on it is fixed, and bounds a sensitivity."
@@ -34,61 +35,61 @@ _TEXTS = {
         "In each round every client sends how many of its norms were of which size, in cleartext "
         "unless secure aggregation is on. The limit bounds no sensitivity.",
     ),
-    "update": (
+    "update.fixed": (
         "one fixed bound for the update of a client, above about 95 % of the median client's",
         _CHOSEN,
     ),
-    "median": ("a bound that follows the median of the updates, and starts there", _VOTES),
-    "search": (
-        "a bound that follows the median of the updates; it is searched for in the first rounds",
-        _VOTES,
+    "adaptive": (
+        "a bound that follows the median of the updates, and starts at that of round 1",
+        f"{_VOTES} The start comes from the norms of this run.",
     ),
 }
 """What kinds of proposals do, and what they reveal of the data."""
 
 
-def proposals(norms: Norms) -> Iterator[Proposal]:
-    """Yield the proposals for one place; each can be built."""
-    if norms.place == "update":
-        yield from _for_updates(norms)
-    elif not norms.lacking:
-        yield from _for_modules(norms)
+def proposals(norms: Norms, early: bool = False) -> Iterator[Proposal]:
+    """Yield the proposals for one place.
+
+    Fixed limits are above about 95 % of the norms of the median client; or, if the norms of later
+    rounds are of no use (`early`), above half of those of the first.
+    """
+    limit = 0.0 if norms.lacking else norms.first(0.5) if early else norms.median(0.95)
+    if limit:
+        yield from (_for_updates if norms.place == "update" else _for_modules)(
+            norms, rounded(limit)
+        )
 
 
-def _for_modules(norms: Norms) -> Iterator[Proposal]:
-    section, order, limit = _SECTIONS[norms.place], norms.order, norms.limit()
+def _for_modules(norms: Norms, limit: float) -> Iterator[Proposal]:
+    section, order = _SECTIONS[norms.place], norms.order
     yield _proposal(
         f"{norms.place}.fixed",
         {section: ("norm-clip", {"max_norm": limit, **order})},
         playing.above(norms, limit),
         limit,
     )
-    lines: Lines = {section: ("zscore-clip", dict(order))}
-    yield _proposal(f"{norms.place}.learnt", lines, playing.learnt(_first(lines), norms))
+    lines: Lines = {section: (ZScoreClip.name, order)}
+    yield _proposal(f"{norms.place}.learnt", lines, playing.learnt(ZScoreClip, norms))
     if norms.place == "step":
-        clients = ("mad-clip", {"shared": True, **order})
-        lines = {section: clients, "server_opt": ("mad-clip-server", dict(order))}
-        yield _proposal(f"{norms.place}.shared", lines, playing.shared(_first(lines), norms))
+        clients = (MadClip.name, {"shared": True, **order})
+        lines = {section: clients, "server_opt": (f"{MadClip.name}-server", order)}
+        yield _proposal(f"{norms.place}.shared", lines, playing.shared(MadClip, norms))
 
 
-def _for_updates(norms: Norms) -> Iterator[Proposal]:
-    if norms.lacking:
-        yield _adaptive({}, "search", {})
-        return
-    limit = norms.limit()
-    lines: Lines = {"aggregator": ("clipped-averaging", {"max_norm": limit})}
-    yield _proposal("update.fixed", lines, playing.above(norms, limit), limit, "update")
-    start = {"start_norm": rounded(norms.median(0.5))}
-    yield _adaptive(start, "median", playing.above_the_median(norms))
-
-
-def _adaptive(server: Mapping[str, object], kind: str, shares: Mapping[str, float]) -> Proposal:
-    lines: Lines = {
-        "aggregator": ("clipped-averaging", {}),
+def _for_updates(norms: Norms, limit: float) -> Iterator[Proposal]:
+    counts = norms.effort.values()
+    # With equal weights, a few records would count as much as many.
+    weights = {"weights": "steps"} if counts and max(counts) > _ALIKE * min(counts) else {}
+    lines: Lines = {"aggregator": ("clipped-averaging", {"max_norm": limit, **weights})}
+    yield _proposal("update.fixed", lines, playing.above(norms, limit), limit)
+    # In 20 rounds this rate was 0 to 1 point of accuracy better than the default.
+    server = {"start_norm": rounded(norms.first(0.5) or limit), "learning_rate": 0.5}
+    lines = {
+        "aggregator": ("clipped-averaging", weights),
         "client_opt": ("update-clip-client", {}),
         "server_opt": ("update-clip-server", server),
     }
-    return _proposal("update.adaptive", lines, shares, kind=kind)
+    yield _proposal("update.adaptive", lines, playing.above_the_median(norms))
 
 
 def _proposal(
@@ -96,15 +97,6 @@ def _proposal(
     lines: Lines,
     shares: Mapping[str, float],
     limit: float | None = None,
-    kind: str = "",
 ) -> Proposal:
-    # Built, so that no line is proposed that would be refused.
-    for section, (plugin, config) in lines.items():
-        build("aggregator" if section == "aggregator" else "module", plugin, config)
-    what, reveals = _TEXTS[kind or name.partition(".")[2]]
+    what, reveals = _TEXTS.get(name) or _TEXTS[name.partition(".")[2]]
     return Proposal(name, lines, shares, limit, what, reveals=reveals)
-
-
-def _first(lines: Lines) -> Plugin:
-    name, config = next(iter(lines.values()))
-    return build("module", name, config)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which proposal to start with, and why; docs/suggest.md says the rules."""
+"""Which proposal to start with, and why; docs/suggest.md has the rules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from fedclip.report import Report, printable
-from fedclip.report.advice import Advice, Proposal
+from fedclip.report.advice import Advice
 from fedclip.tools.suggest.norms import Norms, read_norms
 from fedclip.tools.suggest.proposing import proposals
 from fedclip.tools.suggest.seeing import Seen, seen
@@ -15,30 +15,29 @@ from fedclip.tools.suggest.seeing import Seen, seen
 __all__ = ["advised"]
 
 _ORDERS = {
-    "odd update": ("update.adaptive", "step.shared", "update.fixed", "step.fixed", "step.learnt"),
-    "odd step": ("step.shared", "update.adaptive", "step.fixed", "update.fixed", "step.learnt"),
-    "exploding": ("step.fixed", "step.learnt", "update.fixed", "update.adaptive", "step.shared"),
-    "spikes": ("step.learnt", "step.fixed", "step.shared", "update.adaptive", "update.fixed"),
-    "": ("step.learnt", "update.adaptive", "step.fixed", "step.shared", "update.fixed"),
+    "update": ("update.adaptive", "step.fixed", "step.shared", "update.fixed", "step.learnt"),
+    "step": ("step.fixed", "update.adaptive", "step.shared", "update.fixed", "step.learnt"),
 }
-"""What comes first where, the best first; the server's own come last."""
+_ORDER = ("step.fixed", "step.learnt", "update.adaptive", "step.shared", "update.fixed")
+"""What comes first if clients are odd there, and otherwise; the server's own limits come last."""
 _ANSWERS = {
-    "odd update": "Bound what one client can do to the model: the updates of {} are {}.",
-    "odd step": "Bound the steps by one limit for all clients: those of {} are {}.",
-    "exploding": "Limit the steps before they grow out of hand, as they did in this run.",
-    "spikes": "Cut the spikes: single norms are far above the usual ones of their client.",
-    "": "Clipping will not help here: no client and no step is far above the others.",
-    "nothing": "There are no norms to choose a limit by.",
+    "step": "The norms of {} are far above the others': bound what a client can do, with {}.",
+    "update": "The updates of {} are far above the others': bound what a client can do, with {}.",
+    "two": "The norms of {} are far above the other's; of two, none is the usual one. Try {}.",
+    "exploding": "Norms got out of hand in this run: start with {1}, at what they were at first.",
+    "spikes": "Single norms are far above the others, on {}: cut them, and start with {}.",
+    "": "Clipping will not help here: no client's norms, and no single norm, are far above others.",
 }
 _WHY = {
-    "step.fixed": "The same limit at all times, though norms may fall while a model learns.",
-    "step.learnt": "Each client follows its own norms; one unlike the others stays unlike them.",
-    "step.shared": "All clients have one limit, so that one unlike the others is cut.",
-    "update.fixed": "Bounds how far each client moves the model, by the same number at all times.",
-    "update.adaptive": "Bounds how far each client moves the model, whatever its steps were.",
-    "aggregate.fixed": "Acts on the average, in which one client's part can not be told apart.",
-    "aggregate.learnt": "Acts on the average, in which one client's part can not be told apart.",
+    "step.fixed": "Cuts whatever is longer than what is usual for most clients.",
+    "step.learnt": "Cuts spikes. Each client follows its own norms: one that is wrong stays so.",
+    "step.shared": "All clients have one limit, so one unlike the others is cut, but late.",
+    "update.fixed": "Bounds what a client does to the model, even when norms fall later.",
+    "update.adaptive": "Bounds what a client does to the model, whatever its steps were.",
+    "aggregate.fixed": "Acts on the average, where one client can not be told from another.",
+    "aggregate.learnt": "Acts on the average, where one client can not be told from another.",
 }
+_NAMES = {"step": "Steps", "update": "Updates", "aggregate": "Averages"}
 
 
 def advised(report: Report, experiment: str) -> Advice:
@@ -56,59 +55,52 @@ def advised(report: Report, experiment: str) -> Advice:
     ValueError
         If a node's configuration can not be read, so that the order of its norms is unknown.
     """
-    places = {norms.place: norms for norms in read_norms(report, experiment)}
-    found = {name: seen(norms) for name, norms in places.items() if not norms.lacking}
+    places = read_norms(report, experiment)
+    found = {norms.place: seen(norms) for norms in places if not norms.lacking}
     bad = {f.kind: f.text for f in report.only([experiment]).findings()}
-    case = _case(found, bad)
-    ranked = _ranked([p for norms in places.values() for p in proposals(norms)], case)
-    start = ranked[0].name if case and ranked else ""
+    lost = [bad[kind] for kind in ("diverged", "nonfinite") if kind in bad]
+    findings = [*lost, *_findings(places, found)]
+    case, who = _case(found, bool(lost))
+    order = [*_ORDERS.get(case, _ORDER), "aggregate.fixed", "aggregate.learnt"]
+    ranked = sorted(
+        (proposal for norms in places for proposal in proposals(norms, case == "exploding")),
+        key=lambda proposal: order.index(proposal.name),
+    )
+    start = ranked[0].name if case else ""
+    answer = _ANSWERS[case].format(who, start) if found else "There are no norms to choose by."
     return Advice(
-        _answer(case, found) if found else _ANSWERS["nothing"],
-        [printable(text) for text in _findings(places, found, bad)],
-        ranked,
+        printable(answer),
+        [printable(text) for text in findings],
+        [replace(proposal, why=_WHY[proposal.name]) for proposal in ranked],
         start,
     )
 
 
-def _case(found: Mapping[str, Seen], bad: Mapping[str, str]) -> str:
-    """Return what decides the order; "" where nothing is unusual."""
-    steps, updates = found.get("step", Seen()), found.get("update", Seen())
-    if updates.odd:
-        return "odd update"
-    if steps.odd:
-        return "odd step"
-    if steps.exploding or updates.exploding or bad.keys() & {"diverged", "nonfinite"}:
-        return "exploding" if found else ""
-    return "spikes" if steps.spikes or updates.spikes else ""
+def _case(found: Mapping[str, Seen], lost: bool) -> tuple[str, str]:
+    """Return what decides the order, "" where nothing is unusual, and who shows it."""
+    clients = {place: found[place] for place in ("step", "update") if place in found}
+    for place, one in clients.items():
+        if one.odd:
+            return "two" if one.two else place, _listed([*one.odd])
+    if clients and (lost or any(one.exploding for one in clients.values())):
+        return "exploding", ""
+    spiky = [*found.get("step", Seen()).spikes]
+    return ("spikes", _listed(spiky)) if spiky else ("", "")
 
 
-def _ranked(found: Sequence[Proposal], case: str) -> list[Proposal]:
-    order = [*_ORDERS[case], "aggregate.fixed", "aggregate.learnt"]
-    found = sorted(found, key=lambda proposal: order.index(proposal.name))
-    return [replace(proposal, why=_WHY[proposal.name]) for proposal in found]
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
-def _answer(case: str, found: Mapping[str, Seen]) -> str:
-    odd = found.get(case.removeprefix("odd "), Seen()).odd
-    names = " and ".join(odd) if len(odd) < 3 else f"{len(odd)} clients"
-    times = f"{max(odd.values()):.3g} times those of the others" if odd else ""
-    return printable(_ANSWERS[case].format(names, times))
-
-
-def _findings(
-    places: Mapping[str, Norms], found: Mapping[str, Seen], bad: Mapping[str, str]
-) -> list[str]:
-    said = [bad[kind] for kind in ("diverged", "nonfinite") if kind in bad]
-    said += [text for one in found.values() for text in one.texts]
-    for name, norms in places.items():
+def _findings(places: list[Norms], found: Mapping[str, Seen]) -> Iterator[str]:
+    for one in found.values():
+        yield from one.texts
+    for norms in places:
         if norms.lacking:
-            said.append(f"{_NAMES[name]}: {norms.lacking}.")
+            yield f"{_NAMES[norms.place]}: {norms.lacking}."
         elif (share := norms.whole.clipped_share) and norms.rows[0].name != "no-op":
-            said.append(
-                f"{_NAMES[name]}: {share:.0%} were clipped in this run; without that, later norms "
-                "might have been larger."
+            yield (
+                f"{_NAMES[norms.place]}: {share:.0%} were clipped in this run; without that, later "
+                "norms might have been larger."
             )
-    return said
-
-
-_NAMES = {"step": "Steps", "update": "Updates", "aggregate": "Averages"}

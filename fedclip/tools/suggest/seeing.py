@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the norms of a run show that decides which limit is right."""
+"""What the norms of a run show that decides which limit is right; docs/suggest.md has the rules."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fedclip.report import number
-from fedclip.report.words import unlike
 from fedclip.tools.suggest.norms import Norms
 
 __all__ = ["Seen", "seen"]
 
-# A spike is so many times the usual norm of its client in the rounds around it.
-_SPIKE = 10.0
-# So many rounds before and after say what is usual.
-_AROUND = 2
-# Norms that end so many times above their lowest level have exploded.
+# A client is odd if its norms are so many times those of the median client. Label skew, noise, and
+# few or many records come to 3.1 at most by steps, and 1.8 by updates for each step; other units to
+# 7 at least by steps, and wrong labels to 1.8 by updates.
+_ODD = {"step": 4.0, "update": 1.8, "aggregate": 4.0}
+# Without knowing the number of steps: a client with many of them comes to 4.5.
+_ODD_ALONE = 5.0
+# The largest norm of a round is a spike if it is so many times what it is in most rounds, and in
+# those near it: noise comes to 30, bursts and broken records to 550 at least.
+_SPIKE, _NEAR = 50.0, 2
+# Norms have exploded if the last rounds are so many times above the first one.
 _EXPLODED = 10.0
 # A client with less than this share of the norms of the median client has few.
-_SMALL = 0.1
+_FEW = 0.1
 
 
 @dataclass
@@ -30,16 +34,19 @@ class Seen:
     Attributes
     ----------
     odd
-        Clients whose median norm is far above the others', and how many times.
+        The clients with norms far above the others', and how many times.
+    two
+        Whether there are two clients, of which nobody can say which one is odd.
     spikes
-        Rounds with norms far above the usual ones of the client, by client.
+        The clients with spikes, and the rounds in which these were.
     exploding
-        Clients whose norms grow and grow.
+        The clients whose norms have grown and grown.
     texts
-        All of it in sentences.
+        What is worth telling, in sentences.
     """
 
     odd: dict[str, float] = field(default_factory=dict)
+    two: bool = False
     spikes: dict[str, list[int]] = field(default_factory=dict)
     exploding: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -47,44 +54,48 @@ class Seen:
 
 def seen(norms: Norms) -> Seen:
     """Return what the norms of one place show."""
-    result, rounds = Seen(), norms.rounds()
-    medians = {n: m for n, r in norms.clients.items() if (m := r.norm_median)}
-    for name, others in unlike(medians).items():
-        if medians[name] > others:
-            result.odd[name] = medians[name] / others
-    for name in norms.clients:
-        levels = [(r, c[name]) for r, c in rounds.items() if name in c and c[name].counts]
-        usual = [record.norm_median or 0.0 for _, record in levels]
-        for place, (round_, record) in enumerate(levels):
-            around = usual[max(0, place - _AROUND) : place + _AROUND + 1]
-            if (record.norm_max or 0.0) > _SPIKE * statistics.median(around) > 0:
-                result.spikes.setdefault(name, []).append(round_)
-        if len(usual) > 4 and statistics.median(usual[-3:]) > _EXPLODED * min(usual) > 0:
+    result, ratios = Seen(), norms.ratios()
+    most = _ODD[norms.place] if norms.place != "update" or norms.effort else _ODD_ALONE
+    odd = {name: times for name, times in ratios.items() if times >= most}
+    result.two = len(ratios) == 2
+    if 2 * len(odd) < len(ratios) or result.two:
+        result.odd = dict(sorted(odd.items(), key=lambda item: -item[1]))
+    for name, records in norms.by_client().items():
+        largest = [record.norm_max or 0.0 for record in records]
+        for place, record in enumerate(records):
+            near = statistics.median(largest[max(0, place - _NEAR) : place + _NEAR + 1])
+            usual = max(near, statistics.median(largest))
+            if usual and largest[place] >= _SPIKE * usual:
+                result.spikes.setdefault(name, []).append(record.round)
+        if len(largest) > 3 and min(largest[-3:]) >= _EXPLODED * largest[0] > 0:
             result.exploding.append(name)
-    result.texts.extend(_in_words(norms, result))
+    result.texts = [*_in_words(norms, result, ratios)]
     return result
 
 
-def _in_words(norms: Norms, found: Seen) -> Iterator[str]:
+def _in_words(norms: Norms, found: Seen, ratios: dict[str, float]) -> Iterator[str]:
     what = {"step": "steps", "update": "updates", "aggregate": "averages"}[norms.place]
-    for name, times in sorted(found.odd.items(), key=lambda item: -item[1]):
+    for name, times in found.odd.items():
+        yield f"{name}: the norms of its {what} are {number(times)} times the others'{_LOOK}"
+    for name, ratio in ratios.items():
+        if len(ratios) > 2 and norms.place == "step" and 0 < ratio <= 1 / _ODD["step"]:
+            yield (
+                f"{name}: the norms of its {what} are {number(1 / ratio)} times smaller than the "
+                f"others'{_LOOK}"
+            )
+    for name, rounds in [*found.spikes.items()][:5]:
+        when = ", ".join(map(str, rounds[:5])) + ", …" * (len(rounds) > 5)
         yield (
-            f"{name}: the median norm of its {what} is {times:.3g} times that of the others "
-            f"({number(norms.clients[name].norm_median)}): look at its units and its data."
+            f"{name}: a norm of {what} of up to {number(norms.clients[name].norm_max)}, more than "
+            f"{_SPIKE:g} times what is usual, in round {when}: look at the records of that time."
         )
     if found.exploding:
-        yield f"The norms of {what} grow on and on ({_listed(found.exploding)})."
-    for name, rounds in [*found.spikes.items()][:3]:
-        when = f"round {rounds[0]}" if len(rounds) == 1 else f"{len(rounds)} rounds"
-        yield (f"{name}: {what} with norms of more than {_SPIKE:g} times its usual one in {when}.")
-    if len(found.spikes) > 3:
-        yield f"So it is on {len(found.spikes) - 3} more."
+        grown = ", ".join(found.exploding[:5]) + ", …" * (len(found.exploding) > 5)
+        yield f"The norms of {what} grew on and on, on {grown}."
     counts = {name: sum(record.counts) for name, record in norms.clients.items()}
-    least = _SMALL * statistics.median(counts.values() or [0])
+    least = _FEW * statistics.median(counts.values())
     for name in (name for name, count in counts.items() if count < least):
-        yield f"{name}: only {counts[name]} norms of {what}, too few to judge it by."
+        yield f"{name}: only {counts[name]} norms of {what}, which says little of it."
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+_LOOK = ": look at its units and its data."
