@@ -176,10 +176,12 @@
     }
     const bands = [], lines = [];
     shown.forEach((experiment, i) => {
-      const { server, band } = experiment.metrics[name];
+      const { server, band, clients: own } = experiment.metrics[name];
       const colour = colours[i % 8];
+      // Without a server's file, as on a client's machine, its only client stands for it.
+      const points = server.length ? server : own.lines[0][1];
       bands.push({ points: band, colour, opacity: 0.18 });
-      lines.push({ name: experiment.name, points: server, colour, dash: dashes[i % 8] });
+      lines.push({ name: experiment.name, points, colour, dash: dashes[i % 8] });
     });
     return chart(element, { title: name, at, bands, lines });
   };
