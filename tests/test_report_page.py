@@ -116,16 +116,19 @@ def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) ->
     sites(tmp_path, 3)
     Node(tmp_path / "server", ["norm-clip"]).round([0.5])
     proposals = [
-        Proposal("step.fixed", {}, {}, 1.2, "one limit", "<best>"),
+        Proposal("step.fixed", {}, what="one limit", why="<best>"),
         Proposal("step.learnt", {}),
-        Proposal("aggregate.fixed", {}, limit=0.7),
+        Proposal("aggregate.fixed", {}),
     ]
     advice = Advice("Start with step.fixed.", ["site-2: odd."], proposals, "step.fixed")
     text = page(
         tmp_path,
         advice=advice,
         said={"step.fixed": (['modules = ["norm-clip"]'], "100 % of site-2")},
-        measured={"step": "no-op", "aggregate": "norm-clip"},
+        limits=[
+            ("no-op", "step.fixed", 1.2, True),
+            ("norm-clip on the server", "aggregate.fixed", 0.7, False),
+        ],
     )
     (experiment,) = data_of(text)["experiments"]
     rules = {clipper["name"]: clipper["rules"] for clipper in experiment["clippers"]}
@@ -182,7 +185,7 @@ def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -
     assert shown.exit_code == 0, shown.stderr
     text = file.read_text()
     for part in (shown.stdout, text):
-        assert "a, b train by DP-SGD. The norms of records" in part
+        assert "DP-SGD on a, b: the norms of records" in part
         assert not re.search("432|432 records|features", re.sub("<script.*", "", part, flags=re.S))
     (experiment,) = data_of(text)["experiments"]
     assert [name for name, _ in experiment["epsilons"]["lines"]] == ["a", "b"]
@@ -195,6 +198,15 @@ def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -
     drawn = call("report", tmp_path / "run", "--plot", tmp_path / "r.png")
     assert "no norms to draw: all clients train by DP-SGD" in drawn.stderr
     assert "data-norms" not in re.sub("<script.*", "", text, flags=re.S)
+
+
+def test_a_bound_without_noise_has_spent_nothing(tmp_path: Path) -> None:
+    run = sites(tmp_path / "run", 3)
+    Node(run / "server", ["update-clip-server"]).checkpointer.checkpoint(
+        optimizer=Optimizer(1.0, modules=["update-clip-server"])
+    )
+    assert call("report", run, "--html", tmp_path / "r.html").exit_code == 0
+    assert "Privacy spent" not in (tmp_path / "r.html").read_text()
 
 
 @pytest.mark.slow

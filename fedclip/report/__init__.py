@@ -16,7 +16,7 @@ people's text: they are shown as they are, never read as markup.
 
 from fedclip.report.experiment import Report
 from fedclip.report.figure import draw_panels
-from fedclip.report.page import Run, Spending, Turn, page_of
+from fedclip.report.page import Run, Spending, page_of
 from fedclip.report.reading import Reader, read_report
 from fedclip.report.rows import ALL, COLUMNS, ReportError, Row, number, pooled, printable
 
@@ -29,7 +29,6 @@ __all__ = [
     "Row",
     "Run",
     "Spending",
-    "Turn",
     "draw_panels",
     "number",
     "page_of",

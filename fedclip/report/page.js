@@ -106,7 +106,7 @@
       layer.push({ data: { values }, mark: { type: "rule", color: ink, strokeDash: [1, 3],
         strokeWidth: start ? 2.5 : 1.5 }, encoding: { y: { ...y, field: "y" } } });
       layer.push({ data: { values }, mark: { type: "text", color: ink, align: end, baseline: "bottom",
-        dy: -2, fontSize: 12, fontWeight: start ? "bold" : "normal",
+        dy: -2, fontSize: 12, fontWeight: start ? "bold" : "normal", stroke: "var(--paper)", strokeWidth: 4,
         x: end === "left" ? 4 : { expr: "width - 4" } },
       encoding: { y: { ...y, field: "y" }, text: { field: "text" } } });
       key.append(entry(`${name}: ${value}${start ? ", the proposal to start with" : ", proposed"}`,
@@ -176,10 +176,12 @@
     }
     const bands = [], lines = [];
     shown.forEach((experiment, i) => {
-      const { server, band } = experiment.metrics[name];
+      const { server, band, clients: own } = experiment.metrics[name];
       const colour = colours[i % 8];
+      // Without a server's file, as on a client's machine, its only client stands for it.
+      const points = server.length ? server : own.lines[0][1];
       bands.push({ points: band, colour, opacity: 0.18 });
-      lines.push({ name: experiment.name, points: server, colour, dash: dashes[i % 8] });
+      lines.push({ name: experiment.name, points, colour, dash: dashes[i % 8] });
     });
     return chart(element, { title: name, at, bands, lines });
   };

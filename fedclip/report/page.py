@@ -32,29 +32,18 @@ from fedclip.report.rows import (
     printable,
 )
 from fedclip.report.table import SETTERS
-from fedclip.report.words import Finding
 
-__all__ = ["Run", "Spending", "Turn", "page_of"]
+__all__ = ["Run", "Spending", "page_of"]
 
 # With more rounds than this, of all clients, none can be chosen, as the page would be too large.
 _MOST_ROUNDS = 40_000
 _MOST_METRICS = 6
+# The part of an experiment that the charts need.
+_DRAWN = ("name", "metrics", "clippers", "epsilons")
 # What is said first.
 _WEIGHTY = ("diverged", "nonfinite", "unlike")
 # So many clients have a line each.
 _NAMED = 8
-
-
-class Turn(NamedTuple):
-    """What a client had spent after one of the rounds in which it took part."""
-
-    turn: int
-    steps: int
-    noise_multiplier: float
-    sampling: float
-    expected: float | None
-    """The expected size of a batch; None if it is not known."""
-    epsilon: float
 
 
 class Spending(NamedTuple):
@@ -62,7 +51,10 @@ class Spending(NamedTuple):
 
     where: str
     words: Sequence[str]
-    turns: Sequence[Turn] = ()
+    turns: Sequence[tuple[float | None, ...]] = ()
+    """For each round in which a client took part: its number, steps, noise multiplier, sampling
+    rate, expected size of a batch (None if that is not known), and epsilon so far.
+    """
 
 
 class Run(NamedTuple):
@@ -77,8 +69,10 @@ class Run(NamedTuple):
     """What is advised; for a report of one federation."""
     said: Mapping[str, tuple[Sequence[str], str]] = {}
     """Of each proposal the lines of TOML, and in words what it would have clipped."""
-    measured: Mapping[str, str] = {}
-    """The clipper by whose norms limits were chosen, by place: "step", "update", "aggregate"."""
+    limits: Sequence[tuple[str, str, float, bool]] = ()
+    """The limits of proposals: the clipper that has measured such norms, as its chart is named,
+    name and limit, and whether it is the one to start with.
+    """
 
 
 def page_of(
@@ -100,13 +94,7 @@ def page_of(
     environment.filters["shown"] = printable
     template = environment.from_string(_file("page.html"))
     found = [exp for run in runs for exp in _experiments(run)]
-    # What was never a number is said, and not drawn.
-    metrics = dict.fromkeys(
-        metric
-        for exp in found
-        for metric, series in exp["metrics"].items()
-        if any(value is not None for _, value in series["server"])
-    )
+    metrics = dict.fromkeys(metric for exp in found for metric in exp["metrics"])
     # Loss first: it is there without any metric being asked for.
     chosen = sorted(metrics, key=lambda name: name != "loss")[:_MOST_METRICS]
     return template.render(
@@ -119,7 +107,7 @@ def page_of(
         measured=any(exp["clippers"] for exp in found),
         advised=any(run.advice for run in runs),
         data={
-            "experiments": [_numbers(exp) for exp in found],
+            "experiments": [{key: exp[key] for key in _DRAWN} for exp in found],
             "metrics": chosen,
             # Without records, nothing says in which round an evaluation was.
             "rounds": any(run.report.rows for run in runs),
@@ -143,11 +131,6 @@ def _file(name: str) -> str:
     return (files("fedclip.report") / name).read_text(encoding="utf-8")
 
 
-def _numbers(experiment: Mapping[str, object]) -> dict[str, object]:
-    """Return the part of an experiment that the charts need."""
-    return {key: experiment[key] for key in ("name", "metrics", "clippers", "epsilons")}
-
-
 def _experiments(run: Run) -> list[dict[str, Any]]:
     """Return each federation of a report, as the template needs it."""
     report = run.report
@@ -159,23 +142,19 @@ def _experiments(run: Run) -> list[dict[str, Any]]:
         advice = run.advice if len(parts) == 1 else None
         own = [s for s in run.spent if len(parts) == 1 or s.where.startswith(f"{experiment}/")]
         turns = {s.where.rpartition("/")[0] or s.where: s.turns for s in own if s.turns}
+        epsilons = {n: [[t[0], _short(t[5])] for t in some] for n, some in turns.items()}
         found.append(
             {
-                "name": printable(_path(run.name, experiment) or report.folder.resolve().name),
-                "advice": advice and _advised(advice, run.said),
+                "name": printable(run.name or experiment or report.folder.resolve().name),
+                "advice": advice,
+                "said": run.said,
                 "findings": _findings(part, advice),
-                "clippers": _clippers(part, _rules(run, advice)),
+                "clippers": _clippers(part, run),
                 "metrics": _metrics(part.curves, part.servers),
                 "clients": _nodes(part),
-                "spent": [printable(line) for s in own for line in s.words],
-                "turns": [
-                    [printable(node), str(t.turn), str(t.steps), *map(number, t[2:])]
-                    for node, some in turns.items()
-                    for t in some
-                ],
-                "epsilons": _series(
-                    {n: [[t.turn, _short(t.epsilon)] for t in some] for n, some in turns.items()}
-                ),
+                "spent": [line for s in own for line in s.words],
+                "turns": [[n, *map(number, t)] for n, some in turns.items() for t in some],
+                "epsilons": _series(epsilons),
                 "skipped": len(report.skipped),
             }
         )
@@ -195,34 +174,12 @@ def _merged(report: Report) -> Report:
 
 def _findings(report: Report, advice: Advice | None) -> list[str]:
     """Return what the advice rests on, then what else was found."""
-    first = [printable(text) for text in (advice.findings if advice else ())]
-    others = []
+    found = [*advice.findings] if advice else []
     for finding in sorted(report.findings(), key=lambda finding: finding.kind not in _WEIGHTY):
         about = _name(finding.text.partition(" is unlike")[0])
-        if finding.kind != "unlike" or not any(text.startswith(f"{about}:") for text in first):
-            others.append(_said(finding))
-    return [*first, *others]
-
-
-def _advised(advice: Advice, said: Mapping[str, tuple[Sequence[str], str]]) -> dict[str, object]:
-    """Return the answer and the proposals, as the template needs them."""
-    proposals = []
-    for proposal in advice.proposals:
-        lines, clipped = said.get(proposal.name, ((), ""))
-        texts = proposal.name, proposal.what, proposal.why, proposal.reveals, clipped
-        keys = "name", "what", "why", "reveals", "clipped"
-        shown = dict(zip(keys, map(printable, texts), strict=True))
-        start = proposal.name == advice.start
-        proposals.append({**shown, "lines": [*map(printable, lines)], "start": start})
-    return {"answer": printable(advice.answer), "proposals": proposals}
-
-
-def _path(*names: str) -> str:
-    return "/".join(filter(None, names))
-
-
-def _said(finding: Finding) -> str:
-    return printable(": ".join(filter(None, (finding.clipper, finding.text))))
+        if finding.kind != "unlike" or not any(text.startswith(f"{about}:") for text in found):
+            found.append(": ".join(filter(None, (finding.clipper, finding.text))))
+    return found
 
 
 def _series(points: Mapping[str, Sequence[Sequence[float | None]]]) -> dict[str, object]:
@@ -239,19 +196,16 @@ def _series(points: Mapping[str, Sequence[Sequence[float | None]]]) -> dict[str,
     rounds = grouped((p for some in known.values() for p in some), lambda point: point[0])
     sizes = {r: sorted(value for _, value in some) for r, some in rounds.items()}
     band = [[r, v[cut], v[-1 - cut]] for r, v in sorted(sizes.items()) if len(v) > 2 * cut]
-    ends = {
-        "highest": max(level, key=level.__getitem__),
-        "lowest": min(level, key=level.__getitem__),
-    }
-    lines = [[f"{end}: {printable(node)}", points[node]] for end, node in ends.items()]
+    order = sorted(level, key=level.__getitem__)
+    ends = ("highest", order[-1]), ("lowest", order[0])
+    lines = [[f"{end}: {printable(node)}", points[node]] for end, node in ends]
     return {"lines": lines, "band": band, "cut": cut}
 
 
 def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, object]:
     """Return for each metric the servers' mean by round, a band of several, and the clients' means.
 
-    Without a server's file, as on a client's machine, the clients' mean stands for it. A round in
-    which any of them is NaN has no mean.
+    A round in which any of them is NaN has no mean. What was never a number is not drawn.
     """
     found: dict[str, dict[str, dict[int, list[float]]]] = {}
     for curve in curves:
@@ -260,18 +214,14 @@ def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, obje
         for round_, value in (*curve.points, *((r, math.nan) for r in curve.nonfinite)):
             rounds.setdefault(round_, []).append(value)
     result: dict[str, object] = {}
-    for metric, nodes in found.items():
-        server = nodes.pop("", {})
-        band = server
-        if not server:
-            server = {}
-            for round_, values in (item for rounds in nodes.values() for item in rounds.items()):
-                server.setdefault(round_, []).extend(values)
-        means = {node: _means(rounds) for node, rounds in nodes.items()}
+    for metric in dict.fromkeys(curve.metric for curve in curves if curve.points):
+        server = found[metric].pop("", {})
         result[metric] = {
             "server": _means(server),
-            "band": [[r, *map(_short, _ends(v))] for r, v in sorted(band.items()) if v[1:]],
-            "clients": _series(means),
+            "band": [
+                [r, _short(min(v)), _short(max(v))] for r, v in sorted(server.items()) if v[1:]
+            ],
+            "clients": _series({node: _means(rounds) for node, rounds in found[metric].items()}),
         }
     return result
 
@@ -280,18 +230,11 @@ def _means(rounds: Mapping[int, Sequence[float]]) -> list[list[float | None]]:
     return [[r, _short(sum(values) / len(values))] for r, values in sorted(rounds.items())]
 
 
-def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and the highest; no number if any of them is none."""
-    return (math.nan, math.nan) if math.isnan(sum(values)) else (min(values), max(values))
-
-
 def _name(node: str) -> str:
     return node.rpartition("/")[2]
 
 
-def _clippers(
-    report: Report, rules: Mapping[str, Sequence[Sequence[object]]]
-) -> list[dict[str, object]]:
+def _clippers(report: Report, run: Run) -> list[dict[str, object]]:
     """Return the rounds of each clipper, over all clients, and of each client if not too many."""
     limits = report.limits()
     ordered = sorted(report.whole, key=lambda row: row.node in report.servers)
@@ -312,25 +255,10 @@ def _clippers(
                 "nodes": [(printable(n), points) for n, points in shown.items()],
                 "count": len(nodes),
                 **_series(lines if len(nodes) > 1 else {}),
-                "rules": rules.get(name, []),
-                "measured": any(point[3] is not None for point in everybody),
-                "limited": any(point[6] is not None for point in everybody),
-                "clipped": any(point[8] for point in everybody),
+                "rules": [rule for measured, *rule in run.limits if measured == name],
             }
         )
     return result
-
-
-def _rules(run: Run, advice: Advice | None) -> dict[str, list[list[object]]]:
-    """Return the limits of proposals, by the clipper that has measured those norms."""
-    found: dict[str, list[list[object]]] = {}
-    for proposal in advice.proposals if advice else ():
-        place = proposal.name.partition(".")[0]
-        if proposal.limit is not None and place in run.measured:
-            name = run.measured[place] + " on the server" * (place == "aggregate")
-            start = advice is not None and proposal.name == advice.start
-            found.setdefault(name, []).append([printable(proposal.name), proposal.limit, start])
-    return found
 
 
 def _by_round(rows: Iterable[Row], limits: Limits) -> list[list[float | None]]:

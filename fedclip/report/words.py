@@ -68,19 +68,14 @@ def unseen(private: Iterable[str]) -> list[Finding]:
     """Say why nothing is known of clients that train by DP-SGD but what they have spent."""
     found = grouped(private, lambda node: node.rpartition("/")[0])
     said = (
-        "{} by DP-SGD. The norms of records, and how many were clipped, follow from the records "
+        "DP-SGD on {}: the norms of records, and how many were clipped, follow from the records "
         "without noise, so they are never kept. What may be seen is the budget that was spent, "
         "the noise, and the sizes of batches to be expected."
     )
     return [
-        Finding("private", experiment, "", said.format(_trains([*nodes])))
+        Finding("private", experiment, "", said.format(_listed(nodes)))
         for experiment, nodes in found.items()
     ]
-
-
-def _trains(nodes: Sequence[str]) -> str:
-    named = [node.rpartition("/")[2] for node in nodes]
-    return f"{_listed(named)} train{'s' * (len(named) == 1)}"
 
 
 def _all(rows: Sequence[Row], limits: Limits) -> Said:

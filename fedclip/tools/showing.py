@@ -93,21 +93,12 @@ def _budget(spendings: Sequence[Spending], short: bool) -> Table:
     """Return what was spent by round, or in all, as a table."""
     from fedclip.report.table import plain_table
 
-    heads = [
-        "turn",
-        "steps",
-        "noise\nmultiplier",
-        "sampling\nrate",
-        "expected\nbatch",
-        "epsilon\nso far",
-    ]
-    table = plain_table(
-        "Privacy budget, by the rounds in which a client took part", ["node"], heads
-    )
+    heads = ["turn", "steps", "noise\nmultiplier", "rate", "expected\nbatch", "epsilon\nso far"]
+    table = plain_table("Privacy budget, after each round it took part in", ["client"], heads)
     for spending in spendings:
         for turn in spending.turns[-1:] if short else spending.turns:
-            where = printable(spending.where.rpartition("/")[0] or spending.where)
-            table.add_row(where, f"{turn.turn}", f"{turn.steps}", *map(number, turn[2:]))
+            where = spending.where.rpartition("/")[0] or spending.where
+            table.add_row(printable(where), *map(number, turn))
     return table
 
 
@@ -247,33 +238,42 @@ def save_page(
     title = title or f"Clipping in {Path(os.path.abspath(reports[0][1])).name}"
     text = page_of(runs, title, tables, _REFRESH * live)
     # A browser that reads the file while it is written anew gets all of one page.
-    whole = Path(os.path.realpath(file)) if os.path.isfile(file) else None
-    part = whole.with_name(f".{whole.name}.part") if whole else file
+    part = file.with_name(f".{file.name}.part") if os.path.isfile(file) else file
     write(part, text, quiet=True)
-    if whole:
-        part.replace(whole)
+    part.replace(file)
     if not live:
         say(f"wrote {file}")
 
 
 def _with_advice(run: Run) -> Run:
     """Add what is advised after the run of one federation."""
-    from fedclip.tools.suggest import advised, lines_of
-    from fedclip.tools.suggest.norms import read_norms
-    from fedclip.tools.suggest.showing import shares_of
-
     if len(run.report.experiments) > 1 or not run.report.rows:
         return run
     try:
+        from fedclip.tools.suggest import advised, lines_of
+        from fedclip.tools.suggest.norms import read_norms
+        from fedclip.tools.suggest.showing import shares_of
+
         (experiment,) = run.report.experiments
         advice = advised(run.report, experiment)
         places = read_norms(run.report, experiment)
-    except (TypeError, ValueError) as exc:
+    except (ModuleNotFoundError, TypeError, ValueError) as exc:
+        # Clippers are built to be tried, which needs declearn; a damaged file may say anything.
         say(f"fedclip: nothing is advised on the page: {exc}", err=True)
         return run
     said = {p.name: ([*lines_of(p)], shares_of(p.shares)) for p in advice.proposals}
-    measured = {norms.place: norms.rows[0].module for norms in places if norms.rows}
-    return run._replace(advice=advice, said=said, measured=measured)
+    at = {n.place: n.rows[0].module for n in places if n.rows}
+    limits = [
+        (
+            at[place] + " on the server" * (place == "aggregate"),
+            p.name,
+            p.limit,
+            p.name == advice.start,
+        )
+        for p in advice.proposals
+        if p.limit is not None and (place := p.name.partition(".")[0]) in at
+    ]
+    return run._replace(advice=advice, said=said, limits=limits)
 
 
 def _spent(folder: Path, words: bool) -> list[Spending]:
@@ -284,7 +284,7 @@ def _spent(folder: Path, words: bool) -> list[Spending]:
     ledgers = any(folder.rglob("privacy_spent.json"))
     configs = (path.read_bytes() for path in folder.rglob("optimizer_config.json"))
     # Whoever has no budget need not import what reads budgets.
-    if not ledgers and not any(b"noise_multiplier" in text for text in configs):
+    if not ledgers and not any(re.search(rb'"noise_multiplier": \d', text) for text in configs):
         return []
     from fedclip.tools.spent import in_words, read_spent, turns_of
 
@@ -292,10 +292,13 @@ def _spent(folder: Path, words: bool) -> list[Spending]:
         found = [*read_spent(folder)]
         most = max(1, _MOST_TURNS // len(found))
         # Without the lines of its ledger, which tell how many records a client has.
-        costs = [{**s.cost(), "entries": ()} if words else {} for s in found]
         return [
-            Spending(s.where, [*in_words(cost)] if cost else [], turns_of(s, most))
-            for s, cost in zip(found, costs, strict=True)
+            Spending(
+                s.where,
+                [*in_words({**s.cost(), "entries": ()})] if words else [],
+                turns_of(s, most),
+            )
+            for s in found
         ]
     except ValueError as exc:
         return [Spending("", [f"what was spent can not be said: {exc}"])]

@@ -18,7 +18,6 @@ from fedclip.parameters import Config
 from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, planned_anew
 from fedclip.privacy.ledger import FILE, Entry, read_entries, total, unit_of
 from fedclip.records import SERVED
-from fedclip.report import Turn
 from fedclip.tools.catalogue import version
 
 __all__ = ["COLUMNS", "Spent", "csv_rows", "in_words", "of_plan", "read_spent", "turns_of"]
@@ -124,17 +123,15 @@ def in_words(cost: Config) -> Iterator[str]:
         )
 
 
-def turns_of(spent: Spent, most: int) -> list[Turn]:
-    """Return what a ledger had spent after each turn; of many, about so many and the last one.
+def turns_of(spent: Spent, most: int) -> list[tuple[float | None, ...]]:
+    """Return what a ledger had spent after each turn; of many, after so many and the last one.
 
-    Nothing without a package that accounts for samples.
+    A turn is its number, steps, noise multiplier, sampling rate, expected size of a batch, and
+    epsilon so far. Nothing without a package that accounts for samples.
     """
     entries = [entry for entry in spent.entries if entry.spent]
-    every = math.ceil(len(entries) / most)
-    found = []
-    for count in range(1, len(entries) + 1):
-        if count % every and count != len(entries):
-            continue
+    found: list[tuple[float | None, ...]] = []
+    for count in range(len(entries), 0, -math.ceil(len(entries) / most) or -1):
         z, steps, rate = entries[count - 1].spent[-1]
         # The size of a batch is rate times records; how many these are is nothing to be shown.
         records = re.match(r"(\d+) records", entries[count - 1].data)
@@ -143,7 +140,7 @@ def turns_of(spent: Spent, most: int) -> list[Turn]:
             epsilon = total(entries[:count]).epsilon()
         except ModuleNotFoundError:
             return []
-        found.append(Turn(count, steps, z, rate, expected, epsilon))
+        found.insert(0, (count, steps, z, rate, expected, epsilon))
     return found
 
 

@@ -20,11 +20,10 @@ from fedclip.errors import nearest
 from fedclip.parameters import Config
 from fedclip.report import Report, read_report
 from fedclip.report.advice import Advice, Lines, Proposal
-from fedclip.report.rows import BY_NORM, UPDATES
 from fedclip.tools import suggest
 from fedclip.tools.compare import by_site, judged_by
 from fedclip.tools.standings import AS_IS, NONE, Standings
-from fedclip.tools.suggest.norms import read_norms
+from fedclip.tools.suggest.norms import BY_NORM, UPDATES, read_norms
 from fedclip.tools.suggest.seeing import seen
 from fedclip.tools.sweep import Planned, modules_of, placed, refuse
 
