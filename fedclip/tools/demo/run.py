@@ -90,7 +90,7 @@ def run_demo(
     say("")
     reports = {way: read_report(folder / way) for way in WAYS}
     found = outcomes(reports)
-    title = f"After {rounds} rounds, on other records: mean of {seeds} ± 95 % interval"
+    title = f"After {rounds} rounds, on records that nobody trained on: mean ± 95 % interval"
     console().print(table_of(title, found))
     for sentence in (*sentences(reports), plot(folder, reports)):
         say(sentence)
