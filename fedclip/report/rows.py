@@ -14,7 +14,7 @@ from fedclip.records import ALL, RoundRecord
 
 __all__ = [
     "ALL",
-    *("COLUMNS", "Key", "Limits", "ReportError", "Row"),
+    *("BY_NORM", "COLUMNS", "UPDATES", "Key", "Limits", "ReportError", "Row"),
     *("grouped", "known", "number", "pooled", "printable", "write_csv"),
 ]
 
@@ -26,6 +26,14 @@ COLUMNS = (
     *("norm_min", "norm_p05", "norm_median", "norm_p95", "norm_max"),
     *("limit", "limit_min", "limit_max", "limited_by", "fixed", "learnt", "warmup", "nonfinite"),
 )
+
+BY_NORM = {
+    *("no-op", "norm-clip", "normalize", "zscore-clip", "ema-clip", "auto-clip", "mad-clip"),
+    *("percentile-norm-clip", "adaptive-clip", "growth-clip", "ema-norm-clip", "ema-normalize"),
+}
+"""Clippers by the norm of the gradient, which have norms to choose a limit by."""
+UPDATES = ("update-clip-client",)
+"""What records the norms of updates."""
 
 Key: TypeAlias = tuple[str, str, int]
 """Node, clipper and round."""

@@ -40,7 +40,7 @@ from fedclip.federation.serving import guarded, watchful
 from fedclip.tools.progress import latest, progress
 from fedclip.tools.trained import label
 
-__all__ = ["Experiment", "Federation", "QuickrunError", "run"]
+__all__ = ["Experiment", "Federation", "QuickrunError", "draw_from", "run"]
 
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
@@ -245,7 +245,7 @@ class Federation:
 def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[int, str, bool]:
     """Run what a checked quickrun file describes, and show its progress.
 
-    A seed decides how clients draw their batches, and what Python and NumPy draw.
+    A seed decides how clients draw their batches, and what Python, NumPy and torch draw.
 
     Returns
     -------
@@ -255,8 +255,7 @@ def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[
     """
     federation = Federation(file, verbose=verbose)
     if seed is not None:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        draw_from(seed)
     rounds = FLRunConfig.from_toml(federation.toml, False, "run").rounds
     finished = True
     tell = progress({"quickrun": rounds}, quiet=verbose)
@@ -269,6 +268,15 @@ def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[
     except ModuleNotFoundError as exc:
         raise QuickrunError(f"a package that this run needs is missing: {exc}") from None
     return len(federation.clients), federation.results, finished
+
+
+def draw_from(seed: int) -> None:
+    """Let what Python, NumPy and torch draw from now on, such as a model's weights, be a seed's."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # declearn has imported it, where it is installed.
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
 
 
 def _is_free(host: str, port: int) -> bool:
