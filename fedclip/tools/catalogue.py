@@ -62,17 +62,15 @@ def catalogue() -> list[Config]:
 
 
 def documentation(kind: str, name: str) -> str:
-    """Return what a plug-in says of itself."""
-    return inspect.getdoc(registries()[kind][name]) or ""
+    """Return what a plug-in says of itself; only those of a server need declearn for that."""
+    from fedclip.modules import by_name
+
+    found = by_name().get(name) or registries()[kind][name]
+    return inspect.getdoc(found) or ""
 
 
 def versions() -> Config:
-    """Return the facts for a bug report: versions, frameworks, registered names."""
-    try:
-        known = registries().values()
-        registered = [n for names in known for n in sorted(names) if is_ours(names[n])]
-    except ImportError:
-        registered = []
+    """Return the facts for a bug report: versions, also of frameworks. Nothing is imported."""
     return {
         "fedclip": fedclip.__version__,
         "declearn": version("declearn"),
@@ -80,7 +78,6 @@ def versions() -> Config:
         "numpy": version("numpy"),
         **{name: version(name) for name in FRAMEWORKS.split()},
         "platform": f"{platform.system()} {platform.machine()}",
-        "registered": registered,
     }
 
 

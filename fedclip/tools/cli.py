@@ -52,7 +52,7 @@ def main() -> None:
     try:
         app(prog_name="fedclip")
     except ImportError as exc:
-        if exc.name != "declearn":
+        if exc.name not in ("declearn", "pandas"):  # the one brings the other
             raise
         from fedclip.tools.catalogue import NEEDS_DECLEARN
 
@@ -98,6 +98,53 @@ def list_(
         typer.secho(entry["name"], bold=True, nl=False)
         typer.echo(f"{kind}  {entry['summary']}")
     typer.echo("What one does, and its parameters: fedclip list NAME")
+
+
+class Kind(Enum):
+    """What makes the model."""
+
+    sklearn = "sklearn"
+    torch = "torch"
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; new or empty.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="DATA...", help="A CSV file, or one for each site.")
+    ],
+    target: Annotated[str, typer.Option(metavar="COLUMN", help="What the model is to tell.")],
+    site: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Names the site, in a single file.")
+    ] = None,
+    sites: Annotated[
+        int, typer.Option(min=2, help="Sites to spread a single file over, at random.")
+    ] = 3,
+    drop: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN", help="Leave it out; may be repeated.")
+    ] = None,
+    model: Annotated[Kind, typer.Option(help="A linear model, or a small network.")] = Kind.sklearn,
+    seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn at random.")] = 0,
+) -> None:
+    """Make a folder that runs from CSV files: data by site, a model, a configuration."""
+    from fedclip.tools.init import InitError, Plan, prepare
+
+    if site and len(files) > 1:
+        fail("--site is for a single file: several are one for each site", code=2)
+    try:
+        for line in prepare(
+            folder, files, Plan(target, site, sites, drop or (), model.value, seed)
+        ):
+            say(line)
+    except InitError as exc:
+        fail(str(exc))
+    for line in (
+        "Ready to run:",
+        f"  cd {typed(folder)}",
+        "  fedclip simulate",
+        "  fedclip suggest",
+    ):
+        say(line)
 
 
 @app.command()
@@ -302,18 +349,16 @@ def translate(
 
 @app.command()
 def doctor(as_json: JsonFlag = False) -> None:
-    """Show versions and registered names, for a bug report."""
+    """Show versions, for a bug report."""
     from fedclip.tools.catalogue import NEEDS_DECLEARN, fits, versions
 
     facts = versions()
-    fitting = fits(facts["declearn"]) and bool(facts["registered"])
+    fitting = fits(facts["declearn"])
     if as_json:
         print(json.dumps({**facts, "ok": fitting}))
     else:
         for name, value in facts.items():
-            none = "none" if name == "registered" else "not installed"
-            shown = (", ".join(value) if isinstance(value, list) else value) or none
-            typer.echo(f"{name:13} {shown}")
+            typer.echo(f"{name:13} {value or 'not installed'}")
     if not fitting:
         fail(NEEDS_DECLEARN)
 

@@ -24,7 +24,7 @@ def latest(file: Path) -> str:
     """Return the last loss and metrics in a file of declearn's, in words; "" without any."""
     curves = read_curves("", file, 0, {})
     named = {curve.metric: number(curve.last[1]) for curve in curves}
-    first = [name for name in ("loss", "accuracy") if name in named]
+    first = [name for name in ("loss", "accuracy", "r2") if name in named]
     return ", ".join(f"{name} {named[name]}" for name in first or list(named)[:1])
 
 
