@@ -228,7 +228,6 @@ def tried(of: Federation, splits: int, every: bool) -> tuple[Advice, list[str], 
 
     The first ones are those without clipping.
     """
-    names: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(splits):
             config, odd = write(Path(folder, str(seed)), of, seed)
@@ -236,7 +235,7 @@ def tried(of: Federation, splits: int, every: bool) -> tuple[Advice, list[str], 
             if not seed:
                 advice = bare[1]
                 chosen = [p for p in advice.proposals if every or p.name == advice.start]
-                names, found = [p.name for p in chosen], [[] for _ in range(1 + len(chosen))]
+                found = [[] for _ in range(1 + len(chosen))]
             found[0].append(bare[0])
             for proposal, values in zip(chosen, found[1:], strict=True):
                 shutil.rmtree(config.parent / "result")
