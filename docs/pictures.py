@@ -199,6 +199,8 @@ def rounds_of(client: list[Any], server: list[Any], aggregator: str, **settings:
 def updates_of(name: str) -> Series:
     """Return what update clipping does, with a fixed bound or with one that follows."""
     settings = SETTINGS.get(name, {})
+    if name == "update-norms":
+        return rounds_of([], [], "averaging")
     if not settings:
         return rounds_of(["update-clip-client"], ["update-clip-server"], "clipped-averaging")
     data = rounds_of([], [], "clipped-averaging", **settings)
@@ -289,6 +291,7 @@ OTHERS = {
     "standardize": VALUES,
     "update-clip-client": UPDATES,
     "update-clip-server": UPDATES,
+    "update-norms": UPDATES,
 }
 """The pictures of clippers that neither limit by norms nor serve those that do."""
 PICTURES = {

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fedclip.federation.senders import NamedClients as NamedClients
     from fedclip.federation.update.aggregator import ClippedAveraging as ClippedAveraging
     from fedclip.federation.update.client import UpdateClipClient as UpdateClipClient
+    from fedclip.federation.update.measuring import UpdateNorms as UpdateNorms
     from fedclip.federation.update.server import UpdateClipServer as UpdateClipServer
     from fedclip.modules.adaptive_clip import AdaptiveClip as AdaptiveClip
     from fedclip.modules.agc import AGC as AGC
@@ -81,6 +82,7 @@ _HOMES = {
         "federation.senders": "NamedClients",
         "federation.update.aggregator": "ClippedAveraging",
         "federation.update.client": "UpdateClipClient",
+        "federation.update.measuring": "UpdateNorms",
         "federation.update.server": "UpdateClipServer",
         "modules.base": "Clipper",
         "records": "RoundRecord StepRecord",
@@ -132,6 +134,7 @@ def _register() -> None:
     import fedclip.federation.senders
     import fedclip.federation.update.aggregator
     import fedclip.federation.update.client
+    import fedclip.federation.update.measuring
     import fedclip.federation.update.server
     import fedclip.modules.servers
 

@@ -16,6 +16,7 @@ from declearn.optimizer import Optimizer
 from typer.testing import CliRunner, Result
 
 import fedclip.tools.cli
+from fedclip import UpdateNorms
 from fedclip.records import LEARNT, Recorder, RoundRecord
 
 
@@ -33,13 +34,20 @@ class Node:
         self.saved = 0
 
     def round(
-        self, norms: Sequence[float], save: bool = True, metrics: dict[str, Any] | None = None
+        self,
+        norms: Sequence[float],
+        save: bool = True,
+        metrics: dict[str, Any] | None = None,
+        update: float = 0.0,
     ) -> None:
         self.optimizer.start_round()
         for norm in norms:
             gradient = NumpyVector({"a": np.array([0.6, 0.0]), "b": np.array([0.8])}) * norm
             for module in self.optimizer.modules:
                 gradient = module.run(gradient)
+        for module in self.optimizer.modules:
+            if isinstance(module, UpdateNorms):
+                module.measure(NumpyVector({"w": np.array([update])}))
         if save:
             # declearn's own labels have a resolution of a second.
             self.saved += 1

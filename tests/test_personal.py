@@ -380,6 +380,29 @@ def test_rounds_without_a_step_or_with_nan_send_nothing_of_them(steps: int, fini
     assert first.tobytes() in sent
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+def test_the_norm_of_what_is_shared_is_noted_and_changes_nothing(max_norm: float | None) -> None:
+    def trained(measures: bool) -> tuple[Any, Any]:
+        node, model = client(), PersonalModel(linear(), "intercept")
+        node.measures = measures
+        limited = max_norm and Aggregator.from_config({**CLIPPED, "max_norm": max_norm})
+        trains = manager(node, model, limited)
+        return trains, trains.training_round(request(model)).updates.updates
+
+    (trains, found), (other, same) = trained(True), trained(False)
+    assert found == same
+    assert other.optim.modules == []
+    (record,) = trains.optim.modules[-1].rounds
+    (values,) = found.coefs.values()
+    assert (record.limit, record.clipped) == (max_norm, int(max_norm is not None))
+    assert max_norm is not None or record.norm_max == pytest.approx(np.linalg.norm(values))
+    # Under DP-SGD nothing is noted, of whichever client.
+    trains.make_private = None
+    trains.training_round(request(PersonalModel(linear(), "intercept")))
+    assert len(trains.optim.modules[-1].rounds) == 1
+    assert not fedclip.PrivateFederatedClient.measures
+
+
 # -- in federations -----------------------------------------------------------------------------
 NOISED: dict[str, Any] = {
     "aggregator": "clipped-averaging",

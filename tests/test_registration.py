@@ -53,6 +53,7 @@ SHELLS = {
     "adaptive-clip-server",
     "update-clip-client",
     "update-clip-server",
+    "update-norms",
 }
 
 

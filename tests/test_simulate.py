@@ -122,6 +122,9 @@ def test_a_run_over_the_network_has_the_same_bounds_losses_model_and_records(
         ours = [row.record.limit for row in here.select(node="clients")]
         np.testing.assert_allclose(limits, ours, rtol=1e-6)
         assert len(limits) == 4
+        updates = there.select(site, "update-clip-client"), here.select(site, "update-norms")
+        sizes = [[row.record.norm_max for row in rows] for rows in updates]
+        np.testing.assert_allclose(*sizes, rtol=1e-5)
         rows, same = ([*r.select(site, "zscore-clip")] for r in (there, here))
         assert [row.record.steps for row in rows] == [{"a": 5, "b": 3, "c": 7}[site]] * 4
         for row, other in zip(rows, same, strict=True):
@@ -196,8 +199,11 @@ def test_other_aggregators_run_too_and_are_measured(write: Any) -> None:
     rows = report.select(node="clients")
     assert [row.record.steps for row in rows] == [3, 3, 3]
     assert all(row.record.norm_median for row in rows)
-    # Norms of updates are no norms of steps.
-    assert [bool(norms.rows) for norms in read_norms(report, "")] == [False, True, False]
+    # Norms of updates are no norms of steps, and each client's are known.
+    step, update, average = read_norms(report, "")
+    assert [*step.rows, *average.rows] == []
+    counts = {name: record.steps for name, record in update.clients.items()}
+    assert counts == dict.fromkeys("abc", 3)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +244,7 @@ def test_records_of_the_first_clients_are_reported_and_suggest_reads_them(
     step, update, _ = read_norms(report, "")
     assert [*step.clients] == ["a", "a-1", "b", "c"]
     assert (sum(step.whole.counts), step.order) == (48, {"ord": 1})
-    assert ([*update.clients], sum(update.whole.counts)) == (["clients"], 30)
+    assert ([*update.clients], sum(update.whole.counts)) == (["a", "a-1", "b", "c"], 24)
 
 
 def test_shared_statistics_go_round(write: Any) -> None:

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import textwrap
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -54,11 +57,13 @@ def looked(tmp_path: Path) -> Path:
     """Norms of three clients, of which the last one's are ten times as large, and the server's."""
     rng = np.random.default_rng(0)
     folder = tmp_path / "run"
-    nodes = {name: Node(folder / name, ["no-op", "momentum"]) for name in ("a", "b", "c", "server")}
+    modules = ["no-op", "momentum", "update-norms"]
+    nodes = {name: Node(folder / name, modules) for name in ("a", "b", "c", "server")}
     for _ in range(25):
         for name, node in nodes.items():
             scale = 10.0 if name == "c" else 1.0
-            node.round(scale * rng.lognormal(0, 0.2, 1 if name == "server" else 8))
+            norms = scale * rng.lognormal(0, 0.2, 1 if name == "server" else 8)
+            node.round(norms, update=norms[0])
     return folder
 
 
@@ -66,17 +71,77 @@ def test_each_proposal_says_what_it_would_have_clipped_of_each_client(looked: Pa
     found = {proposal.name: proposal for proposal in advice_of(looked).proposals}
     assert set(found) == {
         *("step.fixed", "step.learnt", "step.shared"),
-        *("update.adaptive", "aggregate.fixed", "aggregate.learnt"),
+        *("update.fixed", "update.adaptive", "aggregate.fixed", "aggregate.learnt"),
     }
     fixed = found["step.fixed"]
     assert fixed.plugins["client_opt"][1]["max_norm"] == fixed.limit < 2.0
-    rows = [row for row in read_report(looked).rows if row.node == "a"]
+    rows = read_report(looked).select("a", "no-op")
     over = [norm > fixed.limit for row in rows for norm in row.record.norms()]
     assert fixed.shares == {"a": np.mean(over), "b": pytest.approx(0.05, abs=0.03), "c": 1.0}
     assert max(found["step.learnt"].shares.values()) < 0.05
     # A limit for all clients cuts the one that is unlike the others.
     assert found["step.shared"].shares["c"] > 0.9 > 0.1 > found["step.shared"].shares["a"]
     assert all(p.what and p.why and p.reveals for p in found.values())
+
+
+CLIENTS = [f"site-{letter}" for letter in "abcde"]
+Scale = Callable[[int, int], float]
+
+
+def a_run(folder: Path, steps: Scale, updates: Scale | None, clients: int = 5) -> Advice:
+    """Return the advice after ten rounds of eight steps, given the scale of norms.
+
+    It depends on the round and on the client, of which the last one is the odd one.
+    """
+    rng, looks = np.random.default_rng(0), ["no-op", *(["update-norms"] if updates else [])]
+    nodes = [Node(folder / name, looks) for name in CLIENTS[-clients:]]
+    for round_ in range(1, 11):
+        for place, node in enumerate(nodes, 5 - clients):
+            norms = steps(round_, place) * rng.lognormal(0, 0.3, 8)
+            update = updates(round_, place) * rng.lognormal(0, 0.2) if updates else 0.0
+            node.round(norms, update=update)
+    return advice_of(folder)
+
+
+def odd(times: float) -> Scale:
+    return lambda round_, place: times if place == 4 else 1.0
+
+
+def in_round(chosen: int, times: float) -> Scale:
+    return lambda round_, place: times if (round_, place) == (chosen, 2) else 1.0
+
+
+def growing(round_: int, place: int) -> float:
+    return 2.0**round_
+
+
+@pytest.mark.parametrize(
+    ("steps", "updates", "start", "said"),
+    [
+        (odd(1.0), odd(1.0), "", "will not help"),
+        (odd(2.5), odd(1.4), "", "will not help"),
+        (odd(100.0), odd(20.0), "step.fixed", "site-e: the norms of its updates are"),
+        (odd(1.0), odd(3.0), "update.adaptive", "updates of site-e are far above"),
+        (odd(100.0), odd(1.0), "step.fixed", "look at its units"),
+        (odd(100.0), None, "step.fixed", "the norms of updates were not measured"),
+        (odd(0.01), odd(1.0), "", "times smaller than the others'"),
+        (in_round(7, 1000.0), odd(1.0), "step.fixed", "site-c: a norm of steps of up to"),
+        (in_round(7, 20.0), odd(1.0), "", "will not help"),
+    ],
+)
+def test_what_comes_first_and_why(
+    tmp_path: Path, steps: Scale, updates: Scale | None, start: str, said: str
+) -> None:
+    advice = a_run(tmp_path, steps, updates)
+    assert advice.start == start
+    assert said in " ".join([advice.answer, *advice.findings])
+    first = advice.proposals[0]
+    assert first.name == (start or "step.fixed")
+    if first.limit is not None:
+        # By the median client, whatever the odd one does.
+        assert 1.0 < first.limit < 3.0
+    else:
+        assert 0.5 < first.plugins["server_opt"][1]["start_norm"] < 2.0
 
 
 @pytest.mark.parametrize(
@@ -100,7 +165,7 @@ def test_every_printed_block_is_toml(looked: Path) -> None:
     assert result.exit_code == 0, result.stderr
     blocks = [b.partition("\n    [")[2] for b in result.stdout.split("\n\n")]
     parsed = [tomllib.loads(textwrap.dedent(f"    [{block}")) for block in blocks if block]
-    assert len(parsed) == 6
+    assert len(parsed) == 7
     assert max(map(len, result.stdout.splitlines()[:-1])) <= 80
 
 
@@ -152,3 +217,44 @@ def test_several_experiments_are_not_mixed(looked: Path, tmp_path: Path) -> None
     result = call("suggest", looked)
     assert result.exit_code == 0
     assert "what folders below hold is left out (1)" in result.stderr
+
+
+def test_two_clients_and_an_explosion(tmp_path: Path) -> None:
+    two = a_run(tmp_path / "two", odd(100.0), odd(20.0), clients=2)
+    assert two.start == "step.fixed"
+    assert "of two" in two.answer
+    out = a_run(tmp_path / "out", growing, growing)
+    assert out.start == "step.fixed"
+    assert "got out of hand" in out.answer
+    # By the first round: what came later is of no use.
+    assert 1.5 < (out.proposals[0].limit or 0.0) < 3.0
+
+
+def test_the_first_one_is_written_and_a_name_is_checked(looked: Path, tmp_path: Path) -> None:
+    folder = looked.rename(tmp_path / "my run")
+    said = call("suggest", folder).stdout.splitlines()[-1]
+    _, _, command = said.partition("fedclip ")
+    (tmp_path / "config.toml").write_text(CONFIG)
+    words = [tmp_path / w if w == "config.toml" else w for w in shlex.split(command)]
+    assert call(*words).exit_code == 0
+    assert "norm-clip" in (tmp_path / "config.toml").read_text()
+    wrong = call("suggest", folder, "--use", "step.fixd")
+    assert wrong.exit_code == 1
+    assert "did you mean 'step.fixed'?" in wrong.stderr
+
+
+def test_what_will_not_help_is_written_by_name_only(tmp_path: Path) -> None:
+    a_run(tmp_path, odd(1.0), odd(1.0))
+    file = tmp_path / "config.toml"
+    file.write_text(CONFIG)
+    refused = call("suggest", tmp_path, "--write", file)
+    assert (refused.exit_code, file.read_text()) == (1, CONFIG)
+    assert "name it: --use NAME" in refused.stderr
+    assert call("suggest", tmp_path, "--write", file, "--use", "step.learnt").exit_code == 0
+
+
+def test_the_advice_is_data_too(looked: Path) -> None:
+    facts = json.loads(call("suggest", looked, "--json").stdout)
+    assert facts["schema"] == "fedclip-suggest/2"
+    assert facts["start"] == facts["proposals"][0]["name"] == "step.fixed"
+    assert facts["proposals"][0]["shares"]["c"] == 1.0

@@ -52,6 +52,8 @@ from fedclip.federation.personal import (
 from fedclip.federation.site.gate import Gate
 from fedclip.federation.site.policy import Policy
 from fedclip.federation.site.sending import GatedNetwork
+from fedclip.federation.update.aggregator import ClippedAveraging
+from fedclip.federation.update.measuring import UpdateNorms
 from fedclip.privacy.maps import Plugin
 from fedclip.scopes import check_exclude, resolve
 
@@ -86,7 +88,13 @@ class PersonalFederatedClient(FederatedClient):
     Guarantee: no update and no auxiliary variable that leaves this client has a tensor that
     `personal` names, here or in the server's model. Its values go into what else is sent: the
     update of the other layers, losses and metrics, counts of gradients' norms.
+
+    The norm of each update is noted by `update-norms`, among the modules of the client's own
+    optimizer, and stays in its folder of checkpoints.
     """
+
+    measures = True
+    """Whether the norms of updates may be noted."""
 
     def __init__(
         self,
@@ -134,6 +142,8 @@ class PersonalFederatedClient(FederatedClient):
             within = manager.aggrg
             aggregator = within.aggregator if isinstance(within, _Sharing) else within
             self._gated.check(aggregator, manager.optim.modules)
+        if self.measures:
+            self._measure(manager)
         if self._kept is None or manager.model is not self._kept.model:
             self._kept = self._agreed(manager.model)
             if wrong := astray(self._kept or manager.model):
@@ -145,6 +155,24 @@ class PersonalFederatedClient(FederatedClient):
                 manager.model, manager.aggrg = self._kept.model, sharing
         for name in ("training_round", "evaluation_round"):
             setattr(manager, name, partial(self._round, manager.model, getattr(manager, name)))
+
+    def _measure(self, manager: TrainingManager) -> None:
+        """Have the norms of updates noted, unless somebody does."""
+        if any(isinstance(module, UpdateNorms) for module in manager.optim.modules):
+            return
+        aggregator: Any = manager.aggrg
+        norms, within = UpdateNorms(), aggregator.prepare_for_sharing
+        of = isinstance(aggregator, ClippedAveraging) and aggregator.scope == "global"
+        bound = aggregator.max_norm if of and not aggregator.exclude else None
+        manager.optim.modules.append(norms)
+
+        def prepare(updates: AnyVector, n_steps: int) -> object:
+            # Under DP-SGD, nothing is written that was not noised.
+            if n_steps and not hasattr(self._manager, "make_private"):
+                norms.measure(updates, bound)
+            return within(updates=updates, n_steps=n_steps)
+
+        aggregator.prepare_for_sharing = prepare
 
     def _agreed(self, model: AnyModel) -> PersonalModel | None:
         """Return the model, if it has personal layers; refuse one that shares this client's."""

@@ -14,7 +14,7 @@ from fedclip.report.rows import Limits, Row, grouped, known, number, pooled
 
 __all__ = ["Finding", "diverged", "findings", "unlike"]
 
-# A client is unlike the others if its median norm is this many times theirs, or less than theirs
+# A client is unlike the others if its norms are this many times theirs, or less than theirs
 # by this factor.
 _UNLIKE = 3.0
 # A limit binds nearly always, or one kind of limit rules, from this share of the steps on.
@@ -155,30 +155,33 @@ def _setter(rows: Sequence[Row]) -> Said:
 
 
 def _unlike(rows: Sequence[Row]) -> Said:
-    """Say which client has norms unlike the others'."""
-    medians = {n: median for n, r in _by_node(rows).items() if (median := r.norm_median)}
-    for node, others in unlike(medians).items():
-        median = medians[node]
-        ratio = max(median / others, others / median)
-        times = f"{ratio:.3g} times " + ("larger" if median > others else "smaller")
+    """Say which client has norms unlike the others'.
+
+    Not by the median: where units are wrong, a model may saturate, and many gradients be 0.
+    """
+    levels = {n: level for n, r in _by_node(rows).items() if (level := r.norm_quantile(0.9))}
+    for node, others in unlike(levels).items():
+        level = levels[node]
+        ratio = max(level / others, others / level)
+        times = f"{ratio:.3g} times " + ("larger" if level > others else "smaller")
         text = (
-            f"{node} is unlike the others: its median norm is {number(median)}, {times} than "
-            f"theirs, {number(others)}; look at its data and its units."
+            f"{node} is unlike the others: 90 % of its norms are below {number(level)}, {times} "
+            f"than theirs, {number(others)}; look at its data and its units."
         )
         yield "unlike", text
 
 
-def unlike(medians: Mapping[str, float]) -> dict[str, float]:
-    """Return the clients with a median norm > 0 unlike the others', and the median of those.
+def unlike(levels: Mapping[str, float]) -> dict[str, float]:
+    """Return the clients with a level of norms > 0 unlike the others', and the median of those.
 
     There must be three clients at least, and most of them alike.
     """
     found = {}
-    for node, median in medians.items() if len(medians) > 2 else ():
-        others = statistics.median(m for other, m in medians.items() if other != node)
-        ratio = max(median / others, others / median)
-        alike = sum(max(m / others, others / m) < _UNLIKE for m in medians.values())
-        if ratio >= _UNLIKE and alike >= 0.5 * len(medians):
+    for node, level in levels.items() if len(levels) > 2 else ():
+        others = statistics.median(m for other, m in levels.items() if other != node)
+        ratio = max(level / others, others / level)
+        alike = sum(max(m / others, others / m) < _UNLIKE for m in levels.values())
+        if ratio >= _UNLIKE and alike >= 0.5 * len(levels):
             found[node] = others
     return found
 

@@ -23,7 +23,6 @@ from fedclip import UpdateClipClient
 from fedclip.federation.generics import AnyModel, AnyVector
 from fedclip.federation.personal import PersonalModel
 from fedclip.parameters import Config
-from fedclip.tools.catalogue import is_ours
 from fedclip.tools.quickrun import Experiment
 
 __all__ = ["Crowd", "SimulateConfig", "Trained"]
@@ -177,12 +176,6 @@ class Crowd:
         if key not in self._optims:
             self._optims[key] = Optimizer.from_config(self._config)
         return self._optims[key]
-
-    def measured(self, most: int) -> Iterator[tuple[str, Optimizer]]:
-        """Yield name and optimizer of the first clients, if modules of fedclip are in it."""
-        for client, optimizer in sorted(self._optims.items()):
-            if client < most and any(is_ours(type(module)) for module in optimizer.modules):
-                yield self.names[client], optimizer
 
     def train(self, client: int, start: AnyVector, aux: Mapping[str, AuxVar]) -> Trained:
         """Have a client train as [run.training] says, from the model's weights on."""

@@ -30,7 +30,7 @@ from declearn.main.utils import Checkpointer
 from declearn.optimizer.modules import AuxVar
 from declearn.utils import set_device_policy
 
-from fedclip import ClippedAveraging, SampleClip, UpdateClipClient, UpdateClipServer
+from fedclip import ClippedAveraging, SampleClip, UpdateClipClient, UpdateClipServer, UpdateNorms
 from fedclip.errors import FedclipWarning
 from fedclip.federation.generics import AnyVector
 from fedclip.federation.update.adaptive import AdaptiveBound
@@ -105,6 +105,7 @@ class Simulation:
         self.optim, self.rest = optim.server_opt, copy.copy(optim.server_opt)
         self.rest.modules = [m for m in self.optim.modules if not isinstance(m, UpdateClipServer)]
         self.records = UpdateClipClient()
+        self.norms = {client: UpdateNorms() for client in range(len(self.crowd.names))[:_MEASURED]}
         self.losses: list[float] = []
         self.rounds = 0
         self.best: AnyVector = self.model.get_weights(trainable=True)
@@ -138,7 +139,8 @@ class Simulation:
         sent = self.server.open(turns) if self.server else None
         if sent and sent.stop:
             return sent.stop
-        self.records.recorder.start_round()
+        for records in (self.records, *self.norms.values()):
+            records.recorder.start_round()
         replies, told = [], dict[str, AuxVar]()
         due = self.schedule.due(self.rounds) if self.schedule else None
         self.rounds += 1
@@ -166,23 +168,24 @@ class Simulation:
             whole = resolve("global", None, tuple(update.coefs))
             norms = norms_of(update.coefs, whole, "simulate")
             norm = norms[0] if norms else math.nan
-            self._note(norm, SentBound(math.inf, adaptive=False), False)
+            self._note(client, norm, SentBound(math.inf, adaptive=False), False)
             return self.aggregator.prepare_for_sharing(update, steps)
         outcome = self.aggregator.outcome(update.coefs, sent.bound, steps)
         if steps:
             norm = math.nan if outcome.norm is None else outcome.norm
-            self._note(norm, sent, outcome.clipped)
+            self._note(client, norm, sent, outcome.clipped)
         reply = outcome.reply(sent)
         if client in self.crowd.hostile and not self.settings.attackers_clip:
             said = int(sent.adaptive)
             reply = Reply(update.coefs, votes=said, within=said)
         return replace(reply, sender=self.crowd.names[client], steps=steps)
 
-    def _note(self, norm: float, sent: SentBound, clipped: bool) -> None:
-        if math.isfinite(norm):
-            self.records.note(norm, sent, clipped)
-        else:
-            self.records.recorder.add_nonfinite()
+    def _note(self, client: int, norm: float, sent: SentBound, clipped: bool) -> None:
+        for records in filter(None, (self.records, self.norms.get(client))):
+            if math.isfinite(norm):
+                records.note(norm, sent, clipped)
+            else:
+                records.recorder.add_nonfinite()
 
     def evaluate(self) -> None:
         """Evaluate the model, and write what a run writes: metrics, states and records."""
@@ -219,9 +222,12 @@ class Simulation:
         return f"{(self.records.recorder.round - 1) // _ROUNDS_A_FILE:06}"
 
     def _keep_records(self) -> None:
-        """Write what the clients' own modules have recorded, where those of a run do."""
-        for name, optimizer in self.crowd.measured(_MEASURED):
-            Checkpointer(str(self.folder / name)).save_optimizer(optimizer, timestamp=self._part)
+        """Write what the first clients' own modules have recorded, where those of a run do."""
+        for client, norms in self.norms.items():
+            kept = copy.copy(self.crowd.optimizer(client))
+            kept.modules = [*kept.modules, norms]
+            folder = str(self.folder / self.crowd.names[client])
+            Checkpointer(folder).save_optimizer(kept, timestamp=self._part)
 
 
 def run(

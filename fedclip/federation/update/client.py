@@ -3,24 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-from declearn.optimizer.modules import OptiModule
-
 from fedclip import parameters
-from fedclip.federation.generics import AnyVector
 from fedclip.federation.update.coupling import CLIENT, ClientRound
 from fedclip.federation.update.exchange import SentBound
+from fedclip.federation.update.measuring import UpdateNorms
 from fedclip.federation.update.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
 from fedclip.federation.version import VERSION, Versioned
-from fedclip.privacy import kinds
-from fedclip.records import Recorder, RoundRecord, read_rounds
-from fedclip.rules import FIXED, LEARNT
-from fedclip.states import check_count
 
 
-class UpdateClipClient(Versioned, OptiModule[UpdateClipVotes]):
+class UpdateClipClient(Versioned, UpdateNorms):
     """Bring the bound of this round to `clipped-averaging`, and the vote back.
 
     ::
@@ -71,17 +64,12 @@ class UpdateClipClient(Versioned, OptiModule[UpdateClipVotes]):
     """
 
     name: ClassVar[str] = "update-clip-client"
-    guarantee = kinds.unchanged
     aux_name: ClassVar[str] = AUX_NAME
     auxvar_cls = UpdateClipVotes
 
     def __init__(self, *, fedclip: str = VERSION) -> None:
+        UpdateNorms.__init__(self)
         self._round: ClientRound | None = None
-        self.recorder = Recorder()
-
-    def run(self, gradients: AnyVector) -> AnyVector:
-        """Return the gradients unchanged: the aggregator clips the round's update."""
-        return gradients
 
     def process_aux_var(self, aux_var: object) -> None:
         """Receive the bound of this round."""
@@ -107,7 +95,7 @@ class UpdateClipClient(Versioned, OptiModule[UpdateClipVotes]):
                 "update-clip-client has received no bound: put update-clip-server into "
                 "server_opt, and update-clip-client into client_opt once only"
             )
-        self.recorder.start_round()
+        super().on_round_start()
 
     def collect_aux_var(self) -> UpdateClipVotes | None:
         """Return this client's vote; None outside of a round, which begins with a bound."""
@@ -125,23 +113,3 @@ class UpdateClipClient(Versioned, OptiModule[UpdateClipVotes]):
             self.note(outcome.norm, sent, outcome.clipped)
         reply = outcome.reply(sent)
         return UpdateClipVotes(n_votes=reply.votes, n_within=reply.within)
-
-    def note(self, norm: float, sent: SentBound, clipped: bool) -> None:
-        """Record the norm of an update, and whether it was above the bound."""
-        basis = LEARNT if sent.adaptive else FIXED
-        self.recorder.add(("all",), norm, sent.bound, clipped, basis=basis)
-
-    @property
-    def rounds(self) -> list[RoundRecord]:
-        """What happened to the updates of the last rounds."""
-        return self.recorder.rounds()
-
-    def get_state(self) -> dict[str, object]:
-        """Return the records of the rounds."""
-        return self.recorder.get_state()
-
-    def set_state(self, state: Mapping[str, object]) -> None:
-        """Take over the records of the rounds."""
-        found = state.get("round") if isinstance(state, Mapping) else None
-        round_ = check_count("round", found)
-        self.recorder.set_state(round_, read_rounds(state))

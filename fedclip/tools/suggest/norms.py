@@ -24,8 +24,8 @@ BY_NORM = {
     *("percentile-norm-clip", "adaptive-clip", "growth-clip", "ema-norm-clip", "ema-normalize"),
 }
 """Clippers by the norm of the gradient, which have norms to choose a limit by."""
-UPDATES = ("update-clip-client",)
-"""What records the norms of updates."""
+UPDATES = ("update-norms", "update-clip-client")
+"""What records the norms of updates; of a simulation, the first knows whose they are."""
 _UNMEASURED = {
     "step": 'no clipper by norm ran on the clients: add "no-op" to their modules',
     "update": "the norms of updates were not measured",
@@ -45,11 +45,14 @@ class Norms:
         The rounds of the first clipper by norm on each node.
     order
         The order of the norms as a parameter, if it is another than 2.
+    effort
+        Of updates: the number of steps that each client took in each round, if that is known.
     """
 
     place: str
     rows: Sequence[Row]
     order: Mapping[str, object] = field(default_factory=dict)
+    effort: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
     @cached_property
     def clients(self) -> dict[str, RoundRecord]:
@@ -63,7 +66,7 @@ class Norms:
 
     def by_client(self) -> dict[str, list[RoundRecord]]:
         """Return the rounds of each client, in order."""
-        found = grouped(self.rows, lambda row: row.node.rpartition("/")[2])
+        found = grouped(self.rows, _name)
         return {name: [row.record for row in rows] for name, rows in found.items()}
 
     def by_round(self) -> dict[int, dict[str, RoundRecord]]:
@@ -74,13 +77,23 @@ class Norms:
                 found.setdefault(record.round, {})[name] = record
         return dict(sorted(found.items()))
 
-    def levels(self) -> dict[str, float]:
-        """Return for each client the median over the rounds of a round's 95 % quantile."""
-        found: dict[str, float] = {}
-        for name, records in self.by_client().items():
-            levels = [x for record in records if (x := record.norm_quantile(0.95)) is not None]
-            found |= {name: statistics.median(levels)} if levels else {}
-        return found
+    def ratios(self) -> dict[str, float]:
+        """Return how many times the norms of the median client each one's are.
+
+        In a round a client has the 95 % quantile of its norms, an update for each step that it
+        took. Its ratio is the median over the rounds, or that of the first if it is larger: where
+        units are wrong, a model may saturate, and gradients be 0 from then on.
+        """
+        found: dict[str, list[float]] = {}
+        for round_, records in self.by_round().items():
+            levels = {
+                name: (record.norm_quantile(0.95) or 0.0) / self.effort.get((name, round_), 1)
+                for name, record in records.items()
+            }
+            if middle := statistics.median_low(levels.values()):
+                for name, level in levels.items():
+                    found.setdefault(name, []).append(level / middle)
+        return {name: max(ratios[0], statistics.median(ratios)) for name, ratios in found.items()}
 
     def first(self, q: float) -> float:
         """Return the median over the clients of each one's q-quantile in the first round.
@@ -117,11 +130,18 @@ def read_norms(report: Report, experiment: str) -> list[Norms]:
     clients = [row for row in rows if row.node not in report.servers]
     server = [row for row in rows if row.node in report.servers]
     steps, averages = _first(clients), _first(server)
+    updates = {name: [row for row in clients if row.name == name] for name in UPDATES}
+    effort = {(_name(row), row.record.round): row.record.steps or 1 for row in steps}
     return [
         Norms("step", steps, _order(report, steps)),
-        Norms("update", [row for row in clients if row.name in UPDATES]),
+        Norms("update", updates[UPDATES[0]] or updates[UPDATES[1]], effort=effort),
         Norms("aggregate", averages, _order(report, averages)),
     ]
+
+
+def _name(row: Row) -> str:
+    """Return the name of a node within its federation."""
+    return row.node.rpartition("/")[2]
 
 
 def _first(rows: Sequence[Row]) -> list[Row]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedclip.privacy.maps import Plugin
+from fedclip import Clipper
 from fedclip.records import RoundRecord
 from fedclip.tools.suggest.norms import Norms
 
@@ -42,10 +42,10 @@ def above_the_median(norms: Norms) -> dict[str, float]:
     return {name: over[name] / of[name] for name in of}
 
 
-def learnt(clipper: Plugin, norms: Norms) -> dict[str, float]:
+def learnt(clipper: type[Clipper], norms: Norms) -> dict[str, float]:
     """Return what a clipper on each node, which learns from its own norms, would have clipped."""
     # Each client is a tensor with statistics of its own: one step for all of them.
-    twin = type(clipper)(**{**clipper.get_config(), "scope": "tensor"})
+    twin = clipper(scope="tensor")
     over, of = Counter[str](), Counter[str]()
     for columns in _drawn(norms, min(_STEPS, _NORMS // max(1, len(norms.clients)))):
         twin.on_round_start()
@@ -57,9 +57,9 @@ def learnt(clipper: Plugin, norms: Norms) -> dict[str, float]:
     return {name: over[name] / of[name] for name in of}
 
 
-def shared(clipper: Plugin, norms: Norms) -> dict[str, float]:
+def shared(clipper: type[Clipper], norms: Norms) -> dict[str, float]:
     """Return what a clipper with one limit for all clients, that of the round's start, would."""
-    twin = type(clipper)(**{**clipper.get_config(), "shared": False})
+    twin = clipper()
     over, of = Counter[str](), Counter[str]()
     rng, rounds = np.random.default_rng(0), norms.by_round()
     each = max(1, _STEPS // max(1, len(rounds)))

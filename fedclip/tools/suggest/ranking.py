@@ -14,14 +14,15 @@ from fedclip.tools.suggest.seeing import Seen, seen
 
 __all__ = ["advised"]
 
-_STEPS = ("step.fixed", "step.learnt", "update.adaptive", "step.shared", "update.fixed")
 _ORDERS = {
-    "odd": ("update.adaptive", "step.fixed", "step.shared", "update.fixed", "step.learnt"),
-    "": ("update.adaptive", "step.fixed", "step.learnt", "step.shared", "update.fixed"),
+    "update": ("update.adaptive", "step.fixed", "step.shared", "update.fixed", "step.learnt"),
+    "step": ("step.fixed", "update.adaptive", "step.shared", "update.fixed", "step.learnt"),
 }
-"""What comes first in which case, else that of `_STEPS`; the server's own limits come last."""
+_ORDER = ("step.fixed", "step.learnt", "update.adaptive", "step.shared", "update.fixed")
+"""What comes first if clients are odd there, and otherwise; the server's own limits come last."""
 _ANSWERS = {
-    "odd": "The norms of {} are far above the others': bound what a client can do, with {}.",
+    "step": "The norms of {} are far above the others': bound what a client can do, with {}.",
+    "update": "The updates of {} are far above the others': bound what a client can do, with {}.",
     "two": "The norms of {} are far above the other's; of two, none is the usual one. Try {}.",
     "exploding": "Norms got out of hand in this run: start with {1}, at what they were at first.",
     "spikes": "Single norms are far above the others, on {}: cut them, and start with {}.",
@@ -60,7 +61,7 @@ def advised(report: Report, experiment: str) -> Advice:
     lost = [bad[kind] for kind in ("diverged", "nonfinite") if kind in bad]
     findings = [*lost, *_findings(places, found)]
     case, who = _case(found, bool(lost))
-    order = [*_ORDERS.get(case, _STEPS), "aggregate.fixed", "aggregate.learnt"]
+    order = [*_ORDERS.get(case, _ORDER), "aggregate.fixed", "aggregate.learnt"]
     ranked = sorted(
         (proposal for norms in places for proposal in proposals(norms, case == "exploding")),
         key=lambda proposal: order.index(proposal.name),
@@ -77,19 +78,17 @@ def advised(report: Report, experiment: str) -> Advice:
 
 def _case(found: Mapping[str, Seen], lost: bool) -> tuple[str, str]:
     """Return what decides the order, "" where nothing is unusual, and who shows it."""
-    clients = [found[place] for place in ("update", "step") if place in found]
-    odd = [name for one in clients for name in one.odd]
-    if odd:
-        two = any(one.two for one in clients)
-        return "two" if two else "odd", _listed(odd)
-    if clients and (lost or any(one.exploding for one in clients)):
+    clients = {place: found[place] for place in ("step", "update") if place in found}
+    for place, one in clients.items():
+        if one.odd:
+            return "two" if one.two else place, _listed([*one.odd])
+    if clients and (lost or any(one.exploding for one in clients.values())):
         return "exploding", ""
     spiky = [*found.get("step", Seen()).spikes]
     return ("spikes", _listed(spiky)) if spiky else ("", "")
 
 
 def _listed(names: list[str]) -> str:
-    names = [*dict.fromkeys(names)]
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
 

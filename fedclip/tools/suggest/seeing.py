@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the norms of a run show that decides which limit is right; docs/suggest.md has the rules.
-
-A client's level is the median over the rounds of the 95 % quantile of its norms in a round. Where
-units are wrong a model may saturate: then the median of its gradients is as that of the others, or
-0, and the level is not. One burst does not move it.
-"""
+"""What the norms of a run show that decides which limit is right; docs/suggest.md has the rules."""
 
 from __future__ import annotations
 
@@ -17,12 +12,15 @@ from fedclip.tools.suggest.norms import Norms
 
 __all__ = ["Seen", "seen"]
 
-# A client is odd if its level is so many times that of the median client. Label skew, noise and
-# few records come to 2.2 at most in steps and 1.6 in updates; other units to 13 and 3 at least.
-_ODD = {"step": 4.0, "update": 3.0, "aggregate": 4.0}
-# A client's largest norm so many times its 95 % quantile is a spike: heavy tails come to 36, bursts
-# and broken records to 60 at least.
-_SPIKE = 40.0
+# A client is odd if its norms are so many times those of the median client. Label skew, noise, and
+# few or many records come to 3.1 at most by steps, and 1.8 by updates for each step; other units to
+# 7 at least by steps, and wrong labels to 1.8 by updates.
+_ODD = {"step": 4.0, "update": 1.8, "aggregate": 4.0}
+# Without knowing the number of steps: a client with many of them comes to 4.5.
+_ODD_ALONE = 5.0
+# The largest norm of a round is a spike if it is so many times what it is in most rounds, and in
+# those near it: noise comes to 30, bursts and broken records to 550 at least.
+_SPIKE, _NEAR = 50.0, 2
 # Norms have exploded if the last rounds are so many times above the first one.
 _EXPLODED = 10.0
 # A client with less than this share of the norms of the median client has few.
@@ -56,21 +54,22 @@ class Seen:
 
 def seen(norms: Norms) -> Seen:
     """Return what the norms of one place show."""
-    result, levels = Seen(), norms.levels()
-    usual = statistics.median_low(levels.values() or [0.0])
-    odd = {n: x / usual for n, x in levels.items() if usual and x >= _ODD[norms.place] * usual}
-    result.two = len(levels) == 2
-    if 2 * len(odd) < len(levels) or result.two:
+    result, ratios = Seen(), norms.ratios()
+    most = _ODD[norms.place] if norms.place != "update" or norms.effort else _ODD_ALONE
+    odd = {name: times for name, times in ratios.items() if times >= most}
+    result.two = len(ratios) == 2
+    if 2 * len(odd) < len(ratios) or result.two:
         result.odd = dict(sorted(odd.items(), key=lambda item: -item[1]))
     for name, records in norms.by_client().items():
-        most = _SPIKE * (norms.clients[name].norm_quantile(0.95) or 0.0)
-        rounds = [r.round for r in records if most and (r.norm_max or 0.0) >= most]
-        if rounds:
-            result.spikes[name] = rounds
-        medians = [m for r in records if (m := r.norm_median)]
-        if len(medians) > 3 and min(medians[-3:]) >= _EXPLODED * medians[0]:
+        largest = [record.norm_max or 0.0 for record in records]
+        for place, record in enumerate(records):
+            near = statistics.median(largest[max(0, place - _NEAR) : place + _NEAR + 1])
+            usual = max(near, statistics.median(largest))
+            if usual and largest[place] >= _SPIKE * usual:
+                result.spikes.setdefault(name, []).append(record.round)
+        if len(largest) > 3 and min(largest[-3:]) >= _EXPLODED * largest[0] > 0:
             result.exploding.append(name)
-    result.texts = [*_in_words(norms, result, {n: x / usual for n, x in levels.items() if usual})]
+    result.texts = [*_in_words(norms, result, ratios)]
     return result
 
 
@@ -79,18 +78,16 @@ def _in_words(norms: Norms, found: Seen, ratios: dict[str, float]) -> Iterator[s
     for name, times in found.odd.items():
         yield f"{name}: the norms of its {what} are {number(times)} times the others'{_LOOK}"
     for name, ratio in ratios.items():
-        if len(ratios) > 2 and ratio and ratio <= 1 / _ODD[norms.place]:
+        if len(ratios) > 2 and norms.place == "step" and 0 < ratio <= 1 / _ODD["step"]:
             yield (
                 f"{name}: the norms of its {what} are {number(1 / ratio)} times smaller than the "
                 f"others'{_LOOK}"
             )
     for name, rounds in [*found.spikes.items()][:5]:
         when = ", ".join(map(str, rounds[:5])) + ", …" * (len(rounds) > 5)
-        largest = number(norms.clients[name].norm_max)
-        below = number(norms.clients[name].norm_quantile(0.95))
         yield (
-            f"{name}: a norm of {what} of up to {largest}, where 95 % are below {below}; in round "
-            f"{when}: look at the records of that time."
+            f"{name}: a norm of {what} of up to {number(norms.clients[name].norm_max)}, more than "
+            f"{_SPIKE:g} times what is usual, in round {when}: look at the records of that time."
         )
     if found.exploding:
         grown = ", ".join(found.exploding[:5]) + ", …" * (len(found.exploding) > 5)
