@@ -227,7 +227,7 @@ def simulate(
     result = runnable(config, simulate=True)
 
     from fedclip.tools.quickrun import QuickrunError
-    from fedclip.tools.simulate import run
+    from fedclip.tools.simulate import EARLY, run
 
     try:
         done = run(result.path, seed, engine=engine.value)
@@ -236,6 +236,9 @@ def simulate(
     see = f"fedclip report {typed(done.results)}"
     if done.ended:
         after = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"
+        if done.ended == EARLY:
+            say(f"fedclip: {after}")
+            return
         fail(after, code=130 if done.ended == "interrupted" else 1)
     say(
         f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s; see  {see}"

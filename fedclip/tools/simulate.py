@@ -44,8 +44,9 @@ from fedclip.tools.progress import latest, progress
 from fedclip.tools.quickrun import Experiment, QuickrunError, draw_from
 from fedclip.tools.trained import label
 
-__all__ = ["Simulated", "Simulation", "run"]
+__all__ = ["EARLY", "Simulated", "Simulation", "run"]
 
+EARLY = "the loss has stopped to improve, as early_stop says"
 _NODES = ("server", "clients")
 _ROUNDS_A_FILE = 100  # as many as a `Recorder` keeps
 _MEASURED = 100  # clients whose own records are written
@@ -307,7 +308,7 @@ def _run(simulation: Simulation, quiet: bool) -> Simulated:
                     simulation.evaluate()
                 tell("simulate", done, latest(folder / "server" / "metrics.csv"))
                 if stop and simulation.losses and not stop.update(simulation.losses[-1]):
-                    ended = "the loss has stopped to improve, as early_stop says"
+                    ended = EARLY
                     break
         except KeyboardInterrupt:
             ended = "interrupted"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -301,20 +302,20 @@ def _tuned(tuning: Tuning, chosen: list[str]) -> None:
     advice = tuning.advised(chosen)
     for line in (*advice.findings, advice.answer):
         say(line, err=True)
+    runs = f"{len(tuning.runs)} settings ({', '.join(tuning.runs)}) with {tuning.seeds} seeds each"
     tasks = {"tune": sum(run.rounds for run in tuning.left)}
-    time = timedelta(seconds=round(tuning.seconds()))
-    say(
-        f"{len(tuning.runs)} settings ({', '.join(tuning.runs)}), {tuning.seeds} seeds each, "
-        f"{tuning.jobs} runs side by side: at most about {time} from here",
-        err=True,
-    )
+    if tuning.left:
+        time = timedelta(seconds=math.ceil(tuning.seconds()))
+        runs += f", {tuning.jobs} runs side by side: at most about {time} from here"
+    say(runs, err=True)
     tell, before = progress(tasks), 0
     for wave in tuning.waves():
         todo = [run for run in wave if not run.done]
         failed = tuning.run(todo, partial(_onward, tell, before))
         before += sum(run.rounds for run in todo)
         for name, why in tuning.judge(wave, failed).items():
-            say(f"\n{name} is given up: {why}", err=True)
+            typer.echo(err=True)
+            say(f"{name} is given up: {why}", err=True)
         tasks["tune"] = before + sum(run.rounds for run in tuning.left)
 
 

@@ -137,8 +137,8 @@ def placed(document: Config, file: Path, folder: Path, rounds: int | None) -> Pl
 
 
 def refuse(runs: Sequence[Planned], command: str = "quickrun") -> None:
-    """Raise a `SweepError` if one of these settings would not run."""
-    for planned in {planned.label: planned for planned in runs}.values():
+    """Raise a `SweepError` if one of these settings that are not done would not run."""
+    for planned in {planned.label: planned for planned in runs if not planned.done}.values():
         planned.folder.mkdir(parents=True, exist_ok=True)
         trial = planned.folder / _CONFIG
         trial.write_text(planned.text, encoding="utf-8")
