@@ -79,7 +79,11 @@ except SystemExit:
 
 @pytest.mark.parametrize(
     ("words", "needs"),
-    [("--version", ""), ("--help", "rich"), ("list", "rich"), ("report nowhere", "numpy rich")],
+    [
+        *(("--version", ""), ("--help", "rich"), ("list", ""), ("doctor", "")),
+        *(("list zscore-clip", "numpy"), ("report nowhere", "numpy rich")),
+        ("init new nowhere.csv --target x", "numpy rich"),
+    ],
 )
 def test_a_command_imports_what_it_needs(words: str, needs: str) -> None:
     done = subprocess.run(
@@ -238,11 +242,12 @@ def test_quickrun_that_is_interrupted_points_to_the_report(
     async def interrupted(federation: object, seed: object) -> None:
         raise KeyboardInterrupt
 
-    file = write(config(port=free_port()) + '[experiment]\ncheckpoint = "results/today"\n')
+    write(config(port=free_port()) + '[experiment]\ncheckpoint = "results/today"\n')
     write_data(tmp_path)
     (tmp_path / "model.py").touch()
     monkeypatch.setattr(fedclip.tools.quickrun.Federation, "run", interrupted)
-    result = call("quickrun", file)
+    monkeypatch.chdir(tmp_path)
+    result = call("quickrun")
     assert result.exit_code == 130
     assert one_sentence(result).endswith("fedclip report results/today")
 

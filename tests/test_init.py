@@ -84,6 +84,8 @@ WRONG = {
         "b has no value of 'age'",
     ),
     "constant": ({"a.csv": "ill,x\n" + "yes,1\nno,1\n" * 30}, "no column is left"),
+    "only the target": ({"a.csv": "ill\n" + "yes\nno\n" * 30}, "no column is left"),
+    "none at a site": ({"a.csv": TABLE, "b.csv": table(ill=[""] * ROWS)}, "b has 0"),
     "names to tell": ({"a.csv": table(ill=[f"p{i}" for i in range(ROWS)])}, "60 different texts"),
 }
 

@@ -20,7 +20,17 @@ import typer
 
 import fedclip
 from fedclip.tools import privacy, site, studies
-from fedclip.tools.output import HtmlFile, JsonFlag, checked, fail, runnable, say, typed
+from fedclip.tools.output import (
+    HtmlFile,
+    JsonFlag,
+    Results,
+    checked,
+    fail,
+    results,
+    runnable,
+    say,
+    typed,
+)
 
 if TYPE_CHECKING:
     from fedclip.tools.check import Check
@@ -271,9 +281,7 @@ def run(
 
 @app.command()
 def report(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder with checkpoints.")
-    ] = Path(),
+    folder: Results = None,
     csv: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write CSV instead of a table; - for stdout.")
     ] = None,
@@ -299,6 +307,7 @@ def report(
     if follow and (as_json or csv is not None):
         fail("--follow shows rounds as they come, and goes with neither --json nor --csv", code=2)
     showing.can_write(plot=plot, html=html)
+    folder = results(folder)
     result = showing.read(folder, follow)
     if plot is not None:
         showing.save_plot(result, plot)

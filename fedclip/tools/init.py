@@ -30,26 +30,6 @@ HELD_OUT = 5
 MOST_CLASSES = 10
 """Different texts or whole numbers in a target that are taken for classes."""
 
-_SKLEARN = '''"""A linear model by scikit-learn, trained step by step."""
-
-from declearn.model.sklearn import SklearnSGDModel
-
-model = SklearnSGDModel.from_parameters($arguments)
-'''
-_TORCH = '''"""A small network by torch, with one hidden layer."""
-
-import torch
-from declearn.model.torch import TorchModel
-
-torch.manual_seed(0)
-network = torch.nn.Sequential(
-    torch.nn.Linear($features, 32),
-    torch.nn.ReLU(),
-    torch.nn.Linear(32, $outputs),$last
-)
-model = TorchModel(network, loss=torch.nn.$loss())
-'''
-
 
 class Plan(NamedTuple):
     """What to make of the files.
@@ -117,11 +97,11 @@ def prepare(folder: Path, files: Sequence[Path], plan: Plan) -> list[str]:
     missing = table[plan.target].isna()
     if missing.any():
         said.append(f"{int(missing.sum())} records without {plan.target!r} are left out")
-    site, table = site[~missing], table[~missing]
-    few = site.value_counts().reindex(site.unique())
-    if not len(site) or few.min() < FEWEST:
-        where = f"{few.idxmin()} has {few.min()}" if len(site) else "there are none"
+    few = site[~missing].value_counts().reindex(site.unique(), fill_value=0)
+    if few.min() < FEWEST:
+        where = f"{few.idxmin()} has {few.min()}"
         raise InitError(f"each site needs {FEWEST} records with {plan.target!r}, and {where}")
+    site, table = site[~missing], table[~missing]
     target = _target(table[plan.target], site, said)
     left = {plan.target, plan.column, *plan.drop}
     features = as_numbers(table[[name for name in table if name not in left]], site, said)
@@ -230,9 +210,7 @@ def _texts(
     else:
         metric = labels
     batch = min(32, max(4, records // 12))  # about 12 steps a round, or more
-    config = string.Template(
-        Path(__file__).with_name("init_config.toml").read_text(encoding="utf-8")
-    ).substitute(
+    config = _template("config.toml").substitute(
         title=f"{clients} sites learn to tell {json.dumps(plan.target)} from {features} columns.",
         metric=metric,
         # Beyond about this, one step with that many columns goes too far.
@@ -243,7 +221,7 @@ def _texts(
     )
     # Far from the target, the loss of a regression grows in a line: it does not run away.
     linear = ('kind="regressor", loss="huber", epsilon=1.35', 'kind="classifier", loss="log_loss"')
-    model = string.Template(_TORCH if torch else _SKLEARN).substitute(
+    model = _template(f"{plan.model}.txt").substitute(
         arguments=linear[bool(classes)],
         loss="CrossEntropyLoss" if classes else "HuberLoss",
         features=features,
@@ -251,6 +229,10 @@ def _texts(
         last="" if classes else "\n    torch.nn.Flatten(0),",
     )
     return {"config.toml": config, "model.py": model}
+
+
+def _template(name: str) -> string.Template:
+    return string.Template(Path(__file__).with_name(f"init_{name}").read_text(encoding="utf-8"))
 
 
 def _arrays(

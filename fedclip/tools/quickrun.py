@@ -80,7 +80,8 @@ class Experiment:
         model = ModelConfig.from_toml(self.toml, False, "model", True)
         self.metrics = experiment.metrics
         default = self.folder / time.strftime("result_%y-%m-%d_%H-%M")
-        self.results: str = experiment.checkpoint or str(default)
+        # Next to the file, from wherever it is run.
+        self.results = str(self.folder / (experiment.checkpoint or default))
         self._name, self._file = model.model_name, model.model_file or self.folder / "model.py"
         try:
             # In order, so that a seed does not depend on that of the file system.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedclip.tools.output import HtmlFile, JsonFlag, fail, say, typed
+from fedclip.tools.output import HtmlFile, JsonFlag, Results, fail, results, say, typed
 
 if TYPE_CHECKING:
     from fedclip.report import Report
@@ -34,7 +34,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def suggest(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with checkpoints.")],
+    folder: Results = None,
     write: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="Write a proposal into this TOML file.")
     ] = None,
@@ -53,6 +53,7 @@ def suggest(
     from fedclip.tools.showing import read
     from fedclip.tools.suggest import advised, in_words
 
+    folder = results(folder)
     report = read(folder)
     found = report.experiments
     if len(found) > 1 and "" not in found:
