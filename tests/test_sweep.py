@@ -119,7 +119,7 @@ def test_a_sweep_goes_on_where_it_stopped(
 ) -> None:
     started = []
 
-    def run(planned: Planned, told: Any) -> None:
+    def run(planned: Planned, told: Any, command: str) -> None:
         started.append((planned.label, planned.seed))
         if len(started) == 3:
             raise KeyboardInterrupt

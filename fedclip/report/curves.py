@@ -93,6 +93,7 @@ def rounds_of(stamps: Sequence[str], last: int, at: Mapping[str, int]) -> list[i
 
 def _float(text: object) -> float | None:
     try:
-        return float(str(text))
+        # NaN is an empty cell, as declearn writes it; what was not measured, none at all.
+        return math.nan if text == "" else float(str(text))
     except ValueError:
         return None

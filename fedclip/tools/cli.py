@@ -308,7 +308,7 @@ def report(
         fail("--follow shows rounds as they come, and goes with neither --json nor --csv", code=2)
     showing.can_write(plot=plot, html=html)
     folder = results(folder)
-    result = showing.read(folder, follow)
+    result = showing.read(folder, follow, html)
     if plot is not None:
         showing.save_plot(result, plot)
     if html is not None:
@@ -381,7 +381,7 @@ def demo(
         Path, typer.Argument(metavar="DIR", help="Where to write; is made, or must be empty.")
     ] = Path("fedclip-demo"),
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each training.")] = 30,
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each kind.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each kind.")] = 6,
     bound: Annotated[float, typer.Option(help="The fixed bound, > 0.")] = 1.0,
     port: Annotated[
         int, typer.Option(min=0, max=65000, help="First port on 127.0.0.1; 0 takes free ones.")

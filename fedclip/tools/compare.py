@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedclip.report import Report, number, pooled, printable
+from fedclip.report.rows import grouped
 from fedclip.report.table import plain_table
 
 __all__ = [
@@ -104,34 +105,28 @@ def by_site(report: Report, experiment: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def judged_by(sites: Mapping[str, Mapping[str, float]]) -> tuple[str, bool]:
-    """Return the metric that sites are judged by, which all have, and whether higher is better.
+def judged_by(metrics: Collection[str]) -> tuple[str, bool]:
+    """Return the metric that sites are judged by, and whether higher is better.
 
     Examples
     --------
-    >>> judged_by({"a": {"loss": 0.1, "accuracy": 0.9}, "b": {"loss": 0.2}})
-    ('loss', False)
+    >>> judged_by(["loss", "precision", "accuracy"]), judged_by(["loss", "mse"])
+    (('accuracy', True), ('loss', False))
     """
-    names = [name for name in _HIGHER if all(name in found for found in sites.values())]
+    names = [name for name in _HIGHER if name in metrics]
     return (names[0], True) if names else ("loss", False)
 
 
 def _worst(report: Report) -> str:
-    """Return the site with the worst mean over runs in words; "" if one or none was evaluated."""
-    runs = [found for run in report.experiments if (found := by_site(report, run))]
-    metric, higher = judged_by(
-        {f"{i} {k}": v for i, run in enumerate(runs) for k, v in run.items()}
-    )
-    values: dict[str, list[float]] = {}
-    for run in runs:
-        for site, own in run.items():
-            values.setdefault(site, []).append(own.get(metric, math.nan))
-    means = {site: interval(some) for site, some in values.items()}
-    if len(means) < 2:
-        return ""
+    """Return the site with the worst mean over runs, in words; "" if there are not two."""
+    curves = [curve for curve in report.curves if curve.node not in report.servers]
+    metric, higher = judged_by({curve.metric for curve in curves})
+    chosen = (curve for curve in curves if curve.metric == metric)
+    sites = grouped(chosen, lambda curve: curve.node.rpartition("/")[2])
+    means = {site: interval([curve.last[1] for curve in own]) for site, own in sites.items()}
     # Nothing is worse than what is no number.
-    worst = min(means, key=lambda s: (not math.isnan(m := means[s][0]), m if higher else -m))
-    return f"{worst}: {metric} {shown(*means[worst])}"
+    ranked = sorted(means, key=lambda s: (not math.isnan(m := means[s][0]), m if higher else -m))
+    return f"{ranked[0]}: {metric} {shown(*means[ranked[0]])}" if ranked[1:] else ""
 
 
 def shown(mean: float, half: float | None) -> str:
@@ -148,7 +143,7 @@ def _run(report: Report, experiment: str) -> dict[str, float]:
     own = [row for row in report.whole if row.experiment == experiment]
     rows = [row for row in own if row.node not in report.servers]
     whole = pooled(row.record for row in rows)
-    ends: dict[str, float] = {"rounds": max(row.record.round for row in own)}
+    ends: dict[str, float] = {"rounds": max(row.record.round for row in own)} if own else {}
     if rows:
         ends["clipped"] = whole.clipped_share
     if whole.norm_max is not None:

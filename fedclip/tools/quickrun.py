@@ -38,6 +38,7 @@ import fedclip
 from fedclip.federation.generics import AnyModel
 from fedclip.federation.quorum import Members
 from fedclip.federation.serving import guarded, watchful
+from fedclip.tools.linear import quicken
 from fedclip.tools.progress import latest, progress
 from fedclip.tools.trained import label
 
@@ -139,6 +140,16 @@ class _Watched(FederatedServer):
         self.told(round_i)
 
 
+class _Quick(fedclip.PersonalFederatedClient):
+    """A client whose model is quickened."""
+
+    async def initialize(self) -> None:
+        """Set up what trains, as the server says."""
+        await super().initialize()
+        if self.trainmanager is not None:
+            quicken(self.trainmanager.model)
+
+
 class Federation:
     """The nodes of a federation.
 
@@ -213,7 +224,7 @@ class Federation:
         persons = self.experiment.persons(name)
         if persons and not private:
             _LOGGER.warning("%s protects nobody: client_opt has no sample-clip.", persons)
-        kind: Any = fedclip.PersonalFederatedClient
+        kind: Any = _Quick
         if private:
             kind = partial(fedclip.PrivateFederatedClient, persons=persons)
         client = kind(

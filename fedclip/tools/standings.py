@@ -19,7 +19,6 @@ from fedclip.tools.compare import interval, shown
 __all__ = ["AS_IS", "NONE", "Standings"]
 
 NONE, AS_IS = "no clipping", "as configured"
-_FEW_SITES = 8
 
 
 @dataclass
@@ -50,9 +49,10 @@ class Standings:
 
     def means(self, name: str, sites: Iterable[str] = ()) -> dict[int, float]:
         """Return the mean over some sites, by default those that count, of each seed."""
+        # Beyond twelve digits there is nothing but errors of rounding.
         chosen = [*sites] or self.counted
         return {
-            seed: statistics.fmean(found.get(site, math.nan) for site in chosen)
+            seed: round(statistics.fmean(found.get(site, math.nan) for site in chosen), 12)
             for seed, found in self.values.get(name, {}).items()
         }
 
@@ -63,7 +63,6 @@ class Standings:
     def gain(self, name: str, over: str, *sites: str) -> tuple[float, float | None]:
         """Return the mean difference between two settings over the seeds of both, and half."""
         one, other = self.means(name, sites), self.means(over, sites)
-        # What is left of equal means is no difference, but an error of rounding.
         found = [round(one[seed] - other[seed], 12) for seed in one if seed in other]
         return interval(found or [math.nan])
 
@@ -123,34 +122,31 @@ class Standings:
     def answer(self) -> str:
         """Return what came out, in sentences."""
         first, seeds = self.winner, len(self.values[NONE])
-        of = f"the mean {self.metric} of {_listed(self.counted)}, over {seeds} seeds"
+        of = f"(the mean {self.metric} of {_listed(self.counted)}, over {seeds} seeds)"
         if self.alike:
             return (
                 "All seeds came to the same, so that nothing can be said of chance: let batches "
                 "be drawn (shuffle = true in [run.training])."
             )
         if not first:
-            others = [name for name in self.ranking() if name != NONE]
-            nearest = others[0] if others and not self.lost(others[0]) else ""
-            near = f"; the nearest, {nearest}: {self.against(nearest)}" * bool(nearest)
-            text = f"No proposal is better than no clipping by more than its interval ({of}{near})."
-            worse = AS_IS in self.values and self.better(NONE, AS_IS)
-            return text + f" It is worse {AS_IS}: {self.against(AS_IS)}." * worse
+            text = f"No proposal is better than no clipping by more than its interval {of}."
+            near = [name for name in self.ranking() if name != NONE and not self.lost(name)][:1]
+            return text + "".join(f" The nearest is {n}: {self.against(n)}." for n in near)
         if self.lost(NONE):
-            text = f"Without clipping the model diverged; {first} is the best of what did not ({of}"
-            return f"{text}: {shown(*self.mean(first))})."
-        text = (
-            f"{first} is better than no clipping by more than its interval: {self.against(first)}"
-        )
-        worst = [
-            f"{name}: {site}, {number(self.mean(name, site)[0])}"
-            for name, site in ((name, self.worst(name)) for name in (first, NONE))
-        ]
-        text += f" ({of}). The {'lowest' if self.higher else 'highest'} site with {worst[0]}"
-        text += f"; with {worst[1]}."
-        if hurt := [site for site in self.counted if self.better(NONE, first, site)]:
-            text += f" But it is worse at {_listed(hurt)} by more than the interval there."
-        return text
+            value = shown(*self.mean(first))
+            return (
+                f"Without clipping the model diverged; {first} is best of the others: {value} {of}."
+            )
+        text = f"{first} is better than no clipping by more than its interval: "
+        text += f"{self.against(first)} {of}. The {self.worse} site with it is "
+        text += f"{self._worst(first)}; with no clipping {self._worst(NONE)}."
+        hurt = [site for site in self.counted if self.better(NONE, first, site)]
+        return text + f" But it is worse at {_listed(hurt)} by more than the interval." * bool(hurt)
+
+    @property
+    def worse(self) -> str:
+        """What the worst site is called."""
+        return "lowest" if self.higher else "highest"
 
     def against(self, name: str, *sites: str) -> str:
         """Return the difference to no clipping in words."""
@@ -160,74 +156,55 @@ class Standings:
         digits = max(0, 1 - math.floor(math.log10(half))) if half else 3
         return f"{mean:+.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
-    def tables(self, all_sites: bool = False) -> list[dict[str, Any]]:
-        """Return the ranking, and the metric of each site unless there are many, as text."""
-        others = [site for site in self.sites if site not in self.counted]
-        note = f"Mean over seeds of {self.metric} on the validation data of "
-        note += f"{_listed(self.counted)} ± 95 % interval (Student's); differences to no clipping "
-        note += "are those of the same seeds."
-        note += f" Not counted: {_listed(others)}{self.left_out}." * bool(others)
-        worst = "lowest site" if self.higher else "highest site"
-        rows, by_site = [], []
-        for name in self.ranking():
-            site = self.worst(name)
-            count = f"{len(self.values[name])}{', given up' * (name in self.ended)}"
-            cells = [shown(*self.mean(name)), self.against(name)]
-            rows.append([name, count, *cells, f"{site}: {shown(*self.mean(name, site))}"])
-            cells = [self._cell(name, site) for site in self.sites]
-            by_site.append([name, *cells])
-        heads = [
-            "Setting",
-            "Seeds",
-            f"Mean {self.metric}",
-            "Against no clipping",
-            worst.capitalize(),
-        ]
-        found = [{"name": "Ranking", "caption": note, "heads": heads, "rows": rows}]
-        if all_sites or len(self.sites) <= _FEW_SITES:
-            names = [f"{site}{' (not counted)' * (site in others)}" for site in self.sites]
-            caption = f"{self.metric.capitalize()} of each site, and its difference to no clipping."
-            heads = ["Setting", *names]
-            found += [{"name": "Sites", "caption": caption, "heads": heads, "rows": by_site}]
-        return found
+    def _worst(self, name: str) -> str:
+        return f"{(site := self.worst(name))}, {shown(*self.mean(name, site))}"
 
     def _cell(self, name: str, site: str) -> str:
         mean = number(self.mean(name, site)[0])
         return mean if name == NONE else f"{mean} ({self.against(name, site)})"
 
+    def tables(self) -> list[dict[str, Any]]:
+        """Return the ranking, and the metric of each site, as text."""
+        others = [site for site in self.sites if site not in self.counted]
+        ranked, count = self.ranking(), {n: str(len(seeds)) for n, seeds in self.values.items()}
+        count |= {name: f"{count[name]}, given up" for name in self.ended}
+        note = f"Mean over seeds of the {self.metric} on the validation data of "
+        note += f"{_listed(self.counted)} ± 95 % interval (Student's); differences to no clipping "
+        note += "are those of the same seeds."
+        note += f" Not counted: {_listed(others)}{self.left_out}." * bool(others)
+        worst = f"{self.worse.capitalize()} site"
+        heads = ["Setting", "Seeds", f"Mean {self.metric}", "Against no clipping", worst]
+        rows = [
+            [n, count[n], shown(*self.mean(n)), self.against(n), self._worst(n)] for n in ranked
+        ]
+        caption = f"The {self.metric} of each site, and its difference to no clipping."
+        names = [f"{site}{' (not counted)' * (site in others)}" for site in self.sites]
+        by_site = [[n, *(self._cell(n, site) for site in self.sites)] for n in ranked]
+        return [
+            {"name": "Ranking", "caption": note, "heads": heads, "rows": rows},
+            {"name": "Sites", "caption": caption, "heads": ["Setting", *names], "rows": by_site},
+        ]
+
     def as_dict(self) -> dict[str, object]:
         """Return plain values; None for what is no number."""
 
-        def plain(pair: tuple[float, float | None]) -> dict[str, float | None]:
-            whole = [x if x is not None and math.isfinite(x) else None for x in pair]
-            return dict(zip(("mean", "half_width"), whole, strict=True))
+        def plain(name: str, *sites: str) -> dict[str, float | None]:
+            found = (*self.mean(name, *sites), *self.gain(name, NONE, *sites))
+            names = ("mean", "half_width", "difference", "difference_half_width")
+            pairs = zip(names, found, strict=True)
+            return {key: x if x is not None and math.isfinite(x) else None for key, x in pairs}
 
-        def both(name: str, *sites: str) -> dict[str, object]:
-            gain = plain(self.gain(name, NONE, *sites))
-            return {**plain(self.mean(name, *sites)), "difference": gain}
-
+        facts = {key: getattr(self, key) for key in ("metric", "higher", "sites", "counted")}
         settings = [
-            {
-                "name": name,
-                "seeds": sorted(self.values[name]),
-                **both(name),
-                "sites": {site: both(name, site) for site in self.sites},
-                "worst_site": self.worst(name),
-                "given_up": self.ended.get(name, ""),
-            }
+            {"name": name, "seeds": [*self.values[name]], "given_up": self.ended.get(name, "")}
+            | plain(name)
+            | {"sites": {site: plain(name, site) for site in self.sites}}
             for name in self.ranking()
         ]
-        facts = {"metric": self.metric, "higher_is_better": self.higher, "sites": [*self.sites]}
-        return {
-            **facts,
-            "counted": [*self.counted],
-            "settings": settings,
-            "winner": self.winner,
-            "answer": self.answer(),
-        }
+        return facts | {"winner": self.winner, "answer": self.answer(), "settings": settings}
 
 
 def _listed(names: Sequence[str]) -> str:
-    if len(names) > _FEW_SITES:
+    if len(names) > 8:
         return f"{len(names)} sites"
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

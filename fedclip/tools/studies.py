@@ -183,7 +183,7 @@ def sweep(
     from fedclip.tools import showing
     from fedclip.tools.check import find_config
     from fedclip.tools.progress import progress
-    from fedclip.tools.sweep import SweepError, plan, refuse, run
+    from fedclip.tools.sweep import SweepError, plan, refuse, run_all
 
     showing.can_write(html=html)
     try:
@@ -200,25 +200,29 @@ def sweep(
         fail(f"the sweep of {config} can not be planned: {exc}")
     if len(todo) < len(runs):
         say(f"{len(runs) - len(todo)} of {len(runs)} runs are done already", err=True)
-    tell, before = progress({"sweep": sum(planned.rounds for planned in todo)}), 0
+    tell = progress({"sweep": sum(planned.rounds for planned in todo)})
     try:
-        for planned in todo:
-            run(planned, partial(_tell, tell, planned, before))
-            before += planned.rounds
-    except SweepError as exc:
-        fail(f"{exc} (output: {planned.folder / 'output.txt'})")
+        failed = run_all(todo, "quickrun", 1, partial(tell, "sweep"))
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on from here", code=130)
-    settings_ = {planned.label: planned.folder.parent for planned in runs}
-    wanted = {planned.folder.name for planned in runs}
-    found = [(name, path, showing.read(path).only(wanted)) for name, path in settings_.items()]
-    show_compared(found, html)
+    for planned, why in failed.items():
+        fail(f"{why} (output: {planned.folder / 'output.txt'})")
+    show_compared(_reports(runs), html)
     if html is None:
         say(f"As a page:  fedclip compare {typed(out)} --html compare.html")
 
 
-def _tell(tell: Tell, planned: Planned, before: int, done: int, text: str) -> None:
-    tell("sweep", before + done, f"{planned.label}, seed {planned.seed}: {text or 'starts'}")
+def _reports(runs: Sequence[Planned]) -> list[tuple[str, Path, Report]]:
+    """Return name, folder and report of each setting, without seeds of other plans."""
+    from fedclip.tools.showing import read
+
+    found = []
+    for folder in dict.fromkeys(planned.folder.parent for planned in runs if planned.done):
+        report = read(folder)
+        seeds = {planned.folder.name for planned in runs}
+        kept = [run for run in report.experiments if run.partition("/")[0] in seeds]
+        found.append((folder.name, folder, report.only(kept)))
+    return found
 
 
 def tune(
@@ -251,7 +255,7 @@ def tune(
     from fedclip.tools.check import find_config
     from fedclip.tools.compare import drawn
     from fedclip.tools.sweep import SweepError
-    from fedclip.tools.tune import Tuning, noised
+    from fedclip.tools.tune import Tuning
 
     showing.can_write(html=html)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -278,10 +282,12 @@ def tune(
             say(table["caption"])
             typer.echo()
         say(standings.answer())
-        if noised(tuning.text):
+        if "noise_multiplier" in tuning.text:
             say("This choice is made from the data: the epsilon of a run does not cover it.")
     if html is not None:
-        showing.save_page(tuning.reports(), html, standings.tables(True), f"Tuning of {file.name}")
+        runs = [run for name in standings.ranking() for run in tuning.runs[name]]
+        title = f"Tuning of {file.name}"
+        showing.save_page(_reports(runs), html, standings.tables(), title)
     winner = standings.winner
     if write and winner in tuning.proposals:
         save(file, tuning.proposals[winner])
@@ -294,25 +300,27 @@ def tune(
 def _tuned(tuning: Tuning, chosen: list[str]) -> None:
     """Run all that is to be tried, and say how far it is."""
     from fedclip.tools.progress import progress
-    from fedclip.tools.sweep import SweepError
+    from fedclip.tools.standings import NONE
+    from fedclip.tools.sweep import SweepError, run_all
 
-    begin = [run for run in tuning.first if not run.done]
+    begin = [run for run in tuning.runs[NONE][: tuning.jobs] if not run.done]
     tell = progress({"first runs": sum(run.rounds for run in begin)})
-    if failed := tuning.run(begin, partial(tell, "first runs")):
-        raise SweepError(next(iter(failed.values())))
+    for why in run_all(begin, tuning.command, tuning.jobs, partial(tell, "first runs")).values():
+        raise SweepError(why)
     advice = tuning.advised(chosen)
     for line in (*advice.findings, advice.answer):
         say(line, err=True)
-    runs = f"{len(tuning.runs)} settings ({', '.join(tuning.runs)}) with {tuning.seeds} seeds each"
-    tasks = {"tune": sum(run.rounds for run in tuning.left)}
+    settings = ", ".join(tuning.runs)
+    text = f"{len(tuning.runs)} settings ({settings}) with {tuning.seeds} seeds each"
     if tuning.left:
         time = timedelta(seconds=math.ceil(tuning.seconds()))
-        runs += f", {tuning.jobs} runs side by side: at most about {time} from here"
-    say(runs, err=True)
-    tell, before = progress(tasks), 0
+        text += f", {tuning.jobs} runs side by side: at most about {time} from here"
+    say(text, err=True)
+    tasks, before = {"tune": sum(run.rounds for run in tuning.left)}, 0
+    tell = progress(tasks)
     for wave in tuning.waves():
         todo = [run for run in wave if not run.done]
-        failed = tuning.run(todo, partial(_onward, tell, before))
+        failed = run_all(todo, tuning.command, tuning.jobs, partial(_onward, tell, before))
         before += sum(run.rounds for run in todo)
         for name, why in tuning.judge(wave, failed).items():
             typer.echo(err=True)

@@ -21,7 +21,9 @@ import socket
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import tomlkit
@@ -36,7 +38,7 @@ from fedclip.tools.progress import latest
 
 __all__ = [
     *("MARK", "Planned", "SweepError", "free_port", "modules_of", "parse", "placed", "plan"),
-    *("refuse", "run"),
+    *("refuse", "run", "run_all"),
 ]
 
 MARK = "sweep-done.toml"
@@ -242,6 +244,42 @@ def run(planned: Planned, told: Callable[[int, str], None], command: str = "quic
         )
     told(planned.rounds, latest(metrics))
     (folder / MARK).write_bytes(planned.text.encode())
+
+
+def run_all(
+    runs: Sequence[Planned], command: str, jobs: int, tell: Callable[[int, str], None]
+) -> dict[Planned, str]:
+    """Run those that are not done, so many side by side; tell of the rounds of all.
+
+    Returns
+    -------
+    failures
+        What those said that failed.
+    """
+    todo, stop = [planned for planned in runs if not planned.done], Event()
+    done = dict.fromkeys(todo, 0)
+
+    def one(planned: Planned) -> str:
+        def told(rounds: int, text: str) -> None:
+            if stop.is_set():
+                raise SweepError("interrupted")
+            done[planned] = rounds
+            tell(sum(done.values()), f"{planned.label}, seed {planned.seed}: {text or 'starts'}")
+
+        try:
+            run(planned, told, command)
+        except SweepError as exc:
+            return str(exc)
+        return ""
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            said = list(pool.map(one, todo))
+        except KeyboardInterrupt:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return {planned: text for planned, text in zip(todo, said, strict=True) if text}
 
 
 def _run(words: list[str], output: Path) -> None:

@@ -10,33 +10,28 @@ from __future__ import annotations
 import math
 import statistics
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
 
 import tomlkit
 
 from fedclip.errors import nearest
 from fedclip.parameters import Config
-from fedclip.records import RoundRecord
-from fedclip.report import Report, pooled, read_report
-from fedclip.report.advice import Advice, Proposal
+from fedclip.report import Report, read_report
+from fedclip.report.advice import Advice, Lines, Proposal
 from fedclip.report.rows import BY_NORM, UPDATES
-from fedclip.report.words import unlike
-from fedclip.tools import suggest, sweep
+from fedclip.tools import suggest
 from fedclip.tools.compare import by_site, judged_by
 from fedclip.tools.standings import AS_IS, NONE, Standings
-from fedclip.tools.sweep import Planned, SweepError, modules_of, placed, refuse
+from fedclip.tools.suggest.norms import read_norms
+from fedclip.tools.suggest.seeing import seen
+from fedclip.tools.sweep import Planned, modules_of, placed, refuse
 
-__all__ = ["Tuning", "noised", "unclipped"]
+__all__ = ["Tuning", "unclipped"]
 
 _DECLEARNS = {"l2-clipping", "l2-global-clipping"}
-_MEASURES: Mapping[str, tuple[str, Mapping[str, object]]] = {
-    "client_opt": ("no-op", {}),
-    "server_opt": ("no-op", {}),
-}
+_MEASURES: Lines = {side: ("no-op", {}) for side in ("client_opt", "server_opt")}
 
 
 def unclipped(text: str) -> tuple[str, bool]:
@@ -74,12 +69,6 @@ def _clips(name: str) -> bool:
     base = name.removesuffix("-server")
     ours = BY_NORM | {"update-clip", *UPDATES}
     return name in _DECLEARNS or (base in ours and name != "no-op")
-
-
-def noised(text: str) -> bool:
-    """Whether a configuration has noise, and so a privacy budget."""
-    tables = (found[place] for _, found, place in modules_of(tomlkit.parse(text)))
-    return any(not isinstance(t, str) and t[1].get("noise_multiplier") for t in tables if t[1:])
 
 
 @dataclass
@@ -122,11 +111,6 @@ class Tuning:
             for seed in range(1, self.seeds + 1)
         ]
 
-    @property
-    def first(self) -> list[Planned]:
-        """The runs to begin with: without clipping, as many as go side by side."""
-        return self.runs[NONE][: self.jobs]
-
     def advised(self, chosen: Sequence[str] = ()) -> Advice:
         """Take up what is advised by the norms of the first run; `chosen` sites are counted.
 
@@ -141,9 +125,13 @@ class Tuning:
         for site in chosen:
             if site not in sites:
                 raise ValueError(f"there is no site {site!r}{nearest(site, sites)}")
-        odd = _odd(report)
+        places = [norms for norms in read_norms(report, experiment) if not norms.lacking]
+        # Of two, either may be the odd one.
+        odd = {site for norms in places for site in seen(norms).odd if len(sites) > 2}
         counted = [site for site in sites if site in chosen or (not chosen and site not in odd)]
-        self.standings = Standings(*judged_by(sites), sorted(sites), sorted(counted or sites))
+        self.standings = Standings(
+            *judged_by(next(iter(sites.values()))), sorted(sites), sorted(counted or sites)
+        )
         self.standings.left_out = "" if chosen else ", with norms unlike those of the others"
         advice: Advice = suggest.advised(report, experiment)
         for proposal in advice.proposals:
@@ -172,39 +160,6 @@ class Tuning:
         each = statistics.fmean(run.seconds for run in self.runs[NONE] if run.done)
         return each * math.ceil(len(self.left) / self.jobs)
 
-    def run(self, runs: Sequence[Planned], tell: Callable[[int, str], None]) -> dict[Planned, str]:
-        """Run those that are not done side by side; tell of their rounds.
-
-        Returns
-        -------
-        failures
-            What those said that failed.
-        """
-        todo, stop = [run for run in runs if not run.done], Event()
-        done = dict.fromkeys(todo, 0)
-
-        def one(planned: Planned) -> str:
-            def told(rounds: int, text: str) -> None:
-                if stop.is_set():
-                    raise SweepError("interrupted")
-                done[planned] = rounds
-                tell(sum(done.values()), f"{planned.label}, seed {planned.seed}: {text}")
-
-            try:
-                sweep.run(planned, told, self.command)
-            except SweepError as exc:
-                return str(exc)
-            return ""
-
-        with ThreadPoolExecutor(self.jobs) as pool:
-            try:
-                said = list(pool.map(one, todo))
-            except KeyboardInterrupt:
-                stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
-        return {run: text for run, text in zip(todo, said, strict=True) if text}
-
     def judge(self, runs: Sequence[Planned], failures: Mapping[Planned, str]) -> dict[str, str]:
         """Take up what came out; return which settings are given up, and why."""
         names = {run.folder.parent: name for name, all_ in self.runs.items() for run in all_}
@@ -225,32 +180,9 @@ class Tuning:
         standings.ended |= found
         return found | standings.give_up()
 
-    def reports(self) -> list[tuple[str, Path, Report]]:
-        """Return name, folder and report of each setting, the best first."""
-        found = []
-        for name in self.standings.ranking():
-            folder = self.out / name.replace(" ", "-")
-            seeds = {run.folder.name for run in self.runs[name] if run.done}
-            if seeds:
-                report = read_report(folder)
-                kept = [e for e in report.experiments if e.partition("/")[0] in seeds]
-                found.append((name, folder, report.only(kept)))
-        return found
-
 
 def _read(planned: Planned) -> tuple[Report, str, dict[str, dict[str, float]]]:
     """Return the report of a run, the name of its only experiment, and what each site measured."""
     report = read_report(planned.folder)
     experiment = min(report.experiments)
     return report, experiment, by_site(report, experiment)
-
-
-def _odd(report: Report) -> set[str]:
-    """Return the clients whose steps are unlike those of the others."""
-    records: dict[str, list[RoundRecord]] = {}
-    for row in report.whole:
-        if row.name == "no-op" and row.node not in report.servers:
-            records.setdefault(row.node.rpartition("/")[2], []).append(row.record)
-    # Most steps of a classifier that fits its data are about 0, whatever the units are.
-    levels = {node: pooled(found).norm_quantile(0.9) for node, found in records.items()}
-    return set(unlike({node: level for node, level in levels.items() if level}))

@@ -13,9 +13,10 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-from fedclip.report import Report, read_report
-from fedclip.tools.compare import Outcome, compared, table_of
+from fedclip.report import read_report
+from fedclip.tools.compare import Outcome, table_of
 from fedclip.tools.demo.data import FACTOR, SITES, write_data
+from fedclip.tools.demo.results import outcomes, plot, sentences
 from fedclip.tools.output import say, typed
 from fedclip.tools.progress import Tell, latest, progress
 from fedclip.tools.quickrun import Federation, QuickrunError
@@ -25,6 +26,7 @@ from fedclip.tools.sweep import free_port
 __all__ = ["DemoError", "run_demo"]
 
 MARKER = ".fedclip-demo"
+_ROUND, _START = 0.1, 10.0  # seconds, on a core that has nothing else to do
 
 
 class DemoError(RuntimeError):
@@ -48,7 +50,7 @@ WAYS = {
     ),
     "adaptive-bound": Way(
         "updates clipped to a bound that follows the median of their norms",
-        server='[["update-clip-server", {learning_rate = 0.5}]]',
+        server='[["update-clip-server", {learning_rate = 1.0}]]',
     ),
 }
 """The three ways to train, each in a folder of its name."""
@@ -57,7 +59,7 @@ WAYS = {
 def run_demo(
     folder: Path,
     rounds: int = 30,
-    seeds: int = 3,
+    seeds: int = 6,
     bound: float = 1.0,
     port: int = 0,
     timeout: float = 600.0,
@@ -84,25 +86,26 @@ def run_demo(
         f"{len(SITES)} hospitals train one model. {SITES[-1]} trains on lengths in a unit "
         f"{FACTOR:.0f} times smaller than the others', and nobody noticed."
     )
-    tell = progress(dict.fromkeys(WAYS, rounds * seeds))
-    for way, seed in trainings:
-        _train(folder / way / f"seed-{seed}", seed * rounds, timeout, tell)
+    total = rounds * len(trainings)
+    say(
+        f"{len(trainings)} federations train for {rounds} rounds each, over the network of this "
+        f"machine: about {_START + _ROUND * total:.0f} seconds if it has little else to do."
+    )
+    tell = progress({"demo": total})
+    for number, (way, seed) in enumerate(trainings):
+        _train(folder / way / f"seed-{seed}", number * rounds, timeout, tell)
     reports = {way: read_report(folder / way) for way in WAYS}
-    outcomes = compared(reports.items(), ("accuracy", "loss"))
+    found = outcomes(reports)
     say("")
     title = f"After {rounds} rounds, on records that nobody trained on"
     title += f" (mean of {seeds} splits ± 95 % interval)" * (seeds > 1)
-    console().print(table_of(title, outcomes))
-    none, _, adaptive = (outcome.values["accuracy"][0] for outcome in outcomes)
-    say(
-        f"Without clipping, {SITES[-1]}'s updates outweigh the others': {none:.0%} of the records "
-        f"are told right. With a bound that follows the updates, {adaptive:.0%} are."
-    )
-    say(_plot(folder, reports))
+    console().print(table_of(title, found))
+    for sentence in (*sentences(reports), plot(folder, reports)):
+        say(sentence)
     # `make demo` does not put the environment's scripts on the path.
     command = "fedclip" if shutil.which("fedclip") else f"{typed(sys.executable)} -m fedclip"
     say(f"Round by round: {command} report {typed(folder / trainings[-1][0] / 'seed-0')}")
-    return outcomes
+    return found
 
 
 def _prepare(folder: Path) -> None:
@@ -142,12 +145,11 @@ def _write_config(folder: Path, way: str, seed: int, settings: Mapping[str, floa
 
 def _train(folder: Path, before: int, timeout: float, tell: Tell) -> None:
     """Run one federation, and tell of its rounds."""
-    way, server = folder.parent.name, folder / "server" / "metrics.csv"
+    way, split, server = folder.parent.name, folder.name, folder / "server" / "metrics.csv"
 
     def told(done: int) -> None:
-        tell(way, before + done, latest(server))
+        tell("demo", before + done, f"{way}, {split}: {latest(server)}")
 
-    tell(way, before, "starts")
     try:
         federation = Federation(folder / "config.toml")
         federation.told = told
@@ -162,39 +164,3 @@ def _train(folder: Path, before: int, timeout: float, tell: Tell) -> None:
         raise DemoError(str(exc)) from None
     except Exception as exc:  # whatever a node raises
         raise DemoError(f"{way} failed: {type(exc).__name__}: {exc}") from exc
-
-
-def _plot(folder: Path, reports: Mapping[str, Report]) -> str:
-    """Draw the accuracies of all trainings, and the updates and bounds of the first seed."""
-    file = folder / "demo.png"
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        return "No plot without matplotlib: pip install matplotlib"
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    axes = figure.subplots(1, 3, width_ratios=(1.2, 1, 1))
-    axes[2].sharey(axes[1])
-    styles = dict(zip(reports, ("C3", "C1", "C0"), strict=True))
-    for way, report in reports.items():
-        for curve in report.curves:
-            if curve.metric == "accuracy" and curve.node in report.servers:
-                label = way if curve.node.startswith("seed-0/") else None
-                axes[0].plot(*zip(*curve.points, strict=True), styles[way], alpha=0.8, label=label)
-    axes[0].set(title="the model: accuracy, one line for each split", ylabel="accuracy")
-    axes[0].legend(frameon=False, loc="lower right")
-    for ax, way in zip(axes[1:], ("fixed-bound", "adaptive-bound"), strict=True):
-        for site, line in zip(SITES, ("-", "--", "-"), strict=True):
-            records = [row.record for row in reports[way].select(node=f"seed-0/{site}")]
-            numbers = [record.round for record in records]
-            colour = "C3" if site == SITES[-1] else "0.45"
-            norms = [record.norm_median for record in records]
-            ax.plot(numbers, norms, line, color=colour, label=f"update of {site}")
-        bounds = [record.limit for record in records]
-        ax.plot(numbers, bounds, color=styles[way], linewidth=3, label="bound")
-        ax.set(title=f"{way}: norms of the updates", ylabel="norm", yscale="log")
-    axes[2].legend(frameon=False, loc="best")
-    for ax in axes:
-        ax.set_xlabel("round")
-        ax.grid(alpha=0.3)
-    figure.savefig(file, dpi=120)
-    return f"Accuracy, updates and bounds: {typed(file)}"
