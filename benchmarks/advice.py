@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from sklearn import datasets
 
 from fedclip.report import read_report
@@ -63,7 +62,7 @@ class Federation:
 
     data: str = "cancer"
     sites: int = 3
-    rounds: int = 15
+    rounds: int = 10
     odd: int = 0
     factor: float = 1.0
     columns: float = 1.0
@@ -237,6 +236,8 @@ def tried(of: Federation, splits: int, every: bool) -> tuple[Advice, list[str], 
                 chosen = [p for p in advice.proposals if every or p.name == advice.start]
                 found = [[] for _ in range(1 + len(chosen))]
             found[0].append(bare[0])
+            if not chosen:
+                break
             for proposal, values in zip(chosen, found[1:], strict=True):
                 shutil.rmtree(config.parent / "result")
                 config.write_text(rewritten(text, proposal), encoding="utf-8")
@@ -259,25 +260,25 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="try every proposal")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "PyTorch JSON")
-    table = Table("federation", "told of", "proposal", "no clipping", "points", "so", box=None)
     chosen = {
         name: of
         for name, of in FEDERATIONS.items()
         if not given.words or any(word in name for word in given.words)
     }
+    print("| federation | named | starts with | no clipping | points | so |")
+    print("|---|---|---|---|---|---|")
     for name, of in track(chosen.items(), console=Console(stderr=True), description="advice"):
         advice, odd, found = tried(of, given.splits, given.all)
         told = [site for site in names_of(of) if any(site in t for t in advice.findings)]
         named = "all of them" if told == odd and odd else ", ".join(told) or "none"
         bare = f"{100 * np.mean(found[0]):.1f}"
         if not advice.start:
-            table.add_row(name, named, "(will not help)", bare, "", "")
+            print(f"| {name} | {named} | (will not help) | {bare} | | |", flush=True)
         for proposal, values in zip(advice.proposals, found[1:], strict=True):
             mean, half = interval([100 * (a - b) for a, b in zip(values, found[0], strict=True)])
-            row = f"{mean:+.1f} ± {half or 0.0:.1f}", verdict(mean, half or 0.0)
             first = " *" * (proposal.name == advice.start and given.all)
-            table.add_row(name, named, proposal.name + first, bare, *row)
-    Console(width=140).print(table)
+            points = f"{mean:+.1f} ± {half or 0.0:.1f} | {verdict(mean, half or 0.0)}"
+            print(f"| {name} | {named} | {proposal.name}{first} | {bare} | {points} |", flush=True)
 
 
 def names_of(of: Federation) -> list[str]:

@@ -9,15 +9,22 @@ import textwrap
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from report_runs import Node, call
+from report_runs import Node, call, record_of
 
+from fedclip import ZScoreClip
+from fedclip.records import StepRecord
 from fedclip.report import read_report
 from fedclip.report.advice import Advice
+from fedclip.report.rows import Row
+from fedclip.tools.catalogue import build
 from fedclip.tools.check import check_config
-from fedclip.tools.suggest import advised
+from fedclip.tools.suggest import advised, seeing
+from fedclip.tools.suggest.norms import FEW, Norms
+from fedclip.tools.suggest.playing import learnt
 
 CONFIG = """\
 # a comment on top
@@ -121,7 +128,7 @@ def growing(round_: int, place: int) -> float:
         (odd(1.0), odd(1.0), "", "will not help"),
         (odd(2.5), odd(1.4), "", "will not help"),
         (odd(100.0), odd(20.0), "step.fixed", "site-e: the norms of its updates are"),
-        (odd(1.0), odd(3.0), "update.adaptive", "updates of site-e are far above"),
+        (odd(1.0), odd(3.0), "update.adaptive", "The updates of site-e are"),
         (odd(100.0), odd(1.0), "step.fixed", "look at its units"),
         (odd(100.0), None, "step.fixed", "the norms of updates were not measured"),
         (odd(0.01), odd(1.0), "", "times smaller than the others'"),
@@ -183,6 +190,56 @@ def test_a_proposal_is_written_and_the_rest_stays(looked: Path, tmp_path: Path, 
         assert "# one weight for each" in text
     assert "# only looks" in text
     assert [p.name for p in tmp_path.iterdir() if "fedclip" in p.name] == []
+
+
+def test_the_page_has_the_thresholds() -> None:
+    page = Path(__file__).parents[1].joinpath("docs", "suggest.md").read_text(encoding="utf-8")
+    for text in (
+        f"by steps is {seeing._ODD['step']:g} or more",
+        f"by updates is {seeing._ODD['update']:g} or more",
+        f"(without the number of steps: {seeing._ODD_ALONE:g})",
+        f"end {seeing._EXPLODED:g} times above",
+        f"largest norm is {seeing._SPIKE:g} times",
+        f"fewer than {FEW['step']} norms, or by fewer than {FEW['update']} updates",
+    ):
+        assert text in page
+
+
+def test_every_proposal_can_be_built(looked: Path) -> None:
+    for proposal in advice_of(looked).proposals:
+        for section, (name, config) in proposal.plugins.items():
+            build("aggregator" if section == "aggregator" else "module", name, dict(config))
+
+
+def test_a_client_with_many_steps_is_not_odd_and_keeps_its_weight(tmp_path: Path) -> None:
+    nodes = [Node(tmp_path / name, ["no-op", "update-norms"]) for name in CLIENTS]
+    for _ in range(6):
+        for place, node in enumerate(nodes):
+            steps = 40 if place == 4 else 8
+            node.round([1.0] * steps, update=steps * 1.0)
+    advice = advice_of(tmp_path)
+    assert advice.start == ""
+    weights = [
+        proposal.plugins["aggregator"][1].get("weights")
+        for proposal in advice.proposals
+        if proposal.name.startswith("update.")
+    ]
+    assert weights == ["steps", "steps"]
+
+
+def test_what_learns_is_played_through_on_so_many_steps_only(monkeypatch: Any) -> None:
+    steps = []
+    monkeypatch.setattr(
+        ZScoreClip, "update", lambda _, norms: steps.append(norms) or StepRecord(())
+    )
+    rows = [
+        Row(f"client-{i:03}", 0, "no-op", record_of(round_, [1.0] * 9, 2.0))
+        for i in range(30)
+        for round_ in range(1, 101)
+    ]
+    shares = learnt(ZScoreClip, Norms("step", rows))
+    assert len(steps) == 500
+    assert shares == {f"client-{i:03}": 0.0 for i in range(30)}
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from fedclip.report.rows import grouped, pooled
 
 __all__ = ["BY_NORM", "FEW", "UPDATES", "Norms", "read_norms"]
 
-FEW = 20
-"""Number of norms below which a 95 % quantile says nothing."""
+FEW = {"step": 20, "update": 9, "aggregate": 20}
+"""Number of norms below which nothing is chosen by them; a client has one update in a round."""
 BY_NORM = {
     *("no-op", "norm-clip", "normalize", "zscore-clip", "ema-clip", "auto-clip", "mad-clip"),
     *("percentile-norm-clip", "adaptive-clip", "growth-clip", "ema-norm-clip", "ema-normalize"),
@@ -109,8 +109,8 @@ class Norms:
         count = sum(self.whole.counts)
         if not self.rows:
             return _UNMEASURED[self.place]
-        if count < FEW:
-            return f"{count} norms are too few to choose a limit by: at least {FEW} are needed"
+        if count < (few := FEW[self.place]):
+            return f"{count} norms are too few to choose a limit by: at least {few} are needed"
         if not self.median(0.5):
             return "half of the norms, or more, are 0: there is no scale to choose a limit by"
         return ""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from fedclip.report import Report, printable
+from fedclip.report import Report, number, printable
 from fedclip.report.advice import Advice
 from fedclip.tools.suggest.norms import Norms, read_norms
 from fedclip.tools.suggest.proposing import proposals
@@ -21,9 +21,9 @@ _ORDERS = {
 _ORDER = ("step.fixed", "step.learnt", "update.adaptive", "step.shared", "update.fixed")
 """What comes first if clients are odd there, and otherwise; the server's own limits come last."""
 _ANSWERS = {
-    "step": "The norms of {} are far above the others': bound what a client can do, with {}.",
-    "update": "The updates of {} are far above the others': bound what a client can do, with {}.",
-    "two": "The norms of {} are far above the other's; of two, none is the usual one. Try {}.",
+    "step": "The steps of {} the others': bound what a client can do, with {}.",
+    "update": "The updates of {} the others': bound what a client can do, with {}.",
+    "two": "The norms of {} the other's; of two, none is the usual one: try {}.",
     "exploding": "Norms got out of hand in this run: start with {1}, at what they were at first.",
     "spikes": "Single norms are far above the others, on {}: cut them, and start with {}.",
     "": "Clipping will not help here: no client's norms, and no single norm, are far above others.",
@@ -81,7 +81,8 @@ def _case(found: Mapping[str, Seen], lost: bool) -> tuple[str, str]:
     clients = {place: found[place] for place in ("step", "update") if place in found}
     for place, one in clients.items():
         if one.odd:
-            return "two" if one.two else place, _listed([*one.odd])
+            times = f"{number(max(one.odd.values()))} times"
+            return "two" if one.two else place, f"{_listed([*one.odd])} are {times}"
     if clients and (lost or any(one.exploding for one in clients.values())):
         return "exploding", ""
     spiky = [*found.get("step", Seen()).spikes]
@@ -97,9 +98,9 @@ def _findings(places: list[Norms], found: Mapping[str, Seen]) -> Iterator[str]:
     for one in found.values():
         yield from one.texts
     for norms in places:
-        if norms.lacking:
+        if norms.lacking and norms.place != "aggregate":
             yield f"{_NAMES[norms.place]}: {norms.lacking}."
-        elif (share := norms.whole.clipped_share) and norms.rows[0].name != "no-op":
+        if norms.rows and (share := norms.whole.clipped_share) and norms.rows[0].name != "no-op":
             yield (
                 f"{_NAMES[norms.place]}: {share:.0%} were clipped in this run; without that, later "
                 "norms might have been larger."
