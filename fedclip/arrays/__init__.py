@@ -23,6 +23,7 @@ from fedclip.arrays.base import unit_of as unit_of
 from fedclip.arrays.blocks import Float64 as Float64
 from fedclip.arrays.blocks import encode
 from fedclip.arrays.memory import Memory as Memory
+from fedclip.arrays.numbers import NUMBERS as NUMBERS
 from fedclip.arrays.numpy import NumpyBackend as NumpyBackend
 
 NUMPY = NumpyBackend()

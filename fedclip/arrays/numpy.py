@@ -170,7 +170,7 @@ class NumpyBackend(Backend):
     def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
         if not any(shapes):
             # 0-d arrays, which NumPy handles faster than its numbers.
-            return [flat[i, ...] for i in range(len(flat))]
+            return [flat[i, ...] for i in range(len(flat))] if flat.ndim else [flat]
         parts = np.split(flat, np.cumsum([*map(math.prod, shapes)])[:-1])
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -193,15 +193,17 @@ class NumpyBackend(Backend):
     def sharpened(
         self, norms: Array, limits: Array, arrays: Arrays, members: Sequence[Sequence[int]]
     ) -> Array:
-        result = norms
         # Not of the limits, which may be infinite.
-        for group in (abs(norms - limits) <= _CLOSE * norms).nonzero()[0].tolist():
+        close = abs(norms - limits) <= _CLOSE * norms
+        if not close.any():
+            return norms
+        result = np.array(norms, ndmin=1)
+        for group in np.ravel(close).nonzero()[0].tolist():
             some = [arrays[i] for i in members[group]]
             # Arrays of float64 have been measured in float64 already.
             if any(view.itemsize < 8 for view in some):
-                result = norms.copy() if result is norms else result
                 result[group] = exact_norm(some)
-        return result
+        return result if norms.ndim else result[0]
 
     def peaks(self, arrays: Arrays) -> Array:
         return np.abs([extremes(a) for a in arrays]).max(axis=1)

@@ -300,7 +300,8 @@ class Clipper(Documented, OptiModule, register=False):
                 transform.init(gradient.groups), states.dump(self._state, labels), labels
             )
         like, xp = gradient.arrays[0], gradient.xp
-        return type(self._state)(*(xp.asarray(column, like=like) for column in self._state))
+        columns = (xp.asarray(np.atleast_1d(column), like=like) for column in self._state)
+        return type(self._state)(*columns)
 
     def _note(self, transform: Transform, outcome: Outcome, groups: Groups) -> None:
         basis = transform.basis

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedclip.arrays import NUMPY, Array, Arrays
+from fedclip.arrays import NUMPY, Arithmetic, Array, Arrays
 from fedclip.measures import MEANS, Order, degree, measure
 from fedclip.rules import Rule, State
 from fedclip.scopes import Groups
@@ -60,27 +60,28 @@ class NormClipping(Transform):
 
     def judged(self, gradient: Gradient, norms: Array, state: State) -> Outcome:
         """Clip one gradient with these norms, which are sound."""
-        arrays, xp = gradient.arrays, gradient.xp
+        arrays, members = gradient.arrays, gradient.groups.members
+        norms, state, xp = gradient.numbers(norms, state)
         limits, after = self.rule(norms, state, xp)
         if self.ord == 2:
-            sharp = xp.sharpened(norms, limits, arrays, gradient.groups.members)
+            sharp = gradient.xp.sharpened(norms, limits, arrays, members)
             if sharp is not norms:
                 norms = sharp
                 limits, after = self.rule(norms, state, xp)
         decision = self.action.decide(norms, limits, xp)
-        outputs = arrays if self.dry else self._scaled(gradient, decision)
+        outputs = arrays if self.dry else self._scaled(gradient, decision, xp)
         return Outcome(outputs, after, norms, limits, decision.over)
 
-    def _scaled(self, gradient: Gradient, decision: Decision) -> Arrays:
+    def _scaled(self, gradient: Gradient, decision: Decision, numbers: Arithmetic) -> Arrays:
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
-        if gradient.on_host and not any(decision.moved.tolist()):
+        if gradient.on_host and not decision.moved.any():
             # All factors are 1: to compute them would double the time of small gradients.
             return arrays
         peaks = None
         if self.action.raises:
             peaks = xp.group_max(xp.peaks(arrays), groups.owners, len(groups))
-        factors = {
-            dtype: by_tensor(decision.factors(xp.dtype(a), degree(self.ord), xp, peaks), groups, xp)
-            for dtype, a in {a.dtype: a for a in arrays}.items()
-        }
+        factors = {}
+        for dtype, array in {a.dtype: a for a in arrays}.items():
+            k = decision.factors(xp.dtype(array), degree(self.ord), numbers, peaks)
+            factors[dtype] = by_tensor(k, groups, xp)
         return xp.scale(arrays, [factors[a.dtype][i] for i, a in enumerate(arrays)])
