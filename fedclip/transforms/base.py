@@ -165,7 +165,7 @@ class Gradient:
         step on the host ends here.
         """
         xp = self.xp
-        total = xp.sum(norms)
+        total = sum(norms.tolist()) if self.on_host else xp.sum(norms)
         if self.rest and not self.on_host:
             total = total + xp.sum(_rest_norms(self.rest, xp))
         # NaN is not below anything.
@@ -284,7 +284,8 @@ class Gradient:
         """Return the outputs and the excluded tensors by name; `arrays` if nothing has changed."""
         if outputs is self._given and rest is self.rest:
             return arrays
-        return {**arrays, **dict(zip(self.groups.names, outputs, strict=True)), **rest}
+        clipped = dict(zip(self.groups.names, outputs, strict=True))
+        return {**arrays, **clipped, **rest} if self.groups.excluded else clipped
 
     def rest_after(self, outcome: Outcome, on_nonfinite: str) -> Mapping[str, Array]:
         """Return the excluded tensors unchanged, or zeros if a device skips the step."""

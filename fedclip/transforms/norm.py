@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedclip.arrays import NUMPY, Arithmetic, Array, Arrays
+from fedclip.arrays.numpy import any_of
 from fedclip.measures import MEANS, Order, degree, measure
 from fedclip.rules import Rule, State
 from fedclip.scopes import Groups
@@ -75,7 +76,7 @@ class NormClipping(Transform):
 
     def _scaled(self, gradient: Gradient, decision: Decision, numbers: Arithmetic) -> Arrays:
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
-        if gradient.on_host and not decision.moved.any():
+        if gradient.on_host and not any_of(decision.moved):
             # All factors are 1: to compute them would double the time of small gradients.
             return arrays
         peaks = None
