@@ -92,6 +92,15 @@ class Core(Documented):
             f"{type(self).__name__} must have a method build, which returns its transform"
         )
 
+    def goes_with(self, name: str, other: str, value: object) -> None:
+        """Refuse a parameter that is not at its default, unless another one has a value."""
+        given, found = getattr(self, name), getattr(self, other)
+        if given != self.parameters[name].default and found != value:
+            raise ValueError(
+                f"{name} goes with {other}={value!r} only, got {name}={given!r} with "
+                f"{other}={found!r}"
+            )
+
     def on_round_start(self) -> None:
         """Begin the records of a new round; the statistics stay."""
         self._on_client = True
