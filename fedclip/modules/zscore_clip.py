@@ -97,11 +97,7 @@ class ZScoreClip(HistoryClipper):
     still grow."""
 
     def build(self) -> Transform:
-        if self.factor != 1.0 and self.action != "reciprocal":
-            raise ValueError(
-                f"factor goes with action='reciprocal' only, got factor={self.factor!r} "
-                f"with action={self.action!r}"
-            )
+        self.goes_with("factor", "action", "reciprocal")
         estimators: Any = {"zclip": ZClip, "drytorch": Drytorch, "smartclip": Smartclip}
         rule = ZScore if self.action == "max" and not self.std_eps else Reciprocal
         moments = estimators[self.estimator](self.decay, self.warmup)
