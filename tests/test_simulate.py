@@ -141,6 +141,7 @@ def test_other_aggregators_run_too_and_are_measured(write: Any) -> None:
     assert [bool(place.nodes) for place in suggestions(report, "")] == [False, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -164,6 +165,7 @@ def test_each_setting_of_the_aggregator_moves_the_model(write: Any, settings: st
     assert all(values.any() for values in found.values())
 
 
+@pytest.mark.slow
 def test_records_of_the_first_clients_are_reported_and_suggest_reads_them(
     write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
