@@ -2,13 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 import tarfile
 from importlib.metadata import version
 
 import pytest
-from helpers import PATIENCE
+from helpers import ended
 
 pytestmark = pytest.mark.slow
 
@@ -21,8 +19,7 @@ def suite(tmp_path_factory):
     folder = tmp_path_factory.mktemp("declearn")
     name = f"declearn=={version('declearn')}"
     options = ["--quiet", "--no-deps", "--no-binary=:all:", "--dest", str(folder)]
-    command = [sys.executable, "-m", "pip", "download", *options, name]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    found = ended("-m", "pip", "download", *options, name, well=False)
     archives = list(folder.glob("declearn-*.tar.gz"))
     if not archives:
         pytest.skip(f"{name} could not be downloaded: {found.stderr.strip()[-200:]}")
@@ -48,14 +45,6 @@ def test_declearns_tests_pass_for_every_clipper(suite):
     # `-p fedclip` imports it, and so puts its plug-ins among those that are tested.
     options = ["-v", "-p", "fedclip", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir=."]
     files = ["test/optimizer/test_modules.py", "test/optimizer/test_regularizers.py"]
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-k", chosen, *files],
-        cwd=suite,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout[-4000:]
+    said = ended("-m", "pytest", *options, "-k", chosen, *files, cwd=suite).stdout
     for name in ours:
-        assert re.search(rf"\[(numpy-)?{re.escape(name)}\] PASSED", found.stdout), name
+        assert re.search(rf"\[(numpy-)?{re.escape(name)}\] PASSED", said), name

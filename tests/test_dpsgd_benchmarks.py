@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import runpy
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 from declearn.utils import set_device_policy
 from dpsgd_wire import seeded
-from helpers import PATIENCE, hiding, require
+from helpers import PATIENCE, ended, hiding, require
 from scipy import stats
 
 pytest.importorskip("opacus")
@@ -151,14 +149,5 @@ print(found)
 """
     environment = {**hiding("tensorflow", "jax", "haiku", "keras"), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] += f"{os.pathsep}{folder}"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert float(done.stdout) > 0.35
+    assert float(ended("-c", program, env=environment).stdout) > 0.35
     assert (folder / "accuracy.png").stat().st_size > 5000

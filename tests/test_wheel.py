@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from checkouts import ROOT, checkout, on_path, type_in
-from helpers import FRAMEWORK_MODULES, PATIENCE, hiding, require
+from helpers import FRAMEWORK_MODULES, PATIENCE, ended, hiding, require
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -103,14 +103,8 @@ CALIBRATE = [
 
 
 def without(missing: str, code: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *words],
-        env=hiding(*missing.split(",")),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    env = hiding(*missing.split(","))
+    return ended("-W", "ignore", "-c", code, *words, env=env, well=False)
 
 
 @pytest.mark.slow
