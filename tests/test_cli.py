@@ -77,6 +77,7 @@ except SystemExit:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "needs"),
     [("--version", ""), ("--help", "rich"), ("list", "rich"), ("report nowhere", "numpy rich")],
@@ -297,6 +298,7 @@ def test_report_writes_csv(checkpoints: Path, tmp_path: Path) -> None:
     assert file.read_text() == to_stdout
 
 
+@pytest.mark.slow
 def test_report_shows_other_peoples_names_as_they_are(tmp_path: Path) -> None:
     rounds = [{**ROUND, "group": "all"}, {**ROUND, "group": "[/x]"}]
     for name in ("[red]", "$a_$", "<script>", "\x1b[31mred", "\udcff"):

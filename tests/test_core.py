@@ -132,6 +132,7 @@ def test_what_is_named_as_a_shell_is_one() -> None:
     alone(code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [CLIPPERS, ROUND], ids=["clippers", "a round"])
 def test_it_runs_without_declearn(code: str) -> None:
     alone(code)

@@ -81,6 +81,7 @@ def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [
@@ -198,6 +199,7 @@ def pages_tool() -> Any:
         return importlib.import_module("clippers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "entry", fedclip.tools.catalogue.catalogue(), ids=lambda entry: entry["name"]
 )

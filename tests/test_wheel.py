@@ -61,6 +61,7 @@ def closure(texts: list[str]) -> Iterator[Requirement]:
             continue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", ["", *(e for e in EXTRAS if e not in ENGINES)])
 def test_whatever_an_extra_needs_is_pinned(extra: str) -> None:
     found = list(closure(EXTRAS[extra] if extra else PROJECT["dependencies"]))
