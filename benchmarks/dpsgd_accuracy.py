@@ -81,7 +81,14 @@ def new_model(kind: str, features: int) -> TorchModel:
     return TorchModel(torch.nn.Sequential(*layers), torch.nn.CrossEntropyLoss())
 
 
-def manager(setting: Setting, model: TorchModel, data: Data, epsilon: float) -> TrainingManager:
+def manager(
+    setting: Setting,
+    model: TorchModel,
+    data: Data,
+    epsilon: float,
+    batch: int = BATCH,
+    **private: Any,
+) -> TrainingManager:
     kinds = {"none": TrainingManager, "declearn": DPTrainingManager}
     own = setting.mode in kinds
     # A training this short has no time for the default rate, if the bound starts far off.
@@ -104,11 +111,11 @@ def manager(setting: Setting, model: TorchModel, data: Data, epsilon: float) -> 
             use_csprng=False,
             seed=None,
             rounds=ROUNDS,
-            batches={"batch_size": BATCH, "drop_remainder": True},
+            batches={"batch_size": batch, "drop_remainder": True},
             n_epoch=1,
             n_steps=None,
         )
-        made.make_private(request)
+        made.make_private(request, **private)
     return made
 
 
@@ -122,6 +129,11 @@ def accuracy(kind: str, data: Data, setting: Setting, seed: int, epsilon: float 
     for part in np.array_split(kept, CLIENTS):
         model = new_model(kind, x.shape[1])
         nodes.append(manager(setting, model, (x[part], y[part]), epsilon))
+    return trained(server, nodes, BATCH, (x[held], y[held]))
+
+
+def trained(server: TorchModel, nodes: Sequence[TrainingManager], batch: int, held: Data) -> float:
+    """Train a model at some clients, and return its accuracy on records that none of them has."""
     for i in range(ROUNDS):
         updates = None
         for node in nodes:
@@ -129,7 +141,7 @@ def accuracy(kind: str, data: Data, setting: Setting, seed: int, epsilon: float 
                 round_i=i + 1,
                 weights=server.get_weights(trainable=True),
                 aux_var={},
-                batches={"batch_size": BATCH, "shuffle": True},
+                batches={"batch_size": batch, "shuffle": True},
                 n_epoch=1,
                 n_steps=None,
                 timeout=None,
@@ -141,7 +153,7 @@ def accuracy(kind: str, data: Data, setting: Setting, seed: int, epsilon: float 
             updates = reply.updates if updates is None else updates + reply.updates
         assert updates is not None
         server.apply_updates(-1.0 * AveragingAggregator().finalize_updates(updates))
-    labels, scores, _ = server.compute_batch_predictions((x[held], y[held], None))
+    labels, scores, _ = server.compute_batch_predictions((*held, None))
     return float((scores.argmax(1) == labels).mean())
 
 

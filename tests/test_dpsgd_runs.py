@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from declearn.dataset.utils import load_data_array
 from federation_runs import PATIENCE, running
 from helpers import ended, hiding
 
@@ -53,8 +54,17 @@ def test_quickrun_starts_private_clients_if_records_are_to_be_clipped(tmp_path: 
         return ended(*command, cwd=folder, env=env).stdout
 
     call("prepare.py")
+    # One client's records are of persons, with four each.
+    (targets,) = folder.glob("data*/client_0/train_target.*")
+    lines = len(load_data_array(str(targets)))
+    whose = "".join(f"p{i // 4}\n" for i in range(lines))
+    targets.with_name("train_persons.csv").write_text(f"person\n{whose}")
+    assert f"client_0: {-(-lines // 4)} persons are protected" in call(
+        "-m", "fedclip", "check", "config.toml"
+    )
     said = call("-m", "fedclip", "quickrun", "config.toml")
     assert said.endswith("and what was spent:  fedclip privacy spent result\n")
     found = json.loads(call("-m", "fedclip", "privacy", "spent", "result", "--json"))
     assert [one["where"] for one in found] == [f"client_{i}/privacy_spent.json" for i in range(3)]
     assert all(2.9 < one["epsilons"]["pld"] <= 3.0 for one in found)
+    assert [one["protects"] for one in found] == ["person", "record", "record"]

@@ -21,7 +21,7 @@ from fedclip.tools.cli import app
 from fedclip.tools.quickrun import Federation, QuickrunError
 from fedclip.tools.simulate import Simulation, run
 from fedclip.tools.spent import read_spent
-from fedclip.tools.suggest import suggestions
+from fedclip.tools.suggest.norms import read_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
 
@@ -138,7 +138,7 @@ def test_other_aggregators_run_too_and_are_measured(write: Any) -> None:
     assert [row.record.steps for row in rows] == [3, 3, 3]
     assert all(row.record.norm_median for row in rows)
     # Norms of updates are no norms of steps.
-    assert [bool(place.nodes) for place in suggestions(report, "")] == [False, True, False]
+    assert [bool(norms.rows) for norms in read_norms(report, "")] == [False, True, False]
 
 
 @pytest.mark.slow
@@ -178,10 +178,10 @@ def test_records_of_the_first_clients_are_reported_and_suggest_reads_them(
     assert reader.ended
     assert {row.node for row in report.select(module="norm-clip")} == {"a", "b", "c", "a-1"}
     assert [row.record.steps for row in report.select("a-1", "norm-clip")] == [2] * 6
-    step, update, _ = suggestions(report, "")
-    assert (step.measured_by, step.nodes, step.norms) == ("norm-clip", 4, 48)
-    assert step.proposals[0].plugins["client_opt"][1]["ord"] == 1
-    assert (update.nodes, update.norms) == (1, 30)
+    step, update, _ = read_norms(report, "")
+    assert [*step.clients] == ["a", "a-1", "b", "c"]
+    assert (sum(step.whole.counts), step.order) == (48, {"ord": 1})
+    assert ([*update.clients], sum(update.whole.counts)) == (["clients"], 30)
 
 
 def test_shared_statistics_go_round(write: Any) -> None:

@@ -11,7 +11,8 @@ For n records, T steps, batches of B and a model of d values::
     drift  = length / sqrt(T)    of the noise of all steps, relative to T C, the longest way
 
 With twice the records, at the same rate and steps, each of the last three is half as large.
-Records are neighbours by adding or removing one. Accountants are those of
+Data sets are neighbours by adding or removing one record, or one person with all of its records:
+then n counts persons. Accountants are those of
 `fedclip.privacy.accounting`; z is worked out once for the same numbers, and kept.
 """
 
@@ -42,6 +43,8 @@ class Calibration:
         Probability with which a record is in a batch.
     expected
         Expected size of a batch, by which each sum is divided.
+    unit
+        What is protected, and counted here: a "record", or a "person" with several.
     """
 
     epsilon: float
@@ -51,6 +54,7 @@ class Calibration:
     noise_multiplier: float
     rate: float
     expected: float
+    unit: str = "record"
 
     @property
     def accountant(self) -> str:
@@ -71,12 +75,12 @@ class Calibration:
     def _batches(self) -> str:
         if self.rate < 1:
             return (
-                f"each record is in a batch with probability {self.rate:.4g} (Poisson sampling): "
-                f"{self.expected:g} records on average"
+                f"each {self.unit} is in a batch with probability {self.rate:.4g} (Poisson "
+                f"sampling): {self.expected:g} {self.unit}s on average"
             )
         return (
-            f"each batch is all {self.records:,} records: nothing is sampled, so that sampling "
-            "saves no noise; smaller batches would"
+            f"each batch is all {self.records:,} {self.unit}s: nothing is sampled, so that "
+            "sampling saves no noise; smaller batches would"
         )
 
     @property
@@ -95,16 +99,16 @@ class Calibration:
     def in_words(self, values: int | None = None) -> str:
         """Return what the noise does to a model of so many values."""
         lines = [
-            f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.records:,} records, "
+            f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.records:,} {self.unit}s, "
             f"{self.steps:,} steps:",
             f"  {self._batches}",
             f"  noise multiplier {self.noise_multiplier:.4g}; all steps cost {in_words(self.spent)}"
-            f" by {self.accountant}, for adding or removing one record",
-            f"  the standard deviation of the noise, where C is the bound on a record: "
+            f" by {self.accountant}, for adding or removing one {self.unit}",
+            f"  the standard deviation of the noise, where C is the bound on a {self.unit}: "
             f"{self.noise:.3g} C on each value",
             "    of the mean gradient, which as a whole is at most C long",
         ]
-        if why := too_few(self.records, self.delta):
+        if why := too_few(self.records, self.delta, self.unit):
             lines.append(f"  {why}")
         count = values or 1
         drift = self.drift(count)
@@ -117,8 +121,8 @@ class Calibration:
             f"{drift:.3g} of the longest way that it can go"
         )
         if drift > 1:
-            lines.append(f"  {self.records:,} records are too few for this epsilon")
-        lines.append(f"  {verdict(drift, self.records, 'records')}")
+            lines.append(f"  {self.records:,} {self.unit}s are too few for this epsilon")
+        lines.append(f"  {verdict(drift, self.records, f'{self.unit}s')}")
         return "\n".join(lines)
 
 
@@ -139,7 +143,7 @@ def steps_of_a_round(
 
 
 def calibrate(
-    epsilon_: float, delta: float, records: int, batch_size: int, steps: int
+    epsilon_: float, delta: float, records: int, batch_size: int, steps: int, unit: str = "record"
 ) -> Calibration:
     """Return noise and sampling with which so many steps stay within a budget.
 
@@ -148,11 +152,13 @@ def calibrate(
     epsilon_, delta
         The budget: epsilon above 0, delta in (0, 1).
     records
-        How many the client has, at least 1.
+        How many the client has, or how many persons, at least 1.
     batch_size
         Expected size of a batch, at least 1.
     steps
         Of all rounds together, at least 1.
+    unit
+        "record", or "person".
 
     Raises
     ------
@@ -171,14 +177,14 @@ def calibrate(
     expected = min(parameters.integer(1, batch_size=batch_size), records)
     rate = expected / records
     z = noise_multiplier(epsilon_, delta, steps, rate)
-    return Calibration(epsilon_, delta, records, steps, z, rate, float(expected))
+    return Calibration(epsilon_, delta, records, steps, z, rate, float(expected), unit)
 
 
-def too_few(records: int, delta: float) -> str:
-    """Return a sentence if delta allows a record to be given away whole; "" if not."""
+def too_few(records: int, delta: float, unit: str = "record") -> str:
+    """Return a sentence if delta allows a unit to be given away whole; "" if not."""
     if records * delta < 1.0 or math.isnan(delta):
         return ""
     return (
-        f"delta {delta:.3g} is not below 1 / {records} records: a mechanism that publishes one "
-        "record by chance would pass; take a smaller delta"
+        f"delta {delta:.3g} is not below 1 / {records} {unit}s: a mechanism that publishes one "
+        f"{unit} by chance would pass; take a smaller delta"
     )

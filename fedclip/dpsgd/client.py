@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from declearn.messaging import Error, MetadataQuery, MetadataReply, PrivacyRequest, TrainRequest
 
 from fedclip import parameters
+from fedclip.dpsgd.persons import Ids, Persons
 from fedclip.dpsgd.records import Records, first_records
 from fedclip.federation.personal_client import PersonalFederatedClient
 from fedclip.privacy import ledger as ledgers
@@ -45,10 +46,19 @@ class PrivateFederatedClient(PersonalFederatedClient):
         `checkpoint`, which `require_privacy` demands then; without either, what was spent is
         forgotten when the process ends, and a warning says so.
 
+    persons : sequence, array or path, default=None
+        Whose each training record is: a text or a whole number for each, in the order of the
+        records; or a CSV file with one column of them and a head. Then persons are protected, each
+        with all of its records. None: each record by itself.
+    max_records : int or None, default=None
+        Of a person that is drawn for a step, as many records are taken at most, at random; >= 1.
+        None: all.
+
     Raises
     ------
     TypeError, ValueError
-        If a parameter is not as above, or `require_privacy` has neither ledger nor checkpoint.
+        If a parameter is not as above, `max_records` has no `persons`, or `require_privacy` has
+        neither ledger nor checkpoint.
     ModuleNotFoundError
         Without Opacus, which the extra ``fedclip[dp]`` brings.
     Exception
@@ -57,9 +67,12 @@ class PrivateFederatedClient(PersonalFederatedClient):
     Notes
     -----
     Guarantee: what this client sends in all of its rounds is (epsilon, delta)-differentially
-    private for adding or removing one training record, with the epsilon that `spent` returns.
-    Not protected: the number of training records, the validation records, of which losses and
-    whatever else declearn's server asks about data are told, and when the client sends.
+    private for adding or removing one training record, or one person with any number of them if
+    `persons` are given, with the epsilon that `spent` returns. The server is told the number of
+    persons then, counts of batches are of persons, and the gradient of a person is the mean of
+    those of its records. Who has records at several clients is protected at each by itself.
+    Not protected: the number of training records (or persons), the validation records, of which
+    losses and whatever else declearn's server asks about data are told, and when the client sends.
     A record that can not be read, or for which the model raises, counts as zero. That is said
     in this client's log alone, as is what goes wrong otherwise with records.
 
@@ -77,6 +90,8 @@ class PrivateFederatedClient(PersonalFederatedClient):
         max_budget: Sequence[float] | None = None,
         require_privacy: bool = True,
         ledger: str | Path | None = None,
+        persons: Ids | None = None,
+        max_records: int | None = None,
         **settings: Any,
     ) -> None:
         if find_spec("opacus") is None:
@@ -102,7 +117,10 @@ class PrivateFederatedClient(PersonalFederatedClient):
                 "publishes their losses without noise"
             )
         # Read now, as long as nobody else could see it fail.
-        self.records = Records(self.train_data, *first_records(self.valid_data)[:1])
+        records = Records(self.train_data, *first_records(self.valid_data)[:1])
+        if persons is None and max_records is not None:
+            raise ValueError("max_records is of each person: give persons too, or leave it out")
+        self.records = records if persons is None else Persons(records, persons, max_records)
         specs = dataclasses.asdict(self.valid_data.get_data_specs())
         self._specs = {**specs, "n_samples": len(self.records)}
         self._private: PrivateTrainingManager | None = None

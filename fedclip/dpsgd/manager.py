@@ -6,12 +6,13 @@
     Round:
         steps = those that the server asks for, as far as they fit into the budget: all are paid
         for each step:
-            batch = Poisson sample of the records                        (sampling, records)
+            batch = Poisson sample of the units                          (sampling, records)
             sum   = Σ factor_i * gradient_i                              (persample, clipping)
             grads = (sum + z C normal) / expected batch size             (noise)
             apply what stands after sample-clip to grads, and step
         no step left: the update is zero
 
+A unit is a record, or a person with several (`fedclip.dpsgd.persons`).
 The server's seed and generator are not asked: noise and samples come from the operating system's
 secure generator. Nothing but the update leaves a round: a record that raises counts as zero, a
 text that might tell of records stays in the client's log, and no step is paid back.
@@ -34,6 +35,7 @@ from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, to
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.persample.base import Data, Float64
+from fedclip.dpsgd.persons import Persons
 from fedclip.dpsgd.place import place_of
 from fedclip.dpsgd.records import Records, first_records
 from fedclip.dpsgd.sampling import PoissonSampler
@@ -68,7 +70,7 @@ class PrivateTrainingManager(DPTrainingManager):
         max_budget: tuple[float, float] | None = None,
         path: Path | None = None,
         spent: Sequence[Release] = (),
-        records: Records | None = None,
+        records: Records | Persons | None = None,
     ) -> None:
         """Set up DP-SGD; the model is tried on validation records.
 
@@ -83,7 +85,7 @@ class PrivateTrainingManager(DPTrainingManager):
         spent
             By runs before, if no ledger is kept.
         records
-            The training records; None to read them here.
+            The training records, by person where persons are protected; None to read them here.
 
         Raises
         ------
@@ -116,35 +118,36 @@ class PrivateTrainingManager(DPTrainingManager):
                 "[run.training], and not a time alone"
             )
         size, steps = message.batches["batch_size"], steps * message.rounds
-        self.calibration = calibrate(epsilon, delta, len(self.records), size, steps)
+        many, unit = len(self.records), self.records.unit
+        self.calibration = calibrate(epsilon, delta, many, size, steps, unit)
         # What fails for all records fails now, before anything is paid.
         with self._untold("the trial of the model"):
             persample.try_out(self.model, tried, **self._settings(self.calibration.expected))
-        data = fingerprint(self.train_data, len(self.records))
+        data = fingerprint(self.train_data, many, unit)
         self.ledger = Ledger(epsilon, delta, path, spent, data)
         self.noise = IndependentNoise()
         self._normals: Normals = secure_normals
-        self._sampler = PoissonSampler(len(self.records), size)
+        self._sampler = PoissonSampler(many, size)
         self._charged = 0
         self._failed: list[tuple[int, BaseException]] = []
         self.sclip_norm, self._dp_budget = asked, (epsilon, delta)
         self.logger.info(
-            "DP-SGD: %d records, Poisson samples at rate %.4g, %d steps, noise multiplier %.4g, "
-            "budget epsilon %.4g at delta %.3g for adding or removing one record, of which %.4g "
+            "DP-SGD: %d %ss, Poisson samples at rate %.4g, %d steps, noise multiplier %.4g, "
+            "budget epsilon %.4g at delta %.3g for adding or removing one %s, of which %.4g "
             "was spent before.",
-            *(len(self.records), self.calibration.rate, steps, self.calibration.noise_multiplier),
-            *(epsilon, delta, self.ledger.spent),
+            *(many, unit, self.calibration.rate, steps, self.calibration.noise_multiplier),
+            *(epsilon, delta, unit, self.ledger.spent),
         )
-        if why := too_few(len(self.records), delta):
+        if why := too_few(many, delta, unit):
             self.logger.warning("%s", why)
 
     @property
     def clipping(self) -> SampleClipping:
-        """How a record's gradient is clipped."""
+        """How the gradient of a record, or a person, is clipped."""
         return self._place.settings.clipping
 
     def get_noise_multiplier(self) -> float:
-        """Return the standard deviation of the noise over the bound of one record."""
+        """Return the standard deviation of the noise over the bound."""
         return self.calibration.noise_multiplier
 
     def get_privacy_spent(self) -> tuple[float, float]:
@@ -251,7 +254,7 @@ class PrivateTrainingManager(DPTrainingManager):
     def _settings(self, expected: float) -> Config:
         """Return how gradients are taken, with as many records at once as batches have."""
         place = self._place
-        most = min(place.settings.micro_batch, _enough(expected))
+        most = min(place.settings.micro_batch, _enough(expected * self.records.mean))
         return {"groups": place.groups, "micro_batch": most, "each": place.each()}
 
     def _fail(self, record: int, exc: BaseException) -> None:

@@ -26,9 +26,13 @@ Positions: TypeAlias = Sequence[int] | NDArray[np.intp]
 
 
 class Batch(tuple[Data, ...]):
-    """Inputs, targets and weights (or None), as declearn has them, and whose they are."""
+    """Inputs, targets and weights (or None), as declearn has them, and which records they are."""
 
     positions: Positions = ()
+    owners: NDArray[np.intp] | None = None
+    """Whose each record is, where persons are protected; else None."""
+    shares: NDArray[np.float64] | None = None
+    """The share of each record in the gradient of its owner."""
 
 
 class Records:
@@ -54,6 +58,10 @@ class Records:
         What the first records raise, if none of them can be read; and whatever a dataset of
         another kind raises while it is read.
     """
+
+    unit = "record"
+    mean = 1.0
+    """How many records each unit has, in the mean."""
 
     def __init__(self, dataset: Dataset, like: object = None) -> None:
         self._alone: Data

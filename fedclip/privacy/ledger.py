@@ -33,6 +33,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
@@ -45,7 +46,7 @@ from fedclip import parameters
 from fedclip.privacy.accounting import RELATIONS, Accountant, Release, order_for
 from fedclip.privacy.locks import locked
 
-__all__ = ["FILE", "Entry", "Ledger", "fingerprint", "read_entries", "total"]
+__all__ = ["FILE", "Entry", "Ledger", "fingerprint", "read_entries", "total", "unit_of"]
 
 _LOGGER = logging.getLogger("declearn.client.fedclip")
 
@@ -130,7 +131,17 @@ def total(entries: Iterable[Entry]) -> Accountant:
     return accountant
 
 
-def fingerprint(dataset: object, records: int) -> str:
+def unit_of(data: str) -> str:
+    """Return what a fingerprint says is protected; "" if it says nothing of it.
+
+    >>> unit_of("9 records, features (4,)"), unit_of("3 persons"), unit_of("the updates of a site")
+    ('record', 'person', '')
+    """
+    counted = re.match(r"\d+ (record|person)s\b", data)
+    return counted[1] if counted else ""
+
+
+def fingerprint(dataset: object, units: int, unit: str = "record") -> str:
     """Return names and sizes of a declearn `Dataset`, and nothing that follows a record.
 
     That leaves out its own specifications: a single record can change types and classes.
@@ -140,7 +151,7 @@ def fingerprint(dataset: object, records: int) -> str:
     >>> fingerprint(InMemoryDataset(np.ones((9, 4)), target=np.ones(9)), 9)
     '9 records, features (4,)'
     """
-    parts = [f"{records} records"]
+    parts = [f"{units} {unit}s"]
     features = getattr(dataset, "feats", None)
     if features is not None:
         parts.append(f"features {tuple(map(int, features.shape[1:]))}")
@@ -171,7 +182,8 @@ class Ledger:
     OSError
         If the file can not be written.
     ValueError
-        If the file is not a ledger. (It is not touched: what it says was spent, was.)
+        If the file is not a ledger, or one that protects records where these are persons, or the
+        other way round. (It is not touched: what it says was spent, was.)
 
     Notes
     -----
@@ -309,7 +321,16 @@ class Ledger:
     def _join(self, path: Path) -> None:
         found = read_entries(path, lost=bool(self._entries)) if path.exists() else {}
         others = {entry.data for line, entry in found.items() if line not in self._entries}
-        if others := others - {self.data, ""}:
+        others -= {self.data, ""}
+        unit = unit_of(self.data)
+        known = [*found.values(), *self._entries.values()]
+        if unit and {unit_of(entry.data) for entry in known} - {unit, ""}:
+            raise ValueError(
+                f"the ledger {path} does not protect each {unit}: some of it is for records and "
+                "some for persons, of which one says nothing of the other. Name a ledger of its "
+                f"own for each {unit}"
+            )
+        if others:
             _LOGGER.warning(
                 "the ledger %s is of other data (%s) than these (%s), and all is counted together: "
                 "right if the same people are in both; if not, stop, and name a ledger of its own "

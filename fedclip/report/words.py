@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fedclip.records import RoundRecord
 from fedclip.report.curves import Curve
 from fedclip.report.rows import Limits, Row, grouped, known, number, pooled
 
-__all__ = ["Finding", "diverged", "findings"]
+__all__ = ["Finding", "diverged", "findings", "unlike"]
 
 # A client is unlike the others if its median norm is this many times theirs, or less than theirs
 # by this factor.
@@ -155,21 +155,32 @@ def _setter(rows: Sequence[Row]) -> Said:
 
 
 def _unlike(rows: Sequence[Row]) -> Said:
-    """Say which client has norms unlike the others', if there are at least three."""
+    """Say which client has norms unlike the others'."""
     medians = {n: median for n, r in _by_node(rows).items() if (median := r.norm_median)}
-    if len(medians) < 3:
-        return
-    for node, median in medians.items():
+    for node, others in unlike(medians).items():
+        median = medians[node]
+        ratio = max(median / others, others / median)
+        times = f"{ratio:.3g} times " + ("larger" if median > others else "smaller")
+        text = (
+            f"{node} is unlike the others: its median norm is {number(median)}, {times} than "
+            f"theirs, {number(others)}; look at its data and its units."
+        )
+        yield "unlike", text
+
+
+def unlike(medians: Mapping[str, float]) -> dict[str, float]:
+    """Return the clients with a median norm > 0 unlike the others', and the median of those.
+
+    There must be three clients at least, and most of them alike.
+    """
+    found = {}
+    for node, median in medians.items() if len(medians) > 2 else ():
         others = statistics.median(m for other, m in medians.items() if other != node)
         ratio = max(median / others, others / median)
         alike = sum(max(m / others, others / m) < _UNLIKE for m in medians.values())
         if ratio >= _UNLIKE and alike >= 0.5 * len(medians):
-            times = f"{ratio:.3g} times " + ("larger" if median > others else "smaller")
-            text = (
-                f"{node} is unlike the others: its median norm is {number(median)}, {times} than "
-                f"theirs, {number(others)}; look at its data and its units."
-            )
-            yield "unlike", text
+            found[node] = others
+    return found
 
 
 def _by_node(rows: Sequence[Row]) -> dict[str, RoundRecord]:

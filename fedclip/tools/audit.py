@@ -33,6 +33,8 @@ from fedclip import SampleClip
 from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.persample.base import Host
+from fedclip.dpsgd.persons import Persons
+from fedclip.dpsgd.records import Records, first_records
 from fedclip.federation.generics import AnyModel
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.clipping import UpdateClient
@@ -256,11 +258,12 @@ def _of_records(file: Path, optim: FLOptimConfig, rng: np.random.Generator) -> A
     config = FLRunConfig.from_toml(str(file), False, "run")
     if config.privacy is None:
         raise QuickrunError("sample-clip needs [run.privacy], and nothing claims privacy without")
-    data = experiment.data(next(iter(experiment.files)))
+    site = next(iter(experiment.files))
+    data, persons = experiment.data(site), experiment.persons(site)
     there, scores, losses = list[bool](), list[float](), list[list[Host]]()
     # Of a small model, a run has only as many directions as values.
     while len(there) < CANARIES and len(losses) < _MOST_RUNS:
-        manager = _private(experiment, optim, config, data)
+        manager = _private(experiment, optim, config, data, persons)
         watched = _Watched(manager, rng)
         manager.noise = watched
         effort = config.training.message_params
@@ -270,7 +273,7 @@ def _of_records(file: Path, optim: FLOptimConfig, rng: np.random.Generator) -> A
         scores += watched.scores.tolist()
         losses.append([_losses(manager.model, part) for part in data])
     found = guessed(there, scores)
-    return Audit("record", manager.ledger.accountant, found, _membership(losses[:1]))
+    return Audit(manager.records.unit, manager.ledger.accountant, found, _membership(losses[:1]))
 
 
 def _private(
@@ -278,6 +281,7 @@ def _private(
     optim: FLOptimConfig,
     config: FLRunConfig,
     data: Sequence[InMemoryDataset],
+    persons: Path | None,
 ) -> PrivateTrainingManager:
     """Return a client that trains alone, as the server asks it to."""
     model = experiment.model()
@@ -294,7 +298,10 @@ def _private(
     steps = {name: effort[name] for name in ("batches", "n_epoch", "n_steps")}
     assert config.privacy is not None
     asked = dataclasses.asdict(config.privacy)
-    manager.make_private(PrivacyRequest(rounds=config.rounds, **steps, **asked))
+    records = Records(data[0], *first_records(data[1])[:1])
+    units = records if persons is None else Persons(records, persons)
+    request = PrivacyRequest(rounds=config.rounds, **steps, **asked)
+    manager.make_private(request, records=units)
     return manager
 
 

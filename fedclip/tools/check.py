@@ -28,7 +28,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from declearn.dataset.utils import load_data_array
 from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.optimizer import Optimizer
 from declearn.quickrun import DataSourceConfig, parse_data_folder
@@ -57,6 +56,7 @@ from fedclip.tools.findings import (
     read_toml,
     text_of,
 )
+from fedclip.tools.persons import asked_for, units
 from fedclip.tools.plugins import check_aggregator, check_counterparts, check_optimizer
 from fedclip.tools.settings import SECTIONS, elsewhere, fits, section_faults
 from fedclip.tools.trained import trained
@@ -275,6 +275,9 @@ def _check_data(check: Check, data: Section, run: Section) -> None:
         return
     if files is None:
         return
+    if "privacy" in run:
+        for level, text in asked_for(files):
+            check.add(level, "[data]", text)
     count = len(files)
     register = run.get("register")
     low = high = register
@@ -295,12 +298,12 @@ def _files(check: Check, data: Section) -> dict[str, dict[str, str]] | None:
 
 
 def _records(check: Check) -> int | None:
-    """Return how many training records the smallest client has; None if it is not known."""
+    """Return how many records, or persons, the smallest client has; None if it is not known."""
     if "privacy" not in _section(check.config, "run"):
         return None
     try:
         files = _files(check, _section(check.config, "data")) or {}
-        return min(len(load_data_array(each["train_target"])) for each in files.values())
+        return min(map(units, files.values()))
     except Exception:  # whatever a file makes declearn raise, which is reported elsewhere
         return None
 

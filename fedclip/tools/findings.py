@@ -16,6 +16,7 @@ from fedclip.privacy.maps import Plugin
 __all__ = [
     "Check",
     "Finding",
+    "Level",
     "Plugins",
     "Section",
     "Setting",

@@ -117,8 +117,14 @@ def _counted(model: Path, values: int | None, quiet: bool) -> int:
 def calibrate(
     epsilon: Epsilon,
     rounds: Rounds,
-    records: Annotated[int, typer.Option(help="How many training records the client has.")],
     batch_size: Annotated[int, typer.Option(help="Expected size of a batch.")],
+    records: Annotated[
+        int | None, typer.Option(help="How many training records the client has.")
+    ] = None,
+    persons: Annotated[
+        int | None,
+        typer.Option(help="How many persons they are of, if persons are to be protected."),
+    ] = None,
     epochs: Annotated[
         int | None, typer.Option(help="Epochs of a round; 1, if --steps is not given.")
     ] = None,
@@ -129,18 +135,21 @@ def calibrate(
     values: Values = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Size the noise of DP-SGD on one client's records, and print the lines of TOML."""
+    """Size the noise of DP-SGD on one client's records or persons; print the lines of TOML."""
     from fedclip import parameters
     from fedclip.dpsgd import calibrate as dpsgd
     from fedclip.toml import toml_line, toml_value
 
+    if (records is None) == (persons is None):
+        fail("give --records, or --persons if persons with several records are to be protected", 2)
     epochs = 1 if epochs is None and steps is None else epochs
     with in_one_sentence():
         parameters.optional(parameters.integer, 1, values=values)
-        records = parameters.integer(1, records=records)
-        each = dpsgd.steps_of_a_round(records, {"batch_size": batch_size}, epochs, steps)
+        unit = "person" if persons is not None else "record"
+        units = parameters.integer(1, **{f"{unit}s": records if persons is None else persons})
+        each = dpsgd.steps_of_a_round(units, {"batch_size": batch_size}, epochs, steps)
         total = parameters.integer(1, rounds=rounds) * (each or 0)
-        found = dpsgd.calibrate(epsilon, delta, records, batch_size, total)
+        found = dpsgd.calibrate(epsilon, delta, units, batch_size, total, unit)
         text = found.in_words(values)
     lines = [
         "[optim.client_opt]",

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,10 @@ from fedclip.federation.serving import guarded, watchful
 from fedclip.tools.progress import latest, progress
 from fedclip.tools.trained import label
 
-__all__ = ["Experiment", "Federation", "QuickrunError", "run"]
+__all__ = ["PERSONS", "Experiment", "Federation", "QuickrunError", "run"]
 
+PERSONS = "train_persons.csv"
+"""In a client's folder of data: a line for each training record, which says whose it is."""
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
@@ -104,6 +107,11 @@ class Experiment:
             for of in ("train", "valid")
         )
         return train, valid
+
+    def persons(self, site: str) -> Path | None:
+        """Return the file that says whose a client's training records are, if it has one."""
+        file = Path(self.files[site]["train_data"]).with_name(PERSONS)
+        return file if file.exists() else None
 
     def model(self) -> AnyModel:
         """Return a new model, as its file makes it."""
@@ -201,7 +209,12 @@ class Federation:
         server = self.network.build_server()
         # As by default, three times as long as the server waits for a client.
         patience = {"patience": 3 * server.patience} if hasattr(server, "patience") else {}
-        kind = fedclip.PrivateFederatedClient if private else fedclip.PersonalFederatedClient
+        persons = self.experiment.persons(name)
+        if persons and not private:
+            _LOGGER.warning("%s protects nobody: client_opt has no sample-clip.", persons)
+        kind: Any = fedclip.PersonalFederatedClient
+        if private:
+            kind = partial(fedclip.PrivateFederatedClient, persons=persons)
         client = kind(
             netwk=NetworkClientConfig.from_params(
                 protocol=self.network.protocol, server_uri=server.uri, name=name, kwargs=patience

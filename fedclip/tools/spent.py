@@ -15,7 +15,7 @@ from fedclip.federation.update.plain import server_of
 from fedclip.federation.update.served import read
 from fedclip.parameters import Config
 from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, planned_anew
-from fedclip.privacy.ledger import FILE, Entry, read_entries, total
+from fedclip.privacy.ledger import FILE, Entry, read_entries, total, unit_of
 from fedclip.records import SERVED
 from fedclip.tools.catalogue import version
 
@@ -25,7 +25,7 @@ _COUNTED_BY = ("fedclip", "dp-accounting", "opacus")
 
 
 class Spent(NamedTuple):
-    """What one file says was spent, and whether that protects a record or a client.
+    """What one file says was spent, and whether that protects a record, a person or a client.
 
     A ledger has `entries`, from which its accountant is. Clients are charged for one turn in
     `separation` rounds. A server may have been given a budget of at most so much, `planned`.
@@ -164,7 +164,8 @@ def read_spent(path: Path) -> Iterator[Spent]:
         none = False
         entries = [*read_entries(file).values()]
         where = str(file.relative_to(path)) if folder else path.name
-        protects = "site's data set" if entries[-1].data == UNIT else "record"
+        last = entries[-1].data
+        protects = "site's data set" if last == UNIT else unit_of(last) or "record"
         yield Spent(where, protects, total(entries), entries)
     for config in sorted([*path.rglob("optimizer_config.json"), *path.rglob(SERVED)]):
         budget = _of_engine(config) if config.name == SERVED else _of_server(config.parent)

@@ -16,8 +16,8 @@ from fedclip.tools.output import HtmlFile, JsonFlag, fail, say, typed
 
 if TYPE_CHECKING:
     from fedclip.report import Report
+    from fedclip.report.advice import Proposal
     from fedclip.tools.progress import Tell
-    from fedclip.tools.suggest import Proposal
     from fedclip.tools.sweep import Planned
 
 __all__ = ["add_to"]
@@ -35,16 +35,19 @@ def suggest(
         Path | None, typer.Option(metavar="CONFIG", help="Write a proposal into this TOML file.")
     ] = None,
     use: Annotated[
-        str, typer.Option(metavar="NAME", help="The proposal to write, such as step.fixed.")
-    ] = "step.learnt",
+        str | None,
+        typer.Option(metavar="NAME", help="The proposal to write, in place of the first one."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Propose limits from the norms of a run, as lines of TOML.
+    """Decide by the norms of a run what to clip first, and say why.
 
-    It says what share of the norms each would have clipped, and what it reveals of the data.
+    Each proposal comes as lines of TOML, with the share of each client's norms that it would have
+    clipped, and with what it reveals of the data.
     """
+    from fedclip.errors import nearest
     from fedclip.tools.showing import read
-    from fedclip.tools.suggest import in_words, suggestions
+    from fedclip.tools.suggest import advised, in_words
 
     report = read(folder)
     found = report.experiments
@@ -54,24 +57,27 @@ def suggest(
     if len(found) > 1:
         say(f"fedclip: what folders below hold is left out ({len(found) - 1})", err=True)
     try:
-        places = suggestions(report, min(found))
+        advice = advised(report, min(found))
     except (TypeError, ValueError) as exc:
         fail(str(exc))
+    proposals = {proposal.name: proposal for proposal in advice.proposals}
+    if use is not None and use not in proposals:
+        known = ", ".join(proposals) or "none"
+        fail(f"there is no proposal {use!r}{nearest(use, proposals)} (there are: {known})")
     if as_json:
-        facts = [dataclasses.asdict(place) for place in places]
-        print(json.dumps({"schema": "fedclip-suggest/1", "folder": str(folder), "places": facts}))
+        facts = {"schema": "fedclip-suggest/2", "folder": str(folder), **dataclasses.asdict(advice)}
+        print(json.dumps(facts))
     elif write is None:
-        for place in places:
-            for line in in_words(place):
-                say(line)
-            typer.echo()
-    proposals = {p.name: p for place in places for p in place.proposals}
+        for line in in_words(advice):
+            say(line)
     if write is not None:
-        if use not in proposals:
-            fail(f"there is no proposal {use!r} (there are: {', '.join(proposals) or 'none'})")
-        save(write, proposals[use])
+        if not (use or advice.start):
+            fail(f"{advice.answer} To write one all the same, name it: --use NAME")
+        save(write, proposals[use or advice.start])
     elif proposals and not as_json:
-        say(f"To write one:  fedclip suggest {typed(folder)} --use NAME --write config.toml")
+        named = "" if advice.start else f" --use {next(iter(proposals))}"
+        typer.echo()
+        say(f"To write it:  fedclip suggest {typed(folder)}{named} --write config.toml")
 
 
 def save(file: Path, proposal: Proposal) -> None:

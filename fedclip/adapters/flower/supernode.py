@@ -54,7 +54,7 @@ from flwr.supernode.nodestate import NodeStateFactory
 
 from fedclip.adapters.flower.arrays import RECORD
 from fedclip.errors import shown
-from fedclip.federation.site.gate import Gate, Refused
+from fedclip.federation.site.gate import Gate, Refused, beside
 from fedclip.federation.site.policy import Policy
 
 __all__ = ["Border", "passed", "run"]
@@ -268,20 +268,12 @@ def _update(model: ArrayRecord, trained: ArrayRecord, gate: Gate, *, full: bool)
     if _form(after) != _form(before):
         raise Refused("names, shapes and dtypes of the arrays must be those of the model")
     steps = gate.update({name: after[name].astype(float) - old for name, old in floats.items()})
-    moved = {name: _moved(old, steps[name]) for name, old in floats.items()}
+    moved = {name: beside(old, steps[name]) for name, old in floats.items()}
     return ArrayRecord({name: Array(moved.get(name, old)) for name, old in before.items()})
 
 
 def _form(arrays: Mapping[str, Floats]) -> dict[str, Any]:
     return {name: (array.shape, array.dtype) for name, array in arrays.items()}
-
-
-def _moved(array: Floats, step: Any) -> Floats:
-    """Return an array plus a step; rounding makes no step longer, as it would in half precision."""
-    with np.errstate(all="ignore"):
-        moved = (array + step).astype(array.dtype)
-        longer = abs(moved.astype(float) - array) > abs(step)
-        return np.asarray(np.where(longer, np.nextafter(moved, array), moved))
 
 
 def _guard(gate: Gate, connect: Callable[..., Any]) -> None:

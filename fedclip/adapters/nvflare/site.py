@@ -29,7 +29,7 @@ from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.app_common.logging.constants import is_log_streaming_allowed
 
 from fedclip.adapters.nvflare.client import ClipUpdate
-from fedclip.federation.site.gate import Gate, Refused
+from fedclip.federation.site.gate import Gate, Refused, beside
 from fedclip.federation.site.policy import Policy
 from fedclip.federation.update.limits import alike
 
@@ -119,14 +119,8 @@ class SitePolicy(Filter):
                 raise Refused("the weights are no NumPy arrays with the model's names and shapes")
             moved = {name: value - model[name] for name, value in dxo.data.items()}
             left = self._gate.update(moved, model)
-            data = {name: _beside(model[name], value) for name, value in left.items()}
+            data = {name: beside(model[name], value) for name, value in left.items()}
         return DXO(kind, data, told).to_shareable()
-
-
-def _beside(weights: Any, moved: Any) -> Any:
-    """Return their sum, rounded towards the weights: large ones must not make more of it."""
-    found = weights + moved
-    return np.where(abs(found - weights) > abs(moved), np.nextafter(found, weights), found)
 
 
 def _refuse(fl_ctx: FLContext) -> None:

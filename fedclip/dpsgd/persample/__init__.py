@@ -17,7 +17,6 @@ Gradients and sums stay where the framework has them; norms and factors go throu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from fedclip.dpsgd.persample.base import (
     Unfit,
     spare,
 )
+from fedclip.dpsgd.persample.means import Means
 from fedclip.scopes import Groups
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ def clipped_sum(
         A declearn model, initialised.
     batches
         Inputs, targets and weights (or None), as declearn has them; several, where records differ
-        in shape; none, if there is no record.
+        in shape; none, if there is no record. With `owners` and `shares` (`fedclip.dpsgd.persons`),
+        what is clipped are persons, each the sum of its records times their shares.
     factors
         From finite norms (records, groups) to factors of the same shape.
     groups
@@ -134,7 +135,7 @@ def clipped_sum(
     micro_batch
         How many records are in memory at once, at most; fewer, if their gradients are large.
     each
-        What is done to each record's gradient before it is measured.
+        What is done to each gradient, of a record or a person, before it is measured.
     failed
         Called for each record that raises, with its position in the data, where a batch knows
         them, or else in the batch; the record counts as zero. None: it raises here.
@@ -148,8 +149,10 @@ def clipped_sum(
         for one that raised.
     """
     framework = _framework(model)
-    whole = each is not None
     total = _Sum(framework.shapes(model), factors, groups, each)
+    of_persons = any(getattr(batch, "owners", None) is not None for batch in batches)
+    means = Means(batches) if of_persons else None
+    whole = each is not None or of_persons
     for batch in batches:
         # A record of no inputs has no size.
         places = getattr(batch, "positions", None)
@@ -158,18 +161,24 @@ def clipped_sum(
 
         def work(start: int, stop: int, batch: Data = batch, size: int = size) -> None:
             some = batch if stop - start == size else _part(batch, slice(start, stop))
-            total.add(framework.stacks(model, some, micro_batch, whole))
+            stacks = framework.stacks(model, some, micro_batch, whole)
+            if means is not None:
+                stacks = means.of(stacks, batch.owners[start:stop], batch.shares[start:stop])
+            total.add(stacks)
+
+        def told(
+            record: int, exc: BaseException, batch: Data = batch, places: Any = places
+        ) -> None:
+            if failed is not None:
+                failed(int(places[record]), exc)
+            if means is not None:
+                total.add(means.without(int(batch.owners[record])))
 
         if failed is None:
             work(0, size)
         else:
-            told = partial(_told, failed, places)
             spare(work, 0, size, told)
     return total.result()
-
-
-def _told(failed: Failed, places: Sequence[int], record: int, exc: BaseException) -> None:
-    failed(int(places[record]), exc)
 
 
 def _size(batch: Data) -> int:

@@ -21,8 +21,10 @@ import numbers
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedclip.arrays import Array, backend_of
 from fedclip.errors import shown
@@ -34,7 +36,9 @@ from fedclip.privacy.accounting import Accountant
 from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
 from fedclip.privacy.noise import add_noise, secure_normals
 
-__all__ = ["UNIT", "Gate", "Refused", "plain", "spent"]
+__all__ = ["UNIT", "Gate", "Refused", "beside", "plain", "spent"]
+
+AnyArray: TypeAlias = NDArray[Any]
 
 _LOGGER = logging.getLogger("fedclip.site")
 # A ledger's lock keeps other processes away, and this one other threads.
@@ -68,6 +72,21 @@ def spent(policy: Policy) -> Accountant:
         )
     # At the delta that is in force now.
     return total([*entries, Entry((), policy.delta or 0.5, policy.relation)])
+
+
+def beside(array: AnyArray, step: AnyArray) -> AnyArray:
+    """Return an array plus a step, in the array's dtype; rounding makes no step longer.
+
+    Examples
+    --------
+    >>> weights = np.array([2048.0], np.float16)  # where half precision has even numbers only
+    >>> [float(beside(weights, np.array([step]))[0]) for step in (1.5, 2.5)]
+    [2048.0, 2050.0]
+    """
+    with np.errstate(all="ignore"):
+        moved = (array + step).astype(array.dtype)
+        longer = abs(moved.astype(float) - array) > abs(step)
+        return np.asarray(np.where(longer, np.nextafter(moved, array), moved))
 
 
 class Gate:

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Records by the persons that they are of, so that a step draws persons, each with its records.
+
+::
+
+    Draw(persons):                    a Poisson sample, in which each person comes by itself
+        for each person i of them:
+            own = its records, or max_records of them, drawn at random without replacement
+            g_i = mean of the gradients of own          (`fedclip.dpsgd.persample.means`)
+
+What is clipped is g_i: whatever all records of a person hold, and however many there are, they
+move the sum of a step by at most the bound. A person with many records has no larger say than one
+with few.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fedclip import parameters
+from fedclip.dpsgd.persample.base import Failed
+from fedclip.dpsgd.records import Batch, Positions, Records
+from fedclip.dpsgd.sampling import Bits, secure_bits
+
+__all__ = ["Ids", "Persons", "numbered"]
+
+Ids: TypeAlias = str | Path | Sequence[object] | ArrayLike
+"""Whose each record is, in their order; or a CSV file of one column, with a head."""
+
+
+class Persons:
+    """The records of a data set, by person; it is asked as `Records` is.
+
+    Parameters
+    ----------
+    records
+        All of them.
+    ids
+        Whose each record is: texts or whole numbers, one for each record.
+    max_records
+        Of a person that is drawn, as many records are taken at most, >= 1; None: all.
+    bits
+        Where the choice of them comes from.
+
+    Raises
+    ------
+    OSError
+        If a file can not be read.
+    TypeError, ValueError
+        If there is not one id for each record, or some are missing.
+
+    Examples
+    --------
+    >>> from declearn.dataset import InMemoryDataset
+    >>> visits = Records(InMemoryDataset(np.arange(8.0).reshape(4, 2), target=np.ones(4)))
+    >>> persons = Persons(visits, ["ann", "bob", "ann", "ann"])
+    >>> len(persons), persons.mean
+    (2, 2.0)
+    >>> (batch,) = persons.take([0])
+    >>> batch.positions, batch.owners.tolist()
+    ([0, 2, 3], [0, 0, 0])
+    """
+
+    unit = "person"
+
+    def __init__(
+        self,
+        records: Records,
+        ids: Ids,
+        max_records: int | None = None,
+        bits: Bits = secure_bits,
+    ) -> None:
+        self.max_records = parameters.optional(parameters.integer, 1, max_records=max_records)
+        self._records, self._bits = records, bits
+        self._of = numbered(ids, len(records))
+        order = np.argsort(self._of, kind="stable")
+        self._own = np.split(order, np.cumsum(np.bincount(self._of))[:-1])
+        taken = [min(len(own), self.max_records or len(own)) for own in self._own]
+        self.mean = float(np.mean(taken))
+        """How many records of a person are taken, in the mean of all."""
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def take(self, drawn: Positions, failed: Failed | None = None) -> list[Batch]:
+        """Return the records of persons, each with its owner and its share in the owner's mean."""
+        own = [self._some(self._own[person]) for person in drawn]
+        shares = np.zeros(len(self))
+        shares[[*drawn]] = [1.0 / len(positions) for positions in own]
+        batches = self._records.take([*map(int, np.concatenate([[], *own]))], failed)
+        for batch in batches:
+            batch.owners = self._of[np.asarray(batch.positions, dtype=np.intp)]
+            batch.shares = shares[batch.owners]
+        return batches
+
+    def _some(self, own: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return at most `max_records` of these, all choices alike."""
+        if self.max_records is None or len(own) <= self.max_records:
+            return own
+        return own[np.argsort(self._bits(len(own)))[: self.max_records]]
+
+
+def numbered(ids: Ids, records: int) -> NDArray[np.intp]:
+    """Return for each record the number of its person, from 0."""
+    found = np.asarray(_column(Path(ids)) if isinstance(ids, (str, Path)) else ids)
+    if found.shape != (records,):
+        raise ValueError(
+            f"persons must be one id for each of the {records} records, in their order, got shape "
+            f"{found.shape}"
+        )
+    if found.dtype.kind not in "OUSiu":
+        raise TypeError(f"persons must be texts or whole numbers, got {found.dtype}")
+    missing = sum(one is None or one != one or one == "" for one in found.tolist())
+    if missing:
+        raise ValueError(
+            f"of {missing} of {records} records it is not said whose they are: leave those "
+            "records out, or give each of them an id"
+        )
+    return np.unique(found.astype(str), return_inverse=True)[1]
+
+
+def _column(file: Path) -> list[str]:
+    """Return what stands below the head of a file of one column, as text: 007 is not 7."""
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        rows = [*csv.reader(lines)][1:]
+    if any(len(row) > 1 for row in rows):
+        raise ValueError(f"{file} must have one column, the persons")
+    return ["".join(row).strip() for row in rows]

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose the training records of a quickrun file are: what DP-SGD protects, and what it may have to.
+
+A file `train_persons.csv` beside a client's training data says it. Without one, a column that is
+named like an identifier, and in which values come back, says that it may be wanted.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from declearn.dataset.utils import load_data_array
+
+from fedclip.dpsgd.persons import numbered
+from fedclip.tools.findings import Level
+from fedclip.tools.quickrun import PERSONS
+
+__all__ = ["asked_for", "units"]
+
+_NAMED = re.compile(
+    r"(^|_)(id|uid|pid|mrn|ssn|patient|person|subject|participant|user|member|customer|student)"
+    r"s?(_?(id|no|nr|num|number|code|key|name))?$",
+    re.IGNORECASE,
+)
+
+
+def units(files: Mapping[str, str]) -> int:
+    """Return how many records, or persons if a file names them, a client trains on.
+
+    Raises
+    ------
+    OSError, TypeError, ValueError
+        If a file can not be read, or the persons do not fit the records.
+    """
+    records = len(load_data_array(files["train_target"]))
+    named = Path(files["train_data"]).with_name(PERSONS)
+    return int(numbered(named, records).max()) + 1 if named.exists() else records
+
+
+def asked_for(sites: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[Level, str]]:
+    """Yield level and text of what there is to say of persons, for private clients."""
+    found: dict[str, list[str]] = {}
+    for site, files in sites.items():
+        data = Path(files["train_data"])
+        if data.with_name(PERSONS).exists():
+            try:
+                yield "ok", f"{site}: {units(files):,} persons are protected, each with all records"
+            except (OSError, TypeError, ValueError) as exc:
+                yield "problem", f"{data.with_name(PERSONS)}: {exc}"
+        elif data.suffix == ".csv":
+            for column in _identifiers(data):
+                found.setdefault(column, []).append(site)
+    for column, where in found.items():
+        yield (
+            "note",
+            f"column {column!r} ({', '.join(where[:3])}{', …' * (len(where) > 3)}) is named like "
+            "an identifier, and its values come back: each record is protected alone, and whoever "
+            f"has several far less. Write the column into {PERSONS} beside the training data, and "
+            "leave it out of that: then each person is protected, with all records",
+        )
+
+
+def _identifiers(file: Path) -> Iterator[str]:
+    """Yield the columns named like an identifier, in which some value comes back."""
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        heads, *rows = csv.reader(lines)
+    for place, name in enumerate(heads):
+        values = [row[place] for row in rows if len(row) > place]
+        if _NAMED.search(name.strip()) and len({*values}) < len(values):
+            yield name.strip()
