@@ -113,6 +113,7 @@ def alone(code: str) -> None:
     python(f"{REFUSE}\n{code}", "nothing", options=["-W", "error"])
 
 
+@pytest.mark.slow
 def test_every_file_of_the_core_is_imported_without_declearn() -> None:
     code = f"import importlib\nfor name in {core()!r}:\n    importlib.import_module(name)"
     alone(code)

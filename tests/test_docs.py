@@ -219,6 +219,7 @@ def test_list_says_what_is_registered() -> None:
     assert fedclip.tools.catalogue.catalogue() == current, "run: python docs/clippers.py"
 
 
+@pytest.mark.slow
 def test_each_picture_is_drawn_from_the_numbers_of_today() -> None:
     pages_tool()
     pictures: Any = sys.modules["pictures"]

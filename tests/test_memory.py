@@ -278,6 +278,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(steps=STEPS, kind=st.sampled_from([NormClip, ValueClip]))
 def test_no_held_output_ever_changes(steps: list[Any], kind: type) -> None:

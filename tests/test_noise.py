@@ -315,6 +315,7 @@ def test_a_state_that_is_loaded_takes_nothing_from_what_was_spent(
     assert accountant.rounds == rounds
 
 
+@pytest.mark.slow
 def test_samples_are_kept_apart_and_restored() -> None:
     pytest.importorskip("dp_accounting")
     first = Accountant(1e-5)
