@@ -16,7 +16,7 @@ from pathlib import Path
 import msgpack
 import pytest
 from declearn.optimizer import list_optim_modules
-from helpers import PATIENCE, free_port, hiding
+from helpers import ended, free_port, hiding
 from report_runs import Node, call
 from typer.testing import Result
 
@@ -77,6 +77,7 @@ except SystemExit:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "needs"),
     [
@@ -86,14 +87,9 @@ except SystemExit:
     ],
 )
 def test_a_command_imports_what_it_needs(words: str, needs: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED, *words.split()],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        check=False,
-    )
+    paths = os.pathsep.join(filter(None, sys.path))
+    env = {**os.environ, "PYTHONPATH": paths}
+    done = ended("-c", IMPORTED, *words.split(), env=env, well=False)
     assert set(done.stderr.splitlines()[-1].split()) <= set(needs.split()), done.stderr
 
 
@@ -259,15 +255,7 @@ def test_quickrun_that_is_interrupted_points_to_the_report(
 def script(tmp_path: Path, text: str, *args: str) -> subprocess.CompletedProcess[str]:
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(text))
-    return subprocess.run(
-        [sys.executable, "-m", "fedclip", "run", str(file), *args],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        stdin=subprocess.DEVNULL,
-        env=hiding(),
-        check=False,
-    )
+    return ended("-m", "fedclip", "run", file, *args, env=hiding(), well=False)
 
 
 @pytest.mark.slow
@@ -316,6 +304,7 @@ def test_report_writes_csv(checkpoints: Path, tmp_path: Path) -> None:
     assert file.read_text() == to_stdout
 
 
+@pytest.mark.slow
 def test_report_shows_other_peoples_names_as_they_are(tmp_path: Path) -> None:
     rounds = [{**ROUND, "group": "all"}, {**ROUND, "group": "[/x]"}]
     for name in ("[red]", "$a_$", "<script>", "\x1b[31mred", "\udcff"):

@@ -81,6 +81,7 @@ def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [
@@ -204,6 +205,7 @@ def pages_tool() -> Any:
         return importlib.import_module("clippers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "entry", fedclip.tools.catalogue.catalogue(), ids=lambda entry: entry["name"]
 )
@@ -223,6 +225,7 @@ def test_list_says_what_is_registered() -> None:
     assert fedclip.tools.catalogue.catalogue() == current, "run: python docs/clippers.py"
 
 
+@pytest.mark.slow
 def test_each_picture_is_drawn_from_the_numbers_of_today() -> None:
     pages_tool()
     pictures: Any = sys.modules["pictures"]
