@@ -71,8 +71,6 @@ class Arithmetic:
 
     asarray: Callable[..., Array]
     """``asarray(values, like=None)``: in the widest float of the framework, on like's device."""
-    cast: Callable[..., Array]
-    """``cast(x, dtype)``: a dense array in a dtype, given by its name, rounded to the nearest."""
     where: Callable[..., Array]
     """``where(condition, x, y)``; numbers broadcast."""
     isfinite: Callable[..., Array]
@@ -185,6 +183,10 @@ class Backend(Arithmetic, ABC):
         """
 
     # -- numbers ------------------------------------------------------------------------------
+    @abstractmethod
+    def cast(self, x: Array, dtype: str) -> Array:
+        """Return a dense array in a dtype, given by its name, rounded to the nearest."""
+
     def constant(self, x: Array) -> Array:
         """Return numbers on which no derivative depends, such as a unit to divide by."""
         return x

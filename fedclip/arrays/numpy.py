@@ -40,7 +40,7 @@ from fedclip.arrays.blocks import (
 from fedclip.arrays.cores import PIECE, each, worthwhile
 from fedclip.arrays.memory import Memory, aligned, in_memory_order
 
-__all__ = ["NumpyBackend", "any_of", "bits", "dtype_name"]
+__all__ = ["NumpyBackend", "bits", "dtype_name"]
 
 FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
 """The dtypes of views that show numbers as they are."""
@@ -62,12 +62,6 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return a dtype as "float32", "bfloat16", ..."""
     # NumPy builds the name at each call, which takes as long as a step over twenty tensors.
     return str(dtype.name)
-
-
-def any_of(conditions: Array) -> bool:
-    """Return whether one holds; for few, NumPy's own `any` takes six times as long."""
-    found = conditions.tolist()
-    return any(found) if conditions.ndim else bool(found)
 
 
 class NumpyBackend(Backend):
@@ -177,7 +171,7 @@ class NumpyBackend(Backend):
     def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
         if not any(shapes):
             # 0-d arrays, which NumPy handles faster than its numbers.
-            return [flat[i, ...] for i in range(len(flat))] if flat.ndim else [flat]
+            return [flat[i, ...] for i in range(len(flat))]
         parts = np.split(flat, np.cumsum([*map(math.prod, shapes)])[:-1])
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -200,17 +194,15 @@ class NumpyBackend(Backend):
     def sharpened(
         self, norms: Array, limits: Array, arrays: Arrays, members: Sequence[Sequence[int]]
     ) -> Array:
+        result = norms
         # Not of the limits, which may be infinite.
-        close = abs(norms - limits) <= _CLOSE * norms
-        if not any_of(close):
-            return norms
-        result = np.array(norms, ndmin=1)
-        for group in np.ravel(close).nonzero()[0].tolist():
+        for group in (abs(norms - limits) <= _CLOSE * norms).nonzero()[0].tolist():
             some = [arrays[i] for i in members[group]]
             # Arrays of float64 have been measured in float64 already.
             if any(view.itemsize < 8 for view in some):
+                result = norms.copy() if result is norms else result
                 result[group] = exact_norm(some)
-        return result if norms.ndim else result[0]
+        return result
 
     def peaks(self, arrays: Arrays) -> Array:
         return np.abs([extremes(a) for a in arrays]).max(axis=1)

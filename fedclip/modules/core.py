@@ -13,8 +13,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from fedclip import states
 from fedclip.arrays import Array, Backend, Memory
 from fedclip.errors import FedclipWarning, NonFiniteError
@@ -165,8 +163,7 @@ class Core(Documented):
                 transform.init(gradient.groups), states.dump(self._state, labels), labels
             )
         like, xp = gradient.arrays[0], gradient.xp
-        columns = (xp.asarray(np.atleast_1d(column), like=like) for column in self._state)
-        return type(self._state)(*columns)
+        return type(self._state)(*(xp.asarray(column, like=like) for column in self._state))
 
     def _note(self, transform: Transform, outcome: Outcome, groups: Groups) -> None:
         basis = transform.basis

@@ -26,9 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from fedclip.arrays import (
-    NUMBERS,
     NUMPY,
-    Arithmetic,
     Array,
     Arrays,
     Backend,
@@ -175,13 +173,6 @@ class Gradient:
         if not self._finite or (self.on_host and not self.rest_is_finite()):
             raise NotFiniteError
         return norms
-
-    def numbers(self, norms: Array, state: State) -> tuple[Array, State, Arithmetic]:
-        """Return norms and state for a rule, with their arithmetic: of one group, scalars."""
-        if not self.on_host or len(self.groups) > 1 or any(c.ndim > 1 for c in state):
-            return norms, state, self.xp
-        norm, *numbers = (c[0] if c.ndim else c for c in (norms, *state))
-        return norm, type(state)(*numbers), NUMBERS
 
     def remember(self, after: Statistics) -> None:
         """Keep arrays of this step, by name and field, unless it is not finite; after `sound`."""

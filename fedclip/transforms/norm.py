@@ -23,8 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fedclip.arrays import NUMPY, Arithmetic, Array, Arrays
-from fedclip.arrays.numpy import any_of
+from fedclip.arrays import NUMPY, Array, Arrays
 from fedclip.measures import MEANS, Order, degree, measure
 from fedclip.rules import Rule, State
 from fedclip.scopes import Groups
@@ -62,21 +61,20 @@ class NormClipping(Transform):
 
     def judged(self, gradient: Gradient, norms: Array, state: State) -> Outcome:
         """Clip one gradient with these norms, which are sound."""
-        arrays, members = gradient.arrays, gradient.groups.members
-        norms, state, xp = gradient.numbers(norms, state)
+        arrays, xp = gradient.arrays, gradient.xp
         limits, after = self.rule(norms, state, xp)
         if self.ord == 2:
-            sharp = gradient.xp.sharpened(norms, limits, arrays, members)
+            sharp = xp.sharpened(norms, limits, arrays, gradient.groups.members)
             if sharp is not norms:
                 norms = sharp
                 limits, after = self.rule(norms, state, xp)
         decision = self.action.decide(norms, limits, xp)
-        outputs = arrays if self.dry else self._scaled(gradient, decision, xp)
+        outputs = arrays if self.dry else self._scaled(gradient, decision)
         return Outcome(outputs, after, norms, limits, decision.over)
 
-    def _scaled(self, gradient: Gradient, decision: Decision, numbers: Arithmetic) -> Arrays:
+    def _scaled(self, gradient: Gradient, decision: Decision) -> Arrays:
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
-        if gradient.on_host and not any_of(decision.moved):
+        if gradient.on_host and not any(decision.moved.tolist()):
             # All factors are 1: to compute them would double the time of small gradients.
             return arrays
         peaks = None
@@ -84,7 +82,7 @@ class NormClipping(Transform):
             peaks = xp.group_max(xp.peaks(arrays), groups.owners, len(groups))
         factors: dict[Any, Arrays] = {}
         for dtype, array in {a.dtype: a for a in arrays}.items():
-            k = decision.factors(xp.dtype(array), degree(self.ord), numbers, peaks)
+            k = decision.factors(xp.dtype(array), degree(self.ord), xp, peaks)
             factors[dtype] = by_tensor(k, groups, xp)
         if len(factors) == 1:
             return xp.scale(arrays, *factors.values())
