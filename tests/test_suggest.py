@@ -116,7 +116,7 @@ def in_round(chosen: int, times: float) -> Scale:
     [
         (odd(1.0), odd(1.0), "", "will not help"),
         (odd(2.5), odd(1.4), "", "will not help"),
-        (odd(100.0), odd(20.0), "step.fixed", "site-e: the norms of its updates are"),
+        (odd(100.0), odd(20.0), "step.fixed", "site-e: the norms of its steps are"),
         (odd(1.0), odd(3.0), "update.adaptive", "The updates of site-e are"),
         (odd(100.0), odd(1.0), "step.fixed", "look at its units"),
         (odd(100.0), None, "step.fixed", "the norms of updates were not measured"),
@@ -272,7 +272,9 @@ def test_the_first_one_is_written_and_a_name_is_checked(looked: Path, tmp_path: 
     (tmp_path / "config.toml").write_text(CONFIG)
     words = [tmp_path / w if w == "config.toml" else w for w in shlex.split(command)]
     assert call(*words).exit_code == 0
-    assert "norm-clip" in (tmp_path / "config.toml").read_text()
+    text = (tmp_path / "config.toml").read_text()
+    assert "norm-clip" in text
+    assert "server_opt" not in text
     wrong = call("suggest", folder, "--use", "step.fixd")
     assert wrong.exit_code == 1
     assert "did you mean 'step.fixed'?" in wrong.stderr

@@ -80,8 +80,11 @@ def _listed(names: list[str]) -> str:
 
 
 def _findings(places: list[Norms], found: Mapping[str, Seen]) -> Iterator[str]:
-    for one in found.values():
-        yield from one.texts
+    told: dict[str, str] = {}
+    for text in (text for one in found.values() for text in one.texts):
+        # Of each client, the first: its updates are as odd as its steps.
+        told.setdefault(text.partition(":")[0], text)
+    yield from told.values()
     for norms in places:
         share = norms.whole.clipped_share
         if norms.lacking:

@@ -50,7 +50,9 @@ def rewritten(text: str, proposal: Proposal) -> str:
             _insert(optim, section, name, config)
     if proposal.name.startswith("step.") and "server_opt" not in proposal.plugins:
         # The clipper that made room may have been a shared one.
-        modules = _modules_of(optim, "server_opt") if "server_opt" in optim else []
+        server = optim.get("server_opt")
+        there = isinstance(server, Mapping) and "modules" in server
+        modules = _modules_of(optim, "server_opt") if there else []
         for place, _ in _alike(modules, "mad-clip-server"):
             del modules[place]
     return str(tomlkit.dumps(document))
