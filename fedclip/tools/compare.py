@@ -69,6 +69,8 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, None
+    if len(set(values)) == 1:  # of which a sum of squares has errors of rounding
+        return mean, 0.0
     # SciPy comes with scikit-learn, which declearn needs.
     from scipy.stats import sem, t
 

@@ -98,7 +98,11 @@ class Standings:
                 continue
             if lost := self.lost(name):
                 found[name] = f"it diverged with seed {', '.join(map(str, lost))}"
-            elif all(self.better(best, name, site) for site in self.counted):
+            # Few records may give the very same difference a few times, by chance.
+            elif all(
+                self.better(best, name, site) and self.gain(best, name, site)[1]
+                for site in self.counted
+            ):
                 found[name] = (
                     f"after {len(seeds)} seeds, {best} is better at each site that counts by more "
                     "than the interval"
@@ -154,7 +158,9 @@ class Standings:
         if name == NONE or math.isnan(mean):
             return "-"
         digits = max(0, 1 - math.floor(math.log10(half))) if half else 3
-        return f"{round(mean, digits) + 0.0:+.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+        return f"{round(mean, digits) + 0.0:+.{digits}f}" + (
+            "" if half is None else f" ± {half:.{digits}f}"
+        )
 
     def _worst(self, name: str) -> str:
         return f"{(site := self.worst(name))}, {shown(*self.mean(name, site))}"
