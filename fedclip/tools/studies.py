@@ -286,8 +286,9 @@ def tune(
             say("This choice is made from the data: the epsilon of a run does not cover it.")
     if html is not None:
         runs = [run for name in standings.ranking() for run in tuning.runs[name]]
-        title = f"Tuning of {file.name}"
-        showing.save_page(_reports(runs), html, standings.tables(), title)
+        tables = standings.tables()
+        tables[0]["caption"] = f"{standings.answer()} {tables[0]['caption']}"
+        showing.save_page(_reports(runs), html, tables, f"Tuning of {file.name}")
     winner = standings.winner
     if write and winner in tuning.proposals:
         save(file, tuning.proposals[winner])

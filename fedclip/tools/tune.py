@@ -171,6 +171,8 @@ class Tuning:
                 found[name] = failures[run]
                 continue
             _, _, sites = _read(run)
+            if name == NONE:
+                standings.losses.append({site: own.get("loss", 0.0) for site, own in sites.items()})
             values[run.seed] = {
                 # A model that has diverged may still have an accuracy: it says the same of all.
                 site: own.get(standings.metric, math.nan) + 0.0 * own.get("loss", 0.0)
