@@ -439,9 +439,10 @@ class Recorder:
 
 def _table(column: Sequence[object]) -> HostView:
     """Return numbers, or arrays of numbers, of some steps as an array of (steps, groups)."""
-    if isinstance(column[0], (bool, float, np.ndarray)):
-        return np.array(column).reshape(len(column), -1)
-    return np.stack([on_host(numbers) for numbers in column])
+    rows: Sequence[Any] = column
+    if not isinstance(column[0], (float, np.generic, np.ndarray)):
+        rows = [on_host(numbers) for numbers in column]
+    return np.concatenate(rows, axis=None).reshape(len(column), -1)
 
 
 _INTS = ("round", "steps", "clipped", "nonfinite", "fixed", "learnt", "warmup")

@@ -104,6 +104,7 @@ def test_list_has_every_clipper_and_none_of_declearns() -> None:
     assert sorted(names) == sorted(ours)
     assert {"norm-clip", "value-clip", "zscore-clip", "no-op"} <= set(names)
     assert all(entry["summary"].endswith(".") for entry in entries)
+    assert max(len(entry["summary"]) for entry in entries) <= 70
     shown = call("list").stdout.splitlines()
     assert len(shown) == 1 + len(entries)
     assert any(line.startswith("norm-clip  ") for line in shown)
@@ -111,7 +112,7 @@ def test_list_has_every_clipper_and_none_of_declearns() -> None:
 
 def test_list_explains_one_clipper() -> None:
     shown = call("list", "zscore-clip").stdout
-    assert shown.startswith("Limit at a number of standard deviations")
+    assert shown.startswith("Limit some standard deviations above")
     assert "z_max : float" in shown
     wrong = call("list", "zscore-clp")
     assert wrong.exit_code == 2

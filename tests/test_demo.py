@@ -57,7 +57,9 @@ def test_it_trains_in_three_ways_and_shows_what_came_out(
         gains = [float(a["accuracy"]) - float(b["accuracy"]) for a, b in pairs]
         assert result.values[GAIN] == interval(gains)
     # A site is named, and what came out there; the one bar never starts again.
-    (site, share) = re.findall(r"lowest of the sites is then (\S+): (\S+)%", shown)[0]
+    (site, share) = re.findall(
+        r"lowest of the sites with the adaptive bound is (\S+): (\S+)%", shown
+    )[0]
     found = {
         one: np.mean([float(row["accuracy"]) for row in last["adaptive-bound", one]])
         for one in SITES

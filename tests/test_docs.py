@@ -118,6 +118,12 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                     pytest.fail(f"{where}: a block of the language {other!r}")
 
 
+def test_the_start_page_shows_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown, *_ = blocks(ROOT / "docs" / "index.md")
+    exec(compile(code.text, "docs/index.md", "exec"), {})
+    assert capsys.readouterr().out == shown.text
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_lines_of_toml_say_which_file_they_are_for(page: Path) -> None:
     for block in blocks(page):

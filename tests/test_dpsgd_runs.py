@@ -48,7 +48,7 @@ def test_quickrun_starts_private_clients_if_records_are_to_be_clipped(tmp_path: 
     text = text.replace(
         "rounds = 5", "rounds = 2\nprivacy = {budget = [3.0, 1e-5], sclip_norm = 0.5}"
     )
-    config.write_text(text.replace('["zscore-clip", { z_max = 2.0 }]', '"sample-clip"'))
+    config.write_text(text.replace('["norm-clip", { max_norm = 1.0 }]', '"sample-clip"'))
 
     def call(*command: str) -> str:
         done = subprocess.run(

@@ -16,6 +16,7 @@ from report_runs import call, large_run
 from test_simulate import write  # noqa: F401
 
 from fedclip.report import read_report
+from fedclip.report.advice import Advice, Proposal
 from fedclip.tools import sweep
 from fedclip.tools.check import check_config
 from fedclip.tools.compare import by_site, interval, judged_by
@@ -51,7 +52,7 @@ ODD_ONLY = [[a, b, 1.0] for a, b, _ in BARE]
         (
             standings(no_clipping=BARE, x=RAISED),
             "x",
-            "with it is b, 0.753 ± 0.12; with no clipping b, 0.65",
+            "with it is b, 0.753 ± 0.13; with no clipping b, 0.65",
         ),
         (standings(no_clipping=RAISED, x=BARE), "", "The nearest is x: -0.105 ± 0.012"),
         # What an odd site gains or loses is shown, and decides nothing.
@@ -73,7 +74,7 @@ ODD_ONLY = [[a, b, 1.0] for a, b, _ in BARE]
         (
             standings(no_clipping=BARE, x=[[0.99, b - 0.02 - a / 100, 0] for a, b, _ in BARE]),
             "x",
-            "But it is worse at b by more than the interval there.",
+            "But it is worse at b by more than the interval.",
         ),
     ],
 )
@@ -237,14 +238,19 @@ def test_tune_ranks_writes_and_goes_on_where_it_stopped(
 
 
 @pytest.mark.slow
-def test_nodes_are_run_over_websockets_and_their_own_metrics_are_read(odd: Path) -> None:
+def test_nodes_are_run_over_websockets_and_their_own_metrics_are_read(
+    odd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = {"client_opt": ("norm-clip", {"max_norm": 1.0})}
+    one = Advice("x", proposals=[Proposal("step.fixed", lines)])
+    monkeypatch.setattr("fedclip.tools.suggest.advised", lambda report, experiment: one)
     done = call("tune", odd, "--seeds", 2, "--rounds", 2, "--jobs", 2, "--nodes", "--json")
     assert done.exit_code == 0, done.stderr
     facts = json.loads(done.stdout)
     folder = odd.parent / "config-tune-nodes" / "no-clipping" / "seed-1"
     assert (folder / "a" / "metrics.csv").is_file()
     assert set(facts["sites"]) == {"a", "b", "c"}
-    assert NONE in {setting["name"] for setting in facts["settings"]}
+    assert {setting["name"] for setting in facts["settings"]} == {NONE, "step.fixed"}
 
 
 @pytest.mark.parametrize(

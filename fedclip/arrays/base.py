@@ -58,11 +58,21 @@ def index_of(owners: Owners) -> Any:
     return np.repeat(*owners) if isinstance(owners, Repeated) else owners
 
 
+def with_others(arrays: Arrays, places: Sequence[int], others: Arrays) -> list[Array]:
+    """Return arrays with others at some places."""
+    result = list(arrays)
+    for i, other in zip(places, others, strict=True):
+        result[i] = other
+    return result
+
+
 class Arithmetic:
     """The operations that rules use; elementwise unless said otherwise."""
 
     asarray: Callable[..., Array]
     """``asarray(values, like=None)``: in the widest float of the framework, on like's device."""
+    cast: Callable[..., Array]
+    """``cast(x, dtype)``: a dense array in a dtype, given by its name, rounded to the nearest."""
     where: Callable[..., Array]
     """``where(condition, x, y)``; numbers broadcast."""
     isfinite: Callable[..., Array]
@@ -175,10 +185,6 @@ class Backend(Arithmetic, ABC):
         """
 
     # -- numbers ------------------------------------------------------------------------------
-    @abstractmethod
-    def cast(self, x: Array, dtype: str) -> Array:
-        """Return a dense array in a dtype, given by its name, rounded to the nearest."""
-
     def constant(self, x: Array) -> Array:
         """Return numbers on which no derivative depends, such as a unit to divide by."""
         return x

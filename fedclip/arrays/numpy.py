@@ -25,6 +25,7 @@ from fedclip.arrays.base import (
     HostView,
     Owners,
     index_of,
+    with_others,
 )
 from fedclip.arrays.blocks import (
     CHUNK,
@@ -39,7 +40,7 @@ from fedclip.arrays.blocks import (
 from fedclip.arrays.cores import PIECE, each, worthwhile
 from fedclip.arrays.memory import Memory, aligned, in_memory_order
 
-__all__ = ["NumpyBackend", "bits", "dtype_name"]
+__all__ = ["NumpyBackend", "any_of", "bits", "dtype_name"]
 
 FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
 """The dtypes of views that show numbers as they are."""
@@ -61,6 +62,12 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return a dtype as "float32", "bfloat16", ..."""
     # NumPy builds the name at each call, which takes as long as a step over twenty tensors.
     return str(dtype.name)
+
+
+def any_of(conditions: Array) -> bool:
+    """Return whether one holds; for few, NumPy's own `any` takes six times as long."""
+    found = conditions.tolist()
+    return any(found) if conditions.ndim else bool(found)
 
 
 class NumpyBackend(Backend):
@@ -170,7 +177,7 @@ class NumpyBackend(Backend):
     def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
         if not any(shapes):
             # 0-d arrays, which NumPy handles faster than its numbers.
-            return [flat[i, ...] for i in range(len(flat))]
+            return [flat[i, ...] for i in range(len(flat))] if flat.ndim else [flat]
         parts = np.split(flat, np.cumsum([*map(math.prod, shapes)])[:-1])
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -193,15 +200,17 @@ class NumpyBackend(Backend):
     def sharpened(
         self, norms: Array, limits: Array, arrays: Arrays, members: Sequence[Sequence[int]]
     ) -> Array:
-        result = norms
         # Not of the limits, which may be infinite.
-        for group in (abs(norms - limits) <= _CLOSE * norms).nonzero()[0].tolist():
+        close = abs(norms - limits) <= _CLOSE * norms
+        if not any_of(close):
+            return norms
+        result = np.array(norms, ndmin=1)
+        for group in np.ravel(close).nonzero()[0].tolist():
             some = [arrays[i] for i in members[group]]
             # Arrays of float64 have been measured in float64 already.
             if any(view.itemsize < 8 for view in some):
-                result = norms.copy() if result is norms else result
                 result[group] = exact_norm(some)
-        return result
+        return result if norms.ndim else result[0]
 
     def peaks(self, arrays: Arrays) -> Array:
         return np.abs([extremes(a) for a in arrays]).max(axis=1)
@@ -220,32 +229,30 @@ class NumpyBackend(Backend):
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
         # Mostly there is one factor for all.
         ones = {key for key, k in {id(k): k for k in factors}.items() if _is_one(k)}
+        if not ones:
+            return self._products(arrays, factors)
         places = [i for i, k in enumerate(factors) if id(k) not in ones]
         if not places:
             return arrays
-        some, numbers = [arrays[i] for i in places], [factors[i] for i in places]
-        outs, threads = self._outputs(some), worthwhile([a.nbytes for a in some])
-        if threads < 2 and [*map(_dtype, some)] == [*map(_dtype, numbers)]:
+        some = self._products([arrays[i] for i in places], [factors[i] for i in places])
+        return with_others(arrays, places, some)
+
+    def _products(self, arrays: Arrays, factors: Arrays) -> Arrays:
+        outs, threads = self._outputs(arrays), worthwhile([a.nbytes for a in arrays])
+        if threads < 2 and [*map(_dtype, arrays)] == [*map(_dtype, factors)]:
             # NumPy makes scalars of 0-d arrays.
-            made = [*map(np.asarray, map(np.multiply, some, numbers, outs))]
-        else:
-            made = [
-                np.empty_like(a) if out is None else out for a, out in zip(some, outs, strict=True)
-            ]
-            calls: list[Call] = []
-            for array, k, out in zip(some, numbers, made, strict=True):
-                half = array.itemsize == 2
-                k = np.asarray(k, np.float32 if half else array.dtype)
-                call: Call = _multiply_half if half else np.multiply
-                pairs = [(array, out)] if k.ndim else _cut(array, out, CHUNK if half else PIECE)
-                calls += [partial(call, source, k, target) for source, target in pairs]
-            each(calls, threads)
-        if len(places) == len(arrays):
-            return made
-        outputs = list(arrays)
-        for i, output in zip(places, made, strict=True):
-            outputs[i] = output
-        return outputs
+            return [*map(np.asarray, map(np.multiply, arrays, factors, outs))]
+        pairs = zip(arrays, outs, strict=True)
+        made = [np.empty_like(a) if out is None else out for a, out in pairs]
+        calls: list[Call] = []
+        for array, k, out in zip(arrays, factors, made, strict=True):
+            half = array.itemsize == 2
+            k = np.asarray(k, np.float32 if half else array.dtype)
+            call: Call = _multiply_half if half else np.multiply
+            parts = [(array, out)] if k.ndim else _cut(array, out, CHUNK if half else PIECE)
+            calls += [partial(call, source, k, target) for source, target in parts]
+        each(calls, threads)
+        return made
 
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False

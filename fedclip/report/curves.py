@@ -93,7 +93,7 @@ def rounds_of(stamps: Sequence[str], last: int, at: Mapping[str, int]) -> list[i
 
 def _float(text: object) -> float | None:
     try:
-        # NaN is an empty cell, as declearn writes it; what was not measured, none at all.
-        return math.nan if text == "" else float(str(text))
+        # declearn leaves the cell of NaN empty.
+        return float(str(text) or "nan")
     except ValueError:
         return None

@@ -383,12 +383,6 @@ def demo(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each training.")] = 30,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each kind.")] = 6,
     bound: Annotated[float, typer.Option(help="The fixed bound, > 0.")] = 1.0,
-    port: Annotated[
-        int, typer.Option(min=0, max=65000, help="First port on 127.0.0.1; 0 takes free ones.")
-    ] = 0,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds after which one training is given up.")
-    ] = 600.0,
 ) -> None:
     """Train over three hospitals, without clipping and with it.
 
@@ -397,7 +391,7 @@ def demo(
     from fedclip.tools.demo import DemoError, run_demo
 
     try:
-        run_demo(folder, rounds, seeds, bound, port, timeout)
+        run_demo(folder, rounds, seeds, bound)
     except DemoError as exc:
         fail(str(exc))
     except KeyboardInterrupt:

@@ -69,6 +69,8 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, None
+    if len(set(values)) == 1:
+        return mean, 0.0  # the mean may be off by its last digit
     # SciPy comes with scikit-learn, which declearn needs.
     from scipy.stats import sem, t
 

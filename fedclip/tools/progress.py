@@ -46,11 +46,12 @@ def progress(tasks: Mapping[str, int], quiet: bool = False) -> Tell:
         if quiet or early or done <= said[task]:
             return
         said[task] = done
-        line = f"{task}: {done} of {total} done{f', {text}' if text else ''}"
+        line = f"{task}: {done} of {total} done"
+        # A narrow terminal cuts off what comes last.
         if done < total:
             each = (time.monotonic() - begun[task]) / done
             line += f", about {timedelta(seconds=round(each * (total - done)))} left"
-        line = printable(line)
+        line = printable(f"{line}, {text}" if text else line)
         if over:
             line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
         end = "" if over and done < total else "\n"

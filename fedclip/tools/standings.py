@@ -154,7 +154,9 @@ class Standings:
         if name == NONE or math.isnan(mean):
             return "-"
         digits = max(0, 1 - math.floor(math.log10(half))) if half else 3
-        return f"{mean:+.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+        return f"{round(mean, digits) + 0.0:+.{digits}f}" + (
+            "" if half is None else f" ± {half:.{digits}f}"
+        )
 
     def _worst(self, name: str) -> str:
         return f"{(site := self.worst(name))}, {shown(*self.mean(name, site))}"
@@ -207,4 +209,4 @@ class Standings:
 def _listed(names: Sequence[str]) -> str:
     if len(names) > 8:
         return f"{len(names)} sites"
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fedclip.arrays import LARGEST, Arithmetic, Array, Backend
+from fedclip.arrays import LARGEST, Arithmetic, Array
 from fedclip.parameters import LEAST
 
 MARGIN = {
@@ -47,7 +47,7 @@ class Decision(NamedTuple):
     target: Array
     base: Array
 
-    def factors(self, dtype: str, degree: int, xp: Backend, peaks: Array | None = None) -> Array:
+    def factors(self, dtype: str, degree: int, xp: Arithmetic, peaks: Array | None = None) -> Array:
         """Return the factor for the tensors of a dtype, 1 where not moved; half ones' in float32.
 
         `peaks`, the largest elements, keep products within the dtype; None if none is longer.

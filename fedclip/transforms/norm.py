@@ -21,8 +21,10 @@ Guarantees, for the L2 norm with ``eps = 0``
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from fedclip.arrays import NUMPY, Array, Arrays
+from fedclip.arrays import NUMPY, Arithmetic, Array, Arrays
+from fedclip.arrays.numpy import any_of
 from fedclip.measures import MEANS, Order, degree, measure
 from fedclip.rules import Rule, State
 from fedclip.scopes import Groups
@@ -60,27 +62,30 @@ class NormClipping(Transform):
 
     def judged(self, gradient: Gradient, norms: Array, state: State) -> Outcome:
         """Clip one gradient with these norms, which are sound."""
-        arrays, xp = gradient.arrays, gradient.xp
+        arrays, members = gradient.arrays, gradient.groups.members
+        norms, state, xp = gradient.numbers(norms, state)
         limits, after = self.rule(norms, state, xp)
         if self.ord == 2:
-            sharp = xp.sharpened(norms, limits, arrays, gradient.groups.members)
+            sharp = gradient.xp.sharpened(norms, limits, arrays, members)
             if sharp is not norms:
                 norms = sharp
                 limits, after = self.rule(norms, state, xp)
         decision = self.action.decide(norms, limits, xp)
-        outputs = arrays if self.dry else self._scaled(gradient, decision)
+        outputs = arrays if self.dry else self._scaled(gradient, decision, xp)
         return Outcome(outputs, after, norms, limits, decision.over)
 
-    def _scaled(self, gradient: Gradient, decision: Decision) -> Arrays:
+    def _scaled(self, gradient: Gradient, decision: Decision, numbers: Arithmetic) -> Arrays:
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
-        if gradient.on_host and not any(decision.moved.tolist()):
+        if gradient.on_host and not any_of(decision.moved):
             # All factors are 1: to compute them would double the time of small gradients.
             return arrays
         peaks = None
         if self.action.raises:
             peaks = xp.group_max(xp.peaks(arrays), groups.owners, len(groups))
-        factors = {
-            dtype: by_tensor(decision.factors(xp.dtype(a), degree(self.ord), xp, peaks), groups, xp)
-            for dtype, a in {a.dtype: a for a in arrays}.items()
-        }
+        factors: dict[Any, Arrays] = {}
+        for dtype, array in {a.dtype: a for a in arrays}.items():
+            k = decision.factors(xp.dtype(array), degree(self.ord), numbers, peaks)
+            factors[dtype] = by_tensor(k, groups, xp)
+        if len(factors) == 1:
+            return xp.scale(arrays, *factors.values())
         return xp.scale(arrays, [factors[a.dtype][i] for i, a in enumerate(arrays)])

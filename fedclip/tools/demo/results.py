@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedclip.report import Report
-from fedclip.report.rows import Row
 from fedclip.tools.compare import Outcome, compared, interval
 from fedclip.tools.demo.data import SITES
 from fedclip.tools.output import typed
@@ -25,11 +25,8 @@ def outcomes(reports: Mapping[str, Report]) -> list[Outcome]:
 
     All ways have the same splits, so that gains vary less from split to split than accuracies do.
     """
-    fixed = _accuracies(reports["fixed-bound"])["server"]
-    gains = {
-        way: [a - b for a, b in zip(_accuracies(report)["server"], fixed, strict=True)]
-        for way, report in reports.items()
-    }
+    found = {way: _accuracies(report)["server"] for way, report in reports.items()}
+    gains = {way: np.subtract(some, found["fixed-bound"]).tolist() for way, some in found.items()}
     return [
         outcome._replace(values={**outcome.values, GAIN: interval(gains[outcome.name])})
         for outcome in compared(reports.items(), ("accuracy", "loss"))
@@ -45,58 +42,42 @@ def _accuracies(report: Report) -> dict[str, list[float]]:
     return found
 
 
-def pulls(report: Report) -> list[list[float]]:
+def pulls(report: Report) -> NDArray[np.float64]:
     """Return by split and round how many times as hard as the median site the odd one pulls.
 
     A site pulls as hard as its update is long after it was clipped.
     """
-    norms = np.array(
-        [
-            [[_pull(row) for row in _updates(report, run, site)] for site in SITES]
-            for run in report.experiments
-        ]
-    )
-    found: list[list[float]] = (norms[:, -1] / np.median(norms, axis=1)).tolist()
-    return found
+    runs = report.experiments
+    norms = np.array([[_updates(report, run, site).min(axis=0) for site in SITES] for run in runs])
+    return np.asarray(norms[:, -1] / np.median(norms, axis=1))
 
 
-def _updates(report: Report, run: str, site: str) -> tuple[Row, ...]:
-    return report.select(f"{run}/{site}", "update-clip-client")
-
-
-def _pull(row: Row) -> float:
-    norm, limit = row.record.norm_median, row.record.limit
-    assert norm is not None
-    assert limit is not None
-    return min(norm, limit)
+def _updates(report: Report, run: str, site: str) -> NDArray[np.float64]:
+    """Return the norms of a site's updates, and their bounds, by round."""
+    records = [row.record for row in report.select(f"{run}/{site}", "update-clip-client")]
+    return np.array([[r.norm_median for r in records], [r.limit for r in records]], np.float64)
 
 
 def sentences(reports: Mapping[str, Report]) -> Iterator[str]:
     """Yield what the table and the picture say, in words."""
-    none, fixed, adaptive = (_accuracies(report) for report in reports.values())
+    found = (pulls(reports[way]) for way in ("fixed-bound", "adaptive-bound"))
+    late = [np.median(some[:, some.shape[1] * 2 // 3 :]) for some in found]
     yield (
-        f"Without clipping, {SITES[-1]}'s updates outweigh the others', and "
-        f"{fmean(none['server']):.1%} of the records are told right. "
-        f"With a fixed bound, {fmean(fixed['server']):.1%} are; "
-        f"with one that follows the updates, {fmean(adaptive['server']):.1%}."
+        f"Without clipping, {SITES[-1]}'s updates outweigh the others'. In the last third of the "
+        f"rounds, it pulls the model {late[0]:.1f} times as hard as the median site with the fixed "
+        f"bound, and {late[1]:.1f} times with the adaptive one."
     )
-    low = min(SITES, key=lambda site: fmean(adaptive[site]))
+    sites = [_accuracies(report) for report in reports.values()]
+    low = min(SITES, key=lambda site: fmean(sites[-1][site]))
+    none, fixed, adaptive = (fmean(site[low]) for site in sites)
     yield (
-        f"The lowest of the sites is then {low}: {fmean(adaptive[low]):.1%} of its records, "
-        f"{fmean(fixed[low]):.1%} with the fixed bound, {fmean(none[low]):.1%} without clipping."
-    )
-    bounds = [pulls(reports[way]) for way in ("fixed-bound", "adaptive-bound")]
-    third = len(bounds[0][0]) // 3 or 1
-    late = [median(value for run in found for value in run[-third:]) for found in bounds]
-    yield (
-        f"In the last {third} rounds, {SITES[-1]} pulls the model {late[0]:.1f} times as hard as "
-        f"the median site with the fixed bound, and {late[1]:.1f} times with the adaptive one."
+        f"The lowest of the sites with the adaptive bound is {low}: {adaptive:.1%} of its records "
+        f"are told right, {fixed:.1%} with the fixed bound, {none:.1%} without clipping."
     )
 
 
 def plot(folder: Path, reports: Mapping[str, Report]) -> str:
     """Draw the accuracies of all trainings, and the updates and bounds of the first split."""
-    file = folder / "demo.png"
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -114,17 +95,15 @@ def plot(folder: Path, reports: Mapping[str, Report]) -> str:
     axes[0].legend(frameon=False, loc="lower right")
     for ax, way in zip(axes[1:], ("fixed-bound", "adaptive-bound"), strict=True):
         for site, line in zip(SITES, ("-", "--", "-"), strict=True):
-            records = [row.record for row in _updates(reports[way], "seed-0", site)]
-            numbers = [record.round for record in records]
+            norms, bounds = _updates(reports[way], "seed-0", site)
+            numbers = range(1, len(norms) + 1)
             colour = "C3" if site == SITES[-1] else "0.45"
-            norms = [record.norm_median for record in records]
             ax.plot(numbers, norms, line, color=colour, label=f"update of {site}")
-        bounds = [record.limit for record in records]
         ax.plot(numbers, bounds, color=styles[way], linewidth=3, label="bound")
         ax.set(title=f"{way}: norms of the updates", ylabel="norm", yscale="log")
     axes[2].legend(frameon=False, loc="best")
     for ax in axes:
         ax.set_xlabel("round")
         ax.grid(alpha=0.3)
-    figure.savefig(file, dpi=120)
-    return f"Accuracy, updates and bounds: {typed(file)}"
+    figure.savefig(folder / "demo.png", dpi=120)
+    return f"Accuracy, updates and bounds: {typed(folder / 'demo.png')}"

@@ -26,7 +26,6 @@ from fedclip.tools.sweep import free_port
 __all__ = ["DemoError", "run_demo"]
 
 MARKER = ".fedclip-demo"
-_ROUND, _START = 0.1, 10.0  # seconds, on a core that has nothing else to do
 
 
 class DemoError(RuntimeError):
@@ -57,19 +56,13 @@ WAYS = {
 
 
 def run_demo(
-    folder: Path,
-    rounds: int = 30,
-    seeds: int = 6,
-    bound: float = 1.0,
-    port: int = 0,
-    timeout: float = 600.0,
+    folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0, timeout: float = 600.0
 ) -> list[Outcome]:
     """Train in all three ways, print the table, write the plot.
 
     The folder is new, empty, or that of an earlier demo. Every seed splits the records over the
-    hospitals in another way. Port 0 takes any free ones; another is the first of several. A
-    training is given up after `timeout` seconds. If the folder can not be used, a node fails
-    or the time is up, raise a `DemoError`.
+    hospitals in another way. A training is given up after `timeout` seconds. If the folder can not
+    be used, a node fails or the time is up, raise a `DemoError`.
     """
     try:
         folder = folder.resolve()
@@ -77,28 +70,27 @@ def run_demo(
         for seed in range(seeds):
             write_data(folder / "data" / f"seed-{seed}", seed)
         trainings = [(way, seed) for way in WAYS for seed in range(seeds)]
-        for number, (way, seed) in enumerate(trainings):
-            own = port + number if port else free_port()
-            _write_config(folder, way, seed, {"rounds": rounds, "bound": bound, "port": own})
+        for way, seed in trainings:
+            _write_config(
+                folder, way, seed, {"rounds": rounds, "bound": bound, "port": free_port()}
+            )
     except OSError as exc:
         raise DemoError(f"can not write to {folder}: {exc.strerror}") from exc
+    total = rounds * len(trainings)
+    # A tenth of a second for a round, on a core that has nothing else to do.
     say(
         f"{len(SITES)} hospitals train one model. {SITES[-1]} trains on lengths in a unit "
-        f"{FACTOR:.0f} times smaller than the others', and nobody noticed."
-    )
-    total = rounds * len(trainings)
-    say(
-        f"{len(trainings)} federations train for {rounds} rounds each, over the network of this "
-        f"machine: about {_START + _ROUND * total:.0f} seconds if it has little else to do."
+        f"{FACTOR:.0f} times smaller than the others', and nobody noticed. {len(trainings)} "
+        f"federations train for {rounds} rounds each, over the network of this machine: about "
+        f"{10 + 0.1 * total:.0f} seconds if it has little else to do."
     )
     tell = progress({"demo": total})
     for number, (way, seed) in enumerate(trainings):
         _train(folder / way / f"seed-{seed}", number * rounds, timeout, tell)
+    say("")
     reports = {way: read_report(folder / way) for way in WAYS}
     found = outcomes(reports)
-    say("")
-    title = f"After {rounds} rounds, on records that nobody trained on"
-    title += f" (mean of {seeds} splits ± 95 % interval)" * (seeds > 1)
+    title = f"After {rounds} rounds, on records that nobody trained on: mean ± 95 % interval"
     console().print(table_of(title, found))
     for sentence in (*sentences(reports), plot(folder, reports)):
         say(sentence)

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
-from fedclip.report import Report, printable
+from fedclip.report import Report, number, printable
 from fedclip.report.advice import Advice
-from fedclip.tools.suggest.norms import Norms, read_norms
+from fedclip.tools.suggest.norms import read_norms
+from fedclip.tools.suggest.place import Norms
 from fedclip.tools.suggest.proposing import proposals
 from fedclip.tools.suggest.seeing import Seen, seen
 
@@ -19,25 +19,15 @@ _ORDERS = {
     "step": ("step.fixed", "update.adaptive", "step.shared", "update.fixed", "step.learnt"),
 }
 _ORDER = ("step.fixed", "step.learnt", "update.adaptive", "step.shared", "update.fixed")
-"""What comes first if clients are odd there, and otherwise; the server's own limits come last."""
+"""What comes first if clients are odd there, and otherwise."""
 _ANSWERS = {
-    "step": "The norms of {} are far above the others': bound what a client can do, with {}.",
-    "update": "The updates of {} are far above the others': bound what a client can do, with {}.",
-    "two": "The norms of {} are far above the other's; of two, none is the usual one. Try {}.",
-    "exploding": "Norms got out of hand in this run: start with {1}, at what they were at first.",
+    "step": "The steps of {} the others': bound what a client can do, with {}.",
+    "update": "The updates of {} the others': bound what a client can do, with {}.",
+    "two": "The norms of {} the other's; of two, none is the usual one: try {}.",
+    "diverged": "The model has diverged: start with {1}, by the norms of the first round.",
     "spikes": "Single norms are far above the others, on {}: cut them, and start with {}.",
     "": "Clipping will not help here: no client's norms, and no single norm, are far above others.",
 }
-_WHY = {
-    "step.fixed": "Cuts whatever is longer than what is usual for most clients.",
-    "step.learnt": "Cuts spikes. Each client follows its own norms: one that is wrong stays so.",
-    "step.shared": "All clients have one limit, so one unlike the others is cut, but late.",
-    "update.fixed": "Bounds what a client does to the model, even when norms fall later.",
-    "update.adaptive": "Bounds what a client does to the model, whatever its steps were.",
-    "aggregate.fixed": "Acts on the average, where one client can not be told from another.",
-    "aggregate.learnt": "Acts on the average, where one client can not be told from another.",
-}
-_NAMES = {"step": "Steps", "update": "Updates", "aggregate": "Averages"}
 
 
 def advised(report: Report, experiment: str) -> Advice:
@@ -60,30 +50,26 @@ def advised(report: Report, experiment: str) -> Advice:
     bad = {f.kind: f.text for f in report.only([experiment]).findings()}
     lost = [bad[kind] for kind in ("diverged", "nonfinite") if kind in bad]
     findings = [*lost, *_findings(places, found)]
-    case, who = _case(found, bool(lost))
-    order = [*_ORDERS.get(case, _ORDER), "aggregate.fixed", "aggregate.learnt"]
+    # Norms of later rounds are then of no use.
+    early = "diverged" in bad
+    case, who = _case(found, early)
     ranked = sorted(
-        (proposal for norms in places for proposal in proposals(norms, case == "exploding")),
-        key=lambda proposal: order.index(proposal.name),
+        (proposal for norms in places for proposal in proposals(norms, early)),
+        key=lambda proposal: _ORDERS.get(case, _ORDER).index(proposal.name),
     )
     start = ranked[0].name if case else ""
     answer = _ANSWERS[case].format(who, start) if found else "There are no norms to choose by."
-    return Advice(
-        printable(answer),
-        [printable(text) for text in findings],
-        [replace(proposal, why=_WHY[proposal.name]) for proposal in ranked],
-        start,
-    )
+    return Advice(printable(answer), [*map(printable, findings)], ranked, start)
 
 
-def _case(found: Mapping[str, Seen], lost: bool) -> tuple[str, str]:
+def _case(found: Mapping[str, Seen], early: bool) -> tuple[str, str]:
     """Return what decides the order, "" where nothing is unusual, and who shows it."""
-    clients = {place: found[place] for place in ("step", "update") if place in found}
-    for place, one in clients.items():
+    for place, one in found.items():
         if one.odd:
-            return "two" if one.two else place, _listed([*one.odd])
-    if clients and (lost or any(one.exploding for one in clients.values())):
-        return "exploding", ""
+            times = f"{number(max(one.odd.values()))} times"
+            return "two" if one.two else place, f"{_listed([*one.odd])} are {times}"
+    if found and early:
+        return "diverged", ""
     spiky = [*found.get("step", Seen()).spikes]
     return ("spikes", _listed(spiky)) if spiky else ("", "")
 
@@ -97,10 +83,11 @@ def _findings(places: list[Norms], found: Mapping[str, Seen]) -> Iterator[str]:
     for one in found.values():
         yield from one.texts
     for norms in places:
+        share = norms.whole.clipped_share
         if norms.lacking:
-            yield f"{_NAMES[norms.place]}: {norms.lacking}."
-        elif (share := norms.whole.clipped_share) and norms.rows[0].name != "no-op":
+            yield f"{norms.place.capitalize()}s: {norms.lacking}."
+        elif share and norms.rows[0].name != "no-op":
             yield (
-                f"{_NAMES[norms.place]}: {share:.0%} were clipped in this run; without that, later "
-                "norms might have been larger."
+                f"{norms.place.capitalize()}s: {share:.0%} were clipped in this run; without that, "
+                "later norms might have been larger."
             )

@@ -8,23 +8,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fedclip.report import number
-from fedclip.tools.suggest.norms import Norms
+from fedclip.tools.suggest.place import Norms
 
 __all__ = ["Seen", "seen"]
 
 # A client is odd if its norms are so many times those of the median client. Label skew, noise, and
 # few or many records come to 3.1 at most by steps, and 1.8 by updates for each step; other units to
 # 7 at least by steps, and wrong labels to 1.8 by updates.
-_ODD = {"step": 4.0, "update": 1.8, "aggregate": 4.0}
+_ODD = {"step": 4.0, "update": 1.8}
 # Without knowing the number of steps: a client with many of them comes to 4.5.
 _ODD_ALONE = 5.0
 # The largest norm of a round is a spike if it is so many times what it is in most rounds, and in
 # those near it: noise comes to 30, bursts and broken records to 550 at least.
 _SPIKE, _NEAR = 50.0, 2
-# Norms have exploded if the last rounds are so many times above the first one.
-_EXPLODED = 10.0
-# A client with less than this share of the norms of the median client has few.
-_FEW = 0.1
 
 
 @dataclass
@@ -39,8 +35,6 @@ class Seen:
         Whether there are two clients, of which nobody can say which one is odd.
     spikes
         The clients with spikes, and the rounds in which these were.
-    exploding
-        The clients whose norms have grown and grown.
     texts
         What is worth telling, in sentences.
     """
@@ -48,7 +42,6 @@ class Seen:
     odd: dict[str, float] = field(default_factory=dict)
     two: bool = False
     spikes: dict[str, list[int]] = field(default_factory=dict)
-    exploding: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
 
 
@@ -67,14 +60,12 @@ def seen(norms: Norms) -> Seen:
             usual = max(near, statistics.median(largest))
             if usual and largest[place] >= _SPIKE * usual:
                 result.spikes.setdefault(name, []).append(record.round)
-        if len(largest) > 3 and min(largest[-3:]) >= _EXPLODED * largest[0] > 0:
-            result.exploding.append(name)
     result.texts = [*_in_words(norms, result, ratios)]
     return result
 
 
 def _in_words(norms: Norms, found: Seen, ratios: dict[str, float]) -> Iterator[str]:
-    what = {"step": "steps", "update": "updates", "aggregate": "averages"}[norms.place]
+    what = f"{norms.place}s"
     for name, times in found.odd.items():
         yield f"{name}: the norms of its {what} are {number(times)} times the others'{_LOOK}"
     for name, ratio in ratios.items():
@@ -89,13 +80,6 @@ def _in_words(norms: Norms, found: Seen, ratios: dict[str, float]) -> Iterator[s
             f"{name}: a norm of {what} of up to {number(norms.clients[name].norm_max)}, more than "
             f"{_SPIKE:g} times what is usual, in round {when}: look at the records of that time."
         )
-    if found.exploding:
-        grown = ", ".join(found.exploding[:5]) + ", …" * (len(found.exploding) > 5)
-        yield f"The norms of {what} grew on and on, on {grown}."
-    counts = {name: sum(record.counts) for name, record in norms.clients.items()}
-    least = _FEW * statistics.median(counts.values())
-    for name in (name for name, count in counts.items() if count < least):
-        yield f"{name}: only {counts[name]} norms of {what}, which says little of it."
 
 
 _LOOK = ": look at its units and its data."

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norms in one place where something can be clipped, by client and by round."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fedclip.records import RoundRecord
+from fedclip.report import Row
+from fedclip.report.rows import grouped, pooled
+
+__all__ = ["FEW", "Norms", "name_of", "rounded"]
+
+FEW = {"step": 20, "update": 9}
+"""Number of norms below which nothing is chosen by them; a client has one update in a round."""
+_UNMEASURED = {
+    "step": 'no clipper by norm ran on the clients: add "no-op" to their modules',
+    "update": "the norms of updates were not measured",
+}
+
+
+@dataclass(frozen=True)
+class Norms:
+    """What is known of the norms in one place.
+
+    Attributes
+    ----------
+    place
+        "step" or "update".
+    rows
+        The rounds of the first clipper by norm on each node.
+    order
+        The order of the norms as a parameter, if it is another than 2.
+    effort
+        Of updates: the number of steps that each client took in each round, if that is known.
+    """
+
+    place: str
+    rows: Sequence[Row]
+    order: Mapping[str, object] = field(default_factory=dict)
+    effort: Mapping[tuple[str, int], int] = field(default_factory=dict)
+
+    @cached_property
+    def clients(self) -> dict[str, RoundRecord]:
+        """All norms of each client, by its name within the federation."""
+        return {name: pooled(records) for name, records in self.by_client().items()}
+
+    @cached_property
+    def whole(self) -> RoundRecord:
+        """All norms of all clients."""
+        return pooled(self.clients.values())
+
+    def by_client(self) -> dict[str, list[RoundRecord]]:
+        """Return the rounds of each client, in order."""
+        found = grouped(self.rows, name_of)
+        return {name: [row.record for row in rows] for name, rows in found.items()}
+
+    def by_round(self) -> dict[int, dict[str, RoundRecord]]:
+        """Return the records of those with norms, by round, and in a round by client."""
+        found: dict[int, dict[str, RoundRecord]] = {}
+        for name, records in self.by_client().items():
+            for record in (record for record in records if record.counts):
+                found.setdefault(record.round, {})[name] = record
+        return dict(sorted(found.items()))
+
+    def ratios(self) -> dict[str, float]:
+        """Return how many times the norms of the median client each one's are.
+
+        In a round a client has the 95 % quantile of its norms, an update for each step that it
+        took. Its ratio is the median over the rounds, or that of the first if it is larger: where
+        units are wrong, a model may saturate, and gradients be 0 from then on.
+        """
+        found: dict[str, list[float]] = {}
+        for round_, records in self.by_round().items():
+            levels = {
+                name: (record.norm_quantile(0.95) or 0.0) / self.effort.get((name, round_), 1)
+                for name, record in records.items()
+            }
+            if middle := statistics.median_low(levels.values()):
+                for name, level in levels.items():
+                    found.setdefault(name, []).append(level / middle)
+        return {name: max(ratios[0], statistics.median(ratios)) for name, ratios in found.items()}
+
+    def middle(self, q: float, first: bool = False) -> float:
+        """Return the median over the clients of each one's q-quantile; of two, the lower one.
+
+        A few clients unlike the others do not move it, however many norms they have. In the first
+        round all begin with the same weights: nobody has changed the others' norms yet.
+        """
+        records = next(iter(self.by_round().values())) if first else self.clients
+        found = [record.norm_quantile(q) for record in records.values()]
+        return statistics.median_low([norm for norm in found if norm is not None] or [0.0])
+
+    def above(self, limit: float) -> dict[str, float]:
+        """Return the share of each client's norms that is above a limit."""
+        return {name: _above(record, limit) for name, record in self.clients.items()}
+
+    def above_the_median(self) -> dict[str, float]:
+        """Return the share of each client's norms that is above the median of their round.
+
+        It is for updates, of which a client has one in a round.
+        """
+        found: dict[str, list[float]] = {}
+        for records in self.by_round().values():
+            bound = statistics.median_low(norm for r in records.values() for norm in r.norms())
+            for name, record in records.items():
+                found.setdefault(name, []).append(_above(record, bound))
+        return {name: sum(shares) / len(shares) for name, shares in found.items()}
+
+    @property
+    def lacking(self) -> str:
+        """Why there are no norms to choose by, and what to do about it; "" if there are."""
+        count = sum(self.whole.counts)
+        if not self.rows:
+            return _UNMEASURED[self.place]
+        if count < (few := FEW[self.place]):
+            return f"{count} norms are too few to choose a limit by: at least {few} are needed"
+        if not self.middle(0.95):
+            return "nearly all norms are 0: there is no scale to choose a limit by"
+        return ""
+
+
+def _above(record: RoundRecord, limit: float) -> float:
+    norms = record.norms()
+    return sum(norm > limit for norm in norms) / max(1, len(norms))
+
+
+def name_of(row: Row) -> str:
+    """Return the name of a node within its federation."""
+    return row.node.rpartition("/")[2]
+
+
+def rounded(value: float) -> float:
+    """Return a number > 0 with two digits, not below the value.
+
+    Examples
+    --------
+    >>> rounded(1.234), rounded(0.0301), rounded(57.0)
+    (1.3, 0.031, 57.0)
+    """
+    digits = 1 - math.floor(math.log10(value))
+    near = round(value, digits)
+    return near if near >= value else round(near + 10.0**-digits, digits)
