@@ -218,12 +218,16 @@ def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, obje
         server = found[metric].pop("", {})
         result[metric] = {
             "server": _means(server),
-            "band": [
-                [r, _short(min(v)), _short(max(v))] for r, v in sorted(server.items()) if v[1:]
-            ],
+            "band": [[r, *_ends(v)] for r, v in sorted(server.items()) if v[1:]],
             "clients": _series({node: _means(rounds) for node, rounds in found[metric].items()}),
         }
     return result
+
+
+def _ends(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return the lowest and the highest; nothing if any of them is NaN."""
+    lost = math.isnan(sum(values))
+    return (None, None) if lost else (_short(min(values)), _short(max(values)))
 
 
 def _means(rounds: Mapping[int, Sequence[float]]) -> list[list[float | None]]:
