@@ -131,6 +131,7 @@ rounds = {rounds}
 [run.training]
 batch_size = {batch}
 n_epoch = 1
+drop_remainder = false
 
 [experiment]
 metrics = [["multi-classif", {{ labels = {labels} }}]]

@@ -15,7 +15,7 @@ def test_a_hospital_gets_from_files_to_a_limit(tmp_path, monkeypatch, capsys):
     example = importlib.import_module("run")
     monkeypatch.delitem(example.sys.modules, "run")
 
-    found = example.play(tmp_path, rounds=7, seeds=3, records=200)
+    found = example.play(tmp_path, rounds=5, seeds=4, records=200)
 
     assert found.right, found
     assert found.pages == ["report.html", "tune.html"]

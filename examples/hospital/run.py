@@ -116,8 +116,8 @@ def play(folder: Path, rounds: int, seeds: int, records: int | None = None) -> O
         named=[name for name in HOSPITALS if any(name in text for text in advice["findings"])],
         counted=tuned["counted"],
         best=best["name"],
-        difference=best["difference"]["mean"],
-        half_width=best["difference"]["half_width"],
+        difference=best["difference"],
+        half_width=best["difference_half_width"],
         pages=sorted(page.name for page in study.glob("*.html")),
     )
 
