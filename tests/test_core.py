@@ -26,7 +26,10 @@ SHELLS = {
             *("round_robin", "senders", "serving", "tolerant"),
             *(f"statistics.{name}" for name in ("check", "counterpart", "messages")),
             "site.sending",
-            *(f"update.{n}" for n in ("aggregator", "check", "client", "messages", "server")),
+            *(
+                f"update.{n}"
+                for n in ("aggregator", "check", "client", "measuring", "messages", "server")
+            ),
         )
     ),
 }
