@@ -1,7 +1,8 @@
 """What mkdocs adds to the pages of this folder: their order, and the reference of the code.
 
-The navigation is the list in ``index.md``. The reference has a page for every module of fedclip,
-from its docstrings, which are read and not imported: no framework need be installed.
+The navigation is the list at the end of ``index.md``, which the page itself does not show. The
+reference has a page for every module of fedclip, from its docstrings, which are read and not
+imported: no framework need be installed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import griffe
 from mkdocs.structure.files import File
 
 DOCS = Path(__file__).parent
+# Where the list begins.
+PAGES = "<!-- The pages by topic"
 ROOT = DOCS.parent
 
 
@@ -91,7 +94,8 @@ def listed() -> list[Any]:
     """Return the navigation that the headings and lists of ``index.md`` make."""
     nav: list[Any] = ["index.md"]
     pages: list[Any] = []
-    for line in (DOCS / "index.md").read_text(encoding="utf-8").splitlines():
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    for line in text.partition(PAGES)[2].splitlines():
         if line.startswith("## "):
             pages = []
             nav.append({line.removeprefix("## "): pages})
@@ -120,4 +124,6 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
     """Name the files of the checkout, which the site does not have, without a link."""
+    if page.file.src_uri == "index.md":
+        text = text.partition(PAGES)[0]
     return re.sub(r"\[([^\]]*)\]\((?:\.\./)+(?:tests|examples)/[^)]*\)", r"`\1`", text)

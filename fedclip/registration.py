@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
@@ -69,6 +68,8 @@ class Plugin:
 
 
 if TYPE_CHECKING:
+    from importlib.abc import Loader
+
     from declearn.optimizer.modules import OptiModule as Module
     from declearn.optimizer.regularizers import Regularizer as Regularizer
 

@@ -278,18 +278,25 @@ def free_port() -> int:
     return int(held.getsockname()[1])
 
 
-def python(code: str, *hidden: str, options: Sequence[str] = (), **environment: str) -> str:
-    """Return what code prints, in a process that finds none of these modules, or of frameworks."""
+def ended(*words: object, well: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Return what a Python process with these arguments has come to: well, if it is to."""
     done = subprocess.run(
-        [sys.executable, *options, "-c", textwrap.dedent(code)],
-        env={**hiding(*hidden), **environment},
+        [sys.executable, *map(str, words)],
         capture_output=True,
         text=True,
+        stdin=subprocess.DEVNULL,
         timeout=PATIENCE,
         check=False,
+        **options,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip()
+    assert not well or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def python(code: str, *hidden: str, options: Sequence[str] = (), **environment: str) -> str:
+    """Return what code prints, in a process that finds none of these modules, or of frameworks."""
+    env = {**hiding(*hidden), **environment}
+    return ended(*options, "-c", textwrap.dedent(code), env=env).stdout.strip()
 
 
 def gradient(seed: int = 0, scale: float = 0.15) -> dict[str, np.ndarray]:

@@ -327,6 +327,7 @@ def test_parameters_added_later_are_clipped():
     assert handle.last.groups == ("0.weight", "0.bias", "late.weight", "late.bias")
 
 
+@pytest.mark.slow
 def test_pure_clipping_with_agc():
     model, _ = build()
     loss_of(model).backward()

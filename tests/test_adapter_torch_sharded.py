@@ -1,12 +1,10 @@
 """Models that are spread over processes are clipped like whole ones."""
 
 import contextlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import PATIENCE, require
+from helpers import ended, require
 
 torch = require("torch")
 pytest.importorskip("torch.distributed.tensor")
@@ -48,14 +46,8 @@ def test_the_digits_in_two_processes_are_learnt_as_in_one() -> None:
     loops = Path(__file__).parent.parent / "examples" / "loops"
     spread = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     said = [
-        subprocess.run(
-            [sys.executable, *command],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=True,
-        ).stdout.splitlines()[-1]
-        for command in ([*spread, str(loops / "torch_fsdp.py")], [str(loops / "torch_loop.py")])
+        ended(*command).stdout.splitlines()[-1]
+        for command in ([*spread, loops / "torch_fsdp.py"], [loops / "torch_loop.py"])
     ]
     # Accuracy and number of clipped steps; then the last limit.
     (words, limit), (expected, alone) = (line.rsplit(" ", 1) for line in said)

@@ -137,7 +137,7 @@ def test_acts_on_the_gradients_of_a_model() -> None:
 def test_weights_of_a_step_are_not_kept_alive() -> None:
     agc = AGC()
     agc.run(NumpyVector({"w": np.ones(3)}), NumpyVector({"w": np.ones(3)}))
-    assert not agc._clipper.weights
+    assert not agc._weights
 
 
 @pytest.mark.parametrize("unit", ["output", "tensor", "global"])

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgpack
 import pytest
 from declearn.optimizer import list_optim_modules
-from helpers import PATIENCE, free_port, hiding
+from helpers import ended, free_port, hiding
 from report_runs import Node, call
 from typer.testing import Result
 
@@ -77,19 +77,19 @@ except SystemExit:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "needs"),
-    [("--version", ""), ("--help", "rich"), ("list", "rich"), ("report nowhere", "numpy rich")],
+    [
+        *(("--version", ""), ("--help", "rich"), ("list", ""), ("doctor", "")),
+        *(("list zscore-clip", "numpy"), ("report nowhere", "numpy rich")),
+        ("init new nowhere.csv --target x", "numpy rich"),
+    ],
 )
 def test_a_command_imports_what_it_needs(words: str, needs: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED, *words.split()],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        check=False,
-    )
+    paths = os.pathsep.join(filter(None, sys.path))
+    env = {**os.environ, "PYTHONPATH": paths}
+    done = ended("-c", IMPORTED, *words.split(), env=env, well=False)
     assert set(done.stderr.splitlines()[-1].split()) <= set(needs.split()), done.stderr
 
 
@@ -100,6 +100,7 @@ def test_list_has_every_clipper_and_none_of_declearns() -> None:
     assert sorted(names) == sorted(ours)
     assert {"norm-clip", "value-clip", "zscore-clip", "no-op"} <= set(names)
     assert all(entry["summary"].endswith(".") for entry in entries)
+    assert max(len(entry["summary"]) for entry in entries) <= 70
     shown = call("list").stdout.splitlines()
     assert len(shown) == 1 + len(entries)
     assert any(line.startswith("norm-clip  ") for line in shown)
@@ -107,7 +108,7 @@ def test_list_has_every_clipper_and_none_of_declearns() -> None:
 
 def test_list_explains_one_clipper() -> None:
     shown = call("list", "zscore-clip").stdout
-    assert shown.startswith("Limit at a number of standard deviations")
+    assert shown.startswith("Limit some standard deviations above")
     assert "z_max : float" in shown
     wrong = call("list", "zscore-clp")
     assert wrong.exit_code == 2
@@ -238,11 +239,12 @@ def test_quickrun_that_is_interrupted_points_to_the_report(
     async def interrupted(federation: object, seed: object) -> None:
         raise KeyboardInterrupt
 
-    file = write(config(port=free_port()) + '[experiment]\ncheckpoint = "results/today"\n')
+    write(config(port=free_port()) + '[experiment]\ncheckpoint = "results/today"\n')
     write_data(tmp_path)
     (tmp_path / "model.py").touch()
     monkeypatch.setattr(fedclip.tools.quickrun.Federation, "run", interrupted)
-    result = call("quickrun", file)
+    monkeypatch.chdir(tmp_path)
+    result = call("quickrun")
     assert result.exit_code == 130
     assert one_sentence(result).endswith("fedclip report results/today")
 
@@ -253,15 +255,7 @@ def test_quickrun_that_is_interrupted_points_to_the_report(
 def script(tmp_path: Path, text: str, *args: str) -> subprocess.CompletedProcess[str]:
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(text))
-    return subprocess.run(
-        [sys.executable, "-m", "fedclip", "run", str(file), *args],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        stdin=subprocess.DEVNULL,
-        env=hiding(),
-        check=False,
-    )
+    return ended("-m", "fedclip", "run", file, *args, env=hiding(), well=False)
 
 
 @pytest.mark.slow
@@ -310,6 +304,7 @@ def test_report_writes_csv(checkpoints: Path, tmp_path: Path) -> None:
     assert file.read_text() == to_stdout
 
 
+@pytest.mark.slow
 def test_report_shows_other_peoples_names_as_they_are(tmp_path: Path) -> None:
     rounds = [{**ROUND, "group": "all"}, {**ROUND, "group": "[/x]"}]
     for name in ("[red]", "$a_$", "<script>", "\x1b[31mred", "\udcff"):

@@ -26,7 +26,10 @@ SHELLS = {
             *("round_robin", "senders", "serving", "tolerant"),
             *(f"statistics.{name}" for name in ("check", "counterpart", "messages")),
             "site.sending",
-            *(f"update.{n}" for n in ("aggregator", "check", "client", "messages", "server")),
+            *(
+                f"update.{n}"
+                for n in ("aggregator", "check", "client", "measuring", "messages", "server")
+            ),
         )
     ),
 }
@@ -113,6 +116,7 @@ def alone(code: str) -> None:
     python(f"{REFUSE}\n{code}", "nothing", options=["-W", "error"])
 
 
+@pytest.mark.slow
 def test_every_file_of_the_core_is_imported_without_declearn() -> None:
     code = f"import importlib\nfor name in {core()!r}:\n    importlib.import_module(name)"
     alone(code)
@@ -132,6 +136,7 @@ def test_what_is_named_as_a_shell_is_one() -> None:
     alone(code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [CLIPPERS, ROUND], ids=["clippers", "a round"])
 def test_it_runs_without_declearn(code: str) -> None:
     alone(code)

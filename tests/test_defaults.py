@@ -110,6 +110,7 @@ def test_a_lasting_rise_is_followed(name: str, sigma: float, start: int) -> None
     assert (limits[start:].max(axis=0) >= 5.0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_NORMS)
 def test_a_share_of_zeros_drags_nothing_down(name: str) -> None:
     norms = usual(0.1, 600, 0, 20)

@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from checkouts import ROOT
+from helpers import free_port
 
 from fedclip.report import read_report
 from fedclip.tools.check import check_config
 from fedclip.tools.compare import interval
 from fedclip.tools.demo import DemoError, run, run_demo
 from fedclip.tools.demo.data import FACTOR, SITES, write_data
+from fedclip.tools.demo.results import GAIN, pulls
+from fedclip.tools.progress import progress
 
 # What declearn warns of itself, in what all nodes of a federation do.
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
@@ -29,23 +34,42 @@ def test_it_trains_in_three_ways_and_shows_what_came_out(
     shown, told = capsys.readouterr()
 
     # The table is of this run: its numbers are those of the servers' files.
+    last = {
+        (name, node): [
+            metrics(folder / name / f"seed-{seed}" / node, rounds)[-1] for seed in range(2)
+        ]
+        for name in results
+        for node in ("server", *SITES)
+    }
     for name, result in results.items():
-        losses = []
         for seed in range(2):
             assert check_config(folder / name / f"seed-{seed}").ok
             report = read_report(folder / name / f"seed-{seed}")
             assert set(SITES) <= set(report.nodes)
             assert {row.record.round for row in report.select(node="site-a")} == {1, 2, 3, 4}
-            with (folder / name / f"seed-{seed}" / "server" / "metrics.csv").open() as file:
-                rows = list(csv.DictReader(file))
-            assert len(rows) == rounds
-            losses.append(float(rows[-1]["loss"]))
+        losses = [float(row["loss"]) for row in last[name, "server"]]
         # Another seed is another split, from an untrained model; another way has the same splits.
         assert len(set(losses)) == 2
         assert result.values["loss"] == interval(losses)
         mean, half = result.values["accuracy"]
         assert f"{mean:.3g} ± {half:.2g}" in shown
-        assert f"{name}: 8 of 8 done, loss" in told
+        pairs = zip(last[name, "server"], last["fixed-bound", "server"], strict=True)
+        gains = [float(a["accuracy"]) - float(b["accuracy"]) for a, b in pairs]
+        assert result.values[GAIN] == interval(gains)
+    # A site is named, and what came out there; the one bar never starts again.
+    (site, share) = re.findall(
+        r"lowest of the sites with the adaptive bound is (\S+): (\S+)%", shown
+    )[0]
+    found = {
+        one: np.mean([float(row["accuracy"]) for row in last["adaptive-bound", one]])
+        for one in SITES
+    }
+    assert found[site] == min(found.values()) == pytest.approx(float(share) / 100, abs=1e-3)
+    assert "6 federations train for 4 rounds" in shown
+    done = [int(number) for number in re.findall(r"^demo: (\d+) of 24 done", told, re.M)]
+    assert done == sorted(set(done))
+    assert done[-1] == 24
+    assert len(told.splitlines()) == len(done)
 
     # Clipping matters in it.
     for name in ("fixed-bound", "adaptive-bound"):
@@ -58,6 +82,51 @@ def test_it_trains_in_three_ways_and_shows_what_came_out(
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
     # The demo may be run again in its folder.
     run._prepare(folder)
+
+
+def metrics(folder: Path, rounds: int) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == rounds
+    return rows
+
+
+@pytest.mark.slow
+def test_the_bound_comes_down_to_the_majority_as_the_page_says(tmp_path: Path) -> None:
+    run._prepare(tmp_path)
+    write_data(tmp_path / "data" / "seed-0")
+    settings = {"rounds": 30, "bound": 1.0, "port": free_port()}
+    run._write_config(tmp_path, "adaptive-bound", 0, settings)
+    folder = tmp_path / "adaptive-bound"
+    run._train(folder / "seed-0", 0, 600.0, progress({"demo": 30}, quiet=True))
+    (found,) = pulls(read_report(folder))
+    assert found[:2] == pytest.approx([1, 1])
+    assert all(2.0 < pull < 3.5 for pull in found[2:10])
+    assert all(pull < 1.5 for pull in found[16:])
+    assert np.median(found[20:]) == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.soak
+def test_the_page_has_the_numbers_of_the_demo(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
+    for result, row in zip(
+        run_demo(tmp_path / "demo"),
+        ("no clipping", "fixed bound 1", "adaptive bound"),
+        strict=True,
+    ):
+        found = re.search(rf"^\| {row} \| ([\d.]+) % ± ([\d.]+) % \|", page, re.M)
+        assert found is not None
+        said = [float(number) / 100 for number in found.groups()]
+        assert result.values["accuracy"] == pytest.approx(said, abs=0.01)
+    gain = [100 * number for number in result.values[GAIN]]
+    assert "is 2.7 ± 1.4 points above" in page
+    assert gain == pytest.approx([2.7, 1.4], abs=0.3)
+    shown = capsys.readouterr().out
+    for said in ("site-b", "4.6 times as hard", "and 1.0 times"):
+        assert said in shown
+        assert said.removeprefix("and ") in page
 
 
 def test_data_is_all_of_it_and_one_site_trains_in_another_unit(tmp_path: Path) -> None:

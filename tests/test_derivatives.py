@@ -87,6 +87,7 @@ def moved(values: list[np.ndarray], v: Trees, by: float) -> list[np.ndarray]:
 
 
 # Torch's own, from its first forward derivative on.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("specimen", [s for s in SPECIMENS if not s.label], ids=str)
 def test_torch(specimen: Specimen) -> None:
@@ -132,6 +133,7 @@ def test_torch_with_respect_to_the_state() -> None:
     assert float(slope) == pytest.approx(float(clipped["w"].detach().norm()) / 5.0, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_torch_batched_and_compiled() -> None:
     torch = require("torch")
     function = torch_sum(SPECIMENS[7])
@@ -180,6 +182,7 @@ def test_torch_refuses_what_has_no_second_derivative() -> None:
         pure.update({"w": sparse.requires_grad_()}, state)
 
 
+@pytest.mark.slow
 @sampled
 def test_jax(specimen: Specimen) -> None:
     jax = require("jax")
@@ -209,6 +212,7 @@ def test_jax(specimen: Specimen) -> None:
         assert float(second) == pytest.approx(float(up - down) / 2e-5, rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_jax_in_half_precision() -> None:
     jax = require("jax")
     import jax.numpy as jnp

@@ -81,6 +81,7 @@ def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [
@@ -116,6 +117,12 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                     pass
                 case other:
                     pytest.fail(f"{where}: a block of the language {other!r}")
+
+
+def test_the_start_page_shows_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown, *_ = blocks(ROOT / "docs" / "index.md")
+    exec(compile(code.text, "docs/index.md", "exec"), {})
+    assert capsys.readouterr().out == shown.text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -198,6 +205,7 @@ def pages_tool() -> Any:
         return importlib.import_module("clippers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "entry", fedclip.tools.catalogue.catalogue(), ids=lambda entry: entry["name"]
 )
@@ -217,6 +225,7 @@ def test_list_says_what_is_registered() -> None:
     assert fedclip.tools.catalogue.catalogue() == current, "run: python docs/clippers.py"
 
 
+@pytest.mark.slow
 def test_each_picture_is_drawn_from_the_numbers_of_today() -> None:
     pages_tool()
     pictures: Any = sys.modules["pictures"]

@@ -14,74 +14,6 @@ from helpers import require
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.persample import check, clipped_sum, vector
 
-
-def sklearn_model(**config: Any) -> Model:
-    from declearn.model.sklearn import SklearnSGDModel
-
-    config = {"kind": "classifier", "loss": "log_loss", "alpha": 0.05, **config}
-    classes = config.pop("classes", 4)
-    model = SklearnSGDModel.from_parameters(**config)
-    model.initialize({"features_shape": (5,), "classes": list(range(classes))})
-    start = model.get_weights()
-    values = {n: rng().normal(size=a.shape) for n, a in start.coefs.items()}
-    model.set_weights(type(start)(values))
-    x = rng().normal(size=(13, 5))
-    continuous = config["kind"] == "regressor"
-    return model, x, rng().normal(size=13) if continuous else rng().integers(0, classes, 13)
-
-
-def torch_model() -> Model:
-    require("torch")
-    import torch
-    from declearn.model.torch import TorchModel
-
-    torch.manual_seed(0)
-    nn = torch.nn
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 3))
-    x: Any = torch.from_numpy(rng().normal(size=(13, 1, 8, 8)).astype("float32"))
-    return TorchModel(net, nn.CrossEntropyLoss()), x, rng().integers(0, 3, 13)
-
-
-def jax_model() -> Model:
-    require("jax")
-    import haiku as hk
-    import jax
-    import jax.numpy as jnp
-    from declearn.model.haiku import HaikuModel
-
-    def net(x: Any) -> Any:
-        return hk.Sequential([hk.Flatten(), hk.Linear(8), jnp.tanh, hk.Linear(3)])(x)
-
-    def loss(found: Any, y: Any) -> Any:
-        return -jnp.sum(jax.nn.log_softmax(found) * jax.nn.one_hot(y, 3), axis=-1)
-
-    model = HaikuModel(net, loss, seed=0)
-    model.initialize({"features_shape": (6,), "data_type": "float32"})
-    return model, rng().normal(size=(13, 6)).astype("float32"), rng().integers(0, 3, 13)
-
-
-def tensorflow_model() -> Model:
-    require("tensorflow")
-    import keras
-    from declearn.model.tensorflow import TensorflowModel
-
-    layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model = TensorflowModel(keras.Sequential(layers), loss)
-    model.initialize({"features_shape": (6,)})
-    return model, rng().normal(size=(13, 6)).astype("float32"), rng().integers(0, 3, 13)
-
-
-MODELS: dict[str, Callable[[], Model]] = {
-    "torch": torch_model,
-    "jax": jax_model,
-    "tensorflow": tensorflow_model,
-    "sklearn": sklearn_model,
-}
-
-
-each_model = pytest.mark.parametrize("name", MODELS)
-
 pytestmark = pytest.mark.slow
 
 C = 0.3
@@ -165,6 +97,8 @@ MODELS: dict[str, Callable[[], Model]] = {
     "tensorflow": tensorflow_model,
     "sklearn": sklearn_model,
 }
+
+each_model = pytest.mark.parametrize("name", MODELS)
 
 
 def numbers(array: Any) -> Any:
@@ -295,8 +229,6 @@ def test_each_record_has_its_own_dropout_and_no_seed_foretells_it(backend: str) 
 
 
 # -- refusals ----------------------------------------------------------------------------------
-
-
 def test_keras_batch_normalization_is_refused_by_name() -> None:
     require("tensorflow")
     import keras

@@ -1,13 +1,19 @@
 """The example loops run, and agree."""
 
 import importlib
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import require
+from helpers import ended, require
+from typer.testing import CliRunner
+
+from fedclip.report import read_report
+from fedclip.tools.cli import app
 
 LOOPS = Path(__file__).parent.parent / "examples" / "loops"
 
@@ -71,9 +77,37 @@ def test_four_devices_have_the_limits_of_one():
     for framework in ("torch", "jax", "optax"):
         require(framework)
     # Only a new process can have another number of devices.
-    command = [sys.executable, str(LOOPS / "jax_mesh.py")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr[-3000:]
+    said = ended(LOOPS / "jax_mesh.py").stdout
     expected = importlib.import_module("torch_loop").train()
-    assert float(result.stdout.split()[-1]) == pytest.approx(expected[-1], rel=1e-5)
-    assert " 0 of them clipped" not in result.stdout
+    assert float(said.split()[-1]) == pytest.approx(expected[-1], rel=1e-5)
+    assert " 0 of them clipped" not in said
+
+
+@pytest.mark.slow
+def test_the_example_clips_the_client_in_other_units(tmp_path, monkeypatch):
+    """And README has its numbers."""
+    folder = shutil.copytree(
+        LOOPS.parent / "quickrun", tmp_path / "x", ignore=shutil.ignore_patterns("data", "result")
+    )
+    monkeypatch.chdir(folder)
+    subprocess.run([sys.executable, "prepare.py"], check=True, timeout=600)
+    config = folder / "config.toml"
+    accuracy = {}
+    for modules in ("[]", '[["norm-clip", { max_norm = 1.0 }]]'):
+        config.write_text(re.sub(r"modules = .*", f"modules = {modules}", config.read_text()))
+        result = CliRunner().invoke(app, ["simulate", "--seed", "0"])
+        assert result.exit_code == 0, result.output
+        rows = (folder / "result/simulated/server/metrics.csv").read_text().splitlines()
+        accuracy[modules] = float(rows[-1].split(",")[1])
+    assert [round(100 * value) for value in accuracy.values()] == [86, 92]
+    rows = read_report(folder / "result").select(module="norm-clip")
+    shares = {
+        client: sum(r.record.clipped for r in rows if r.node.endswith(client))
+        / sum(r.record.steps for r in rows if r.node.endswith(client))
+        for client in ("client_0", "client_1", "client_2")
+    }
+    assert {client: round(100 * share) for client, share in shares.items()} == {
+        "client_0": 9,
+        "client_1": 9,
+        "client_2": 100,
+    }

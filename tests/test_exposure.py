@@ -14,7 +14,11 @@ from fedclip import UpdateClipServer
 from fedclip.modules.servers import ZScoreClipServer
 from fedclip.tools.check import Check, check_config
 
-pytestmark = pytest.mark.usefixtures("no_round_left_open")
+# The noise of each file that is checked is accounted for.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("no_round_left_open"),
+]
 
 
 NOISE = '["update-clip-server", {{noise_multiplier = 5.0, expected_clients = 10{}}}]'

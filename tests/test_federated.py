@@ -16,8 +16,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from helpers import PATIENCE, free_port, hiding
+from helpers import PATIENCE, ended, free_port, hiding
 
 from fedclip.report import read_report
 from fedclip.tools.check import check_config
@@ -175,17 +176,8 @@ def test_a_client_without_fedclip_under_a_server_that_watches(tmp_path: Path) ->
     assert "the server has ended: the connection of 'client_1'" in fed.said("client_0")
 
 
-def call(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=PATIENCE,
-        env=ENVIRONMENT,
-        check=False,
-    )
+def call(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
+    return ended(*command, cwd=folder, env=ENVIRONMENT, well=False)
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +186,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("example") / "quickrun"
     shutil.copytree(EXAMPLES / "quickrun", folder, ignore=shutil.ignore_patterns("data", "result"))
     assert call(folder, "prepare.py").returncode == 0
+    for file in folder.glob("data/*/*.npy"):
+        # scikit-learn's gradients are of one record after the other.
+        np.save(file, np.load(file)[:100])
     return folder
 
 
@@ -248,7 +243,7 @@ def test_quickrun_without_a_client(prepared: Path, tmp_path: Path) -> None:
     assert "client 'client_1' has ended: OSError: the disk is full" in log
     assert done.returncode == 0, done.stderr[-2000:]
     assert "the connection of 'client_1' has ended; the run goes on without it" in log
-    assert "(3, 'result', True)" in done.stdout
+    assert done.stdout.endswith("result', True)\n")
 
 
 PATIENT = """
@@ -264,5 +259,5 @@ print(NetworkClientConfig("websockets", "ws://127.0.0.1:1", "a").build_client().
 def test_fedclip_run_gives_clients_patience(tmp_path: Path) -> None:
     script = tmp_path / "client.py"
     script.write_text(PATIENT)
-    done = call(tmp_path, *FEDCLIP_RUN[1:], str(script))
+    done = call(tmp_path, *FEDCLIP_RUN[1:], script)
     assert done.stdout.split() == ["5.0", "5.0", "10800.0"], done.stderr[-2000:]

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.slow
 
 Gradient = dict[str, np.ndarray]
 
-laws = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+laws = settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+"""Examples for each of many specimens."""
+law = settings(laws, max_examples=50)
 
 
 def arrays(dtype: str, largest: float = 1e6) -> st.SearchStrategy[Gradient]:
@@ -88,7 +90,7 @@ def test_order_of_tensors_does_not_matter(
             np.testing.assert_allclose(got[name], wanted[name], rtol=1e-7, atol=1e-9)
 
 
-@laws
+@law
 @given(gradient=arrays("float64", 1e280), limit=st.floats(1e-10, 1e10))
 def test_norm_clip_is_a_projection(gradient: Gradient, limit: float) -> None:
     out = NormClip(limit).run(to_vector(gradient)).coefs
@@ -100,7 +102,7 @@ def test_norm_clip_is_a_projection(gradient: Gradient, limit: float) -> None:
             np.testing.assert_allclose(out[name], value * (limit / before), rtol=1e-10, atol=1e-300)
 
 
-@laws
+@law
 @given(pair=st.tuples(*[streams(largest=10.0)] * 2), limit=st.floats(0.1, 10))
 def test_norm_clip_brings_gradients_no_further_apart(pair: Any, limit: float) -> None:
     # Non-expansive: what a sensitivity is computed from.

@@ -150,6 +150,7 @@ def play(table: Table, seed: int) -> None:
     assert table.server.start()["update-clip"].stop == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds",
     [
@@ -214,6 +215,7 @@ def forge_evaluation(rng: random.Random, honest: EvaluationReply) -> EvaluationR
     return reply
 
 
+@pytest.mark.slow
 def test_no_evaluation_ends_a_run() -> None:
     """The others' evaluations count, with whatever of the liars' can be added to them."""
     metrics = MetricSet.from_specs([*METRICS])

@@ -160,6 +160,7 @@ def clipped(clip: Any, seed: int, framework: str) -> Any:
     return clip.run(to_vector(gradient_of(seed), framework)).coefs["wide"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize(("framework", "holder"), [(f, h) for f in HOLDERS for h in HOLDERS[f]])
 def test_what_somebody_holds_does_not_change(framework: str, holder: str) -> None:
@@ -277,6 +278,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(steps=STEPS, kind=st.sampled_from([NormClip, ValueClip]))
 def test_no_held_output_ever_changes(steps: list[Any], kind: type) -> None:

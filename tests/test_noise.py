@@ -315,6 +315,7 @@ def test_a_state_that_is_loaded_takes_nothing_from_what_was_spent(
     assert accountant.rounds == rounds
 
 
+@pytest.mark.slow
 def test_samples_are_kept_apart_and_restored() -> None:
     pytest.importorskip("dp_accounting")
     first = Accountant(1e-5)
@@ -332,6 +333,7 @@ def test_samples_are_kept_apart_and_restored() -> None:
     assert second.epsilon(2.0, left, 0.1) <= 3.0 < second.epsilon(2.0, left + 1, 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ["pld", "prv"])
 def test_rounding_in_many_steps_makes_no_epsilon_too_low(accountant: str) -> None:
     """The transforms of a million steps are not exact to such a delta."""

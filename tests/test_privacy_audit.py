@@ -6,13 +6,13 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
-from test_simulate import CONFIG, MODEL
+from quickruns import write_config, write_sites
 from typer.testing import CliRunner
 
 from fedclip.privacy.banded import Stream
@@ -35,26 +35,8 @@ BANDED = ', noise = "banded", rounds = 6'
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    rng = np.random.default_rng(0)
-    for site in "abc":
-        folder = tmp_path / "data" / site
-        folder.mkdir(parents=True)
-        for part, count in (("train", 100), ("valid", 50)):
-            data = rng.normal(size=(count, 200))
-            np.save(folder / f"{part}_data.npy", data)
-            np.save(folder / f"{part}_target.npy", (data[:, 0] > 0).astype(int))
-    (tmp_path / "model.py").write_text(MODEL)
-
-    def written(**changes: Any) -> Path:
-        values = {"port": 1, "aggregator": '"clipped-averaging"', "rounds": 6, "more": ""}
-        values |= {"client": '["update-clip-client"]', "training": "n_steps = 2"} | changes
-        paths = {"data": "data", "model": "model.py", "out": "out"}
-        values |= {key: json.dumps(str(tmp_path / name)) for key, name in paths.items()}
-        file = tmp_path / "config.toml"
-        file.write_text(CONFIG.format(**values))
-        return file
-
-    return written
+    write_sites(tmp_path, dict.fromkeys("abc", 100), valid=50, features=200)
+    return partial(write_config, tmp_path / "config.toml", rounds=6)
 
 
 def little_noise() -> AbstractContextManager[Any]:

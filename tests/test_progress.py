@@ -18,6 +18,7 @@ def test_on_a_terminal_a_line_is_written_over(monkeypatch: pytest.MonkeyPatch) -
     tell = progress({"[/red]": 100})
     for done in (1, 2, 100):
         tell("[/red]", done, "loss \x1b[31m")
+    assert file.getvalue().count("left, loss") == 2
     *shown, last = file.getvalue().split("\r\x1b[K")[1:]
     assert len(shown) == 2
     assert "\n" not in "".join(shown)

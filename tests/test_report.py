@@ -244,6 +244,14 @@ def test_a_loss_that_is_no_number_is_said(tmp_path: Path) -> None:
     json.dumps(found.as_dict(), allow_nan=False)
 
 
+def test_a_loss_that_declearn_writes_as_nan_is_said(tmp_path: Path) -> None:
+    node = Node(tmp_path / "server", ["no-op"])
+    node.round([1.0], metrics={"loss": 1.0})
+    node.round([1.0], metrics={"loss": math.nan})
+    (curve,) = read_report(tmp_path).curves
+    assert curve.nonfinite == (2,)
+
+
 def test_a_norm_above_the_last_limit_is_not_called_below_it(tmp_path: Path) -> None:
     node = Node(tmp_path, ["zscore-clip"])
     # The first norm passes, and the limits come from shorter ones.

@@ -10,11 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
+from declearn.main.utils import Checkpointer
+from declearn.optimizer import Optimizer
 from helpers import PATIENCE
 from report_runs import Node, call, large_run
 
-from fedclip.report import Run, page_of, read_report
+from fedclip.report import Run, Spending, page_of, read_report
+from fedclip.report.advice import Advice, Proposal
+from fedclip.report.reading import LEDGER
 
 pytest.importorskip("vl_convert")
 pytest.importorskip("jinja2")
@@ -62,7 +67,7 @@ def test_the_page_is_one_file_without_links(small: Path) -> None:
 
 
 def test_other_peoples_names_are_shown_as_they_are(tmp_path: Path) -> None:
-    text = page(of_others(tmp_path), spent=[("server", ["<b>epsilon</b>"])])
+    text = page(of_others(tmp_path), spent=[Spending("server", ["<b>epsilon</b>"])])
     html = text.partition('<script type="application/json"')[0]
     assert not re.search("<(b|img|i)[ >]", html)
     assert "\x1b" not in text
@@ -70,6 +75,138 @@ def test_other_peoples_names_are_shown_as_they_are(tmp_path: Path) -> None:
     assert "{{ 7*7 }}" in html
     assert text.count("</script>") == 3
     data_of(text)
+
+
+def sites(folder: Path, count: int, module: Any = "no-op", rounds: int = 3) -> Path:
+    """Write a run of so many clients, the last of which has norms a hundred times as large."""
+    for i in range(count):
+        node = Node(folder / f"site-{i}", [module])
+        for _ in range(rounds):
+            node.round([(1.0 + 0.01 * i) * (100.0 if i == count - 1 else 1.0)] * 3)
+    return folder
+
+
+def clipper_of(text: str) -> Any:
+    (experiment,) = data_of(text)["experiments"]
+    return experiment["clippers"][0]
+
+
+def test_a_few_clients_have_a_line_each(tmp_path: Path) -> None:
+    clipper = clipper_of(page(sites(tmp_path, 3)))
+    assert [name for name, _ in clipper["lines"]] == ["site-0", "site-1", "site-2"]
+    assert clipper["lines"][2][1] == [[1, 102.0, 0.0], [2, 102.0, 0.0], [3, 102.0, 0.0]]
+    assert clipper["band"] == []
+
+
+def test_of_many_clients_the_ends_have_names_and_are_not_in_the_band(tmp_path: Path) -> None:
+    clipper = clipper_of(page(sites(tmp_path, 12)))
+    assert [name for name, _ in clipper["lines"]] == ["highest: site-11", "lowest: site-0"]
+    assert clipper["band"] == [[r, 1.01, 1.1] for r in (1, 2, 3)]
+
+
+def test_the_seeds_of_a_setting_are_one_run(tmp_path: Path) -> None:
+    for seed in range(4):
+        sites(tmp_path / f"seed-{seed}", 3)
+    text = page(tmp_path, together=True)
+    assert [name for name, _ in clipper_of(text)["lines"]] == ["site-0", "site-1", "site-2"]
+    assert text.count("is unlike the others") == 1
+
+
+def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) -> None:
+    sites(tmp_path, 3)
+    Node(tmp_path / "server", ["norm-clip"]).round([0.5])
+    proposals = [
+        Proposal("step.fixed", {}, what="one limit", why="<best>"),
+        Proposal("step.learnt", {}),
+        Proposal("aggregate.fixed", {}),
+    ]
+    advice = Advice("Start with step.fixed.", ["site-2: odd."], proposals, "step.fixed")
+    text = page(
+        tmp_path,
+        advice=advice,
+        said={"step.fixed": (['modules = ["norm-clip"]'], "100 % of site-2")},
+        limits=[
+            ("no-op", "step.fixed", 1.2, True),
+            ("norm-clip on the server", "aggregate.fixed", 0.7, False),
+        ],
+    )
+    (experiment,) = data_of(text)["experiments"]
+    rules = {clipper["name"]: clipper["rules"] for clipper in experiment["clippers"]}
+    assert rules == {
+        "no-op": [["step.fixed", 1.2, True]],
+        "norm-clip on the server": [["aggregate.fixed", 0.7, False]],
+    }
+    said = ["Start with step.fixed.", "site-2: odd.", "start here", "modules = [", "&lt;best&gt;"]
+    places = [text.index(part) for part in [*said, "100 % of site-2", 'class="chart"']]
+    assert places == sorted(places)
+    assert text.count("start here") == 1
+    assert "site-2 is unlike" not in text
+
+
+@pytest.mark.parametrize(
+    ("module", "said", "charts"),
+    [
+        ("no-op", "There was no limit, so nothing was clipped.", 1),
+        (["norm-clip", {"max_norm": 1e3}], "No step was clipped.", 1),
+        (["norm-clip", {"max_norm": 1.0}], "Share of the steps whose norm", 2),
+    ],
+)
+def test_nothing_empty_is_drawn(tmp_path: Path, module: Any, said: str, charts: int) -> None:
+    text = page(sites(tmp_path, 3, module))
+    assert text.count('class="chart"') == charts
+    assert said in text
+
+
+def private_run(folder: Path) -> Path:
+    """Write what two clients with DP-SGD leave: one has the module that says so, both a ledger."""
+    from fedclip.privacy.ledger import Ledger
+
+    for name, modules in (("a", [["sample-clip", {}]]), ("b", [])):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "optimizer_state_1.mpk").write_bytes(msgpack.packb({"modules": modules}))
+        data = "432 records, features (64,)"
+        ledger = Ledger(8.0, 1e-5, folder / name / LEDGER, data=data)
+        for _ in range(3):
+            ledger.reserve(2.0, 0.125, 6)
+    server = Checkpointer(str(folder / "server"))
+    for i in (1, 2):
+        server.save_metrics({"loss": 1.0 / i}, timestamp=f"{i}")
+    server.save_optimizer(Optimizer(1.0), timestamp="2")
+    return folder
+
+
+@pytest.mark.slow
+def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -> None:
+    from fedclip.privacy.ledger import FILE
+
+    assert FILE == LEDGER
+    file = tmp_path / "r.html"
+    shown = call("report", private_run(tmp_path / "run"), "--html", file)
+    assert shown.exit_code == 0, shown.stderr
+    text = file.read_text()
+    for part in (shown.stdout, text):
+        assert "DP-SGD on a, b: the norms of records" in part
+        assert not re.search("432|432 records|features", re.sub("<script.*", "", part, flags=re.S))
+    (experiment,) = data_of(text)["experiments"]
+    assert [name for name, _ in experiment["epsilons"]["lines"]] == ["a", "b"]
+    rounds, spent = zip(*experiment["epsilons"]["lines"][0][1], strict=True)
+    assert rounds == (1, 2, 3)
+    assert list(spent) == sorted(set(spent))
+    assert re.search(r"b +3 +6 +2 +0\.125 +54 ", shown.stdout)
+    assert "loss 0.5 after the last evaluation" in shown.stdout
+    assert call("compare", tmp_path / "run").exit_code == 0
+    drawn = call("report", tmp_path / "run", "--plot", tmp_path / "r.png")
+    assert "no norms to draw: all clients train by DP-SGD" in drawn.stderr
+    assert "data-norms" not in re.sub("<script.*", "", text, flags=re.S)
+
+
+def test_a_bound_without_noise_has_spent_nothing(tmp_path: Path) -> None:
+    run = sites(tmp_path / "run", 3)
+    Node(run / "server", ["update-clip-server"]).checkpointer.checkpoint(
+        optimizer=Optimizer(1.0, modules=["update-clip-server"])
+    )
+    assert call("report", run, "--html", tmp_path / "r.html").exit_code == 0
+    assert "Privacy spent" not in (tmp_path / "r.html").read_text()
 
 
 @pytest.mark.slow
@@ -144,7 +281,9 @@ def test_a_large_run_in_a_browser(new_tab: Any, tmp_path: Path, width: int) -> N
     titles = tab.evaluate(
         "[...document.querySelectorAll('.chart svg text')].map(t => t.textContent)"
     )
-    assert {"round", "loss", "accuracy", "norm before clipping", "steps clipped"} <= set(titles)
+    assert {"round", "loss", "accuracy", "steps clipped", "median norm before clipping"} <= set(
+        titles
+    )
     # By keyboard: first the link past the head, then a client.
     tab.keyboard.press("Tab")
     assert tab.evaluate("document.activeElement.textContent") == "Skip to the content"
@@ -170,3 +309,74 @@ def test_names_run_nothing_in_a_browser(new_tab: Any, tmp_path: Path) -> None:
     tab.wait_for_function("document.querySelectorAll('.chart svg').length > 3")
     assert alerts == []
     assert tab.locator("img").count() == 0
+
+
+@pytest.mark.slow
+def test_tables_are_read_at_each_width(new_tab: Any, tmp_path: Path) -> None:
+    """Each is a list, or its columns fit, or it scrolls in a box of its own."""
+    heads = [
+        "Setting",
+        "Runs",
+        "loss",
+        "accuracy",
+        "f-score",
+        "recall",
+        "rounds",
+        "clipped",
+        "norm",
+    ]
+    rows = [
+        ["zscore-clip.z_max=2.5", "3", *["0.912 ± 0.034"] * 4, "20", "41.0% ± 1.0%", "120 ± 22"]
+    ]
+    table = {
+        "name": "Comparison",
+        "caption": "Mean and interval.",
+        "heads": heads,
+        "rows": rows * 3,
+    }
+    file = tmp_path / "r.html"
+    text = page_of([Run("", read_report(sites(tmp_path / "run", 3)))], "Comparison", [table])
+    file.write_text(text, encoding="utf-8")
+    tab = new_tab()
+    tab.goto(file.as_uri())
+    for width in (360, 800, 1400):
+        tab.set_viewport_size({"width": width, "height": 900})
+        assert not tab.evaluate(
+            "[...document.querySelectorAll('.stack')]"
+            ".some((table) => table.scrollWidth > table.parentElement.clientWidth)"
+        )
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.slow
+def test_a_page_that_is_left_open_shows_the_next_round(
+    new_tab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fedclip.tools.showing
+
+    folder, file = tmp_path / "run", tmp_path / "r.html"
+    node, tab = Node(folder / "c0", ["norm-clip"]), new_tab()
+    node.round([0.5])
+    rows = "document.querySelectorAll('details tbody tr').length"
+
+    def sleep(pause: float) -> None:
+        """Look at the page while the report waits, and let the run go on."""
+        rounds = node.saved
+        if rounds == 1:
+            tab.goto(file.as_uri())
+        # Nobody loads it again: it does so itself.
+        tab.wait_for_function(f"{rows} === {rounds}")
+        assert tab.locator("meta[http-equiv=refresh]").count() == 1
+        if rounds == 3:
+            (folder / "c0" / "model_state_best.mpk").touch()
+        else:
+            node.round([2.0])
+
+    monkeypatch.setattr(fedclip.tools.showing.time, "sleep", sleep)
+    monkeypatch.setattr(fedclip.tools.showing, "_REFRESH", 1)
+    result = call("report", folder, "--follow", "--html", file)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.endswith(f"wrote {file}\n")
+    tab.wait_for_function("!document.querySelector('meta[http-equiv=refresh]')")
+    assert tab.evaluate(rows) == 3
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["r.html"]

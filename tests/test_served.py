@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import PATIENCE
+from helpers import ended
 
 from fedclip.errors import StateError
 from fedclip.federation.update.exchange import Reply, SentBound
@@ -138,11 +136,9 @@ def test_one_process_serves_from_a_folder(tmp_path: Path) -> None:
     code = (
         f"from fedclip.federation.update.served import Served; Served({NOISE!r}, {str(tmp_path)!r})"
     )
-    command = [sys.executable, "-c", code]
-    other = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert "a server is running there" in other.stderr
+    assert "a server is running there" in ended("-c", code, well=False).stderr
     served.leave()
-    subprocess.run(command, timeout=PATIENCE, check=True)
+    ended("-c", code)
 
 
 @pytest.mark.parametrize(

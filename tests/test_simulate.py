@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from declearn.utils.serialize import msgpack_load
 from helpers import free_port
+from quickruns import write_config, write_sites
 from typer.testing import CliRunner
 
 from fedclip.report import Reader, read_report
@@ -24,72 +25,12 @@ from fedclip.tools.suggest.norms import read_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
 
-CONFIG = """
-[network]
-protocol = "websockets"
-host = "127.0.0.1"
-port = {port}
-heartbeat = 0.02
-[data]
-data_folder = {data}
-[model]
-model_file = {model}
-[optim]
-aggregator = {aggregator}
-[optim.client_opt]
-lrate = 0.1
-modules = {client}
-[optim.server_opt]
-lrate = 1.0
-modules = {server}
-[run]
-rounds = {rounds}
-[run.register]
-min_clients = 3
-max_clients = 3
-timeout = 60
-[run.training]
-batch_size = 8
-{training}
-shuffle = true
-[experiment]
-metrics = [["binary-classif", {{thresh = 0.0}}]]
-checkpoint = {out}
-{more}
-"""
-
-MODEL = """
-from declearn.model.sklearn import SklearnSGDModel
-model = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss")
-"""
-
-SERVER = '[["update-clip-server", {learning_rate = 0.5}]]'
-
 
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
-    """Write three sites' data, the model and the configuration; return the file of the last."""
-    rng = np.random.default_rng(0)
-    for site, records in (("a", 40), ("b", 24), ("c", 56)):
-        folder = tmp_path / "data" / site
-        folder.mkdir(parents=True)
-        for part, count in (("train", records), ("valid", 20)):
-            data = rng.normal(size=(count, 4))
-            np.save(folder / f"{part}_data.npy", data)
-            np.save(folder / f"{part}_target.npy", (data[:, 0] > 0).astype(int))
-    (tmp_path / "model.py").write_text(MODEL)
-
-    def written(**changes: Any) -> Path:
-        values = {"port": 1, "aggregator": '"clipped-averaging"', "server": SERVER, "rounds": 3}
-        values |= {"client": '["update-clip-client"]', "more": ""}
-        values |= {"training": "n_steps = 2"} | changes
-        paths = {"data": "data", "model": "model.py", "out": "out"}
-        values |= {key: json.dumps(str(tmp_path / name)) for key, name in paths.items()}
-        file = tmp_path / "config.toml"
-        file.write_text(CONFIG.format(**values))
-        return file
-
-    return written
+    """Write three sites' data and the model; return what writes a configuration beside them."""
+    write_sites(tmp_path)
+    return partial(write_config, tmp_path / "config.toml")
 
 
 @pytest.mark.slow
@@ -204,6 +145,7 @@ def test_other_aggregators_run_too_and_are_measured(write: Any) -> None:
     assert {row.name for row in report.rows} == {"update-norms"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -227,6 +169,7 @@ def test_each_setting_of_the_aggregator_moves_the_model(write: Any, settings: st
     assert all(values.any() for values in found.values())
 
 
+@pytest.mark.slow
 def test_records_of_the_first_clients_are_reported_and_suggest_reads_them(
     write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

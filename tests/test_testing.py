@@ -214,6 +214,7 @@ def test_a_difference_between_frameworks_is_found() -> None:
 
 
 # -- and none in the package ------------------------------------------------------------------
+@pytest.mark.slow
 @specimens()
 def test_all_checks(specimen: Specimen) -> None:
     testing.check_clipper(specimen.make, frameworks=["numpy"])

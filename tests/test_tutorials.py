@@ -52,10 +52,11 @@ def test_the_first_ten_minutes_in_a_fresh_environment(built: Path, tmp_path: Pat
         lines.append(line)
     python = tmp_path / "bin"
     shown = type_in(lines, folder, PATH=on_path(python), PIP_CONSTRAINT=constraints, PYTHONPATH="")
-    results = folder / "examples" / "quickrun"
+    results = folder / "examples" / "hospitals" / "study"
     assert "data-norms" in (results / "report.html").read_text("utf-8")
     assert (folder / "fedclip-demo" / "demo.png").exists()
-    assert "mad-clip" in (results / "config.toml").read_text("utf-8")
+    assert "site-c: 'mean area', 'area error', 'worst area' about 100 times" in shown
+    assert '"no-op"' not in (results / "config.toml").read_text("utf-8").partition("server_opt")[0]
     assert "before" in shown
 
     # What needs more than the core says what to install, and it is true of a wheel.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from checkouts import ROOT, checkout, on_path, type_in
-from helpers import FRAMEWORK_MODULES, PATIENCE, hiding, require
+from helpers import FRAMEWORK_MODULES, PATIENCE, ended, hiding, require
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -61,6 +61,7 @@ def closure(texts: list[str]) -> Iterator[Requirement]:
             continue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", ["", *(e for e in EXTRAS if e not in ENGINES)])
 def test_whatever_an_extra_needs_is_pinned(extra: str) -> None:
     found = list(closure(EXTRAS[extra] if extra else PROJECT["dependencies"]))
@@ -103,14 +104,8 @@ CALIBRATE = [
 
 
 def without(missing: str, code: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *words],
-        env=hiding(*missing.split(",")),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    env = hiding(*missing.split(","))
+    return ended("-W", "ignore", "-c", code, *words, env=env, well=False)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from fedclip.arrays.base import Backend as Backend
 from fedclip.arrays.base import HostView as HostView
 from fedclip.arrays.base import Repeated as Repeated
 from fedclip.arrays.base import unit_of as unit_of
+from fedclip.arrays.base import with_others as with_others
 from fedclip.arrays.blocks import Float64 as Float64
 from fedclip.arrays.blocks import encode
 from fedclip.arrays.memory import Memory as Memory

@@ -58,6 +58,14 @@ def index_of(owners: Owners) -> Any:
     return np.repeat(*owners) if isinstance(owners, Repeated) else owners
 
 
+def with_others(arrays: Arrays, places: Sequence[int], others: Arrays) -> list[Array]:
+    """Return arrays with others at some places."""
+    result = list(arrays)
+    for i, other in zip(places, others, strict=True):
+        result[i] = other
+    return result
+
+
 class Arithmetic:
     """The operations that rules use; elementwise unless said otherwise."""
 

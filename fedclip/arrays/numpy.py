@@ -25,6 +25,7 @@ from fedclip.arrays.base import (
     HostView,
     Owners,
     index_of,
+    with_others,
 )
 from fedclip.arrays.blocks import (
     CHUNK,
@@ -220,32 +221,30 @@ class NumpyBackend(Backend):
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
         # Mostly there is one factor for all.
         ones = {key for key, k in {id(k): k for k in factors}.items() if _is_one(k)}
+        if not ones:
+            return self._products(arrays, factors)
         places = [i for i, k in enumerate(factors) if id(k) not in ones]
         if not places:
             return arrays
-        some, numbers = [arrays[i] for i in places], [factors[i] for i in places]
-        outs, threads = self._outputs(some), worthwhile([a.nbytes for a in some])
-        if threads < 2 and [*map(_dtype, some)] == [*map(_dtype, numbers)]:
+        some = self._products([arrays[i] for i in places], [factors[i] for i in places])
+        return with_others(arrays, places, some)
+
+    def _products(self, arrays: Arrays, factors: Arrays) -> Arrays:
+        outs, threads = self._outputs(arrays), worthwhile([a.nbytes for a in arrays])
+        if threads < 2 and [*map(_dtype, arrays)] == [*map(_dtype, factors)]:
             # NumPy makes scalars of 0-d arrays.
-            made = [*map(np.asarray, map(np.multiply, some, numbers, outs))]
-        else:
-            made = [
-                np.empty_like(a) if out is None else out for a, out in zip(some, outs, strict=True)
-            ]
-            calls: list[Call] = []
-            for array, k, out in zip(some, numbers, made, strict=True):
-                half = array.itemsize == 2
-                k = np.asarray(k, np.float32 if half else array.dtype)
-                call: Call = _multiply_half if half else np.multiply
-                pairs = [(array, out)] if k.ndim else _cut(array, out, CHUNK if half else PIECE)
-                calls += [partial(call, source, k, target) for source, target in pairs]
-            each(calls, threads)
-        if len(places) == len(arrays):
-            return made
-        outputs = list(arrays)
-        for i, output in zip(places, made, strict=True):
-            outputs[i] = output
-        return outputs
+            return [*map(np.asarray, map(np.multiply, arrays, factors, outs))]
+        pairs = zip(arrays, outs, strict=True)
+        made = [np.empty_like(a) if out is None else out for a, out in pairs]
+        calls: list[Call] = []
+        for array, k, out in zip(arrays, factors, made, strict=True):
+            half = array.itemsize == 2
+            k = np.asarray(k, np.float32 if half else array.dtype)
+            call: Call = _multiply_half if half else np.multiply
+            parts = [(array, out)] if k.ndim else _cut(array, out, CHUNK if half else PIECE)
+            calls += [partial(call, source, k, target) for source, target in parts]
+        each(calls, threads)
+        return made
 
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,57 +33,23 @@ from fedclip.arrays.torch import TorchBackend, TorchInPlace, values_of
 __all__ = ["ShardedBackend", "ShardedInPlace", "replicated", "summed"]
 
 
-class _Layout(NamedTuple):
-    """The processes that hold the tensors of a gradient.
-
-    A sum over each group of processes in turn is one over all of them.
-    """
-
-    size: int
-    groups: Sequence[Any]
-    device: str
-
-    def reduce(self, values: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Return the values, summed up over all processes, on the device where they were."""
-        if op == "max":
-            # The maximum of some communication libraries loses NaN, so infinity stands for it.
-            values = torch.where(torch.isnan(values), math.inf, values)
-        there = values if values.device.type == self.device else values.to(self.device)
-        for group in self.groups:
-            # The form that DTensors use, that compiled code can follow and that torch counts.
-            found = functional.all_reduce(there, op, group)
-            there = functional.wait_tensor(found)  # type: ignore[no-untyped-call]
-        return there.to(values.device)
-
-
 def _meshes(arrays: Iterable[Array]) -> list[DeviceMesh]:
     """Return the meshes of the DTensors among some arrays, a largest one first."""
     meshes = {t.device_mesh for t in arrays if isinstance(t, DTensor)}
     return sorted(meshes, key=lambda mesh: mesh.size(), reverse=True)
 
 
-def _layout(arrays: Iterable[Array]) -> _Layout | None:
+def _mesh(arrays: Iterable[Array]) -> DeviceMesh | None:
+    """Return the mesh of all processes that hold the arrays; None if none is a DTensor."""
     meshes = _meshes(arrays)
-    if not meshes:
-        return None
-    largest = meshes[0]
-    if len(meshes) > 1:
-        _check_within(largest, frozenset(meshes))
-    groups: Sequence[Any] = [dist.group.WORLD]
-    if largest.size() < dist.get_world_size():
-        groups = [largest.get_group(d) for d in range(largest.ndim)]
-    return _Layout(largest.size(), groups, largest.device_type)
-
-
-@lru_cache(maxsize=64)
-def _check_within(largest: DeviceMesh, meshes: frozenset[DeviceMesh]) -> None:
-    ranks = {*largest.mesh.flatten().tolist()}
-    if not all(ranks.issuperset(mesh.mesh.flatten().tolist()) for mesh in meshes):
+    ranks = [{*mesh.mesh.flatten().tolist()} for mesh in meshes] if len(meshes) > 1 else []
+    if not all(ranks[0] >= some for some in ranks):
         raise TypeError(
-            "the parameters lie on device meshes of which none holds all the others' processes, "
-            "so that no process knows the whole gradient: clip the parameters of each mesh with a "
+            "the parameters lie on device meshes of which none holds all the others' processes, so "
+            "that no process knows the whole gradient: clip the parameters of each mesh with a "
             "clipper of its own"
         )
+    return meshes[0] if meshes else None
 
 
 def _weight(array: Array, size: int) -> float:
@@ -101,11 +66,13 @@ def _local(array: Array) -> Any:
 
 def _like(local: Any, array: Array) -> Array:
     """Return new local values as an array that is sharded like `array`; or that array itself."""
-    if not isinstance(array, DTensor) or local is array.to_local():
-        return local if not isinstance(array, DTensor) else array
-    mesh, placements = array.device_mesh, array.placements
+    if not isinstance(array, DTensor):
+        return local
+    if local is array.to_local():
+        return array
+    mesh, layout, shape = array.device_mesh, array.placements, array.shape
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=array.shape, stride=array.stride()
+        local, mesh, layout, run_check=False, shape=shape, stride=array.stride()
     )
 
 
@@ -131,14 +98,8 @@ class ShardedBackend(TorchBackend):
 
     def __init__(self, gradient: Iterable[Array] = ()) -> None:
         self._gradient = [t for t in gradient if t.layout is torch.strided]
-        self._known = _layout(self._gradient)
+        self._mesh = _mesh(self._gradient)
         self._wholes: list[HostView] = []
-
-    def _layout(self, arrays: Iterable[Array]) -> _Layout:
-        layout = self._known or _layout(arrays)
-        if layout is None:
-            raise TypeError("none of these arrays is a DTensor, and others of the gradient are")
-        return layout
 
     def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         return [None] * len(arrays)
@@ -158,13 +119,11 @@ class ShardedBackend(TorchBackend):
 
     # -- whole arrays on the host -------------------------------------------------------------
     def to_host(self, array: Array) -> HostView:
-        if not isinstance(array, DTensor) and not any(array is one for one in self._gradient):
-            return super().to_host(array)
         place = next((i for i, one in enumerate(self._gradient) if one is array), None)
-        if place is None:
-            return self._gathered([array])[0]
-        self._wholes = self._wholes or self._gathered(self._gradient)
-        return self._wholes[place]
+        if place is not None:
+            self._wholes = self._wholes or self._gathered(self._gradient)
+            return self._wholes[place]
+        return self._gathered([array])[0] if isinstance(array, DTensor) else super().to_host(array)
 
     def _gathered(self, arrays: Arrays) -> list[HostView]:
         """Return whole arrays by one all-reduce, in which each process gives what it holds."""
@@ -177,7 +136,7 @@ class ShardedBackend(TorchBackend):
             if part.numel():
                 # NaN, and -infinity, in one of several copies count on all processes.
                 _own(whole, array).copy_(torch.where(part.isfinite(), part, math.inf))
-        joined = self._layout(arrays).reduce(joined, "max")
+        joined = self._reduced(joined, arrays, "max")
         wholes = [w.view(t.shape) for w, t in zip(torch.split(joined, sizes), arrays, strict=True)]
         pairs = zip(wholes, arrays, strict=True)
         return [super(ShardedBackend, self).to_host(whole.to(t.dtype)) for whole, t in pairs]
@@ -188,29 +147,54 @@ class ShardedBackend(TorchBackend):
         return [x.copy_(v) for v, x in zip(parts, likes, strict=True)] if self.in_place else parts
 
     # -- all processes together ---------------------------------------------------------------
+    def _common(self, arrays: Arrays) -> DeviceMesh:
+        mesh = self._mesh or _mesh(arrays)
+        if mesh is None:
+            raise TypeError("none of these arrays is a DTensor, and others of the gradient are")
+        return mesh
+
+    def _reduced(self, values: torch.Tensor, arrays: Arrays, op: str = "sum") -> torch.Tensor:
+        """Return numbers of arrays, summed up over all processes, on the device where they were."""
+        mesh = self._common(arrays)
+        if op == "max":
+            # The maximum of some communication libraries loses NaN, so infinity stands for it.
+            values = torch.where(torch.isnan(values), math.inf, values)
+        there = values
+        if values.device.type != mesh.device_type:
+            there = values.to(mesh.device_type)
+        groups: Sequence[Any] = [dist.group.WORLD]
+        if mesh.size() < dist.get_world_size():
+            # A sum over each dimension in turn is one over all.
+            groups = [mesh.get_group(d) for d in range(mesh.ndim)]
+        for group in groups:
+            # The form that DTensors use, that compiled code can follow and that torch counts.
+            found = functional.all_reduce(there, op, group)
+            there = functional.wait_tensor(found)  # type: ignore[no-untyped-call]
+        return there.to(values.device)
+
+    def _weighted(self, values: torch.Tensor, arrays: Arrays) -> torch.Tensor:
+        size = self._common(arrays).size()
+        weights: torch.Tensor = self.asarray([_weight(t, size) for t in arrays], like=values)
+        return values * weights
+
     def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         norms = self._norms([values_of(_local(t)) for t in arrays])
         owners = {i: group for group, some in enumerate(members) for i in some}
         squares = self._weighted(norms * norms, arrays)
         sums = self.group_sum(squares, [owners[i] for i in range(len(arrays))], len(members))
-        return self._layout(arrays).reduce(sums).sqrt()
-
-    def _weighted(self, values: torch.Tensor, arrays: Arrays) -> torch.Tensor:
-        size = self._layout(arrays).size
-        weights: torch.Tensor = self.asarray([_weight(t, size) for t in arrays], like=values)
-        return values * weights
+        return self._reduced(sums, arrays).sqrt()
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         arrays = columns[0]
         found = super().summed(call, [[_local(t) for t in arrays], *columns[1:]])
-        return self._layout(arrays).reduce(self._weighted(found, arrays))
+        return self._reduced(self._weighted(found, arrays), arrays)
 
     def peaks(self, arrays: Arrays) -> Array:
-        return self._layout(arrays).reduce(super().peaks([_local(t) for t in arrays]), "max")
+        return self._reduced(super().peaks([_local(t) for t in arrays]), arrays, "max")
 
     def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
         squares = []
-        size = self._layout(arrays).size
+        size = self._common(arrays).size()
         for array, spanned in zip(arrays, axes, strict=True):
             part = _local(array)
             shape = [1 if d in spanned else n for d, n in enumerate(array.shape)]
@@ -219,7 +203,7 @@ class ShardedBackend(TorchBackend):
                 own = _own(whole, array)
                 own.copy_(self._norm(part, spanned).reshape(own.shape))
             squares.append((whole * whole).reshape(-1) * _weight(array, size))
-        return self._layout(arrays).reduce(self.joined(squares)).sqrt()
+        return self._reduced(self.joined(squares), arrays).sqrt()
 
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
@@ -227,7 +211,7 @@ class ShardedBackend(TorchBackend):
         arrays = columns[0]
         columns = [[_local(t) for t in arrays], *columns[1:]]
         outputs, *numbers = super().mapped(call, columns, moved, wide)
-        shared = [self._layout(arrays).reduce(x, "max") for x in numbers]
+        shared = [self._reduced(x, arrays, "max") for x in numbers]
         return [[_like(x, t) for x, t in zip(outputs, arrays, strict=True)], *shared]
 
 

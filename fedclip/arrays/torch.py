@@ -103,7 +103,7 @@ class TorchBackend(Backend):
         return values_of(array).numel()
 
     def prepared(self, arrays: Arrays) -> Arrays:
-        if all(t.layout is torch.strided for t in arrays):
+        if {t.layout for t in arrays} <= {torch.strided}:
             return arrays
         return [t.coalesce() if t.layout is torch.sparse_coo else t for t in arrays]
 

@@ -41,7 +41,7 @@ def _mode(mode: str | Sequence[str]) -> str | Sequence[str] | Mapping[str, float
 
 
 class SampleClip(Documented, OptiModule[AuxVar]):
-    """Marks where DP-SGD clips records, and says how; for `fedclip.PrivateFederatedClient`.
+    """Says how DP-SGD clips records, for `PrivateFederatedClient`.
 
     ::
 

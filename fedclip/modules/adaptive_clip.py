@@ -21,7 +21,7 @@ from fedclip.transforms import Transform
 
 
 class AdaptiveClip(SharedClipper):
-    """Limit that moves until a given fraction of the norms is at most the limit.
+    """Limit that moves until a given fraction of norms is at most the limit.
 
     ::
 

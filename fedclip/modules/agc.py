@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import glob
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedclip.arrays import NUMPY, Arithmetic, Array, Backend, NumpyBackend, backend_of
 from fedclip.errors import FedclipWarning
-from fedclip.modules.base import Clipper
+from fedclip.modules.core import Core
 from fedclip.modules.families import as_tuple
 from fedclip.parameters import boolean, choice, non_negative, parameter, positive
-from fedclip.parameters.docstring import Documented
 from fedclip.privacy import kinds
-from fedclip.records import RoundRecord, StepRecord
 from fedclip.registration import Regularizer
 from fedclip.rules.constant import Constant, Given
 from fedclip.scopes import Groups, check_exclude, resolve
@@ -38,8 +36,8 @@ def _check_axis(axis: object) -> int:
     return axis
 
 
-class AGC(Documented, Regularizer):
-    """Adaptive gradient clipping: a limit relative to the norm of the weights.
+class AGC(Core, Regularizer):
+    """Adaptive gradient clipping: a limit relative to the weights' norm.
 
     ::
 
@@ -124,26 +122,22 @@ class AGC(Documented, Regularizer):
     """Added to both norms, >= 0; 1e-8 gives the results of smartclip, 0 is exact."""
     skip_vectors: bool = parameter(boolean, default=False)
     """Leave alone tensors of one dimension or less: biases, scales of normalisation layers."""
-    exclude: str | Sequence[str] | None = parameter(
-        check_exclude, default=None, kind="pattern, list of patterns or None"
-    )
+    exclude = parameter()
     """Tensors left alone; the paper leaves out the last layer."""
-    on_nonfinite: str = parameter(choice, ("skip", "raise", "propagate"), default="skip")
-    """What becomes of a gradient with NaN or infinity: it is set to zero and counted, it raises
-    an error, or it passes (see `fedclip.Clipper`)."""
 
     def __post_init__(self) -> None:
-        """Check what goes together, and make the clipper inside."""
+        """Check what goes together, and begin without weights."""
         if self.unit != "output" and not (self.axis is None and self.dims is None):
             raise ValueError(f"axis and dims go with unit='output', got unit={self.unit!r}")
         if self.axis is not None and self.dims is not None:
             raise ValueError(
                 f"give axis or dims, not both; got axis={self.axis!r}, dims={self.dims!r}"
             )
-        scope = "global" if self.unit == "global" else "tensor"
-        self._clipper = _WeightClipper(
-            self, scope=scope, exclude=self.exclude, on_nonfinite=self.on_nonfinite
-        )
+        self._weights: Mapping[str, Array] = {}
+        super().__post_init__()
+
+    def build(self) -> Transform:
+        return NormClipping(Constant((0.0,)))
 
     def run(self, gradients: Vector[Any], weights: Vector[Any]) -> Vector[Any]:
         """Return the clipped gradients; the very same object if nothing is clipped."""
@@ -159,13 +153,29 @@ class AGC(Documented, Regularizer):
         backend: Backend | None = None,
     ) -> Mapping[str, Array]:
         """Return the clipped arrays, by name; see `fedclip.Clipper.clip`."""
+        for name, array in arrays.items():
+            shape = getattr(weights.get(name), "shape", array.shape)
+            if shape != array.shape:
+                raise ValueError(
+                    f"{name!r} has a gradient of shape {tuple(array.shape)} and weights of shape "
+                    f"{tuple(shape)}"
+                )
         with self.lock:
-            self._clipper.weights = weights
+            self._weights = weights
             try:
-                return self._clipper.clip(arrays, backend=backend)
+                return self._clip(arrays, backend)
             finally:
                 # Do not keep the weights after the step.
-                self._clipper.weights = {}
+                self._weights = {}
+
+    def _grouped(self, arrays: Mapping[str, Array]) -> Groups:
+        return self.groups({name: array.shape for name, array in arrays.items()})
+
+    def _made(self, groups: Groups, backend: Backend | None) -> Transform:
+        weights = weights_of(self._weights, groups)
+        if not weights:
+            return self._transform
+        return self.transform(weights, groups, backend or backend_of(weights[0]))
 
     def groups(self, shapes: Mapping[str, Sequence[int]]) -> Groups:
         """Return which tensors of these names and shapes share a norm."""
@@ -247,34 +257,6 @@ class AGC(Documented, Regularizer):
             return tuple(range(ndim))
         return (0,) if ndim in (2, 3) else tuple(range(ndim - 1))
 
-    @property
-    def lock(self) -> Any:
-        """Held while it clips; see `fedclip.Clipper`."""
-        return self._clipper.lock
-
-    def on_round_start(self) -> None:
-        """Begin the records of a new round."""
-        self._clipper.on_round_start()
-
-    @property
-    def on_record(self) -> Callable[[StepRecord], object] | None:
-        """Called after each step with its record, if set; not in compiled code."""
-        return self._clipper.on_record
-
-    @on_record.setter
-    def on_record(self, told: Callable[[StepRecord], object] | None) -> None:
-        self._clipper.on_record = told
-
-    @property
-    def rounds(self) -> list[RoundRecord]:
-        """What happened in the last rounds, one record a round, and one for each group."""
-        return self._clipper.rounds
-
-    @property
-    def last(self) -> StepRecord | None:
-        """What the last step did; None before the first."""
-        return self._clipper.last
-
 
 def weights_of(weights: Mapping[str, Array] | None, groups: Groups) -> list[Array]:
     """Return the weights of the tensors of these groups.
@@ -302,43 +284,3 @@ def _check_real(weights: Sequence[Array], groups: Groups, backend: Backend) -> N
                 f"agc takes the norms of real weights; those of {name!r} are {dtype}: put its "
                 "name in exclude"
             )
-
-
-class _WeightClipper(Clipper, register=False):
-    """The clipper inside `AGC`; its limits follow from the weights that it was given last."""
-
-    name = AGC.name
-
-    agc: AGC = parameter(kw_only=False)
-    """Whose limits they are."""
-
-    def __post_init__(self) -> None:
-        """Begin without weights."""
-        super().__post_init__()
-        self.weights: Mapping[str, Array] = {}
-        self._backend: Backend | None = None
-
-    def build(self) -> Transform:
-        return NormClipping(Constant((0.0,)))
-
-    def clip(
-        self, arrays: Mapping[str, Array], *, backend: Backend | None = None
-    ) -> Mapping[str, Array]:
-        """Return the clipped arrays, by name, with vectors excluded if `AGC` skips them."""
-        for name, array in arrays.items():
-            shape = getattr(self.weights.get(name), "shape", array.shape)
-            if shape != array.shape:
-                raise ValueError(
-                    f"{name!r} has a gradient of shape {tuple(array.shape)} and weights of shape "
-                    f"{tuple(shape)}"
-                )
-        self._backend = backend
-        self.exclude = self.agc.excluded({name: a.shape for name, a in arrays.items()})
-        return super().clip(arrays, backend=backend)
-
-    def transform(self, groups: Groups) -> Transform:
-        """Return the transform, with a limit for each group or slice."""
-        weights = weights_of(self.weights, groups)
-        if not weights:
-            return self._transform
-        return self.agc.transform(weights, groups, self._backend or backend_of(weights[0]))

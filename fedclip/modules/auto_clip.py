@@ -19,7 +19,7 @@ from fedclip.transforms import Transform
 
 
 class AutoClip(HistoryClipper):
-    """Limit at three standard deviations above the running median of past norms.
+    """Limit three standard deviations above the running median of norms.
 
     It needs no tuning: the limit comes from the norms alone, protects from the second step on, and
     follows norms that rise. ``AutoClip.preset("smartclip")`` has the defaults of smartclip.
@@ -85,11 +85,7 @@ class AutoClip(HistoryClipper):
     """Number of norms that only fill the statistics, >= 0; less than 5 counts as 5."""
 
     def build(self) -> Transform:
-        if self.window is not None and self.median != "window":
-            raise ValueError(
-                f"window goes with median='window' only, got window={self.window!r} "
-                f"with median={self.median!r}"
-            )
+        self.goes_with("window", "median", "window")
         exact = self.median == "window"
         median = Window(0.5, self.window or 64) if exact else Markers(0.5)
         return self.with_rule(Auto, median=median)

@@ -1,61 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shell that declearn sees: configuration, state, non-finite policy, records.
+"""The base of clippers: what declearn sees, and what users ask them; `core.py` clips.
 
-A concrete clipper chooses its parts in its constructor (see `norm_clip.py`); everything else is
-here.
+A concrete clipper chooses its parts in `build` (see `norm_clip.py`).
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import threading
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from fedclip import privacy, states
-from fedclip.arrays import NUMPY, Array, Backend, Memory
-from fedclip.errors import FedclipWarning, NonFiniteError, StateError, nearest, shown
+from fedclip.arrays import NUMPY, Array, Backend
+from fedclip.errors import StateError, nearest, shown
 from fedclip.measures import MEANS
+from fedclip.modules.core import Core
 from fedclip.parameters import boolean, choice, parameter
-from fedclip.parameters.docstring import Documented
 from fedclip.privacy import kinds
-from fedclip.records import ALL, Recorder, RoundRecord, StepRecord, read_rounds
+from fedclip.records import ALL, RoundRecord, StepRecord, read_rounds
 from fedclip.registration import OptiModule
 from fedclip.rules import Rule
 from fedclip.rules.history import History
-from fedclip.scopes import Groups, Scope, check_exclude, check_scope, resolve
+from fedclip.scopes import Groups, Scope, check_scope, resolve
 from fedclip.states import Statistics
-from fedclip.transforms import (
-    Gradient,
-    NormClipping,
-    NotFiniteError,
-    Outcome,
-    SliceClipping,
-    Transform,
-)
+from fedclip.transforms import NormClipping, Transform
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from declearn.model.api import Vector
     from declearn.optimizer.modules import AuxVar
 
-_Clipped: TypeAlias = tuple[Sequence[Array], Mapping[str, Array]]
-"""New arrays of the groups, and the excluded tensors; the very same where nothing changes."""
 
-# Number of absent names whose statistics are kept, in case the names come back.
-_MOST_ABSENT = 1000
-
-
-# The attributes that steps change in place.
-_CHANGING = ("_absent", "_arrays", "_recorder", "_transform")
-
-
-class Clipper(Documented, OptiModule, register=False):
+class Clipper(Core, OptiModule, register=False):
     """Base of fedclip's clippers: a subclass says in `build` which transform it is made of.
 
     It declares its parameters as fields, and has those of its bases, besides.
@@ -81,13 +59,6 @@ class Clipper(Documented, OptiModule, register=False):
     )
     """Which tensors share a norm, and statistics: all of them, each by itself, those of a layer, or
     those whose names match a pattern."""
-    exclude: str | Sequence[str] | None = parameter(
-        check_exclude, default=None, kind="pattern, list of patterns or None"
-    )
-    """Names, or patterns of names, of the tensors that are left alone."""
-    on_nonfinite: str = parameter(choice, ("skip", "raise", "propagate"), default="skip")
-    """What becomes of a gradient with NaN or infinity: it is set to zero and counted, it raises an
-    error, or it passes (see `fedclip.Clipper`)."""
     keep_memory: bool = parameter(boolean, default=True)
     """Whether to keep the memory of an output for the next one (see `fedclip.Clipper`)."""
 
@@ -99,44 +70,6 @@ class Clipper(Documented, OptiModule, register=False):
 
             by_name()
         super().__init_subclass__(register=register, **kwargs)
-
-    def __post_init__(self) -> None:
-        """Build the transform, and begin without statistics."""
-        self._transform = self.build()
-        # Called after each step with its record, if set; not in compiled code.
-        self.on_record: Callable[[StepRecord], object] | None = None
-        self._recorder = Recorder()
-        # Names, groups, and the statistics of each group; known from the first gradient on.
-        self._names: tuple[str, ...] = ()
-        self._groups: Groups | None = None
-        self._state: Any = None
-        self._on_device = False
-        # Statistics of groups that are missing in the current gradient, by label.
-        self._absent: Statistics = {}
-        # The transform's arrays, by tensor and field, in host memory.
-        self._arrays: Statistics = {}
-        self._loaded = False
-        # What the record of the last step is made of: groups, norms, limits, clipped groups. Not
-        # the arrays: a record must not keep them alive.
-        self._last: tuple[Any, ...] | None = None
-        self._on_client = False
-        self._warned = -1
-        self._memory = Memory()
-        # If several threads share a clipper, only one clips, or reads what it keeps, at a time.
-        self.lock = threading.RLock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes but the lock, for a copy or a pickle.
-
-        What steps change in place is copied here, while none is under way.
-        """
-        with self.lock:
-            changing = {key: copy.deepcopy(vars(self)[key]) for key in _CHANGING}
-            return {k: v for k, v in vars(self).items() if k != "lock"} | changing
-
-    def __setstate__(self, state: Mapping[str, object]) -> None:
-        """Take over the result of `__getstate__`, and make a new lock."""
-        vars(self).update({"on_record": None, **state}, lock=threading.RLock())
 
     @classmethod
     def preset(cls, name: str, **config: object) -> Self:
@@ -158,25 +91,12 @@ class Clipper(Documented, OptiModule, register=False):
         known = PRESETS.get(cls.name, {})
         return cls(**{**translate(*known[choice(tuple(known), preset=name)])[2], **config})
 
-    def build(self) -> Transform:
-        """Return the transform of the clipper, whose parameters are all set."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must have a method build, which returns its transform"
-        )
-
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: Vector[Any]) -> Vector[Any]:
         """Return the clipped gradients; the very same object if nothing is clipped."""
         coefs = gradients.coefs
         outputs = self.clip(coefs)
         return gradients if outputs is coefs else type(gradients)(dict(outputs))
-
-    def on_round_start(self) -> None:
-        """Begin the records of a new round; the statistics stay."""
-        self._on_client = True
-        with self.lock:
-            self._memory.release()
-            self._recorder.start_round()
 
     def collect_aux_var(self) -> AuxVar | None:
         """Return nothing; on a server, begin a round."""
@@ -252,80 +172,7 @@ class Clipper(Documented, OptiModule, register=False):
         backend
             The framework of the arrays; None to find it from their type.
         """
-        with self.lock:
-            groups = self._resolve(arrays)
-            if not arrays:
-                self._last = (groups.labels,)
-                return arrays
-            memory = self._memory if self.keep_memory else None
-            transform = self.transform(groups)
-            gradient = Gradient.of(self.name, arrays, groups, transform, backend, memory)
-            if not gradient.on_host and any(map(gradient.backend.traced, gradient.arrays)):
-                raise TypeError(
-                    f"{self.name}: what a clipper learns and records can not leave code that is "
-                    "compiled, batched or differentiated (jit, vmap, tf.function, a watching tape, "
-                    "create_graph=True). There, use as_optax of fedclip.adapters.jax, clip of "
-                    "fedclip.adapters.tensorflow within a tf.function, or PureClipping of "
-                    "fedclip.adapters.torch; who needs no derivatives can detach the arrays first"
-                )
-            try:
-                outputs, rest = self._clip(transform, gradient)
-            except NotFiniteError:
-                self._report_nonfinite(gradient)
-                outputs, rest = self._replaced(gradient)
-            return gradient.result(arrays, outputs, rest)
-
-    def _clip(self, transform: Transform, gradient: Gradient) -> _Clipped:
-        groups = gradient.groups
-        if gradient.on_host and not any(view.size for view in gradient.arrays):
-            # There is nothing to measure, and nothing to learn from.
-            self._last = (groups.labels,)
-            if not gradient.rest_is_finite():
-                raise NotFiniteError
-            return gradient.unchanged()
-        self._state = self._moved(transform, gradient)
-        gradient.kept = self._arrays
-        outcome = gradient.clipped(transform, self._state, self.on_nonfinite)
-        self._note(transform, outcome, groups)
-        return outcome.outputs, gradient.rest_after(outcome, self.on_nonfinite)
-
-    def _moved(self, transform: Transform, gradient: Gradient) -> Any:
-        """Return the state where the gradient is: on the host, or on its device."""
-        if self._on_device == (not gradient.on_host):
-            return self._state
-        self._on_device, labels = not gradient.on_host, gradient.groups.labels
-        if not self._on_device:
-            self._arrays.update(states.fetched(self._arrays))
-            return states.load(
-                transform.init(gradient.groups), states.dump(self._state, labels), labels
-            )
-        like, xp = gradient.arrays[0], gradient.xp
-        return type(self._state)(*(xp.asarray(column, like=like) for column in self._state))
-
-    def _note(self, transform: Transform, outcome: Outcome, groups: Groups) -> None:
-        basis = transform.basis
-        warm = getattr(self._state, basis.field) if basis.field else 0.0
-        _, self._state, norms, limits, clipped, _ = outcome
-        self._last = (groups.labels, norms, limits, clipped)
-        self._recorder.add(groups.labels, norms, limits, clipped, warm=warm, basis=basis)
-        if self.on_record is not None:
-            self._tell()
-
-    def _tell(self) -> None:
-        if self.on_record is not None and (record := self.last) is not None:
-            self.on_record(record)
-
-    @property
-    def rounds(self) -> list[RoundRecord]:
-        """What happened in the last rounds, one record a round, and one for each group."""
-        with self.lock:
-            return self._recorder.rounds()
-
-    @property
-    def last(self) -> StepRecord | None:
-        """What the last step did, in any round; None before the first."""
-        with self.lock:
-            return None if self._last is None else StepRecord(*self._last)
+        return self._clip(arrays, backend)
 
     # -- numbers in the place of tensors --------------------------------------------------------
     def update(self, norms: float | Mapping[str, float]) -> StepRecord:
@@ -429,82 +276,8 @@ class Clipper(Documented, OptiModule, register=False):
         """Return what the clipper is made of, for these groups."""
         return self._transform
 
-    def _resolve(self, arrays: Mapping[str, Array]) -> Groups:
-        names = tuple(arrays)
-        if self._groups is not None and self._names == names:
-            return self._groups
-        found = resolve(self.scope, self.exclude, names)
-        fresh, statistics = self._transform.init(found), self.known(found)
-        self._state, self._on_device = states.load(fresh, statistics, found.labels), False
-        # Keep the statistics of a tensor that has no gradient for some steps.
-        self._absent = {k: v for k, v in statistics.items() if k not in found.labels}
-        self._groups, self._names, self._loaded = found, names, False
-        self._forget(found)
-        if isinstance(self._transform, SliceClipping):
-            self._check_slices(self._transform, [tuple(arrays[n].shape) for n in found.names])
-        return found
-
-    def known(self, groups: Groups) -> Statistics:
-        """Return the statistics of all known groups; a state that was loaded must have these.
-
-        Raises
-        ------
-        ValueError
-            If a state was loaded, and groups or tensors are missing there.
-        """
-        with self.lock:
-            fields, statistics = self._transform.init(groups)._fields, self._statistics()
-        missing = [label for label in groups.labels if fields and label not in statistics]
-        if self._transform.array_fields and self._arrays:
-            missing += [n for n in groups.names if n not in self._arrays and n not in missing]
-        if self._loaded and missing:
-            raise ValueError(
-                f"the state loaded into {self.name} is of {sorted({*statistics, *self._arrays})}, "
-                f"and the gradient has {missing} besides: load the state of this model, or none"
-            )
-        return statistics
-
-    def _check_slices(self, transform: SliceClipping, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Warn if no tensor has slices that are limited."""
-        # Sparse arrays may not know their shape.
-        if any(None in shape or transform.axes(shape) for shape in shapes):
-            return
-        # Single numbers, and what is empty, are often left alone.
-        shapes = [shape for shape in shapes if math.prod(shape) > 1]
-        if shapes:
-            dims = None if transform.dims is None else list(transform.dims)
-            warnings.warn(
-                f"{self.name} leaves all tensors alone: none has slices along dims = "
-                f"{dims} of at least min_size = {transform.min_size} elements; their shapes are "
-                f"{', '.join(map(str, shapes[:5]))}{', …' if shapes[5:] else ''}",
-                FedclipWarning,
-                stacklevel=5,
-            )
-
-    def _forget(self, present: Groups) -> None:
-        """Drop the statistics of the names that were absent longest, if there are too many."""
-        for kept, now in ((self._absent, present.labels), (self._arrays, present.names)):
-            old = [name for name in kept if name not in set(now)]
-            if len(old) > _MOST_ABSENT:
-                for name in old[:-_MOST_ABSENT]:
-                    del kept[name]
-                warnings.warn(
-                    f"{self.name}: statistics of more than {_MOST_ABSENT:,} names that this "
-                    "gradient does not have, the oldest are dropped; give tensors the same names "
-                    "at each step",
-                    FedclipWarning,
-                    stacklevel=5,
-                )
-
-    def _install(self, statistics: Statistics) -> None:
-        """Take over statistics, to be matched with the names of the next gradient."""
-        self._groups, self._names, self._state = None, (), None
-        self._absent, self._loaded = statistics, False
-
-    def _statistics(self) -> Statistics:
-        """Return the statistics of all known groups, also of those that are absent now."""
-        present = {} if self._groups is None else states.dump(self._state, self._groups.labels)
-        return {**self._absent, **present}
+    def _made(self, groups: Groups, backend: Backend | None) -> Transform:
+        return self.transform(groups)
 
     def _check_state(
         self, state: object, transform: Transform
@@ -521,32 +294,6 @@ class Clipper(Documented, OptiModule, register=False):
         groups = states.check_groups(state["groups"], one)
         arrays = states.check_arrays(state["arrays"], transform.array_fields)
         return groups, arrays, round_, read_rounds(state)
-
-    def _report_nonfinite(self, gradient: Gradient) -> None:
-        """Count the step, and warn or raise."""
-        bad = gradient.nonfinite()
-        blamed = tuple(gradient.names[i] for i in bad) or ("a norm beyond float64",)
-        self._last = (gradient.groups.labels, (), (), (), blamed)
-        told = ", ".join(map(repr, blamed))
-        told = f"NaN or infinity in {told}" if bad else blamed[0]
-        if self.on_nonfinite == "raise":
-            raise NonFiniteError(f"{self.name}: {told}") from None
-        self._recorder.add_nonfinite()
-        self._tell()
-        if self._warned != self._recorder.round:
-            self._warned = self._recorder.round
-            done = "skipped" if self.on_nonfinite == "skip" else "passed on"
-            warnings.warn(
-                f"{self.name}: {told}; the step is {done} "
-                f"(round {self._recorder.round}; more of them are counted without a warning)",
-                FedclipWarning,
-                # Point to the caller of `run`.
-                stacklevel=4,
-            )
-
-    def _replaced(self, gradient: Gradient) -> _Clipped:
-        """Return what comes out of a step that is not finite."""
-        return gradient.replaced(self.on_nonfinite)
 
 
 def _norm(name: str, norm: Any) -> float:

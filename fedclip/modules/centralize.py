@@ -12,7 +12,7 @@ from fedclip.transforms.slice import check_slices
 
 
 class Centralize(SlicedClipper):
-    """Subtract the mean: of each slice, each tensor, or all tensors together.
+    """Subtract the mean: of each slice, each tensor, or all of them.
 
     ::
 

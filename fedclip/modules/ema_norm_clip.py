@@ -26,7 +26,7 @@ def _check_init(init: object) -> float | str:
 
 
 class EmaNormClip(MeasuredClipper):
-    """Limit on a norm: the norm of the moving average of the gradient itself.
+    """Limit on a norm: that of the moving average of the gradient itself.
 
     ::
 

@@ -12,7 +12,7 @@ from fedclip.transforms.past import PastClipping
 
 
 class GrowthValueClip(Clipper):
-    """Limit on every element: by how much it may grow from one output to the next.
+    """Limit on every element: by how much it may grow in one step.
 
     ::
 

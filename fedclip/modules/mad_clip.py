@@ -18,7 +18,7 @@ from fedclip.transforms import Transform
 
 
 class MadClip(HistoryClipper):
-    """Limit at three median absolute deviations above the median of past norms.
+    """Limit three median absolute deviations above the median of norms.
 
     A burst of spikes that fills less than half of the window does not move the limit. If the norms
     rise for good, the limit follows within half a window.

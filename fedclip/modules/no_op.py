@@ -15,7 +15,7 @@ from fedclip.transforms import Gradient, NormClipping, Transform
 
 
 class NoOp(MeasuredClipper):
-    """Changes nothing, measures everything, and counts what a limit would have clipped.
+    """Changes nothing, and measures what a limit would have clipped.
 
     ::
 

@@ -13,7 +13,7 @@ from fedclip.transforms import Action, Transform
 
 
 class NormClip(FixedClipper):
-    """Fixed limit on a norm: global, per tensor, layer, name pattern, or slice.
+    """Fixed limit on a norm: global, by tensor, layer, pattern, or slice.
 
     ::
 

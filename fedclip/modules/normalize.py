@@ -11,7 +11,7 @@ from fedclip.transforms import Action, Transform
 
 
 class Normalize(FixedClipper):
-    """Rescale to a fixed norm: global, per tensor, layer, name pattern, or slice.
+    """Rescale to a fixed norm: global, by tensor, layer, pattern or slice.
 
     ::
 

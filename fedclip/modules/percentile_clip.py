@@ -13,7 +13,7 @@ from fedclip.transforms.value import PercentileClipping
 
 
 class PercentileClip(Clipper):
-    """Limit on every element: a percentile of the absolute values of the same gradient.
+    """Limit on every element: a percentile of the same gradient's values.
 
     ::
 

@@ -99,16 +99,8 @@ class PercentileNormClip(HistoryClipper):
                 "percentile=100, the largest norm, needs history='window': an estimate that only "
                 f"ever rises is no limit; got history={self.history!r}"
             )
-        for key, default, needed in (
-            ("window", 256, "window"),
-            ("rate", 0.02, "stream"),
-            ("decay", 0.99, "stream"),
-        ):
-            if getattr(self, key) != default and self.history != needed:
-                raise ValueError(
-                    f"{key} goes with history={needed!r} only, got {key}={getattr(self, key)!r} "
-                    f"with history={self.history!r}"
-                )
+        for name, history in (("window", "window"), ("rate", "stream"), ("decay", "stream")):
+            self.goes_with(name, "history", history)
         if self.shared and self.history == "stream":
             raise ValueError(
                 "shared=True does not go with history='stream', which depends on the order of the "

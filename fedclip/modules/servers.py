@@ -13,7 +13,7 @@ from fedclip.modules.zscore_clip import ZScoreClip
 
 
 class ZScoreClipServer(SharedServer):
-    """Keep mean and variance of all clients' norms, for `zscore-clip` with ``shared = true``.
+    """Keep mean and variance of all clients, for a shared `zscore-clip`.
 
     A round has N norms with mean m and population variance V; ``D = decay^N``. Until there are
     `warmup` norms, for whole rounds, the state is mean and variance of all norms so far; afterwards
@@ -26,7 +26,7 @@ class ZScoreClipServer(SharedServer):
 
 
 class EmaClipServer(SharedServer):
-    """Keep the moving average of all clients' norms, for `ema-clip` with ``shared = true``.
+    """Keep the average of all clients' norms, for a shared `ema-clip`.
 
     A round has N norms with mean m. Until there are `warmup` norms, for whole rounds, the mean is
     the smallest m; afterwards ``mean <- decay^N mean + (1 - decay^N) m``. It is exact to 1e-12.
@@ -37,7 +37,7 @@ class EmaClipServer(SharedServer):
 
 
 class AutoClipServer(SharedServer):
-    """Keep median and deviation of all clients' norms, for `auto-clip` with ``shared = true``.
+    """Keep median and deviation of all clients, for a shared `auto-clip`.
 
     Mean and variance are those of all norms, exact to 1e-12. The median, of all norms or of the
     last rounds that hold `window` norms, comes from a sketch, within 3 %.
@@ -48,7 +48,7 @@ class AutoClipServer(SharedServer):
 
 
 class PercentileNormClipServer(SharedServer):
-    """Keep a percentile of all clients' norms, for `percentile-norm-clip` with ``shared = true``.
+    """Keep a percentile of all norms, for a shared `percentile-norm-clip`.
 
     The percentile, of all norms or of the last rounds that hold `window` norms, comes from a
     sketch: within 3 % for norms between 1e-8 and 2e5.
@@ -59,7 +59,7 @@ class PercentileNormClipServer(SharedServer):
 
 
 class MadClipServer(SharedServer):
-    """Keep median and deviation of all clients' norms, for `mad-clip` with ``shared = true``.
+    """Keep median and deviation of all clients, for a shared `mad-clip`.
 
     Both, of the last rounds that hold `window` norms, come from a sketch: the median within 3 %,
     and the deviation within 3 % of its norms.
@@ -70,7 +70,7 @@ class MadClipServer(SharedServer):
 
 
 class AdaptiveClipServer(SharedServer):
-    """Keep one limit for all clients' norms, for `adaptive-clip` with ``shared = true``.
+    """Keep one limit for all clients, for a shared `adaptive-clip`.
 
     It makes one update a round, from the number of all clients' norms that were at most the limit,
     once there are `every` norms.

@@ -42,11 +42,8 @@ class SharedClipper(LimitedClipper, register=False):
         """Build the transform, and what is shared of it."""
         super().__post_init__()
         self.sharing: SharedStatistics | None = None
+        self.goes_with("shared_name", "shared", True)
         if not self.shared:
-            if self.shared_name is not None:
-                raise ValueError(
-                    f"shared_name goes with shared=True only, got {self.shared_name!r}"
-                )
             return
         if getattr(self, "include_current", False):
             raise ValueError(

@@ -16,7 +16,7 @@ from fedclip.transforms import Transform, ValueClipping
 
 
 class ValueClip(Clipper):
-    """Fixed limit on every element: [-max_value, max_value], or [min_value, max_value].
+    """Fixed limit on every element, the same or another on each side.
 
     ::
 

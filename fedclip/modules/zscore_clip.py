@@ -23,7 +23,7 @@ from fedclip.transforms import Transform
 
 
 class ZScoreClip(HistoryClipper):
-    """Limit at a number of standard deviations above the running mean of past norms (ZClip).
+    """Limit some standard deviations above the mean of past norms (ZClip).
 
     The defaults need no scale, protect from the second step on and follow norms that rise;
     ``ZScoreClip.preset("zclip")`` has the defaults of the paper's code.
@@ -97,11 +97,7 @@ class ZScoreClip(HistoryClipper):
     still grow."""
 
     def build(self) -> Transform:
-        if self.factor != 1.0 and self.action != "reciprocal":
-            raise ValueError(
-                f"factor goes with action='reciprocal' only, got factor={self.factor!r} "
-                f"with action={self.action!r}"
-            )
+        self.goes_with("factor", "action", "reciprocal")
         estimators: Any = {"zclip": ZClip, "drytorch": Drytorch, "smartclip": Smartclip}
         rule = ZScore if self.action == "max" and not self.std_eps else Reciprocal
         moments = estimators[self.estimator](self.decay, self.warmup)

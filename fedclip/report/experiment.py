@@ -31,13 +31,15 @@ class Report:
     folder
         The folder that was read.
     rows
-        The rows found; never empty.
+        The rows found; empty only where all is `private`.
     skipped
         State files that could not be read, normally because they are being written.
     curves
         Loss and metrics by round, sorted by node and metric.
     servers
         The nodes that are servers.
+    private
+        The clients that train by DP-SGD, of whose records nothing is recorded.
     """
 
     folder: Path
@@ -45,6 +47,7 @@ class Report:
     skipped: tuple[Path, ...] = ()
     curves: tuple[Curve, ...] = ()
     servers: frozenset[str] = frozenset()
+    private: tuple[str, ...] = ()
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -59,13 +62,15 @@ class Report:
     @property
     def experiments(self) -> tuple[str, ...]:
         """The folders that hold the nodes of one federation, relative to the report's."""
-        return tuple(dict.fromkeys(row.experiment for row in self.rows))
+        private = (node.rpartition("/")[0] for node in self.private)
+        return tuple(dict.fromkeys([*(row.experiment for row in self.rows), *private]))
 
     def only(self, experiments: Collection[str]) -> Report:
         """Return the report of some of the experiments."""
         rows = tuple(row for row in self.rows if row.experiment in experiments)
         curves = tuple(c for c in self.curves if c.experiment in experiments)
-        return dataclasses.replace(self, rows=rows, curves=curves)
+        private = tuple(n for n in self.private if n.rpartition("/")[0] in experiments)
+        return dataclasses.replace(self, rows=rows, curves=curves, private=private)
 
     def select(self, node: str | None = None, module: str | None = None) -> tuple[Row, ...]:
         """Return the rows of one node, of one clipper, or of both."""
@@ -112,6 +117,7 @@ class Report:
             "schema": "fedclip-report/1",
             "folder": str(self.folder),
             "nodes": [{"node": n, "server": n in self.servers} for n in self.nodes],
+            "private": [*self.private],
             "rows": [row.as_dict() for row in self.rows],
             "curves": [curve._asdict() for curve in self.curves],
             "findings": [finding._asdict() for finding in self.findings()],
@@ -122,14 +128,22 @@ class Report:
         """Return one panel per node: norms as a band, limits as a line, clipped share as bars.
 
         Needs matplotlib, the extra ``fedclip[plot]``.
+
+        Raises
+        ------
+        ValueError
+            If there are no norms to draw.
         """
+        if not self.rows:
+            raise ValueError("there are no norms to draw: all clients train by DP-SGD")
         panels = {node: self.select(node) for node in self.nodes}
         return draw_panels(panels, columns=min(3, len(panels)))
 
     def findings(self) -> list[Finding]:
         """Return the most important findings: losses that are lost, then some for each clipper."""
         found = words.findings(self.whole, self.limits(), self.servers)
-        return [*words.diverged(self.curves, self.servers), *found]
+        lost = words.diverged(self.curves, self.servers)
+        return [*lost, *words.unseen(self.private), *found]
 
     def in_words(self) -> list[str]:
         """Return the findings as sentences, each with what it is about if there are several."""

@@ -2,31 +2,59 @@
 """The report as one page for a browser, which needs no network.
 
 Jinja2 fills the template and escapes all text. Vega draws the charts, from numbers that are
-embedded as JSON; vl-convert brings Vega along. Of many clients, bands and a table of totals are
-shown, and one client's rounds if it is chosen.
+embedded as JSON; vl-convert brings Vega along. What was found and what is advised comes first. A
+few clients have a line each; of many, a band is shown, whose extremes have names. One client's
+rounds are shown if it is chosen.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 from fedclip.records import RoundRecord
+from fedclip.report.advice import Advice
 from fedclip.report.curves import Curve
 from fedclip.report.experiment import Report
-from fedclip.report.rows import grouped, known, number, pooled, printable
+from fedclip.report.rows import (
+    Limits,
+    Row,
+    grouped,
+    known,
+    number,
+    pooled,
+    printable,
+)
 from fedclip.report.table import SETTERS
-from fedclip.report.words import Finding
 
-__all__ = ["Run", "page_of"]
+__all__ = ["Run", "Spending", "page_of"]
 
 # With more rounds than this, of all clients, none can be chosen, as the page would be too large.
 _MOST_ROUNDS = 40_000
 _MOST_METRICS = 6
+# The part of an experiment that the charts need.
+_DRAWN = ("name", "metrics", "clippers", "epsilons")
+# What is said first.
+_WEIGHTY = ("diverged", "nonfinite", "unlike")
+# So many clients have a line each.
+_NAMED = 8
+
+
+class Spending(NamedTuple):
+    """What was spent of a privacy budget."""
+
+    where: str
+    words: Sequence[str]
+    turns: Sequence[tuple[float | None, ...]] = ()
+    """For each round in which a client took part: its number, steps, noise multiplier, sampling
+    rate, expected size of a batch (None if that is not known), and epsilon so far.
+    """
 
 
 class Run(NamedTuple):
@@ -34,16 +62,26 @@ class Run(NamedTuple):
 
     name: str
     report: Report
-    spent: Sequence[tuple[str, Sequence[str]]] = ()
-    """What was spent of a privacy budget: where, and in words."""
+    spent: Sequence[Spending] = ()
     together: bool = False
     """Whether the federations of the report are shown as one, such as several seeds."""
+    advice: Advice | None = None
+    """What is advised; for a report of one federation."""
+    said: Mapping[str, tuple[Sequence[str], str]] = {}
+    """Of each proposal the lines of TOML, and in words what it would have clipped."""
+    limits: Sequence[tuple[str, str, float, bool]] = ()
+    """The limits of proposals: the clipper that has measured such norms, as its chart is named,
+    name and limit, and whether it is the one to start with.
+    """
 
 
-def page_of(runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, object]] = ()) -> str:
+def page_of(
+    runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, object]] = (), refresh: int = 0
+) -> str:
     """Return the page.
 
-    `tables` come first on it, each with a caption, heads and rows of text.
+    `tables` come first on it, each with a caption, heads and rows of text. A page of a run that
+    goes on is read again by browsers each `refresh` seconds.
 
     Raises
     ------
@@ -65,7 +103,15 @@ def page_of(runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, objec
         experiments=found,
         metrics=chosen,
         tables=tables,
-        data={"experiments": [_numbers(exp) for exp in found], "metrics": chosen},
+        refresh=refresh,
+        measured=any(exp["clippers"] for exp in found),
+        advised=any(run.advice for run in runs),
+        data={
+            "experiments": [{key: exp[key] for key in _DRAWN} for exp in found],
+            "metrics": chosen,
+            # Without records, nothing says in which round an evaluation was.
+            "rounds": any(run.report.rows for run in runs),
+        },
         css=_file("page.css"),
         script=_file("page.js"),
         vega=_vega(),
@@ -85,100 +131,146 @@ def _file(name: str) -> str:
     return (files("fedclip.report") / name).read_text(encoding="utf-8")
 
 
-def _numbers(experiment: Mapping[str, object]) -> dict[str, object]:
-    """Return the part of an experiment that the charts need."""
-    return {key: experiment[key] for key in ("name", "metrics", "clippers")}
-
-
 def _experiments(run: Run) -> list[dict[str, Any]]:
     """Return each federation of a report, as the template needs it."""
-    report, together = run.report, run.together
-    parts = {"": report} if together else {e: report.only([e]) for e in report.experiments}
-    return [
-        {
-            "name": printable(_path(run.name, experiment) or report.folder.resolve().name),
-            "findings": [_said(finding, together) for finding in part.findings()],
-            "clippers": _clippers(part, together),
-            "metrics": _metrics(part.curves, part.servers),
-            "clients": _nodes(part, together),
-            "spent": [
-                printable(line)
-                for where, lines in run.spent
-                if len(parts) == 1 or where.startswith(f"{experiment}/")
-                for line in lines
-            ],
-            "skipped": len(report.skipped),
-        }
-        for experiment, part in parts.items()
-    ]
+    report = run.report
+    parts = {e: report.only([e]) for e in report.experiments}
+    if run.together:
+        parts = {"": _merged(report)}
+    found: list[dict[str, Any]] = []
+    for experiment, part in parts.items():
+        advice = run.advice if len(parts) == 1 else None
+        own = [s for s in run.spent if len(parts) == 1 or s.where.startswith(f"{experiment}/")]
+        turns = {s.where.rpartition("/")[0] or s.where: s.turns for s in own if s.turns}
+        epsilons = {n: [[t[0], _short(t[5])] for t in some] for n, some in turns.items()}
+        found.append(
+            {
+                "name": printable(run.name or experiment or report.folder.resolve().name),
+                "advice": advice,
+                "said": run.said,
+                "findings": _findings(part, advice),
+                "clippers": _clippers(part, run),
+                "metrics": _metrics(part.curves, part.servers),
+                "clients": _nodes(part),
+                "spent": [line for s in own for line in s.words],
+                "turns": [[n, *map(number, t)] for n, some in turns.items() for t in some],
+                "epsilons": _series(epsilons),
+                "skipped": len(report.skipped),
+            }
+        )
+    return found
 
 
-def _path(*names: str) -> str:
-    return "/".join(filter(None, names))
+def _merged(report: Report) -> Report:
+    """Return several runs of one federation as if they were one: its nodes have one name in all."""
+    return dataclasses.replace(
+        report,
+        rows=tuple(dataclasses.replace(row, node=_name(row.node)) for row in report.rows),
+        curves=tuple(curve._replace(node=_name(curve.node)) for curve in report.curves),
+        servers=frozenset(map(_name, report.servers)),
+        private=tuple(dict.fromkeys(map(_name, report.private))),
+    )
 
 
-def _said(finding: Finding, together: bool) -> str:
-    where = f"{finding.experiment}, " if together and finding.experiment else ""
-    return printable(where + ": ".join(filter(None, (finding.clipper, finding.text))))
+def _findings(report: Report, advice: Advice | None) -> list[str]:
+    """Return what the advice rests on, then what else was found."""
+    found = [*advice.findings] if advice else []
+    for finding in sorted(report.findings(), key=lambda finding: finding.kind not in _WEIGHTY):
+        about = _name(finding.text.partition(" is unlike")[0])
+        if finding.kind != "unlike" or not any(text.startswith(f"{about}:") for text in found):
+            found.append(": ".join(filter(None, (finding.clipper, finding.text))))
+    return found
+
+
+def _series(points: Mapping[str, Sequence[Sequence[float | None]]]) -> dict[str, object]:
+    """Return a line for each of a few nodes; of many a band, the highest and the lowest.
+
+    A point is a round, a value, and maybe more; the median of its values says how high a node is.
+    The band leaves out so many nodes at each end, in each round.
+    """
+    known = {n: [(p[0], p[1]) for p in some if p[1] is not None] for n, some in points.items()}
+    level = {n: statistics.median(v for _, v in some) for n, some in known.items() if some}
+    if len(level) <= _NAMED:
+        return {"lines": [[printable(n), points[n]] for n in level], "band": [], "cut": 0}
+    cut = max(1, len(level) // 20)
+    rounds = grouped((p for some in known.values() for p in some), lambda point: point[0])
+    sizes = {r: sorted(value for _, value in some) for r, some in rounds.items()}
+    band = [[r, v[cut], v[-1 - cut]] for r, v in sorted(sizes.items()) if len(v) > 2 * cut]
+    order = sorted(level, key=level.__getitem__)
+    ends = ("highest", order[-1]), ("lowest", order[0])
+    lines = [[f"{end}: {printable(node)}", points[node]] for end, node in ends]
+    return {"lines": lines, "band": band, "cut": cut}
 
 
 def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, object]:
-    """Return for each metric the servers' mean by round, and a band of several servers or clients.
+    """Return for each metric the servers' mean by round, a band of several, and the clients' means.
 
-    Without a server's file, as on a client's machine, the clients' mean stands for it. A round in
-    which any of them is NaN has no mean.
+    A round in which any of them is NaN has no mean. What was never a number is not drawn.
     """
-    found: dict[str, tuple[dict[int, list[float]], dict[int, list[float]]]] = {}
+    found: dict[str, dict[str, dict[int, list[float]]]] = {}
     for curve in curves:
-        kind = found.setdefault(curve.metric, ({}, {}))[curve.node not in servers]
+        node = "" if curve.node in servers else _name(curve.node)
+        rounds = found.setdefault(curve.metric, {}).setdefault(node, {})
         for round_, value in (*curve.points, *((r, math.nan) for r in curve.nonfinite)):
-            kind.setdefault(round_, []).append(value)
+            rounds.setdefault(round_, []).append(value)
     result: dict[str, object] = {}
-    for metric, (server, clients) in found.items():
-        seeds = any(len(values) > 1 for values in server.values())
-        band = server if seeds else clients
+    for metric in dict.fromkeys(curve.metric for curve in curves if curve.points):
+        server = found[metric].pop("", {})
         result[metric] = {
-            "server": [
-                [r, _short(sum(v) / len(v))] for r, v in sorted((server or clients).items())
-            ],
-            "band": [[r, *map(_short, _ends(v))] for r, v in sorted(band.items()) if v[1:]],
-            "of": "runs" if seeds else "clients",
+            "server": _means(server),
+            "band": [[r, *_ends(v)] for r, v in sorted(server.items()) if v[1:]],
+            "clients": _series({node: _means(rounds) for node, rounds in found[metric].items()}),
         }
     return result
 
 
-def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and the highest; no number if any of them is none."""
-    return (math.nan, math.nan) if math.isnan(sum(values)) else (min(values), max(values))
+def _ends(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return the lowest and the highest; nothing if any of them is NaN."""
+    lost = math.isnan(sum(values))
+    return (None, None) if lost else (_short(min(values)), _short(max(values)))
 
 
-def _name(node: str, together: bool) -> str:
-    return node if together else node.rpartition("/")[2]
+def _means(rounds: Mapping[int, Sequence[float]]) -> list[list[float | None]]:
+    return [[r, _short(sum(values) / len(values))] for r, values in sorted(rounds.items())]
 
 
-def _clippers(report: Report, together: bool) -> list[dict[str, object]]:
+def _name(node: str) -> str:
+    return node.rpartition("/")[2]
+
+
+def _clippers(report: Report, run: Run) -> list[dict[str, object]]:
     """Return the rounds of each clipper, over all clients, and of each client if not too many."""
     limits = report.limits()
+    ordered = sorted(report.whole, key=lambda row: row.node in report.servers)
     runs = grouped(
-        report.whole, lambda row: row.module + " on the server" * (row.node in report.servers)
+        ordered, lambda row: row.module + " on the server" * (row.node in report.servers)
     )
     result = []
     for name, chosen in runs.items():
-        nodes = grouped(chosen, lambda row: _name(row.node, together))
-        rounds = grouped(chosen, lambda row: row.record.round)
-        everybody = [
-            _point(round_, pooled(row.record for row in some), known(some, limits))
-            for round_, some in sorted(rounds.items())
-        ]
-        shown = nodes if len(nodes) > 1 and len(chosen) <= _MOST_ROUNDS else {}
-        single = [
-            (printable(n), [_point(r.record.round, r.record, known([r], limits)) for r in some])
-            for n, some in shown.items()
-        ]
+        nodes = grouped(chosen, lambda row: _name(row.node))
+        everybody = _by_round(chosen, limits)
+        single = {n: _by_round(some, limits) for n, some in nodes.items()}
+        shown = single if len(nodes) > 1 and len(chosen) <= _MOST_ROUNDS else {}
+        lines = {n: [[p[0], p[3], p[8]] for p in points] for n, points in single.items()}
         result.append(
-            {"name": printable(name), "all": everybody, "nodes": single, "count": len(nodes)}
+            {
+                "name": printable(name),
+                "all": everybody,
+                "nodes": [(printable(n), points) for n, points in shown.items()],
+                "count": len(nodes),
+                **_series(lines if len(nodes) > 1 else {}),
+                "rules": [rule for measured, *rule in run.limits if measured == name],
+            }
         )
     return result
+
+
+def _by_round(rows: Iterable[Row], limits: Limits) -> list[list[float | None]]:
+    rounds = grouped(rows, lambda row: row.record.round)
+    return [
+        _point(round_, pooled(row.record for row in some), known(some, limits))
+        for round_, some in sorted(rounds.items())
+    ]
 
 
 def _point(round_: int, record: RoundRecord, limits: Sequence[float]) -> list[float | None]:
@@ -193,19 +285,18 @@ def _point(round_: int, record: RoundRecord, limits: Sequence[float]) -> list[fl
     ]
 
 
-def _nodes(report: Report, together: bool) -> list[dict[str, object]]:
-    """Return a line for each clipper of each node, with its last loss."""
+def _nodes(report: Report) -> list[list[str]]:
+    """Return a line for each clipper of each node, with its last loss: of several runs the mean."""
     limits = report.limits()
-    last = {(c.node, c.metric): c.last[1] for c in report.curves}
+    last = grouped((c for c in report.curves if c.metric == "loss"), lambda curve: curve.node)
     runs = grouped(report.whole, lambda row: (row.node, row.module))
     return [
-        {
-            "node": printable(_name(node, together)),
-            "server": node in report.servers,
-            "clipper": printable(module),
-            "cells": _cells(pooled(r.record for r in some), known(some[-1:], limits)),
-            "loss": number(last.get((node, "loss"))),
-        }
+        [
+            printable(_name(node)) + " (server)" * (node in report.servers and node != "server"),
+            printable(module),
+            *_cells(pooled(r.record for r in some), known(some[-1:], limits)),
+            number(statistics.fmean(c.last[1] for c in last[node]) if node in last else None),
+        ]
         for (node, module), some in runs.items()
     ]
 
@@ -225,4 +316,4 @@ def _cells(record: RoundRecord, limits: Sequence[float]) -> list[str]:
 
 def _short(value: float | None) -> float | None:
     """Return a number with four digits, which is as much as a chart can show."""
-    return None if value is None or math.isnan(value) else float(f"{value:.4g}")
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")

@@ -19,6 +19,8 @@ from fedclip.report.rows import ReportError, Row
 __all__ = ["Reader", "read_report"]
 
 STATES = "optimizer_state_*.mpk"
+LEDGER = "privacy_spent.json"
+"""What a client that trains by DP-SGD has spent; see `fedclip.privacy.ledger`."""
 _STAMP = slice(len("optimizer_state_"), -len(".mpk"))
 
 
@@ -72,7 +74,8 @@ class Reader:
             )
         found = [row for node in nodes for row in node.rows.values()]
         skipped = [path for node in nodes for path in node.skipped]
-        if not found:
+        private = tuple(sorted(node.label for node in nodes if node.private))
+        if not found and not private:
             files = sum(len(node.seen) for node in nodes)
             if len(skipped) == files:
                 raise ReportError(f"none of the {files} state files in {folder} can be read")
@@ -85,7 +88,7 @@ class Reader:
             )
         found.sort(key=lambda row: (row.node, row.position, row.name, row.record.round))
         servers = frozenset(node.label for node in nodes if node.is_server)
-        return Report(folder, tuple(found), tuple(skipped), self._curves(), servers)
+        return Report(folder, tuple(found), tuple(skipped), self._curves(), servers, private)
 
     @property
     def ended(self) -> bool:
@@ -131,6 +134,12 @@ class _Node:
         if self.folder.name == "server" or (self.folder / SERVED).exists():
             return True
         return any(self.folder.glob("metrics_*.csv"))
+
+    @property
+    def private(self) -> bool:
+        """Whether it trains by DP-SGD, also without the module that says how."""
+        ledger = not self.rows and (self.folder / LEDGER).exists()
+        return ledger or "sample-clip" in self.others
 
     @property
     def ended(self) -> bool:

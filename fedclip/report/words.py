@@ -12,7 +12,7 @@ from fedclip.records import RoundRecord
 from fedclip.report.curves import Curve
 from fedclip.report.rows import Limits, Row, grouped, known, number, pooled
 
-__all__ = ["Finding", "diverged", "findings", "unlike"]
+__all__ = ["Finding", "diverged", "findings", "unlike", "unseen"]
 
 # A client is unlike the others if its norms are this many times theirs, or less than theirs
 # by this factor.
@@ -25,8 +25,8 @@ class Finding(NamedTuple):
     """One finding about a clipper of an experiment."""
 
     kind: str
-    """One of "diverged", "no-limit", "inert", "always", "clipped", "limits", "fixed", "warm-up",
-    "unlike", "nonfinite".
+    """One of "diverged", "private", "no-limit", "inert", "always", "clipped", "limits", "fixed",
+    "warm-up", "unlike", "nonfinite".
     """
     experiment: str
     """Folder of the federation; "" if there is only one."""
@@ -61,6 +61,20 @@ def diverged(curves: Iterable[Curve], servers: frozenset[str]) -> list[Finding]:
     )
     return [
         Finding("diverged", c.experiment, "", said.format(c.node, c.nonfinite[0])) for c in found
+    ]
+
+
+def unseen(private: Iterable[str]) -> list[Finding]:
+    """Say why nothing is known of clients that train by DP-SGD but what they have spent."""
+    found = grouped(private, lambda node: node.rpartition("/")[0])
+    said = (
+        "DP-SGD on {}: the norms of records, and how many were clipped, follow from the records "
+        "without noise, so they are never kept. What may be seen is the budget that was spent, "
+        "the noise, and the sizes of batches to be expected."
+    )
+    return [
+        Finding("private", experiment, "", said.format(_listed(nodes)))
+        for experiment, nodes in found.items()
     ]
 
 
@@ -192,6 +206,9 @@ def _by_node(rows: Sequence[Row]) -> dict[str, RoundRecord]:
 
 
 def _named(rows: Sequence[Row]) -> str:
-    names = [name for name, _ in Counter(row.node for row in rows).most_common()]
+    return _listed([name for name, _ in Counter(row.node for row in rows).most_common()])
+
+
+def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(sorted(names[:5])) + more

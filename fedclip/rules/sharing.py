@@ -146,7 +146,8 @@ class Learning(ABC):
         return state_of(*parts, name=type(self).__name__)
 
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
-        judged = self.judge(norms, state, xp, self.protection)
+        guard = self.protection
+        judged = self.judge(norms, state, xp, guard)
         learnt = (judged.learns, self.learn(judged, state, xp))
-        guarded = self.protection.learn(judged.usual, state)
+        guarded = guard.learn(judged.usual, state)
         return judged.limits, updated(state, [learnt, guarded], xp)

@@ -176,7 +176,7 @@ def _check_quickrun(check: Check, config: Config) -> None:
         _check_model(check, _section(config, "model"))
     folder = _section(config, "experiment").get("checkpoint")
     if isinstance(folder, str):
-        _check_folder(check, folder)
+        _check_folder(check, str(check.path.parent / folder))
     told = [f.where for f in check.problems]
     if isinstance(config.get("data"), dict) and "[data]" not in told:
         _check_data(check, config["data"], run)

@@ -20,7 +20,17 @@ import typer
 
 import fedclip
 from fedclip.tools import privacy, site, studies
-from fedclip.tools.output import HtmlFile, JsonFlag, checked, fail, runnable, say, typed
+from fedclip.tools.output import (
+    HtmlFile,
+    JsonFlag,
+    Results,
+    checked,
+    fail,
+    results,
+    runnable,
+    say,
+    typed,
+)
 
 if TYPE_CHECKING:
     from fedclip.tools.check import Check
@@ -52,7 +62,7 @@ def main() -> None:
     try:
         app(prog_name="fedclip")
     except ImportError as exc:
-        if exc.name != "declearn":
+        if exc.name not in ("declearn", "pandas"):  # the one brings the other
             raise
         from fedclip.tools.catalogue import NEEDS_DECLEARN
 
@@ -98,6 +108,53 @@ def list_(
         typer.secho(entry["name"], bold=True, nl=False)
         typer.echo(f"{kind}  {entry['summary']}")
     typer.echo("What one does, and its parameters: fedclip list NAME")
+
+
+class Kind(Enum):
+    """What makes the model."""
+
+    sklearn = "sklearn"
+    torch = "torch"
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; new or empty.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="DATA...", help="A CSV file, or one for each site.")
+    ],
+    target: Annotated[str, typer.Option(metavar="COLUMN", help="What the model is to tell.")],
+    site: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Names the site, in a single file.")
+    ] = None,
+    sites: Annotated[
+        int, typer.Option(min=2, help="Sites to spread a single file over, at random.")
+    ] = 3,
+    drop: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN", help="Leave it out; may be repeated.")
+    ] = None,
+    model: Annotated[Kind, typer.Option(help="A linear model, or a small network.")] = Kind.sklearn,
+    seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn at random.")] = 0,
+) -> None:
+    """Make a folder that runs from CSV files: data by site, a model, a configuration."""
+    from fedclip.tools.init import InitError, Plan, prepare
+
+    if site and len(files) > 1:
+        fail("--site is for a single file: several are one for each site", code=2)
+    try:
+        for line in prepare(
+            folder, files, Plan(target, site, sites, drop or (), model.value, seed)
+        ):
+            say(line)
+    except InitError as exc:
+        fail(str(exc))
+    for line in (
+        "Ready to run:",
+        f"  cd {typed(folder)}",
+        "  fedclip simulate",
+        "  fedclip suggest",
+    ):
+        say(line)
 
 
 @app.command()
@@ -180,7 +237,7 @@ def simulate(
     result = runnable(config, simulate=True)
 
     from fedclip.tools.quickrun import QuickrunError
-    from fedclip.tools.simulate import run
+    from fedclip.tools.simulate import EARLY, run
 
     try:
         done = run(result.path, seed, engine=engine.value)
@@ -189,6 +246,9 @@ def simulate(
     see = f"fedclip report {typed(done.results)}"
     if done.ended:
         after = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"
+        if done.ended == EARLY:
+            say(f"fedclip: {after}")
+            return
         fail(after, code=130 if done.ended == "interrupted" else 1)
     say(
         f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s; see  {see}"
@@ -221,9 +281,7 @@ def run(
 
 @app.command()
 def report(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder with checkpoints.")
-    ] = Path(),
+    folder: Results = None,
     csv: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write CSV instead of a table; - for stdout.")
     ] = None,
@@ -249,7 +307,8 @@ def report(
     if follow and (as_json or csv is not None):
         fail("--follow shows rounds as they come, and goes with neither --json nor --csv", code=2)
     showing.can_write(plot=plot, html=html)
-    result = showing.read(folder, follow)
+    folder = results(folder)
+    result = showing.read(folder, follow, html)
     if plot is not None:
         showing.save_plot(result, plot)
     if html is not None:
@@ -302,18 +361,16 @@ def translate(
 
 @app.command()
 def doctor(as_json: JsonFlag = False) -> None:
-    """Show versions and registered names, for a bug report."""
+    """Show versions, for a bug report."""
     from fedclip.tools.catalogue import NEEDS_DECLEARN, fits, versions
 
     facts = versions()
-    fitting = fits(facts["declearn"]) and bool(facts["registered"])
+    fitting = fits(facts["declearn"])
     if as_json:
         print(json.dumps({**facts, "ok": fitting}))
     else:
         for name, value in facts.items():
-            none = "none" if name == "registered" else "not installed"
-            shown = (", ".join(value) if isinstance(value, list) else value) or none
-            typer.echo(f"{name:13} {shown}")
+            typer.echo(f"{name:13} {value or 'not installed'}")
     if not fitting:
         fail(NEEDS_DECLEARN)
 
@@ -324,14 +381,8 @@ def demo(
         Path, typer.Argument(metavar="DIR", help="Where to write; is made, or must be empty.")
     ] = Path("fedclip-demo"),
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each training.")] = 30,
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each kind.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each kind.")] = 6,
     bound: Annotated[float, typer.Option(help="The fixed bound, > 0.")] = 1.0,
-    port: Annotated[
-        int, typer.Option(min=0, max=65000, help="First port on 127.0.0.1; 0 takes free ones.")
-    ] = 0,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds after which one training is given up.")
-    ] = 600.0,
 ) -> None:
     """Train over three hospitals, without clipping and with it.
 
@@ -340,7 +391,7 @@ def demo(
     from fedclip.tools.demo import DemoError, run_demo
 
     try:
-        run_demo(folder, rounds, seeds, bound, port, timeout)
+        run_demo(folder, rounds, seeds, bound)
     except DemoError as exc:
         fail(str(exc))
     except KeyboardInterrupt:

@@ -16,11 +16,26 @@ from rich.table import Table
 from rich.text import Text
 
 from fedclip.report import Report, number, pooled, printable
+from fedclip.report.rows import grouped
 from fedclip.report.table import plain_table
 
-__all__ = ["Outcome", "compared", "heads", "interval", "table_of", "table_rows"]
+__all__ = [
+    *(
+        "Outcome",
+        "by_site",
+        "compared",
+        "drawn",
+        "heads",
+        "interval",
+        "judged_by",
+        "shown",
+        "table_of",
+    ),
+    "table_rows",
+]
 
-_ENDS = ("rounds", "clipped", "largest norm")
+_ENDS = ("rounds", "clipped", "largest norm", "worst site")
+_HIGHER = ("accuracy", "roc_auc", "f-score", "r2")
 
 
 class Outcome(NamedTuple):
@@ -31,6 +46,8 @@ class Outcome(NamedTuple):
     values: Mapping[str, tuple[float, float | None]]
     nonfinite: Mapping[str, int]
     """In how many runs the last value was NaN or infinite: the others alone have no fair mean."""
+    worst: str = ""
+    """The site with the worst mean, and that."""
 
     def as_dict(self) -> dict[str, object]:
         """Return plain values."""
@@ -52,6 +69,8 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, None
+    if len(set(values)) == 1:
+        return mean, 0.0  # the mean may be off by its last digit
     # SciPy comes with scikit-learn, which declearn needs.
     from scipy.stats import sem, t
 
@@ -72,8 +91,49 @@ def compared(reports: Iterable[tuple[str, Report]], only: Collection[str] = ()) 
                 found.setdefault(key, []).append(value)
         lost = {key: sum(map(math.isnan, values)) for key, values in found.items()}
         whole = {key: interval(values) for key, values in found.items() if not lost[key]}
-        outcomes.append(Outcome(name, len(runs), whole, {k: n for k, n in lost.items() if n}))
+        worst = "" if only else _worst(report)
+        lost = {key: count for key, count in lost.items() if count}
+        outcomes.append(Outcome(name, len(runs), whole, lost, worst))
     return outcomes
+
+
+def by_site(report: Report, experiment: str) -> dict[str, dict[str, float]]:
+    """Return the last loss and metrics of each site of a run, on its own validation data."""
+    found: dict[str, dict[str, float]] = {}
+    for curve in report.curves:
+        if curve.experiment == experiment and curve.node not in report.servers:
+            site = curve.node.rpartition("/")[2]
+            found.setdefault(site, {})[curve.metric] = curve.last[1]
+    return found
+
+
+def judged_by(metrics: Collection[str]) -> tuple[str, bool]:
+    """Return the metric that sites are judged by, and whether higher is better.
+
+    Examples
+    --------
+    >>> judged_by(["loss", "precision", "accuracy"]), judged_by(["loss", "mse"])
+    (('accuracy', True), ('loss', False))
+    """
+    names = [name for name in _HIGHER if name in metrics]
+    return (names[0], True) if names else ("loss", False)
+
+
+def _worst(report: Report) -> str:
+    """Return the site with the worst mean over runs, in words; "" if there are not two."""
+    curves = [curve for curve in report.curves if curve.node not in report.servers]
+    metric, higher = judged_by({curve.metric for curve in curves})
+    chosen = (curve for curve in curves if curve.metric == metric)
+    sites = grouped(chosen, lambda curve: curve.node.rpartition("/")[2])
+    means = {site: interval([curve.last[1] for curve in own]) for site, own in sites.items()}
+    # Nothing is worse than what is no number.
+    ranked = sorted(means, key=lambda s: (not math.isnan(m := means[s][0]), m if higher else -m))
+    return f"{ranked[0]}: {metric} {shown(*means[ranked[0]])}" if ranked[1:] else ""
+
+
+def shown(mean: float, half: float | None) -> str:
+    """Return a mean and half of its interval, in words."""
+    return number(mean) + ("" if half is None or math.isnan(mean) else f" ± {half:.2g}")
 
 
 def _run(report: Report, experiment: str) -> dict[str, float]:
@@ -85,7 +145,7 @@ def _run(report: Report, experiment: str) -> dict[str, float]:
     own = [row for row in report.whole if row.experiment == experiment]
     rows = [row for row in own if row.node not in report.servers]
     whole = pooled(row.record for row in rows)
-    ends: dict[str, float] = {"rounds": max(row.record.round for row in own)}
+    ends: dict[str, float] = {"rounds": max(row.record.round for row in own)} if own else {}
     if rows:
         ends["clipped"] = whole.clipped_share
     if whole.norm_max is not None:
@@ -97,13 +157,19 @@ def _run(report: Report, experiment: str) -> dict[str, float]:
 def heads(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the measures of all settings, the loss first."""
     keys = [key for outcome in outcomes for key in (*outcome.nonfinite, *outcome.values)]
+    keys += ["worst site"] * any(outcome.worst for outcome in outcomes)
     return sorted(dict.fromkeys(keys), key=lambda key: (key in _ENDS, key != "loss"))
 
 
 def table_of(title: str, outcomes: Sequence[Outcome]) -> Table:
     """Return a table of these settings for a terminal."""
-    table = plain_table(title, ["setting"], ["runs", *heads(outcomes)])
-    for row in table_rows(outcomes):
+    return drawn(title, ["setting", "runs", *heads(outcomes)], table_rows(outcomes))
+
+
+def drawn(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table for a terminal; the first column has names."""
+    table = plain_table(title, names[:1], names[1:])
+    for row in rows:
         table.add_row(*map(Text, map(printable, row)))
     return table
 
@@ -118,6 +184,8 @@ def table_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 
 def _cell(outcome: Outcome, key: str) -> str:
+    if key == "worst site":
+        return outcome.worst or "-"
     if key in outcome.nonfinite:
         return "NaN" if outcome.runs == 1 else f"NaN in {outcome.nonfinite[key]}"
     if key not in outcome.values:
@@ -127,4 +195,4 @@ def _cell(outcome: Outcome, key: str) -> str:
         return f"{mean:g}"
     if key == "clipped":
         return f"{mean:.1%}" + ("" if half is None else f" ± {half:.1%}")
-    return number(mean) + ("" if half is None else f" ± {half:.2g}")
+    return shown(mean, half)

@@ -23,6 +23,7 @@ from fedclip import UpdateClipClient
 from fedclip.federation.generics import AnyModel, AnyVector
 from fedclip.federation.personal import PersonalModel
 from fedclip.parameters import Config
+from fedclip.tools.linear import quicken
 from fedclip.tools.quickrun import Experiment
 
 __all__ = ["Crowd", "SimulateConfig", "Trained"]
@@ -139,6 +140,7 @@ class Crowd:
         self._effort = training.message_params
         # Personal layers are trained too, by the model within.
         whole = model.model if isinstance(model, PersonalModel) else model
+        quicken(whole)
         self.model, self._manager = (
             model,
             TrainingManager(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shlex
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -12,13 +13,30 @@ import typer
 if TYPE_CHECKING:
     from fedclip.tools.findings import Check
 
-__all__ = ["HtmlFile", "JsonFlag", "checked", "fail", "runnable", "say", "typed"]
+__all__ = [
+    "HtmlFile",
+    "JsonFlag",
+    "Results",
+    "checked",
+    "fail",
+    "results",
+    "runnable",
+    "say",
+    "typed",
+]
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 HtmlFile = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser as well.")
+]
+
+Results = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="DIR", help="A folder with checkpoints; else that of the config.toml here."
+    ),
 ]
 
 
@@ -39,6 +57,18 @@ def typed(path: str | Path) -> str:
     """Return a path as short as one can type it in a shell from here."""
     path, here = Path(path), Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+
+
+def results(folder: Path | None) -> Path:
+    """Return a folder, or without one that of the results of the configuration here, or this."""
+    if folder is not None:
+        return folder
+    try:
+        experiment = tomllib.loads(Path("config.toml").read_text("utf-8"))["experiment"]
+        found = Path(experiment["checkpoint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return Path()
+    return found if found.is_dir() else Path()
 
 
 def checked(config: Path, **options: bool) -> Check:

@@ -24,7 +24,7 @@ def latest(file: Path) -> str:
     """Return the last loss and metrics in a file of declearn's, in words; "" without any."""
     curves = read_curves("", file, 0, {})
     named = {curve.metric: number(curve.last[1]) for curve in curves}
-    first = [name for name in ("loss", "accuracy") if name in named]
+    first = [name for name in ("loss", "accuracy", "r2") if name in named]
     return ", ".join(f"{name} {named[name]}" for name in first or list(named)[:1])
 
 
@@ -46,11 +46,12 @@ def progress(tasks: Mapping[str, int], quiet: bool = False) -> Tell:
         if quiet or early or done <= said[task]:
             return
         said[task] = done
-        line = f"{task}: {done} of {total} done{f', {text}' if text else ''}"
+        line = f"{task}: {done} of {total} done"
+        # A narrow terminal cuts off what comes last.
         if done < total:
             each = (time.monotonic() - begun[task]) / done
             line += f", about {timedelta(seconds=round(each * (total - done)))} left"
-        line = printable(line)
+        line = printable(f"{line}, {text}" if text else line)
         if over:
             line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
         end = "" if over and done < total else "\n"

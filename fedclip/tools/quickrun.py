@@ -38,10 +38,11 @@ import fedclip
 from fedclip.federation.generics import AnyModel
 from fedclip.federation.quorum import Members
 from fedclip.federation.serving import guarded, watchful
+from fedclip.tools.linear import quicken
 from fedclip.tools.progress import latest, progress
 from fedclip.tools.trained import label
 
-__all__ = ["PERSONS", "Experiment", "Federation", "QuickrunError", "run"]
+__all__ = ["PERSONS", "Experiment", "Federation", "QuickrunError", "draw_from", "run"]
 
 PERSONS = "train_persons.csv"
 """In a client's folder of data: a line for each training record, which says whose it is."""
@@ -80,7 +81,8 @@ class Experiment:
         model = ModelConfig.from_toml(self.toml, False, "model", True)
         self.metrics = experiment.metrics
         default = self.folder / time.strftime("result_%y-%m-%d_%H-%M")
-        self.results: str = experiment.checkpoint or str(default)
+        # Next to the file, from wherever it is run.
+        self.results = str(self.folder / (experiment.checkpoint or default))
         self._name, self._file = model.model_name, model.model_file or self.folder / "model.py"
         try:
             # In order, so that a seed does not depend on that of the file system.
@@ -136,6 +138,16 @@ class _Watched(FederatedServer):
             _LOGGER.warning("Checkpoints of the server: %s.", said)
         await super().evaluation_round(round_i, *args, **kwargs)
         self.told(round_i)
+
+
+class _Quick(fedclip.PersonalFederatedClient):
+    """A client whose model is quickened."""
+
+    async def initialize(self) -> None:
+        """Set up what trains, as the server says."""
+        await super().initialize()
+        if self.trainmanager is not None:
+            quicken(self.trainmanager.model)
 
 
 class Federation:
@@ -212,7 +224,7 @@ class Federation:
         persons = self.experiment.persons(name)
         if persons and not private:
             _LOGGER.warning("%s protects nobody: client_opt has no sample-clip.", persons)
-        kind: Any = fedclip.PersonalFederatedClient
+        kind: Any = _Quick
         if private:
             kind = partial(fedclip.PrivateFederatedClient, persons=persons)
         client = kind(
@@ -258,7 +270,7 @@ class Federation:
 def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[int, str, bool]:
     """Run what a checked quickrun file describes, and show its progress.
 
-    A seed decides how clients draw their batches, and what Python and NumPy draw.
+    A seed decides how clients draw their batches, and what Python, NumPy and torch draw.
 
     Returns
     -------
@@ -268,8 +280,7 @@ def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[
     """
     federation = Federation(file, verbose=verbose)
     if seed is not None:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        draw_from(seed)
     rounds = FLRunConfig.from_toml(federation.toml, False, "run").rounds
     finished = True
     tell = progress({"quickrun": rounds}, quiet=verbose)
@@ -282,6 +293,15 @@ def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[
     except ModuleNotFoundError as exc:
         raise QuickrunError(f"a package that this run needs is missing: {exc}") from None
     return len(federation.clients), federation.results, finished
+
+
+def draw_from(seed: int) -> None:
+    """Let what Python, NumPy and torch draw from now on, such as a model's weights, be a seed's."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # declearn has imported it, where it is installed.
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
 
 
 def _is_free(host: str, port: int) -> bool:

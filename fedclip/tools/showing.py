@@ -12,18 +12,33 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedclip.report import Reader, Report, ReportError, Run, number, page_of, read_report
+from fedclip.report import (
+    Reader,
+    Report,
+    ReportError,
+    Run,
+    Spending,
+    number,
+    page_of,
+    printable,
+    read_report,
+)
 from fedclip.report.rows import Key
 from fedclip.tools.output import fail, say
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
+    from rich.table import Table
 
 __all__ = ["can_write", "console", "read", "save_page", "save_plot", "show", "write"]
 
 # Above this number of rounds, all nodes together, one line for each node is shown.
 _LONG = 200
 _PAUSE = 1.0
+# A browser reads the page of a run that goes on after so many seconds again.
+_REFRESH = 5
+# Accounting takes long: of so many turns of all clients together.
+_MOST_TURNS = 120
 
 
 def console() -> Console:
@@ -33,10 +48,13 @@ def console() -> Console:
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000)
 
 
-def read(folder: Path, follow: bool = False) -> Report:
-    """Read a report, of a run to its end if it is to be followed; else end with a sentence."""
+def read(folder: Path, follow: bool = False, html: Path | None = None) -> Report:
+    """Read a report, of a run to its end if it is to be followed; else end with a sentence.
+
+    The page of a run that is followed is written anew whenever there is something new.
+    """
     try:
-        result = _followed(folder) if follow else read_report(folder)
+        result = _followed(folder, html) if follow else read_report(folder)
     except ReportError as exc:
         fail(str(exc), code=1 if os.path.isdir(folder) else 2)
     for path in result.skipped:
@@ -48,9 +66,13 @@ def show(report: Report, groups: bool, rounds: bool | None) -> None:
     """Print the table and the sentences; None shows rounds unless there are very many."""
     count = len(report.rows if groups else report.whole)
     short = count > _LONG if rounds is None else not rounds
-    console().print(report.table(groups, not short))
+    if report.rows:
+        console().print(report.table(groups, not short))
     if short and rounds is None:
         say(f"The table has a line for each node; --rounds shows all {count:,} rounds.")
+    spendings = _spent(report.folder, words=False) if report.private else []
+    if any(spending.turns for spending in spendings):
+        console().print(_budget(spendings, short or rounds is False))
     for sentence in (*report.in_words(), *_last(report)):
         say(sentence)
 
@@ -62,10 +84,25 @@ def _last(report: Report) -> Iterator[str]:
         shown = [f"{c.metric} {number(c.last[1])}" for c in curves]
         if curves:
             round_ = max(curve.last[0] for curve in curves)
-            yield f"{server}: {', '.join(shown)} after round {round_}."
+            # Without records, nothing says in which round an evaluation was.
+            when = f"round {round_}" if report.rows else "the last evaluation"
+            yield f"{server}: {', '.join(shown)} after {when}."
 
 
-def _followed(folder: Path) -> Report:
+def _budget(spendings: Sequence[Spending], short: bool) -> Table:
+    """Return what was spent by round, or in all, as a table."""
+    from fedclip.report.table import plain_table
+
+    heads = ["turn", "steps", "noise\nmultiplier", "rate", "expected\nbatch", "epsilon\nso far"]
+    table = plain_table("Privacy budget, after each round it took part in", ["client"], heads)
+    for spending in spendings:
+        for turn in spending.turns[-1:] if short else spending.turns:
+            where = spending.where.rpartition("/")[0] or spending.where
+            table.add_row(printable(where), *map(number, turn))
+    return table
+
+
+def _followed(folder: Path, html: Path | None = None) -> Report:
     """Show a run as it goes on; return its report when it has ended, or at Ctrl-C.
 
     The folder need not be there yet: a run makes it when it begins.
@@ -79,7 +116,7 @@ def _followed(folder: Path) -> Report:
 
     screen = console()
     reader: Reader | None = None
-    result: Report | None = None
+    result = shown = None
     told: set[Key] = set()
     waited = ended = False
     try:
@@ -101,13 +138,16 @@ def _followed(folder: Path) -> Report:
                     live.update(_view(result), refresh=True)
                 elif result:
                     _tell(result, told)
+                if html and result and result != shown and not ended:
+                    save_page([("", folder, result)], html, live=True)
+                    shown = result
                 if not (reader and reader.ended):
                     time.sleep(_PAUSE)
     except KeyboardInterrupt:
         if result is None:
             fail("interrupted before the first round", code=130)
     assert result is not None  # It has ended, and was read.
-    if screen.is_terminal:
+    if screen.is_terminal and result.rows:
         screen.print(_view(result))
     else:
         for sentence in result.in_words():
@@ -119,9 +159,9 @@ def _view(report: Report) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    rounds = max(row.record.round for row in report.rows)
-    said = [f"Round {rounds}", *report.in_words(), *_last(report)]
-    return Group(report.table(rounds=False), *map(Text, said))
+    rounds = max((row.record.round for row in report.rows), default=0)
+    said = [*[f"Round {rounds}"] * bool(rounds), *report.in_words(), *_last(report)]
+    return Group(*[report.table(rounds=False)] * bool(rounds), *map(Text, said))
 
 
 def _tell(report: Report, told: set[Key]) -> None:
@@ -140,7 +180,7 @@ def _tell(report: Report, told: set[Key]) -> None:
     sys.stdout.flush()
 
 
-def write(file: str | Path, text: str) -> None:
+def write(file: str | Path, text: str, quiet: bool = False) -> None:
     """Write a file, or "-" to standard output; end with a sentence if that can not be done."""
     if file == "-":
         sys.stdout.write(text)
@@ -149,7 +189,8 @@ def write(file: str | Path, text: str) -> None:
         Path(file).write_bytes(text.encode(errors="backslashreplace"))
     except (OSError, ValueError) as exc:
         fail(f"can not write {file}: {exc}")
-    say(f"wrote {file}")
+    if not quiet:
+        say(f"wrote {file}")
 
 
 def can_write(*, plot: Path | None = None, html: Path | None = None) -> None:
@@ -183,27 +224,81 @@ def save_page(
     file: Path,
     tables: Sequence[Mapping[str, object]] = (),
     title: str = "",
+    live: bool = False,
 ) -> None:
     """Write one page of all reports, by name and folder, with what they spent of their budgets.
 
-    With names, the experiments of a report are shown as one.
+    With names, the experiments of a report are shown as one; without, and once its run has ended,
+    what is advised after it comes first.
     """
-    runs = [Run(name, report, _spent(f), bool(name)) for name, f, report in reports]
+    runs: list[Run] = []
+    for name, folder, report in reports:
+        run = Run(name, report, _spent(folder, words=not live), bool(name))
+        runs.append(run if name or live else _with_advice(run))
     title = title or f"Clipping in {Path(os.path.abspath(reports[0][1])).name}"
-    write(file, page_of(runs, title, tables))
+    text = page_of(runs, title, tables, _REFRESH * live)
+    # A browser that reads the file while it is written anew gets all of one page.
+    part = file.with_name(f".{file.name}.part") if os.path.isfile(file) else file
+    write(part, text, quiet=True)
+    part.replace(file)
+    if not live:
+        say(f"wrote {file}")
 
 
-def _spent(folder: Path) -> list[tuple[str, list[str]]]:
-    """Return what was spent of privacy budgets, in words, if anything was."""
+def _with_advice(run: Run) -> Run:
+    """Add what is advised after the run of one federation."""
+    if len(run.report.experiments) > 1 or not run.report.rows:
+        return run
+    try:
+        from fedclip.tools.suggest import advised, lines_of
+        from fedclip.tools.suggest.norms import read_norms
+        from fedclip.tools.suggest.showing import shares_of
+
+        (experiment,) = run.report.experiments
+        advice = advised(run.report, experiment)
+        places = read_norms(run.report, experiment)
+    except (ModuleNotFoundError, TypeError, ValueError) as exc:
+        # Clippers are built to be tried, which needs declearn; a damaged file may say anything.
+        say(f"fedclip: nothing is advised on the page: {exc}", err=True)
+        return run
+    said = {p.name: ([*lines_of(p)], shares_of(p.shares)) for p in advice.proposals}
+    at = {n.place: n.rows[0].module for n in places if n.rows}
+    limits = [
+        (
+            at[place] + " on the server" * (place == "aggregate"),
+            p.name,
+            p.limit,
+            p.name == advice.start,
+        )
+        for p in advice.proposals
+        if p.limit is not None and (place := p.name.partition(".")[0]) in at
+    ]
+    return run._replace(advice=advice, said=said, limits=limits)
+
+
+def _spent(folder: Path, words: bool) -> list[Spending]:
+    """Return what was spent of privacy budgets, if anything was.
+
+    In words is by each accountant, which takes longer.
+    """
     ledgers = any(folder.rglob("privacy_spent.json"))
     configs = (path.read_bytes() for path in folder.rglob("optimizer_config.json"))
     # Whoever has no budget need not import what reads budgets.
-    if not ledgers and not any(b"noise_multiplier" in text for text in configs):
+    if not ledgers and not any(re.search(rb'"noise_multiplier": \d', text) for text in configs):
         return []
-    from fedclip.tools.spent import in_words, read_spent
+    from fedclip.tools.spent import in_words, read_spent, turns_of
 
     try:
-        costs = [spent.cost() for spent in read_spent(folder)]
+        found = [*read_spent(folder)]
+        most = max(1, _MOST_TURNS // len(found))
+        # Without the lines of its ledger, which tell how many records a client has.
+        return [
+            Spending(
+                s.where,
+                [*in_words({**s.cost(), "entries": ()})] if words else [],
+                turns_of(s, most),
+            )
+            for s in found
+        ]
     except ValueError as exc:
-        return [("", [f"what was spent can not be said: {exc}"])]
-    return [(cost["where"], list(in_words(cost))) for cost in costs]
+        return [Spending("", [f"what was spent can not be said: {exc}"])]

@@ -14,7 +14,6 @@ import logging
 import math
 import operator
 import os
-import random
 import shutil
 import time
 import tomllib
@@ -26,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import msgpack
-import numpy as np
 from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.main.utils import Checkpointer
 from declearn.optimizer.modules import AuxVar
@@ -43,11 +41,12 @@ from fedclip.federation.update.turns import Schedule
 from fedclip.scopes import resolve
 from fedclip.tools.crowd import Ask, Crowd, Kept, SimulateConfig, Task, Trained
 from fedclip.tools.progress import latest, progress
-from fedclip.tools.quickrun import Experiment, QuickrunError
+from fedclip.tools.quickrun import Experiment, QuickrunError, draw_from
 from fedclip.tools.trained import label
 
-__all__ = ["Simulated", "Simulation", "run"]
+__all__ = ["EARLY", "Simulated", "Simulation", "run"]
 
+EARLY = "the loss has stopped to improve, as early_stop says"
 _NODES = ("server", "clients")
 _ROUNDS_A_FILE = 100  # as many as a `Recorder` keeps
 _MEASURED = 100  # clients whose own records are written
@@ -241,9 +240,9 @@ def run(
 ) -> Simulated:
     """Simulate what a checked quickrun file describes, and show its progress.
 
-    A `seed` takes the place of that in [simulate]. Python's and NumPy's own sources start from it
-    too. With the `engine` "flower" the clients train in the processes of Flower's simulation
-    engine, several at a time, and come to the same.
+    A `seed` takes the place of that in [simulate]. Python's, NumPy's and torch's own sources start
+    from it too. With the `engine` "flower" the clients train in the processes of Flower's
+    simulation engine, several at a time, and come to the same.
 
     Raises
     ------
@@ -272,8 +271,7 @@ def run(
 
 def _seeded(file: Path, seed: int | None) -> Simulation:
     if seed is not None:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        draw_from(seed)
     return Simulation(file, seed)
 
 
@@ -314,7 +312,7 @@ def _run(simulation: Simulation, quiet: bool) -> Simulated:
                     simulation.evaluate()
                 tell("simulate", done, latest(folder / "server" / "metrics.csv"))
                 if stop and simulation.losses and not stop.update(simulation.losses[-1]):
-                    ended = "the loss has stopped to improve, as early_stop says"
+                    ended = EARLY
                     break
         except KeyboardInterrupt:
             ended = "interrupted"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from fedclip.privacy.ledger import FILE, Entry, read_entries, total, unit_of
 from fedclip.records import SERVED
 from fedclip.tools.catalogue import version
 
-__all__ = ["COLUMNS", "Spent", "csv_rows", "in_words", "of_plan", "read_spent"]
+__all__ = ["COLUMNS", "Spent", "csv_rows", "in_words", "of_plan", "read_spent", "turns_of"]
 
 _COUNTED_BY = ("fedclip", "dp-accounting", "opacus")
 
@@ -120,6 +121,27 @@ def in_words(cost: Config) -> Iterator[str]:
             f"  of at most {cost['planned']:.4g}, as planned: quote that if what clients sent has "
             "ended the run early"
         )
+
+
+def turns_of(spent: Spent, most: int) -> list[tuple[float | None, ...]]:
+    """Return what a ledger had spent after each turn; of many, after so many and the last one.
+
+    A turn is its number, steps, noise multiplier, sampling rate, expected size of a batch, and
+    epsilon so far. Nothing without a package that accounts for samples.
+    """
+    entries = [entry for entry in spent.entries if entry.spent]
+    found: list[tuple[float | None, ...]] = []
+    for count in range(len(entries), 0, -math.ceil(len(entries) / most) or -1):
+        z, steps, rate = entries[count - 1].spent[-1]
+        # The size of a batch is rate times records; how many these are is nothing to be shown.
+        records = re.match(r"(\d+) records", entries[count - 1].data)
+        expected = rate * int(records[1]) if records else None
+        try:
+            epsilon = total(entries[:count]).epsilon()
+        except ModuleNotFoundError:
+            return []
+        found.insert(0, (count, steps, z, rate, expected, epsilon))
+    return found
 
 
 COLUMNS = (

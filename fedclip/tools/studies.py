@@ -1,36 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands ``fedclip suggest | compare | sweep``: from runs to a choice."""
+"""The commands ``fedclip suggest | compare | sweep | tune``: from runs to a choice."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedclip.tools.output import HtmlFile, JsonFlag, fail, say, typed
+from fedclip.tools.output import HtmlFile, JsonFlag, Results, fail, results, say, typed
 
 if TYPE_CHECKING:
     from fedclip.report import Report
     from fedclip.report.advice import Proposal
     from fedclip.tools.progress import Tell
     from fedclip.tools.sweep import Planned
+    from fedclip.tools.tune import Tuning
 
 __all__ = ["add_to"]
 
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (suggest, compare, sweep):
+    for command in (suggest, compare, sweep, tune):
         app.command()(command)
 
 
 def suggest(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with checkpoints.")],
+    folder: Results = None,
     write: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="Write a proposal into this TOML file.")
     ] = None,
@@ -49,6 +53,7 @@ def suggest(
     from fedclip.tools.showing import read
     from fedclip.tools.suggest import advised, in_words
 
+    folder = results(folder)
     report = read(folder)
     found = report.experiments
     if len(found) > 1 and "" not in found:
@@ -176,9 +181,9 @@ def sweep(
     At the end it compares them. A sweep that was interrupted goes on where it stopped.
     """
     from fedclip.tools import showing
-    from fedclip.tools.check import check_config, find_config
+    from fedclip.tools.check import find_config
     from fedclip.tools.progress import progress
-    from fedclip.tools.sweep import SweepError, plan, run
+    from fedclip.tools.sweep import SweepError, plan, refuse, run_all
 
     showing.can_write(html=html)
     try:
@@ -186,34 +191,143 @@ def sweep(
         out = out or file.with_name(f"{file.stem}-sweep")
         runs = plan(file, settings or [], seeds, out, rounds)
         todo = [planned for planned in runs if not planned.done]
-        for planned in {planned.label: planned for planned in todo}.values():
-            planned.folder.mkdir(parents=True, exist_ok=True)
-            trial = planned.folder / "config.toml"
-            trial.write_text(planned.text, encoding="utf-8")
-            if problems := check_config(trial, quickrun=True).problems:
-                fail(f"{planned.label} would not run: {problems[0].where} {problems[0].message}")
+        refuse(todo)
+    except SweepError as exc:
+        fail(str(exc))
     except FileNotFoundError as exc:
         fail(str(exc), code=2)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         fail(f"the sweep of {config} can not be planned: {exc}")
     if len(todo) < len(runs):
         say(f"{len(runs) - len(todo)} of {len(runs)} runs are done already", err=True)
-    tell, before = progress({"sweep": sum(planned.rounds for planned in todo)}), 0
+    tell = progress({"sweep": sum(planned.rounds for planned in todo)})
     try:
-        for planned in todo:
-            run(planned, partial(_tell, tell, planned, before))
-            before += planned.rounds
-    except SweepError as exc:
-        fail(f"{exc} (output: {planned.folder / 'output.txt'})")
+        failed = run_all(todo, "quickrun", 1, partial(tell, "sweep"))
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on from here", code=130)
-    settings_ = {planned.label: planned.folder.parent for planned in runs}
-    wanted = {planned.folder.name for planned in runs}
-    found = [(name, path, showing.read(path).only(wanted)) for name, path in settings_.items()]
-    show_compared(found, html)
+    for planned, why in failed.items():
+        fail(f"{why} (output: {planned.folder / 'output.txt'})")
+    show_compared(_reports(runs), html)
     if html is None:
         say(f"As a page:  fedclip compare {typed(out)} --html compare.html")
 
 
-def _tell(tell: Tell, planned: Planned, before: int, done: int, text: str) -> None:
-    tell("sweep", before + done, f"{planned.label}, seed {planned.seed}: {text or 'starts'}")
+def _reports(runs: Sequence[Planned]) -> list[tuple[str, Path, Report]]:
+    """Return name, folder and report of each setting, without seeds of other plans."""
+    from fedclip.tools.showing import read
+
+    found = []
+    for folder in dict.fromkeys(planned.folder.parent for planned in runs if planned.done):
+        report = read(folder)
+        seeds = {planned.folder.name for planned in runs}
+        kept = [run for run in report.experiments if run.partition("/")[0] in seeds]
+        found.append((folder.name, folder, report.only(kept)))
+    return found
+
+
+def tune(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A quickrun file.")] = Path(),
+    seeds: Annotated[int, typer.Option(min=2, help="Runs of each setting.")] = 5,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds, in place of the file's.")
+    ] = None,
+    nodes: Annotated[
+        bool, typer.Option("--nodes", help="Run nodes over websockets, not in one process.")
+    ] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs side by side; by default one for each core.")
+    ] = None,
+    sites: Annotated[
+        str, typer.Option(metavar="A,B", help="Sites to rank by; else those alike in their norms.")
+    ] = "",
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the winner into CONFIG, if there is one.")
+    ] = False,
+    html: HtmlFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Try what `suggest` proposes, and no clipping, over seeds; rank by the metric of each site.
+
+    Runs go on side by side, and what is hopeless is given up. After an interruption the same
+    command goes on where it stopped.
+    """
+    from fedclip.tools import showing
+    from fedclip.tools.check import find_config
+    from fedclip.tools.compare import drawn
+    from fedclip.tools.sweep import SweepError
+    from fedclip.tools.tune import Tuning
+
+    showing.can_write(html=html)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    jobs = jobs or cores or 1
+    # What runs beside others leaves them their cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // jobs)))
+    try:
+        file = find_config(config)
+        out = file.with_name(f"{file.stem}-tune{'-nodes' * nodes}")
+        tuning = Tuning(file, out, seeds, rounds, "quickrun" if nodes else "simulate", jobs)
+        _tuned(tuning, [name.strip() for name in sites.split(",") if name.strip()])
+    except FileNotFoundError as exc:
+        fail(str(exc), code=2)
+    except KeyboardInterrupt:
+        fail("interrupted; the same command goes on from here", code=130)
+    except (SweepError, OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        fail(f"{config} can not be tuned: {exc}")
+    standings = tuning.standings
+    if as_json:
+        print(json.dumps({"schema": "fedclip-tune/1", "config": str(file), **standings.as_dict()}))
+    else:
+        for table in standings.tables():
+            showing.console().print(drawn(table["name"], table["heads"], table["rows"]))
+            say(table["caption"])
+            typer.echo()
+        say(standings.answer())
+        if "noise_multiplier" in tuning.text:
+            say("This choice is made from the data: the epsilon of a run does not cover it.")
+    if html is not None:
+        runs = [run for name in standings.ranking() for run in tuning.runs[name]]
+        tables = standings.tables()
+        tables[0]["caption"] = f"{standings.answer()} {tables[0]['caption']}"
+        showing.save_page(_reports(runs), html, tables, f"Tuning of {file.name}")
+    winner = standings.winner
+    if write and winner in tuning.proposals:
+        save(file, tuning.proposals[winner])
+    elif write:
+        say(f"{typed(file)} was left as it is", err=True)
+    elif winner in tuning.proposals and not as_json:
+        say(f"To write it:  fedclip tune {typed(file)} --write")
+
+
+def _tuned(tuning: Tuning, chosen: list[str]) -> None:
+    """Run all that is to be tried, and say how far it is."""
+    from fedclip.tools.progress import progress
+    from fedclip.tools.standings import NONE
+    from fedclip.tools.sweep import SweepError, run_all
+
+    begin = [run for run in tuning.runs[NONE][: tuning.jobs] if not run.done]
+    tell = progress({"first runs": sum(run.rounds for run in begin)})
+    for why in run_all(begin, tuning.command, tuning.jobs, partial(tell, "first runs")).values():
+        raise SweepError(why)
+    advice = tuning.advised(chosen)
+    for line in (*advice.findings, advice.answer):
+        say(line, err=True)
+    settings = ", ".join(tuning.runs)
+    text = f"{len(tuning.runs)} settings ({settings}) with {tuning.seeds} seeds each"
+    if tuning.left:
+        time = timedelta(seconds=math.ceil(tuning.seconds()))
+        text += f", {tuning.jobs} runs side by side: at most about {time} from here"
+    say(text, err=True)
+    tasks, before = {"tune": sum(run.rounds for run in tuning.left)}, 0
+    tell = progress(tasks)
+    for wave in tuning.waves():
+        todo = [run for run in wave if not run.done]
+        failed = run_all(todo, tuning.command, tuning.jobs, partial(_onward, tell, before))
+        before += sum(run.rounds for run in todo)
+        for name, why in tuning.judge(wave, failed).items():
+            typer.echo(err=True)
+            say(f"{name} is given up: {why}", err=True)
+        tasks["tune"] = before + sum(run.rounds for run in tuning.left)
+
+
+def _onward(tell: Tell, before: int, done: int, text: str) -> None:
+    tell("tune", before + done, text)

@@ -3,7 +3,8 @@
 
 Each run is a process of its own, with its own copy of the configuration, its checkpoints and its
 output in a folder: ``OUT/SETTING/seed-1``. A run that has come to its end leaves a mark there, with
-the configuration that it ran, and is not run again.
+the configuration that it ran, and is not run again. Where the system can, these processes are
+copies of one that has imported all of this before.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import re
 import shutil
 import socket
-import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import tomlkit
@@ -31,12 +33,18 @@ from fedclip.errors import nearest
 from fedclip.parameters import Config
 from fedclip.toml import value_of
 from fedclip.tools.catalogue import is_ours
+from fedclip.tools.check import check_config
 from fedclip.tools.progress import latest
 
-__all__ = ["MARK", "Planned", "SweepError", "free_port", "parse", "plan", "run"]
+__all__ = [
+    *("MARK", "Planned", "SweepError", "free_port", "modules_of", "parse", "placed", "plan"),
+    *("refuse", "run", "run_all"),
+]
 
 MARK = "sweep-done.toml"
-_OUTPUT = "output.txt"
+_CONFIG, _OUTPUT = "config.toml", "output.txt"
+_COPIED = "forkserver" in multiprocessing.get_all_start_methods()
+_PROCESSES: Any = multiprocessing.get_context("forkserver" if _COPIED else "spawn")
 
 
 class SweepError(ValueError):
@@ -58,6 +66,11 @@ class Planned(NamedTuple):
         """Whether this very configuration has been run to its end."""
         mark = self.folder / MARK
         return mark.is_file() and mark.read_bytes() == self.text.encode()
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once it is done."""
+        return (self.folder / MARK).stat().st_mtime - (self.folder / _CONFIG).stat().st_mtime
 
 
 def parse(setting: str) -> tuple[str, list[object]]:
@@ -103,21 +116,37 @@ def plan(
             document: Config = tomlkit.parse(text)
             for (key, _), value in zip(parsed, values, strict=True):
                 _set(document, key, value)
-            if rounds is not None:
-                document["run"]["rounds"] = rounds
-            if not any(is_ours(known.get(name, object)) for name, _, _ in _modules(document)):
+            if not any(is_ours(known.get(name, object)) for name, _, _ in modules_of(document)):
                 raise SweepError(
                     'no module of fedclip would measure anything: add "no-op" to the modules of '
                     "client_opt"
                 )
-            label = _label(parsed, values)
-            folder = (out / label / f"seed-{seed}").absolute()
-            _place(document, file, folder)
-            count = document["run"].get("rounds", 0)
-            runs.append(Planned(label, seed, folder, tomlkit.dumps(document), int(count)))
+            folder = out / _label(parsed, values) / f"seed-{seed}"
+            runs.append(placed(document, file, folder, rounds))
     if len({run.folder for run in runs}) < len(runs):
         raise SweepError("two values of a setting are the same")
     return runs
+
+
+def placed(document: Config, file: Path, folder: Path, rounds: int | None) -> Planned:
+    """Return the run of a changed configuration in a folder, which names its setting and seed."""
+    if rounds is not None:
+        document["run"]["rounds"] = rounds
+    folder = folder.absolute()
+    _place(document, file, folder)
+    count, seed = document["run"].get("rounds", 0), int(folder.name.rpartition("-")[2])
+    return Planned(folder.parent.name, seed, folder, tomlkit.dumps(document), int(count))
+
+
+def refuse(runs: Sequence[Planned], command: str = "quickrun") -> None:
+    """Raise a `SweepError` if one of these settings that are not done would not run."""
+    for planned in {planned.label: planned for planned in runs if not planned.done}.values():
+        planned.folder.mkdir(parents=True, exist_ok=True)
+        trial = planned.folder / _CONFIG
+        trial.write_text(planned.text, encoding="utf-8")
+        if problems := check_config(trial, **{command: True}).problems:
+            where, message = problems[0].where, problems[0].message
+            raise SweepError(f"{planned.label} would not run: {where} {message}")
 
 
 def _label(parsed: Sequence[tuple[str, object]], values: Sequence[object]) -> str:
@@ -139,7 +168,7 @@ def _set(document: Config, key: str, value: object) -> None:
     if isinstance(table, MutableMapping) and way:
         table[last] = value
         return
-    found = [*_modules(document)]
+    found = [*modules_of(document)]
     places = [(modules, i) for name, modules, i in found if [name] == way]
     if not places:
         known = [*document, *(name for name, _, _ in found)]
@@ -153,7 +182,7 @@ def _set(document: Config, key: str, value: object) -> None:
         modules[i] = [way[0], {**({} if isinstance(old, str) else old[1]), last: value}]
 
 
-def _modules(document: Config) -> Iterator[tuple[str, Any, int]]:
+def modules_of(document: Config) -> Iterator[tuple[str, Any, int]]:
     """Yield the name of each module of the optimizers, and where it stands: in a list, and at."""
     optim = document.get("optim", {})
     for side in ("client_opt", "server_opt"):
@@ -178,8 +207,10 @@ def _place(document: Config, file: Path, folder: Path) -> None:
     document["experiment"]["checkpoint"] = str(folder)
 
 
-def run(planned: Planned, told: Callable[[int, str], None], pause: float = 0.2) -> None:
+def run(planned: Planned, told: Callable[[int, str], None], command: str = "quickrun") -> None:
     """Run one run as a process, from nothing; tell its round, and its last loss and metrics.
+
+    What `told` raises ends the process.
 
     Raises
     ------
@@ -191,40 +222,76 @@ def run(planned: Planned, told: Callable[[int, str], None], pause: float = 0.2) 
     folder.mkdir(parents=True)
     document: Config = tomlkit.parse(planned.text)
     document["network"]["port"] = free_port()
-    config = folder / "config.toml"
+    config = folder / _CONFIG
     config.write_text(tomlkit.dumps(document), encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "fedclip",
-        "quickrun",
-        str(config),
-        "--seed",
-        str(planned.seed),
-    ]
-    metrics = folder / "server" / "metrics.csv"
-    with (folder / _OUTPUT).open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
-        try:
-            while process.poll() is None:
-                told(_rounds(metrics), latest(metrics))
-                time.sleep(pause)
-        finally:
-            process.kill()
-            process.wait()
-    if process.returncode:
+    words = [command, str(config), "--seed", str(planned.seed)]
+    metrics = folder / ("simulated" * (command == "simulate")) / "server" / "metrics.csv"
+    if _COPIED:
+        _PROCESSES.set_forkserver_preload(["fedclip.tools.simulate", "fedclip.tools.check"])
+    process = _PROCESSES.Process(target=_run, args=(words, folder / _OUTPUT), daemon=True)
+    process.start()
+    try:
+        while process.is_alive():
+            told(_rounds(metrics), latest(metrics))
+            process.join(0.2)
+    finally:
+        process.kill()
+        process.join()
+    if process.exitcode:
         said = (folder / _OUTPUT).read_text(errors="replace").strip().rpartition("\n")[2]
         raise SweepError(
             f"{planned.label}, seed {planned.seed}, failed: {said or 'it said nothing'}"
         )
     told(planned.rounds, latest(metrics))
     (folder / MARK).write_bytes(planned.text.encode())
+
+
+def run_all(
+    runs: Sequence[Planned], command: str, jobs: int, tell: Callable[[int, str], None]
+) -> dict[Planned, str]:
+    """Run those that are not done, so many side by side; tell of the rounds of all.
+
+    Returns
+    -------
+    failures
+        What those said that failed.
+    """
+    todo, stop = [planned for planned in runs if not planned.done], Event()
+    done = dict.fromkeys(todo, 0)
+
+    def one(planned: Planned) -> str:
+        def told(rounds: int, text: str) -> None:
+            if stop.is_set():
+                raise SweepError("interrupted")
+            done[planned] = rounds
+            tell(sum(done.values()), f"{planned.label}, seed {planned.seed}: {text or 'starts'}")
+
+        try:
+            run(planned, told, command)
+        except SweepError as exc:
+            return str(exc)
+        return ""
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            said = list(pool.map(one, todo))
+        except KeyboardInterrupt:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return {planned: text for planned, text in zip(todo, said, strict=True) if text}
+
+
+def _run(words: list[str], output: Path) -> None:
+    """Be the command of these words, whose output goes to a file."""
+    os.utime(words[1])  # the first of these processes was waited for
+    with output.open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    from fedclip.tools.cli import main
+
+    sys.argv = ["fedclip", *words]
+    main()
 
 
 def free_port() -> int:

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextvars import Context
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -35,6 +35,7 @@ from fedclip.arrays import (
     NumpyBackend,
     backend_of,
     on_host,
+    with_others,
 )
 from fedclip.arrays.blocks import decode, encode
 from fedclip.arrays.numpy import FLOATS, bits
@@ -162,7 +163,7 @@ class Gradient:
         step on the host ends here.
         """
         xp = self.xp
-        total = xp.sum(norms)
+        total = sum(norms.tolist()) if self.on_host else xp.sum(norms)
         if self.rest and not self.on_host:
             total = total + xp.sum(_rest_norms(self.rest, xp))
         # NaN is not below anything.
@@ -238,18 +239,17 @@ class Gradient:
         """Return outputs of the host as arrays of the framework; the very same where unchanged."""
         # What was made dense to change it in place is new.
         given = self._native if self.xp.in_place else self._given
-        if outputs is self.arrays:
+        changed = [*map(is_not, outputs, self.arrays)]
+        if not any(changed):
             return given
-        new = [i for i, (o, a) in enumerate(zip(outputs, self.arrays, strict=True)) if o is not a]
-        if not new or self.arrays is given:
+        if self.arrays is given:
             # Arrays of NumPy are their own views.
-            return outputs if new else given
-        result = list(given)
-        likes = [self._native[i] for i in new]
-        made = self.backend.from_host([outputs[i] for i in new], likes)
-        for i, array in zip(new, made, strict=True):
-            result[i] = array
-        return result
+            return outputs
+        if all(changed):
+            return self.backend.from_host(outputs, self._native)
+        new = [i for i, is_new in enumerate(changed) if is_new]
+        made = self.backend.from_host([outputs[i] for i in new], [self._native[i] for i in new])
+        return with_others(given, new, made)
 
     def _settled(self, outputs: Arrays, on_nonfinite: str, moved: bool) -> Arrays:
         """Return the outputs of a step on a device, as `on_nonfinite` wants them.
@@ -265,9 +265,7 @@ class Gradient:
         dense = [i for i, array in enumerate(result) if xp.dense(array) is array]
         if moved and not xp.in_place:
             new, old = [result[i] for i in dense], [self.arrays[i] for i in dense]
-            chosen = xp.choose([self._finite] * len(dense), new, old)
-            for i, array in zip(dense, chosen, strict=True):
-                result[i] = array
+            result = with_others(result, dense, xp.choose([self._finite] * len(dense), new, old))
         # NaN and infinity make NaN.
         return xp.scale(result, by_tensor(1.0 + 0.0 * self._norms, self.groups, xp))
 
@@ -277,7 +275,8 @@ class Gradient:
         """Return the outputs and the excluded tensors by name; `arrays` if nothing has changed."""
         if outputs is self._given and rest is self.rest:
             return arrays
-        return {**arrays, **dict(zip(self.groups.names, outputs, strict=True)), **rest}
+        clipped = dict(zip(self.groups.names, outputs, strict=True))
+        return {**arrays, **clipped, **rest} if self.groups.excluded else clipped
 
     def rest_after(self, outcome: Outcome, on_nonfinite: str) -> Mapping[str, Array]:
         """Return the excluded tensors unchanged, or zeros if a device skips the step."""

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fedclip.arrays import LARGEST, Array, unit_of
+from fedclip.arrays import LARGEST, Array, unit_of, with_others
 from fedclip.rules import FIXED, Basis, State
 from fedclip.transforms.base import Gradient, Outcome, Transform
 from fedclip.transforms.slice import spanned
@@ -52,11 +52,9 @@ class Centralizing(Transform):
             outputs, largest = xp.mapped(shift, columns, wide=True)
         elif places:
             some = [arrays[i] for i in places]
-            outputs, largest = list(arrays), None
             columns = [some, [self._mean(x, gradient) for x in some]]
             shifted, largest = xp.mapped(shift, columns, wide=True)
-            for i, output in zip(places, shifted, strict=True):
-                outputs[i] = output
+            outputs = with_others(arrays, places, shifted)
             owners = [owners[i] for i in places]
         else:
             outputs, largest = list(arrays), None

@@ -21,6 +21,7 @@ Guarantees, for the L2 norm with ``eps = 0``
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fedclip.arrays import NUMPY, Array, Arrays
 from fedclip.measures import MEANS, Order, degree, measure
@@ -79,8 +80,10 @@ class NormClipping(Transform):
         peaks = None
         if self.action.raises:
             peaks = xp.group_max(xp.peaks(arrays), groups.owners, len(groups))
-        factors = {
-            dtype: by_tensor(decision.factors(xp.dtype(a), degree(self.ord), xp, peaks), groups, xp)
-            for dtype, a in {a.dtype: a for a in arrays}.items()
-        }
+        factors: dict[Any, Arrays] = {}
+        for dtype, array in {a.dtype: a for a in arrays}.items():
+            k = decision.factors(xp.dtype(array), degree(self.ord), xp, peaks)
+            factors[dtype] = by_tensor(k, groups, xp)
+        if len(factors) == 1:
+            return xp.scale(arrays, *factors.values())
         return xp.scale(arrays, [factors[a.dtype][i] for i, a in enumerate(arrays)])

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fedclip.arrays import Array, Arrays, Backend, Repeated
+from fedclip.arrays import Array, Arrays, Backend, Repeated, with_others
 from fedclip.measures import Order, degree, slice_measures
 from fedclip.rules import FIXED, LEARNT, Basis, State
 from fedclip.transforms.action import SCALE_DOWN, Action, Decision
@@ -157,8 +157,7 @@ class SliceClipping(Transform):
             factors = dict(zip(spans, xp.pieces(flat, shapes), strict=True))
             places = [i for i in spans if names[i] == dtype]
             some = xp.scale([arrays[i] for i in places], [factors[i] for i in places])
-            for i, output in zip(places, some, strict=True):
-                outputs[i] = output
+            outputs = with_others(outputs, places, some)
         return outputs
 
 

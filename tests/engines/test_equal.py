@@ -13,49 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from quickruns import write_config, write_sites
 
 from fedclip.federation.update.served import read
 from fedclip.records import SERVED
 from fedclip.report import read_report
 from fedclip.tools.spent import read_spent
 
-CONFIG = """
-[network]
-protocol = "websockets"
-host = "127.0.0.1"
-port = {port}
-heartbeat = 0.02
-[data]
-data_folder = {data}
-[model]
-model_file = {model}
-[optim]
-aggregator = "clipped-averaging"
-[optim.client_opt]
-lrate = 0.2
-modules = ["update-clip-client"]
-[optim.server_opt]
-lrate = 1.0
-modules = [["update-clip-server", {server}]]
-[run]
-rounds = {rounds}
-[run.register]
-min_clients = 3
-max_clients = 3
-timeout = 120
-[run.training]
-batch_size = 1000
-drop_remainder = false
-n_epoch = 3
-[experiment]
-checkpoint = {out}
-[simulate]
-seed = 3
-"""
-MODEL = """
-from declearn.model.sklearn import SklearnSGDModel
-model = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss", dtype="float64")
-"""
 NOISE = {"noise_multiplier": 0.7, "expected_clients": 3, "generator": "insecure", "seed": 1}
 HERE = Path(__file__).parent
 DECLEARN = """
@@ -122,26 +86,22 @@ def epsilon_of(folder: Path) -> float:
 def test_bounds_model_and_epsilon_are_the_same(
     settings: Mapping[str, Any], rounds: int, tmp_path: Path
 ) -> None:
-    rng = np.random.default_rng(0)
-    for site, records in (("a", 40), ("b", 24), ("c", 56)):
-        folder = tmp_path / "data" / site
-        folder.mkdir(parents=True)
-        for part, count in (("train", records), ("valid", 20)):
-            data = rng.normal(size=(count, 4))
-            np.save(folder / f"{part}_data.npy", data)
-            np.save(folder / f"{part}_target.npy", (data[:, 0] > 0).astype(int))
-    (tmp_path / "model.py").write_text(MODEL)
+    write_sites(tmp_path)
 
     def written(out: str) -> Path:
         from fedclip.tools.sweep import free_port
 
-        paths = {"data": tmp_path / "data", "model": tmp_path / "model.py", "out": tmp_path / out}
-        values = {key: json.dumps(str(path)) for key, path in paths.items()}
         server = ", ".join(f"{k} = {json.dumps(v)}" for k, v in settings.items())
-        file = tmp_path / f"{out}.toml"
-        values |= {"server": f"{{{server}}}", "rounds": str(rounds), "port": str(free_port())}
-        file.write_text(CONFIG.format(**values))
-        return file
+        changes = {
+            "port": free_port(),
+            "lrate": 0.2,
+            "server": f'[["update-clip-server", {{{server}}}]]',
+            "rounds": rounds,
+            "batch_size": 1000,
+            "training": "drop_remainder = false\nn_epoch = 3",
+            "more": "[simulate]\nseed = 3\n",
+        }
+        return write_config(tmp_path / f"{out}.toml", out, **changes)
 
     task = written("process")
     started(["-c", PROCESS, task], tmp_path / "process", task)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,62 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from quickruns import MODEL, write_config, write_sites
 
 from fedclip.report import read_report
 
-CONFIG = """
-[network]
-[data]
-data_folder = {data}
-[model]
-model_file = {model}
-[optim]
-aggregator = "clipped-averaging"
-[optim.client_opt]
-lrate = 0.1
-modules = ["zscore-clip", ["momentum", {{beta = 0.5}}], "update-clip-client"]
-[optim.server_opt]
-lrate = 1.0
-modules = [["update-clip-server", {{learning_rate = 0.5}}]]
-[run]
-rounds = 4
-[run.training]
-batch_size = 8
-n_steps = 3
-[experiment]
-checkpoint = {out}
-[simulate]
-clients = 5
-drop_out = 0.2
-attackers = 1
-seed = 3
-"""
-MODEL = """
-from declearn.model.sklearn import SklearnSGDModel
-model = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss")
-"""
+CHANGES = {
+    "client": '["zscore-clip", ["momentum", {beta = 0.5}], "update-clip-client"]',
+    "rounds": 4,
+    "training": "n_steps = 3",
+    "more": "[simulate]\nclients = 5\ndrop_out = 0.2\nattackers = 1\nseed = 3\n",
+}
 
 
 @pytest.fixture
 def task(tmp_path: Path) -> Any:
-    rng = np.random.default_rng(0)
-    for site, records in (("a", 40), ("b", 24)):
-        folder = tmp_path / "data" / site
-        folder.mkdir(parents=True)
-        for part, count in (("train", records), ("valid", 20)):
-            data = rng.normal(size=(count, 4))
-            np.save(folder / f"{part}_data.npy", data)
-            np.save(folder / f"{part}_target.npy", (data[:, 0] > 0).astype(int))
-    (tmp_path / "model.py").write_text(MODEL)
-
-    def written(out: str) -> Path:
-        paths = {"data": tmp_path / "data", "model": tmp_path / "model.py", "out": tmp_path / out}
-        values = {key: json.dumps(str(path)) for key, path in paths.items()}
-        file = tmp_path / f"{out}.toml"
-        file.write_text(CONFIG.format(**values))
-        return file
-
-    return written
+    write_sites(tmp_path, {"a": 40, "b": 24})
+    return lambda out: write_config(tmp_path / f"{out}.toml", out, **CHANGES)
 
 
 def simulate(file: Path, engine: str) -> subprocess.CompletedProcess[str]:

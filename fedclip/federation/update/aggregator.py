@@ -32,7 +32,7 @@ _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 
 class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
-    """Clip each client's round update before it is shared; average with equal or other weights.
+    """Clip each client's update before it is shared, then average them.
 
     ::
 

@@ -14,7 +14,7 @@ from fedclip.federation.version import VERSION, Versioned
 
 
 class UpdateClipClient(Versioned, UpdateNorms):
-    """Bring the bound of this round to `clipped-averaging`, and the vote back.
+    """Bring this round's bound to `clipped-averaging`, and the vote back.
 
     ::
 

@@ -20,7 +20,7 @@ from fedclip.states import check_count
 
 
 class UpdateNorms(OptiModule[Any]):
-    """Note how long the update of each round is; it changes nothing and sends nothing.
+    """Note the norm of each round's update, which stays on the client.
 
     ::
 

@@ -24,7 +24,7 @@ from fedclip.privacy import kinds
 
 
 class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
-    """A bound of the clients' updates that follows a quantile of their norms; central noise.
+    """A bound of updates that follows a quantile of norms; central noise.
 
     ::
 

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From CSV files to the folder of a federation that runs: data by site, a model, a configuration.
+
+Nothing is written before all of it is right, and a folder is complete or not there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from fedclip.errors import nearest
+from fedclip.tools.init_tables import InitError, as_numbers, joined, learnt, read_table, units
+
+__all__ = ["InitError", "Plan", "prepare"]
+
+FEWEST = 10
+"""Records with a target that each site needs."""
+HELD_OUT = 5
+"""One of so many records is kept to validate with."""
+MOST_CLASSES = 10
+"""Different texts or whole numbers in a target that are taken for classes."""
+
+
+class Plan(NamedTuple):
+    """What to make of the files.
+
+    Attributes
+    ----------
+    target
+        The column that the model is to tell.
+    column
+        The column that says the site of each record of a single file.
+    sites
+        Number of sites over which else the records of a single file are spread at random.
+    drop
+        Columns to leave out.
+    model
+        "sklearn" or "torch".
+    seed
+        Decides which records are kept to validate with, and the spread.
+    """
+
+    target: str
+    column: str | None = None
+    sites: int = 3
+    drop: Sequence[str] = ()
+    model: str = "sklearn"
+    seed: int = 0
+
+
+class _Target(NamedTuple):
+    values: pd.Series
+    classes: list[str]
+    """Their names, in the order of their numbers; empty for a regression."""
+
+
+def prepare(folder: Path, files: Sequence[Path], plan: Plan) -> list[str]:
+    """Write the folder, and return what there is to say of the data.
+
+    Raises
+    ------
+    InitError
+        If the folder is not empty, the files can not be used, or torch is missing. Nothing is
+        written then.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InitError(f"{folder} is there already: give a new or empty folder")
+    if plan.model == "torch" and find_spec("torch") is None:
+        raise InitError("--model torch needs torch: pip install torch")
+    said: list[str] = []
+    rng = np.random.default_rng(plan.seed)
+    tables = [read_table(file) for file in files]
+    table = joined(tables, files)
+    for name in (plan.target, *([plan.column] if plan.column else []), *plan.drop):
+        if name not in table:
+            there = nearest(name, table) or f" (there are: {', '.join(list(table)[:20])})"
+            raise InitError(f"there is no column {name!r}{there}")
+    if len(files) > 1:
+        names = np.repeat([file.stem for file in files], list(map(len, tables)))
+    elif plan.column:
+        names = table[plan.column].to_numpy()
+    else:
+        width = len(str(plan.sites))
+        spread = rng.permutation(len(table)) % plan.sites + 1
+        names = np.array([f"site-{i:0{width}}" for i in spread])
+    site = _sites(pd.Series(names, table.index), len(files))
+    missing = table[plan.target].isna()
+    if missing.any():
+        said.append(f"{int(missing.sum())} records without {plan.target!r} are left out")
+    few = site[~missing].value_counts().reindex(site.unique(), fill_value=0)
+    if few.min() < FEWEST:
+        where = f"{few.idxmin()} has {few.min()}"
+        raise InitError(f"each site needs {FEWEST} records with {plan.target!r}, and {where}")
+    site, table = site[~missing], table[~missing]
+    target = _target(table[plan.target], site, said)
+    left = {plan.target, plan.column, *plan.drop}
+    features = as_numbers(table[[name for name in table if name not in left]], site, said)
+    valid = _held_out(target.values, site, rng)
+    features, columns = _scaled(features, site, valid, said)
+    if not target.classes:
+        measured, about = _scaled(target.values.to_frame(), site, valid, said)
+        columns = pd.concat([columns, about])
+        target = _Target(measured[plan.target], [])
+    train = site[~valid].value_counts()
+    counts = ", ".join(
+        f"{n} {train[n]} + {int(valid[site == n].sum())}" for n in sorted(train.index)
+    )
+    said.append(f"records to train on + to validate with: {counts}")
+    texts = _texts(plan, target, features.shape[1], int(train.median()), len(train))
+    try:
+        _write(folder, texts, columns, _arrays(features, target, site, valid, plan.model))
+    except OSError as exc:
+        raise InitError(f"can not write to {folder}: {exc.strerror}") from None
+    return said
+
+
+def _sites(names: pd.Series, files: int) -> pd.Series:
+    """Return the names of sites, fit to be those of folders."""
+    if names.isna().any():
+        raise InitError(f"{names.isna().idxmax()} names no site: fill the cell in")
+    known = {}
+    for name in names.unique():
+        plain = re.sub(r"[^\w.-]+", "-", name).strip("-.")
+        known[name] = f"site-{plain}" if plain.isdigit() else plain
+        if plain.lower() in ("", "server", "clients"):
+            raise InitError(f"a site can not have the name {name!r}: give it another")
+    if len(known) < max(2, files):
+        raise InitError("a federation needs two sites at least, each with a name of its own")
+    if len({name.lower() for name in known.values()}) < len(known):
+        raise InitError(f"as folders, names of sites would be the same: {', '.join(known)}")
+    return names.map(known)
+
+
+def _target(column: pd.Series, site: pd.Series, said: list[str]) -> _Target:
+    """Decide what is to be learnt: classes, or a number."""
+    name, known = column.name, sorted(column.unique())
+    if len(known) < 2:
+        raise InitError(f"{name!r} is {known[0]!r} in all records: there is nothing to learn")
+    numbers = pd.to_numeric(column, errors="coerce")
+    whole = not numbers.isna().any() and not (numbers % 1).any()
+    if len(known) > MOST_CLASSES or not (whole or numbers.isna().any()):
+        found = as_numbers(column.to_frame(), site, [])
+        if name not in found:
+            raise InitError(f"{name!r} holds {len(known)} different texts, too many for classes")
+        said.append(f"{name!r} is a number, and so this is a regression")
+        return _Target(found[name], [])
+    known = sorted(known, key=float) if whole else known
+    counts = column.value_counts()
+    told = ", ".join(f"{i} is {text!r} ({counts[text]})" for i, text in enumerate(known))
+    said.append(f"{name!r} has {len(known)} classes, and so this is a classification: {told}")
+    return _Target(column.map({text: i for i, text in enumerate(known)}), known)
+
+
+def _held_out(target: pd.Series, site: pd.Series, rng: np.random.Generator) -> pd.Series:
+    """Choose the records to validate with: of each site, every fifth in the order of the target."""
+    valid = np.zeros(len(target), bool)
+    for name in sorted(site.unique()):
+        rows = np.flatnonzero(site == name)
+        rows = rows[np.lexsort((rng.random(len(rows)), target.iloc[rows]))]
+        valid[rows[rng.integers(HELD_OUT) :: HELD_OUT]] = True
+    return pd.Series(valid, target.index)
+
+
+def _scaled(
+    table: pd.DataFrame, site: pd.Series, valid: pd.Series, said: list[str]
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Fill and scale what is measured; return it, and for each column what was done."""
+    empty = [name for name in table if table[name].isna().all()]
+    said.extend(f"{name!r} holds nothing: left out" for name in empty)
+    table = table.drop(columns=empty)
+    train = table[~valid]
+    found = learnt(train, site[~valid])
+    for name, gaps in table.isna().items():
+        if gaps.any():
+            where = ", ".join(f"{n} of {s}" for s, n in gaps.groupby(site).sum().items() if n)
+            said.append(f"{name!r} is missing in {where}: filled by the median of that site")
+    constant = [name for name in table if np.isnan(found.scale[name])]
+    said.extend(f"{name!r} has one value at each site: left out" for name in constant)
+    if len(constant) == table.shape[1]:
+        raise InitError("no column is left to learn from")
+    measured = [name for name in table if name not in constant]
+    said.extend(units(train[measured], site[~valid]))
+    filled = table.fillna(found.fill.loc[site].set_index(table.index))[measured]
+    scaled = (filled - found.center[measured]) / found.scale[measured]
+    about = {"center": found.center, "scale": found.scale}
+    columns = pd.DataFrame({**about, **found.fill.add_prefix("fill ", axis=0).T}).loc[measured]
+    return scaled, columns
+
+
+def _texts(
+    plan: Plan, target: _Target, features: int, records: int, clients: int
+) -> dict[str, str]:
+    """Return configuration and model, whose steps fit the number of columns and records."""
+    classes, torch = len(target.classes), plan.model == "torch"
+    labels = f'["multi-classif", {{ labels = {list(range(classes))} }}]'
+    if not classes:
+        metric = '"r2"'
+    elif classes == 2 and not torch:
+        metric = '["binary-classif", { thresh = 0.0 }]'
+    else:
+        metric = labels
+    batch = min(32, max(4, records // 12))  # about 12 steps a round, or more
+    config = _template("config.toml").substitute(
+        title=f"{clients} sites learn to tell {json.dumps(plan.target)} from {features} columns.",
+        metric=metric,
+        # Beyond about this, one step with that many columns goes too far.
+        lrate=f"{min(0.1, 4 / features) if classes else min(0.05, 1 / features):.2g}",
+        clients=clients,
+        batch=batch,
+        epochs=max(1, 12 * batch // records),
+    )
+    # Far from the target, the loss of a regression grows in a line: it does not run away.
+    linear = ('kind="regressor", loss="huber", epsilon=1.35', 'kind="classifier", loss="log_loss"')
+    model = _template(f"{plan.model}.txt").substitute(
+        arguments=linear[bool(classes)],
+        loss="CrossEntropyLoss" if classes else "HuberLoss",
+        features=features,
+        outputs=max(classes, 1),
+        last="" if classes else "\n    torch.nn.Flatten(0),",
+    )
+    return {"config.toml": config, "model.py": model}
+
+
+def _template(name: str) -> string.Template:
+    return string.Template(Path(__file__).with_name(f"init_{name}").read_text(encoding="utf-8"))
+
+
+def _arrays(
+    features: pd.DataFrame, target: _Target, site: pd.Series, valid: pd.Series, model: str
+) -> dict[str, np.ndarray]:
+    """Return the files of each site, as declearn's quickrun reads them."""
+    kind = np.float32 if model == "torch" else np.float64
+    wanted = target.values.to_numpy(np.int64 if target.classes else kind)
+    found = {}
+    for name in sorted(site.unique()):
+        for part, chosen in (("train", ~valid), ("valid", valid)):
+            rows = ((site == name) & chosen).to_numpy()
+            found[f"{name}/{part}_data.npy"] = features.to_numpy(kind)[rows]
+            found[f"{name}/{part}_target.npy"] = wanted[rows]
+    return found
+
+
+def _write(
+    folder: Path,
+    texts: dict[str, str],
+    columns: pd.DataFrame,
+    arrays: dict[str, np.ndarray],
+) -> None:
+    """Write all files, or none."""
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+            whole = Path(unfinished)
+            for name, array in arrays.items():
+                file = whole / "data" / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                np.save(file, array)
+            columns.to_csv(whole / "columns.csv", index_label="column")
+            for name, text in texts.items():
+                (whole / name).write_text(text, encoding="utf-8")
+            for file in list(whole.iterdir()):
+                file.rename(folder / file.name)
+    except BaseException:
+        if made:
+            folder.rmdir()
+        raise

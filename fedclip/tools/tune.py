@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tries proposals over seeds, side by side, beside a configuration without any clipping.
+
+The first runs are those without clipping, which measure: what is tried is advised by their norms.
+From the second seed on, what is hopeless is given up. Runs are planned, and done, as in a sweep.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tomlkit
+
+from fedclip.errors import nearest
+from fedclip.parameters import Config
+from fedclip.report import Report, read_report
+from fedclip.report.advice import Advice, Lines, Proposal
+from fedclip.tools import suggest
+from fedclip.tools.compare import by_site, judged_by
+from fedclip.tools.standings import AS_IS, NONE, Standings
+from fedclip.tools.suggest.norms import BY_NORM, UPDATES, read_norms
+from fedclip.tools.suggest.seeing import seen
+from fedclip.tools.sweep import Planned, modules_of, placed, refuse
+
+__all__ = ["Tuning", "unclipped"]
+
+_DECLEARNS = {"l2-clipping", "l2-global-clipping"}
+_MEASURES: Lines = {side: ("no-op", {}) for side in ("client_opt", "server_opt")}
+
+
+def unclipped(text: str) -> tuple[str, bool]:
+    """Return a configuration whose clippers by norm only measure, and whether it had any.
+
+    Raises
+    ------
+    ValueError
+        If it can not be changed, or trains by DP-SGD.
+    """
+    before: Config = tomlkit.parse(text)
+    modules = [name for name, _, _ in modules_of(before)]
+    if "sample-clip" in modules or "privacy" in before.get("run", {}):
+        raise ValueError(
+            "DP-SGD keeps no norms to choose a limit by, and each run would spend budget; its "
+            "limit is planned with `fedclip privacy calibrate`"
+        )
+    document: Config = tomlkit.parse(suggest.rewritten(text, Proposal("step.none", _MEASURES)))
+    clipped = any(_clips(name) for name in modules)
+    for name, found, place in list(modules_of(document))[::-1]:
+        if _clips(name):
+            del found[place]
+    optim = document["optim"]
+    aggregator = optim.get("aggregator", "averaging")
+    config = {"name": aggregator} if isinstance(aggregator, str) else aggregator
+    if config.get("name") == "clipped-averaging":
+        steps = config.get("weights") == "steps"
+        optim["aggregator"] = {"name": "averaging", "steps_weighted": steps}
+        clipped = True
+    return str(tomlkit.dumps(document)), clipped
+
+
+def _clips(name: str) -> bool:
+    """Whether a module clips by norm, or is the counterpart of one that does."""
+    base = name.removesuffix("-server")
+    ours = BY_NORM | {"update-clip", *UPDATES}
+    return name in _DECLEARNS or (base in ours and name != "no-op")
+
+
+@dataclass
+class Tuning:
+    """The settings that are tried, their runs, and how they stand.
+
+    Parameters
+    ----------
+    file, out
+        A quickrun file, and the folder for the runs.
+    seeds, rounds
+        Runs of each setting, and rounds in place of the file's.
+    command
+        "simulate" or "quickrun".
+    jobs
+        How many runs go on side by side.
+    """
+
+    file: Path
+    out: Path
+    seeds: int
+    rounds: int | None
+    command: str
+    jobs: int
+    runs: dict[str, list[Planned]] = field(default_factory=dict)
+    proposals: dict[str, Proposal] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.text = self.file.read_text(encoding="utf-8")
+        bare, clipped = unclipped(self.text)
+        self._add(NONE, bare)
+        if clipped:
+            self._add(AS_IS, self.text)
+        refuse([run for runs in self.runs.values() for run in runs[:1]], self.command)
+
+    def _add(self, name: str, text: str) -> None:
+        folder = self.out / name.replace(" ", "-")
+        self.runs[name] = [
+            placed(tomlkit.parse(text), self.file, folder / f"seed-{seed}", self.rounds)
+            for seed in range(1, self.seeds + 1)
+        ]
+
+    def advised(self, chosen: Sequence[str] = ()) -> Advice:
+        """Take up what is advised by the norms of the first run; `chosen` sites are counted.
+
+        Raises
+        ------
+        ValueError
+            If sites have no metrics, or a chosen one is none of them.
+        """
+        report, experiment, sites = _read(self.runs[NONE][0])
+        if not sites:
+            raise ValueError("no site has evaluated the model: there is nothing to rank by")
+        for site in chosen:
+            if site not in sites:
+                raise ValueError(f"there is no site {site!r}{nearest(site, sites)}")
+        places = [norms for norms in read_norms(report, experiment) if not norms.lacking]
+        # Of two, either may be the odd one.
+        odd = {site for norms in places for site in seen(norms).odd if len(sites) > 2}
+        counted = [site for site in sites if site in chosen or (not chosen and site not in odd)]
+        self.standings = Standings(
+            *judged_by(next(iter(sites.values()))), sorted(sites), sorted(counted or sites)
+        )
+        self.standings.left_out = "" if chosen else ", with norms unlike those of the others"
+        advice: Advice = suggest.advised(report, experiment)
+        for proposal in advice.proposals:
+            text = suggest.rewritten(self.text, proposal)
+            # It may have been taken up before.
+            if tomllib.loads(text) != tomllib.loads(self.text):
+                self._add(proposal.name, text)
+                self.proposals[proposal.name] = proposal
+        refuse([self.runs[name][0] for name in self.proposals], self.command)
+        return advice
+
+    def waves(self) -> Iterator[list[Planned]]:
+        """Yield the runs of the first two seeds, then of one seed each."""
+        for start, end in ((0, 2), *((n, n + 1) for n in range(2, self.seeds))):
+            names = [name for name in self.runs if name not in self.standings.ended]
+            yield [self.runs[name][seed] for seed in range(start, end) for name in names]
+
+    @property
+    def left(self) -> list[Planned]:
+        """The runs that are still to be made."""
+        kept = (runs for name, runs in self.runs.items() if name not in self.standings.ended)
+        return [run for runs in kept for run in runs if not run.done]
+
+    def seconds(self) -> float:
+        """Return how long what is left takes, if nothing is given up."""
+        each = statistics.fmean(run.seconds for run in self.runs[NONE] if run.done)
+        return each * math.ceil(len(self.left) / self.jobs)
+
+    def judge(self, runs: Sequence[Planned], failures: Mapping[Planned, str]) -> dict[str, str]:
+        """Take up what came out; return which settings are given up, and why."""
+        names = {run.folder.parent: name for name, all_ in self.runs.items() for run in all_}
+        standings, found = self.standings, {}
+        for run in runs:
+            name = names[run.folder.parent]
+            values = standings.values.setdefault(name, {})
+            if run in failures:
+                values[run.seed] = {}
+                found[name] = failures[run]
+                continue
+            _, _, sites = _read(run)
+            if name == NONE:
+                standings.losses.append({site: own.get("loss", 0.0) for site, own in sites.items()})
+            values[run.seed] = {
+                # A model that has diverged may still have an accuracy: it says the same of all.
+                site: own.get(standings.metric, math.nan) + 0.0 * own.get("loss", 0.0)
+                for site, own in sites.items()
+            }
+        standings.ended |= found
+        return found | standings.give_up()
+
+
+def _read(planned: Planned) -> tuple[Report, str, dict[str, dict[str, float]]]:
+    """Return the report of a run, the name of its only experiment, and what each site measured."""
+    report = read_report(planned.folder)
+    experiment = min(report.experiments)
+    return report, experiment, by_site(report, experiment)

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From three hospitals' CSV files to a limit that helps, by commands only."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "hospital"
+
+
+@pytest.mark.slow
+def test_a_hospital_gets_from_files_to_a_limit(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    example = importlib.import_module("run")
+    monkeypatch.delitem(example.sys.modules, "run")
+
+    found = example.play(tmp_path, rounds=5, seeds=4, records=200)
+
+    assert found.right, found
+    assert found.pages == ["report.html", "tune.html"]
+    told = capsys.readouterr().out
+    # The unit is seen in the files already, and the written limit is in the configuration.
+    assert "valley: 'mean area'" in told
+    assert "clip" in (tmp_path / "study" / "config.toml").read_text().partition("[run]")[0]
