@@ -156,12 +156,13 @@ def test_too_little_is_said(tmp_path: Path, module: str, norms: list[float], wor
     assert words in " ".join(result.stdout.split())
 
 
-def test_every_printed_block_is_toml(looked: Path) -> None:
-    result = call("suggest", looked)
+@pytest.mark.parametrize(("use", "shown"), [("", 3), ("step.learnt", 1)])
+def test_every_printed_block_is_toml(looked: Path, use: str, shown: int) -> None:
+    result = call("suggest", looked, *(["--use", use] if use else []))
     assert result.exit_code == 0, result.stderr
     blocks = [b.partition("\n    [")[2] for b in result.stdout.split("\n\n")]
     parsed = [tomllib.loads(textwrap.dedent(f"    [{block}")) for block in blocks if block]
-    assert len(parsed) == 5
+    assert len(parsed) == shown
     assert max(map(len, result.stdout.splitlines()[:-1])) <= 80
 
 

@@ -50,6 +50,7 @@ EARLY = "the loss has stopped to improve, as early_stop says"
 _NODES = ("server", "clients")
 _ROUNDS_A_FILE = 100  # as many as a `Recorder` keeps
 _MEASURED = 100  # clients whose own records are written
+_LIVE = 10  # as many as are written after each evaluation
 
 
 class Simulated(NamedTuple):
@@ -200,9 +201,12 @@ class Simulation:
         self.losses.append(float(metrics["loss"]))
         if self.losses[-1] == min(self.losses):
             self.best = weights
-        state = {"modules": [(UpdateClipClient.name, self.records.get_state())]}
-        file = self.folder / "clients" / f"optimizer_state_{self._part}.mpk"
-        file.write_bytes(msgpack.packb(state))
+        if self.bound:
+            state = {"modules": [(UpdateClipClient.name, self.records.get_state())]}
+            file = self.folder / "clients" / f"optimizer_state_{self._part}.mpk"
+            file.write_bytes(msgpack.packb(state))
+        elif len(self.norms) <= _LIVE:
+            self._keep_records()
 
     def finish(self) -> None:
         """Keep the best model, as a run does at its end."""

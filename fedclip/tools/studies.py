@@ -40,7 +40,7 @@ def suggest(
     ] = None,
     use: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The proposal to write, in place of the first one."),
+        typer.Option(metavar="NAME", help="The proposal to show, or write, not the first one."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -73,14 +73,14 @@ def suggest(
         facts = {"schema": "fedclip-suggest/2", "folder": str(folder), **dataclasses.asdict(advice)}
         print(json.dumps(facts))
     elif write is None:
-        for line in in_words(advice):
+        for line in in_words(advice, use or ""):
             say(line)
     if write is not None:
         if not (use or advice.start):
             fail(f"{advice.answer} To write one all the same, name it: --use NAME")
         save(write, proposals[use or advice.start])
     elif proposals and not as_json:
-        named = "" if advice.start else f" --use {next(iter(proposals))}"
+        named = f" --use {use or next(iter(proposals))}" if use or not advice.start else ""
         typer.echo()
         say(f"To write it:  fedclip suggest {typed(folder)}{named} --write config.toml")
 

@@ -13,22 +13,30 @@ __all__ = ["in_words"]
 
 # Up to so many clients are named; of more, the extremes and the one in the middle.
 _NAMED = 8
+# So many proposals are shown in full.
+_FULL = 3
 
 
-def in_words(advice: Advice) -> Iterator[str]:
-    """Yield the answer, what it rests on, and the proposals, line by line."""
-    yield from _wrapped(advice.answer, 0)
-    for text in advice.findings:
-        yield from _wrapped(f"- {text}", 2)
-    for proposal in advice.proposals:
-        yield ""
-        yield from _proposal(proposal, proposal.name == advice.start)
+def in_words(advice: Advice, use: str = "") -> Iterator[str]:
+    """Yield the answer, what it rests on, and the first proposals in full, line by line.
+
+    With the name of a proposal to `use`, yield that one.
+    """
+    if not use:
+        yield from _wrapped(advice.answer, 0)
+        for text in advice.findings:
+            yield from _wrapped(f"- {text}", 2)
+    for place, proposal in enumerate(advice.proposals):
+        mark = " (start here)" if proposal.name == advice.start else ""
+        if use in ("", proposal.name):
+            yield ""
+            yield from _wrapped(f"{proposal.name}{mark}: {proposal.what}", 0)
+            yield from _wrapped(proposal.why, 2)
+        if use == proposal.name or (not use and place < _FULL):
+            yield from _rest(proposal)
 
 
-def _proposal(proposal: Proposal, start: bool) -> Iterator[str]:
-    mark = " (start here)" if start else ""
-    yield from _wrapped(f"{proposal.name}{mark}: {proposal.what}", 0)
-    yield from _wrapped(proposal.why, 2)
+def _rest(proposal: Proposal) -> Iterator[str]:
     if proposal.shares:
         yield from _wrapped(f"It would have clipped {shares_of(proposal.shares)}.", 2)
     yield from _wrapped(f"What it reveals: {proposal.reveals}", 2)
