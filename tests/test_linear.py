@@ -56,3 +56,12 @@ def test_only_what_has_a_closed_form_is_quickened(config: dict[str, Any]) -> Non
     model.get_wrapped_model().set_params(**config)
     quicken(model)
     assert ("compute_batch_gradients" in vars(model)) == (not config)
+
+
+def test_a_record_that_scikit_learn_refuses_is_refused() -> None:
+    model = made(2, loss="log_loss")
+    quicken(model)
+    features = np.ones((3, 4))
+    features[1, 2] = np.nan
+    with pytest.raises(ValueError, match="NaN"):
+        model.compute_batch_gradients((features, np.array([0, 1, 0]), None))

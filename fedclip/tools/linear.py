@@ -31,9 +31,10 @@ def quicken(model: AnyModel) -> None:
 
 
 def _gradients(model: SklearnSGDModel, batch: Batch, max_norm: float | None = None) -> AnyVector:
-    if max_norm:
-        return SklearnSGDModel.compute_batch_gradients(model, batch, max_norm)
     sums, norms = clipped_sum(model, [batch], np.ones_like)
+    # Records with NaN are left out of such a sum, where scikit-learn refuses them.
+    if max_norm or np.isnan(norms).any():
+        return SklearnSGDModel.compute_batch_gradients(model, batch, max_norm)
     targets, predictions, _ = model.compute_batch_predictions(batch)
     model._loss_history.append(float(model.loss_function(targets, predictions).mean()))
     return vector(model, {name: total / len(norms) for name, total in sums.items()})
