@@ -99,15 +99,12 @@ def test_the_example_clips_the_client_in_other_units(tmp_path, monkeypatch):
         assert result.exit_code == 0, result.output
         rows = (folder / "result/simulated/server/metrics.csv").read_text().splitlines()
         accuracy[modules] = float(rows[-1].split(",")[1])
-    assert [round(100 * value) for value in accuracy.values()] == [86, 92]
+    # A record or two may fall on the other side on another processor.
+    assert [*accuracy.values()] == pytest.approx([0.86, 0.92], abs=0.015)
     rows = read_report(folder / "result").select(module="norm-clip")
     shares = {
         client: sum(r.record.clipped for r in rows if r.node.endswith(client))
         / sum(r.record.steps for r in rows if r.node.endswith(client))
         for client in ("client_0", "client_1", "client_2")
     }
-    assert {client: round(100 * share) for client, share in shares.items()} == {
-        "client_0": 9,
-        "client_1": 9,
-        "client_2": 100,
-    }
+    assert shares == pytest.approx({"client_0": 0.09, "client_1": 0.09, "client_2": 1.0}, abs=0.02)
