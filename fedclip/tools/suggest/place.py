@@ -72,8 +72,9 @@ class Norms:
 
         In a round a client has the 95 % quantile of its norms. An update counts both as it is and
         for each step that it took, by whichever is less unlike the others': many steps make a
-        longer update, and few one that is long for a step. Its ratio is the median over the rounds, or that of the first if it is larger: where
-        units are wrong, a model may saturate, and gradients be 0 from then on.
+        longer update, and few one that is long for a step. Its ratio is the median over the
+        rounds, or that of the first if it is larger: where units are wrong, a model may saturate,
+        and gradients be 0 from then on.
         """
         found: dict[str, list[float]] = {}
         for round_, records in self.by_round().items():
