@@ -70,19 +70,20 @@ class Norms:
     def ratios(self) -> dict[str, float]:
         """Return how many times the norms of the median client each one's are.
 
-        In a round a client has the 95 % quantile of its norms, an update for each step that it
-        took. Its ratio is the median over the rounds, or that of the first if it is larger: where
-        units are wrong, a model may saturate, and gradients be 0 from then on.
+        In a round a client has the 95 % quantile of its norms. An update counts both as it is and
+        for each step that it took, by whichever is less unlike the others': many steps make a
+        longer update, and few one that is long for a step. Its ratio is the median over the
+        rounds, or that of the first if it is larger: where units are wrong, a model may saturate,
+        and gradients be 0 from then on.
         """
         found: dict[str, list[float]] = {}
         for round_, records in self.by_round().items():
-            levels = {
-                name: (record.norm_quantile(0.95) or 0.0) / self.effort.get((name, round_), 1)
-                for name, record in records.items()
-            }
-            if middle := statistics.median_low(levels.values()):
-                for name, level in levels.items():
-                    found.setdefault(name, []).append(level / middle)
+            whole = {name: record.norm_quantile(0.95) or 0.0 for name, record in records.items()}
+            each = {n: level / self.effort.get((n, round_), 1) for n, level in whole.items()}
+            middles = [statistics.median_low(levels.values()) for levels in (whole, each)]
+            for name in whole if all(middles) else ():
+                least = min(whole[name] / middles[0], each[name] / middles[1])
+                found.setdefault(name, []).append(least)
         return {name: max(ratios[0], statistics.median(ratios)) for name, ratios in found.items()}
 
     def middle(self, q: float, first: bool = False) -> float:
