@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 def checkout(folder: Path) -> None:
     """Copy what a reader has, with a port that nobody uses."""
     for name in ("examples", "docs", "fedclip"):
-        left_out = shutil.ignore_patterns("data", "result*", "__pycache__")
+        made = ("data", "result*") if name == "examples" else ()
+        left_out = shutil.ignore_patterns(*made, "__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=left_out)
     for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
         shutil.copy(ROOT / name, folder)

@@ -137,7 +137,7 @@ def dispatched(call: Callable[[], Any]) -> int:
         (EmaNormalize, 75, 0),
         # The extremes of each tensor.
         (partial(ValueClip, 1.0), 29, 0),
-        (Standardize, 71, 0),
+        (Standardize, 73, 0),
         (EmaValueClip, 62, 0),
         # Torch sums along dimensions, compares, and sorts in one tensor at a time.
         (Centralize, 70, 2),

@@ -20,7 +20,7 @@ def known() -> dict[str, dict[str, Any]]:
         for entry in catalogue()
         if entry["kind"] != "aggregator"
         and not entry["name"].endswith("-server")
-        and not entry["name"].startswith(("update-clip", "sample-clip"))
+        and not entry["name"].startswith(("update-", "sample-clip"))
     }
 
 

@@ -18,7 +18,10 @@ from fedclip.tools.compare import interval, shown
 
 __all__ = ["AS_IS", "NONE", "Standings"]
 
-NONE, AS_IS = "no clipping", "as configured"
+NONE = "no clipping"
+"""The setting that all others are compared with."""
+AS_IS = "as configured"
+"""The file as it is, if it clips."""
 
 
 @dataclass
