@@ -117,9 +117,10 @@ class Standardizing(Transform):
         deviations = xp.sqrt(squares / xp.maximum(sizes - 1.0, 1.0))
         # What is not more than roundings of the mean is the deviation of equal numbers.
         equal = deviations < (2.0**-46 if xp.dtype(peaks) == "float64" else 2.0**-20)
+        deviations = unit * deviations
         # Nor is what is too small to be divided by where a device makes no subnormal numbers.
-        equal = equal | (unit * deviations < 2.0**-1020)
-        deviations = unit * xp.where(equal, 0.0, deviations)
+        equal = equal | (deviations < 2.0**-1020)
+        deviations = xp.where(equal, 0.0, deviations)
         # One by itself has no deviation, and stays as it is.
         alone = (sizes < 2) | (peaks == 0)
         divisors = xp.where(equal, math.inf, deviations + self.eps)
