@@ -55,7 +55,7 @@ def test_the_engine_changes_nothing(task: Any) -> None:
     for name, values in model.items():
         np.testing.assert_allclose(values, other[name], rtol=1e-12)
     assert rows == others
-    assert {name for _, name, _ in rows} == {"zscore-clip", "update-clip-client"}
+    assert {name for _, name, _ in rows} == {"zscore-clip", "update-clip-client", "update-norms"}
 
 
 def test_a_client_that_fails_ends_the_run_in_words(task: Any) -> None:
