@@ -102,6 +102,43 @@ def test_what_can_not_be_used_is_refused_in_a_sentence(
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("files", "words", "code", "why"),
+    [
+        (["a.csv"], ["--site", "at", "--sites", "4"], 2, "only one of them can say the sites"),
+        (["a.csv", "b.csv"], ["--site", "at"], 2, "only one of them can say the sites"),
+        (["a.csv", "b.csv"], ["--sites", "4"], 2, "only one of them can say the sites"),
+        (["b.csv", "b.csv", "a.csv"], [], 1, "b.csv, b.csv: each site needs one file"),
+    ],
+)
+def test_sites_are_said_once(
+    make: Callable[..., tuple[str, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    files: Sequence[str],
+    words: Sequence[str],
+    code: int,
+    why: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in files:
+        Path(name).write_text(TABLE)
+    said, folder = make({}, *files, *words, code=code)
+    assert why in said
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("column", "hint"),
+    [("hospital_id", "; by 'hospital_id': --site hospital_id\n"), ("opposite", "\n")],
+)
+def test_a_spread_at_random_is_said(
+    make: Callable[..., tuple[str, Path]], column: str, hint: str
+) -> None:
+    said, _ = make({"a.csv": table(**{column: some("x", "y")})})
+    assert f"records are spread at random over 3 sites{hint}" in said
+
+
 def test_a_folder_that_holds_something_is_left_as_it_is(
     make: Callable[..., tuple[str, Path]], tmp_path: Path
 ) -> None:
@@ -195,13 +232,14 @@ def test_classes_are_spread_evenly_and_a_seed_decides(
     make: Callable[..., tuple[str, Path]], words: Sequence[str], tmp_path: Path
 ) -> None:
     text = table(at=[f"Ward {i % 3}" for i in range(ROWS)], ill=some(0, 1, 2))
-    _, folder = make({"a.csv": text}, *words)
+    said, folder = make({"a.csv": text}, *words)
     train = arrays(folder, "train_target")
     for site, valid in arrays(folder, "valid_target").items():
         expected = len(valid) * np.concatenate([train[site], valid]).mean()
         assert abs(valid.sum() - expected) <= 1
     if words == ("--site", "at"):
-        assert sorted(arrays(folder, "train_data")) == ["Ward-0", "Ward-1", "Ward-2"]
+        assert sorted(train) == ["Ward-0", "Ward-1", "Ward-2"]
+        assert "fit for folders: 'Ward 0' is Ward-0, 'Ward 1' is Ward-1" in said
 
 
 def test_semicolons_and_decimal_commas(make: Callable[..., tuple[str, Path]]) -> None:
