@@ -58,20 +58,32 @@ WRONG = {
     "no target": ({"a.csv": TABLE.replace("ill", "sick", 1)}, "no column 'ill'"),
     "a near one": ({"a.csv": TABLE.replace("ill", "illl", 1)}, "did you mean 'illl'?"),
     "other columns": ({"a.csv": TABLE, "b.csv": TABLE.replace("size", "Size")}, "mean 'Size'?"),
-    "another column": ({"a.csv": TABLE, "b.csv": table(x=range(ROWS))}, "alone has the column 'x'"),
+    "a column less": (
+        {
+            "a.csv": "\n".join(line.partition(",")[2] for line in TABLE.split("\n")),
+            **dict.fromkeys(("b.csv", "c.csv"), TABLE),
+        },
+        "a.csv lacks the column 'size'; it is in 2 of 3 files",
+    ),
+    "a column more": (
+        {**dict.fromkeys(("a.csv", "b.csv"), TABLE), "c.csv": table(x=range(ROWS))},
+        "c.csv has the column 'x'; it is in 1 of 3 files",
+    ),
     "no header": (
         {"a.csv": TABLE.partition("\n")[2].replace("yes", "1")},
         "(there are: 5.126, 46.0, no)",
     ),
     "numbers on top": ({"a.csv": "1,2\n3,4\n"}, "holds numbers: write the columns' names"),
     "no name": ({"a.csv": TABLE.replace("age", "", 1)}, "column 2 of"),
-    "a name twice": ({"a.csv": TABLE.replace("age", "size", 1)}, "two columns 'size'"),
+    "a name twice": ({"a.csv": TABLE.replace("age", "size", 1)}, "column 2 of"),
     "nothing": ({"a.csv": ""}, "is empty"),
     "no record": ({"a.csv": "size,ill\n"}, "holds no record"),
     "no text": ({"a.csv": b"PK\0\1"}, "is no text"),
     "another code": ({"a.csv": TABLE.replace("yes", "gr\xfcn").encode("latin-1")}, "not UTF-8"),
     "long rows": ({"a.csv": TABLE.replace("\n", ",1\n").replace("ill,1", "ill")}, "is no table"),
-    "a long row": ({"a.csv": TABLE + "\n1,2,yes,4"}, "is no table: Expected 3 fields in line 62"),
+    "a long row": ({"a.csv": TABLE + "\n1,2,yes,4"}, "cells in line 62: 4, names"),
+    "a short row": ({"a.csv": TABLE + "\n1,2"}, "cells in line 62: 2, names in the first: 3"),
+    "an open quote": ({"a.csv": TABLE + '\n1,2,"yes'}, "is no table: EOF inside string"),
     "one class": ({"a.csv": TABLE.replace("yes", "no")}, "is 'no' in all records"),
     "few records": ({"a.csv": TABLE, "b.csv": "\n".join(TABLE.split("\n")[:6])}, "b has 5"),
     "one site": ({"a.csv": table(at=["x"] * ROWS)}, "needs two sites"),
@@ -100,6 +112,56 @@ def test_what_can_not_be_used_is_refused_in_a_sentence(
     assert said.count("\n") == 1
     assert why in said
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "code", "why"),
+    [
+        (["a.csv"], ["--site", "at", "--sites", "4"], 2, "only one of them can say the sites"),
+        (["a.csv", "b.csv"], ["--site", "at"], 2, "only one of them can say the sites"),
+        (["a.csv", "b.csv"], ["--sites", "4"], 2, "only one of them can say the sites"),
+        (["b.csv", "b.csv", "a.csv"], [], 1, "b.csv, b.csv: each site needs one file"),
+    ],
+)
+def test_sites_are_said_once(
+    make: Callable[..., tuple[str, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    files: Sequence[str],
+    words: Sequence[str],
+    code: int,
+    why: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in files:
+        Path(name).write_text(TABLE)
+    said, folder = make({}, *files, *words, code=code)
+    assert why in said
+    assert not folder.exists()
+
+
+def test_numbers_that_are_equal_are_one_class_and_one_text(
+    make: Callable[..., tuple[str, Path]],
+) -> None:
+    """Where a cell of a column of 0 and 1 is empty, pandas writes 0.0 and 1.0."""
+    codes = table(ill=some(0, 1), x=some("few", 1, 2))
+    gap = table(ill=["", *some(0.0, 1.0)[1:]], x=some("few", "1.0", 2))
+    said, folder = make({"a.csv": codes, "b.csv": gap})
+    assert "'ill' has 2 classes, and so this is a classification: 0 is '0' (108)" in said
+    assert "records without 'ill' are left out: 1\n" in said
+    assert "'x' is one of 2 texts" in said
+    assert set(arrays(folder, "train_target")["b"]) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("column", "hint"),
+    [("hospital_id", "; by 'hospital_id': --site hospital_id\n"), ("opposite", "\n")],
+)
+def test_a_spread_at_random_is_said(
+    make: Callable[..., tuple[str, Path]], column: str, hint: str
+) -> None:
+    said, _ = make({"a.csv": table(**{column: some("x", "y")})})
+    assert f"records are spread at random over 3 sites{hint}" in said
 
 
 def test_a_folder_that_holds_something_is_left_as_it_is(
@@ -134,6 +196,8 @@ def test_what_is_looked_at_is_said(make: Callable[..., tuple[str, Path]]) -> Non
         "note": [f"note {i}" for i in range(ROWS)],
         "patient": range(ROWS),
         "crp": some(0.5, -999),
+        "magnesium": some(70, -99),
+        "cost": [500, 999, 2000] * 20,
         "empty": [""] * ROWS,
         "gap": [*([""] * 6), *np.arange(ROWS - 6)],
     }
@@ -151,7 +215,8 @@ def test_what_is_looked_at_is_said(make: Callable[..., tuple[str, Path]]) -> Non
         "'smoker' is one of 2 texts",
         "'note' holds 60 different texts: left out",
         "'patient' differs in each record",
-        "'crp' is -999 in 18 records",
+        "'crp' is -999 in 18 of 180 records",
+        "'magnesium' is -99 in 18 of 180 records",
         "'empty' holds nothing: left out",
         "'gap' is missing in 6 of a, 6 of b, 6 of c: filled by the median of that site",
         "a 48 + 12, b 48 + 12, c 48 + 12",
@@ -159,9 +224,11 @@ def test_what_is_looked_at_is_said(make: Callable[..., tuple[str, Path]]) -> Non
     ):
         assert words in said, words
     assert said.count("look at the units") == 1
+    assert "'cost'" not in said
     columns = csv.DictReader((folder / "columns.csv").read_text().splitlines())
     names = [row["column"] for row in columns]
-    assert names == ["size", "age", "smoker=yes", "patient", "crp", "gap"]
+    others = ["smoker=yes", "patient", "crp", "magnesium", "cost", "gap"]
+    assert names == ["size", "age", *others]
 
 
 def test_no_site_decides_the_scale_and_no_record_of_the_validation(
@@ -195,13 +262,14 @@ def test_classes_are_spread_evenly_and_a_seed_decides(
     make: Callable[..., tuple[str, Path]], words: Sequence[str], tmp_path: Path
 ) -> None:
     text = table(at=[f"Ward {i % 3}" for i in range(ROWS)], ill=some(0, 1, 2))
-    _, folder = make({"a.csv": text}, *words)
+    said, folder = make({"a.csv": text}, *words)
     train = arrays(folder, "train_target")
     for site, valid in arrays(folder, "valid_target").items():
         expected = len(valid) * np.concatenate([train[site], valid]).mean()
         assert abs(valid.sum() - expected) <= 1
     if words == ("--site", "at"):
-        assert sorted(arrays(folder, "train_data")) == ["Ward-0", "Ward-1", "Ward-2"]
+        assert sorted(train) == ["Ward-0", "Ward-1", "Ward-2"]
+        assert "fit for folders: 'Ward 0' is Ward-0, 'Ward 1' is Ward-1" in said
 
 
 def test_semicolons_and_decimal_commas(make: Callable[..., tuple[str, Path]]) -> None:

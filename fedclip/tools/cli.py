@@ -128,8 +128,8 @@ def init(
         str | None, typer.Option(metavar="COLUMN", help="Names the site, in a single file.")
     ] = None,
     sites: Annotated[
-        int, typer.Option(min=2, help="Sites to spread a single file over, at random.")
-    ] = 3,
+        int | None, typer.Option(min=2, show_default="3", help="Sites to spread one file over.")
+    ] = None,
     drop: Annotated[
         list[str] | None, typer.Option(metavar="COLUMN", help="Leave it out; may be repeated.")
     ] = None,
@@ -139,12 +139,11 @@ def init(
     """Make a folder that runs from CSV files: data by site, a model, a configuration."""
     from fedclip.tools.init import InitError, Plan, prepare
 
-    if site and len(files) > 1:
-        fail("--site is for a single file: several are one for each site", code=2)
+    if (len(files) > 1) + (site is not None) + (sites is not None) > 1:
+        fail("several files, --site or --sites: only one of them can say the sites", code=2)
     try:
-        for line in prepare(
-            folder, files, Plan(target, site, sites, drop or (), model.value, seed)
-        ):
+        plan = Plan(target, site, sites or 3, drop or (), model.value, seed)
+        for line in prepare(folder, files, plan):
             say(line)
     except InitError as exc:
         fail(str(exc))

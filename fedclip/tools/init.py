@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import string
 import tempfile
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ HELD_OUT = 5
 """One of so many records is kept to validate with."""
 MOST_CLASSES = 10
 """Different texts or whole numbers in a target that are taken for classes."""
+_SITE = r"(?i)(?<![a-z])(site|hospital|clinic|cent(er|re)|client)(?![a-z])"
 
 
 class Plan(NamedTuple):
@@ -51,11 +53,11 @@ class Plan(NamedTuple):
     """
 
     target: str
-    column: str | None = None
-    sites: int = 3
-    drop: Sequence[str] = ()
-    model: str = "sklearn"
-    seed: int = 0
+    column: str | None
+    sites: int
+    drop: Sequence[str]
+    model: str
+    seed: int
 
 
 class _Target(NamedTuple):
@@ -81,30 +83,36 @@ def prepare(folder: Path, files: Sequence[Path], plan: Plan) -> list[str]:
     rng = np.random.default_rng(plan.seed)
     tables = [read_table(file) for file in files]
     table = joined(tables, files)
-    for name in (plan.target, *([plan.column] if plan.column else []), *plan.drop):
+    taken = [name for name in (plan.target, plan.column, *plan.drop) if name is not None]
+    for name in taken:
         if name not in table:
             there = nearest(name, table) or f" (there are: {', '.join(list(table)[:20])})"
             raise InitError(f"there is no column {name!r}{there}")
+    others = table.columns.drop(taken)
     if len(files) > 1:
-        names = np.repeat([file.stem for file in files], list(map(len, tables)))
+        stems = [file.stem for file in files]
+        alike = [str(file) for file in files if stems.count(file.stem) > 1]
+        if alike:
+            raise InitError(f"{', '.join(alike)}: each site needs one file, with a name of its own")
+        names = np.repeat(stems, list(map(len, tables)))
     elif plan.column:
         names = table[plan.column].to_numpy()
     else:
-        width = len(str(plan.sites))
         spread = rng.permutation(len(table)) % plan.sites + 1
-        names = np.array([f"site-{i:0{width}}" for i in spread])
-    site = _sites(pd.Series(names, table.index), len(files))
+        names = np.array([f"site-{i:0{len(str(plan.sites))}}" for i in spread])
+        known = [f"; by {n!r}: --site {shlex.quote(n)}" for n in others if re.search(_SITE, n)]
+        said.append(f"records are spread at random over {plan.sites} sites{''.join(known[:1])}")
+    site = _sites(pd.Series(names, table.index), said)
     missing = table[plan.target].isna()
     if missing.any():
-        said.append(f"{int(missing.sum())} records without {plan.target!r} are left out")
-    few = site[~missing].value_counts().reindex(site.unique(), fill_value=0)
+        said.append(f"records without {plan.target!r} are left out: {missing.sum()}")
+    few = table[plan.target].groupby(site).count()
     if few.min() < FEWEST:
         where = f"{few.idxmin()} has {few.min()}"
         raise InitError(f"each site needs {FEWEST} records with {plan.target!r}, and {where}")
     site, table = site[~missing], table[~missing]
     target = _target(table[plan.target], site, said)
-    left = {plan.target, plan.column, *plan.drop}
-    features = as_numbers(table[[name for name in table if name not in left]], site, said)
+    features = as_numbers(table[others], site, said)
     valid = _held_out(target.values, site, rng)
     features, columns = _scaled(features, site, valid, said)
     if not target.classes:
@@ -112,9 +120,7 @@ def prepare(folder: Path, files: Sequence[Path], plan: Plan) -> list[str]:
         columns = pd.concat([columns, about])
         target = _Target(measured[plan.target], [])
     train = site[~valid].value_counts()
-    counts = ", ".join(
-        f"{n} {train[n]} + {int(valid[site == n].sum())}" for n in sorted(train.index)
-    )
+    counts = ", ".join(f"{n} {train[n]} + {of.sum()}" for n, of in valid.groupby(site))
     said.append(f"records to train on + to validate with: {counts}")
     texts = _texts(plan, target, features.shape[1], int(train.median()), len(train))
     try:
@@ -124,7 +130,7 @@ def prepare(folder: Path, files: Sequence[Path], plan: Plan) -> list[str]:
     return said
 
 
-def _sites(names: pd.Series, files: int) -> pd.Series:
+def _sites(names: pd.Series, said: list[str]) -> pd.Series:
     """Return the names of sites, fit to be those of folders."""
     if names.isna().any():
         raise InitError(f"{names.isna().idxmax()} names no site: fill the cell in")
@@ -134,10 +140,13 @@ def _sites(names: pd.Series, files: int) -> pd.Series:
         known[name] = f"site-{plain}" if plain.isdigit() else plain
         if plain.lower() in ("", "server", "clients"):
             raise InitError(f"a site can not have the name {name!r}: give it another")
-    if len(known) < max(2, files):
-        raise InitError("a federation needs two sites at least, each with a name of its own")
+    if len(known) < 2:
+        raise InitError(f"a federation needs two sites at least, and this is one: {names.iloc[0]}")
     if len({name.lower() for name in known.values()}) < len(known):
         raise InitError(f"as folders, names of sites would be the same: {', '.join(known)}")
+    changed = [f"{name!r} is {plain}" for name, plain in known.items() if name != plain]
+    if changed:
+        said.append(f"names of sites, fit for folders: {', '.join(changed)}")
     return names.map(known)
 
 
@@ -149,7 +158,7 @@ def _target(column: pd.Series, site: pd.Series, said: list[str]) -> _Target:
     numbers = pd.to_numeric(column, errors="coerce")
     whole = not numbers.isna().any() and not (numbers % 1).any()
     if len(known) > MOST_CLASSES or not (whole or numbers.isna().any()):
-        found = as_numbers(column.to_frame(), site, [])
+        found = as_numbers(column.to_frame(), site, said)
         if name not in found:
             raise InitError(f"{name!r} holds {len(known)} different texts, too many for classes")
         said.append(f"{name!r} is a number, and so this is a regression")
@@ -251,10 +260,7 @@ def _arrays(
 
 
 def _write(
-    folder: Path,
-    texts: dict[str, str],
-    columns: pd.DataFrame,
-    arrays: dict[str, np.ndarray],
+    folder: Path, texts: dict[str, str], columns: pd.DataFrame, arrays: dict[str, np.ndarray]
 ) -> None:
     """Write all files, or none."""
     made = not folder.exists()

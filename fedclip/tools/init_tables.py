@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +24,7 @@ MOST_TEXTS = 20
 FAR = 5.0
 """How many times longer or shorter makes a site's values unlike those of the others."""
 _ODD = (-9, -99, -999, -9999, 999, 9999)  # what is often written where a number is missing
-_COMMA = r"\s*[-+]?\d*,\d+\s*"
+_COMMA = r"^([-+]?\d*),(\d+)$"
 
 
 class InitError(ValueError):
@@ -39,7 +38,7 @@ def read_table(file: Path) -> pd.DataFrame:
     it is no comma, numbers may have a decimal comma.
     """
     try:
-        text = file.read_bytes().decode("utf-8-sig").lstrip("\r\n")
+        text = file.read_text(encoding="utf-8-sig").lstrip("\n")
     except UnicodeDecodeError as exc:
         raise InitError(f"{file} is not UTF-8 (see byte {exc.start}): save it as UTF-8") from None
     except OSError as exc:
@@ -49,69 +48,63 @@ def read_table(file: Path) -> pd.DataFrame:
     if "\0" in text:
         raise InitError(f"{file} is no text; save it as CSV")
     mark = max(",;\t|", key=lambda m: len(next(csv.reader(io.StringIO(text), delimiter=m))))
-    names = [name.strip() for name in next(csv.reader(io.StringIO(text), delimiter=mark))]
-    _check_header(file, names)
+    lines = csv.reader(io.StringIO(text), delimiter=mark, skipinitialspace=True)
     try:
-        with warnings.catch_warnings():
-            # Else pandas drops what stands beyond the last name.
-            warnings.simplefilter("error", pd.errors.ParserWarning)
-            table = pd.read_csv(
-                io.StringIO(text),
-                sep=mark,
-                header=0,
-                names=names,
-                index_col=False,
-                dtype=str,
-                skipinitialspace=True,
-                na_values=["?"],
-            )
-    except (pd.errors.ParserError, pd.errors.ParserWarning) as exc:
+        names = [name.strip() for name in next(lines)]
+        _check_header(file, names)
+        for line in lines:  # pandas fills up what is too short, and drops what is beyond
+            if line not in ([], [""]) and len(line) != len(names):
+                raise InitError(
+                    f"{file} is no table: cells in line {lines.line_num}: {len(line)}, "
+                    f"names in the first: {len(names)}"
+                )
+        table = pd.read_csv(
+            io.StringIO(text), sep=mark, dtype=str, skipinitialspace=True, na_values=["?"]
+        )
+        table.columns = pd.Index(names)
+    except (csv.Error, pd.errors.ParserError) as exc:
         why = str(exc).strip().rpartition("error: ")[2]
         raise InitError(f"{file} is no table: {why}") from None
     if not len(table):
         raise InitError(f"{file} holds no record, only names of columns")
     table = table.apply(lambda column: column.str.strip())
     if mark != ",":
-        table = table.apply(
-            lambda c: c.where(~c.str.fullmatch(_COMMA, na=False), c.str.replace(",", "."))
-        )
+        table = table.replace(_COMMA, r"\1.\2", regex=True)
     table.index = pd.Index([f"record {i} of {file.name}" for i in range(1, len(table) + 1)])
     return table
 
 
 def _check_header(file: Path, names: Sequence[str]) -> None:
-    if all(_is_number(name) for name in names):
+    if pd.to_numeric(pd.Series(names), errors="coerce").notna().all():
         raise InitError(f"the first line of {file} holds numbers: write the columns' names there")
     for place, name in enumerate(names, start=1):
-        if not name:
+        if not name or name in names[: place - 1]:
             raise InitError(
-                f"column {place} of {file} has no name: name it, or leave it out "
-                "(in pandas, to_csv(..., index=False))"
+                f"column {place} of {file}, {name!r}, needs a name of its own, or is to be left "
+                "out (the numbers of pandas' rows: to_csv(..., index=False))"
             )
-        if name in names[: place - 1]:
-            raise InitError(f"{file} has two columns {name!r}: give each a name of its own")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def joined(tables: Sequence[pd.DataFrame], files: Sequence[Path]) -> pd.DataFrame:
-    """Return the records of all files in one table, whose columns are those of each."""
-    first = tables[0]
-    for table, file in zip(tables, files, strict=True):
-        for some, others, more in ((first, table, "lacks"), (table, first, "alone has")):
-            for name in some.columns.difference(others.columns):
-                hint = nearest(name, others.columns.difference(some.columns))
-                raise InitError(
-                    f"{file} {more} the column {name!r}{hint}; all files need the columns of "
-                    f"{files[0]}"
-                )
-    return pd.concat([table[first.columns] for table in tables])
+    """Return the records of all files in one table, whose columns are those of each.
+
+    What is equal as a number is the same text: pandas writes 0.0 where a cell of the column is
+    empty, and else 0.
+    """
+    whole = pd.concat(tables)
+    odd = [name for name in whole if not all(name in table for table in tables)]
+    if odd:
+        have = [odd[0] in table for table in tables]
+        most = 2 * sum(have) >= len(have)
+        at = have.index(not most)
+        hint = nearest(odd[0], [name for name in odd if (name in tables[at]) == most])
+        raise InitError(
+            f"{files[at]} {'lacks' if most else 'has'} the column {odd[0]!r}{hint}; it is in "
+            f"{sum(have)} of {len(have)} files, and all need the same"
+        )
+    numbers = whole.apply(pd.to_numeric, errors="coerce")
+    same = whole.apply(lambda column: column.groupby(numbers[column.name]).transform("first"))
+    return same.fillna(whole)
 
 
 def as_numbers(table: pd.DataFrame, site: pd.Series, said: list[str]) -> pd.DataFrame:
@@ -131,7 +124,7 @@ def as_numbers(table: pd.DataFrame, site: pd.Series, said: list[str]) -> pd.Data
             found[str(name)] = numbers
             said.extend(_odd_numbers(numbers, site))
             continue
-        known = sorted(texts.unique())
+        known = sorted(column.dropna().unique())
         if len(known) > MOST_TEXTS:
             said.append(f"{name!r} holds {len(known)} different texts: left out")
             continue
@@ -148,16 +141,17 @@ def as_numbers(table: pd.DataFrame, site: pd.Series, said: list[str]) -> pd.Data
 def _odd_numbers(numbers: pd.Series, site: pd.Series) -> list[str]:
     """Say which values may stand for something else than a measurement."""
     name, values = numbers.name, numbers.dropna()
-    rest = values[~values.isin(_ODD)].abs().max()
+    rest = values[~values.isin(_ODD)]
+    odd = values[values.isin(_ODD) & ~values.between(rest.min(), rest.max())].value_counts()
     said = [
-        f"{name!r} is {value} in {times} records: if that means missing, empty these cells"
-        for value in _ODD
-        if (times := int((values == value).sum())) > 1 and abs(value) > 2 * rest
+        f"{name!r} is {value:g} in {times} of {len(values)} records: if that means missing, "
+        "empty these cells"
+        for value, times in odd.items()
     ]
     # Each hospital may count its patients from 1 on.
     alike = values.groupby(site).agg(lambda x: x.duplicated().any()).any()
     if len(values) >= 50 and not alike and not (values % 1).any():
-        said.append(f"{name!r} differs in each record: if it is a number of a patient, --drop it")
+        said.append(f"{name!r} differs in each record: if it only numbers them, --drop it")
     return said
 
 
