@@ -53,7 +53,7 @@ ODD_ONLY = [[a, b, 1.0] for a, b, _ in BARE]
         (
             standings(no_clipping=BARE, x=RAISED),
             "x",
-            "with it is b, 0.753 ± 0.13; with no clipping b, 0.65",
+            "with it is b, 0.75 ± 0.13; with no clipping b, 0.65",
         ),
         (standings(no_clipping=RAISED, x=BARE), "", "The nearest is x: -0.105 ± 0.012"),
         # What an odd site gains or loses is shown, and decides nothing.
@@ -102,6 +102,12 @@ def test_differences_are_those_of_the_same_seeds() -> None:
     # One that was given up early is compared over the seeds that it has.
     found.values["x"].pop(3)
     assert found.gain("x", NONE) == pytest.approx(interval([0.1, 0.105]))
+
+
+def test_errors_of_rounding_are_no_interval() -> None:
+    found = standings(no_clipping=[[23 / 24] * 3, [19 / 24] * 3], x=[[0.625] * 3, [11 / 24] * 3])
+    assert found.against("x") == "-0.333 ± 0"
+    assert found.against("x", "c") == "-0.333 ± 0"
 
 
 def test_what_is_hopeless_is_given_up_and_why() -> None:

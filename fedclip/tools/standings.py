@@ -52,22 +52,20 @@ class Standings:
 
     def means(self, name: str, sites: Iterable[str] = ()) -> dict[int, float]:
         """Return the mean over some sites, by default those that count, of each seed."""
-        # Beyond twelve digits there is nothing but errors of rounding.
         chosen = [*sites] or self.counted
         return {
-            seed: round(statistics.fmean(found.get(site, math.nan) for site in chosen), 12)
+            seed: statistics.fmean(found.get(site, math.nan) for site in chosen)
             for seed, found in self.values.get(name, {}).items()
         }
 
     def mean(self, name: str, *sites: str) -> tuple[float, float | None]:
         """Return mean and half of the interval over seeds."""
-        return interval([*self.means(name, sites).values()] or [math.nan])
+        return _interval(self.means(name, sites).values())
 
     def gain(self, name: str, over: str, *sites: str) -> tuple[float, float | None]:
         """Return the mean difference between two settings over the seeds of both, and half."""
         one, other = self.means(name, sites), self.means(over, sites)
-        found = [round(one[seed] - other[seed], 12) for seed in one if seed in other]
-        return interval(found or [math.nan])
+        return _interval(one[seed] - other[seed] for seed in one if seed in other)
 
     def better(self, name: str, over: str, *sites: str) -> bool:
         """Whether a setting is better than another by more than the interval."""
@@ -159,10 +157,7 @@ class Standings:
         mean, half = self.gain(name, NONE, *sites)
         if name == NONE or math.isnan(mean):
             return "-"
-        digits = max(0, 1 - math.floor(math.log10(half))) if half else 3
-        return f"{round(mean, digits) + 0.0:+.{digits}f}" + (
-            "" if half is None else f" ± {half:.{digits}f}"
-        )
+        return f"{'-' if mean < 0 else '+'}{shown(abs(mean), half)}"
 
     def _worst(self, name: str) -> str:
         return f"{(site := self.worst(name))}, {shown(*self.mean(name, site))}"
@@ -210,6 +205,11 @@ class Standings:
             for name in self.ranking()
         ]
         return facts | {"winner": self.winner, "answer": self.answer(), "settings": settings}
+
+
+def _interval(values: Iterable[float]) -> tuple[float, float | None]:
+    # Beyond twelve digits there is nothing but errors of rounding, which are no spread.
+    return interval([round(value, 12) for value in values] or [math.nan])
 
 
 def _listed(names: Sequence[str]) -> str:
