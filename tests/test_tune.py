@@ -59,6 +59,13 @@ ODD_ONLY = [[a, b, 1.0] for a, b, _ in BARE]
         # What an odd site gains or loses is shown, and decides nothing.
         (standings(no_clipping=BARE, x=ODD_ONLY), "", "No proposal is better"),
         (standings(no_clipping=BARE, x=[[0.99, 0.6, 1]] * 3), "x", "than its interval"),
+        # Two records more with each seed are no spread, and so no interval.
+        (standings(no_clipping=BARE, x=[[a + 0.1, b, 1] for a, b, _ in BARE]), "", "more seeds"),
+        (
+            standings(no_clipping=BARE, y=RAISED, x=[[a + 0.3, b, 1] for a, b, _ in BARE]),
+            "y",
+            "y is better than no clipping by more than its interval",
+        ),
         (standings(False, no_clipping=RAISED, x=BARE), "x", "The highest site with it is a, 0.81"),
         # Accuracies may be the same where losses are not.
         (standings(no_clipping=[BARE[0]] * 3, x=RAISED), "x", "than its interval"),

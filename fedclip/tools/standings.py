@@ -72,6 +72,10 @@ class Standings:
         mean, half = self.gain(name, over, *sites)
         return half is not None and (mean if self.higher else -mean) > half
 
+    def clearly(self, name: str, over: str, *sites: str) -> bool:
+        """Whether it is better, and the seeds differ; few records often give the same by chance."""
+        return self.better(name, over, *sites) and bool(self.gain(name, over, *sites)[1])
+
     def lost(self, name: str) -> list[int]:
         """Return the seeds with which a site that counts has no number."""
         return [seed for seed, mean in self.means(name).items() if math.isnan(mean)]
@@ -99,11 +103,7 @@ class Standings:
                 continue
             if lost := self.lost(name):
                 found[name] = f"it diverged with seed {', '.join(map(str, lost))}"
-            # Few records may give the very same difference a few times, by chance.
-            elif all(
-                self.better(best, name, site) and self.gain(best, name, site)[1]
-                for site in self.counted
-            ):
+            elif all(self.clearly(best, name, site) for site in self.counted):
                 found[name] = (
                     f"after {len(seeds)} seeds, {best} is better at each site that counts by more "
                     "than the interval"
@@ -119,9 +119,12 @@ class Standings:
     @property
     def winner(self) -> str:
         """The best of those that beat no clipping by more than the interval; or ""."""
-        fit = [n for n in self.ranking() if n not in (NONE, *self.ended) and not self.lost(n)]
-        won = [n for n in fit if self.lost(NONE) or self.better(n, NONE)]
+        won = [n for n in self._fit if self.lost(NONE) or self.clearly(n, NONE)]
         return won[0] if won and not self.alike else ""
+
+    @property
+    def _fit(self) -> list[str]:
+        return [n for n in self.ranking() if n not in (NONE, *self.ended) and not self.lost(n)]
 
     def answer(self) -> str:
         """Return what came out, in sentences."""
@@ -131,6 +134,12 @@ class Standings:
             return (
                 "All seeds came to the same, so that nothing can be said of chance: let batches "
                 "be drawn (shuffle = true in [run.training])."
+            )
+        if not first and (even := [n for n in self._fit if self.better(n, NONE)]):
+            return (
+                f"No winner: {even[0]} differs from no clipping by the same with all seeds, "
+                f"{self.against(even[0])} {of}, which is no interval to judge by: take more seeds, "
+                "or more records to validate with."
             )
         if not first:
             text = f"No proposal is better than no clipping by more than its interval {of}."
