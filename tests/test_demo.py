@@ -67,7 +67,7 @@ def test_it_trains_in_three_ways_and_shows_what_came_out(
     }
     assert found[site] == min(found.values()) == pytest.approx(float(share) / 100, abs=1e-3)
     assert "6 federations train for 4 rounds" in shown
-    done = [int(number) for number in re.findall(r"^demo: (\d+) of 24 done", told, re.M)]
+    done = [int(number) for number in re.findall(r"^demo: (\d+) of 24 rounds done", told, re.M)]
     assert done == sorted(set(done))
     assert done[-1] == 24
     assert len(told.splitlines()) == len(done)
