@@ -277,6 +277,10 @@ def test_nodes_are_run_over_websockets_and_their_own_metrics_are_read(
     assert (folder / "a" / "metrics.csv").is_file()
     assert set(facts["sites"]) == {"a", "b", "c"}
     assert {setting["name"] for setting in facts["settings"]} == {NONE, "step.fixed"}
+    # What is to be typed judges these very runs.
+    monkeypatch.setattr(Standings, "winner", "step.fixed")
+    words = "--seeds 2 --rounds 2 --nodes --sites a,b"
+    assert f"{words} --write\n" in call("tune", odd, *words.split()).stdout
 
 
 @pytest.mark.parametrize(
