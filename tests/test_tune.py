@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import tomllib
@@ -13,13 +14,14 @@ import numpy as np
 import pytest
 from helpers import free_port
 from report_runs import call, large_run
+from rich.console import Console
 from test_simulate import write  # noqa: F401
 
 from fedclip.report import read_report
 from fedclip.report.advice import Advice, Proposal
 from fedclip.tools import sweep
 from fedclip.tools.check import check_config
-from fedclip.tools.compare import by_site, interval, judged_by
+from fedclip.tools.compare import by_site, drawn, interval, judged_by
 from fedclip.tools.quickrun import draw_from
 from fedclip.tools.standings import AS_IS, NONE, Standings
 from fedclip.tools.tune import unclipped
@@ -115,6 +117,29 @@ def test_errors_of_rounding_are_no_interval() -> None:
     found = standings(no_clipping=[[23 / 24] * 3, [19 / 24] * 3], x=[[0.625] * 3, [11 / 24] * 3])
     assert found.against("x") == "-0.333 ± 0"
     assert found.against("x", "c") == "-0.333 ± 0"
+
+
+def test_ten_sites_and_seven_settings_fit_a_narrow_terminal() -> None:
+    sites = [f"university-hospital-{n}" for n in range(10)]
+    names = [NONE, AS_IS, *(f"update.adaptive{n}" for n in range(5))]
+    values = {
+        name: {seed: dict.fromkeys(sites, 0.8 + 0.01 * i + 0.013 * i * seed) for seed in (1, 2)}
+        for i, name in enumerate(names)
+    }
+    found = Standings("accuracy", True, sites, sites[1:], values)
+    found.ended[names[-1]] = "it diverged"
+    file = io.StringIO()
+    console = Console(file=file, width=80)
+    ranking, by_site, every = found.tables()
+    for table in (ranking, by_site):
+        console.print(drawn(table["name"], table["heads"], table["rows"]))
+    text = file.getvalue()
+    assert "…" not in text
+    for word in (*names, "2, given up", "+0.029 ± 0.083", f"{sites[0]} (not"):
+        assert word in text
+    assert [len(table["rows"]) for table in (ranking, by_site, every)] == [7, 10, 7]
+    only = Standings("accuracy", True, sites, sites, {NONE: values[NONE]}).tables()[1]
+    assert (only["heads"], only["rows"][0][1:]) == (["Site", NONE, "Difference"], ["0.8", "-"])
 
 
 def test_what_is_hopeless_is_given_up_and_why() -> None:

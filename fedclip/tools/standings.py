@@ -166,7 +166,8 @@ class Standings:
         mean, half = self.gain(name, NONE, *sites)
         if name == NONE or math.isnan(mean):
             return "-"
-        return f"{'-' if mean < 0 else '+'}{shown(abs(mean), half)}"
+        text = shown(mean, half)
+        return text if text.startswith("-") else f"+{text}"
 
     def _worst(self, name: str) -> str:
         return f"{(site := self.worst(name))}, {shown(*self.mean(name, site))}"
@@ -176,7 +177,7 @@ class Standings:
         return mean if name == NONE else f"{mean} ({self.against(name, site)})"
 
     def tables(self) -> list[dict[str, Any]]:
-        """Return the ranking, and the metric of each site, as text."""
+        """Return as text the ranking, the sites with the best setting, and those with each."""
         others = [site for site in self.sites if site not in self.counted]
         ranked, count = self.ranking(), {n: str(len(seeds)) for n, seeds in self.values.items()}
         count |= {name: f"{count[name]}, given up" for name in self.ended}
@@ -185,16 +186,24 @@ class Standings:
         note += "are those of the same seeds."
         note += f" Not counted: {_listed(others)}{self.left_out}." * bool(others)
         worst = f"{self.worse.capitalize()} site"
-        heads = ["Setting", "Seeds", f"Mean {self.metric}", "Against no clipping", worst]
+        heads = ["Setting", "Seeds", f"Mean {self.metric}", "Difference", worst]
         rows = [
             [n, count[n], shown(*self.mean(n)), self.against(n), self._worst(n)] for n in ranked
         ]
         caption = f"The {self.metric} of each site, and its difference to no clipping."
+        best = next((n for n in (self.winner, *ranked) if n not in ("", NONE)), NONE)
+        pair = [*dict.fromkeys((NONE, best))]
         names = [f"{site}{' (not counted)' * (site in others)}" for site in self.sites]
         by_site = [[n, *(self._cell(n, site) for site in self.sites)] for n in ranked]
+        with_best = [
+            [head, *(number(self.mean(n, site)[0]) for n in pair), self.against(best, site)]
+            for head, site in zip(names, self.sites, strict=True)
+        ]
+        two, all_ = ["Site", *pair, "Difference"], ["Setting", *names]
         return [
             {"name": "Ranking", "caption": note, "heads": heads, "rows": rows},
-            {"name": "Sites", "caption": caption, "heads": ["Setting", *names], "rows": by_site},
+            {"name": "Sites", "caption": caption, "heads": two, "rows": with_best},
+            {"name": "All settings", "caption": caption, "heads": all_, "rows": by_site},
         ]
 
     def as_dict(self) -> dict[str, object]:

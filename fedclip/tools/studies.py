@@ -278,7 +278,8 @@ def tune(
     if as_json:
         print(json.dumps({"schema": "fedclip-tune/1", "config": str(file), **standings.as_dict()}))
     else:
-        for table in standings.tables():
+        # The last one grows with settings and sites: a page and --json have it.
+        for table in standings.tables()[:2]:
             showing.console().print(drawn(table["name"], table["heads"], table["rows"]))
             say(table["caption"])
             typer.echo()
