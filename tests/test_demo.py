@@ -15,6 +15,7 @@ from helpers import free_port
 from fedclip.report import read_report
 from fedclip.tools.check import check_config
 from fedclip.tools.compare import interval
+from fedclip.tools.compare import shown as in_words
 from fedclip.tools.demo import DemoError, run, run_demo
 from fedclip.tools.demo.data import FACTOR, SITES, write_data
 from fedclip.tools.demo.results import GAIN, pulls
@@ -52,7 +53,7 @@ def test_it_trains_in_three_ways_and_shows_what_came_out(
         assert len(set(losses)) == 2
         assert result.values["loss"] == interval(losses)
         mean, half = result.values["accuracy"]
-        assert f"{mean:.3g} ± {half:.2g}" in shown
+        assert in_words(mean, half) in shown
         pairs = zip(last[name, "server"], last["fixed-bound", "server"], strict=True)
         gains = [float(a["accuracy"]) - float(b["accuracy"]) for a, b in pairs]
         assert result.values[GAIN] == interval(gains)
@@ -66,7 +67,7 @@ def test_it_trains_in_three_ways_and_shows_what_came_out(
     }
     assert found[site] == min(found.values()) == pytest.approx(float(share) / 100, abs=1e-3)
     assert "6 federations train for 4 rounds" in shown
-    done = [int(number) for number in re.findall(r"^demo: (\d+) of 24 done", told, re.M)]
+    done = [int(number) for number in re.findall(r"^demo: (\d+) of 24 rounds done", told, re.M)]
     assert done == sorted(set(done))
     assert done[-1] == 24
     assert len(told.splitlines()) == len(done)

@@ -208,8 +208,8 @@ def test_the_quickrun_example(prepared: Path, tmp_path: Path) -> None:
     done = call(folder, "-m", "fedclip", "quickrun", "config.toml")
     assert done.stdout == "fedclip: 3 clients; see  fedclip report result\n", done.stderr[-2000:]
     # declearn's log goes to files; what remains is one line a round.
-    assert [line[:21] for line in done.stderr.splitlines()] == [
-        f"quickrun: {done} of 2 done" for done in (1, 2)
+    assert [line[:28] for line in done.stderr.splitlines()] == [
+        f"quickrun: {done} of 2 rounds done" for done in (1, 2)
     ]
     assert "Initiating training round 2" in (folder / "result/server/logs.txt").read_text()
     report = read_report(folder / "result")

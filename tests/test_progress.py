@@ -22,7 +22,7 @@ def test_on_a_terminal_a_line_is_written_over(monkeypatch: pytest.MonkeyPatch) -
     *shown, last = file.getvalue().split("\r\x1b[K")[1:]
     assert len(shown) == 2
     assert "\n" not in "".join(shown)
-    assert last == "[/red]: 100 of 100 done, loss \\x1b[31m\n"
+    assert last == "[/red]: 100 of 100 rounds done, loss \\x1b[31m\n"
 
 
 @pytest.mark.parametrize(

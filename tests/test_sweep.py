@@ -163,5 +163,5 @@ def test_a_real_sweep(tmp_path: Path) -> None:
     words = ["sweep", folder / "config.toml", "norm-clip.max_norm=1.5,3.0", "--seeds", 1]
     result = call(*words, "--rounds", 2)
     assert result.exit_code == 0, result.stderr
-    assert "4 of 4 done" in result.stderr
+    assert "4 of 4 rounds done" in result.stderr
     assert "max_norm=3.0" in result.stdout

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import tomllib
@@ -13,13 +14,14 @@ import numpy as np
 import pytest
 from helpers import free_port
 from report_runs import call, large_run
+from rich.console import Console
 from test_simulate import write  # noqa: F401
 
 from fedclip.report import read_report
 from fedclip.report.advice import Advice, Proposal
 from fedclip.tools import sweep
 from fedclip.tools.check import check_config
-from fedclip.tools.compare import by_site, interval, judged_by
+from fedclip.tools.compare import by_site, drawn, interval, judged_by
 from fedclip.tools.quickrun import draw_from
 from fedclip.tools.standings import AS_IS, NONE, Standings
 from fedclip.tools.tune import unclipped
@@ -53,12 +55,19 @@ ODD_ONLY = [[a, b, 1.0] for a, b, _ in BARE]
         (
             standings(no_clipping=BARE, x=RAISED),
             "x",
-            "with it is b, 0.753 ± 0.13; with no clipping b, 0.65",
+            "with it is b, 0.75 ± 0.13; with no clipping b, 0.65",
         ),
         (standings(no_clipping=RAISED, x=BARE), "", "The nearest is x: -0.105 ± 0.012"),
         # What an odd site gains or loses is shown, and decides nothing.
         (standings(no_clipping=BARE, x=ODD_ONLY), "", "No proposal is better"),
         (standings(no_clipping=BARE, x=[[0.99, 0.6, 1]] * 3), "x", "than its interval"),
+        # Two records more with each seed are no spread, and so no interval.
+        (standings(no_clipping=BARE, x=[[a + 0.1, b, 1] for a, b, _ in BARE]), "", "more seeds"),
+        (
+            standings(no_clipping=BARE, y=RAISED, x=[[a + 0.3, b, 1] for a, b, _ in BARE]),
+            "y",
+            "y is better than no clipping by more than its interval",
+        ),
         (standings(False, no_clipping=RAISED, x=BARE), "x", "The highest site with it is a, 0.81"),
         # Accuracies may be the same where losses are not.
         (standings(no_clipping=[BARE[0]] * 3, x=RAISED), "x", "than its interval"),
@@ -102,6 +111,35 @@ def test_differences_are_those_of_the_same_seeds() -> None:
     # One that was given up early is compared over the seeds that it has.
     found.values["x"].pop(3)
     assert found.gain("x", NONE) == pytest.approx(interval([0.1, 0.105]))
+
+
+def test_errors_of_rounding_are_no_interval() -> None:
+    found = standings(no_clipping=[[23 / 24] * 3, [19 / 24] * 3], x=[[0.625] * 3, [11 / 24] * 3])
+    assert found.against("x") == "-0.333 ± 0"
+    assert found.against("x", "c") == "-0.333 ± 0"
+
+
+def test_ten_sites_and_seven_settings_fit_a_narrow_terminal() -> None:
+    sites = [f"university-hospital-{n}" for n in range(10)]
+    names = [NONE, AS_IS, *(f"update.adaptive{n}" for n in range(5))]
+    values = {
+        name: {seed: dict.fromkeys(sites, 0.8 + 0.01 * i + 0.013 * i * seed) for seed in (1, 2)}
+        for i, name in enumerate(names)
+    }
+    found = Standings("accuracy", True, sites, sites[1:], values)
+    found.ended[names[-1]] = "it diverged"
+    file = io.StringIO()
+    console = Console(file=file, width=80)
+    ranking, by_site, every = found.tables()
+    for table in (ranking, by_site):
+        console.print(drawn(table["name"], table["heads"], table["rows"]))
+    text = file.getvalue()
+    assert "…" not in text
+    for word in (*names, "2, given up", "+0.029 ± 0.083", f"{sites[0]} (not"):
+        assert word in text
+    assert [len(table["rows"]) for table in (ranking, by_site, every)] == [7, 10, 7]
+    only = Standings("accuracy", True, sites, sites, {NONE: values[NONE]}).tables()[1]
+    assert (only["heads"], only["rows"][0][1:]) == (["Site", NONE, "Difference"], ["0.8", "-"])
 
 
 def test_what_is_hopeless_is_given_up_and_why() -> None:
@@ -264,6 +302,10 @@ def test_nodes_are_run_over_websockets_and_their_own_metrics_are_read(
     assert (folder / "a" / "metrics.csv").is_file()
     assert set(facts["sites"]) == {"a", "b", "c"}
     assert {setting["name"] for setting in facts["settings"]} == {NONE, "step.fixed"}
+    # What is to be typed judges these very runs.
+    monkeypatch.setattr(Standings, "winner", "step.fixed")
+    words = "--seeds 2 --rounds 2 --nodes --sites a,b"
+    assert f"{words} --write\n" in call("tune", odd, *words.split()).stdout
 
 
 @pytest.mark.parametrize(

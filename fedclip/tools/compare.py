@@ -132,8 +132,19 @@ def _worst(report: Report) -> str:
 
 
 def shown(mean: float, half: float | None) -> str:
-    """Return a mean and half of its interval, in words."""
-    return number(mean) + ("" if half is None or math.isnan(mean) else f" ± {half:.2g}")
+    """Return a mean and half of its interval, in words; no digit is finer than the interval.
+
+    Examples
+    --------
+    >>> shown(0.955, 0.5812), shown(512.3, 124.0), shown(0.625, 0.0), shown(0.625, 1e-5)
+    ('0.95 ± 0.58', '510 ± 120', '0.625 ± 0', '0.625 ± <0.0001')
+    """
+    if half is None or not math.isfinite(half):
+        return number(mean)
+    if half < 1e-4 and (half == 0 or abs(mean) > 1e-3):
+        return f"{number(mean)} ± {'<0.0001' if half else 0}"
+    half = float(f"{half:.2g}")
+    return f"{number(round(mean, 1 - math.floor(math.log10(half))) + 0.0)} ± {number(half)}"
 
 
 def _run(report: Report, experiment: str) -> dict[str, float]:
@@ -167,8 +178,9 @@ def table_of(title: str, outcomes: Sequence[Outcome]) -> Table:
 
 
 def drawn(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table for a terminal; the first column has names."""
+    """Return a table for a terminal; the first column has names, and the last may have."""
     table = plain_table(title, names[:1], names[1:])
+    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
     for row in rows:
         table.add_row(*map(Text, map(printable, row)))
     return table

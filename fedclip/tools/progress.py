@@ -17,7 +17,7 @@ from fedclip.report.curves import read_curves
 __all__ = ["Tell", "latest", "progress"]
 
 Tell: TypeAlias = Callable[[str, int, str], None]
-"""Takes the name of a task, how much of it is done, and what to say of it."""
+"""Takes the name of a task, how many rounds of it are done, and what to say of it."""
 
 
 def latest(file: Path) -> str:
@@ -29,7 +29,7 @@ def latest(file: Path) -> str:
 
 
 def progress(tasks: Mapping[str, int], quiet: bool = False) -> Tell:
-    """Return what says how far tasks are, given how much there is to do of each; or says nothing.
+    """Return what says how far tasks are, given how many rounds each has; or says nothing.
 
     On a terminal each line is written over the one before; elsewhere there is one for each
     twentieth of a task.
@@ -46,7 +46,7 @@ def progress(tasks: Mapping[str, int], quiet: bool = False) -> Tell:
         if quiet or early or done <= said[task]:
             return
         said[task] = done
-        line = f"{task}: {done} of {total} done"
+        line = f"{task}: {done} of {total} rounds done"
         # A narrow terminal cuts off what comes last.
         if done < total:
             each = (time.monotonic() - begun[task]) / done

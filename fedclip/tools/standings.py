@@ -55,27 +55,29 @@ class Standings:
 
     def means(self, name: str, sites: Iterable[str] = ()) -> dict[int, float]:
         """Return the mean over some sites, by default those that count, of each seed."""
-        # Beyond twelve digits there is nothing but errors of rounding.
         chosen = [*sites] or self.counted
         return {
-            seed: round(statistics.fmean(found.get(site, math.nan) for site in chosen), 12)
+            seed: statistics.fmean(found.get(site, math.nan) for site in chosen)
             for seed, found in self.values.get(name, {}).items()
         }
 
     def mean(self, name: str, *sites: str) -> tuple[float, float | None]:
         """Return mean and half of the interval over seeds."""
-        return interval([*self.means(name, sites).values()] or [math.nan])
+        return _interval(self.means(name, sites).values())
 
     def gain(self, name: str, over: str, *sites: str) -> tuple[float, float | None]:
         """Return the mean difference between two settings over the seeds of both, and half."""
         one, other = self.means(name, sites), self.means(over, sites)
-        found = [round(one[seed] - other[seed], 12) for seed in one if seed in other]
-        return interval(found or [math.nan])
+        return _interval(one[seed] - other[seed] for seed in one if seed in other)
 
     def better(self, name: str, over: str, *sites: str) -> bool:
         """Whether a setting is better than another by more than the interval."""
         mean, half = self.gain(name, over, *sites)
         return half is not None and (mean if self.higher else -mean) > half
+
+    def clearly(self, name: str, over: str, *sites: str) -> bool:
+        """Whether it is better, and the seeds differ; few records often give the same by chance."""
+        return self.better(name, over, *sites) and bool(self.gain(name, over, *sites)[1])
 
     def lost(self, name: str) -> list[int]:
         """Return the seeds with which a site that counts has no number."""
@@ -104,11 +106,7 @@ class Standings:
                 continue
             if lost := self.lost(name):
                 found[name] = f"it diverged with seed {', '.join(map(str, lost))}"
-            # Few records may give the very same difference a few times, by chance.
-            elif all(
-                self.better(best, name, site) and self.gain(best, name, site)[1]
-                for site in self.counted
-            ):
+            elif all(self.clearly(best, name, site) for site in self.counted):
                 found[name] = (
                     f"after {len(seeds)} seeds, {best} is better at each site that counts by more "
                     "than the interval"
@@ -124,9 +122,12 @@ class Standings:
     @property
     def winner(self) -> str:
         """The best of those that beat no clipping by more than the interval; or ""."""
-        fit = [n for n in self.ranking() if n not in (NONE, *self.ended) and not self.lost(n)]
-        won = [n for n in fit if self.lost(NONE) or self.better(n, NONE)]
+        won = [n for n in self._fit if self.lost(NONE) or self.clearly(n, NONE)]
         return won[0] if won and not self.alike else ""
+
+    @property
+    def _fit(self) -> list[str]:
+        return [n for n in self.ranking() if n not in (NONE, *self.ended) and not self.lost(n)]
 
     def answer(self) -> str:
         """Return what came out, in sentences."""
@@ -136,6 +137,12 @@ class Standings:
             return (
                 "All seeds came to the same, so that nothing can be said of chance: let batches "
                 "be drawn (shuffle = true in [run.training])."
+            )
+        if not first and (even := [n for n in self._fit if self.better(n, NONE)]):
+            return (
+                f"No winner: {even[0]} differs from no clipping by the same with all seeds, "
+                f"{self.against(even[0])} {of}, which is no interval to judge by: take more seeds, "
+                "or more records to validate with."
             )
         if not first:
             text = f"No proposal is better than no clipping by more than its interval {of}."
@@ -162,10 +169,8 @@ class Standings:
         mean, half = self.gain(name, NONE, *sites)
         if name == NONE or math.isnan(mean):
             return "-"
-        digits = max(0, 1 - math.floor(math.log10(half))) if half else 3
-        return f"{round(mean, digits) + 0.0:+.{digits}f}" + (
-            "" if half is None else f" ± {half:.{digits}f}"
-        )
+        text = shown(mean, half)
+        return text if text.startswith("-") else f"+{text}"
 
     def _worst(self, name: str) -> str:
         return f"{(site := self.worst(name))}, {shown(*self.mean(name, site))}"
@@ -175,7 +180,7 @@ class Standings:
         return mean if name == NONE else f"{mean} ({self.against(name, site)})"
 
     def tables(self) -> list[dict[str, Any]]:
-        """Return the ranking, and the metric of each site, as text."""
+        """Return as text the ranking, the sites with the best setting, and those with each."""
         others = [site for site in self.sites if site not in self.counted]
         ranked, count = self.ranking(), {n: str(len(seeds)) for n, seeds in self.values.items()}
         count |= {name: f"{count[name]}, given up" for name in self.ended}
@@ -184,16 +189,24 @@ class Standings:
         note += "are those of the same seeds."
         note += f" Not counted: {_listed(others)}{self.left_out}." * bool(others)
         worst = f"{self.worse.capitalize()} site"
-        heads = ["Setting", "Seeds", f"Mean {self.metric}", "Against no clipping", worst]
+        heads = ["Setting", "Seeds", f"Mean {self.metric}", "Difference", worst]
         rows = [
             [n, count[n], shown(*self.mean(n)), self.against(n), self._worst(n)] for n in ranked
         ]
         caption = f"The {self.metric} of each site, and its difference to no clipping."
+        best = next((n for n in (self.winner, *ranked) if n not in ("", NONE)), NONE)
+        pair = [*dict.fromkeys((NONE, best))]
         names = [f"{site}{' (not counted)' * (site in others)}" for site in self.sites]
         by_site = [[n, *(self._cell(n, site) for site in self.sites)] for n in ranked]
+        with_best = [
+            [head, *(number(self.mean(n, site)[0]) for n in pair), self.against(best, site)]
+            for head, site in zip(names, self.sites, strict=True)
+        ]
+        two, all_ = ["Site", *pair, "Difference"], ["Setting", *names]
         return [
             {"name": "Ranking", "caption": note, "heads": heads, "rows": rows},
-            {"name": "Sites", "caption": caption, "heads": ["Setting", *names], "rows": by_site},
+            {"name": "Sites", "caption": caption, "heads": two, "rows": with_best},
+            {"name": "All settings", "caption": caption, "heads": all_, "rows": by_site},
         ]
 
     def as_dict(self) -> dict[str, object]:
@@ -213,6 +226,11 @@ class Standings:
             for name in self.ranking()
         ]
         return facts | {"winner": self.winner, "answer": self.answer(), "settings": settings}
+
+
+def _interval(values: Iterable[float]) -> tuple[float, float | None]:
+    # Beyond twelve digits there is nothing but errors of rounding, which are no spread.
+    return interval([round(value, 12) for value in values] or [math.nan])
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -277,7 +278,8 @@ def tune(
     if as_json:
         print(json.dumps({"schema": "fedclip-tune/1", "config": str(file), **standings.as_dict()}))
     else:
-        for table in standings.tables():
+        # The last one grows with settings and sites: a page and --json have it.
+        for table in standings.tables()[:2]:
             showing.console().print(drawn(table["name"], table["heads"], table["rows"]))
             say(table["caption"])
             typer.echo()
@@ -295,7 +297,9 @@ def tune(
     elif write:
         say(f"{typed(file)} was left as it is", err=True)
     elif winner in tuning.proposals and not as_json:
-        say(f"To write it:  fedclip tune {typed(file)} --write")
+        same = f" --seeds {seeds}" + f" --rounds {rounds}" * bool(rounds) + " --nodes" * nodes
+        same += f" --sites {shlex.quote(sites)}" * bool(sites)
+        say(f"To write it:  fedclip tune {typed(file)}{same} --write")
 
 
 def _tuned(tuning: Tuning, chosen: list[str]) -> None:
