@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from report_runs import Node, call
 
-from fedclip.report import read_report
+from fedclip.report import read_report, seeing
 from fedclip.report.advice import Advice
+from fedclip.report.place import FEW
 from fedclip.tools.catalogue import build
 from fedclip.tools.check import check_config
-from fedclip.tools.suggest import advised, seeing
-from fedclip.tools.suggest.place import FEW
+from fedclip.tools.suggest import advised
 
 CONFIG = """\
 # a comment on top
@@ -182,12 +182,26 @@ def test_a_proposal_is_written_and_the_rest_stays(looked: Path, tmp_path: Path, 
     assert [p.name for p in tmp_path.iterdir() if "fedclip" in p.name] == []
 
 
+@pytest.mark.parametrize(("times", "named"), [(2.2, False), (6.0, True)])
+def test_beside_odd_sites_an_update_must_be_far_longer(
+    tmp_path: Path, times: float, named: bool
+) -> None:
+    advice = a_run(tmp_path, odd(100.0), lambda round_, place: times if place == 0 else 1.0)
+    assert any(text.startswith("site-a:") for text in advice.findings) == named
+    # The report names the same ones.
+    said = read_report(tmp_path).in_words()
+    assert {text for text in advice.findings if "units" in text} <= {*said}
+    assert any("site-a:" in text for text in said) == named
+
+
 def test_the_page_has_the_thresholds() -> None:
     page = Path(__file__).parents[1].joinpath("docs", "suggest.md").read_text(encoding="utf-8")
     for text in (
         f"by steps is {seeing._ODD['step']:g} or more",
         f"by updates is {seeing._ODD['update']:g} or more",
-        f"(without the number of steps: {seeing._ODD_ALONE:g})",
+        f"(without the number of steps: {seeing._ODD_ALONE:g};",
+        f"when another is odd by steps: {seeing._ODD['step']:g})",
+        f"at least {seeing._SMALL:g} times smaller",
         f"largest norm is {seeing._SPIKE:g} times",
         f"fewer than {FEW['step']} norms, or by fewer than {FEW['update']} updates",
     ):
