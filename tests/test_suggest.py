@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import textwrap
 import tomllib
@@ -257,11 +258,21 @@ def test_several_experiments_are_not_mixed(looked: Path, tmp_path: Path) -> None
     assert result.exit_code == 1
     assert "holds 2 experiments" in result.stderr
     assert f"({tmp_path / 'other'}, {looked})" in result.stderr
-    # One that lies in the folder itself is the one that is meant.
-    Node(looked / "before" / "a", ["no-op"]).round([1.0])
-    result = call("suggest", looked)
-    assert result.exit_code == 0
-    assert "what folders below hold is left out (1)" in result.stderr
+
+
+@pytest.mark.parametrize("inner", ["new", "old"])
+def test_of_a_run_in_the_folder_of_another_the_newest_is_taken(looked: Path, inner: str) -> None:
+    Node(looked / "simulated" / "z", ["no-op"]).round([1.0])
+    os.utime(looked / "simulated" / "z", (0, 4e9 if inner == "new" else 1))
+    newest, other = looked / "simulated", looked
+    if inner == "old":
+        newest, other = other, newest
+    for command in ("suggest", "report"):
+        result = call(command, looked, "--json")
+        assert result.exit_code == 0
+        said = f"the newest run, in {newest}; left out: what is in {other}\n"
+        assert said in result.stderr
+        assert ('"c"' in result.stdout) == (inner == "old")
 
 
 def test_two_clients(tmp_path: Path) -> None:
@@ -302,7 +313,18 @@ def test_what_will_not_help_is_written_by_name_only(tmp_path: Path) -> None:
     refused = call("suggest", tmp_path, "--write", file)
     assert (refused.exit_code, file.read_text()) == (1, CONFIG)
     assert "name it: --use NAME" in refused.stderr
+    shown = call("suggest", tmp_path).stdout
+    assert "To write it" not in shown
+    assert "In full:  --use update.fixed" in shown.splitlines()[-1]
     assert call("suggest", tmp_path, "--write", file, "--use", "step.learnt").exit_code == 0
+
+
+def test_what_is_not_there_is_said(looked: Path, tmp_path: Path) -> None:
+    missing = call("suggest", tmp_path / "runs")
+    assert missing.exit_code == 2
+    assert "did you mean 'run'?" in missing.stderr
+    (tmp_path / "empty").mkdir()
+    assert "run fedclip simulate, or quickrun, first" in call("report", tmp_path / "empty").stderr
 
 
 def test_the_advice_is_data_too(looked: Path) -> None:
