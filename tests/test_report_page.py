@@ -213,7 +213,10 @@ def test_a_bound_without_noise_has_spent_nothing(tmp_path: Path) -> None:
     Node(run / "server", ["update-clip-server"]).checkpointer.checkpoint(
         optimizer=Optimizer(1.0, modules=["update-clip-server"])
     )
-    assert call("report", run, "--html", tmp_path / "r.html").exit_code == 0
+    shown = call("report", run, "--html", tmp_path / "r.html")
+    assert shown.exit_code == 0
+    # Last, where it is seen, and not before a long table.
+    assert shown.stdout.endswith(f"wrote {tmp_path / 'r.html'}\n")
     assert "Privacy spent" not in (tmp_path / "r.html").read_text()
 
 

@@ -120,6 +120,7 @@ def in_round(chosen: int, times: float) -> Scale:
         (odd(100.0), odd(20.0), "step.fixed", "site-e: the norms of its steps are"),
         (odd(1.0), odd(3.0), "update.adaptive", "The updates of site-e are"),
         (odd(100.0), odd(1.0), "step.fixed", "look at its units"),
+        (lambda _, place: {4: 100.0, 3: 50.0}.get(place, 1.0), None, "step.fixed", "d are up to"),
         (odd(100.0), None, "step.fixed", "the norms of updates were not measured"),
         (odd(0.01), odd(1.0), "", "times smaller than the others'"),
         (in_round(7, 1000.0), odd(1.0), "step.fixed", "site-c: a norm of steps of up to"),
