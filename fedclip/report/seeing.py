@@ -68,9 +68,8 @@ def told(found: Mapping[str, Seen]) -> list[str]:
 
 def _seen(norms: Norms, beside: bool) -> Seen:
     result, ratios = Seen(), norms.ratios()
-    most = _ODD["step" if beside else norms.place]
-    if norms.place == "update" and not norms.effort:
-        most = _ODD_ALONE
+    alone = norms.place == "update" and not norms.effort
+    most = _ODD_ALONE if alone else _ODD["step" if beside else norms.place]
     odd = {name: times for name, times in ratios.items() if times >= most}
     result.two = len(ratios) == 2
     if 2 * len(odd) < len(ratios) or result.two:

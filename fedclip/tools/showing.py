@@ -72,17 +72,16 @@ def _newest(report: Report, quiet: bool = False) -> Report:
     found = report.experiments
     if len(found) == 1 or "" not in found:
         return report
-    times = dict.fromkeys(found, 0.0)
-    for node in (*report.nodes, *report.private):
-        above, path = node.rpartition("/")[0], report.folder / node
+
+    def written(node: str) -> float:
         # A folder that is a node itself has its own name.
-        written = (path if path.is_dir() else report.folder).stat().st_mtime
-        times[above] = max(times[above], written)
-    newest = max(found, key=times.__getitem__)
+        path = report.folder / node
+        return (path if path.is_dir() else report.folder).stat().st_mtime
+
+    newest = max((*report.nodes, *report.private), key=written).rpartition("/")[0]
     if not quiet:
-        others = ", ".join(str(report.folder / name) for name in found if name != newest)
-        shown = f"fedclip: this is the newest run, in {report.folder / newest}"
-        say(f"{shown}; left out: what is in {others}", err=True)
+        said = f"this is the newest of {len(found)} runs, in {report.folder / newest}"
+        say(f"fedclip: {said}; the others are left out", err=True)
     return report.only([newest])
 
 
