@@ -356,6 +356,9 @@ def test_report_follows_a_run_until_it_ends(
         if len(nodes) == 3:
             (folder / "c0" / "model_state_best.mpk").touch()
             return
+        if not nodes:
+            Node(folder / "server", []).round([], metrics={"loss": 0.25})
+            (folder / "server" / "model_state_best.mpk").touch()
         nodes.append(nodes[-1] if nodes else Node(folder / "c0", ["norm-clip"]))
         nodes[-1].round([0.5, 2.0])
 
@@ -367,6 +370,7 @@ def test_report_follows_a_run_until_it_ends(
         f"c0, norm-clip, round {n}" for n in (1, 2, 3)
     ]
     assert lines[3] == "50.0% of 6 steps were clipped."
+    assert lines[4].startswith("server: loss 0.25 after round")
     assert "waiting for the first round" in result.stderr
     assert "run does not exist" in result.stderr
     assert call("report", folder, "--follow", "--json").exit_code == 2

@@ -109,7 +109,7 @@ def test_the_seeds_of_a_setting_are_one_run(tmp_path: Path) -> None:
         sites(tmp_path / f"seed-{seed}", 3)
     text = page(tmp_path, together=True)
     assert [name for name, _ in clipper_of(text)["lines"]] == ["site-0", "site-1", "site-2"]
-    assert text.count("is unlike the others") == 1
+    assert text.count("look at its units") == 1
 
 
 def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) -> None:
@@ -120,7 +120,9 @@ def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) ->
         Proposal("step.learnt", {}),
         Proposal("aggregate.fixed", {}),
     ]
-    advice = Advice("Start with step.fixed.", ["site-2: odd."], proposals, "step.fixed")
+    (odd,) = [f.text for f in read_report(tmp_path).findings() if f.kind == "unlike"]
+    assert odd.startswith("site-2: ")
+    advice = Advice("Start with step.fixed.", [odd], proposals, "step.fixed")
     text = page(
         tmp_path,
         advice=advice,
@@ -136,11 +138,17 @@ def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) ->
         "no-op": [["step.fixed", 1.2, True]],
         "norm-clip on the server": [["aggregate.fixed", 0.7, False]],
     }
-    said = ["Start with step.fixed.", "site-2: odd.", "start here", "modules = [", "&lt;best&gt;"]
+    said = [
+        "Start with step.fixed.",
+        "look at its units",
+        "start here",
+        "modules = [",
+        "&lt;best&gt;",
+    ]
     places = [text.index(part) for part in [*said, "100 % of site-2", 'class="chart"']]
     assert places == sorted(places)
     assert text.count("start here") == 1
-    assert "site-2 is unlike" not in text
+    assert text.count("look at its units") == 1
 
 
 @pytest.mark.parametrize(
@@ -205,7 +213,10 @@ def test_a_bound_without_noise_has_spent_nothing(tmp_path: Path) -> None:
     Node(run / "server", ["update-clip-server"]).checkpointer.checkpoint(
         optimizer=Optimizer(1.0, modules=["update-clip-server"])
     )
-    assert call("report", run, "--html", tmp_path / "r.html").exit_code == 0
+    shown = call("report", run, "--html", tmp_path / "r.html")
+    assert shown.exit_code == 0
+    # Last, where it is seen, and not before a long table.
+    assert shown.stdout.endswith(f"wrote {tmp_path / 'r.html'}\n")
     assert "Privacy spent" not in (tmp_path / "r.html").read_text()
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import textwrap
 import tomllib
@@ -14,12 +15,12 @@ import numpy as np
 import pytest
 from report_runs import Node, call
 
-from fedclip.report import read_report
+from fedclip.report import read_report, seeing
 from fedclip.report.advice import Advice
+from fedclip.report.place import FEW
 from fedclip.tools.catalogue import build
 from fedclip.tools.check import check_config
-from fedclip.tools.suggest import advised, seeing
-from fedclip.tools.suggest.place import FEW
+from fedclip.tools.suggest import advised
 
 CONFIG = """\
 # a comment on top
@@ -119,6 +120,7 @@ def in_round(chosen: int, times: float) -> Scale:
         (odd(100.0), odd(20.0), "step.fixed", "site-e: the norms of its steps are"),
         (odd(1.0), odd(3.0), "update.adaptive", "The updates of site-e are"),
         (odd(100.0), odd(1.0), "step.fixed", "look at its units"),
+        (lambda _, place: {4: 100.0, 3: 50.0}.get(place, 1.0), None, "step.fixed", "d are up to"),
         (odd(100.0), None, "step.fixed", "the norms of updates were not measured"),
         (odd(0.01), odd(1.0), "", "times smaller than the others'"),
         (in_round(7, 1000.0), odd(1.0), "step.fixed", "site-c: a norm of steps of up to"),
@@ -182,12 +184,26 @@ def test_a_proposal_is_written_and_the_rest_stays(looked: Path, tmp_path: Path, 
     assert [p.name for p in tmp_path.iterdir() if "fedclip" in p.name] == []
 
 
+@pytest.mark.parametrize(("times", "named"), [(2.2, False), (6.0, True)])
+def test_beside_odd_sites_an_update_must_be_far_longer(
+    tmp_path: Path, times: float, named: bool
+) -> None:
+    advice = a_run(tmp_path, odd(100.0), lambda round_, place: times if place == 0 else 1.0)
+    assert any(text.startswith("site-a:") for text in advice.findings) == named
+    # The report names the same ones.
+    said = read_report(tmp_path).in_words()
+    assert {text for text in advice.findings if "units" in text} <= {*said}
+    assert any("site-a:" in text for text in said) == named
+
+
 def test_the_page_has_the_thresholds() -> None:
     page = Path(__file__).parents[1].joinpath("docs", "suggest.md").read_text(encoding="utf-8")
     for text in (
         f"by steps is {seeing._ODD['step']:g} or more",
         f"by updates is {seeing._ODD['update']:g} or more",
-        f"(without the number of steps: {seeing._ODD_ALONE:g})",
+        f"(without the number of steps: {seeing._ODD_ALONE:g};",
+        f"when another is odd by steps: {seeing._ODD['step']:g})",
+        f"at least {seeing._SMALL:g} times smaller",
         f"largest norm is {seeing._SPIKE:g} times",
         f"fewer than {FEW['step']} norms, or by fewer than {FEW['update']} updates",
     ):
@@ -243,11 +259,18 @@ def test_several_experiments_are_not_mixed(looked: Path, tmp_path: Path) -> None
     assert result.exit_code == 1
     assert "holds 2 experiments" in result.stderr
     assert f"({tmp_path / 'other'}, {looked})" in result.stderr
-    # One that lies in the folder itself is the one that is meant.
-    Node(looked / "before" / "a", ["no-op"]).round([1.0])
-    result = call("suggest", looked)
-    assert result.exit_code == 0
-    assert "what folders below hold is left out (1)" in result.stderr
+
+
+@pytest.mark.parametrize("inner", ["new", "old"])
+def test_of_a_run_in_the_folder_of_another_the_newest_is_taken(looked: Path, inner: str) -> None:
+    Node(looked / "simulated" / "z", ["no-op"]).round([1.0])
+    os.utime(looked / "simulated" / "z", (0, 4e9 if inner == "new" else 1))
+    newest = looked / "simulated" if inner == "new" else looked
+    for command in ("suggest", "report"):
+        result = call(command, looked, "--json")
+        assert result.exit_code == 0
+        assert f"this is the newest of 2 runs, in {newest}; the others" in result.stderr
+        assert ('"c"' in result.stdout) == (inner == "old")
 
 
 def test_two_clients(tmp_path: Path) -> None:
@@ -288,7 +311,18 @@ def test_what_will_not_help_is_written_by_name_only(tmp_path: Path) -> None:
     refused = call("suggest", tmp_path, "--write", file)
     assert (refused.exit_code, file.read_text()) == (1, CONFIG)
     assert "name it: --use NAME" in refused.stderr
+    shown = call("suggest", tmp_path).stdout
+    assert "To write it" not in shown
+    assert "In full:  --use update.fixed" in shown.splitlines()[-1]
     assert call("suggest", tmp_path, "--write", file, "--use", "step.learnt").exit_code == 0
+
+
+def test_what_is_not_there_is_said(looked: Path, tmp_path: Path) -> None:
+    missing = call("suggest", tmp_path / "runs")
+    assert missing.exit_code == 2
+    assert "did you mean 'run'?" in missing.stderr
+    (tmp_path / "empty").mkdir()
+    assert "run fedclip simulate, or quickrun, first" in call("report", tmp_path / "empty").stderr
 
 
 def test_the_advice_is_data_too(looked: Path) -> None:

@@ -7,7 +7,8 @@ on, send or log:
 
 1. `reading`: every folder below the given one that holds ``optimizer_state_*.mpk`` is a node.
    `curves` reads the loss and the metrics beside them.
-2. `words`: what the rounds show, in sentences.
+2. `words`: what the rounds show, in sentences; by `place` and `seeing` whose norms are unlike
+   the others'.
 3. The rest is presentation: `table`, `figure`, `page`, CSV and JSON.
 
 A damaged file is skipped, and the report names it. Names of nodes, clippers and groups are other

@@ -143,7 +143,8 @@ class Report:
         """Return the most important findings: losses that are lost, then some for each clipper."""
         found = words.findings(self.whole, self.limits(), self.servers)
         lost = words.diverged(self.curves, self.servers)
-        return [*lost, *words.unseen(self.private), *found]
+        odd = words.unlike(row for row in self.whole if row.node not in self.servers)
+        return [*lost, *words.unseen(self.private), *found, *odd]
 
     def in_words(self) -> list[str]:
         """Return the findings as sentences, each with what it is about if there are several."""

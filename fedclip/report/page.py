@@ -176,8 +176,7 @@ def _findings(report: Report, advice: Advice | None) -> list[str]:
     """Return what the advice rests on, then what else was found."""
     found = [*advice.findings] if advice else []
     for finding in sorted(report.findings(), key=lambda finding: finding.kind not in _WEIGHTY):
-        about = _name(finding.text.partition(" is unlike")[0])
-        if finding.kind != "unlike" or not any(text.startswith(f"{about}:") for text in found):
+        if printable(finding.text) not in found:
             found.append(": ".join(filter(None, (finding.clipper, finding.text))))
     return found
 

@@ -68,9 +68,9 @@ class Reader:
         nodes = self._nodes.values()
         if not nodes:
             raise ReportError(
-                f"{folder} holds no {STATES}: declearn writes them where a checkpoint folder is "
-                "set (checkpoint = … in [experiment], or checkpoint=… for FederatedClient and "
-                "FederatedServer)"
+                f"{folder} holds no {STATES}: run fedclip simulate, or quickrun, "
+                "first; declearn writes them where a checkpoint folder is set (checkpoint = … in "
+                "[experiment], or checkpoint=… for FederatedClient and FederatedServer)"
             )
         found = [row for node in nodes for row in node.rows.values()]
         skipped = [path for node in nodes for path in node.skipped]

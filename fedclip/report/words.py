@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fedclip.records import RoundRecord
 from fedclip.report.curves import Curve
+from fedclip.report.place import places_of
 from fedclip.report.rows import Limits, Row, grouped, known, number, pooled
+from fedclip.report.seeing import seen, told
 
 __all__ = ["Finding", "diverged", "findings", "unlike", "unseen"]
 
-# A client is unlike the others if its norms are this many times theirs, or less than theirs
-# by this factor.
-_UNLIKE = 3.0
 # A limit binds nearly always, or one kind of limit rules, from this share of the steps on.
 _NEARLY_ALL = 0.95
 
@@ -31,7 +29,7 @@ class Finding(NamedTuple):
     experiment: str
     """Folder of the federation; "" if there is only one."""
     clipper: str
-    """Its name; "" for what is about the model."""
+    """Its name; "" for what is about the model, or a client."""
     text: str
 
 
@@ -64,6 +62,16 @@ def diverged(curves: Iterable[Curve], servers: frozenset[str]) -> list[Finding]:
     ]
 
 
+def unlike(rows: Iterable[Row]) -> list[Finding]:
+    """Say which clients have norms unlike the others'."""
+    runs = grouped(rows, lambda row: row.experiment)
+    return [
+        Finding("unlike", experiment, "", text)
+        for experiment, own in runs.items()
+        for text in told(seen(places_of(own)))
+    ]
+
+
 def unseen(private: Iterable[str]) -> list[Finding]:
     """Say why nothing is known of clients that train by DP-SGD but what they have spent."""
     found = grouped(private, lambda node: node.rpartition("/")[0])
@@ -81,7 +89,6 @@ def unseen(private: Iterable[str]) -> list[Finding]:
 def _all(rows: Sequence[Row], limits: Limits) -> Said:
     yield _clipped(rows, limits)
     yield from _setter(rows)
-    yield from _unlike(rows)
     bad = [row for row in rows if row.record.nonfinite]
     if bad:
         count = sum(row.record.nonfinite for row in bad)
@@ -166,38 +173,6 @@ def _setter(rows: Sequence[Row]) -> Said:
         parts = {"learnt": whole.learnt, "fixed": whole.fixed, "from the warm-up": whole.warmup}
         shares = [f"{n / limited:.0%} {name}" for name, n in parts.items() if n]
         yield "limits", f"Where the limits came from: {', '.join(shares)}."
-
-
-def _unlike(rows: Sequence[Row]) -> Said:
-    """Say which client has norms unlike the others'.
-
-    Not by the median: where units are wrong, a model may saturate, and many gradients be 0.
-    """
-    levels = {n: level for n, r in _by_node(rows).items() if (level := r.norm_quantile(0.9))}
-    for node, others in unlike(levels).items():
-        level = levels[node]
-        ratio = max(level / others, others / level)
-        times = f"{ratio:.3g} times " + ("larger" if level > others else "smaller")
-        text = (
-            f"{node} is unlike the others: 90 % of its norms are below {number(level)}, {times} "
-            f"than theirs, {number(others)}; look at its data and its units."
-        )
-        yield "unlike", text
-
-
-def unlike(levels: Mapping[str, float]) -> dict[str, float]:
-    """Return the clients with a level of norms > 0 unlike the others', and the median of those.
-
-    There must be three clients at least, and most of them alike.
-    """
-    found = {}
-    for node, level in levels.items() if len(levels) > 2 else ():
-        others = statistics.median(m for other, m in levels.items() if other != node)
-        ratio = max(level / others, others / level)
-        alike = sum(max(m / others, others / m) < _UNLIKE for m in levels.values())
-        if ratio >= _UNLIKE and alike >= 0.5 * len(levels):
-            found[node] = others
-    return found
 
 
 def _by_node(rows: Sequence[Row]) -> dict[str, RoundRecord]:

@@ -308,10 +308,6 @@ def report(
     showing.can_write(plot=plot, html=html)
     folder = results(folder)
     result = showing.read(folder, follow, html)
-    if plot is not None:
-        showing.save_plot(result, plot)
-    if html is not None:
-        showing.save_page([("", folder, result)], html)
     if as_json:
         print(json.dumps(result.as_dict()))
     elif csv is not None:
@@ -320,6 +316,10 @@ def report(
         showing.write(csv, text.getvalue())
     elif not follow:
         showing.show(result, groups, rounds)
+    if plot is not None:
+        showing.save_plot(result, plot)
+    if html is not None:
+        showing.save_page([("", folder, result)], html)
 
 
 # Commands are listed in the order in which they are added.

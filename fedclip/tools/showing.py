@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedclip.errors import nearest
 from fedclip.report import (
     Reader,
     Report,
@@ -54,12 +55,34 @@ def read(folder: Path, follow: bool = False, html: Path | None = None) -> Report
     The page of a run that is followed is written anew whenever there is something new.
     """
     try:
-        result = _followed(folder, html) if follow else read_report(folder)
+        result = _followed(folder, html) if follow else _newest(read_report(folder))
     except ReportError as exc:
-        fail(str(exc), code=1 if os.path.isdir(folder) else 2)
+        if os.path.exists(folder):
+            fail(str(exc), code=1 if os.path.isdir(folder) else 2)
+        above = folder.parent
+        beside = [p.name for p in above.iterdir() if p.is_dir()] if os.path.isdir(above) else []
+        fail(f"{exc}{nearest(folder.name, beside)}", code=2)
     for path in result.skipped:
         say(f"fedclip: skipped {path}, which can not be read (yet)", err=True)
     return result
+
+
+def _newest(report: Report, quiet: bool = False) -> Report:
+    """Leave out the older runs where a federation lies in the folder of another, and say so."""
+    found = report.experiments
+    if len(found) == 1 or "" not in found:
+        return report
+
+    def written(node: str) -> float:
+        # A folder that is a node itself has its own name.
+        path = report.folder / node
+        return (path if path.is_dir() else report.folder).stat().st_mtime
+
+    newest = max((*report.nodes, *report.private), key=written).rpartition("/")[0]
+    if not quiet:
+        said = f"this is the newest of {len(found)} runs, in {report.folder / newest}"
+        say(f"fedclip: {said}; the others are left out", err=True)
+    return report.only([newest])
 
 
 def show(report: Report, groups: bool, rounds: bool | None) -> None:
@@ -126,7 +149,7 @@ def _followed(folder: Path, html: Path | None = None) -> Report:
                     reader = reader or Reader(folder)
                     # Asked before it reads: what was written until the end is then read.
                     ended = reader.ended
-                    result = reader.read()
+                    result = _newest(reader.read(), quiet=result is not None)
                 except ReportError as exc:
                     if ended or (reader is None and os.path.exists(folder)):
                         raise
@@ -150,7 +173,7 @@ def _followed(folder: Path, html: Path | None = None) -> Report:
     if screen.is_terminal and result.rows:
         screen.print(_view(result))
     else:
-        for sentence in result.in_words():
+        for sentence in (*result.in_words(), *_last(result)):
             say(sentence)
     return result
 

@@ -47,8 +47,8 @@ def suggest(
 ) -> None:
     """Decide by the norms of a run what to clip first, and say why.
 
-    Each proposal comes as lines of TOML, with the share of each client's norms that it would have
-    clipped, and with what it reveals of the data.
+    The first proposals come as lines of TOML, with the share of each client's norms that they would
+    have clipped, and with what they reveal of the data; `--use NAME` shows another so.
     """
     from fedclip.errors import nearest
     from fedclip.tools.showing import read
@@ -57,11 +57,9 @@ def suggest(
     folder = results(folder)
     report = read(folder)
     found = report.experiments
-    if len(found) > 1 and "" not in found:
+    if len(found) > 1:
         names = ", ".join(str(folder / name) for name in found[:3]) + ", …" * (len(found) > 3)
         fail(f"{folder} holds {len(found)} experiments: give one of them ({names})")
-    if len(found) > 1:
-        say(f"fedclip: what folders below hold is left out ({len(found) - 1})", err=True)
     try:
         advice = advised(report, min(found))
     except (TypeError, ValueError) as exc:
@@ -80,8 +78,8 @@ def suggest(
         if not (use or advice.start):
             fail(f"{advice.answer} To write one all the same, name it: --use NAME")
         save(write, proposals[use or advice.start])
-    elif proposals and not as_json:
-        named = f" --use {use or next(iter(proposals))}" if use or not advice.start else ""
+    elif (use or advice.start) and not as_json:
+        named = f" --use {use}" if use else ""
         typer.echo()
         say(f"To write it:  fedclip suggest {typed(folder)}{named} --write config.toml")
 

@@ -20,11 +20,12 @@ from fedclip.errors import nearest
 from fedclip.parameters import Config
 from fedclip.report import Report, read_report
 from fedclip.report.advice import Advice, Lines, Proposal
+from fedclip.report.place import BY_NORM, UPDATES
+from fedclip.report.seeing import seen
 from fedclip.tools import suggest
 from fedclip.tools.compare import by_site, judged_by
 from fedclip.tools.standings import AS_IS, NONE, Standings
-from fedclip.tools.suggest.norms import BY_NORM, UPDATES, read_norms
-from fedclip.tools.suggest.seeing import seen
+from fedclip.tools.suggest.norms import read_norms
 from fedclip.tools.sweep import Planned, modules_of, placed, refuse
 
 __all__ = ["Tuning", "unclipped"]
@@ -124,9 +125,9 @@ class Tuning:
         for site in chosen:
             if site not in sites:
                 raise ValueError(f"there is no site {site!r}{nearest(site, sites)}")
-        places = [norms for norms in read_norms(report, experiment) if not norms.lacking]
         # Of two, either may be the odd one.
-        odd = {site for norms in places for site in seen(norms).odd if len(sites) > 2}
+        found = seen(read_norms(report, experiment)).values() if len(sites) > 2 else ()
+        odd = {site for one in found for site in one.odd}
         counted = [site for site in sites if site in chosen or (not chosen and site not in odd)]
         self.standings = Standings(
             *judged_by(next(iter(sites.values()))), sorted(sites), sorted(counted or sites)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from fedclip import MadClip, ZScoreClip
 from fedclip.report.advice import Lines, Proposal
-from fedclip.tools.suggest.place import Norms, rounded
+from fedclip.report.place import Norms, rounded
 
 __all__ = ["proposals"]
 

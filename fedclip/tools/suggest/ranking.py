@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 
 from fedclip.report import Report, number, printable
 from fedclip.report.advice import Advice
+from fedclip.report.place import Norms
+from fedclip.report.seeing import Seen, seen, told
 from fedclip.tools.suggest.norms import read_norms
-from fedclip.tools.suggest.place import Norms
 from fedclip.tools.suggest.proposing import proposals
-from fedclip.tools.suggest.seeing import Seen, seen
 
 __all__ = ["advised"]
 
@@ -46,10 +46,10 @@ def advised(report: Report, experiment: str) -> Advice:
         If a node's configuration can not be read, so that the order of its norms is unknown.
     """
     places = read_norms(report, experiment)
-    found = {norms.place: seen(norms) for norms in places if not norms.lacking}
+    found = seen(places)
     bad = {f.kind: f.text for f in report.only([experiment]).findings()}
     lost = [bad[kind] for kind in ("diverged", "nonfinite") if kind in bad]
-    findings = [*lost, *_findings(places, found)]
+    findings = [*lost, *told(found), *_clipped(places)]
     # Norms of later rounds are then of no use.
     early = "diverged" in bad
     case, who = _case(found, early)
@@ -66,7 +66,7 @@ def _case(found: Mapping[str, Seen], early: bool) -> tuple[str, str]:
     """Return what decides the order, "" where nothing is unusual, and who shows it."""
     for place, one in found.items():
         if one.odd:
-            times = f"{number(max(one.odd.values()))} times"
+            times = f"{'up to ' * (len(one.odd) > 1)}{number(max(one.odd.values()))} times"
             return "two" if one.two else place, f"{_listed([*one.odd])} are {times}"
     if found and early:
         return "diverged", ""
@@ -79,12 +79,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def _findings(places: list[Norms], found: Mapping[str, Seen]) -> Iterator[str]:
-    told: dict[str, str] = {}
-    for text in (text for one in found.values() for text in one.texts):
-        # Of each client, the first: its updates are as odd as its steps.
-        told.setdefault(text.partition(":")[0], text)
-    yield from told.values()
+def _clipped(places: list[Norms]) -> Iterator[str]:
     for norms in places:
         share = norms.whole.clipped_share
         if norms.lacking:

@@ -34,6 +34,8 @@ def in_words(advice: Advice, use: str = "") -> Iterator[str]:
             yield from _wrapped(proposal.why, 2)
         if use == proposal.name or (not use and place < _FULL):
             yield from _rest(proposal)
+        elif not use:
+            yield f"  In full:  --use {proposal.name}"
 
 
 def _rest(proposal: Proposal) -> Iterator[str]:

@@ -10,8 +10,8 @@ import tomlkit
 
 from fedclip.parameters import Config
 from fedclip.report.advice import Proposal
+from fedclip.report.place import BY_NORM
 from fedclip.toml import toml_item, toml_line
-from fedclip.tools.suggest.norms import BY_NORM
 
 __all__ = ["lines_of", "rewritten"]
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from fedclip.records import RoundRecord
-from fedclip.report import Row
-from fedclip.report.rows import grouped, pooled
+from fedclip.report.rows import Row, grouped, pooled
 
-__all__ = ["FEW", "Norms", "name_of", "rounded"]
+__all__ = ["BY_NORM", "FEW", "UPDATES", "Norms", "places_of", "rounded"]
 
+BY_NORM = {
+    *("no-op", "norm-clip", "normalize", "zscore-clip", "ema-clip", "auto-clip", "mad-clip"),
+    *("percentile-norm-clip", "adaptive-clip", "growth-clip", "ema-norm-clip", "ema-normalize"),
+}
+"""Clippers by the norm of the gradient, which have norms to choose a limit by."""
+UPDATES = ("update-norms", "update-clip-client")
+"""What records the norms of updates; of a simulation, the first knows whose they are."""
 FEW = {"step": 20, "update": 9}
 """Number of norms below which nothing is chosen by them; a client has one update in a round."""
 _UNMEASURED = {
@@ -56,7 +62,7 @@ class Norms:
 
     def by_client(self) -> dict[str, list[RoundRecord]]:
         """Return the rounds of each client, in order."""
-        found = grouped(self.rows, name_of)
+        found = grouped(self.rows, _name)
         return {name: [row.record for row in rows] for name, rows in found.items()}
 
     def by_round(self) -> dict[int, dict[str, RoundRecord]]:
@@ -125,12 +131,31 @@ class Norms:
         return ""
 
 
+def places_of(rows: Iterable[Row]) -> list[Norms]:
+    """Return the norms of steps, and of updates, of the clients of one federation."""
+    rows = [*rows]
+    steps = _first(rows)
+    updates = {name: [row for row in rows if row.name == name] for name in UPDATES}
+    effort = {(_name(row), row.record.round): row.record.steps or 1 for row in steps}
+    chosen = updates[UPDATES[0]] or updates[UPDATES[1]]
+    return [Norms("step", steps), Norms("update", chosen, effort=effort)]
+
+
+def _first(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the first clipper by norm on each node."""
+    found: dict[str, int] = {}
+    for row in rows:
+        if row.name in BY_NORM:
+            found[row.node] = min(found.get(row.node, row.place), row.place)
+    return [row for row in rows if found.get(row.node) == row.place and row.name in BY_NORM]
+
+
 def _above(record: RoundRecord, limit: float) -> float:
     norms = record.norms()
     return sum(norm > limit for norm in norms) / max(1, len(norms))
 
 
-def name_of(row: Row) -> str:
+def _name(row: Row) -> str:
     """Return the name of a node within its federation."""
     return row.node.rpartition("/")[2]
 

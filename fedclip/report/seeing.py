@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fedclip.report import number
-from fedclip.tools.suggest.place import Norms
+from fedclip.report.place import Norms
+from fedclip.report.rows import number
 
-__all__ = ["Seen", "seen"]
+__all__ = ["Seen", "seen", "told"]
 
 # A client is odd if its norms are so many times those of the median client. Label skew, noise, and
 # few or many records come to 3.1 at most by steps, and 1.8 by updates for each step; other units to
 # 7 at least by steps, and wrong labels to 1.8 by updates.
 _ODD = {"step": 4.0, "update": 1.8}
+# Sites that are odd by their steps pull the model to where others have longer updates: beside them,
+# a client is odd by its updates only if it would be so by steps.
 # Without knowing the number of steps: a client with many of them comes to 4.5.
 _ODD_ALONE = 5.0
+# Shorter steps do no harm, and are often there where labels are unlike: this is only a note.
+_SMALL = 10.0
 # The largest norm of a round is a spike if it is so many times what it is in most rounds, and in
 # those near it: noise comes to 30, bursts and broken records to 550 at least.
 _SPIKE, _NEAR = 50.0, 2
@@ -45,10 +49,27 @@ class Seen:
     texts: list[str] = field(default_factory=list)
 
 
-def seen(norms: Norms) -> Seen:
-    """Return what the norms of one place show."""
+def seen(places: Iterable[Norms]) -> dict[str, Seen]:
+    """Return what the norms of each place show, for those that have enough of them."""
+    found: dict[str, Seen] = {}
+    for norms in places:
+        if not norms.lacking:
+            found[norms.place] = _seen(norms, any(one.odd for one in found.values()))
+    return found
+
+
+def told(found: Mapping[str, Seen]) -> list[str]:
+    """Return what is worth telling of each client: the first, as updates are as odd as steps."""
+    texts: dict[str, str] = {}
+    for text in (text for one in found.values() for text in one.texts):
+        texts.setdefault(text.partition(":")[0], text)
+    return [*texts.values()]
+
+
+def _seen(norms: Norms, beside: bool) -> Seen:
     result, ratios = Seen(), norms.ratios()
-    most = _ODD[norms.place] if norms.place != "update" or norms.effort else _ODD_ALONE
+    alone = norms.place == "update" and not norms.effort
+    most = _ODD_ALONE if alone else _ODD["step" if beside else norms.place]
     odd = {name: times for name, times in ratios.items() if times >= most}
     result.two = len(ratios) == 2
     if 2 * len(odd) < len(ratios) or result.two:
@@ -67,12 +88,15 @@ def seen(norms: Norms) -> Seen:
 def _in_words(norms: Norms, found: Seen, ratios: dict[str, float]) -> Iterator[str]:
     what = f"{norms.place}s"
     for name, times in found.odd.items():
-        yield f"{name}: the norms of its {what} are {number(times)} times the others'{_LOOK}"
+        yield (
+            f"{name}: the norms of its {what} are {number(times)} times the others': look at its "
+            "units and its data."
+        )
     for name, ratio in ratios.items():
-        if len(ratios) > 2 and norms.place == "step" and 0 < ratio <= 1 / _ODD["step"]:
+        if len(ratios) > 2 and norms.place == "step" and 0 < ratio <= 1 / _SMALL:
             yield (
                 f"{name}: the norms of its {what} are {number(1 / ratio)} times smaller than the "
-                f"others'{_LOOK}"
+                "others'."
             )
     for name, rounds in [*found.spikes.items()][:5]:
         when = ", ".join(map(str, rounds[:5])) + ", …" * (len(rounds) > 5)
@@ -80,6 +104,3 @@ def _in_words(norms: Norms, found: Seen, ratios: dict[str, float]) -> Iterator[s
             f"{name}: a norm of {what} of up to {number(norms.clients[name].norm_max)}, more than "
             f"{_SPIKE:g} times what is usual, in round {when}: look at the records of that time."
         )
-
-
-_LOOK = ": look at its units and its data."
