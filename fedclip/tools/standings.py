@@ -122,12 +122,9 @@ class Standings:
     @property
     def winner(self) -> str:
         """The best of those that beat no clipping by more than the interval; or ""."""
-        won = [n for n in self._fit if self.lost(NONE) or self.clearly(n, NONE)]
+        fit = [n for n in self.ranking() if n not in (NONE, *self.ended) and not self.lost(n)]
+        won = [n for n in fit if self.lost(NONE) or self.clearly(n, NONE)]
         return won[0] if won and not self.alike else ""
-
-    @property
-    def _fit(self) -> list[str]:
-        return [n for n in self.ranking() if n not in (NONE, *self.ended) and not self.lost(n)]
 
     def answer(self) -> str:
         """Return what came out, in sentences."""
@@ -138,13 +135,11 @@ class Standings:
                 "All seeds came to the same, so that nothing can be said of chance: let batches "
                 "be drawn (shuffle = true in [run.training])."
             )
-        if not first and (even := [n for n in self._fit if self.better(n, NONE)]):
-            return (
-                f"No winner: {even[0]} differs from no clipping by the same with all seeds, "
-                f"{self.against(even[0])} {of}, which is no interval to judge by: take more seeds, "
-                "or more records to validate with."
-            )
         if not first:
+            if even := [n for n in self.ranking() if n not in self.ended and self.better(n, NONE)]:
+                text = f"No winner: {even[0]} differs from no clipping by the same with all seeds, "
+                text += f"{self.against(even[0])} {of}, which is no interval to judge by: take "
+                return text + "more seeds, or more records to validate with."
             text = f"No proposal is better than no clipping by more than its interval {of}."
             near = [name for name in self.ranking() if name != NONE and not self.lost(name)][:1]
             return text + "".join(f" The nearest is {n}: {self.against(n)}." for n in near)
@@ -194,12 +189,11 @@ class Standings:
             [n, count[n], shown(*self.mean(n)), self.against(n), self._worst(n)] for n in ranked
         ]
         caption = f"The {self.metric} of each site, and its difference to no clipping."
-        best = next((n for n in (self.winner, *ranked) if n not in ("", NONE)), NONE)
-        pair = [*dict.fromkeys((NONE, best))]
+        pair = [NONE, *[n for n in (self.winner, *ranked) if n not in ("", NONE)][:1]]
         names = [f"{site}{' (not counted)' * (site in others)}" for site in self.sites]
         by_site = [[n, *(self._cell(n, site) for site in self.sites)] for n in ranked]
         with_best = [
-            [head, *(number(self.mean(n, site)[0]) for n in pair), self.against(best, site)]
+            [head, *(number(self.mean(n, site)[0]) for n in pair), self.against(pair[-1], site)]
             for head, site in zip(names, self.sites, strict=True)
         ]
         two, all_ = ["Site", *pair, "Difference"], ["Setting", *names]
