@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import call, large_run
+from report_runs import Node, call, large_run
 from scipy import stats
 
 import fedclip.tools.sweep
-from fedclip.tools.compare import interval
+from fedclip.report import read_report
+from fedclip.tools.compare import compared, interval
 from fedclip.tools.sweep import MARK, Planned, SweepError, plan
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickrun"
@@ -144,6 +145,14 @@ def test_a_sweep_goes_on_where_it_stopped(
     assert call("sweep", config, "norm-clip.max_norm=1.5", "--seeds", 1).exit_code == 0
     assert "compare" in call("compare", tmp_path / "config-sweep", "--help").stdout
     assert call("compare", tmp_path / "config-sweep").stdout.count("max_norm=") == 2
+
+
+def test_the_share_that_was_clipped_is_that_of_clippers(tmp_path: Path) -> None:
+    node = Node(tmp_path / "c0", [["norm-clip", {"max_norm": 1.0}], "update-norms"])
+    node.round([0.5, 2.0], update=9.0)
+    (found,) = compared([("run", read_report(tmp_path))])
+    assert found.values["clipped"][0] == 0.5
+    assert found.values["largest norm"][0] == pytest.approx(2.0)
 
 
 @pytest.mark.slow
