@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "hospital"
+EXAMPLE = Path(__file__).parent.parent / "examples" / "hospitals"
 
 
 @pytest.mark.slow
 def test_a_hospital_gets_from_files_to_a_limit(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLE))
     example = importlib.import_module("run")
-    monkeypatch.delitem(example.sys.modules, "run")
+    for name in ("run", "prepare"):
+        monkeypatch.delitem(example.sys.modules, name)
 
-    found = example.play(tmp_path, rounds=5, seeds=4, records=200)
+    found = example.play(tmp_path)
 
     assert found.right, found
     assert found.pages == ["report.html", "tune.html"]

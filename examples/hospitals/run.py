@@ -21,12 +21,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from sklearn.datasets import load_breast_cancer
+from prepare import write_tables
 
 HOSPITALS = ("harbour", "north", "valley")
-UNITS = {"radius": 10.0, "perimeter": 10.0, "area": 100.0}
-"""What the last hospital's numbers are multiplied by, by a word in the name of the column."""
 
 
 class Outcome(NamedTuple):
@@ -58,21 +55,6 @@ class Outcome(NamedTuple):
         return named and self.difference > self.half_width
 
 
-def write_tables(folder: Path, records: int | None = None) -> list[Path]:
-    """Write a CSV file for each hospital; of the first records only, if a number is given."""
-    source = load_breast_cancer(as_frame=True)
-    told = np.where(source.target == 1, "benign", "malignant")
-    table = source.data.assign(diagnosis=told).sample(frac=1.0, random_state=0)[:records]
-    files = []
-    for name, rows in zip(HOSPITALS, np.array_split(np.arange(len(table)), 3), strict=True):
-        own = table.iloc[rows].copy()
-        for word, factor in UNITS.items() if name == HOSPITALS[-1] else ():
-            own[[column for column in own if word in column]] *= factor
-        files.append(folder / f"{name}.csv")
-        own.to_csv(files[-1], index=False)
-    return files
-
-
 def fedclip(*words: str, folder: Path, quiet: bool = False) -> str:
     """Run a command in a folder, and return what it prints.
 
@@ -92,7 +74,7 @@ def fedclip(*words: str, folder: Path, quiet: bool = False) -> str:
     return done.stdout
 
 
-def play(folder: Path, rounds: int, seeds: int, records: int | None = None) -> Outcome:
+def play(folder: Path, rounds: int = 10, seeds: int = 5) -> Outcome:
     """Go from three CSV files to a page, by commands.
 
     Raises
@@ -100,7 +82,7 @@ def play(folder: Path, rounds: int, seeds: int, records: int | None = None) -> O
     RuntimeError
         If a command fails.
     """
-    files = write_tables(folder, records)
+    files = write_tables(folder, HOSPITALS)
     fedclip("init", "study", *(f.name for f in files), "--target", "diagnosis", folder=folder)
     study, tune = folder / "study", ("tune", "--rounds", str(rounds), "--seeds", str(seeds))
     fedclip("simulate", folder=study)
