@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,12 +123,17 @@ def _range(prices: Prices, values: int) -> str:
     from fedclip.federation.update import secagg
     from fedclip.federation.update.site_noise import SiteNoise
 
-    site = SiteNoise(**prices.configs[0]["noise"])
-    clipval = site.reach(site.max_norm)
-    found = secagg.plan(site.max_norm, prices.plan.clients, values, clipval=clipval)
+    site, clients = SiteNoise(**prices.configs[0]["noise"]), prices.plan.clients
+    clipval = math.ceil(100 * site.reach(site.max_norm)) / 100
+    bits, suits = 24 + math.ceil(math.log2(clients)), "the most for float32"
+    try:
+        secagg.plan(1.0, clients, values, clipval=clipval, bitsize=bits, tolerance=0.01)
+    except ValueError:
+        bits = secagg.plan(1.0, clients, values, clipval=clipval, tolerance=0.01).bitsize
+        suits = "and a model in float64"
     return (
-        f"  secure sums need a clipval of {clipval / site.max_norm:.4g} max_norm, the largest C, "
-        f"and bitsize = {found.bitsize} or more"
+        f"  secure sums need a clipval of {clipval:g} max_norm, the largest C, and bitsize {bits}, "
+        f"{suits}"
     )
 
 
