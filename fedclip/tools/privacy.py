@@ -79,11 +79,7 @@ def plan(
         typer.Option(help="A model file, in the place of --values: what it trains is counted."),
     ] = None,
     honest: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of the clients that surely add their noise, if not the server adds it; "
-            "without it, what .75 would cost."
-        ),
+        float | None, typer.Option(help="Share of clients that surely add noise, if clients do.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -126,15 +122,11 @@ def _range(prices: Prices, values: int) -> str:
     site, clients = SiteNoise(**prices.configs[0]["noise"]), prices.plan.clients
     clipval = math.ceil(100 * site.reach(site.max_norm)) / 100
     bits, suits = 24 + math.ceil(math.log2(clients)), "the most for float32"
-    try:
-        secagg.plan(1.0, clients, values, clipval=clipval, bitsize=bits, tolerance=0.01)
-    except ValueError:
-        bits = secagg.plan(1.0, clients, values, clipval=clipval, tolerance=0.01).bitsize
-        suits = "and a model in float64"
-    return (
-        f"  secure sums need a clipval of {clipval:g} max_norm, the largest C, and bitsize {bits}, "
-        f"{suits}"
-    )
+    enough = secagg.plan(1.0, clients, values, clipval=clipval, tolerance=0.01).bitsize
+    if enough > bits:
+        bits, suits = enough, "and a model in float64"
+    needed = f"a clipval of {clipval:g} max_norm, the largest C, and bitsize {bits}, {suits}"
+    return f"  secure sums need {needed}"
 
 
 def _counted(model: Path, values: int | None, quiet: bool) -> int:
