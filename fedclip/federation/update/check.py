@@ -126,7 +126,7 @@ def _sites(
             "so that it sees sums only"
         )
     else:
-        if why := site.unsafe(known.secagg):
+        if why := site.unsafe(known.secagg, {}):
             found.append(("problem", SERVER, why))
         masks = known.secagg.get("secagg_type", "masking") == "masking"
         notes.append(UNSURE_MASKS if masks else UNSURE_PEERS)

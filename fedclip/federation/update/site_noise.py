@@ -5,9 +5,8 @@ r"""Noise from the sites: each client adds its share of it, so that no server se
 
     n        = floor(honest * m)                 so many of m clients surely add their noise
     sigma    = z_delta * C / sqrt(n)             of one client, on each value
-    grid     = so fine that sigma is 2^15 to 2^16 of its steps, if what encrypts has such steps
-    update  -> norm <= C - grid * sqrt(d) / 2    rounding adds no more to it than that
-    k        = round(update / grid) + discrete Gaussian of standard deviation sigma / grid
+    update  -> norm <= C - step * sqrt(d) / 2    rounding adds no more to it than that
+    k        = round(update / step) + discrete Gaussian of standard deviation sigma / step
     vote    -> A * (-1, 0 or 1) + discrete Gaussian of standard deviation 2 A bits_noise / sqrt(n)
 
 The integers k, and those of the votes, are what is summed, exactly. The sum over n clients tells no
@@ -15,10 +14,10 @@ more than one Gaussian mechanism of multiplier z, for update and votes together
 (`fedclip.privacy.discrete` says why). What is rounded *after* continuous noise has no such proof,
 once others are added to it.
 
-In cleartext the server gets ``k * grid``. declearn's secure aggregation sends integers, in steps
-of ``2 clipval / (2^bits - 1)``: the grid is a multiple g of that step, and a client shares
-``(g k + 1/2) * step``, which declearn's quantizer takes to the integer exactly. Whether it does is
-looked at before anything leaves, with the quantizer that encrypts.
+In cleartext the server gets ``k * step``, where step is a power of two for which the dtype holds
+all k. declearn's secure aggregation sends integers: there step is ``2 clipval / (2^bits - 1)``, and
+a client shares ``(k + 1/2) * step``, which declearn's quantizer takes to k exactly. Whether it does
+is looked at before anything leaves, with the quantizer that encrypts.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedclip.arrays import Array, backend_of, narrowed
 from fedclip.federation.update.exchange import Arrays, SentBound
@@ -44,8 +44,6 @@ from fedclip.parameters import (
 from fedclip.privacy.accounting import default_bits_noise, split_noise
 from fedclip.privacy.discrete import draws, honest_sites, site_variance
 
-# The noise of a client has this many steps of its grid at least, where the quantizer has them.
-_FINE = 2**15
 # A draw beyond so many standard deviations has a probability of 1e-31.
 _TAIL = 12
 # The same of the votes, whose noise has up to 256 steps.
@@ -175,39 +173,31 @@ class SiteNoise(Configured):
         return sum(self._kept(vote) - self._offset for vote in votes) / (2 * self._vote)
 
     # -- updates --------------------------------------------------------------------------------
-    def integers(
-        self, arrays: Arrays, bound: float, step: float | None = None
-    ) -> tuple[dict[str, Any], float]:
-        """Return an update within the bound, with its noise, as integers, and their grid.
-
-        The grid is a multiple of a `step`; None: a power of two.
+    def integers(self, arrays: Arrays, bound: float, step: float) -> dict[str, NDArray[np.int64]]:
+        """Return an update within the bound, with its noise, in steps.
 
         Raises
         ------
         ValueError
-            If it would be too coarse.
+            If these are too coarse.
         """
-        fine = self.std(bound) / _FINE
-        grid = (
-            2.0 ** math.floor(math.log2(fine)) if step is None else step * max(1, int(fine / step))
-        )
         hosts = {name: _values(array) for name, array in arrays.items()}
         size = sum(values.size for values in hosts.values())
-        room = bound / grid - math.sqrt(size) / 2
-        if room < bound / grid / 2:
+        room = bound / step - math.sqrt(size) / 2
+        if room < bound / step / 2:
             raise ValueError(
-                f"steps of {grid:.3g} are too coarse for a bound of {bound:.3g} on {size:,} "
+                f"steps of {step:.3g} are too coarse for a bound of {bound:.3g} on {size:,} "
                 "values: raise bitsize, or lower clipval and max_norm"
             )
-        norm = math.sqrt(sum(float(np.vdot(v, v)) for v in hosts.values())) / grid
+        variance = site_variance(self.std(bound) * math.sqrt(self.sure) / step, self.sure)
+        norm = math.sqrt(sum(float(np.vdot(v, v)) for v in hosts.values())) / step
         # Less by what adding up squares may round off.
-        factor = min(1.0, room * (1 - 1e-9) / norm if norm else 1.0) / grid
-        variance = site_variance(self.std(bound) * math.sqrt(self.sure) / grid, self.sure)
+        factor = min(1.0, room * (1 - 1e-9) / norm if norm else 1.0) / step
         return {
             name: np.rint(values * factor).astype(np.int64)
             + draws(variance, values.size).reshape(values.shape)
             for name, values in hosts.items()
-        }, grid
+        }
 
     def in_cleartext(self, arrays: Arrays, bound: float) -> dict[str, Array]:
         """Return an update within the bound with its noise, as arrays of its dtypes.
@@ -215,11 +205,11 @@ class SiteNoise(Configured):
         Raises
         ------
         ValueError
-            If a dtype can not hold it exactly.
+            If a dtype is too coarse.
         """
-        found, grid = self.integers(arrays, bound)
-        _check_dtypes(arrays, math.ceil(math.log2(self.reach(bound) / grid)) + 1)
-        return _like({name: k * grid for name, k in found.items()}, arrays)
+        step = 2.0 ** (math.ceil(math.log2(self.reach(bound))) + 1 - _bits(arrays))
+        found = self.integers(arrays, bound, step)
+        return _like({name: np.asarray(k * step) for name, k in found.items()}, arrays)
 
     def in_secret(self, arrays: Arrays, bound: float, encrypter: Any) -> dict[str, Array]:
         """Return the same for an encrypter of declearn's, whose quantizer takes it to integers.
@@ -231,14 +221,12 @@ class SiteNoise(Configured):
         """
         quantizer = encrypter.quantizer
         clipval, bits = float(quantizer.val_range), int(quantizer.int_range).bit_length()
-        if why := self.unfit(bits, clipval) or self._few(encrypter):
+        if why := self.unfit(bits, clipval, _bits(arrays)) or self._few(encrypter):
             raise ValueError(why)
-        _check_dtypes(arrays, bits)
         step = 2 * clipval / quantizer.int_range
-        found, grid = self.integers(arrays, bound, step)
-        sent = {name: k * round(grid / step) for name, k in found.items()}
-        shared = _like({name: (k + 0.5) * step for name, k in sent.items()}, arrays)
-        for name, k in sent.items():
+        found = self.integers(arrays, bound, step)
+        shared = _like({name: (k + 0.5) * step for name, k in found.items()}, arrays)
+        for name, k in found.items():
             quantized = quantizer.quantize_array(_values(shared[name])).astype(np.int64)
             if (quantized - 2 ** (bits - 1) != k).any():
                 raise ValueError(f"declearn's quantizer takes {name!r} to other integers")
@@ -248,12 +236,15 @@ class SiteNoise(Configured):
         """Return the largest value that a client shares, but for one draw in 10^31."""
         return bound + _TAIL * self.std(bound)
 
-    def unfit(self, bits: int, clipval: float) -> str:
-        """Return why integers of so many bits for each client can not hold it; "" if they can."""
-        if bits > _BITS["float64"]:
+    def unfit(self, bits: int, clipval: float, most: int) -> str:
+        """Return why integers of so many bits for each client can not hold it; "" if they can.
+
+        The dtypes hold `most` bits.
+        """
+        if bits > most:
             return (
                 f"integers of {bits} bits for each client are not summed exactly: lower bitsize, "
-                f"so that each has {_BITS['float64']} at most"
+                f"so that each has {most} at most, as the model's dtypes hold them"
             )
         if clipval < (reach := self.reach(self.max_norm)):
             return (
@@ -264,19 +255,19 @@ class SiteNoise(Configured):
             )
         return ""
 
-    def unsafe(self, secagg: Mapping[str, Any], arrays: Arrays | None = None) -> str:
+    def unsafe(self, secagg: Mapping[str, Any], arrays: Arrays) -> str:
         """Return why declearn's secure aggregation, so set, can not sum it; "" if it can.
 
-        The `arrays` have the dtypes of the model, if they are known.
+        The `arrays` have the dtypes of the model, as far as they are known.
         """
         bits = int(secagg.get("bitsize", 64))
         if secagg.get("secagg_type", "masking") == "masking":
             bits -= math.ceil(math.log2(self.expected_clients))
         try:
-            _check_dtypes(arrays or {}, bits)
+            most = _bits(arrays)
         except ValueError as exc:
             return str(exc)
-        return self.unfit(bits, float(secagg.get("clipval", 1e5)))
+        return self.unfit(bits, float(secagg.get("clipval", 1e5)), most)
 
     def _few(self, encrypter: Any) -> str:
         """Return why a sum has not the clients, or not the bits, that noise is sized on."""
@@ -307,14 +298,10 @@ def _like(values: Mapping[str, Float64], arrays: Arrays) -> dict[str, Array]:
     }
 
 
-def _check_dtypes(arrays: Arrays, bits: int) -> None:
-    """Refuse dtypes that do not hold all integers of so many bits."""
-    for name, array in arrays.items():
-        dtype = backend_of(array).dtype(array)
-        if bits > _BITS.get(dtype, 0):
-            raise ValueError(
-                f"{name!r} is of {dtype}, which does not hold all integers of {bits} bits: lower "
-                f"bitsize, so that each client has {_BITS.get(dtype, 0)} at most"
-                if dtype in _BITS
-                else f"{name!r} is of {dtype}, which is too coarse for noise from the clients"
-            )
+def _bits(arrays: Arrays) -> int:
+    """Return how wide integers may be for the dtypes to hold them; refuse coarse dtypes."""
+    dtypes = {name: backend_of(array).dtype(array) for name, array in arrays.items()}
+    for name, dtype in dtypes.items():
+        if dtype not in _BITS:
+            raise ValueError(f"{name!r} is of {dtype}, too coarse for noise that clients add")
+    return min((_BITS[dtype] for dtype in dtypes.values()), default=_BITS["float64"])
