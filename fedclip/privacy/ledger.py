@@ -46,7 +46,7 @@ from fedclip import parameters
 from fedclip.privacy.accounting import RELATIONS, Accountant, Release, order_for
 from fedclip.privacy.locks import locked
 
-__all__ = ["FILE", "Entry", "Ledger", "fingerprint", "read_entries", "total", "unit_of"]
+__all__ = ["FILE", "Entry", "Ledger", "fingerprint", "protected", "read_entries", "total"]
 
 _LOGGER = logging.getLogger("declearn.client.fedclip")
 
@@ -131,14 +131,14 @@ def total(entries: Iterable[Entry]) -> Accountant:
     return accountant
 
 
-def unit_of(data: str) -> str:
-    """Return what a fingerprint says is protected; "" if it says nothing of it.
+def protected(data: str) -> tuple[int, str]:
+    """Return how many of what a fingerprint says are protected; 0 if it says nothing of it.
 
-    >>> unit_of("9 records, features (4,)"), unit_of("3 persons"), unit_of("the updates of a site")
-    ('record', 'person', '')
+    >>> protected("9 records, features (4,)"), protected("the updates of a site")
+    ((9, 'record'), (0, ''))
     """
-    counted = re.match(r"\d+ (record|person)s\b", data)
-    return counted[1] if counted else ""
+    counted = re.match(r"(\d+) (record|person)s\b", data)
+    return (int(counted[1]), counted[2]) if counted else (0, "")
 
 
 def fingerprint(dataset: object, units: int, unit: str = "record") -> str:
@@ -322,9 +322,9 @@ class Ledger:
         found = read_entries(path, lost=bool(self._entries)) if path.exists() else {}
         others = {entry.data for line, entry in found.items() if line not in self._entries}
         others -= {self.data, ""}
-        unit = unit_of(self.data)
+        unit = protected(self.data)[1]
         known = [*found.values(), *self._entries.values()]
-        if unit and {unit_of(entry.data) for entry in known} - {unit, ""}:
+        if unit and {protected(entry.data)[1] for entry in known} - {unit, ""}:
             raise ValueError(
                 f"the ledger {path} does not protect each {unit}: some of it is for records and "
                 "some for persons, of which one says nothing of the other. Name a ledger of its "

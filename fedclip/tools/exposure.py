@@ -80,7 +80,7 @@ def exposures(setting: Setting) -> Iterator[Found]:
     elif per_record:
         yield from _declearns(privacy, run)
     if per_record:
-        yield from _budget(privacy, run, setting.records)
+        yield from _budget(privacy, run, setting.protected)
     averaged = getattr(aggregator, "name", None) == "clipped-averaging"
     for side, chosen in plugins.items():
         for text in _own_noise(side, chosen, per_record if side == CLIENT else averaged):
@@ -257,13 +257,14 @@ def _declearns(privacy: Section, run: Section) -> Iterator[Found]:
         yield "problem", "run.training", text
 
 
-def _budget(privacy: Section, run: Section, records: int | None) -> Iterator[Found]:
+def _budget(privacy: Section, run: Section, protected: tuple[int, str] | None) -> Iterator[Found]:
     where = "run.privacy"
     if privacy.get("accountant") == "gdp":
         text = "accountant = 'gdp' is no upper bound on epsilon: take 'prv' or 'rdp'"
         yield "problem", where, text
     size = _part(run, "training").get("batch_size")
-    least, of = (records, "records of the smallest client") if records else (size, "of a batch")
+    least, unit = protected or (size, "record")
+    of = f"{unit}s of the smallest client" if protected else "of a batch"
     match privacy.get("budget"):
         case [int() | float() as spent, int() | float() as delta]:
             yield from _absurd(spent, "each client's budget", where)
@@ -272,14 +273,14 @@ def _budget(privacy: Section, run: Section, records: int | None) -> Iterator[Fou
                 yield "problem", where, text
             elif type(least) is int and delta * least >= 1.0:
                 text = (
-                    f"delta = {delta:g} is not below 1 / {least:,} {of}: to publish one record, "
+                    f"delta = {delta:g} is not below 1 / {least:,} {of}: to publish one {unit}, "
                     "drawn at random, would pass; take a hundredth of that or less"
                 )
                 yield "problem", where, text
             elif delta >= 1e-3:
                 text = (
-                    f"delta = {delta:g} has to be far below 1 / number of records of the smallest "
-                    "client: to publish one record, drawn at random, would pass"
+                    f"delta = {delta:g} has to be far below 1 / number of {unit}s of the smallest "
+                    f"client: to publish one {unit}, drawn at random, would pass"
                 )
                 yield "note", where, text
 

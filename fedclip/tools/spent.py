@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from fedclip.federation.update.plain import server_of
 from fedclip.federation.update.served import read
 from fedclip.parameters import Config
 from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, planned_anew
-from fedclip.privacy.ledger import FILE, Entry, read_entries, total, unit_of
+from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
 from fedclip.records import SERVED
 from fedclip.tools.catalogue import version
 
@@ -133,9 +132,8 @@ def turns_of(spent: Spent, most: int) -> list[tuple[float | None, ...]]:
     found: list[tuple[float | None, ...]] = []
     for count in range(len(entries), 0, -math.ceil(len(entries) / most) or -1):
         z, steps, rate = entries[count - 1].spent[-1]
-        # The size of a batch is rate times records; how many these are is nothing to be shown.
-        records = re.match(r"(\d+) records", entries[count - 1].data)
-        expected = rate * int(records[1]) if records else None
+        # The size of a batch, in what is protected; how many there are of it is not to be shown.
+        expected = rate * protected(entries[count - 1].data)[0] or None
         try:
             epsilon = total(entries[:count]).epsilon()
         except ModuleNotFoundError:
@@ -187,7 +185,7 @@ def read_spent(path: Path) -> Iterator[Spent]:
         entries = [*read_entries(file).values()]
         where = str(file.relative_to(path)) if folder else path.name
         last = entries[-1].data
-        protects = "site's data set" if last == UNIT else unit_of(last) or "record"
+        protects = "site's data set" if last == UNIT else protected(last)[1] or "record"
         yield Spent(where, protects, total(entries), entries)
     for config in sorted([*path.rglob("optimizer_config.json"), *path.rglob(SERVED)]):
         budget = _of_engine(config) if config.name == SERVED else _of_server(config.parent)
