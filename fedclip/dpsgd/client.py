@@ -53,6 +53,10 @@ class PrivateFederatedClient(PersonalFederatedClient):
     max_records : int or None, default=None
         Of a person that is drawn for a step, as many records are taken at most, at random; >= 1.
         None: all.
+    valid_persons : sequence, array or path, default=None
+        Whose each validation record is, as in `persons`; for evaluations with noise
+        (``evaluation_share`` of `sample-clip`), which are refused without it if there are
+        `persons`.
 
     Raises
     ------
@@ -94,6 +98,7 @@ class PrivateFederatedClient(PersonalFederatedClient):
         ledger: str | Path | None = None,
         persons: Ids | None = None,
         max_records: int | None = None,
+        valid_persons: Ids | None = None,
         **settings: Any,
     ) -> None:
         if find_spec("opacus") is None:
@@ -120,9 +125,13 @@ class PrivateFederatedClient(PersonalFederatedClient):
             )
         # Read now, as long as nobody else could see it fail.
         records = Records(self.train_data, *first_records(self.valid_data)[:1])
-        if persons is None and max_records is not None:
-            raise ValueError("max_records is of each person: give persons too, or leave it out")
+        of_persons = {"max_records": max_records, "valid_persons": valid_persons}
+        if persons is None and (named := [n for n, v in of_persons.items() if v is not None]):
+            raise ValueError(f"{named[0]} is of persons: give persons too, or leave it out")
         self.records = records if persons is None else Persons(records, persons, max_records)
+        self._valid = None
+        if valid_persons is not None:
+            self._valid = Persons(Records(self.valid_data), valid_persons, max_records)
         specs = dataclasses.asdict(self.valid_data.get_data_specs())
         self._specs = {**specs, "n_samples": len(self.records)}
         self._private: PrivateTrainingManager | None = None
@@ -163,7 +172,9 @@ class PrivateFederatedClient(PersonalFederatedClient):
             verbose=False,
         )
         before = self._private.ledger.accountant.spent if self._private is not None else ()
-        manager.make_private(message, self.max_budget, self.ledger, before, self.records)
+        manager.make_private(
+            *(message, self.max_budget, self.ledger, before, self.records, self._valid)
+        )
         self.trainmanager = self._private = manager
 
     async def training_round(self, message: TrainRequest) -> None:

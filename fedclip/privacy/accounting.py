@@ -222,7 +222,12 @@ def _loss(spent: tuple[Release, ...]) -> float:
 
 @lru_cache(maxsize=256)
 def noise_multiplier(
-    epsilon: float, delta: float, steps: int, sampling: float = 1.0, relation: str = "add-remove"
+    epsilon: float,
+    delta: float,
+    steps: int,
+    sampling: float = 1.0,
+    relation: str = "add-remove",
+    besides: tuple[Release, ...] = (),
 ) -> float:
     """Return the least noise multiplier that keeps a number of steps within a budget.
 
@@ -232,11 +237,13 @@ def noise_multiplier(
         The budget: epsilon above 0, delta in (0, 1).
     steps, sampling, relation
         As in `Release` and `epsilon`.
+    besides
+        Releases without sampling, of noise that is known, which the budget has to pay for too.
 
     Raises
     ------
     TypeError, ValueError
-        If a parameter is not as above.
+        If a parameter is not as above, or `besides` leaves nothing of the budget.
     ModuleNotFoundError
         If records are sampled, and no accountant for sampling is installed.
     """
@@ -245,6 +252,11 @@ def noise_multiplier(
     parameters.choice(RELATIONS, relation=relation)
     _, steps, sampling = _checked(Release(1.0, steps, sampling))
     mu = mu_of(epsilon, delta) / (2.0 if relation == "replace-one" else 1.0)
+    if besides:
+        left = mu * mu - sum(n / z / z for z, n, _ in besides)
+        if left <= 0.0:
+            raise ValueError(f"the releases {besides} leave nothing of epsilon={epsilon!r}")
+        mu = math.sqrt(left)
     # Round up: the closed form is exact to 13 digits. This much noise is enough with sampling too.
     high = math.sqrt(steps) / mu * (1.0 + 1e-9) if mu else math.inf
     if math.isinf(high):
@@ -257,7 +269,9 @@ def noise_multiplier(
     accountant = tightest(sampling, relation)
 
     def cost(z: float) -> float:
-        return _epsilon((Release(z, steps, sampling),), delta, relation, accountant).epsilon
+        return _epsilon(
+            (Release(z, steps, sampling), *besides), delta, relation, accountant
+        ).epsilon
 
     while (least := cost(high)) > epsilon:
         # The accountant may be looser than the closed form.
@@ -462,12 +476,19 @@ class Accountant:
         "add-remove" of one client, or "replace-one", under which every noise counts half.
     order
         Rényi's order, if plans may follow from what was released, as in `account`.
+    plan
+        The most of each release that the first plan has, if it has more than one kind: within
+        it, nothing follows from what was released.
     """
 
     def __init__(
-        self, delta: float, relation: str = "add-remove", order: float | None = None
+        self,
+        delta: float,
+        relation: str = "add-remove",
+        order: float | None = None,
+        plan: Sequence[Release] = (),
     ) -> None:
-        self.delta, self.relation, self.order = delta, relation, order
+        self.delta, self.relation, self.order, self.plan = delta, relation, order, plan
         self.spent: list[Release] = []
 
     def add(self, noise_multiplier: float, steps: int = 1, sampling: float = 1.0) -> None:
@@ -482,7 +503,17 @@ class Accountant:
     def epsilon(self, noise_multiplier: float = 0.0, more: int = 0, sampling: float = 1.0) -> float:
         """Return the epsilon of all rounds counted, plus `more` rounds."""
         history = self._with(Release(noise_multiplier, more, sampling))
-        return epsilon(history, self.delta, self.relation, order=self.order)
+        return epsilon(history, self.delta, self.relation, order=self.order_of(history))
+
+    def order_of(self, history: Iterable[Release]) -> float | None:
+        """Return the order at which these releases count; None if they are of one plan."""
+        found: dict[Release, int] = {}
+        for release in history:
+            kind = release._replace(steps=1)
+            found[kind] = found.get(kind, 0) + release.steps
+        most = {release._replace(steps=1): release.steps for release in self.plan}
+        within = all(steps <= most.get(kind, 0) for kind, steps in found.items())
+        return None if within or not planned_anew(found) else self.order
 
     def affordable(
         self, noise_multiplier: float, budget: float, most: int, sampling: float = 1.0

@@ -15,7 +15,7 @@ from fedclip.federation.update.budget import Budget
 from fedclip.federation.update.plain import server_of
 from fedclip.federation.update.served import read
 from fedclip.parameters import Config
-from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, planned_anew
+from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account
 from fedclip.privacy.ledger import FILE, Entry, read_entries, total, unit_of
 from fedclip.records import SERVED
 from fedclip.tools.catalogue import version
@@ -51,8 +51,8 @@ class Spent(NamedTuple):
         # There is no closed form with samples, and no other bound of Opacus' PRV without.
         useless = ["closed form"] * (True in sampled) + ["prv"] * (False in sampled)
         found: dict[str, float | str] = {}
-        order = self.accountant.order
-        if order is not None and planned_anew(spent):
+        order = self.accountant.order_of(spent)
+        if order is not None:
             # The others are right for what was planned before the first release.
             useless = list(ACCOUNTANTS)
             found[f"rdp at order {order:.4g}"] = account(
