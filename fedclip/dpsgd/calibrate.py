@@ -117,7 +117,7 @@ class Calibration:
         >>> round(found.evaluating(0.2, 10).noise_multiplier / found.noise_multiplier, 2)
         1.02
         """
-        if share == 0.0:
+        if parameters.share(evaluation_share=share) == 0.0:
             return self
         paid = (Release(noise_multiplier(share * self.epsilon, self.delta, times), times),)
         z = noise_multiplier(self.epsilon, self.delta, self.steps, self.rate, besides=paid)

@@ -13,10 +13,10 @@ from fedclip.federation.generics import AnyModule, AnyVector
 from fedclip.parameters import (
     choice,
     integer,
-    number,
     optional,
     parameter,
     positive,
+    share,
     unit_interval,
 )
 from fedclip.parameters.docstring import Documented
@@ -46,11 +46,6 @@ def _mode(mode: str | Sequence[str]) -> str | Sequence[str] | Mapping[str, float
     if isinstance(mode, Mapping):
         raise TypeError(f"mode must be one of {MODES} or a list of patterns, got {mode!r}")
     return check_scope(scope=mode)
-
-
-def _share(evaluation_share: object) -> float:
-    allowed = "a number in [0, 1)"
-    return number(allowed, 0.0, 1.0, open_high=True, evaluation_share=evaluation_share)
 
 
 class SampleClip(Documented, OptiModule[AuxVar]):
@@ -115,7 +110,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
     rate: float = parameter(positive, default=0.2)
     """Size of the adaptive bound's steps, in logarithms, > 0."""
 
-    evaluation_share: float = parameter(_share, default=0.0)
+    evaluation_share: float = parameter(share, default=0.0)
     """Share of the budget's epsilon for noise on evaluations, one in each round, in [0, 1). 0: what
     evaluations tell of the validation records has no noise."""
     loss_bound: float | None = parameter(positive, default=None)

@@ -161,12 +161,7 @@ def account(
     """
     delta = parameters.unit_interval(delta=delta)
     parameters.choice(RELATIONS, relation=relation)
-    merged: dict[tuple[float, float], int] = {}
-    for release in releases:
-        if release.steps:
-            z, steps, sampling = _checked(release)
-            merged[z, sampling] = merged.get((z, sampling), 0) + steps
-    spent = tuple(sorted(Release(z, n, q) for (z, q), n in merged.items()))
+    spent = tuple(sorted(merged(_checked(release) for release in releases if release.steps)))
     if not spent:
         return Cost(0.0, accountant or "closed form")
     if order is not None and planned_anew(spent):
@@ -174,6 +169,19 @@ def account(
     if accountant is None:
         accountant = tightest(min(r.sampling for r in spent), relation)
     return _epsilon(spent, delta, relation, parameters.choice(ACCOUNTANTS, accountant=accountant))
+
+
+def merged(releases: Iterable[Release]) -> list[Release]:
+    """Return one release for those that differ in their number of steps only.
+
+    >>> merged([Release(2.0, 3), Release(1.0), Release(2.0, 4)])[0].steps
+    7
+    """
+    found: dict[Release, int] = {}
+    for release in releases:
+        kind = release._replace(steps=1)
+        found[kind] = found.get(kind, 0) + release.steps
+    return [kind._replace(steps=steps) for kind, steps in found.items()]
 
 
 def _checked(release: Release) -> Release:
@@ -507,12 +515,9 @@ class Accountant:
 
     def order_of(self, history: Iterable[Release]) -> float | None:
         """Return the order at which these releases count; None if they are of one plan."""
-        found: dict[Release, int] = {}
-        for release in history:
-            kind = release._replace(steps=1)
-            found[kind] = found.get(kind, 0) + release.steps
         most = {release._replace(steps=1): release.steps for release in self.plan}
-        within = all(steps <= most.get(kind, 0) for kind, steps in found.items())
+        found = merged(history)
+        within = all(one.steps <= most.get(one._replace(steps=1), 0) for one in found)
         return None if within or not planned_anew(found) else self.order
 
     def affordable(

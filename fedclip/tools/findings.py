@@ -45,6 +45,8 @@ class Setting(NamedTuple):
     """The largest number in a round."""
     records: int | None
     """How many the smallest client has, if that is known."""
+    metrics: Sequence[object] = ()
+    """What is measured besides the loss."""
 
 
 Level = Literal["ok", "note", "problem"]
