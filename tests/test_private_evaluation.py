@@ -118,6 +118,10 @@ def test_values_are_declearns_own_losses_clipped_record_by_record(backend: str) 
     right = np.asarray(model.loss_function(true, predicted)).reshape(len(y), -1).sum(axis=1)
     assert found.shape == (len(y), 1)
     np.testing.assert_allclose(BOUND * found[:, 0], np.clip(right, 0.0, BOUND), rtol=1e-4)
+    lacking = np.array(x)
+    lacking[0] = np.nan
+    again = made.values(model, Records(InMemoryDataset(lacking, target=y)), lambda *told: None)
+    np.testing.assert_allclose(again, [[1.0], *found[1:]], rtol=1e-5)
 
 
 @pytest.mark.parametrize("row", [1.0, -1e6, 1e30, np.nan, np.inf])
@@ -215,6 +219,7 @@ def test_an_evaluation_is_paid_for_before_the_first_record_is_looked_at(
 def test_no_more_is_evaluated_than_is_paid_for(tmp_path: Path) -> None:
     path = tmp_path / "spent.json"
     made = manager([SampleClip(**SETTINGS)], path=path)
+    made._normals = insecure_normals(1)
     for _ in range(4):
         made.training_round(train())
         assert made.evaluation_round(ASK).loss != BOUND  # type: ignore[union-attr]
@@ -238,6 +243,10 @@ def test_evaluations_before_any_training_begin_the_plan(tmp_path: Path) -> None:
     (first,) = [e for e in read_entries(tmp_path / "spent.json").values() if e.spent]
     assert first.order is not None
     assert first.plan == made.calibration.releases
+    for _ in range(5):
+        made.evaluation_round(ASK)
+    # More than one a round is none of the plan, whatever is left of the budget.
+    assert made.ledger.accountant.spent == [*made.calibration.evaluations]
     made.training_round(train())
     assert made.ledger.accountant.order_of(made.ledger.accountant.spent) is None
 

@@ -33,7 +33,7 @@ class PrivateFederatedClient(PersonalFederatedClient):
     ----------
     *args, **settings
         As `PersonalFederatedClient` takes them. There must be `valid_data`: evaluation publishes
-        losses, without noise, of what it is done on.
+        losses of what it is done on, with noise only if `sample-clip` has an `evaluation_share`.
     max_budget : (float, float) or None, default=None
         Epsilon (> 0) and delta (in (0, 1)) that this client never goes beyond, whatever the
         server asks for. If the server asks for more, noise is sized for this.
@@ -75,8 +75,11 @@ class PrivateFederatedClient(PersonalFederatedClient):
     `persons` are given, with the epsilon that `spent` returns. The server is told the number of
     persons then, counts of batches are of persons, and the gradient of a person is the mean of
     those of its records. Who has records at several clients is protected at each by itself.
-    Not protected: the number of training records (or persons), the validation records, of which
-    losses and whatever else declearn's server asks about data are told, and when the client sends.
+    With `evaluation_share` the same is true of a validation record, or person, in what evaluations
+    tell: both are charged to one ledger.
+    Not protected: the number of training records (or persons), what declearn's server asks about
+    data, which is told of the validation records, their losses without `evaluation_share`, and when
+    the client sends.
     A record that can not be read, or for which the model raises, counts as zero. That is said
     in this client's log alone, as is what goes wrong otherwise with records.
 
