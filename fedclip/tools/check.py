@@ -323,6 +323,7 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section, prefix
     setting = Setting(
         *(plugins, aggregator, run, _section(check.config, "client_sampler"), _secagg(check)),
         *("fairness" in optim, _clients(check.config), _protected(check) if prefix else None),
+        _section(check.config, "experiment").get("metrics") or (),
     )
     # If a plug-in could not be built, its counterpart can not be checked.
     if whole:

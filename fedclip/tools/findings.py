@@ -45,6 +45,8 @@ class Setting(NamedTuple):
     """The largest number in a round."""
     protected: tuple[int, str] | None
     """How many records or persons the smallest client has, and which of the two, if known."""
+    metrics: Sequence[object] = ()
+    """What is measured besides the loss."""
 
 
 Level = Literal["ok", "note", "problem"]
