@@ -164,6 +164,9 @@ def calibrate(
         float, typer.Option(help="Probability with which it may fail, below 1 / records.")
     ] = 1e-5,
     values: Values = None,
+    evaluation_share: Annotated[
+        float, typer.Option(help="Share of epsilon for noise on an evaluation in each round.")
+    ] = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Size the noise of DP-SGD on one client's records or persons; print the lines of TOML."""
@@ -181,11 +184,18 @@ def calibrate(
         each = dpsgd.steps_of_a_round(units, {"batch_size": batch_size}, epochs, steps)
         total = parameters.integer(1, rounds=rounds) * (each or 0)
         found = dpsgd.calibrate(epsilon, delta, units, batch_size, total, unit)
+        found = found.evaluating(evaluation_share, rounds)
         text = found.in_words(values)
+    evaluated: Config = {}
+    if evaluation_share:
+        evaluated = {"evaluation_share": evaluation_share, "loss_bound": 3.0}
     lines = [
         "[optim.client_opt]",
         '# "automatic" needs no bound; "flat" learns a little more with an sclip_norm that fits',
-        toml_line("module", "sample-clip", {"mode": "automatic"}),
+        *["# loss_bound: above the loss of a guess, the logarithm of the number of classes"][
+            : len(evaluated)
+        ],
+        toml_line("module", "sample-clip", {"mode": "automatic", **evaluated}),
         "[run]",
         f"rounds = {rounds}",
         f"privacy = {toml_value({'budget': [epsilon, delta], 'sclip_norm': 1.0})}",
