@@ -29,18 +29,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedclip.arrays import Array, backend_of, narrowed
+from fedclip import parameters
+from fedclip.arrays import Array, backend_of
+from fedclip.federation.update.averaging import rounded
 from fedclip.federation.update.exchange import Arrays, SentBound
 from fedclip.measures import Float64
-from fedclip.parameters import (
-    Configured,
-    integer,
-    limit,
-    non_negative,
-    number,
-    parameter,
-    positive,
-)
+from fedclip.parameters import Configured, integer, limit, non_negative, parameter, positive
 from fedclip.privacy.accounting import default_bits_noise, split_noise
 from fedclip.privacy.discrete import draws, honest_sites, site_variance
 
@@ -73,7 +67,7 @@ UNSURE_PEERS = (
 
 def share_of_clients(honest: float) -> float:
     """Return the share, if it is in (0, 1]."""
-    return number("a number in (0, 1]", 0.0, 1.0, open_low=True, honest=honest)
+    return parameters.number("a number in (0, 1]", 0.0, 1.0, open_low=True, honest=honest)
 
 
 class SiteNoise(Configured):
@@ -124,8 +118,7 @@ class SiteNoise(Configured):
         z, clients = self.noise_multiplier, self.expected_clients
         self.sure = honest_sites(clients, self.honest)
         bits = default_bits_noise(z, clients) if self.bits_noise is None else self.bits_noise
-        self.bits_noise = bits
-        self.trouble = ""
+        self.bits_noise, self.trouble = bits, ""
         self._spread = (split_noise(z, bits) if bits else z) / math.sqrt(self.sure)
         # A vote in steps of its grid, the variance of its noise, and what makes it positive.
         self._vote = max(1, math.floor(_VOTES * math.sqrt(self.sure) / bits)) if bits else 1
@@ -143,16 +136,10 @@ class SiteNoise(Configured):
     def refusal(self, told: object, sent: SentBound) -> str:
         """Return why a client takes no part in a round of a server; "" if it does."""
         own = self.get_config()
-        if not isinstance(told, Mapping) or not told:
-            return f"this client adds noise to what it shares, {own}, and the server expects none"
-        for name, value in own.items():
-            if told.get(name) != value:
-                return (
-                    f"this client adds noise of {name}={value!r}, and the server expects "
-                    f"{told.get(name)!r}: nothing is shared"
-                )
+        if told != own:
+            return f"this client adds noise = {own}, and the server expects {told!r:.300}"
         if not sent.private or sent.adaptive != bool(self.bits_noise):
-            return "the server asks for what this client's noise does not cover: nothing is shared"
+            return "the server asks for what this client's noise does not cover"
         if sent.bound > self.max_norm:
             return f"the server's bound, {sent.bound:g}, is above max_norm={self.max_norm:g}"
         return self.trouble
@@ -209,7 +196,7 @@ class SiteNoise(Configured):
         """
         step = 2.0 ** (math.ceil(math.log2(self.reach(bound))) + 1 - _bits(arrays))
         found = self.integers(arrays, bound, step)
-        return _like({name: np.asarray(k * step) for name, k in found.items()}, arrays)
+        return rounded({name: np.asarray(k * step) for name, k in found.items()}, arrays)
 
     def in_secret(self, arrays: Arrays, bound: float, encrypter: Any) -> dict[str, Array]:
         """Return the same for an encrypter of declearn's, whose quantizer takes it to integers.
@@ -225,7 +212,7 @@ class SiteNoise(Configured):
             raise ValueError(why)
         step = 2 * clipval / quantizer.int_range
         found = self.integers(arrays, bound, step)
-        shared = _like({name: (k + 0.5) * step for name, k in found.items()}, arrays)
+        shared = rounded({name: (k + 0.5) * step for name, k in found.items()}, arrays)
         for name, k in found.items():
             quantized = quantizer.quantize_array(_values(shared[name])).astype(np.int64)
             if (quantized - 2 ** (bits - 1) != k).any():
@@ -243,8 +230,8 @@ class SiteNoise(Configured):
         """
         if bits > most:
             return (
-                f"integers of {bits} bits for each client are not summed exactly: lower bitsize, "
-                f"so that each has {most} at most, as the model's dtypes hold them"
+                f"integers of {bits} bits for each client are not summed exactly, as the model's "
+                f"dtypes hold {most}: lower bitsize"
             )
         if clipval < (reach := self.reach(self.max_norm)):
             return (
@@ -259,43 +246,33 @@ class SiteNoise(Configured):
         """Return why declearn's secure aggregation, so set, can not sum it; "" if it can.
 
         The `arrays` have the dtypes of the model, as far as they are known.
+
+        Raises
+        ------
+        ValueError
+            If a dtype is too coarse.
         """
         bits = int(secagg.get("bitsize", 64))
         if secagg.get("secagg_type", "masking") == "masking":
             bits -= math.ceil(math.log2(self.expected_clients))
-        try:
-            most = _bits(arrays)
-        except ValueError as exc:
-            return str(exc)
-        return self.unfit(bits, float(secagg.get("clipval", 1e5)), most)
+        return self.unfit(bits, float(secagg.get("clipval", 1e5)), _bits(arrays))
 
     def _few(self, encrypter: Any) -> str:
         """Return why a sum has not the clients, or not the bits, that noise is sized on."""
         if 2 * self._offset * self.expected_clients >= getattr(encrypter, "max_int", math.inf):
             return "votes with their noise do not fit into integers of this bitsize: raise it"
-        if not hasattr(encrypter, "_pos_rng"):
-            # Joye-Libert: only the server knows how many keys there are.
+        # Of Joye-Libert's protocol, only the server knows how many keys there are.
+        if hasattr(encrypter, "biprime"):
             return ""
         peers = len(encrypter._pos_rng) + len(encrypter._neg_rng) + 1
-        if peers >= self.expected_clients:
-            return ""
-        return (
-            f"{peers} clients are in the secure sum, and the noise of each is sized on "
-            f"expected_clients={self.expected_clients}: nothing is shared"
-        )
+        if peers < self.expected_clients:
+            return f"{peers} clients are in the secure sum, not {self.expected_clients}"
+        return ""
 
 
 def _values(array: Array) -> Float64:
     backend = backend_of(array)
     return np.asarray(backend.to_host(backend.dense(array)), np.float64)
-
-
-def _like(values: Mapping[str, Float64], arrays: Arrays) -> dict[str, Array]:
-    """Return values as arrays like others, but dense."""
-    return {
-        name: narrowed(values[name], backend_of(array).dense(array))
-        for name, array in arrays.items()
-    }
 
 
 def _bits(arrays: Arrays) -> int:
