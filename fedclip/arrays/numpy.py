@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -33,7 +33,7 @@ from fedclip.arrays.blocks import (
     decode,
     encode,
     exact_norm,
-    extremes,
+    peak,
     slice_norms,
     square_sums,
 )
@@ -86,7 +86,6 @@ class NumpyBackend(Backend):
         memory: Memory | None = None,
     ) -> None:
         self._native, self._views, self._memory = native, views, memory
-        self._places: dict[int, int] = {}
         self.in_place = native is not None and native.in_place
         self.aligned = native is not None and native.aligned
 
@@ -205,7 +204,7 @@ class NumpyBackend(Backend):
         return result
 
     def peaks(self, arrays: Arrays) -> Array:
-        return np.abs([extremes(a) for a in arrays]).max(axis=1)
+        return np.array([*map(peak, arrays)])
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         sums = np.zeros(len(columns[0]))
@@ -297,13 +296,19 @@ class NumpyBackend(Backend):
             return arrays
         return [np.zeros_like(a, subok=False) for a in arrays]
 
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """The place of each view, by identity, if memory is kept for outputs."""
+        sizes = [v.nbytes for v in self._views]
+        serves = self._memory is not None and self._memory.serves(sizes)
+        return {id(v): i for i, v in enumerate(self._views)} if serves else {}
+
     def _outputs(self, arrays: Arrays) -> Sequence[HostView | None]:
         """Return where to write the outputs for some arrays, laid out like them; None for new."""
         if self.in_place:
             return arrays
         outs: Sequence[HostView | None] = [None] * len(arrays)
-        if self._memory is not None and self._memory.serves([v.nbytes for v in self._views]):
-            self._places = self._places or {id(v): i for i, v in enumerate(self._views)}
+        if self._memory is not None and self._places:
             places = [self._places.get(id(a), -1) for a in arrays]
             if min(places) >= 0:
                 outs = self._memory.like(places, self._views)
