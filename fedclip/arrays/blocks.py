@@ -80,7 +80,8 @@ def encode(values: HostView, dtype: np.dtype[Any], *, towards_zero: bool = False
     result = values.astype(dtype, copy=False)
     if towards_zero and result.itemsize < values.itemsize:
         # Floats of one sign are ordered like their bits: subtract 1 to step towards zero.
-        result.view(f"u{result.itemsize}")[np.abs(result) > np.abs(values)] -= 1
+        pattern = result.view(f"u{result.itemsize}")
+        pattern -= np.abs(result) > np.abs(values)
     return result
 
 

@@ -25,6 +25,7 @@ from fedclip.arrays.base import (
     HostView,
     Owners,
     index_of,
+    raised,
     with_others,
 )
 from fedclip.arrays.blocks import (
@@ -39,8 +40,6 @@ from fedclip.arrays.blocks import (
 )
 from fedclip.arrays.cores import PIECE, each, worthwhile
 from fedclip.arrays.memory import Memory, aligned, in_memory_order
-
-__all__ = ["NumpyBackend", "bits", "dtype_name"]
 
 FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
 """The dtypes of views that show numbers as they are."""
@@ -138,11 +137,6 @@ class NumpyBackend(Backend):
     def pick(self, table: Array, row: Array) -> Array:
         return table[row.astype(np.intp), np.arange(table.shape[1])]
 
-    def put(self, table: Array, row: Array, values: Array) -> Array:
-        table = table.copy(order="K")
-        table[row.astype(np.intp), np.arange(table.shape[1])] = values
-        return table
-
     def ranked(self, table: Array, held: Any, rank: Any) -> tuple[Array, Array]:
         most, place = int(np.ravel(held)[0]), int(np.ravel(rank)[0])
         if np.any(held != most) or np.any(rank != place):
@@ -238,7 +232,7 @@ class NumpyBackend(Backend):
         calls: list[Call] = []
         for array, k, out in zip(arrays, factors, made, strict=True):
             half = array.itemsize == 2
-            k = np.asarray(k, np.float32 if half else array.dtype)
+            k = np.asarray(raised(k, self.dtype(array)), np.float32 if half else array.dtype)
             call: Call = _multiply_half if half else np.multiply
             parts = [(array, out)] if k.ndim else _cut(array, out, CHUNK if half else PIECE)
             calls += [partial(call, source, k, target) for source, target in parts]
@@ -365,8 +359,4 @@ def _cut(array: HostView, out: HostView, step: int) -> Iterator[tuple[HostView, 
 
 
 def _multiply_half(array: HostView, factor: HostView, out: HostView) -> None:
-    product = np.asarray(decode(array) * factor)
-    if array.dtype == np.float16:
-        # Below its smallest number, half precision has no digits that a margin could cover.
-        product = np.asarray(np.trunc(product * 2.0**24) * 2.0**-24)
-    out[...] = encode(product, array.dtype)
+    out[...] = encode(np.asarray(decode(array) * factor), array.dtype, towards_zero=True)
