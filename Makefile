@@ -20,6 +20,9 @@ help:  ## show this list
 demo: $(VENV)/.demo  ## train over three hospitals, with and without clipping; write a table and a plot
 	$(BIN)/fedclip demo $(DEMO)
 
+# Modules are compiled once, not in each of the many processes that tests start.
+quick test soak: export PYTHONDONTWRITEBYTECODE =
+
 quick: $(VENV)/.dev  ## run what takes a minute: all behaviours on NumPy, a sample on torch
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not soak" --backends numpy,torch
 

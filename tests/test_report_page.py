@@ -51,6 +51,7 @@ def data_of(text: str) -> Any:
     return json.loads(found[1])
 
 
+@pytest.mark.slow
 def test_the_page_is_one_file_without_links(small: Path) -> None:
     text = page(small)
     assert text.count("<script") == text.count("</script>") == 3

@@ -463,6 +463,7 @@ class _Touch:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.slow
 def test_a_ledger_put_back_between_two_processes_is_not_seen(tmp_path: Path) -> None:
     file, ledger, kept = budget(tmp_path), tmp_path / "spent.json", tmp_path / "backup"
     attack([init()], file)
