@@ -27,7 +27,8 @@ quick: $(VENV)/.dev  ## run what takes a minute: all behaviours on NumPy, a samp
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not soak" --backends numpy,torch
 
 test: $(VENV)/.dev  ## run the whole test suite
-	$(PY) -m pytest -n $(JOBS) --dist worksteal
+	# One more, as many of these tests wait for processes and sockets.
+	$(PY) -m pytest -n $$(($(JOBS) + 1)) --dist worksteal
 
 engines: $(ENGINES)/.made  ## run the tests on Flower and NVFlare, which have an environment of their own
 	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist worksteal \

@@ -97,6 +97,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _on_the_cpu() -> None:
+    """Leave a graphics processor to the tests that ask for it."""
+    from declearn.utils import set_device_policy
+
+    set_device_policy(gpu=False)
+
+
 @pytest.fixture
 def checked(tmp_path: Path) -> Callable[[str], Any]:
     """Return what `fedclip check` finds in a file of this text."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import runpy
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from declearn.utils import set_device_policy
 from dpsgd_wire import seeded
 from helpers import PATIENCE, ended, hiding, require
 from scipy import stats
@@ -25,12 +23,6 @@ from fedclip.tools.check import check_config
 pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "dp_sgd"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _on_the_cpu() -> Iterator[None]:
-    set_device_policy(gpu=False)
-    return
 
 
 # -- the audit ---------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.dataset import InMemoryDataset
-from declearn.utils import set_device_policy
 from report_runs import call
 from test_dpsgd_manager import Silent, data, manager, request
 from test_dpsgd_persample import MODELS
@@ -32,11 +31,6 @@ C = 0.3
 UNITS = ("persons", "records")
 # Of 13 records: five persons, with one to five of them.
 OF = ["e", "a", "b", "c", "e", "b", "d", "c", "e", "c", "e", "d", "e"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _on_the_cpu() -> None:
-    set_device_policy(gpu=False)
 
 
 def records(n: int = 13) -> Records:
