@@ -51,10 +51,7 @@ def test_the_first_ten_minutes_in_a_fresh_environment(built: Path, tmp_path: Pat
             line = line.replace(words, others)
         lines.append(line)
     python = tmp_path / "bin"
-    # Only what is imported is compiled, and that once. (To pip, 0 is for "no compile".)
-    quicker = {"PIP_NO_COMPILE": "0", "PYTHONDONTWRITEBYTECODE": ""}
-    packages = {"PIP_CONSTRAINT": constraints, "PYTHONPATH": ""}
-    shown = type_in(lines, folder, PATH=on_path(python), **packages, **quicker)
+    shown = type_in(lines, folder, PATH=on_path(python), PIP_CONSTRAINT=constraints, PYTHONPATH="")
     results = folder / "examples" / "hospitals" / "study"
     assert "data-norms" in (results / "report.html").read_text("utf-8")
     assert (folder / "fedclip-demo" / "demo.png").exists()
