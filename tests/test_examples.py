@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import ended, require
-from typer.testing import CliRunner
+from report_runs import call
 
 from fedclip.report import read_report
-from fedclip.tools.cli import app
 
 LOOPS = Path(__file__).parent.parent / "examples" / "loops"
 
@@ -95,7 +94,7 @@ def test_the_example_clips_the_client_in_other_units(tmp_path, monkeypatch):
     accuracy = {}
     for modules in ("[]", '[["norm-clip", { max_norm = 1.0 }]]'):
         config.write_text(re.sub(r"modules = .*", f"modules = {modules}", config.read_text()))
-        result = CliRunner().invoke(app, ["simulate", "--seed", "0"])
+        result = call("simulate", "--seed", "0")
         assert result.exit_code == 0, result.output
         rows = (folder / "result/simulated/server/metrics.csv").read_text().splitlines()
         accuracy[modules] = float(rows[-1].split(",")[1])
