@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -198,31 +198,36 @@ def spent(
         str | None, typer.Option(help="add-remove, or replace-one; the file's, if not given.")
     ] = None,
     as_json: JsonFlag = False,
-    as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print CSV instead of text: all releases, and totals.")
-    ] = False,
+    csv: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write CSV, a line for each round; - for stdout."),
+    ] = None,
 ) -> None:
     """Show the epsilon that was spent, or that a plan would cost, by each accountant."""
     from fedclip.report import printable
     from fedclip.report.rows import write_csv
+    from fedclip.tools.showing import write
     from fedclip.tools.spent import COLUMNS, csv_rows, in_words, of_plan, read_spent
 
-    if as_json and as_csv:
+    if as_json and csv is not None:
         fail("give either --json or --csv", 2)
     if (path is None) == (noise_multiplier is None):
         fail("give either a ledger or a folder, or --noise-multiplier with --steps and --rate", 2)
     if path is not None and not path.exists():
         fail(f"there is no {path}", 2)
+    table = io.StringIO()
     with in_one_sentence():
         if noise_multiplier is not None:
             found = [of_plan(noise_multiplier, steps, rate, 1e-5)]
         elif path is not None:
             found = [*read_spent(path)]
-        costs = [one.cost(delta, relation) for one in found]
-    if as_json:
+        if csv is not None:
+            write_csv(COLUMNS, csv_rows(found, path, delta, relation), table)
+        costs = [one.cost(delta, relation) for one in found if csv is None]
+    if csv is not None:
+        write(csv, table.getvalue())
+    elif as_json:
         print(json.dumps(costs))
-    elif as_csv:
-        write_csv(COLUMNS, (row for cost in costs for row in csv_rows(cost)), sys.stdout)
     else:
         print(*(printable(line) for cost in costs for line in in_words(cost)), sep="\n")
 

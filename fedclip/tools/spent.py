@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from fedclip.parameters import Config
 from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, planned_anew
 from fedclip.privacy.ledger import FILE, Entry, read_entries, total, unit_of
 from fedclip.records import SERVED
+from fedclip.report import ReportError, read_report
 from fedclip.tools.catalogue import version
 
 __all__ = ["COLUMNS", "Spent", "csv_rows", "in_words", "of_plan", "read_spent", "turns_of"]
@@ -38,6 +40,7 @@ class Spent(NamedTuple):
     entries: Iterable[Entry] = ()
     separation: int = 1
     planned: float | None = None
+    mechanism: str = "Gaussian"
 
     def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
         """Return what it costs by each accountant, or why one can not say.
@@ -145,30 +148,62 @@ def turns_of(spent: Spent, most: int) -> list[tuple[float | None, ...]]:
 
 
 COLUMNS = (
-    *("where", "protects", "relation", "delta", "what", "time", "noise_multiplier", "steps"),
-    *("sampling", "accountant", "epsilon", "data", "versions"),
+    *("where", "protects", "mechanism", "relation", "delta", "turn", "time", "noise_multiplier"),
+    *("sampling", "separation", "steps", "bound", "accountant", "epsilon", "data", "fedclip"),
 )
 
 
-def csv_rows(cost: Config) -> Iterator[Config]:
-    """Yield what `Spent.cost` has found: a row for each release, and for each accountant's total.
+def csv_rows(
+    found: Iterable[Spent], folder: Path | None, delta: float | None, relation: str | None
+) -> Iterator[Config]:
+    """Yield a row for each turn that was charged, with the epsilon of all until then.
 
-    A total is for all releases of its file; its versions are of the packages that have counted.
+    A turn is a line of a ledger; of a server, a round, or as many as its clients take turns in.
+    The last epsilon is what `Spent.cost` says by the same accountant.
     """
-    for release in cost["entries"] or cost["releases"]:
-        made = f"fedclip {release['fedclip']}" if release.get("fedclip") else ""
-        yield {**cost, "what": "release", **release, "versions": made}
-    counted = "; ".join(f"{name} {number}" for name, number in cost["versions"].items())
-    for name, value in cost["epsilons"].items() or {"": 0.0}.items():
-        found = {"accountant": name, "epsilon": value, "versions": counted}
-        yield {**cost, "what": "total", **found}
+    for one in found:
+        of, so_far = one.accountant, Accountant(one.accountant.delta)
+        asked: Config = {
+            "delta": of.delta if delta is None else delta,
+            "relation": of.relation if relation is None else relation,
+        }
+        each = [Entry((r._replace(steps=1),), 0.0, "") for r in of.spent for _ in range(r.steps)]
+        charged = [entry for entry in one.entries if entry.spent] or each
+        rounds = charged is each and one.separation == 1
+        bounds = _bounds(folder, one.where, len(each)) if folder and rounds else {}
+        for turn, entry in enumerate(charged, 1):
+            for release in entry.spent:
+                so_far.add(*release)
+                cost = account(so_far.spent, **asked, order=of.order)
+                sampled = "Poisson-sampled " * (release.sampling < 1)
+                yield {
+                    **one._asdict(),
+                    **entry._asdict(),
+                    **release._asdict(),
+                    **cost._asdict(),
+                    **asked,
+                    "turn": turn,
+                    "bound": bounds.get(turn),
+                    "mechanism": sampled + one.mechanism,
+                }
+
+
+def _bounds(folder: Path, server: str, rounds: int) -> Mapping[int, float]:
+    """Return the bounds of a server's rounds, as a node says that has seen all of them."""
+    found: dict[str, dict[int, float]] = {}
+    with suppress(ReportError):
+        for (node, module, round_), limit in read_report(folder).limits().items():
+            beside = node == server or node.rpartition("/")[0] == server.rpartition("/")[0]
+            if beside and module.startswith("update-clip"):
+                found.setdefault(node, {})[round_] = limit
+    return next((seen for seen in found.values() if max(seen) == rounds), {})
 
 
 def of_plan(noise_multiplier: float, steps: int, rate: float, delta: float) -> Spent:
     """Return what a plan would spend."""
     accountant = Accountant(delta)
     accountant.add(noise_multiplier, parameters.integer(1, steps=steps), rate)
-    return Spent("plan", "record", accountant)
+    return Spent("plan", "record", accountant, [Entry(tuple(accountant.spent), delta, "")])
 
 
 def read_spent(path: Path) -> Iterator[Spent]:
@@ -194,7 +229,8 @@ def read_spent(path: Path) -> Iterator[Spent]:
         if budget is not None:
             none = False
             where = str(config.parent.relative_to(path))
-            kept = budget.separation, budget.max_epsilon
+            noise = "correlated " * (len(budget.coefficients) > 1) + "Gaussian"
+            kept = budget.separation, budget.max_epsilon, noise
             yield Spent(where, "client", budget.accountant, (), *kept)
     if none:
         raise ValueError(
