@@ -23,7 +23,7 @@ from fedclip.privacy.lengths import number
 from fedclip.privacy.maps import Context, Plugin
 from fedclip.tools.findings import Plugins, Section, Setting, innermost
 
-__all__ = ["exposures"]
+__all__ = ["RELEASED", "exposures"]
 
 CLIENT, SERVER = "client_opt", "server_opt"
 
@@ -38,7 +38,7 @@ _WEIGHTS = (
     "agc limits by the norms of the weights, which are private from the second local step on: it "
     "bounds no sensitivity"
 )
-_RELEASED = (
+RELEASED = (
     "declearn sends each client's evaluation loss and metrics, its number of steps and of samples, "
     "without noise: epsilon does not cover them",
     "the weights that declearn keeps in the end are those of the lowest loss: a choice made by "
@@ -89,7 +89,7 @@ def exposures(setting: Setting) -> Iterator[Found]:
     if central is not None or per_record or own:
         if not per_record and any(p.name == "agc" for p in plugins.get(CLIENT, ())):
             yield "note", CLIENT, _WEIGHTS
-        for text in _RELEASED:
+        for text in RELEASED:
             yield "note", "run.evaluate", text
         if run.get("early_stop") is not None:
             yield "note", "run.early_stop", _STOPPED

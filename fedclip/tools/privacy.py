@@ -37,12 +37,12 @@ def root() -> None:
 
 
 @contextmanager
-def in_one_sentence() -> Iterator[None]:
+def in_one_sentence(code: int = 2) -> Iterator[None]:
     """End the command with a sentence if a number is not allowed, or an accountant missing."""
     try:
         yield
     except (TypeError, ValueError) as exc:
-        fail(exc, 2)
+        fail(exc, code)
     except ModuleNotFoundError as exc:
         if exc.name == "declearn":
             raise
@@ -215,19 +215,19 @@ def spent(
         fail("give either a ledger or a folder, or --noise-multiplier with --steps and --rate", 2)
     if path is not None and not path.exists():
         fail(f"there is no {path}", 2)
-    table = io.StringIO()
     with in_one_sentence():
         if noise_multiplier is not None:
             found = [of_plan(noise_multiplier, steps, rate, 1e-5)]
         elif path is not None:
             found = [*read_spent(path)]
-        if csv is not None:
-            write_csv(COLUMNS, csv_rows(found, path, delta, relation), table)
-        costs = [one.cost(delta, relation) for one in found if csv is None]
-    if csv is not None:
-        write(csv, table.getvalue())
-    elif as_json:
+        costs = [one.cost(delta, relation) for one in found]
+    if as_json:
         print(json.dumps(costs))
+    elif csv is not None:
+        each = zip(found, costs, strict=True)
+        rows = (row for one, cost in each for row in csv_rows(one, cost, path))
+        write_csv(COLUMNS, rows, table := io.StringIO())
+        write(csv, table.getvalue())
     else:
         print(*(printable(line) for cost in costs for line in in_words(cost)), sep="\n")
 

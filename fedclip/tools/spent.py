@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,9 +23,22 @@ from fedclip.records import SERVED
 from fedclip.report import ReportError, read_report
 from fedclip.tools.catalogue import version
 
-__all__ = ["COLUMNS", "Spent", "csv_rows", "in_words", "of_plan", "read_spent", "turns_of"]
+__all__ = [
+    "COLUMNS",
+    "NothingSpent",
+    "Spent",
+    "csv_rows",
+    "in_words",
+    "of_plan",
+    "read_spent",
+    "turns_of",
+]
 
 _COUNTED_BY = ("fedclip", "dp-accounting", "opacus")
+
+
+class NothingSpent(ValueError):
+    """A folder in which no privacy budget was spent."""
 
 
 class Spent(NamedTuple):
@@ -153,48 +167,31 @@ COLUMNS = (
 )
 
 
-def csv_rows(
-    found: Iterable[Spent], folder: Path | None, delta: float | None, relation: str | None
-) -> Iterator[Config]:
+def csv_rows(one: Spent, cost: Config, folder: Path | None) -> Iterator[Config]:
     """Yield a row for each turn that was charged, with the epsilon of all until then.
 
     A turn is a line of a ledger; of a server, a round, or as many as its clients take turns in.
     The last epsilon is what `Spent.cost` says by the same accountant.
     """
-    for one in found:
-        of, so_far = one.accountant, Accountant(one.accountant.delta)
-        asked: Config = {
-            "delta": of.delta if delta is None else delta,
-            "relation": of.relation if relation is None else relation,
-        }
-        each = [Entry((r._replace(steps=1),), 0.0, "") for r in of.spent for _ in range(r.steps)]
-        charged = [entry for entry in one.entries if entry.spent] or each
-        rounds = charged is each and one.separation == 1
-        bounds = _bounds(folder, one.where, len(each)) if folder and rounds else {}
-        for turn, entry in enumerate(charged, 1):
-            for release in entry.spent:
-                so_far.add(*release)
-                cost = account(so_far.spent, **asked, order=of.order)
-                sampled = "Poisson-sampled " * (release.sampling < 1)
-                yield {
-                    **one._asdict(),
-                    **entry._asdict(),
-                    **release._asdict(),
-                    **cost._asdict(),
-                    **asked,
-                    "turn": turn,
-                    "bound": bounds.get(turn),
-                    "mechanism": sampled + one.mechanism,
-                }
+    so_far = Accountant(cost["delta"], cost["relation"], one.accountant.order)
+    each = [{**r._asdict(), "steps": 1} for r in one.accountant.spent for _ in range(r.steps)]
+    rounds = not cost["entries"] and one.separation == 1
+    bounds = _bounds(folder, one.where, len(each)) if folder and rounds else {}
+    for turn, row in enumerate(cost["entries"] or each, 1):
+        so_far.add(row["noise_multiplier"], row["steps"], row["sampling"])
+        spent = account(so_far.spent, so_far.delta, so_far.relation, order=so_far.order)
+        mechanism = "Poisson-sampled " * (row["sampling"] < 1) + one.mechanism
+        more = {"turn": turn, "bound": bounds.get(turn), "mechanism": mechanism}
+        yield {**cost, **row, **spent._asdict(), **more}
 
 
 def _bounds(folder: Path, server: str, rounds: int) -> Mapping[int, float]:
     """Return the bounds of a server's rounds, as a node says that has seen all of them."""
     found: dict[str, dict[int, float]] = {}
     with suppress(ReportError):
-        for (node, module, round_), limit in read_report(folder).limits().items():
-            beside = node == server or node.rpartition("/")[0] == server.rpartition("/")[0]
-            if beside and module.startswith("update-clip"):
+        report = read_report(folder).only([server.rpartition("/")[0]])
+        for (node, module, round_), limit in report.limits().items():
+            if module.startswith("update-clip"):
                 found.setdefault(node, {})[round_] = limit
     return next((seen for seen in found.values() if max(seen) == rounds), {})
 
@@ -233,7 +230,7 @@ def read_spent(path: Path) -> Iterator[Spent]:
             kept = budget.separation, budget.max_epsilon, noise
             yield Spent(where, "client", budget.accountant, (), *kept)
     if none:
-        raise ValueError(
+        raise NothingSpent(
             f"nothing in {path} has spent a privacy budget: neither a ledger of DP-SGD ({FILE}) "
             f"nor a checkpoint or {SERVED} of a server with update-clip-server and noise"
         )
@@ -252,10 +249,14 @@ def _of_server(folder: Path) -> Budget | None:
 
     Their names hold local time, so that the latest need not be the newest.
     """
-    from declearn.main.utils import Checkpointer
-
-    saved = Checkpointer(str(folder))
     try:
+        config = json.loads((folder / "optimizer_config.json").read_text(encoding="utf-8"))
+        # Whoever has no budget may have modules that are not known here.
+        if "'noise_multiplier'" not in str(config):
+            return None
+        from declearn.main.utils import Checkpointer
+
+        saved = Checkpointer(str(folder))
         optimizer = saved.load_optimizer(load_state=False)
         budgets = [getattr(module, "budget", None) for module in optimizer.modules]
         found: Budget | None = next((budget for budget in budgets if budget is not None), None)
