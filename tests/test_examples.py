@@ -111,5 +111,5 @@ def test_the_example_clips_the_client_in_other_units(tmp_path, monkeypatch):
     # A part of its card is on a page.
     page = (LOOPS.parents[1] / "docs" / "reports.md").read_text(encoding="utf-8")
     shown = page.partition("<!-- a test compares")[2].split("```")[1].removeprefix("text\n")
-    said = CliRunner().invoke(app, ["report", "--card", "-"]).stdout
+    said = call("report", "--card", "-").stdout
     assert OutputChecker().check_output(f"...\n{shown}...", said, ELLIPSIS | NORMALIZE_WHITESPACE)
