@@ -23,7 +23,7 @@ from fedclip.privacy.lengths import number
 from fedclip.privacy.maps import Context, Plugin
 from fedclip.tools.findings import Plugins, Section, Setting, brief, innermost
 
-__all__ = ["exposures"]
+__all__ = ["RELEASED", "exposures"]
 
 CLIENT, SERVER = "client_opt", "server_opt"
 
@@ -38,7 +38,7 @@ _WEIGHTS = (
     "agc limits by the norms of the weights, which are private from the second local step on: it "
     "bounds no sensitivity"
 )
-_RELEASED = (
+RELEASED = (
     "declearn sends each client's evaluation loss and metrics, its number of steps and of samples, "
     "without noise: epsilon does not cover them",
     "the weights that declearn keeps in the end are those of the lowest loss: a choice made by "
@@ -102,7 +102,7 @@ def exposures(setting: Setting) -> Iterator[Found]:
             told = _NOISED.format(share=noised.evaluation_share, bound=noised.loss_bound)
             yield "note", "run.evaluate", told
             yield from _evaluated(run, setting.metrics)
-        for text in () if covers else _RELEASED:
+        for text in () if covers else RELEASED:
             yield "note", "run.evaluate", text
         if run.get("early_stop") is not None and not covers:
             yield "note", "run.early_stop", _STOPPED

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,12 +41,12 @@ def root() -> None:
 
 
 @contextmanager
-def in_one_sentence() -> Iterator[None]:
+def in_one_sentence(code: int = 2) -> Iterator[None]:
     """End the command with a sentence if a number is not allowed, or an accountant missing."""
     try:
         yield
     except (TypeError, ValueError) as exc:
-        fail(exc, 2)
+        fail(exc, code)
     except ModuleNotFoundError as exc:
         if exc.name == "declearn":
             raise
@@ -239,16 +239,18 @@ def spent(
         str | None, typer.Option(help="add-remove, or replace-one; the file's, if not given.")
     ] = None,
     as_json: JsonFlag = False,
-    as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print CSV instead of text: all releases, and totals.")
-    ] = False,
+    csv: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write CSV, a line for each round; - for stdout."),
+    ] = None,
 ) -> None:
     """Show the epsilon that was spent, or that a plan would cost, by each accountant."""
     from fedclip.report import printable
     from fedclip.report.rows import write_csv
+    from fedclip.tools.showing import write
     from fedclip.tools.spent import COLUMNS, csv_rows, in_words, of_plan, read_spent
 
-    if as_json and as_csv:
+    if as_json and csv is not None:
         fail("give either --json or --csv", 2)
     if (path is None) == (noise_multiplier is None):
         fail("give either a ledger or a folder, or --noise-multiplier with --steps and --rate", 2)
@@ -262,8 +264,11 @@ def spent(
         costs = [one.cost(delta, relation) for one in found]
     if as_json:
         print(json.dumps(costs))
-    elif as_csv:
-        write_csv(COLUMNS, (row for cost in costs for row in csv_rows(cost)), sys.stdout)
+    elif csv is not None:
+        each = zip(found, costs, strict=True)
+        rows = (row for one, cost in each for row in csv_rows(one, cost, path))
+        write_csv(COLUMNS, rows, table := io.StringIO())
+        write(csv, table.getvalue())
     else:
         print(*(printable(line) for cost in costs for line in in_words(cost)), sep="\n")
 
