@@ -58,9 +58,7 @@ class Spent(NamedTuple):
     @property
     def evaluated(self) -> list[float]:
         """The noise multipliers that are those of evaluations."""
-        return [
-            release.noise_multiplier for release in self.accountant.plan if release.sampling == 1
-        ]
+        return [r.noise_multiplier for r in self.accountant.plan if r.sampling == 1.0]
 
     def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
         """Return what it costs by each accountant, or why one can not say.
