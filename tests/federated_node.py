@@ -30,6 +30,7 @@ from declearn.utils import setup_client_loggers, setup_server_loggers
 
 import fedclip
 from fedclip.federation.restart import load_round
+from fedclip.federation.update import site_noise
 
 Settings = dict[str, Any]
 
@@ -130,6 +131,8 @@ def client(name: str, settings: Settings) -> None:
     secagg = settings.get("secagg")
     if str(i) in settings.get("faults", {}):
         federation_faults.show(*settings["faults"][str(i)])
+    if settings.get("silent") == i:
+        site_noise.draws = lambda variance, size: np.zeros(size, np.int64)  # type: ignore
     if settings.get("forger") == i:
         forge_replies(settings["seed"])
     rng = np.random.default_rng(i)
@@ -169,6 +172,8 @@ def client(name: str, settings: Settings) -> None:
         right = (held[:, 0] > 0).astype(int)
         specs["valid_data"] = InMemoryDataset(held, target=right, expose_classes=True)
         node = fedclip.PrivateFederatedClient(ledger=f"{name}_spent.json", **private, **specs)
+    elif "wanted" in settings:
+        node = fedclip.PersonalFederatedClient(noise=settings["wanted"], **specs)
     else:
         node = RestartedClient(f"{saved}_{name}", **specs) if saved else FederatedClient(**specs)
     node.run()

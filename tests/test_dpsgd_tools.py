@@ -7,20 +7,20 @@ import io
 import json
 import math
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import report_runs
 from declearn.main.config import FLRunConfig
 from declearn.main.utils import Checkpointer
 from declearn.optimizer import Optimizer
-from typer.testing import CliRunner
 
 import fedclip
 from fedclip.dpsgd.calibrate import calibrate
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.ledger import Ledger
-from fedclip.tools.cli import app
 
 ENDS = ["1e-320", "0.5", "inf", "nan", "1e-12", "1e308", "-1", "1", "0", "1e10"]
 
@@ -40,8 +40,7 @@ COMMANDS = [
 pytest.importorskip("dp_accounting")
 
 
-def call(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, ["privacy", *map(str, arguments)])
+call = partial(report_runs.call, "privacy")
 
 
 BUDGET = ("calibrate", "--epsilon", 3, "--rounds", 10, "--records", 400, "--batch-size", 64)

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Many"]
-
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *others: _apply(function, self, *others)

@@ -26,8 +26,6 @@ from fedclip.arrays.base import (
 )
 from fedclip.arrays.many import Many
 
-__all__ = ["TorchBackend", "TorchInPlace", "TorchRecorded", "recorded"]
-
 # A table, not `functools.cache`: torch.compile can look into a table.
 _DTYPES = {n: getattr(torch, n) for n in ("float16", "bfloat16", "float32", "float64")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -212,12 +210,6 @@ class TorchBackend(Backend):
             each = [weights[id(conditions[i])] for i in places]
             _put(chosen, places, torch._foreach_lerp(old, new, each))
         return chosen
-
-    def lerp(self, old: Arrays, new: Arrays, weight: Any) -> Arrays:
-        if not self._foreach(old) or not isinstance(weight, torch.Tensor):
-            return [torch.lerp(x, y, weight) for x, y in zip(old, new, strict=True)]
-        moved: Arrays = torch._foreach_lerp(list(old), list(new), [weight] * len(old))
-        return moved
 
     # -- numbers ------------------------------------------------------------------------------
     def cast(self, x: Array, dtype: str) -> Array:
@@ -563,13 +555,8 @@ class TorchRecorded(TorchBackend):
     def constant(self, x: Array) -> Array:
         return x.detach()
 
-    def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
-        # All tensors of a group together: the norm of one that is zero has no derivative.
-        zero = arrays[0].new_zeros(1)
-        joined = [self.joined([zero, *(arrays[i] for i in some)]) for some in members]
-        return self.slice_norms(joined, [(0,)] * len(joined))
-
-    slice_norms = Backend.slice_norms
+    # All tensors of a group together: the norm of one that is zero has no derivative.
+    group_norms, slice_norms = Backend.joint_norms, Backend.slice_norms
 
 
 class TorchInPlace(TorchBackend):

@@ -75,6 +75,5 @@ def merged(state: State, counted: Counted, keep: Array, share: Array, xp: Arithm
     square = share * delta * delta + counted.variance
     # The square of a norm may be beyond the floats: then the variance stays.
     square = xp.where(square < math.inf, square, state.variance)
-    old, new = [state.mean, state.variance], [counted.mean, square]
-    mean, variance = xp.lerp(new, old, keep)
-    return state._replace(mean=mean, variance=variance)
+    variance = square + keep * (state.variance - square)
+    return state._replace(mean=counted.mean - keep * delta, variance=variance)

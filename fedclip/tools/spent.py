@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +16,8 @@ from fedclip.federation.update.budget import Budget
 from fedclip.federation.update.plain import server_of
 from fedclip.federation.update.served import read
 from fedclip.parameters import Config
-from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, planned_anew
-from fedclip.privacy.ledger import FILE, Entry, read_entries, total, unit_of
+from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, merged
+from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
 from fedclip.records import SERVED
 from fedclip.report import ReportError, read_report
 from fedclip.tools.catalogue import version
@@ -56,6 +55,13 @@ class Spent(NamedTuple):
     planned: float | None = None
     mechanism: str = "Gaussian"
 
+    @property
+    def evaluated(self) -> list[float]:
+        """The noise multipliers that are those of evaluations."""
+        return [
+            release.noise_multiplier for release in self.accountant.plan if release.sampling == 1
+        ]
+
     def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
         """Return what it costs by each accountant, or why one can not say.
 
@@ -68,8 +74,8 @@ class Spent(NamedTuple):
         # There is no closed form with samples, and no other bound of Opacus' PRV without.
         useless = ["closed form"] * (True in sampled) + ["prv"] * (False in sampled)
         found: dict[str, float | str] = {}
-        order = self.accountant.order
-        if order is not None and planned_anew(spent):
+        order = self.accountant.order_of(spent)
+        if order is not None:
             # The others are right for what was planned before the first release.
             useless = list(ACCOUNTANTS)
             found[f"rdp at order {order:.4g}"] = account(
@@ -93,13 +99,14 @@ class Spent(NamedTuple):
                     raise
                 found[name] = str(exc)
         return {
+            "evaluated": self.evaluated,
             "where": self.where,
             "protects": self.protects,
             "delta": delta,
             "relation": relation,
             "separation": self.separation,
             "planned": self.planned,
-            "releases": [r._asdict() for r in spent],
+            "releases": [r._asdict() for r in merged(spent)],
             "entries": [
                 {"time": e.time, **r._asdict(), "data": e.data, "fedclip": e.fedclip}
                 for e in self.entries
@@ -116,7 +123,8 @@ def in_words(cost: Config) -> Iterator[str]:
     yield f"{cost['where']}: what {verb} one {cost['protects']} may change"
     for z, steps, rate in (release.values() for release in cost["releases"]):
         how = f"Poisson samples at rate {rate:.4g}" if rate < 1 else "without sampling"
-        yield f"  {steps:,} steps at noise multiplier {z:.4g}, {how}"
+        what = "evaluations" if z in cost["evaluated"] else "steps"
+        yield f"  {steps:,} {what} at noise multiplier {z:.4g}, {how}"
     if cost["separation"] > 1:
         yield f"  for its own turns, one in {cost['separation']} rounds"
     if not cost["releases"]:
@@ -147,17 +155,19 @@ def turns_of(spent: Spent, most: int) -> list[tuple[float | None, ...]]:
     epsilon so far. Nothing without a package that accounts for samples.
     """
     entries = [entry for entry in spent.entries if entry.spent]
+    kinds = (entry.spent[-1].noise_multiplier for entry in entries)
+    steps_at = [i for i, z in enumerate(kinds, 1) if z not in spent.evaluated]
     found: list[tuple[float | None, ...]] = []
-    for count in range(len(entries), 0, -math.ceil(len(entries) / most) or -1):
+    for turn in range(len(steps_at), 0, -math.ceil(len(steps_at) / most) or -1):
+        count = steps_at[turn - 1]
         z, steps, rate = entries[count - 1].spent[-1]
-        # The size of a batch is rate times records; how many these are is nothing to be shown.
-        records = re.match(r"(\d+) records", entries[count - 1].data)
-        expected = rate * int(records[1]) if records else None
+        # The size of a batch, in what is protected; how many there are of it is not to be shown.
+        expected = rate * protected(entries[count - 1].data)[0] or None
         try:
             epsilon = total(entries[:count]).epsilon()
         except ModuleNotFoundError:
             return []
-        found.insert(0, (count, steps, z, rate, expected, epsilon))
+        found.insert(0, (turn, steps, z, rate, expected, epsilon))
     return found
 
 
@@ -173,14 +183,17 @@ def csv_rows(one: Spent, cost: Config, folder: Path | None) -> Iterator[Config]:
     A turn is a line of a ledger; of a server, a round, or as many as its clients take turns in.
     The last epsilon is what `Spent.cost` says by the same accountant.
     """
-    so_far = Accountant(cost["delta"], cost["relation"], one.accountant.order)
-    each = [{**r._asdict(), "steps": 1} for r in one.accountant.spent for _ in range(r.steps)]
+    of = one.accountant
+    so_far = Accountant(cost["delta"], cost["relation"], of.order, of.plan)
+    each = [{**r._asdict(), "steps": 1} for r in of.spent for _ in range(r.steps)]
     rounds = not cost["entries"] and one.separation == 1
     bounds = _bounds(folder, one.where, len(each)) if folder and rounds else {}
     for turn, row in enumerate(cost["entries"] or each, 1):
         so_far.add(row["noise_multiplier"], row["steps"], row["sampling"])
-        spent = account(so_far.spent, so_far.delta, so_far.relation, order=so_far.order)
+        order = so_far.order_of(so_far.spent)
+        spent = account(so_far.spent, so_far.delta, so_far.relation, order=order)
         mechanism = "Poisson-sampled " * (row["sampling"] < 1) + one.mechanism
+        mechanism += " on evaluations" * (row["noise_multiplier"] in one.evaluated)
         more = {"turn": turn, "bound": bounds.get(turn), "mechanism": mechanism}
         yield {**cost, **row, **spent._asdict(), **more}
 
@@ -219,7 +232,7 @@ def read_spent(path: Path) -> Iterator[Spent]:
         entries = [*read_entries(file).values()]
         where = str(file.relative_to(path)) if folder else path.name
         last = entries[-1].data
-        protects = "site's data set" if last == UNIT else unit_of(last) or "record"
+        protects = "site's data set" if last == UNIT else protected(last)[1] or "record"
         yield Spent(where, protects, total(entries), entries)
     for config in sorted([*path.rglob("optimizer_config.json"), *path.rglob(SERVED)]):
         budget = _of_engine(config) if config.name == SERVED else _of_server(config.parent)

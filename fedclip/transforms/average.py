@@ -14,7 +14,7 @@ The average sees every gradient before it is clipped, the current one included.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,11 +24,10 @@ from fedclip.rules import CLEAR, NoState, State
 from fedclip.rules.constant import Given
 from fedclip.rules.elementwise import blend, step_size
 from fedclip.scopes import Groups
-from fedclip.states import Statistics
 from fedclip.transforms.action import Action
-from fedclip.transforms.base import Gradient, Outcome, Transform, by_tensor
+from fedclip.transforms.base import Gradient, Outcome, by_tensor
 from fedclip.transforms.norm import NormClipping
-from fedclip.transforms.past import PAST, counts_of, recall, remember
+from fedclip.transforms.past import Remembering, remember
 
 
 class AverageState(NamedTuple):
@@ -39,15 +38,13 @@ class AverageState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AverageClipping(Transform):
+class AverageClipping(Remembering):
     """Clip to, or bring to (`rescale`), the norm of the moving average.
 
     The other fields are parameters of `ema-norm-clip`; `start`, its `init`, is None for the first
     gradient.
     """
 
-    array_fields: ClassVar[tuple[str, ...]] = PAST
-    dense = True
     by_norms = True
 
     decay: float
@@ -61,16 +58,11 @@ class AverageClipping(Transform):
     def init(self, groups: Groups) -> AverageState:
         return AverageState(np.zeros(len(groups)), np.zeros(len(groups)))
 
-    def recalled(self, gradient: Gradient) -> Statistics:
-        return recall(gradient)
-
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient to the norm of the average, which it is part of."""
         groups, xp = gradient.groups, gradient.xp
         norms = gradient.sound(measure(gradient.arrays, groups, self.ord, xp))
-        kept = recall(gradient)
-        gradient.kept.update(kept)
-        pasts, counts = [kept[name]["past"] for name in groups.names], counts_of(kept, gradient)
+        pasts, counts = self.begun(gradient)
         means = self._learnt(gradient, pasts, counts)
         sizes, first = measure(means, groups, self.ord, xp), state.count == 0
         # Of a step that is not finite nothing may be left.
