@@ -209,6 +209,7 @@ def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:
         ((), "give either a ledger or a folder"),
         ((tmp_path, "--noise-multiplier", 1), "give either a ledger or a folder"),
         ((tmp_path / "nothing",), "there is no "),
+        ((tmp_path / "privacy_spend.json",), "did you mean 'privacy_spent.json'?"),
         ((tmp_path,), "is not a ledger of privacy spent"),
         (("--noise-multiplier", -1), "noise_multiplier must be"),
         (("--noise-multiplier", 1, "--rate", 2), "sampling must be"),

@@ -387,3 +387,9 @@ def test_the_noise_for_a_budget_takes_few_calls(monkeypatch: pytest.MonkeyPatch)
     costs = [steep((Release(z / less),), 0, "").epsilon for less in (1, 1.0006)]
     assert costs[0] <= 3.0125 < costs[1]
     assert len(calls) - 2 <= 22
+
+
+def test_an_order_that_is_left_out_alarms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("dp_accounting")
+    assert accounting.order_for(accounting.Release(1.1325, 15, 0.2), 1e-3) > 1.1
+    assert not caplog.records

@@ -98,6 +98,7 @@ def card(report: Report) -> str:
     environment.globals |= {"about": about, "base": base, "exposed": exposed, "plugins": plugins}
     environment.globals |= {"limits": [*_limits(report, noised)], "model": _model(base)}
     environment.globals |= {"nodes": nodes, "noised": noised, "report": report, "spent": spent}
+    environment.globals["released"] = RELEASED[0]
     text = (files("fedclip.tools") / "card.md").read_text(encoding="utf-8")
     return environment.from_string(text).render(version=fedclip.__version__)
 

@@ -209,9 +209,9 @@ def quickrun(
         clients, results, finished = run(result.path, verbose=verbose, seed=seed)
     except QuickrunError as exc:
         fail(str(exc))
-    keep(result, results, "quickrun", seed)
     if not finished:
         fail(f"interrupted; what was done until then: fedclip report {typed(results)}", code=130)
+    keep(result, results, "quickrun", seed)
     spent = any(Path(results).rglob("privacy_spent.json"))
     also = f", and what was spent:  fedclip privacy spent {typed(results)}" if spent else ""
     say(f"fedclip: {clients} clients; see  fedclip report {typed(results)}{also}")

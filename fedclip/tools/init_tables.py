@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,13 @@ FAR = 5.0
 """How many times longer or shorter makes a site's values unlike those of the others."""
 _ODD = (-9, -99, -999, -9999, 999, 9999)  # what is often written where a number is missing
 _COMMA = r"^([-+]?\d*),(\d+)$"
+
+NAMED = re.compile(
+    r"(^|_)(id|uid|pid|mrn|ssn|patient|person|subject|participant|user|member|customer|student)"
+    r"s?(_?(id|no|nr|num|number|code|key|name))?$",
+    re.IGNORECASE,
+)
+"""Names of columns that may say whose a record is."""
 
 
 class InitError(ValueError):
@@ -114,6 +122,12 @@ def as_numbers(table: pd.DataFrame, site: pd.Series, said: list[str]) -> pd.Data
         numbers = pd.to_numeric(column, errors="coerce").astype(float)
         texts = column[column.notna() & numbers.isna()]
         missing, count = int(column.isna().sum()), int(column.notna().sum())
+        again = count - int(column.groupby(site).nunique().sum())
+        if again and NAMED.search(str(name)):
+            said.append(
+                f"{name!r} comes back in {again} records of a site: if it says whose they are, "
+                "leave it out (--drop); DP-SGD protects persons by train_persons.csv alone"
+            )
         if np.isinf(numbers).any() or 0 < len(texts) < count / 2:
             odd = texts if len(texts) else column[np.isinf(numbers)]
             raise InitError(

@@ -8,7 +8,6 @@ named like an identifier, and in which values come back, says that it may be wan
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,15 +15,10 @@ from declearn.dataset.utils import load_data_array
 
 from fedclip.dpsgd.persons import numbered
 from fedclip.tools.findings import Level
+from fedclip.tools.init_tables import NAMED
 from fedclip.tools.quickrun import PERSONS
 
 __all__ = ["asked_for", "units"]
-
-_NAMED = re.compile(
-    r"(^|_)(id|uid|pid|mrn|ssn|patient|person|subject|participant|user|member|customer|student)"
-    r"s?(_?(id|no|nr|num|number|code|key|name))?$",
-    re.IGNORECASE,
-)
 
 
 def units(files: Mapping[str, str]) -> tuple[int, str]:
@@ -74,5 +68,5 @@ def _identifiers(file: Path) -> Iterator[str]:
         heads, *rows = csv.reader(lines)
     for place, name in enumerate(heads):
         values = [row[place] for row in rows if len(row) > place]
-        if _NAMED.search(name.strip()) and len({*values}) < len(values):
+        if NAMED.search(name.strip()) and len({*values}) < len(values):
             yield name.strip()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedclip.errors import nearest
 from fedclip.parameters import Config
 from fedclip.tools.output import JsonFlag, fail, runnable
 
@@ -255,7 +256,8 @@ def spent(
     if (path is None) == (noise_multiplier is None):
         fail("give either a ledger or a folder, or --noise-multiplier with --steps and --rate", 2)
     if path is not None and not path.exists():
-        fail(f"there is no {path}", 2)
+        beside = [found.name for found in path.parent.glob("*")]
+        fail(f"there is no {path}{nearest(path.name, beside)}", 2)
     with in_one_sentence():
         if noise_multiplier is not None:
             found = [of_plan(noise_multiplier, steps, rate, 1e-5)]

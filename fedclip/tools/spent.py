@@ -182,7 +182,8 @@ def csv_rows(one: Spent, cost: Config, folder: Path | None) -> Iterator[Config]:
     The last epsilon is what `Spent.cost` says by the same accountant.
     """
     own = one.accountant
-    so_far = Accountant(cost["delta"], cost["relation"], own.order, own.plan)
+    so_far = Accountant(cost["delta"], cost["relation"], own.order)
+    so_far.plan = own.plan
     each = [{**r._asdict(), "steps": 1} for r in own.spent for _ in range(r.steps)]
     rounds = not cost["entries"] and one.separation == 1
     bounds = _bounds(folder, one.where, len(each)) if folder and rounds else {}
@@ -191,6 +192,7 @@ def csv_rows(one: Spent, cost: Config, folder: Path | None) -> Iterator[Config]:
         order = so_far.order_of(so_far.spent)
         spent = account(so_far.spent, so_far.delta, so_far.relation, order=order)
         mechanism = "Poisson-sampled " * (row["sampling"] < 1) + one.mechanism
+        mechanism += " on evaluations" * (row["noise_multiplier"] in one.evaluated)
         more = {"turn": turn, "bound": bounds.get(turn), "mechanism": mechanism}
         yield {**cost, **row, **spent._asdict(), **more}
 
