@@ -98,7 +98,7 @@ def test_decoding_never_raises(cls: Any) -> None:
 
 def test_the_configuration_says_of_which_version_it_is() -> None:
     module = fedclip.UpdateClipClient()
-    assert module.get_config() == {"fedclip": VERSION}
+    assert module.get_config() == {"noise": None, "fedclip": VERSION}
     assert isinstance(fedclip.UpdateClipClient.from_config({"fedclip": NEWER}), type(module))
     aggregator = fedclip.ClippedAveraging(max_norm=1.0)
     config = aggregator.get_config()
