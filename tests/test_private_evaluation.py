@@ -337,6 +337,7 @@ def test_what_is_released_besides_is_what_has_no_noise(
     assert unsaid not in told
     refused = any("mse" in finding.message for finding in found.problems)
     assert refused == ("have no bound" in said)
+    assert all(finding.where == "[experiment]" for finding in found.problems)
 
 
 def test_commands_know_the_share(tmp_path: Path) -> None:

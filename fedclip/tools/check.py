@@ -450,7 +450,7 @@ def _check_bounds(check: Check, client: Section, setting: Setting, prefix: str) 
         for warning in (*places.warnings(chosen), *stuck(chosen, steps)):
             check.note(f"[{prefix}{key}]", warning)
     for level, section, message in exposures(setting):
-        own = section.partition(".")[0] in ("run", "secagg", "client_sampler")
+        own = section.partition(".")[0] in ("run", "secagg", "client_sampler", "experiment")
         check.add(level, f"[{section}]" if own else f"[{prefix}{section}]", message)
         if (level, section) != ("note", "run.privacy"):
             check.exposed.append(message)
