@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.study import cells, mechanisms, noised, orderings, scenes
+from benchmarks.study import cells, mechanisms, noised, orderings, scenes, tables
 
 RESULTS = Path(__file__).parent / "results"
 SLOW = ("digits", "noise, epsilon 8", "mnist")
 
 
-def fields(quick: bool, word: str) -> list[cells.Field]:
-    """Return what is compared, with a word in the name of its trouble."""
+def fields(quick: bool, words: Sequence[str]) -> list[cells.Field]:
+    """Return what is compared, with one of these words in the name of its trouble."""
     found = []
     for field in (mechanisms.FIELD, noised.FIELD, *orderings.FIELDS):
-        places = [(trouble, data) for trouble, data in field.places if word in trouble]
+        places = [
+            (trouble, data)
+            for trouble, data in field.places
+            if any(word in trouble for word in words)
+        ]
         if quick:
             noise = field is noised.FIELD
             places = [(t, d) for t, d in places if t not in SLOW and (noise or d not in SLOW)]
@@ -39,12 +44,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seeds", type=int, default=10, help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--only", default="", metavar="WORD", help="troubles with this word")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="WORD", help="troubles with this word"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the CSV files")
     options = parser.parse_args()
     if options.what == "norms":
         for data in scenes.SOURCES:
             print(data, *(f"{norm:.3g}" for norm in scenes.norms(data)))
+        return
+    if options.what == "page":
+        study = tables.Study(cells.read(options.out))
+        page = tables.PAGE.read_text(encoding="utf-8")
+        tables.PAGE.write_text(tables.rewritten(page, study), encoding="utf-8")
+        tables.draw(study, tables.FIGURE)
         return
     chosen = fields(options.quick, options.only)
     cells.complete(chosen, options.out, options.seeds, options.jobs)

@@ -120,13 +120,10 @@ MECHANISMS: Mapping[str, Mechanism] = {
     # Steps, on each client.
     "norm-clip": Mechanism(_norm_clip),
     "zscore-clip": Mechanism(_step("zscore-clip", "z_max", _times(2.5)), default=True),
-    "auto-clip": Mechanism(_step("auto-clip", "std_factor", _times(3.0)), default=True),
     "ema-clip": Mechanism(_step("ema-clip", "ratio", _excess(1.0)), default=True),
     "percentile-norm-clip": Mechanism(
         _step("percentile-norm-clip", "percentile", _95), default=True
     ),
-    "mad-clip": Mechanism(_step("mad-clip", "mad_factor", _times(3.0)), default=True),
-    "adaptive-clip": Mechanism(_step("adaptive-clip", "quantile", _share(0.5)), default=True),
     "zclip, as published": Mechanism(_preset(ZScoreClip, "zclip", "z_max", _times(2.5))),
     "autoclip, as published": Mechanism(
         _preset(PercentileNormClip, "autoclip", "percentile", _share(0.1, 100.0))
@@ -143,6 +140,9 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "arc": Mechanism(_unbounded(combine="arc", n_hostile=1), tuned=False),
     # Nothing to tune.
     "agc": Mechanism(_agc, tuned=False, default=True),
+    "auto-clip": Mechanism(_as_it_is("auto-clip"), tuned=False, default=True),
+    "mad-clip": Mechanism(_as_it_is("mad-clip"), tuned=False, default=True),
+    "adaptive-clip": Mechanism(_as_it_is("adaptive-clip"), tuned=False, default=True),
     "growth-clip": Mechanism(_as_it_is("growth-clip"), tuned=False, default=True),
     "ema-norm-clip": Mechanism(_as_it_is("ema-norm-clip"), tuned=False, default=True),
     "update-clip-server": Mechanism(_default_update, tuned=False, default=True),
