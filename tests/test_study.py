@@ -93,8 +93,8 @@ def test_the_gradient_is_that_of_the_quick_linear_models(labels: int) -> None:
         ("units", "wine", "zscore-clip"),
         ("bursts", "cancer", "mad-clip, shared"),
         ("hostile", "digits", "update-clip-server"),
-        ("noise, epsilon 8", "digits", "adaptive, banded"),
-        ("attack, labels", "digits", "arc"),
+        ("noise epsilon 8", "digits", "adaptive, banded"),
+        ("attack labels", "digits", "arc"),
     ],
 )
 def test_a_cell_comes_out_again(trouble: str, data: str, name: str) -> None:

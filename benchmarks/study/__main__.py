@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.study import cells, mechanisms, noised, orderings, scenes, tables
 
 RESULTS = Path(__file__).parent / "results"
-SLOW = ("digits", "noise, epsilon 8", "mnist")
+SLOW = ("digits", "noise epsilon 8", "mnist")
 
 
 def fields(quick: bool, words: Sequence[str]) -> list[cells.Field]:

@@ -74,7 +74,7 @@ def read(folder: Path) -> Scores:
             with file.open(encoding="utf-8", newline="") as lines:
                 for row in csv.DictReader(lines):
                     at = row["data"], row["mechanism"], float(row["factor"]), int(row["seed"])
-                    found[Cell(file.stem, *at)] = float(row["score"])
+                    found[Cell(file.stem.replace("-", " "), *at)] = float(row["score"])
     return found
 
 
@@ -150,7 +150,7 @@ def _run(task: tuple[Callable[[Job], list[float]], Job]) -> tuple[Job, list[floa
 
 
 def _append(folder: Path, job: Job, scores: Sequence[float], number: int) -> None:
-    file = folder / f"{job.trouble}.csv"
+    file = folder / f"{job.trouble.replace(' ', '-')}.csv"
     fresh = not file.exists()
     with file.open("a", encoding="utf-8", newline="") as lines:
         writer = csv.writer(lines, lineterminator="\n")

@@ -38,7 +38,7 @@ from fedclip.privacy.accounting import noise_multiplier
 
 Array = np.ndarray[Any, Any]
 
-SEPARATIONS = {f"noise left, separation {b}": b for b in (2, 5, 10, 100)}
+SEPARATIONS = {f"noise left {b}": b for b in (2, 5, 10, 100)}
 VALUES, PER_ROUND = 500, 2
 
 
@@ -68,7 +68,7 @@ def noise_left(job: Job) -> list[float]:
     return found
 
 
-ATTACKS = ("attack, signs", "attack, labels")
+ATTACKS = ("attack signs", "attack labels")
 HOSTILE, DESCENTS, RATE, STATIC = 3, 100, 0.5, 2.0
 
 

@@ -61,7 +61,7 @@ TROUBLES: Mapping[str, str] = {
     "none": "sites alike",
     "sizes": "the largest site has 60 times the records of the smallest",
     "labels": "each site has a label mix of its own, drawn from Dirichlet(0.3)",
-    "sizes, labels": "both",
+    "sizes and labels": "both",
     "units": "the last site has all columns × 100",
     "bursts": "one gradient in a hundred is × 1000",
     "records": "one record in fifty is × 1000, at every site",

@@ -21,11 +21,13 @@ from scipy import stats
 from benchmarks.study import mechanisms, noised, orderings
 from benchmarks.study.cells import Cell, Scores, chosen, worst
 from benchmarks.study.scenes import SOURCES, TROUBLES
+from fedclip.privacy.banded import coefficients, error
 from fedclip.tools.compare import interval
 
 ROOT = Path(__file__).parents[2]
 PAGE, FIGURE = ROOT / "docs" / "study.md", ROOT / "docs" / "images" / "study.png"
 LEVEL = 0.05
+FIXED = "fixed 0.3, every round"
 DRAWN = {
     True: (
         *("none", "norm-clip", "zscore-clip", "mad-clip, shared", "update, fixed"),
@@ -119,6 +121,23 @@ class Study:
         corrected = holm([one.p for one in found.values()])
         return {key: (one, p) for (key, one), p in zip(found.items(), corrected, strict=True)}
 
+    @cached_property
+    def over_fixed(self) -> Mapping[tuple[str, str], tuple[Difference, float]]:
+        """Each mechanism under noise less the plain one, with its own corrected probability."""
+
+        def scores(trouble: str, name: str) -> list[float]:
+            factor = self.best_factor(trouble, "digits", name, True)
+            return self.of(trouble, "digits", name, factor)
+
+        found = {
+            (name, trouble): difference(scores(trouble, name), scores(trouble, FIXED))
+            for name in noised.MECHANISMS
+            for trouble in noised.EPSILONS
+            if name != FIXED
+        }
+        corrected = holm([one.p for one in found.values()])
+        return {key: (one, p) for (key, one), p in zip(found.items(), corrected, strict=True)}
+
     def best(self, trouble: str) -> str:
         """Return the mechanism with the highest mean, tuned where it can be."""
         names = mechanisms.MECHANISMS
@@ -128,6 +147,11 @@ class Study:
 def _shown(one: Difference, p: float = 1.0) -> str:
     text = f"{one.mean + 0.0:+.1f} ± {one.half:.1f}"
     return f"**{text}**" if p < LEVEL else text
+
+
+def _percent(scores: Sequence[float]) -> str:
+    mean, half = interval([100 * score for score in scores])
+    return f"{mean:.1f} ± {half or 0.0:.1f}"
 
 
 def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
@@ -179,21 +203,13 @@ def _noised(study: Study) -> Iterator[Sequence[str]]:
         cells = []
         for trouble in noised.EPSILONS:
             factor = study.best_factor(trouble, "digits", name, True)
-            found = study.of(trouble, "digits", name, factor)
-            base = "fixed 0.3, every round"
-            least = study.best_factor(trouble, "digits", base, True)
-            over = difference(found, study.of(trouble, "digits", base, least))
-            mean, half = interval([100 * score for score in found])
+            rate = factor * (noised.SLOWER if name == noised.SLOW else 1.0)
+            points = _shown(*study.over_fixed[name, trouble]) if name != FIXED else ""
+            plain = _percent(study.of(trouble, "digits", name)) if mechanism.default else ""
             cells += [
-                f"{mean:.1f} ± {half:.1f}",
-                "" if name == base else _shown(over),
-                f"{factor:g}",
+                *(_percent(study.of(trouble, "digits", name, factor)), points),
+                *(f"{rate:g}", plain),
             ]
-            if mechanism.default:
-                plain = interval([100 * x for x in study.of(trouble, "digits", name)])
-                cells.append("{:.1f} ± {:.1f}".format(*plain))
-            else:
-                cells.append("")
         yield name, *cells
 
 
@@ -217,11 +233,10 @@ def _spikes(study: Study) -> Iterator[Sequence[str]]:
 
 
 def _left(study: Study) -> Iterator[Sequence[str]]:
-    published = {2: 0.73, 5: 0.51, 10: 0.43, 100: 0.33}
     for trouble, b in orderings.SEPARATIONS.items():
         bare, banded = (study.of(trouble, "zeros", name) for name in ("independent", "banded"))
         mean, half = interval((np.asarray(banded) / bare).tolist())
-        yield str(b), f"{mean:.3f} ± {half:.3f}", f"{published[b]:.2f}"
+        yield str(b), f"{mean:.3f} ± {half:.3f}", f"{error(coefficients(100, b), 100):.3f}"
 
 
 def _count(study: Study) -> str:
@@ -234,15 +249,13 @@ def _count(study: Study) -> str:
     )
 
 
-_SPLIT = [f"{trouble}" for trouble in TROUBLES]
-_EPS = [f"{head}, {e:g}" for e in noised.EPSILONS.values() for head in ("epsilon",)]
 TABLES: Mapping[str, Callable[[Study], str]] = {
     "count": _count,
     "winners": lambda study: _table(
         ["trouble", "what it is", "best", "accuracy, %", "points", "d", "p"], _winners(study)
     ),
-    "tuned": lambda study: _table(["", *_SPLIT], _tuned(study)),
-    "defaults": lambda study: _table(["", *_SPLIT], _defaults(study)),
+    "tuned": lambda study: _table(["", *TROUBLES], _tuned(study)),
+    "defaults": lambda study: _table(["", *TROUBLES], _defaults(study)),
     "noise": lambda study: _table(
         [
             "",
@@ -251,9 +264,10 @@ TABLES: Mapping[str, Callable[[Study], str]] = {
         ],
         _noised(study),
     ),
-    "left": lambda study: _table(["rounds apart", "noise left", "published"], _left(study)),
+    "left": lambda study: _table(["rounds apart", "noise left", "in theory"], _left(study)),
     "attacks": lambda study: _table(
-        ["", *(f"{t.split(', ')[1]}, {d}" for t, d in orderings.FIELDS[2].places)], _arc(study)
+        ["", *(f"{t.removeprefix('attack ')}, {d}" for t, d in orderings.FIELDS[2].places)],
+        _arc(study),
     ),
     "spikes": lambda study: _table(["", *SOURCES], _spikes(study)),
 }
