@@ -188,7 +188,7 @@ def estimate(absent: np.ndarray[Any, Any], present: np.ndarray[Any, Any]) -> Est
             [absent[:pilot] - absent[:pilot].mean(0), present[:pilot] - present[:pilot].mean(0)]
         ).T
     )
-    weights = np.linalg.solve(spread + 1e-9 * np.eye(2), shift)
+    weights = np.linalg.solve(spread + 1e-9 * np.eye(len(shift)), shift)
     middle = (np.median(absent[:pilot] @ weights) + np.median(present[:pilot] @ weights)) / 2
     alarms = int((absent[pilot:] @ weights > middle).sum())
     hits = int((present[pilot:] @ weights > middle).sum())

@@ -128,6 +128,7 @@ def __dir__() -> list[str]:
 
 def _register() -> None:
     """Register every plug-in by importing its module; a second call changes nothing."""
+    import fedclip.dpsgd.evaluation
     import fedclip.dpsgd.sample_clip
     import fedclip.federation.personal
     import fedclip.federation.round_robin

@@ -65,23 +65,23 @@ KINDS = ("plain", "other", "huge", "nan", "label", "text", "missing", "own")
 ZERO = ("nan", "label", "text", "lacking", *RAISING)
 
 
-def dataset(kind: str) -> Any:
-    """Return the records of a client; another one in the place of record 0, for most kinds."""
+def dataset(kind: str, at: int = 0, **settings: Any) -> Any:
+    """Return the records of a client; another one in the place of one, for most kinds."""
     from declearn.dataset import InMemoryDataset
 
     x, y = arrays()
     if kind in RAISING:
         return _torch_dataset(x, y, RAISING[kind])
     if kind in ("other", "huge", "nan"):
-        x[0] = {"other": -5.0, "huge": 1e30, "nan": np.nan}[kind]
+        x[at] = {"other": -5.0, "huge": 1e30, "nan": np.nan}[kind]
     elif kind == "label":
-        y[0] = 7
+        y[at] = 7
     elif kind == "text":
         x = x.astype(object)
         x[0, 1] = SECRET
     elif kind == "lacking":
         y = np.where(np.arange(N) == 0, np.nan, y)
-    return InMemoryDataset(x, target=y)
+    return InMemoryDataset(x, target=y, **settings)
 
 
 def _torch_dataset(x: Any, y: Any, get: Callable[[Any, Any], Any]) -> Any:
@@ -126,7 +126,8 @@ def _server(settings: dict[str, Any]) -> None:
     address["heartbeat"] = 0.02
     # One that asks for more than it needs.
     type(model).required_data_info = {"n_samples", "features_shape", "data_type"}  # type: ignore
-    FederatedServer(model=model, netwk=address, optim=settings["optim"]).run(settings["run"])
+    asked = {"netwk": address, "optim": settings["optim"], "metrics": settings["metrics"]}
+    FederatedServer(model=model, **asked).run(settings["run"])
 
 
 def seeded(replace: Callable[[Any, str, Any], None] = setattr) -> None:
@@ -146,7 +147,6 @@ def seeded(replace: Callable[[Any, str, Any], None] = setattr) -> None:
 
 def _client(name: str, settings: dict[str, Any]) -> None:
     from declearn.communication.websockets import WebsocketsClient
-    from declearn.dataset import InMemoryDataset
     from declearn.utils import setup_client_loggers
 
     import fedclip
@@ -154,11 +154,12 @@ def _client(name: str, settings: dict[str, Any]) -> None:
     setup_client_loggers(name)
     seeded()
     network = {"protocol": "websockets", "server_uri": f"ws://127.0.0.1:{settings['port']}"}
-    x, y = arrays(20, seed=1)
+    # The first three validation records, on which the model is tried, are the same at all.
+    kinds = ("plain", name) if settings["evaluated"] else (name, "plain")
     node = fedclip.PrivateFederatedClient(
         {**network, "name": name},
-        dataset(name),
-        InMemoryDataset(x, target=y, expose_data_type=True),
+        dataset(kinds[0]),
+        dataset(kinds[1], N - 1, expose_data_type=True),
         checkpoint=f"saved_{name}",
         verbose=False,
     )
@@ -173,15 +174,24 @@ def _client(name: str, settings: dict[str, Any]) -> None:
     asyncio.run(node.async_run())
 
 
-def federation(folder: Path, kinds: tuple[str, ...], **run: Any) -> dict[str, int]:
-    """Run a federation with a client of each kind; return the exit codes."""
+def federation(
+    folder: Path, kinds: tuple[str, ...], evaluated: Any = None, **run: Any
+) -> dict[str, int]:
+    """Run a federation with a client of each kind; return the exit codes.
+
+    If parameters are given by which evaluations have noise, the kind is that of the validation
+    records.
+    """
     modules = [["value-clip", {"max_value": 0.05}], ["norm-clip", {"max_norm": 0.07}]]
+    clip = ["sample-clip", evaluated] if evaluated else "sample-clip"
     settings: dict[str, Any] = {
         "port": free_port(),
+        "evaluated": bool(evaluated),
+        "metrics": ["accuracy"] if evaluated else None,
         "optim": {
             "aggregator": "averaging",
             "server_opt": {"lrate": 1.0},
-            "client_opt": {"lrate": 0.5, "modules": [*modules, "sample-clip", "momentum"]},
+            "client_opt": {"lrate": 0.5, "modules": [*modules, clip, "momentum"]},
         },
         "run": {
             "rounds": 2,

@@ -30,6 +30,7 @@ from declearn.utils import setup_client_loggers, setup_server_loggers
 
 import fedclip
 from fedclip.federation.restart import load_round
+from fedclip.federation.update import site_noise
 
 Settings = dict[str, Any]
 
@@ -130,6 +131,8 @@ def client(name: str, settings: Settings) -> None:
     secagg = settings.get("secagg")
     if str(i) in settings.get("faults", {}):
         federation_faults.show(*settings["faults"][str(i)])
+    if settings.get("silent") == i:
+        site_noise.draws = lambda variance, size: np.zeros(size, np.int64)  # type: ignore
     if settings.get("forger") == i:
         forge_replies(settings["seed"])
     rng = np.random.default_rng(i)

@@ -270,7 +270,7 @@ def test_a_column_of_identifiers_that_come_back_is_asked_for(sites: Any) -> None
     assert (ok, text) == ("ok", "north: 4 persons are protected, each with all records")
     assert level == "note"
     assert asked.startswith("column 'patient_id' (south) is named like an identifier")
-    assert (units(sites["north"]), units(sites["south"])) == (4, 12)
+    assert [units(sites[name]) for name in ("north", "south")] == [(4, "person"), (12, "record")]
     Path(sites["north"]["train_data"]).with_name("train_persons.csv").write_text("person\np1\n")
     assert next(iter(asked_for(sites)))[0] == "problem"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 from declearn.main.config import FLOptimConfig
 from report_runs import call
 
-from fedclip import UpdateClipServer
+from fedclip import UpdateClipClient, UpdateClipServer
+from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.gaussian import mu_of
 from fedclip.privacy.planning import plan
+from fedclip.privacy.prices import Prices
 from fedclip.tools.check import check_config
 
 BUDGET = ("privacy", "plan", "--epsilon", "8", "--rounds", "100", "--clients", "100")
@@ -61,3 +64,54 @@ def test_the_lines_of_a_plan_are_a_configuration(tmp_path: Path) -> None:
     said = [f.message for f in checked.findings]
     assert any("100 rounds cost epsilon = 7.999 at delta = 1e-05" in m for m in said)
     assert not any("in name only" in m for m in said)
+
+
+# -- a server that is not trusted with the noise --------------------------------------------------
+@pytest.mark.parametrize(
+    ("clients", "honest", "sites"), [(100, 0.75, 75), (3, 0.5, 1), (7, 1.0, 7)]
+)
+def test_prices_of_noise_from_the_sites(clients: int, honest: float, sites: int) -> None:
+    found = plan(2.0, 1e-5, 50, clients, relation="replace-one")
+    prices = Prices(found, honest)
+    server, sure, nobody = prices.rows
+    assert (server.noise, server.each, prices.sites) == (found.noise, 0.0, sites)
+    for row, enough in ((sure, sites), (nobody, 1)):
+        # So many have the server's noise; all of them together more than that.
+        assert row.each * math.sqrt(enough) == pytest.approx(found.update_noise)
+        assert row.noise * math.sqrt(clients) == pytest.approx(row.each)
+        assert row.noise == pytest.approx(row.times * server.noise)
+    by_silent = [prices.epsilon(silent) for silent in range(clients)]
+    assert by_silent == sorted(by_silent)
+    assert by_silent[clients - sites] == found.spent <= 2.0
+    alone = Release(found.noise_multiplier / math.sqrt(sites), 50)
+    assert by_silent[-1] == pytest.approx(epsilon([alone], 1e-5, "replace-one"))
+
+
+def test_lines_of_a_plan_with_noise_from_the_sites() -> None:
+    done = call(*BUDGET, "--values", "10000", "--honest", "0.5", "--json")
+    assert done.exit_code == 0
+    found = json.loads(done.stdout)
+    assert found["prices"][1]["trusted"] == "50 of 100 clients, secure sums"
+    optim = tomllib.loads("\n".join(found["toml"]))["optim"]
+    (client,), (server,) = (optim[side]["modules"] for side in ("client_opt", "server_opt"))
+    assert UpdateClipServer(**server[1]).rounds_left() == 100
+    assert UpdateClipClient(**client[1]).noise == UpdateClipServer(**server[1]).site.get_config()
+    assert (
+        "clipval of 12.8 max_norm, the largest C, and bitsize = 32"
+        in call(*(*BUDGET, "--values", "10000", "--honest", "0.5")).stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--honest", "0"), "honest must be a number in (0, 1]"),
+        (("--honest", "1.1"), "honest must be a number in (0, 1]"),
+        (("--honest", "1", "--per-round", "10"), "take turns leave the noise to the server"),
+    ],
+)
+def test_prices_that_there_are_not(words: tuple[str, ...], said: str) -> None:
+    done = call(*BUDGET, *words)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert "trusted" not in call(*BUDGET, "--per-round", "10").stdout

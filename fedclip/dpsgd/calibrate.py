@@ -10,6 +10,11 @@ For n records, T steps, batches of B and a model of d values::
     length = noise sqrt(d)  of a step's noise, relative to C, the longest that the gradient can be
     drift  = length / sqrt(T)    of the noise of all steps, relative to T C, the longest way
 
+If evaluations have a share s of the budget, there is one for each round, on all records::
+
+    z_e    = least noise multiplier with which so many evaluations alone cost s epsilon
+    z      = as above, with those evaluations: all together cost at most epsilon
+
 With twice the records, at the same rate and steps, each of the last three is half as large.
 Data sets are neighbours by adding or removing one record, or one person with all of its records:
 then n counts persons. Accountants are those of
@@ -20,13 +25,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedclip import parameters
 from fedclip.privacy.accounting import Cost, Release, account, noise_multiplier
 from fedclip.privacy.planning import ASK_VALUES, in_words, verdict
 
-__all__ = ["Calibration", "calibrate", "steps_of_a_round", "too_few"]
+__all__ = ["Calibration", "calibrate", "evaluation_noise", "steps_of_a_round", "too_few"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Calibration:
         Expected size of a batch, by which each sum is divided.
     unit
         What is protected, and counted here: a "record", or a "person" with several.
+    evaluations
+        The evaluations that the budget pays for besides; none, if they have no share of it.
     """
 
     epsilon: float
@@ -55,6 +62,7 @@ class Calibration:
     rate: float
     expected: float
     unit: str = "record"
+    evaluations: tuple[Release, ...] = ()
 
     @property
     def accountant(self) -> str:
@@ -85,7 +93,35 @@ class Calibration:
 
     @property
     def _cost(self) -> Cost:
-        return account([Release(self.noise_multiplier, self.steps, self.rate)], self.delta)
+        return account(self.releases, self.delta)
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """All that the budget pays for."""
+        return (Release(self.noise_multiplier, self.steps, self.rate), *self.evaluations)
+
+    def evaluating(self, share: float, times: int) -> Calibration:
+        """Return what is left for the steps if so many evaluations have a share of the budget.
+
+        Parameters
+        ----------
+        share
+            Of epsilon, in [0, 1): what the evaluations alone cost. As costs do not add up, the
+            steps lose less than that.
+        times
+            Number of evaluations, at least 1.
+
+        Examples
+        --------
+        >>> found = calibrate(3.0, 1e-5, records=400, batch_size=64, steps=60)
+        >>> round(found.evaluating(0.2, 10).noise_multiplier / found.noise_multiplier, 2)
+        1.02
+        """
+        if parameters.share(evaluation_share=share) == 0.0:
+            return self
+        paid = (Release(noise_multiplier(share * self.epsilon, self.delta, times), times),)
+        z = noise_multiplier(self.epsilon, self.delta, self.steps, self.rate, besides=paid)
+        return replace(self, noise_multiplier=z, evaluations=paid)
 
     @property
     def noise(self) -> float:
@@ -108,6 +144,11 @@ class Calibration:
             f"{self.noise:.3g} C on each value",
             "    of the mean gradient, which as a whole is at most C long",
         ]
+        for z, times, _ in self.evaluations:
+            lines.append(
+                f"  {times:,} evaluations are among that, at noise multiplier {z:.4g}: on a mean "
+                f"loss of n {self.unit}s, noise of {evaluation_noise(z):.3g} / n of its bound"
+            )
         if why := too_few(self.records, self.delta, self.unit):
             lines.append(f"  {why}")
         count = values or 1
@@ -178,6 +219,15 @@ def calibrate(
     rate = expected / records
     z = noise_multiplier(epsilon_, delta, steps, rate)
     return Calibration(epsilon_, delta, records, steps, z, rate, float(expected), unit)
+
+
+def evaluation_noise(noise_multiplier: float, numbers: int = 1) -> float:
+    """Return the standard deviation on each sum of an evaluation, in bounds of its number.
+
+    >>> round(evaluation_noise(18.8) / 1000, 4)  # of the mean loss of 1,000 records
+    0.0133
+    """
+    return noise_multiplier * math.sqrt(numbers + 1.0) / 2.0
 
 
 def too_few(records: int, delta: float, unit: str = "record") -> str:

@@ -33,7 +33,7 @@ class PrivateFederatedClient(PersonalFederatedClient):
     ----------
     *args, **settings
         As `PersonalFederatedClient` takes them. There must be `valid_data`: evaluation publishes
-        losses, without noise, of what it is done on.
+        losses of what it is done on, with noise only if `sample-clip` has an `evaluation_share`.
     max_budget : (float, float) or None, default=None
         Epsilon (> 0) and delta (in (0, 1)) that this client never goes beyond, whatever the
         server asks for. If the server asks for more, noise is sized for this.
@@ -53,6 +53,10 @@ class PrivateFederatedClient(PersonalFederatedClient):
     max_records : int or None, default=None
         Of a person that is drawn for a step, as many records are taken at most, at random; >= 1.
         None: all.
+    valid_persons : sequence, array or path, default=None
+        Whose each validation record is, as in `persons`; for evaluations with noise
+        (``evaluation_share`` of `sample-clip`), which are refused without it if there are
+        `persons`.
 
     Raises
     ------
@@ -71,8 +75,11 @@ class PrivateFederatedClient(PersonalFederatedClient):
     `persons` are given, with the epsilon that `spent` returns. The server is told the number of
     persons then, counts of batches are of persons, and the gradient of a person is the mean of
     those of its records. Who has records at several clients is protected at each by itself.
-    Not protected: the number of training records (or persons), the validation records, of which
-    losses and whatever else declearn's server asks about data are told, and when the client sends.
+    With `evaluation_share` the same is true of a validation record, or person, in what evaluations
+    tell: both are charged to one ledger.
+    Not protected: the number of training records (or persons), what declearn's server asks about
+    data, which is told of the validation records, their losses without `evaluation_share`, and when
+    the client sends.
     A record that can not be read, or for which the model raises, counts as zero. That is said
     in this client's log alone, as is what goes wrong otherwise with records.
 
@@ -94,6 +101,7 @@ class PrivateFederatedClient(PersonalFederatedClient):
         ledger: str | Path | None = None,
         persons: Ids | None = None,
         max_records: int | None = None,
+        valid_persons: Ids | None = None,
         **settings: Any,
     ) -> None:
         if find_spec("opacus") is None:
@@ -120,9 +128,13 @@ class PrivateFederatedClient(PersonalFederatedClient):
             )
         # Read now, as long as nobody else could see it fail.
         records = Records(self.train_data, *first_records(self.valid_data)[:1])
-        if persons is None and max_records is not None:
-            raise ValueError("max_records is of each person: give persons too, or leave it out")
+        of_persons = {"max_records": max_records, "valid_persons": valid_persons}
+        if persons is None and (named := [n for n, v in of_persons.items() if v is not None]):
+            raise ValueError(f"{named[0]} is of persons: give persons too, or leave it out")
         self.records = records if persons is None else Persons(records, persons, max_records)
+        self._valid = None
+        if valid_persons is not None:
+            self._valid = Persons(Records(self.valid_data), valid_persons, max_records)
         specs = dataclasses.asdict(self.valid_data.get_data_specs())
         self._specs = {**specs, "n_samples": len(self.records)}
         self._private: PrivateTrainingManager | None = None
@@ -163,7 +175,9 @@ class PrivateFederatedClient(PersonalFederatedClient):
             verbose=False,
         )
         before = self._private.ledger.accountant.spent if self._private is not None else ()
-        manager.make_private(message, self.max_budget, self.ledger, before, self.records)
+        manager.make_private(
+            *(message, self.max_budget, self.ledger, before, self.records, self._valid)
+        )
         self.trainmanager = self._private = manager
 
     async def training_round(self, message: TrainRequest) -> None:

@@ -33,6 +33,7 @@ from fedclip import parameters
 from fedclip.dpsgd import persample
 from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, too_few
 from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.dpsgd.evaluation import Evaluation
 from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.persample.base import Data, Float64
 from fedclip.dpsgd.persons import Persons
@@ -71,6 +72,7 @@ class PrivateTrainingManager(DPTrainingManager):
         path: Path | None = None,
         spent: Sequence[Release] = (),
         records: Records | Persons | None = None,
+        valid: Persons | None = None,
     ) -> None:
         """Set up DP-SGD; the model is tried on validation records.
 
@@ -86,6 +88,8 @@ class PrivateTrainingManager(DPTrainingManager):
             By runs before, if no ledger is kept.
         records
             The training records, by person where persons are protected; None to read them here.
+        valid
+            The validation records by person; None if records are protected.
 
         Raises
         ------
@@ -104,7 +108,8 @@ class PrivateTrainingManager(DPTrainingManager):
         weights = self.model.get_weights(trainable=True).coefs
         shapes = {name: tuple(map(int, array.shape)) for name, array in weights.items()}
         self._place, self._bound = place_of(self.optim.modules, shapes, asked), asked
-        tried = first_records(self.valid_data)
+        validation: Data = self.valid_data
+        tried = first_records(validation)
         self.records = records or Records(self.train_data, tried[0])
         epsilon, delta = message.budget
         if max_budget is not None:
@@ -119,12 +124,29 @@ class PrivateTrainingManager(DPTrainingManager):
             )
         size, steps = message.batches["batch_size"], steps * message.rounds
         many, unit = len(self.records), self.records.unit
+        marker = self._place.settings
         self.calibration = calibrate(epsilon, delta, many, size, steps, unit)
+        self._evaluation: Evaluation | None = None
+        self._evaluations = message.rounds
+        if marker.evaluation_share and marker.loss_bound:
+            self._evaluation = Evaluation(self.metrics, marker.loss_bound)
+            if unit == "person" and valid is None:
+                raise ValueError(
+                    "evaluation_share protects persons here: tell this client whose the "
+                    "validation records are, valid_persons"
+                )
+            plan = self.calibration.evaluating(marker.evaluation_share, message.rounds)
+            self.calibration = plan
         # What fails for all records fails now, before anything is paid.
         with self._untold("the trial of the model"):
             persample.try_out(self.model, tried, **self._settings(self.calibration.expected))
+            if self._evaluation is not None:
+                for record in tried:
+                    self._evaluation.of_record(self.model, record)
+                self._valid = valid or Records(validation)
         data = fingerprint(self.train_data, many, unit)
         self.ledger = Ledger(epsilon, delta, path, spent, data)
+        self.ledger.plan = self.calibration.releases if self.calibration.evaluations else ()
         self.noise = IndependentNoise()
         self._normals: Normals = secure_normals
         self._sampler = PoissonSampler(many, size)
@@ -288,9 +310,30 @@ class PrivateTrainingManager(DPTrainingManager):
                 "without noise"
             )
         with self._untold("the evaluation"):
+            if self._evaluation is not None:
+                return self._noised(self._evaluation, message)
             reply = super()._evaluation_round(message)
         reply.t_spent = 0.0
         return reply
+
+    def _noised(self, evaluation: Evaluation, message: EvaluationRequest) -> EvaluationReply:
+        """Evaluate on all validation records, whatever is asked for, and pay before that."""
+        if message.weights is not None:
+            self.model.set_weights(message.weights, trainable=True)
+        ((z, _, rate),) = self.calibration.evaluations
+        found = evaluation.nothing
+        if self._evaluations and self.ledger.reserve(z, rate, 1, self._evaluations):
+            self._evaluations -= 1
+            rows = evaluation.values(self.model, self._valid, self._fail)
+            self._tell()
+            found = evaluation.noised(rows, z, self._normals)
+        else:
+            self.logger.warning(
+                "The privacy budget allows no more evaluations: the worst loss that counts is "
+                "sent, for one record."
+            )
+        loss = float(found[0] * evaluation.bounds[0])
+        return EvaluationReply(loss, 1, 0.0, {**evaluation.states(found)})
 
 
 def _enough(expected: float) -> int:

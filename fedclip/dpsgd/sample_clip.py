@@ -10,7 +10,15 @@ from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.federation.generics import AnyModule, AnyVector
-from fedclip.parameters import choice, integer, optional, parameter, positive, unit_interval
+from fedclip.parameters import (
+    choice,
+    integer,
+    optional,
+    parameter,
+    positive,
+    share,
+    unit_interval,
+)
 from fedclip.parameters.docstring import Documented
 from fedclip.privacy import Context, Map, analyse
 from fedclip.privacy.maps import Shapes
@@ -102,8 +110,23 @@ class SampleClip(Documented, OptiModule[AuxVar]):
     rate: float = parameter(positive, default=0.2)
     """Size of the adaptive bound's steps, in logarithms, > 0."""
 
+    evaluation_share: float = parameter(share, default=0.0)
+    """Share of the budget's epsilon for noise on evaluations, one in each round, in [0, 1). 0: what
+    evaluations tell of the validation records has no noise."""
+    loss_bound: float | None = parameter(positive, default=None)
+    """So much of a record's loss counts at most in an evaluation with noise, > 0; required with
+    ``evaluation_share``, as is the other way round."""
+
     bound: float | None = None
     """The adaptive bound, once there was a step."""
+
+    def __post_init__(self) -> None:
+        """Check what goes together."""
+        if bool(self.evaluation_share) != (self.loss_bound is not None):
+            raise ValueError(
+                "evaluation_share and loss_bound go together: noise on evaluations is for a bound "
+                f"on the loss of a record; got {self.evaluation_share!r} and {self.loss_bound!r}"
+            )
 
     @property
     def clipping(self) -> SampleClipping:

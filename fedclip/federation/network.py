@@ -49,6 +49,7 @@ from declearn.messaging import (
     TrainRequest,
 )
 from declearn.metrics import MetricSet
+from declearn.secagg.api import SecaggSetupQuery
 from declearn.secagg.messaging import SecaggEvaluationReply, SecaggTrainReply
 from declearn.utils._register import REGISTRIES
 
@@ -58,6 +59,7 @@ from fedclip.federation.evaluation import counted, nothing
 from fedclip.federation.quorum import MEMBERS, WHO, Members, plain, told, unfit
 from fedclip.federation.senders import note_senders
 from fedclip.federation.update.aggregator import ClippedAveraging
+from fedclip.federation.update.client import UpdateClipClient
 
 if TYPE_CHECKING:
     from websockets.server import WebSocketServerProtocol
@@ -150,6 +152,17 @@ class _Handler(MessagesHandler):
         return reply
 
 
+def _check_sums(request: InitRequest, query: SecaggSetupQuery) -> None:
+    """Refuse secure sums that can not hold the noise of the clients, before they are set up."""
+    kind = "joye-libert" if "jls" in query.typekey else "masking"
+    for module in request.optim.modules:
+        if isinstance(module, UpdateClipClient) and module.site is not None:
+            weights = request.model.get_weights(trainable=True)
+            secagg = {"secagg_type": kind, **vars(query)}
+            if why := module.site.unsafe(secagg, weights.coefs):
+                raise RuntimeError(why)
+
+
 class WatchfulWebsocketsServer(WebsocketsServer):
     """declearn's websockets server, which names who is at fault, and waits for a limited time.
 
@@ -213,6 +226,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self._asked: dict[str, Message] = {}
         self._secure = False
         self._metrics = MetricSet([])
+        self._begun: InitRequest | None = None
 
     # -- connections --------------------------------------------------------------------------
     async def _handle_connection(self, socket: WebSocketServerProtocol) -> None:
@@ -316,13 +330,15 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         first = next(iter(messages.values()), None)
         if isinstance(first, InitRequest):
             self._begin(first)
+        if isinstance(first, SecaggSetupQuery) and self._begun is not None:
+            _check_sums(self._begun, first)
         self._ending = self._ending or isinstance(first, StopTraining)
         await super().send_messages(messages, timeout)
 
     def _begin(self, request: InitRequest) -> None:
         """Note what the run is about; refuse a quorum where replies may not be missing."""
         self._secure = request.secagg is not None
-        self._metrics = MetricSet(request.metrics)
+        self._metrics, self._begun = MetricSet(request.metrics), request
         reasons = unfit(
             secagg=self._secure, fairness=request.fairness, aggregator=request.aggrg.name
         )

@@ -125,6 +125,11 @@ def unit_interval(**values: Unchecked) -> float:
     )
 
 
+def share(**values: Unchecked) -> float:
+    """Return the one keyword value if it is in [0, 1)."""
+    return number("a number in [0, 1)", 0.0, 1.0, open_high=True, **values)
+
+
 def integer(low: int, **values: object) -> int:
     """Return the one keyword value as an int from low to 2^63 - 1; 25.0 is not an int."""
     name, value = _one(values)

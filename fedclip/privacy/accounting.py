@@ -161,12 +161,7 @@ def account(
     """
     delta = parameters.unit_interval(delta=delta)
     parameters.choice(RELATIONS, relation=relation)
-    merged: dict[tuple[float, float], int] = {}
-    for release in releases:
-        if release.steps:
-            z, steps, sampling = _checked(release)
-            merged[z, sampling] = merged.get((z, sampling), 0) + steps
-    spent = tuple(sorted(Release(z, n, q) for (z, q), n in merged.items()))
+    spent = tuple(sorted(merged(_checked(release) for release in releases if release.steps)))
     if not spent:
         return Cost(0.0, accountant or "closed form")
     if order is not None and planned_anew(spent):
@@ -174,6 +169,19 @@ def account(
     if accountant is None:
         accountant = tightest(min(r.sampling for r in spent), relation)
     return _epsilon(spent, delta, relation, parameters.choice(ACCOUNTANTS, accountant=accountant))
+
+
+def merged(releases: Iterable[Release]) -> list[Release]:
+    """Return one release for those that differ in their number of steps only.
+
+    >>> merged([Release(2.0, 3), Release(1.0), Release(2.0, 4)])[0].steps
+    7
+    """
+    found: dict[Release, int] = {}
+    for release in releases:
+        kind = release._replace(steps=1)
+        found[kind] = found.get(kind, 0) + release.steps
+    return [kind._replace(steps=steps) for kind, steps in found.items()]
 
 
 def _checked(release: Release) -> Release:
@@ -222,7 +230,12 @@ def _loss(spent: tuple[Release, ...]) -> float:
 
 @lru_cache(maxsize=256)
 def noise_multiplier(
-    epsilon: float, delta: float, steps: int, sampling: float = 1.0, relation: str = "add-remove"
+    epsilon: float,
+    delta: float,
+    steps: int,
+    sampling: float = 1.0,
+    relation: str = "add-remove",
+    besides: tuple[Release, ...] = (),
 ) -> float:
     """Return the least noise multiplier that keeps a number of steps within a budget.
 
@@ -232,11 +245,13 @@ def noise_multiplier(
         The budget: epsilon above 0, delta in (0, 1).
     steps, sampling, relation
         As in `Release` and `epsilon`.
+    besides
+        Releases without sampling, of noise that is known, which the budget has to pay for too.
 
     Raises
     ------
     TypeError, ValueError
-        If a parameter is not as above.
+        If a parameter is not as above, or `besides` leaves nothing of the budget.
     ModuleNotFoundError
         If records are sampled, and no accountant for sampling is installed.
     """
@@ -245,6 +260,11 @@ def noise_multiplier(
     parameters.choice(RELATIONS, relation=relation)
     _, steps, sampling = _checked(Release(1.0, steps, sampling))
     mu = mu_of(epsilon, delta) / (2.0 if relation == "replace-one" else 1.0)
+    if besides:
+        left = mu * mu - sum(n / z / z for z, n, _ in besides)
+        if left <= 0.0:
+            raise ValueError(f"the releases {besides} leave nothing of epsilon={epsilon!r}")
+        mu = math.sqrt(left)
     # Round up: the closed form is exact to 13 digits. This much noise is enough with sampling too.
     high = math.sqrt(steps) / mu * (1.0 + 1e-9) if mu else math.inf
     if math.isinf(high):
@@ -257,7 +277,9 @@ def noise_multiplier(
     accountant = tightest(sampling, relation)
 
     def cost(z: float) -> float:
-        return _epsilon((Release(z, steps, sampling),), delta, relation, accountant).epsilon
+        return _epsilon(
+            (Release(z, steps, sampling), *besides), delta, relation, accountant
+        ).epsilon
 
     while (least := cost(high)) > epsilon:
         # The accountant may be looser than the closed form.
@@ -462,12 +484,19 @@ class Accountant:
         "add-remove" of one client, or "replace-one", under which every noise counts half.
     order
         Rényi's order, if plans may follow from what was released, as in `account`.
+    plan
+        The most of each release that the first plan has, if it has more than one kind: within
+        it, nothing follows from what was released.
     """
 
     def __init__(
-        self, delta: float, relation: str = "add-remove", order: float | None = None
+        self,
+        delta: float,
+        relation: str = "add-remove",
+        order: float | None = None,
+        plan: Sequence[Release] = (),
     ) -> None:
-        self.delta, self.relation, self.order = delta, relation, order
+        self.delta, self.relation, self.order, self.plan = delta, relation, order, plan
         self.spent: list[Release] = []
 
     def add(self, noise_multiplier: float, steps: int = 1, sampling: float = 1.0) -> None:
@@ -482,7 +511,14 @@ class Accountant:
     def epsilon(self, noise_multiplier: float = 0.0, more: int = 0, sampling: float = 1.0) -> float:
         """Return the epsilon of all rounds counted, plus `more` rounds."""
         history = self._with(Release(noise_multiplier, more, sampling))
-        return epsilon(history, self.delta, self.relation, order=self.order)
+        return epsilon(history, self.delta, self.relation, order=self.order_of(history))
+
+    def order_of(self, history: Iterable[Release]) -> float | None:
+        """Return the order at which these releases count; None if they are of one plan."""
+        most = {release._replace(steps=1): release.steps for release in self.plan}
+        found = merged(history)
+        within = all(one.steps <= most.get(one._replace(steps=1), 0) for one in found)
+        return None if within or not planned_anew(found) else self.order
 
     def affordable(
         self, noise_multiplier: float, budget: float, most: int, sampling: float = 1.0

@@ -17,6 +17,7 @@ Each line stands alone: releases, delta, relation, a fingerprint of the data, ti
 fedclip, and an id, by which no two are the same. So lines of a file that was put back, deleted or
 replaced and those of this process are joined, and none is lost or counted twice.
 
+A plan may have releases of two kinds, steps and evaluations; its first line says how many of each.
 Several runs on the same records are several plans, of which a later one may follow from what the
 first has released. Then all are counted at one of Rényi's orders, which the first plan fixes.
 
@@ -46,7 +47,7 @@ from fedclip import parameters
 from fedclip.privacy.accounting import RELATIONS, Accountant, Release, order_for
 from fedclip.privacy.locks import locked
 
-__all__ = ["FILE", "Entry", "Ledger", "fingerprint", "read_entries", "total", "unit_of"]
+__all__ = ["FILE", "Entry", "Ledger", "fingerprint", "protected", "read_entries", "total"]
 
 _LOGGER = logging.getLogger("declearn.client.fedclip")
 
@@ -75,6 +76,8 @@ class Entry(NamedTuple):
         At which plans are counted together, if the line says so.
     data, time, fedclip
         Fingerprint of the data, time, and version of fedclip; "" where a line says nothing.
+    plan
+        The most of each release, of a plan with more than one kind that this line begins.
     """
 
     spent: tuple[Release, ...]
@@ -84,6 +87,7 @@ class Entry(NamedTuple):
     data: str = ""
     time: str = ""
     fedclip: str = ""
+    plan: tuple[Release, ...] = ()
 
 
 # What was spent under each path: a file that is put back takes nothing from it.
@@ -120,25 +124,25 @@ def read_entries(path: Path, *, lost: bool = False) -> dict[str, Entry]:
 def total(entries: Iterable[Entry]) -> Accountant:
     """Return what entries have spent together, at delta and relation of the last of them.
 
-    The order is that of the first that has one.
+    Order and plan are those of the first that has one.
     """
     entries = [*entries]
-    order = next((entry.order for entry in entries if entry.order is not None), None)
-    accountant = Accountant(entries[-1].delta, entries[-1].relation, order)
+    first = next((entry for entry in entries if entry.order is not None), entries[-1])
+    accountant = Accountant(entries[-1].delta, entries[-1].relation, first.order, first.plan)
     for entry in entries:
         for release in entry.spent:
             accountant.add(*release)
     return accountant
 
 
-def unit_of(data: str) -> str:
-    """Return what a fingerprint says is protected; "" if it says nothing of it.
+def protected(data: str) -> tuple[int, str]:
+    """Return how many of what a fingerprint says are protected; 0 if it says nothing of it.
 
-    >>> unit_of("9 records, features (4,)"), unit_of("3 persons"), unit_of("the updates of a site")
-    ('record', 'person', '')
+    >>> protected("9 records, features (4,)"), protected("the updates of a site")
+    ((9, 'record'), (0, ''))
     """
-    counted = re.match(r"\d+ (record|person)s\b", data)
-    return counted[1] if counted else ""
+    counted = re.match(r"(\d+) (record|person)s\b", data)
+    return (int(counted[1]), counted[2]) if counted else (0, "")
 
 
 def fingerprint(dataset: object, units: int, unit: str = "record") -> str:
@@ -177,6 +181,11 @@ class Ledger:
     relation
         What the budget is for, one of `RELATIONS`.
 
+    Attributes
+    ----------
+    plan
+        The most of each release of this run, if it has more than one kind; of one kind, none.
+
     Raises
     ------
     OSError
@@ -210,6 +219,7 @@ class Ledger:
         # The same file by another name has the same lock.
         self.path = None if path is None else Path(os.path.realpath(path))
         self.data = data
+        self.plan: tuple[Release, ...] = ()
         self._entries: dict[str, Entry] = {}
         if self.path is not None:
             self._entries = _OF_THIS_PROCESS.setdefault(self.path, self._entries)
@@ -277,20 +287,23 @@ class Ledger:
     def _order(self, paid: Release, planned: int) -> float | None:
         """Return the order for this plan and all later ones, if it is the first on samples."""
         known = any(entry.order is not None for entry in self._entries.values())
-        if known or paid.sampling == 1.0:
-            return None
-        return order_for(paid._replace(steps=max(paid.steps, planned)), self.delta)
+        plan = [paid._replace(steps=max(paid.steps, planned)), *self.plan]
+        sampled = [release for release in plan if release.sampling < 1.0]
+        return None if known or not sampled else order_for(sampled[-1], self.delta)
 
     def _line(self, spent: Sequence[Release] = (), order: float | None = None) -> str:
         """Return a line that no other is like."""
         charged = Accountant(self.delta, self.relation)
         charged.spent = [*spent]
+        plan = Accountant(self.delta)
+        plan.spent = [*self.plan] if order is not None else []
         return json.dumps(
             {
                 "spent": charged.get_state(),
                 "delta": charged.delta,
                 "relation": charged.relation,
                 "order": order,
+                **({"plan": plan.get_state()} if plan.spent else {}),
                 "sampling": "Poisson",
                 "data": self.data,
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -322,9 +335,9 @@ class Ledger:
         found = read_entries(path, lost=bool(self._entries)) if path.exists() else {}
         others = {entry.data for line, entry in found.items() if line not in self._entries}
         others -= {self.data, ""}
-        unit = unit_of(self.data)
+        unit = protected(self.data)[1]
         known = [*found.values(), *self._entries.values()]
-        if unit and {unit_of(entry.data) for entry in known} - {unit, ""}:
+        if unit and {protected(entry.data)[1] for entry in known} - {unit, ""}:
             raise ValueError(
                 f"the ledger {path} does not protect each {unit}: some of it is for records and "
                 "some for persons, of which one says nothing of the other. Name a ledger of its "
@@ -394,13 +407,15 @@ def _entry(line: str) -> Entry:
         raise TypeError(f"a line must be an object of JSON, got {line[:50]!r}")
     parameters.choice(("Poisson",), sampling=content.get("sampling"))
     texts = (content.get(name) for name in ("data", "time", "fedclip"))
+    data, time, version = (text[:500] if isinstance(text, str) else "" for text in texts)
     order = content.get("order")
     return Entry(
         tuple(Accountant.check_state(content.get("spent"))),
         parameters.unit_interval(delta=content.get("delta")),
         parameters.choice(RELATIONS, relation=content.get("relation")),
         parameters.optional(parameters.number, "a number > 1", 1.0, open_low=True, order=order),
-        *(text[:500] if isinstance(text, str) else "" for text in texts),
+        *(data, time, version),
+        tuple(Accountant.check_state(content.get("plan", ()))),
     )
 
 

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from fedclip.arrays import Array, backend_of, narrowed
 
-__all__ = ["Normals", "add_noise", "insecure_normals", "noised", "secure_normals"]
+__all__ = ["Normals", "add_noise", "insecure_normals", "noised", "random_words", "secure_normals"]
 
 Float64: TypeAlias = NDArray[np.float64]
 
@@ -55,7 +55,7 @@ def secure_normals(size: int) -> Float64:
     for start in range(0, result.size, 2 * _PAIRS):
         block = result[start : start + 2 * _PAIRS]
         pairs = block.size // 2
-        bits = _random_bits(block.size)
+        bits = random_words(block.size)
         radius = np.sqrt(2.0 * _exponentials(bits[:pairs]))
         angle = (bits[pairs:] >> 11).astype(np.float64) * (2.0 * math.pi * _ONE)
         np.multiply(radius, np.cos(angle), out=block[:pairs])
@@ -68,14 +68,15 @@ def _exponentials(bits: NDArray[np.uint64]) -> Float64:
     result = -np.log((bits.astype(np.float64) + 1.0) * 2.0**-64)
     (tail,) = np.nonzero(bits < 1 << 32)
     if tail.size:
-        more = (_random_bits(tail.size) >> 11).astype(np.float64)
+        more = (random_words(tail.size) >> 11).astype(np.float64)
         result[tail] = -np.log((bits[tail].astype(np.float64) + (more + 1.0) * _ONE) * 2.0**-64)
     (near,) = np.nonzero(bits >= (1 << 64) - (1 << 40))
     result[near] = -np.log1p(-((~bits[near]).astype(np.float64) * 2.0**-64))
     return result
 
 
-def _random_bits(size: int) -> NDArray[np.uint64]:
+def random_words(size: int) -> NDArray[np.uint64]:
+    """Return uniform words of 64 bits from the operating system's secure generator."""
     return np.frombuffer(os.urandom(8 * size), dtype=np.uint64)
 
 

@@ -31,6 +31,8 @@ class Proposal:
         clipped; empty if that is not known.
     limit
         The limit to draw, in the unit of the norms; None if it follows the norms or is not known.
+    module
+        The module whose norms it would have clipped, and beside which it is drawn.
     what, why, reveals
         What it does, why it stands at its place in the ranking, and what it reveals of the data.
     """
@@ -39,6 +41,7 @@ class Proposal:
     plugins: Lines
     shares: Mapping[str, float] = field(default_factory=dict)
     limit: float | None = None
+    module: str = ""
     what: str = ""
     why: str = ""
     reveals: str = ""
@@ -58,9 +61,12 @@ class Advice:
         The best first. Where clipping will not help, they are there to be compared with.
     start
         The name of the proposal to start with; "" if clipping will not help.
+    odd
+        The clients whose norms are far above the others'.
     """
 
     answer: str
     findings: Sequence[str] = ()
     proposals: Sequence[Proposal] = ()
     start: str = ""
+    odd: Sequence[str] = ()

@@ -7,7 +7,7 @@ import csv
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TextIO, TypeAlias, TypeVar
 
 from fedclip.records import ALL, RoundRecord
@@ -128,6 +128,12 @@ def number(value: float | None) -> str:
     if math.isnan(value):
         return "NaN"
     return f"{value:.3g}" if abs(value) < 1e5 else f"{value:.2e}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first five names, and how many more there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def write_csv(columns: Iterable[str], rows: Iterable[Mapping[str, object]], file: TextIO) -> None:

@@ -16,8 +16,6 @@ __all__ = ["Seen", "seen", "told"]
 # few or many records come to 3.1 at most by steps, and 1.8 by updates for each step; other units to
 # 7 at least by steps, and wrong labels to 1.8 by updates.
 _ODD = {"step": 4.0, "update": 1.8}
-# Sites that are odd by their steps pull the model to where others have longer updates: beside them,
-# a client is odd by its updates only if it would be so by steps.
 # Without knowing the number of steps: a client with many of them comes to 4.5.
 _ODD_ALONE = 5.0
 # Shorter steps do no harm, and are often there where labels are unlike: this is only a note.
@@ -69,6 +67,8 @@ def told(found: Mapping[str, Seen]) -> list[str]:
 def _seen(norms: Norms, beside: bool) -> Seen:
     result, ratios = Seen(), norms.ratios()
     alone = norms.place == "update" and not norms.effort
+    # Sites that are odd by their steps pull the model to where others have longer updates: beside
+    # them, a client is odd by its updates only if it would be so by steps.
     most = _ODD_ALONE if alone else _ODD["step" if beside else norms.place]
     odd = {name: times for name, times in ratios.items() if times >= most}
     result.two = len(ratios) == 2

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fedclip.records import RoundRecord
 from fedclip.report.curves import Curve
 from fedclip.report.place import places_of
-from fedclip.report.rows import Limits, Row, grouped, known, number, pooled
+from fedclip.report.rows import Limits, Row, grouped, known, listed, number, pooled
 from fedclip.report.seeing import seen, told
 
 __all__ = ["Finding", "diverged", "findings", "unlike", "unseen"]
@@ -81,7 +81,7 @@ def unseen(private: Iterable[str]) -> list[Finding]:
         "the noise, and the sizes of batches to be expected."
     )
     return [
-        Finding("private", experiment, "", said.format(_listed(nodes)))
+        Finding("private", experiment, "", said.format(listed(sorted(nodes))))
         for experiment, nodes in found.items()
     ]
 
@@ -181,9 +181,4 @@ def _by_node(rows: Sequence[Row]) -> dict[str, RoundRecord]:
 
 
 def _named(rows: Sequence[Row]) -> str:
-    return _listed([name for name, _ in Counter(row.node for row in rows).most_common()])
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(sorted(names[:5])) + more
+    return listed([name for name, _ in Counter(row.node for row in rows).most_common()])

@@ -297,7 +297,7 @@ def _files(check: Check, data: Section) -> dict[str, dict[str, str]] | None:
     return parse_data_folder(DataSourceConfig.from_params(**data), str(folder))
 
 
-def _records(check: Check) -> int | None:
+def _protected(check: Check) -> tuple[int, str] | None:
     """Return how many records, or persons, the smallest client has; None if it is not known."""
     if "privacy" not in _section(check.config, "run"):
         return None
@@ -322,7 +322,8 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section, prefix
     aggregator = check_aggregator(check, optim.get("aggregator"), f"[{prefix}aggregator]")
     setting = Setting(
         *(plugins, aggregator, run, _section(check.config, "client_sampler"), _secagg(check)),
-        *("fairness" in optim, _clients(check.config), _records(check) if prefix else None),
+        *("fairness" in optim, _clients(check.config), _protected(check) if prefix else None),
+        _section(check.config, "experiment").get("metrics") or (),
     )
     # If a plug-in could not be built, its counterpart can not be checked.
     if whole:

@@ -21,7 +21,7 @@ from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.lengths import number
 from fedclip.privacy.maps import Context, Plugin
-from fedclip.tools.findings import Plugins, Section, Setting, innermost
+from fedclip.tools.findings import Plugins, Section, Setting, brief, innermost
 
 __all__ = ["exposures"]
 
@@ -43,6 +43,12 @@ _RELEASED = (
     "without noise: epsilon does not cover them",
     "the weights that declearn keeps in the end are those of the lowest loss: a choice made by "
     "what has no noise; take the last checkpoint instead",
+)
+_NOISED = (
+    "evaluations have noise, for {share:g} of epsilon and losses of at most {bound:g}: loss and "
+    "accuracy, best weights and an early stop are covered for each validation record (or person). "
+    "What declearn asks of the validation data before the run (classes, shape, dtype) is not, nor "
+    "the number of training records"
 )
 _CHOSEN = (
     "a criterion chooses clients by what they have sent before, without noise: one client decides "
@@ -80,7 +86,7 @@ def exposures(setting: Setting) -> Iterator[Found]:
     elif per_record:
         yield from _declearns(privacy, run)
     if per_record:
-        yield from _budget(privacy, run, setting.records)
+        yield from _budget(privacy, run, setting.protected)
     averaged = getattr(aggregator, "name", None) == "clipped-averaging"
     for side, chosen in plugins.items():
         for text in _own_noise(side, chosen, per_record if side == CLIENT else averaged):
@@ -89,9 +95,16 @@ def exposures(setting: Setting) -> Iterator[Found]:
     if central is not None or per_record or own:
         if not per_record and any(p.name == "agc" for p in plugins.get(CLIENT, ())):
             yield "note", CLIENT, _WEIGHTS
-        for text in _RELEASED:
+        noised = next((p for p in plugins.get(CLIENT, ()) if isinstance(p, SampleClip)), None)
+        # Noise for records is none for clients.
+        covers = per_record and central is None and noised is not None and noised.evaluation_share
+        if noised is not None and covers:
+            told = _NOISED.format(share=noised.evaluation_share, bound=noised.loss_bound)
+            yield "note", "run.evaluate", told
+            yield from _evaluated(run, setting.metrics)
+        for text in () if covers else _RELEASED:
             yield "note", "run.evaluate", text
-        if run.get("early_stop") is not None:
+        if run.get("early_stop") is not None and not covers:
             yield "note", "run.early_stop", _STOPPED
     adaptive = next((p for p in server if p.name == "update-clip-server"), None)
     limit = getattr(aggregator, "max_norm", None) if adaptive is None else adaptive.bound
@@ -232,6 +245,21 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
     yield "note", "run.privacy", text
 
 
+def _evaluated(run: Section, metrics: Sequence[object]) -> Iterator[Found]:
+    """Check what evaluations with noise are asked for."""
+    if other := [
+        m for m in metrics if m != "accuracy" and (not isinstance(m, list) or m[:1] != ["accuracy"])
+    ]:
+        text = f"metrics: {brief(other)} have no bound, so that private clients refuse them: "
+        yield "problem", "experiment", text + "with evaluation_share, take 'accuracy' or none"
+    if (frequency := _part(run, "evaluate").get("frequency", 1)) != 1:
+        text = (
+            f"frequency = {frequency!r}, and the noise is for an evaluation in each round: fewer "
+            "evaluations are not told better; lower evaluation_share instead"
+        )
+        yield "note", "run.evaluate", text
+
+
 def _declearns(privacy: Section, run: Section) -> Iterator[Found]:
     where = "run.privacy"
     limit = privacy.get("sclip_norm")
@@ -257,13 +285,14 @@ def _declearns(privacy: Section, run: Section) -> Iterator[Found]:
         yield "problem", "run.training", text
 
 
-def _budget(privacy: Section, run: Section, records: int | None) -> Iterator[Found]:
+def _budget(privacy: Section, run: Section, protected: tuple[int, str] | None) -> Iterator[Found]:
     where = "run.privacy"
     if privacy.get("accountant") == "gdp":
         text = "accountant = 'gdp' is no upper bound on epsilon: take 'prv' or 'rdp'"
         yield "problem", where, text
     size = _part(run, "training").get("batch_size")
-    least, of = (records, "records of the smallest client") if records else (size, "of a batch")
+    least, unit = protected or (size, "record")
+    of = f"{unit}s of the smallest client" if protected else "of a batch"
     match privacy.get("budget"):
         case [int() | float() as spent, int() | float() as delta]:
             yield from _absurd(spent, "each client's budget", where)
@@ -272,14 +301,14 @@ def _budget(privacy: Section, run: Section, records: int | None) -> Iterator[Fou
                 yield "problem", where, text
             elif type(least) is int and delta * least >= 1.0:
                 text = (
-                    f"delta = {delta:g} is not below 1 / {least:,} {of}: to publish one record, "
+                    f"delta = {delta:g} is not below 1 / {least:,} {of}: to publish one {unit}, "
                     "drawn at random, would pass; take a hundredth of that or less"
                 )
                 yield "problem", where, text
             elif delta >= 1e-3:
                 text = (
-                    f"delta = {delta:g} has to be far below 1 / number of records of the smallest "
-                    "client: to publish one record, drawn at random, would pass"
+                    f"delta = {delta:g} has to be far below 1 / number of {unit}s of the smallest "
+                    f"client: to publish one {unit}, drawn at random, would pass"
                 )
                 yield "note", where, text
 

@@ -43,8 +43,10 @@ class Setting(NamedTuple):
     fairness: bool
     clients: int | None
     """The largest number in a round."""
-    records: int | None
-    """How many the smallest client has, if that is known."""
+    protected: tuple[int, str] | None
+    """How many records or persons the smallest client has, and which of the two, if known."""
+    metrics: Sequence[object] = ()
+    """What is measured besides the loss."""
 
 
 Level = Literal["ok", "note", "problem"]

@@ -31,10 +31,12 @@ def quicken(model: AnyModel) -> None:
 
 
 def _gradients(model: SklearnSGDModel, batch: Batch, max_norm: float | None = None) -> AnyVector:
-    sums, norms = clipped_sum(model, [batch], np.ones_like)
-    # Records with NaN are left out of such a sum, where scikit-learn refuses them.
-    if max_norm or np.isnan(norms).any():
+    if max_norm:
         return SklearnSGDModel.compute_batch_gradients(model, batch, max_norm)
+    sums, norms = clipped_sum(model, [batch], np.ones_like)
+    # Records with NaN are left out of such a sum; scikit-learn refuses them.
+    if np.isnan(norms).any():
+        return SklearnSGDModel.compute_batch_gradients(model, batch)
     targets, predictions, _ = model.compute_batch_predictions(batch)
     model._loss_history.append(float(model.loss_function(targets, predictions).mean()))
     return vector(model, {name: total / len(norms) for name, total in sums.items()})

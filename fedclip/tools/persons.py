@@ -27,8 +27,8 @@ _NAMED = re.compile(
 )
 
 
-def units(files: Mapping[str, str]) -> int:
-    """Return how many records, or persons if a file names them, a client trains on.
+def units(files: Mapping[str, str]) -> tuple[int, str]:
+    """Return how many records, or persons if a file names them, a client trains on, and which.
 
     Raises
     ------
@@ -37,7 +37,9 @@ def units(files: Mapping[str, str]) -> int:
     """
     records = len(load_data_array(files["train_target"]))
     named = Path(files["train_data"]).with_name(PERSONS)
-    return int(numbered(named, records).max()) + 1 if named.exists() else records
+    if not named.exists():
+        return records, "record"
+    return int(numbered(named, records).max()) + 1, "person"
 
 
 def asked_for(sites: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[Level, str]]:
@@ -47,7 +49,10 @@ def asked_for(sites: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[Level, s
         data = Path(files["train_data"])
         if data.with_name(PERSONS).exists():
             try:
-                yield "ok", f"{site}: {units(files):,} persons are protected, each with all records"
+                yield (
+                    "ok",
+                    f"{site}: {units(files)[0]:,} persons are protected, each with all records",
+                )
             except (OSError, TypeError, ValueError) as exc:
                 yield "problem", f"{data.with_name(PERSONS)}: {exc}"
         elif data.suffix == ".csv":

@@ -9,12 +9,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedclip.parameters import Config
 from fedclip.tools.output import JsonFlag, fail, runnable
+
+if TYPE_CHECKING:
+    from fedclip.privacy.prices import Prices
 
 __all__ = ["app"]
 
@@ -74,10 +77,18 @@ def plan(
         Path | None,
         typer.Option(help="A model file, in the place of --values: what it trains is counted."),
     ] = None,
+    honest: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the clients that surely add their noise, if not the server adds it; "
+            "without it, what .75 would cost."
+        ),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Size the noise on averages of clipped updates, and print the lines of TOML."""
     from fedclip.privacy import planning
+    from fedclip.privacy.prices import Prices
     from fedclip.toml import toml_line
 
     if model is not None:
@@ -90,12 +101,34 @@ def plan(
             per_round=per_round,
             momentum=momentum,
         )
-    client = toml_line("module", "update-clip-client", {})
-    server = toml_line("module", "update-clip-server", found.config)
+        if honest is not None and found.separation > 1:
+            raise ValueError("clients that take turns leave the noise to the server: no --honest")
+        prices = Prices(found, 0.75 if honest is None else honest)
+    of_client, of_server = prices.configs if honest is not None else ({}, found.config)
+    client = toml_line("module", "update-clip-client", of_client)
+    server = toml_line("module", "update-clip-server", of_server)
     lines = ["[optim]", 'aggregator = "clipped-averaging"']
     lines += ["[optim.client_opt]", client, "[optim.server_opt]", server]
-    extra = {"noise": found.noise, "length": found.length, "drift": found.drift}
-    _print(found, str(found), lines, extra, as_json)
+    extra: Config = {"noise": found.noise, "length": found.length, "drift": found.drift}
+    text = str(found)
+    if found.separation == 1:
+        extra["prices"] = [row._asdict() for row in prices.rows]
+        text += f"\n{prices}" + ("" if values is None else f"\n{_range(prices, values)}")
+    _print(found, text, lines, extra, as_json)
+
+
+def _range(prices: Prices, values: int) -> str:
+    """Say which integers secure sums of updates with their noise need."""
+    from fedclip.federation.update import secagg
+    from fedclip.federation.update.site_noise import SiteNoise
+
+    site = SiteNoise(**prices.configs[0]["noise"])
+    clipval = site.reach(site.max_norm)
+    found = secagg.plan(site.max_norm, prices.plan.clients, values, clipval=clipval)
+    return (
+        f"  secure sums need a clipval of {clipval / site.max_norm:.4g} max_norm, the largest C, "
+        f"and bitsize = {found.bitsize} or more"
+    )
 
 
 def _counted(model: Path, values: int | None, quiet: bool) -> int:
@@ -133,6 +166,9 @@ def calibrate(
         float, typer.Option(help="Probability with which it may fail, below 1 / records.")
     ] = 1e-5,
     values: Values = None,
+    evaluation_share: Annotated[
+        float, typer.Option(help="Share of epsilon for noise on an evaluation in each round.")
+    ] = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Size the noise of DP-SGD on one client's records or persons; print the lines of TOML."""
@@ -150,11 +186,18 @@ def calibrate(
         each = dpsgd.steps_of_a_round(units, {"batch_size": batch_size}, epochs, steps)
         total = parameters.integer(1, rounds=rounds) * (each or 0)
         found = dpsgd.calibrate(epsilon, delta, units, batch_size, total, unit)
+        found = found.evaluating(evaluation_share, rounds)
         text = found.in_words(values)
+    evaluated: Config = {}
+    if evaluation_share:
+        evaluated = {"evaluation_share": evaluation_share, "loss_bound": 3.0}
     lines = [
         "[optim.client_opt]",
         '# "automatic" needs no bound; "flat" learns a little more with an sclip_norm that fits',
-        toml_line("module", "sample-clip", {"mode": "automatic"}),
+        *["# loss_bound: above the loss of a guess, the logarithm of the number of classes"][
+            : len(evaluated)
+        ],
+        toml_line("module", "sample-clip", {"mode": "automatic", **evaluated}),
         "[run]",
         f"rounds = {rounds}",
         f"privacy = {toml_value({'budget': [epsilon, delta], 'sclip_norm': 1.0})}",

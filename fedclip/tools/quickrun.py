@@ -110,9 +110,12 @@ class Experiment:
         )
         return train, valid
 
-    def persons(self, site: str) -> Path | None:
-        """Return the file that says whose a client's training records are, if it has one."""
-        file = Path(self.files[site]["train_data"]).with_name(PERSONS)
+    def persons(self, site: str, of: str = "train") -> Path | None:
+        """Return the file that says whose a client's training records are, if it has one.
+
+        With `of` = "valid", that of its validation records.
+        """
+        file = Path(self.files[site][f"{of}_data"]).with_name(PERSONS.replace("train", of))
         return file if file.exists() else None
 
     def model(self) -> AnyModel:
@@ -226,7 +229,8 @@ class Federation:
             _LOGGER.warning("%s protects nobody: client_opt has no sample-clip.", persons)
         kind: Any = _Quick
         if private:
-            kind = partial(fedclip.PrivateFederatedClient, persons=persons)
+            of_valid = self.experiment.persons(name, "valid") if persons else None
+            kind = partial(fedclip.PrivateFederatedClient, persons=persons, valid_persons=of_valid)
         client = kind(
             netwk=NetworkClientConfig.from_params(
                 protocol=self.network.protocol, server_uri=server.uri, name=name, kwargs=patience

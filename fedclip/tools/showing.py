@@ -274,27 +274,19 @@ def _with_advice(run: Run) -> Run:
         return run
     try:
         from fedclip.tools.suggest import advised, lines_of
-        from fedclip.tools.suggest.norms import read_norms
         from fedclip.tools.suggest.showing import shares_of
 
         (experiment,) = run.report.experiments
         advice = advised(run.report, experiment)
-        places = read_norms(run.report, experiment)
     except (ModuleNotFoundError, TypeError, ValueError) as exc:
         # Clippers are built to be tried, which needs declearn; a damaged file may say anything.
         say(f"fedclip: nothing is advised on the page: {exc}", err=True)
         return run
     said = {p.name: ([*lines_of(p)], shares_of(p.shares)) for p in advice.proposals}
-    at = {n.place: n.rows[0].module for n in places if n.rows}
     limits = [
-        (
-            at[place] + " on the server" * (place == "aggregate"),
-            p.name,
-            p.limit,
-            p.name == advice.start,
-        )
+        (p.module, p.name, p.limit, p.name == advice.start)
         for p in advice.proposals
-        if p.limit is not None and (place := p.name.partition(".")[0]) in at
+        if p.limit is not None
     ]
     return run._replace(advice=advice, said=said, limits=limits)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +14,8 @@ from fedclip.federation.update.budget import Budget
 from fedclip.federation.update.plain import server_of
 from fedclip.federation.update.served import read
 from fedclip.parameters import Config
-from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, planned_anew
-from fedclip.privacy.ledger import FILE, Entry, read_entries, total, unit_of
+from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, merged
+from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
 from fedclip.records import SERVED
 from fedclip.tools.catalogue import version
 
@@ -39,6 +38,13 @@ class Spent(NamedTuple):
     separation: int = 1
     planned: float | None = None
 
+    @property
+    def evaluated(self) -> list[float]:
+        """The noise multipliers that are those of evaluations."""
+        return [
+            release.noise_multiplier for release in self.accountant.plan if release.sampling == 1
+        ]
+
     def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
         """Return what it costs by each accountant, or why one can not say.
 
@@ -51,8 +57,8 @@ class Spent(NamedTuple):
         # There is no closed form with samples, and no other bound of Opacus' PRV without.
         useless = ["closed form"] * (True in sampled) + ["prv"] * (False in sampled)
         found: dict[str, float | str] = {}
-        order = self.accountant.order
-        if order is not None and planned_anew(spent):
+        order = self.accountant.order_of(spent)
+        if order is not None:
             # The others are right for what was planned before the first release.
             useless = list(ACCOUNTANTS)
             found[f"rdp at order {order:.4g}"] = account(
@@ -76,13 +82,14 @@ class Spent(NamedTuple):
                     raise
                 found[name] = str(exc)
         return {
+            "evaluated": self.evaluated,
             "where": self.where,
             "protects": self.protects,
             "delta": delta,
             "relation": relation,
             "separation": self.separation,
             "planned": self.planned,
-            "releases": [r._asdict() for r in spent],
+            "releases": [r._asdict() for r in merged(spent)],
             "entries": [
                 {"time": e.time, **r._asdict(), "data": e.data, "fedclip": e.fedclip}
                 for e in self.entries
@@ -99,7 +106,8 @@ def in_words(cost: Config) -> Iterator[str]:
     yield f"{cost['where']}: what {verb} one {cost['protects']} may change"
     for z, steps, rate in (release.values() for release in cost["releases"]):
         how = f"Poisson samples at rate {rate:.4g}" if rate < 1 else "without sampling"
-        yield f"  {steps:,} steps at noise multiplier {z:.4g}, {how}"
+        what = "evaluations" if z in cost["evaluated"] else "steps"
+        yield f"  {steps:,} {what} at noise multiplier {z:.4g}, {how}"
     if cost["separation"] > 1:
         yield f"  for its own turns, one in {cost['separation']} rounds"
     if not cost["releases"]:
@@ -130,17 +138,19 @@ def turns_of(spent: Spent, most: int) -> list[tuple[float | None, ...]]:
     epsilon so far. Nothing without a package that accounts for samples.
     """
     entries = [entry for entry in spent.entries if entry.spent]
+    kinds = (entry.spent[-1].noise_multiplier for entry in entries)
+    steps_at = [i for i, z in enumerate(kinds, 1) if z not in spent.evaluated]
     found: list[tuple[float | None, ...]] = []
-    for count in range(len(entries), 0, -math.ceil(len(entries) / most) or -1):
+    for turn in range(len(steps_at), 0, -math.ceil(len(steps_at) / most) or -1):
+        count = steps_at[turn - 1]
         z, steps, rate = entries[count - 1].spent[-1]
-        # The size of a batch is rate times records; how many these are is nothing to be shown.
-        records = re.match(r"(\d+) records", entries[count - 1].data)
-        expected = rate * int(records[1]) if records else None
+        # The size of a batch, in what is protected; how many there are of it is not to be shown.
+        expected = rate * protected(entries[count - 1].data)[0] or None
         try:
             epsilon = total(entries[:count]).epsilon()
         except ModuleNotFoundError:
             return []
-        found.insert(0, (count, steps, z, rate, expected, epsilon))
+        found.insert(0, (turn, steps, z, rate, expected, epsilon))
     return found
 
 
@@ -187,7 +197,7 @@ def read_spent(path: Path) -> Iterator[Spent]:
         entries = [*read_entries(file).values()]
         where = str(file.relative_to(path)) if folder else path.name
         last = entries[-1].data
-        protects = "site's data set" if last == UNIT else unit_of(last) or "record"
+        protects = "site's data set" if last == UNIT else protected(last)[1] or "record"
         yield Spent(where, protects, total(entries), entries)
     for config in sorted([*path.rglob("optimizer_config.json"), *path.rglob(SERVED)]):
         budget = _of_engine(config) if config.name == SERVED else _of_server(config.parent)

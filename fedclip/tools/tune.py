@@ -21,11 +21,9 @@ from fedclip.parameters import Config
 from fedclip.report import Report, read_report
 from fedclip.report.advice import Advice, Lines, Proposal
 from fedclip.report.place import BY_NORM, UPDATES
-from fedclip.report.seeing import seen
 from fedclip.tools import suggest
 from fedclip.tools.compare import by_site, judged_by
 from fedclip.tools.standings import AS_IS, NONE, Standings
-from fedclip.tools.suggest.norms import read_norms
 from fedclip.tools.sweep import Planned, modules_of, placed, refuse
 
 __all__ = ["Tuning", "unclipped"]
@@ -125,15 +123,14 @@ class Tuning:
         for site in chosen:
             if site not in sites:
                 raise ValueError(f"there is no site {site!r}{nearest(site, sites)}")
+        advice: Advice = suggest.advised(report, experiment)
         # Of two, either may be the odd one.
-        found = seen(read_norms(report, experiment)).values() if len(sites) > 2 else ()
-        odd = {site for one in found for site in one.odd}
+        odd = advice.odd if len(sites) > 2 else ()
         counted = [site for site in sites if site in chosen or (not chosen and site not in odd)]
         self.standings = Standings(
             *judged_by(next(iter(sites.values()))), sorted(sites), sorted(counted or sites)
         )
         self.standings.left_out = "" if chosen else ", with norms unlike those of the others"
-        advice: Advice = suggest.advised(report, experiment)
         for proposal in advice.proposals:
             text = suggest.rewritten(self.text, proposal)
             # It may have been taken up before.

@@ -40,7 +40,7 @@ from fedclip.scopes import Groups
 if TYPE_CHECKING:
     from fedclip.federation.generics import AnyModel, AnyVector
 
-__all__ = ["Arrays", "Unfit", "add_up", "check", "clipped_sum", "try_out", "vector"]
+__all__ = ["Arrays", "Unfit", "add_up", "check", "clipped_sum", "part", "try_out", "vector"]
 
 _HOMES = {
     "declearn.model.torch": "fedclip.dpsgd.persample.torch",
@@ -160,7 +160,7 @@ def clipped_sum(
         size = len(places)
 
         def work(start: int, stop: int, batch: Data = batch, size: int = size) -> None:
-            some = batch if stop - start == size else _part(batch, slice(start, stop))
+            some = batch if stop - start == size else part(batch, slice(start, stop))
             stacks = framework.stacks(model, some, micro_batch, whole)
             if means is not None:
                 stacks = means.of(stacks, batch.owners[start:stop], batch.shares[start:stop])
@@ -188,11 +188,12 @@ def _size(batch: Data) -> int:
     return int(first.shape[0])
 
 
-def _part(data: Data, some: slice) -> Data:
+def part(data: Data, some: slice) -> Data:
+    """Return some of the records of a batch."""
     if data is None:
         return None
     if isinstance(data, (list, tuple)):
-        return [_part(one, some) for one in data]
+        return [part(one, some) for one in data]
     return data.iloc[some] if hasattr(data, "iloc") else data[some]
 
 

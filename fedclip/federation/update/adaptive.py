@@ -21,6 +21,7 @@ from fedclip.federation.update.bound import FIRST, BoundRule, Search, share_with
 from fedclip.federation.update.budget import MANY_ROUNDS, Budget, draws_of
 from fedclip.federation.update.exchange import Arrays, SentBound
 from fedclip.federation.update.pace import spread
+from fedclip.federation.update.site_noise import SiteNoise, share_of_clients
 from fedclip.federation.update.turns import Due
 from fedclip.measures import Float64
 from fedclip.parameters import (
@@ -114,6 +115,12 @@ class AdaptiveBound(Documented):
     """Number of rounds that are planned; "banded" noise needs it."""
     momentum: float = parameter(_share, default=0.0)
     """Momentum of the server's optimizer, in [0, 1), for which "banded" noise is made."""
+    noise_at: str = parameter(choice, ("server", "clients"), default="server")
+    """"clients": each client adds its share of the noise, so that nobody, the server included, sees
+    a secure sum without it; `update-clip-client` then has the table `noise`."""
+    honest: float | None = parameter(share_of_clients, default=None)
+    """Share of `expected_clients` that surely add their noise, in (0, 1], such as 0.75; the others
+    may collude with the server, or send none. ``noise_at="clients"`` needs it."""
     generator: str = parameter(choice, ("secure", "insecure"), default="secure")
     """Source of the noise. The insecure one is for experiments."""
     seed: int | None = parameter(integer, 0, default=None)
@@ -151,6 +158,7 @@ class AdaptiveBound(Documented):
         self.evidence = 0.0
         self.round = 0
         self.budget = self._budget()
+        self.site = self._site()
         self.sent: SentBound | None = None
         """The message of the round that is open."""
         self.withheld = False
@@ -203,6 +211,32 @@ class AdaptiveBound(Documented):
             coefficients=self._coefficients(),
         )
 
+    def _site(self) -> SiteNoise | None:
+        """Return the noise that clients add; None if the server adds it."""
+        if self.noise_at == "server":
+            if self.honest is not None:
+                raise ValueError("honest goes with noise_at='clients'")
+            return None
+        if self.budget is None or self.expected_clients is None or self.honest is None:
+            raise ValueError(
+                "noise_at='clients' needs noise_multiplier, and honest, the share of the clients "
+                "that surely add their noise, such as honest = 0.75: the others may collude with "
+                "the server, or send none"
+            )
+        for name, only in (("separation", 1), ("noise", "independent"), ("generator", "secure")):
+            if (value := getattr(self, name)) != only:
+                raise ValueError(
+                    f"noise_at='clients' goes with {name}={only!r} only, got {value!r}: for other "
+                    "noise leave it to the server"
+                )
+        return SiteNoise(
+            noise_multiplier=self.noise_multiplier,
+            expected_clients=self.expected_clients,
+            honest=self.honest,
+            max_norm=self.max_norm,
+            bits_noise=self.budget.bits_noise,
+        )
+
     @property
     def epsilon(self) -> float:
         """Epsilon spent so far, at `delta`."""
@@ -239,16 +273,26 @@ class AdaptiveBound(Documented):
         )
         return self.sent
 
-    def count(self, votes: int, within: int, clients: int) -> dict[str, Any]:
-        """Count a round and its votes, and set the next bound; return the record of the round."""
+    def count(
+        self, votes: int, within: int, clients: int, noised: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """Count a round and its votes, and set the next bound; return the record of the round.
+
+        Votes with the noise of the clients are `noised`.
+        """
         assert self.sent is not None
         self.round += 1
         if self.budget is not None:
             self.budget.spend()
-        share = self._share(votes, within, clients)
+        share = self._share(votes, within, clients, noised)
         if share is not None:
             self.bound, self.search, self.withheld, self.evidence = self.rule.after(
                 self.sent.bound, share, self.search, self.evidence, self._spread(votes)
+            )
+        if self.site is not None and clients < self.site.sure:
+            self.withheld = True
+            self.halt(
+                f"noise has come from {clients} clients, and {self.site.sure} were to be sure of it"
             )
         record = {"round": self.round, "bound": self.sent.bound, "share": share}
         record |= {"next_bound": self.bound, "withheld": self.withheld, "epsilon": self.epsilon}
@@ -268,7 +312,7 @@ class AdaptiveBound(Documented):
             if self.budget is not None:
                 self.budget.skip(average, self.round)
             return zeros(average)
-        if self.budget is None:
+        if self.budget is None or self.site is not None:
             return average
         return self.budget.noised(average, sent.bound, self.round, exact)
 
@@ -299,10 +343,13 @@ class AdaptiveBound(Documented):
             f"it in {self.name} with unnoised = [{name!r}]"
         )
 
-    def _share(self, votes: int, within: int, clients: int) -> float | None:
+    def _share(self, votes: int, within: int, clients: int, noised: Sequence[int]) -> float | None:
         """Return the share of updates within the bound; None if it is not known."""
         if self.learning_rate == 0:
             return None
+        if self.site is not None:
+            centred = self.site.centred(noised, clients)
+            return share_within(0, 0, self.expected_clients, centred)
         if self.budget is not None:
             noise = self.budget.noise_on_votes(self.round)
             return share_within(votes, within, self.expected_clients, noise)

@@ -22,7 +22,7 @@ from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.coupling import CLIENT, under_way
 from fedclip.federation.update.exchange import Reply, SentBound
 from fedclip.federation.update.limits import check_whole, signature
-from fedclip.federation.update.messages import ClippedUpdates, zeros_like
+from fedclip.federation.update.messages import ClippedUpdates, Secret, zeros_like
 from fedclip.federation.update.shares import Shares, Weights
 from fedclip.federation.version import VERSION, Versioned
 from fedclip.measures import Order
@@ -226,13 +226,18 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole=round_ is not None)
         same = outcome.arrays is updates.coefs
         vector = updates if same else type(updates)(dict(outcome.arrays))
-        self._check_range(vector)
+        site, secret = round_.site if round_ else None, None
+        if site is None:
+            self._check_range(vector)
+        else:
+            secret = Secret(site, vector, sent.bound)
+            vector = type(vector)(site.in_cleartext(vector.coefs, sent.bound))
         if round_ is not None:
             round_.outcome = outcome
         reply = outcome.reply(sent)
         weight = self.shares.counted(n_steps) if by_steps else 1
         result = ClippedUpdates(vector, weight, 1, reply.clipped, reply.zeroed)
-        result.secagg_range = self.secagg_range
+        result.secagg_range, result.secret = self.secagg_range, secret
         result.factor = self.shares.factor(self.client, n_steps)
         return result
 
@@ -272,7 +277,11 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             # Not an error: declearn's server would wait for its clients for ever.
             module.halt(self.closing.of_sums(replies))
         budget = None if module is None else module.budget
-        vetted = self.closing.of(
+        closing = self.closing
+        if module is not None and module.site is not None:
+            limits = replace(closing.limits, noise=module.site.std(1.0))
+            closing = replace(closing, limits=limits)
+        vetted = closing.of(
             *(replies, getattr(like, "coefs", {}), bound, self._warn),
             whole=round_ is not None,
             clients=budget.clients if budget else None,

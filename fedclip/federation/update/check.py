@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedclip.federation.update.aggregator import ClippedAveraging
 from fedclip.federation.update.arc import brought
@@ -15,7 +15,9 @@ from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.messages import DECLEARN_RANGE
 from fedclip.federation.update.server import UpdateClipServer
 from fedclip.federation.update.shares import WITH_NOISE, Shares, shares_of
+from fedclip.federation.update.site_noise import UNSURE_MASKS, UNSURE_PEERS
 from fedclip.federation.update.turns import Due
+from fedclip.privacy.accounting import Release, epsilon
 
 CLIENT, SERVER, AGGREGATOR = "client_opt", "server_opt", "aggregator"
 
@@ -35,7 +37,7 @@ class Known(NamedTuple):
     """The largest number."""
     clients: object = None
     """The largest number in a round."""
-    secagg: Mapping[str, float] | None = None
+    secagg: Mapping[str, Any] | None = None
     named: bool = True
     """Whether the server knows who sends which reply, and clients their names."""
 
@@ -88,8 +90,47 @@ def update_problems(
     secure = known.secagg is not None
     found += _combining(aggregator.combining, noise, known.clients, secure, follows)
     limit = server[0].max_norm if server else aggregator.max_norm
-    found += _range(aggregator, limit, known.secagg)
-    return found
+    sites = [module for module in server if module.site is not None]
+    if sites or any(module.site is not None for module in client):
+        return found + _sites(server[:1], client[:1], known)
+    return found + _range(aggregator, limit, known.secagg)
+
+
+def _sites(
+    server: Sequence[UpdateClipServer], client: Sequence[UpdateClipClient], known: Known
+) -> list[Problem]:
+    """Say whether server and clients agree on the clients' noise, and against whom it protects."""
+    module = next(iter(server), None)
+    site = None if module is None else module.site
+    wanted = None if site is None else site.get_config()
+    if module is None or site is None or any(one.noise != wanted for one in client):
+        here = next((one.noise for one in client), None)
+        text = f"noise = {here}, and update-clip-server expects {wanted}: write the same table"
+        return [("problem", CLIENT, text)]
+    count = known.rounds if type(known.rounds) is int and known.rounds > 0 else 1
+
+    def cost(silent: int) -> str:
+        release = Release(site.multiplier(silent), count)
+        return f"{epsilon([release], module.delta, module.relation):.4g} in {count} rounds"
+
+    most = site.expected_clients - site.sure
+    notes = [
+        f"up to {most} of the clients of a round may add no noise, or tell the server theirs: "
+        f"epsilon is {cost(most)} then, and {cost(0)} if all add theirs"
+    ]
+    found: list[Problem] = []
+    if known.secagg is None:
+        notes.append(
+            "in cleartext the server sees each client's update, with the noise of that client "
+            f"only: against the server epsilon is {cost(site.expected_clients - 1)}. Set [secagg], "
+            "so that it sees sums only"
+        )
+    else:
+        if why := site.unsafe(known.secagg):
+            found.append(("problem", SERVER, why))
+        masks = known.secagg.get("secagg_type", "masking") == "masking"
+        notes.append(UNSURE_MASKS if masks else UNSURE_PEERS)
+    return [*found, *(("note", SERVER, text) for text in notes)]
 
 
 def _bounds(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from fedclip import parameters
@@ -10,7 +11,9 @@ from fedclip.federation.update.coupling import CLIENT, ClientRound
 from fedclip.federation.update.exchange import SentBound
 from fedclip.federation.update.measuring import UpdateNorms
 from fedclip.federation.update.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
+from fedclip.federation.update.site_noise import SiteNoise
 from fedclip.federation.version import VERSION, Versioned
+from fedclip.parameters import Config
 
 
 class UpdateClipClient(Versioned, UpdateNorms):
@@ -23,11 +26,16 @@ class UpdateClipClient(Versioned, UpdateNorms):
         End of the round:  the aggregator has clipped the update to C
                            vote 1 if norm(update) <= C, else 0; none without an update
 
-    It has no parameters to choose; the server has them all. Its counterpart is
-    `update-clip-server`, and it needs the aggregator `clipped-averaging` without `max_norm`.
+    Its counterpart is `update-clip-server`, which has all parameters but one, and it needs the
+    aggregator `clipped-averaging` without `max_norm`.
 
     Parameters
     ----------
+    noise : table or None, default=None
+        The noise that this client adds itself, where the server has ``noise_at="clients"``: the
+        server's `noise_multiplier`, `expected_clients`, `honest`, `max_norm`, and `bits_noise` if
+        it has one (0 for a fixed bound). A server that expects another one, or sends a larger
+        bound, is refused.
     fedclip : str, default=the version of this fedclip
         The version that wrote the configuration; a server sets it for its clients.
 
@@ -46,6 +54,11 @@ class UpdateClipClient(Versioned, UpdateNorms):
     whether it was clipped or zeroed.
 
     The records of the rounds (norm before, bound, clipped or not) stay on the client.
+
+    With `noise`, update and vote leave as integers with discrete Gaussian noise
+    (`fedclip.federation.update.site_noise`). Under secure aggregation a sum with fewer clients than
+    expected gets zeros, and the next round an error that says so; Joye-Libert's protocol does not
+    tell a client how many there are.
 
     References
     ----------
@@ -67,8 +80,12 @@ class UpdateClipClient(Versioned, UpdateNorms):
     aux_name: ClassVar[str] = AUX_NAME
     auxvar_cls = UpdateClipVotes
 
-    def __init__(self, *, fedclip: str = VERSION) -> None:
+    def __init__(self, *, noise: Config | None = None, fedclip: str = VERSION) -> None:
         UpdateNorms.__init__(self)
+        if not isinstance(noise, (Mapping, type(None))):
+            raise TypeError(f"noise must be a table, got {noise!r:.200}")
+        self.site = None if noise is None else SiteNoise(**noise)
+        self.noise = None if self.site is None else self.site.get_config()
         self._round: ClientRound | None = None
 
     def process_aux_var(self, aux_var: object) -> None:
@@ -85,7 +102,17 @@ class UpdateClipClient(Versioned, UpdateNorms):
         if aux_var.stop:
             raise RuntimeError(f"update-clip-server stops the training: {aux_var.stop}")
         bound = parameters.positive(bound=aux_var.bound)
-        self._round = ClientRound(SentBound(bound, aux_var.adaptive, aux_var.private))
+        sent = SentBound(bound, aux_var.adaptive, aux_var.private)
+        if self.site is not None:
+            why = self.site.refusal(aux_var.noise, sent)
+        else:
+            why = aux_var.noise and (
+                "the server expects noise from its clients, and this one adds none: give "
+                f"update-clip-client noise = {aux_var.noise!r:.300}"
+            )
+        if why:
+            raise ValueError(f"update-clip-client: {why}")
+        self._round = ClientRound(sent, self.site)
         CLIENT.set(self._round)
 
     def on_round_start(self) -> None:
@@ -112,4 +139,6 @@ class UpdateClipClient(Versioned, UpdateNorms):
         if outcome.norm is not None:
             self.note(outcome.norm, sent, outcome.clipped)
         reply = outcome.reply(sent)
+        if round_.site is not None and sent.adaptive:
+            return UpdateClipVotes(n_noised=round_.site.vote(reply.votes, reply.within))
         return UpdateClipVotes(n_votes=reply.votes, n_within=reply.within)

@@ -26,6 +26,7 @@ from fedclip.arrays import Float64
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.clipping import Outcome
 from fedclip.federation.update.exchange import SentBound
+from fedclip.federation.update.site_noise import SiteNoise
 
 if TYPE_CHECKING:
     from fedclip.federation.generics import AnyVector
@@ -36,6 +37,8 @@ class ClientRound:
     """One round of one client; the outcome is None until the aggregator has seen the update."""
 
     sent: SentBound
+    site: SiteNoise | None = None
+    """The noise that the client adds, if it does."""
     outcome: Outcome | None = None
 
 

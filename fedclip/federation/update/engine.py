@@ -32,6 +32,7 @@ from fedclip.federation.update.exchange import (
 )
 from fedclip.federation.update.limits import Limits, check_whole
 from fedclip.federation.update.shares import Shares
+from fedclip.federation.update.site_noise import SITES_ELSEWHERE
 from fedclip.federation.update.turns import Due
 from fedclip.scopes import Scope, check_exclude, check_scope
 
@@ -82,6 +83,8 @@ class UpdateServer:
         check_whole(limits.scope)
         self.closing = Closing(limits, shares or Shares(), combining or Combining())
         why = self.closing.unfit() or (self.closing.beside_noise() if bound.budget else "")
+        if bound.site is not None:
+            why = SITES_ELSEWHERE
         if why:
             raise ValueError(why)
 

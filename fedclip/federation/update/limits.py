@@ -70,6 +70,8 @@ class Limits:
     scope: Scope
     exclude: Sequence[str] | None
     called: str
+    noise: float = 0.0
+    """Standard deviation of the noise that each client adds to each value, in bounds."""
 
     def of(self, groups: Groups, bound: float, whole: bool) -> tuple[float, ...]:
         """Return the limit of each group.
@@ -130,8 +132,11 @@ class Limits:
             return "it holds NaN or infinity"
         slack = _SLACK if clients == 1 else _SUM_SLACK
         columns = groups.labels, norms, self.of(groups, bound, whole)
+        # Such noise is longer than that once in 10^31 times.
+        size = sum(math.prod(array.shape) for array in arrays.values())
+        noise = self.noise * bound * math.sqrt(clients) * (math.sqrt(size) + 12)
         for label, norm, limit in zip(*columns, strict=True):
-            if norm > limit * mass * slack:
+            if norm > limit * mass * slack + noise:
                 return f"its norm of {label!r} is {norm:.4g}, beyond the limit of {limit:.4g}"
         return ""
 

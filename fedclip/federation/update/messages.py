@@ -9,9 +9,11 @@ server only sees the sum.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import NamedTuple
 
 from declearn.aggregator import ModelUpdates
 from declearn.model.api import Vector
@@ -24,6 +26,7 @@ from fedclip.federation.update.averaging import peaks, zeros
 from fedclip.federation.update.exchange import COUNTS, VOTES, Reply, is_one_of
 from fedclip.federation.update.limits import OTHER_TENSORS
 from fedclip.federation.update.secagg import inside
+from fedclip.federation.update.site_noise import SiteNoise
 
 AUX_NAME = "update-clip"
 """Name under which bound and votes are exchanged."""
@@ -55,6 +58,8 @@ class UpdateClipBound(FromServer):
         Whether noise is added.
     stop
         Why training has to end, as a sentence; empty if it goes on.
+    noise
+        The noise that the server expects clients to add; empty if they add none.
     """
 
     kinds = MappingProxyType(
@@ -65,13 +70,15 @@ class UpdateClipBound(FromServer):
     adaptive: Unchecked = True
     private: Unchecked = False
     stop: Unchecked = ""
+    noise: Unchecked = field(default_factory=dict)
 
 
 @dataclass
 class UpdateClipVotes(AuxVar):
     """The vote of a client about its update, or the sum over clients.
 
-    A message always has four ints >= 0, because a secure sum needs all fields.
+    A message always has four ints >= 0, because a secure sum needs all fields; or five, if clients
+    add noise.
 
     Attributes
     ----------
@@ -83,12 +90,27 @@ class UpdateClipVotes(AuxVar):
         1 if that update was within the bound.
     n_faults
         Number of invalid replies; set on arrival, not by clients.
+    n_noised
+        The vote with the client's noise, in the place of `n_votes` and `n_within`.
     """
 
     n_clients: int = 1
     n_votes: int = 0
     n_within: int = 0
     n_faults: int = 0
+    n_noised: int | None = None
+    # It is not sent.
+    _side: tuple[int, ...] = field(default=(), init=False, repr=False, compare=False)
+
+    @property
+    def noised(self) -> tuple[int, ...]:
+        """The votes with noise, side by side; or their secure sum."""
+        return self._side or (() if self.n_noised is None else (self.n_noised,))
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the fields that are sent."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return {name: number for name, number in found.items() if number is not None}
 
     @classmethod
     def from_dict(cls, data: Unchecked) -> UpdateClipVotes:
@@ -98,8 +120,13 @@ class UpdateClipVotes(AuxVar):
         """
         data = data if isinstance(data, Mapping) else {}
         votes = [data.get(key) for key in ("n_votes", "n_within")]
+        noised = data.get("n_noised")
+        if noised is not None and (type(noised) is not int or votes != [0, 0]):
+            return cls(n_faults=1)
         if is_one_of(((1,),), [data.get("n_clients")]) and is_one_of(VOTES, votes):
-            return cls(1, *votes)
+            result = cls(1, *votes)
+            result.n_noised = noised
+            return result
         return cls(n_faults=1)
 
     def aggregate(self, other: object) -> UpdateClipVotes:
@@ -109,8 +136,10 @@ class UpdateClipVotes(AuxVar):
             raise TypeError(f"votes are added to {type(other).__name__}")
         if not isinstance(other, UpdateClipVotes):
             other = UpdateClipVotes(n_faults=1)
-        mine, others = asdict(self), asdict(other)
-        return UpdateClipVotes(**{key: mine[key] + others[key] for key in mine})
+        counts = ("n_clients", "n_votes", "n_within", "n_faults")
+        result = UpdateClipVotes(*(getattr(self, n) + getattr(other, n) for n in counts))
+        result._side = self.noised + other.noised
+        return result
 
     @classmethod
     def among(cls, messages: Sequence[object]) -> UpdateClipVotes:
@@ -121,6 +150,14 @@ class UpdateClipVotes(AuxVar):
     def __radd__(self, other: object) -> UpdateClipVotes:
         """Add to 0, as declearn does, or to a client's object of another type."""
         return self if isinstance(other, int) and not other else self.aggregate(other)
+
+
+class Secret(NamedTuple):
+    """What a client shares under secure aggregation, once it is known what encrypts."""
+
+    site: SiteNoise
+    updates: AnyVector
+    bound: float
 
 
 @dataclass
@@ -147,6 +184,7 @@ class ClippedUpdates(ModelUpdates):
     fault: str = field(default="", init=False, repr=False, compare=False)
     secagg_range: float | None = field(default=None, init=False, repr=False, compare=False)
     factor: float | None = field(default=1.0, init=False, repr=False, compare=False)
+    secret: Secret | None = field(default=None, init=False, repr=False, compare=False)
     _gathered: tuple[ClippedUpdates, ...] = field(default=(), init=False, repr=False, compare=False)
 
     @property
@@ -225,6 +263,10 @@ class ClippedUpdates(ModelUpdates):
         Values at the very edge of the range, whose sign declearn would change, move inside.
         """
         content = self.to_dict()
+        if self.secret is not None:
+            # declearn does not say what encrypts: it is what has called.
+            content["updates"] = _with_noise(self.secret, sys._getframe(1).f_locals.get("self"))
+            return content, None
         limit = self.secagg_range or DECLEARN_RANGE
         if self.factor is None:
             _LOGGER.error("%s; zeros are sent instead of the update", UNWEIGHED)
@@ -251,6 +293,18 @@ class ClippedUpdates(ModelUpdates):
 def zeros_like(vector: AnyVector) -> AnyVector:
     """Return a vector of zeros, even if this one holds NaN."""
     return type(vector)(zeros(vector.coefs))
+
+
+def _with_noise(secret: Secret, encrypter: object) -> AnyVector:
+    """Return an update with noise, for an encrypter; zeros if that can not be, which is logged."""
+    site, updates, bound = secret
+    try:
+        return type(updates)(site.in_secret(updates.coefs, bound, encrypter))
+    except (AttributeError, ValueError) as exc:
+        # The next round begins with an error that reaches the server.
+        site.trouble = str(exc)
+        _LOGGER.error("%s; zeros are sent instead of the update", exc)
+        return zeros_like(updates)
 
 
 def _stranger(reply: object) -> str:

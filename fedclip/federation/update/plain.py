@@ -24,6 +24,7 @@ from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import Arrays, Reply, SentBound
 from fedclip.federation.update.shares import Shares
+from fedclip.federation.update.site_noise import SITES_ELSEWHERE
 from fedclip.scopes import check_scope
 
 _PARTS: tuple[Callable[..., Any], ...] = (AdaptiveBound, UpdateClient, Shares, Combining)
@@ -84,6 +85,8 @@ def client_of(settings: Mapping[str, object]) -> UpdateClient:
     TypeError, ValueError
         If a setting is unknown or wrong.
     """
+    if settings.get("noise_at", "server") != "server":
+        raise ValueError(SITES_ELSEWHERE)
     return UpdateClient(**_of(UpdateClient, settings))
 
 

@@ -39,6 +39,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
                 b += bits_noise / m * normal   (before it is clamped)
                 noise = "banded":              normal less c_1, c_2, ... times that of the rounds
                     before, and norm(c) times as large
+                noise_at = "clients":          both have come with noise: `update-clip-client`
             C    = C * exp(-learning_rate * (b - quantile)),   within [min_norm, max_norm]
                 and twice as fast each round while the votes stay on one side
             while C is searched for:
@@ -122,7 +123,8 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
         self._round = ServerRound(weakref.ref(self), sent)
         SERVER.set(self._round)
         expect(self.aux_name, UpdateClipVotes, lambda: UpdateClipVotes(n_faults=1))
-        self._message = UpdateClipBound(sent.bound, sent.adaptive, sent.private, sent.stop)
+        noise = {} if self.site is None else self.site.get_config()
+        self._message = UpdateClipBound(sent.bound, sent.adaptive, sent.private, sent.stop, noise)
         return self._message
 
     def process_aux_var(self, aux_var: object) -> None:
@@ -135,7 +137,8 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
         if not isinstance(aux_var, UpdateClipVotes):
             aux_var = UpdateClipVotes.among(getattr(aux_var, "parts", None) or [aux_var])
         self._round.counted = True
-        self.count(aux_var.n_votes, aux_var.n_within, aux_var.n_clients)
+        there = aux_var.n_clients - (0 if self.site is None else aux_var.n_faults)
+        self.count(aux_var.n_votes, aux_var.n_within, there, aux_var.noised)
         if 0 < aux_var.n_faults <= aux_var.n_clients:
             senders = ", ".join(map(repr, faulty_senders(self.aux_name)[:5]))
             told = f"no proper vote in {aux_var.n_faults} of {aux_var.n_clients} replies"

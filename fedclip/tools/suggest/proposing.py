@@ -64,15 +64,15 @@ def proposals(norms: Norms, early: bool = False) -> Iterator[Proposal]:
     if norms.place == "step":
         fixed = ("norm-clip", {"max_norm": limit, **order})
         mad, server = (MadClip.name, {"shared": True, **order}), (f"{MadClip.name}-server", order)
-        yield _proposal("step.fixed", {"client_opt": fixed}, shares, limit)
-        yield _proposal("step.learnt", {"client_opt": (ZScoreClip.name, order)})
-        yield _proposal("step.shared", dict(zip(sections, (mad, server), strict=True)))
+        yield _proposal(norms, "fixed", {"client_opt": fixed}, shares, limit)
+        yield _proposal(norms, "learnt", {"client_opt": (ZScoreClip.name, order)})
+        yield _proposal(norms, "shared", dict(zip(sections, (mad, server), strict=True)))
         return
     counts = norms.effort.values()
     # With equal weights, a few records would count as much as many.
     weights = {"weights": "steps"} if counts and max(counts) > _ALIKE * min(counts) else {}
     fixed = ("clipped-averaging", {"max_norm": limit, **weights})
-    yield _proposal("update.fixed", {"aggregator": fixed}, shares, limit)
+    yield _proposal(norms, "fixed", {"aggregator": fixed}, shares, limit)
     # In 20 rounds this rate was 0 to 1 point of accuracy better than the default.
     follows = {"start_norm": rounded(norms.middle(0.5, first=True) or limit), "learning_rate": 0.5}
     lines: Lines = {
@@ -80,11 +80,15 @@ def proposals(norms: Norms, early: bool = False) -> Iterator[Proposal]:
         "client_opt": ("update-clip-client", {}),
         "server_opt": ("update-clip-server", follows),
     }
-    yield _proposal("update.adaptive", lines, norms.above_the_median())
+    yield _proposal(norms, "adaptive", lines, norms.above_the_median())
 
 
 def _proposal(
-    name: str, lines: Lines, shares: Mapping[str, float] | None = None, limit: float | None = None
+    norms: Norms,
+    kind: str,
+    lines: Lines,
+    shares: Mapping[str, float] | None = None,
+    limit: float | None = None,
 ) -> Proposal:
-    what, why, reveals = _TEXTS[name]
-    return Proposal(name, lines, shares or {}, limit, what, why, reveals)
+    name = f"{norms.place}.{kind}"
+    return Proposal(name, lines, shares or {}, limit, norms.rows[0].module, *_TEXTS[name])

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from fedclip.report import Report, number, printable
 from fedclip.report.advice import Advice
 from fedclip.report.place import Norms
+from fedclip.report.rows import listed
 from fedclip.report.seeing import Seen, seen, told
 from fedclip.tools.suggest.norms import read_norms
 from fedclip.tools.suggest.proposing import proposals
@@ -59,7 +60,8 @@ def advised(report: Report, experiment: str) -> Advice:
     )
     start = ranked[0].name if case else ""
     answer = _ANSWERS[case].format(who, start) if found else "There are no norms to choose by."
-    return Advice(printable(answer), [*map(printable, findings)], ranked, start)
+    odd = [*dict.fromkeys(name for one in found.values() for name in one.odd)]
+    return Advice(printable(answer), [*map(printable, findings)], ranked, start, odd)
 
 
 def _case(found: Mapping[str, Seen], early: bool) -> tuple[str, str]:
@@ -67,16 +69,11 @@ def _case(found: Mapping[str, Seen], early: bool) -> tuple[str, str]:
     for place, one in found.items():
         if one.odd:
             times = f"{'up to ' * (len(one.odd) > 1)}{number(max(one.odd.values()))} times"
-            return "two" if one.two else place, f"{_listed([*one.odd])} are {times}"
+            return "two" if one.two else place, f"{listed([*one.odd])} are {times}"
     if found and early:
         return "diverged", ""
     spiky = [*found.get("step", Seen()).spikes]
-    return ("spikes", _listed(spiky)) if spiky else ("", "")
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+    return ("spikes", listed(spiky)) if spiky else ("", "")
 
 
 def _clipped(places: list[Norms]) -> Iterator[str]:

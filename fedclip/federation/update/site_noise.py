@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Noise from the sites: each client adds its share of it, so that no server sees a sum without.
+
+::
+
+    n        = floor(honest * m)                 so many of m clients surely add their noise
+    sigma    = z_delta * C / sqrt(n)             of one client, on each value
+    grid     = so fine that sigma is 2^15 to 2^16 of its steps, if what encrypts has such steps
+    update  -> norm <= C - grid * sqrt(d) / 2    rounding adds no more to it than that
+    k        = round(update / grid) + discrete Gaussian of standard deviation sigma / grid
+    vote    -> A * (-1, 0 or 1) + discrete Gaussian of standard deviation 2 A bits_noise / sqrt(n)
+
+The integers k, and those of the votes, are what is summed, exactly. The sum over n clients tells no
+more than one Gaussian mechanism of multiplier z, for update and votes together
+(`fedclip.privacy.discrete` says why). What is rounded *after* continuous noise has no such proof,
+once others are added to it.
+
+In cleartext the server gets ``k * grid``. declearn's secure aggregation sends integers, in steps
+of ``2 clipval / (2^bits - 1)``: the grid is a multiple g of that step, and a client shares
+``(g k + 1/2) * step``, which declearn's quantizer takes to the integer exactly. Whether it does is
+looked at before anything leaves, with the quantizer that encrypts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fedclip.arrays import Array, backend_of, narrowed
+from fedclip.federation.update.exchange import Arrays, SentBound
+from fedclip.measures import Float64
+from fedclip.parameters import (
+    Configured,
+    integer,
+    limit,
+    non_negative,
+    number,
+    parameter,
+    positive,
+)
+from fedclip.privacy.accounting import default_bits_noise, split_noise
+from fedclip.privacy.discrete import draws, honest_sites, site_variance
+
+# The noise of a client has this many steps of its grid at least, where the quantizer has them.
+_FINE = 2**15
+# A draw beyond so many standard deviations has a probability of 1e-31.
+_TAIL = 12
+# The same of the votes, whose noise has up to 256 steps.
+_VOTES, _VOTES_TAIL = 128, 16
+# How wide integers may be for a dtype to hold them, and half of a step; in float64, for declearn's
+# quantizer to add clipval to them.
+_BITS = {"float64": 48, "float32": 24}
+
+
+SITES_ELSEWHERE = (
+    "noise_at='clients' is for federations of declearn, whose clients have update-clip-client with "
+    "the table noise; here leave the noise to the server, or let a site's policy add its own"
+)
+"""Why another engine does not take noise from the clients."""
+
+
+UNSURE_MASKS = (
+    "declearn's masks are drawn by NumPy's PCG64, which is no cryptographic generator: against a "
+    "server that predicts it, only the noise of each client alone is left"
+)
+UNSURE_PEERS = (
+    "joye-libert tells no client how many others are in a sum: against a server that sets it up "
+    "with fewer clients, only their noise is left. With masking, a client counts them"
+)
+"""What the sums rest on."""
+
+
+def share_of_clients(honest: float) -> float:
+    """Return the share, if it is in (0, 1]."""
+    return number("a number in (0, 1]", 0.0, 1.0, open_low=True, honest=honest)
+
+
+class SiteNoise(Configured):
+    """The noise that clients add, as server and clients have to agree on it.
+
+    Parameters
+    ----------
+    noise_multiplier, expected_clients, max_norm
+        Those of `update-clip-server`: what the sum is accounted for, the number of clients in a
+        round, and the largest bound.
+    honest
+        Share of these clients that surely add their noise, in (0, 1]: the others may collude with
+        the server, or send none.
+    bits_noise
+        Standard deviation of the noise on the sum of the votes; 0 if there are none.
+
+    Attributes
+    ----------
+    sure : int
+        How many clients surely add their noise.
+    trouble : str
+        Why nothing more can be shared; empty if it can.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a parameter is not as above, or there can be no such noise.
+
+    Examples
+    --------
+    >>> noise = SiteNoise(noise_multiplier=2.0, expected_clients=10, honest=0.75, max_norm=1.0)
+    >>> noise.sure, round(noise.std(1.0) * 7**0.5, 3)
+    (7, 2.309)
+    >>> round(noise.multiplier(silent=0), 3), round(noise.multiplier(silent=3), 3)
+    (2.39, 2.0)
+    """
+
+    name: ClassVar[str] = "the table noise of update-clip-client"
+
+    noise_multiplier: float = parameter(positive)
+    expected_clients: int = parameter(integer, 1)
+    honest: float = parameter(share_of_clients)
+    max_norm: float = parameter(limit)
+    bits_noise: float | None = parameter(non_negative, default=None)
+
+    def __post_init__(self) -> None:
+        """Size the noise of one client."""
+        z, clients = self.noise_multiplier, self.expected_clients
+        self.sure = honest_sites(clients, self.honest)
+        bits = default_bits_noise(z, clients) if self.bits_noise is None else self.bits_noise
+        self.bits_noise = bits
+        self.trouble = ""
+        self._spread = (split_noise(z, bits) if bits else z) / math.sqrt(self.sure)
+        # A vote in steps of its grid, the variance of its noise, and what makes it positive.
+        self._vote = max(1, math.floor(_VOTES * math.sqrt(self.sure) / bits)) if bits else 1
+        self._variance = site_variance(2 * self._vote * bits, self.sure) if bits else 1
+        self._offset = self._vote + _VOTES_TAIL * math.ceil(math.sqrt(self._variance))
+
+    def multiplier(self, silent: int) -> float:
+        """Return the noise multiplier of a round in which so many clients send no noise."""
+        return self.noise_multiplier * math.sqrt((self.expected_clients - silent) / self.sure)
+
+    def std(self, bound: float) -> float:
+        """Return the standard deviation of a client's noise on each value."""
+        return self._spread * bound
+
+    def refusal(self, told: object, sent: SentBound) -> str:
+        """Return why a client takes no part in a round of a server; "" if it does."""
+        own = self.get_config()
+        if not isinstance(told, Mapping) or not told:
+            return f"this client adds noise to what it shares, {own}, and the server expects none"
+        for name, value in own.items():
+            if told.get(name) != value:
+                return (
+                    f"this client adds noise of {name}={value!r}, and the server expects "
+                    f"{told.get(name)!r}: nothing is shared"
+                )
+        if not sent.private or sent.adaptive != bool(self.bits_noise):
+            return "the server asks for what this client's noise does not cover: nothing is shared"
+        if sent.bound > self.max_norm:
+            return f"the server's bound, {sent.bound:g}, is above max_norm={self.max_norm:g}"
+        return self.trouble
+
+    # -- votes ----------------------------------------------------------------------------------
+    def vote(self, votes: int, within: int) -> int:
+        """Return a client's vote with noise, an integer >= 0."""
+        noise = int(draws(self._variance, 1)[0])
+        return self._kept(self._offset + self._vote * (2 * within - votes) + noise)
+
+    def _kept(self, vote: int) -> int:
+        return min(max(vote, 0), 2 * self._offset)
+
+    def centred(self, votes: Sequence[int], clients: int) -> float:
+        """Return the sum of votes of ± 1/2, with their noise; or what the only one, a sum, is."""
+        if len(votes) == 1:
+            return (votes[0] - clients * self._offset) / (2 * self._vote)
+        return sum(self._kept(vote) - self._offset for vote in votes) / (2 * self._vote)
+
+    # -- updates --------------------------------------------------------------------------------
+    def integers(
+        self, arrays: Arrays, bound: float, step: float | None = None
+    ) -> tuple[dict[str, Any], float]:
+        """Return an update within the bound, with its noise, as integers, and their grid.
+
+        The grid is a multiple of a `step`; None: a power of two.
+
+        Raises
+        ------
+        ValueError
+            If it would be too coarse.
+        """
+        fine = self.std(bound) / _FINE
+        grid = (
+            2.0 ** math.floor(math.log2(fine)) if step is None else step * max(1, int(fine / step))
+        )
+        hosts = {name: _values(array) for name, array in arrays.items()}
+        size = sum(values.size for values in hosts.values())
+        room = bound / grid - math.sqrt(size) / 2
+        if room < bound / grid / 2:
+            raise ValueError(
+                f"steps of {grid:.3g} are too coarse for a bound of {bound:.3g} on {size:,} "
+                "values: raise bitsize, or lower clipval and max_norm"
+            )
+        norm = math.sqrt(sum(float(np.vdot(v, v)) for v in hosts.values())) / grid
+        # Less by what adding up squares may round off.
+        factor = min(1.0, room * (1 - 1e-9) / norm if norm else 1.0) / grid
+        variance = site_variance(self.std(bound) * math.sqrt(self.sure) / grid, self.sure)
+        return {
+            name: np.rint(values * factor).astype(np.int64)
+            + draws(variance, values.size).reshape(values.shape)
+            for name, values in hosts.items()
+        }, grid
+
+    def in_cleartext(self, arrays: Arrays, bound: float) -> dict[str, Array]:
+        """Return an update within the bound with its noise, as arrays of its dtypes.
+
+        Raises
+        ------
+        ValueError
+            If a dtype can not hold it exactly.
+        """
+        found, grid = self.integers(arrays, bound)
+        _check_dtypes(arrays, math.ceil(math.log2(self.reach(bound) / grid)) + 1)
+        return _like({name: k * grid for name, k in found.items()}, arrays)
+
+    def in_secret(self, arrays: Arrays, bound: float, encrypter: Any) -> dict[str, Array]:
+        """Return the same for an encrypter of declearn's, whose quantizer takes it to integers.
+
+        Raises
+        ------
+        ValueError
+            If it does not, or fewer clients than expected are in the sum.
+        """
+        quantizer = encrypter.quantizer
+        clipval, bits = float(quantizer.val_range), int(quantizer.int_range).bit_length()
+        if why := self.unfit(bits, clipval) or self._few(encrypter):
+            raise ValueError(why)
+        _check_dtypes(arrays, bits)
+        step = 2 * clipval / quantizer.int_range
+        found, grid = self.integers(arrays, bound, step)
+        sent = {name: k * round(grid / step) for name, k in found.items()}
+        shared = _like({name: (k + 0.5) * step for name, k in sent.items()}, arrays)
+        for name, k in sent.items():
+            quantized = quantizer.quantize_array(_values(shared[name])).astype(np.int64)
+            if (quantized - 2 ** (bits - 1) != k).any():
+                raise ValueError(f"declearn's quantizer takes {name!r} to other integers")
+        return shared
+
+    def reach(self, bound: float) -> float:
+        """Return the largest value that a client shares, but for one draw in 10^31."""
+        return bound + _TAIL * self.std(bound)
+
+    def unfit(self, bits: int, clipval: float) -> str:
+        """Return why integers of so many bits for each client can not hold it; "" if they can."""
+        if bits > _BITS["float64"]:
+            return (
+                f"integers of {bits} bits for each client are not summed exactly: lower bitsize, "
+                f"so that each has {_BITS['float64']} at most"
+            )
+        if clipval < (reach := self.reach(self.max_norm)):
+            return (
+                f"updates of norm max_norm={self.max_norm:g} with a client's noise reach "
+                f"±{reach:.4g}, beyond the range ±{clipval:g} of secure aggregation: set clipval "
+                f"to {reach:.4g} or more, or max_norm to {self.max_norm * clipval / reach:.4g} or "
+                "less, in all places"
+            )
+        return ""
+
+    def unsafe(self, secagg: Mapping[str, Any], arrays: Arrays | None = None) -> str:
+        """Return why declearn's secure aggregation, so set, can not sum it; "" if it can.
+
+        The `arrays` have the dtypes of the model, if they are known.
+        """
+        bits = int(secagg.get("bitsize", 64))
+        if secagg.get("secagg_type", "masking") == "masking":
+            bits -= math.ceil(math.log2(self.expected_clients))
+        try:
+            _check_dtypes(arrays or {}, bits)
+        except ValueError as exc:
+            return str(exc)
+        return self.unfit(bits, float(secagg.get("clipval", 1e5)))
+
+    def _few(self, encrypter: Any) -> str:
+        """Return why a sum has not the clients, or not the bits, that noise is sized on."""
+        if 2 * self._offset * self.expected_clients >= getattr(encrypter, "max_int", math.inf):
+            return "votes with their noise do not fit into integers of this bitsize: raise it"
+        if not hasattr(encrypter, "_pos_rng"):
+            # Joye-Libert: only the server knows how many keys there are.
+            return ""
+        peers = len(encrypter._pos_rng) + len(encrypter._neg_rng) + 1
+        if peers >= self.expected_clients:
+            return ""
+        return (
+            f"{peers} clients are in the secure sum, and the noise of each is sized on "
+            f"expected_clients={self.expected_clients}: nothing is shared"
+        )
+
+
+def _values(array: Array) -> Float64:
+    backend = backend_of(array)
+    return np.asarray(backend.to_host(backend.dense(array)), np.float64)
+
+
+def _like(values: Mapping[str, Float64], arrays: Arrays) -> dict[str, Array]:
+    """Return values as arrays like others, but dense."""
+    return {
+        name: narrowed(values[name], backend_of(array).dense(array))
+        for name, array in arrays.items()
+    }
+
+
+def _check_dtypes(arrays: Arrays, bits: int) -> None:
+    """Refuse dtypes that do not hold all integers of so many bits."""
+    for name, array in arrays.items():
+        dtype = backend_of(array).dtype(array)
+        if bits > _BITS.get(dtype, 0):
+            raise ValueError(
+                f"{name!r} is of {dtype}, which does not hold all integers of {bits} bits: lower "
+                f"bitsize, so that each client has {_BITS.get(dtype, 0)} at most"
+                if dtype in _BITS
+                else f"{name!r} is of {dtype}, which is too coarse for noise from the clients"
+            )

@@ -1,0 +1,484 @@
+"""Noise from the sites: integers that are summed exactly, who is refused, and real federations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.model.sklearn import NumpyVector
+from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_messages
+from federation_helpers import Clients, Server, joye_libert, masked, sent
+from federation_runs import N, complete, running
+from helpers import each_framework, to_numpy, to_vector
+
+from fedclip.federation.update import site_noise
+from fedclip.federation.update.adaptive import AdaptiveBound
+from fedclip.federation.update.engine import UpdateServer
+from fedclip.federation.update.exchange import SentBound
+from fedclip.federation.update.messages import UpdateClipBound, UpdateClipVotes
+from fedclip.federation.update.plain import client_of, server_of
+from fedclip.federation.update.server import UpdateClipServer
+from fedclip.federation.update.site_noise import SiteNoise
+from fedclip.privacy.accounting import Release, epsilon
+from fedclip.privacy.auditing import guessed
+from fedclip.privacy.discrete import draws
+
+pytestmark = pytest.mark.usefixtures("no_round_left_open")
+
+M = 4
+NAMES = [str(i) for i in range(M)]
+SECURE = {"masking": masked, "joye-libert": joye_libert}
+CLIPPED = {"name": "clipped-averaging"}
+NOISE: dict[str, Any] = {
+    "noise_multiplier": 2.0,
+    "expected_clients": M,
+    "honest": 0.75,
+    "max_norm": 1.0,
+}
+D = 2000
+
+
+@pytest.fixture(autouse=True)
+def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw from a seed in this process, so that no outcome rests on chance."""
+    rng = np.random.default_rng(0)
+    words = lambda size: rng.integers(2**64, size=size, dtype=np.uint64)  # noqa: E731
+    monkeypatch.setattr(site_noise, "draws", lambda v, size: draws(v, size, words))
+
+
+def server_with(**more: Any) -> Server:
+    config = {**NOISE, "noise_at": "clients", "start_norm": 1.0, **more}
+    return Server([("update-clip-server", config)], CLIPPED)
+
+
+def clients_with(m: int = M, **more: Any) -> Clients:
+    return Clients(m, [("update-clip-client", {"noise": {**NOISE, **more}})], CLIPPED)
+
+
+def secret_round(
+    server: Server, clients: Clients, updates: list[Any], kind: str = "masking", **secagg: Any
+) -> NumpyVector:
+    """Return what a round comes to of which the server sees the secure sum only."""
+    encrypters, decrypter = SECURE[kind](NAMES, **{"bitsize": 48, "clipval": 32.0, **secagg})
+    aux = server.start()
+    replies = {
+        name: SecaggTrainReply.from_cleartext_message(
+            clients.round(i, aux, updates[i]), encrypters[name]
+        )
+        for i, name in enumerate(NAMES)
+    }
+    return server.finish([aggregate_secagg_messages(replies, decrypter)])
+
+
+# -- integers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SECURE)
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [("float64", 16), ("float64", 32), ("float64", 48), ("float32", 16), ("float32", 24)],
+)
+def test_secure_sums_are_those_of_the_integers_that_were_drawn(
+    kind: str, dtype: str, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits are those of one client: masking takes two more for the sum of four."""
+    bitsize = bits + 2 * (kind == "masking")
+    encrypters, decrypter = SECURE[kind](NAMES, bitsize=bitsize, clipval=32.0)
+    noise, meant = SiteNoise(**NOISE), []
+    monkeypatch.setattr(
+        SiteNoise, "integers", lambda *args: meant.append(integers(*args)) or meant[-1]
+    )
+    rng = np.random.default_rng(1)
+    secret = []
+    for encrypter in encrypters.values():
+        update = rng.normal(size=300)
+        update = {"w": (update / np.linalg.norm(update)).astype(dtype)}
+        shared = NumpyVector(noise.in_secret(update, 1.0, encrypter))
+        assert shared.coefs["w"].dtype == dtype
+        secret.append(encrypter.encrypt_vector(shared)[0])
+    step = 64.0 / (2**bits - 1)
+    grid = round(meant[0][1] / step)
+    found = [
+        decrypter.decrypt_uint(decrypter.sum_encrypted([*column])) - M * 2 ** (bits - 1)
+        for column in zip(*secret, strict=True)
+    ]
+    assert found == (grid * sum(k["w"] for k, _ in meant)).tolist()
+
+
+integers = SiteNoise.integers
+
+
+@pytest.mark.parametrize("kind", SECURE)
+@pytest.mark.parametrize(
+    ("dtype", "bits", "clipval", "text"),
+    [
+        ("float64", 50, 32.0, "integers of 50 bits for each client are not summed exactly"),
+        ("float64", 62, 32.0, "integers of 62 bits for each client are not summed exactly"),
+        ("float32", 25, 32.0, "'w' is of float32, which does not hold all integers of 25 bits"),
+        ("float32", 32, 32.0, "lower bitsize, so that each client has 24 at most"),
+        ("float16", 14, 32.0, "'w' is of float16, which is too coarse"),
+        ("float64", 32, 16.0, r"set clipval to 17 or more, or max_norm to 0\.9412 or less"),
+        ("float64", 32, 1e9, "steps of 0.466 are too coarse for a bound of 1 on 9 values"),
+    ],
+)
+def test_what_is_not_exact_is_refused(
+    kind: str, dtype: str, bits: int, clipval: float, text: str
+) -> None:
+    bitsize = bits + 2 * (kind == "masking")
+    encrypters, _ = SECURE[kind](NAMES, bitsize=bitsize, clipval=clipval)
+    update = {"w": np.ones(9, dtype) / 3}
+    # A third of 16 / 9 is the variance of one client.
+    noise = SiteNoise(**{**NOISE, "noise_multiplier": 4 / math.sqrt(3)}, bits_noise=0.0)
+    with pytest.raises(ValueError, match=text):
+        noise.in_secret(update, 1.0, encrypters["0"])
+    secagg = {"secagg_type": kind, "bitsize": bitsize, "clipval": clipval}
+    if clipval < 1e9:
+        # The server's check before the set-up says the same.
+        assert noise.unsafe(secagg, update)
+
+
+def test_rounding_never_takes_an_update_beyond_its_bound() -> None:
+    noise, rng = SiteNoise(**NOISE), np.random.default_rng(2)
+    for size in (1, 9, 30_000):
+        for step in (None, 1 / 200):
+            # Each value is just above the middle between two integers.
+            value = (math.floor(200 / math.sqrt(size)) + 0.501) / 200
+            update = rng.choice([-value, value], size=size)
+            update /= max(1.0, np.linalg.norm(update))
+            found, grid = without_noise(noise, update, step)
+            assert 0.5 < np.linalg.norm(found) * grid <= 1.0
+
+
+def without_noise(noise: SiteNoise, update: Any, step: float | None) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(site_noise, "draws", lambda variance, size: np.zeros(size, np.int64))
+        found, grid = noise.integers({"w": update}, 1.0, step)
+    return found["w"], grid
+
+
+@each_framework()
+def test_the_noise_in_every_framework(framework: str) -> None:
+    vector = to_vector({"w": np.full((40, 50), 0.01, np.float32)}, framework)
+    noise = SiteNoise(**NOISE)
+    found = to_numpy(type(vector)(noise.in_cleartext(vector.coefs, 1.0)))["w"]
+    assert found.dtype == np.float32
+    assert found.shape == (40, 50)
+    assert found.std() == pytest.approx(noise.std(1.0), rel=0.1)
+    encrypter = masked(NAMES, bitsize=26, clipval=32.0)[0]["0"]
+    secret = to_numpy(type(vector)(noise.in_secret(vector.coefs, 1.0, encrypter)))["w"]
+    assert secret.std() == pytest.approx(noise.std(1.0), rel=0.1)
+
+
+# -- rounds -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["masking", "joye-libert", None])
+@pytest.mark.parametrize("silent", [0, 1, 3])
+def test_the_sum_has_the_noise_that_is_charged(kind: str | None, silent: int) -> None:
+    """Of m clients, m - c are counted on; each other that sends none takes its share away."""
+    server, clients = server_with(), clients_with()
+    for optimizer in clients.optimizers[:silent]:
+        optimizer.modules[0].site._spread = 1e-9
+    updates = [np.full(D, 0.5 / math.sqrt(D))] * M
+    run = server.round if kind is None else secret_round
+    args = (clients, updates) if kind is None else (server, clients, updates, kind)
+    noise = run(*args).coefs["w"] - updates[0]
+    budget = server.module.budget
+    # Votes and update together cost what z alone does.
+    assert budget.update_noise == pytest.approx(2.0 * math.sqrt(4 / 3))
+    assert noise.std() == pytest.approx(
+        budget.update_noise * math.sqrt((M - silent) / 3) / M, rel=0.1
+    )
+    assert SiteNoise(**NOISE).multiplier(silent) == pytest.approx(2.0 * math.sqrt((M - silent) / 3))
+    assert server.module.get_state()["spent"] == [[2.0, 1]]
+    assert server.module.stop == ""
+
+
+@pytest.mark.parametrize("secret", [False, True])
+def test_votes_move_the_bound_and_have_noise_of_their_own(secret: bool) -> None:
+    """A thousand rounds of votes: their mean is the share, and their spread the noise."""
+    noise, rounds = SiteNoise(**NOISE), 1000
+    votes = [(1, 1), (1, 1), (1, 0), (0, 0)]
+    sums = []
+    for _ in range(rounds):
+        each = [noise.vote(*vote) for vote in votes]
+        sums.append(noise.centred([sum(each)] if secret else each, M))
+    assert np.mean(sums) == pytest.approx(0.5, abs=6 * 2.4 / math.sqrt(rounds))
+    # bits_noise is 2.0 for three of the four.
+    assert np.std(sums) == pytest.approx(2.0 * math.sqrt(4 / 3), rel=0.15)
+
+
+def test_one_liar_in_cleartext_has_one_vote_with_noise() -> None:
+    noise = SiteNoise(**NOISE)
+    honest = [noise.vote(1, 0) for _ in range(3)]
+    far = noise.centred([*honest, 10**30], M) - noise.centred(honest, 3)
+    assert far == pytest.approx(0.5 + 16 * 2.0 / math.sqrt(3), rel=0.05)
+    odd = UpdateClipVotes.from_dict({"n_clients": 1, "n_votes": 0, "n_within": 0, "n_noised": "9"})
+    assert odd.n_faults == 1
+    both = UpdateClipVotes.from_dict({"n_clients": 1, "n_votes": 1, "n_within": 1, "n_noised": 9})
+    assert both.n_faults == 1
+
+
+def test_what_a_client_sends_says_nothing_without_noise() -> None:
+    """The message, as it arrives: whole counts, a vote with noise, values of the grid."""
+    server, clients = server_with(), clients_with()
+    aux = server.start()
+    reply = sent(clients.round(0, aux, np.full(D, 9.0)))
+    votes: Any = reply.aux_var["update-clip"]
+    assert (votes.n_votes, votes.n_within) == (0, 0)
+    assert votes.n_noised > 1000
+    updates: Any = reply.updates
+    assert (updates.n_clipped, updates.n_zeroed) == (0, 0)
+    assert np.linalg.norm(updates.updates.coefs["w"]) > 10
+    assert len(set(np.mod(updates.updates.coefs["w"], 2.0**-20))) == 1
+    server.finish([sent(clients.round(i, aux, np.zeros(D))) for i in range(1, M)] + [reply])
+    assert server.module.stop == ""
+
+
+def test_too_long_a_reply_counts_as_zeros_in_cleartext(caplog: pytest.LogCaptureFixture) -> None:
+    server, clients = server_with(), clients_with()
+    aux = server.start()
+    replies = [clients.round(i, aux, np.zeros(D)) for i in range(M)]
+    replies[1].updates.updates = NumpyVector({"w": np.full(D, 100.0)})
+    out = server.finish(replies)
+    assert "beyond the limit" in caplog.text
+    assert np.abs(out.coefs["w"]).max() < 10
+
+
+# -- a server that is not trusted ---------------------------------------------------------------
+
+
+def switched_off(message: UpdateClipBound) -> None:
+    message.noise = {}
+
+
+def too_high(message: UpdateClipBound) -> None:
+    message.bound = 1.01
+
+
+def less_noise(message: UpdateClipBound) -> None:
+    message.noise = {**message.noise, "noise_multiplier": 0.1}
+
+
+def fewer(message: UpdateClipBound) -> None:
+    message.noise = {**message.noise, "expected_clients": 2}
+
+
+def bare_counts(message: UpdateClipBound) -> None:
+    message.private = False
+
+
+def no_votes(message: UpdateClipBound) -> None:
+    message.adaptive = False
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (switched_off, "adds noise to what it shares, .*, and the server expects none"),
+        (less_noise, "noise_multiplier=2.0, and the server expects 0.1: nothing is shared"),
+        (fewer, "expected_clients=4, and the server expects 2"),
+        (too_high, "bound, 1.01, is above max_norm=1"),
+        (bare_counts, "asks for what this client's noise does not cover"),
+        (no_votes, "asks for what this client's noise does not cover"),
+    ],
+)
+def test_a_server_that_expects_other_noise_is_refused(
+    change: Callable[[UpdateClipBound], None], text: str
+) -> None:
+    aux = server_with().start()
+    change(aux["update-clip"])
+    with pytest.raises(ValueError, match=text):
+        clients_with().round(0, aux, np.zeros(3))
+
+
+def test_a_client_without_the_table_is_told_what_to_write() -> None:
+    clients = Clients(M, ["update-clip-client"], CLIPPED)
+    with pytest.raises(ValueError, match="give update-clip-client noise = {'noise_multiplier'"):
+        clients.round(0, server_with().start(), np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("secagg", "peers", "text"),
+    [
+        ({}, 3, "3 clients are in the secure sum, and the noise of each is sized on"),
+        ({"bitsize": 64}, M, "are not summed exactly"),
+        ({"bitsize": 14}, M, "votes with their noise do not fit"),
+    ],
+)
+def test_a_sum_that_is_none_gets_zeros_and_ends_the_run(
+    secagg: dict[str, Any], peers: int, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What encrypts is known only when declearn can not report an error any more."""
+    server, clients = server_with(), clients_with()
+    encrypter = masked(NAMES[:peers], **{"bitsize": 48, "clipval": 32.0, **secagg})[0]["0"]
+    aux = server.start()
+    reply = clients.round(0, aux, np.full(D, 0.01))
+    with pytest.MonkeyPatch.context() as patch:
+        shared: list[Any] = []
+        patch.setattr(
+            type(encrypter), "encrypt_vector", lambda self, v: shared.append(v) or ([], 0)
+        )
+        encrypter.encrypt_aggregate(reply.updates)
+    assert not shared[0].coefs["w"].any()
+    assert f"{text}" in caplog.text
+    with pytest.raises(ValueError, match=text):
+        clients.round(0, aux, np.zeros(3))
+
+
+def test_no_noise_no_message_where_it_is_not_known_what_encrypts() -> None:
+    reply = clients_with().round(0, server_with().start(), np.full(D, 0.01))
+    content, _ = reply.updates.prepare_for_secagg()
+    updates: Any = content["updates"]
+    assert not updates.coefs["w"].any()
+
+
+def test_a_round_with_too_few_that_add_noise_is_not_released() -> None:
+    server, clients = server_with(), clients_with()
+    aux = server.start()
+    out = server.finish([clients.round(i, aux, np.zeros(D)) for i in range(2)])
+    assert not out.coefs["w"].any()
+    assert server.module.stop == "noise has come from 2 clients, and 3 were to be sure of it"
+
+
+# -- what is refused at construction ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"honest": None}, "needs noise_multiplier, and honest"),
+        ({"honest": 1.5}, r"honest must be a number in \(0, 1\]"),
+        ({"noise_multiplier": 0.0, "expected_clients": None}, "needs noise_multiplier, and honest"),
+        ({"noise_at": "server"}, "honest goes with noise_at='clients'"),
+        ({"separation": 2}, "goes with separation=1 only"),
+        ({"noise": "banded", "separation": 2, "rounds": 9}, "goes with separation=1 only"),
+        ({"generator": "insecure"}, "goes with generator='secure' only"),
+    ],
+)
+def test_settings_that_do_not_go_together(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        UpdateClipServer(start_norm=1.0, **{**NOISE, "noise_at": "clients", **change})
+
+
+def test_other_engines_refuse() -> None:
+    settings = {**NOISE, "start_norm": 1.0, "noise_at": "clients"}
+    for make in (server_of, client_of, lambda it: UpdateServer(AdaptiveBound(**it))):
+        with pytest.raises(ValueError, match="noise_at='clients' is for federations of declearn"):
+            make(settings)
+
+
+def test_a_table_that_is_none() -> None:
+    with pytest.raises(TypeError, match="noise must be a table"):
+        Clients(1, [("update-clip-client", {"noise": 2.0})], CLIPPED)
+    with pytest.raises(TypeError, match="did you mean 'honest'"):
+        clients_with(honst=1.0)
+
+
+# -- real federations ---------------------------------------------------------------------------
+
+TABLE = {"noise_multiplier": 40.0, "expected_clients": N, "honest": 0.75, "max_norm": 1.0}
+
+
+def run_with(**more: Any) -> dict[str, Any]:
+    """Return settings of a run by masks, of one round unless they say otherwise."""
+    server = {**TABLE, "noise_at": "clients", "start_norm": 1.0, "learning_rate": 0.0}
+    optim = {
+        "aggregator": "clipped-averaging",
+        "client_opt": {
+            "lrate": 0.001,
+            "modules": [["update-clip-client", {"noise": {**TABLE, "bits_noise": 0.0}}]],
+        },
+        "server_opt": {"lrate": 1.0, "modules": [["update-clip-server", server]]},
+    }
+    secagg = {"secagg": "masking", "secagg_settings": {"bitsize": 32, "clipval": 512.0}}
+    run = {"rounds": 1, **more.pop("run", {})}
+    return {**secagg, "optim": optim, "columns": 2000, "run": run, **more}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("silent", [None, 1])
+def test_a_run_by_masks_has_the_noise_of_those_that_add_theirs(
+    tmp_path: Path, silent: int | None
+) -> None:
+    run = complete(tmp_path, **run_with(silent=silent))
+    weights = np.concatenate([*run.result()["weights"].values()])
+    adding = N if silent is None else N - 1
+    # Two of the three are counted on: without one, the noise is that of the multiplier.
+    assert weights.std() == pytest.approx(40.0 * math.sqrt(adding / 2) / N, rel=0.1)
+    assert run.state()["spent"] == [[40.0, 1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"secagg_settings": {"bitsize": 64}}, "does not hold all integers of 62 bits"),
+        ({"secagg_settings": {"bitsize": 32, "clipval": 8.0}}, "set clipval to 340.4 or more"),
+    ],
+)
+def test_the_watchful_server_refuses_sums_before_they_are_set_up(
+    tmp_path: Path, more: dict[str, Any], text: str
+) -> None:
+    with running(tmp_path, **run_with(protocol="fedclip-websockets", **more)) as run:
+        run.wait()
+    assert text in run.said("server")
+    assert run.state()["spent"] == []
+
+
+@pytest.mark.slow
+def test_a_client_that_leaves_ends_the_run_which_names_it(tmp_path: Path) -> None:
+    faults = {"1": ["SecaggTrainReply", "end", 2]}
+    settings = run_with(protocol="fedclip-websockets", faults=faults, run={"rounds": 9})
+    with running(tmp_path, **settings) as run:
+        run.wait()
+    assert "the connection of 'client_1' has ended, and the run can not go on" in run.said("server")
+    assert len(run.state()["spent"]) == 1
+
+
+# -- an audit -----------------------------------------------------------------------------------
+
+
+def halved(patch: pytest.MonkeyPatch) -> None:
+    std = SiteNoise.std
+    patch.setattr(SiteNoise, "std", lambda self, bound: std(self, bound) / 2)
+
+
+def unclipped(patch: pytest.MonkeyPatch) -> None:
+    """The update goes past the clip to the bound, and past that for rounding."""
+    patch.setattr(np, "vdot", lambda a, b: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "length", "silent", "found"),
+    [
+        (None, 1.0, 0, False),
+        (None, 1.0, 2, False),
+        (None, 1.0, 6, True),
+        (halved, 1.0, 2, True),
+        (unclipped, 2.0, 2, True),
+    ],
+)
+def test_an_audit_of_the_secure_sum(
+    fault: Any, length: float, silent: int, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of eight clients takes part by a coin, in each of 40,000 rounds; two may send no noise.
+
+    Whoever sees the sums knows its update, and those of the others, which are zeros.
+    """
+    rounds, table = 40_000, {**NOISE, "expected_clients": 8}
+    if fault is not None:
+        fault(monkeypatch)
+    noise, rng = SiteNoise(**table, bits_noise=0.0), np.random.default_rng(3)
+    sums = sum(noise.integers({"w": np.zeros(rounds)}, 1.0)[0]["w"] for _ in range(8 - silent))
+    canary, _ = without_noise(noise, np.array([length]), None)
+    there = rng.random(rounds) < 0.5
+    guesses = guessed(there.tolist(), sums + there * canary, share=0.01)
+    claimed = epsilon([Release(2.0)], 1e-6)
+    assert (guesses.least(1e-6) > claimed) == found
+    # By the same attack, what is claimed is nearly reached: it is no weak one.
+    assert found or silent < 2 or guesses.least(1e-6) > claimed / 2
