@@ -55,8 +55,9 @@ def main() -> None:
         return
     if options.what == "page":
         study = tables.Study(cells.read(options.out))
-        page = tables.PAGE.read_text(encoding="utf-8")
-        tables.PAGE.write_text(tables.rewritten(page, study), encoding="utf-8")
+        for page in tables.PAGES:
+            text = tables.rewritten(page.read_text(encoding="utf-8"), study)
+            page.write_text(text, encoding="utf-8")
         tables.draw(study, tables.FIGURE)
         return
     chosen = fields(options.quick, options.only)

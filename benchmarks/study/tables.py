@@ -25,9 +25,75 @@ from fedclip.privacy.banded import coefficients, error
 from fedclip.tools.compare import interval
 
 ROOT = Path(__file__).parents[2]
-PAGE, FIGURE = ROOT / "docs" / "study.md", ROOT / "docs" / "images" / "study.png"
+PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("study", "choosing"))
+FIGURE = ROOT / "docs" / "images" / "study.png"
 LEVEL = 0.05
 FIXED = "fixed 0.3, every round"
+BRANCHES = (
+    *(
+        ("nothing is unusual", use, "none", name, "none")
+        for use, name in (
+            ("no clipping; a limit that is learnt costs nothing", "zscore-clip!"),
+            ("a bound that has to be searched for costs a little", "update-clip-server!"),
+        )
+    ),
+    *(
+        ("one site has other units", use, "units", name, "none")
+        for use, name in (
+            ("`norm-clip`", "norm-clip"),
+            ("a bound on updates", "update, adaptive"),
+            ("not a limit that the site learns itself", "zscore-clip!"),
+            ("nor one that all share, which is late", "mad-clip, shared!"),
+        )
+    ),
+    *(
+        ("gradients explode now and then", use, "bursts", name, "none")
+        for use, name in (
+            ("`zscore-clip`, as it comes", "zscore-clip!"),
+            ("`norm-clip`, if you know the scale", "norm-clip"),
+        )
+    ),
+    *(
+        ("some records are broken, everywhere", use, "records", name, "none")
+        for use, name in (
+            ("`norm-clip`: a fixed limit on steps", "norm-clip"),
+            ("`zscore-clip`, as it comes", "zscore-clip!"),
+            ("a bound on updates", "update, adaptive"),
+        )
+    ),
+    *(
+        ("a site may be hostile", use, "hostile", name, "none")
+        for use, name in (
+            ("a bound on updates", "update, adaptive"),
+            ("the trimmed mean", "trimmed mean"),
+            ("ARC", "arc"),
+            ("not a limit on steps", "norm-clip"),
+        )
+    ),
+    *(
+        ("sites have unlike sizes and labels", use, "sizes and labels", name, against)
+        for use, name, against in (
+            ("no clipping", "none", "update, adaptive"),
+            ("if updates are clipped: weights", "update, weighted", "update, adaptive"),
+            ("... with a cap", "update, weighted, capped", "update, adaptive"),
+            ("not the trimmed mean", "trimmed mean", "none"),
+        )
+    ),
+    *(
+        (f"noise, {trouble.removeprefix('noise ')}", use, trouble, name, against)
+        for trouble in noised.EPSILONS
+        for use, name, against in (
+            ("turns", "fixed 0.3, turns", FIXED),
+            ("and banded noise", "fixed 0.3, banded", "fixed 0.3, turns"),
+            ("not a bound that moves", "adaptive, turns", "fixed 0.3, turns"),
+        )
+    ),
+)
+"""What is seen, what to use, and on which trouble; mechanism and what it is compared with.
+
+A mechanism as it comes has an exclamation mark, for others the scale is chosen.
+"""
+
 DRAWN = {
     True: (
         *("none", "norm-clip", "zscore-clip", "mad-clip, shared", "update, fixed"),
@@ -232,6 +298,24 @@ def _spikes(study: Study) -> Iterator[Sequence[str]]:
     yield from (row for row in _orderings(study) if row[0] in orderings.SPIKES)
 
 
+def _branches(study: Study) -> Iterator[Sequence[str]]:
+    for what, use, trouble, name, against in BRANCHES:
+        if trouble in TROUBLES:
+            ones, others = (
+                study.means(trouble, one.removesuffix("!"), not one.endswith("!"))
+                for one in (name, against)
+            )
+        else:
+            ones, others = (
+                study.of(
+                    trouble, "digits", one, study.best_factor(trouble, "digits", one, tuned=True)
+                )
+                for one in (name, against)
+            )
+        one = difference(ones, others)
+        yield what, use, _percent(ones), against.rstrip("!"), _shown(one, one.p)
+
+
 def _left(study: Study) -> Iterator[Sequence[str]]:
     for trouble, b in orderings.SEPARATIONS.items():
         bare, banded = (study.of(trouble, "zeros", name) for name in ("independent", "banded"))
@@ -253,6 +337,9 @@ TABLES: Mapping[str, Callable[[Study], str]] = {
     "count": _count,
     "winners": lambda study: _table(
         ["trouble", "what it is", "best", "accuracy, %", "points", "d", "p"], _winners(study)
+    ),
+    "branches": lambda study: _table(
+        ["what you see", "use", "accuracy, %", "instead of", "points"], _branches(study)
     ),
     "tuned": lambda study: _table(["", *TROUBLES], _tuned(study)),
     "defaults": lambda study: _table(["", *TROUBLES], _defaults(study)),
