@@ -366,14 +366,14 @@ def rewritten(page: str, study: Study) -> str:
     def table(found: re.Match[str]) -> str:
         return f"{found[1]}\n{TABLES[found[2]](study)}\n{found[3]}"
 
-    return re.sub(r"(<!-- table: (\w+) -->)\n.*?\n(<!-- end -->)", table, page, flags=re.DOTALL)
+    return re.sub(r"(<!-- table: (\w+) -->)\n.*?(<!-- end -->)", table, page, flags=re.DOTALL)
 
 
 def draw(study: Study, file: Path) -> None:
     """Draw in how many federations a mechanism is so many points below the best, or fewer."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
     places = [(trouble, data) for trouble in TROUBLES for data in SOURCES]
     names = mechanisms.MECHANISMS
     for axes, tuned in zip(figure.subplots(1, 2, sharey=True), (True, False), strict=True):
@@ -411,6 +411,6 @@ def draw(study: Study, file: Path) -> None:
         axes.set_xlabel("points of accuracy below the best")
         axes.set_title("scale chosen on two seeds" if tuned else "as they come", fontsize=10)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7, loc="upper left")
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3)
     figure.axes[0].set_ylabel(f"share of {len(places)} federations")
     figure.savefig(file, dpi=130)
